@@ -1,0 +1,115 @@
+"""EngineConfig: every flag of the engine, validated once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+Panel = Literal["reference", "optimized"]
+SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"]
+EvictionPolicyName = Literal["lru", "lfu", "fifo", "priority"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Flags. `None` means "decide from the model and the machine"; `shared.engine` resolves it and the
+    resolved value can be read from the engine. A bad value raises `ValueError` naming flag, value, range.
+    """
+
+    # What to run
+    model: str = "tiny-dense"  # a built-in model's name, a local folder, or a Hugging Face id
+    tokenizer: str | None = None  # default: beside the model
+    load_format: Literal["auto", "dummy"] = "auto"  # dummy: seeded random weights, only config.json needed
+    panel: Panel | None = None  # default: optimized on a CUDA GPU, else reference
+    use: Mapping[str, str] = field(
+        default_factory=dict
+    )  # component -> panel, backend or package.module:Class
+    device: str | None = None  # "cpu", "mps", "cuda", "cuda:1"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
+        "auto"  # auto: float32 on cpu, else the model's
+    )
+    random_seed: int = 0  # for requests without a seed, and for dummy weights
+
+    # Memory
+    page_size: int = 1
+    context_len: int | None = None  # default: the model's
+    max_total_tokens: int | None = None  # size of the KV pool in tokens; default: from free memory
+    mem_fraction_static: float = 0.85  # of the GPU's memory, for weights and KV pool together
+    max_running_requests: int = 256
+    disable_radix_cache: bool = False
+    eviction_policy: EvictionPolicyName = "lru"
+
+    # Scheduling
+    schedule_policy: SchedulePolicyName = "fcfs"
+    schedule_conservativeness: float = 1.0  # larger: fewer requests at once, fewer retractions
+    max_prefill_tokens: int = 16384  # prompt tokens in one step, whole batch
+    chunked_prefill_size: int | None = 8192  # prompt tokens of one step before a prompt is cut; None: never
+    enable_mixed_chunk: bool = False  # decode in the same step as a prefill
+    enable_priority_scheduling: bool = False  # honoured by fcfs and lof; more important requests preempt
+    priority_preemption_threshold: int = 10  # preempt only what is less important by more than this
+    max_queued_requests: int | None = None
+    in_batch_prefix_check_threshold: int = (
+        32  # look for shared prefixes in the queue when the cache has <= this
+    )
+    in_batch_prefix_deprioritize_threshold: int = 32  # ... and put off requests that share >= this
+    waiting_timeout: float | None = None  # seconds in the queue
+    running_timeout: float | None = None  # seconds since first scheduled
+
+    check_invariants: bool = False  # after every step: slow, for tests and debugging
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed and not (name == "panel" and value is None):
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        for name in (
+            "page_size", "max_running_requests", "max_prefill_tokens", "context_len", "max_total_tokens",
+            "chunked_prefill_size", "max_queued_requests",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            optional = _DEFAULTS[name] is None or name == "chunked_prefill_size"
+            if not (value is None and optional) and not (
+                isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            ):
+                raise ValueError(f"{name} must be an integer >= 1{' or None' * optional}, got {value!r}")
+        if not 0.0 < self.mem_fraction_static < 1.0:
+            raise ValueError(f"mem_fraction_static must be in (0, 1), got {self.mem_fraction_static!r}")
+        if not self.schedule_conservativeness > 0.0:
+            raise ValueError(f"schedule_conservativeness must be > 0, got {self.schedule_conservativeness!r}")
+        for name in ("waiting_timeout", "running_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be > 0 seconds or None, got {value!r}")
+        if self.priority_preemption_threshold < 0:
+            raise ValueError(
+                f"priority_preemption_threshold must be >= 0, got {self.priority_preemption_threshold}"
+            )
+        if self.chunked_prefill_size is not None and self.chunked_prefill_size < self.page_size:
+            raise ValueError(
+                f"chunked_prefill_size ({self.chunked_prefill_size}) must be at least page_size "
+                f"({self.page_size}): a chunk ends on a page boundary"
+            )
+        if self.enable_priority_scheduling and self.schedule_policy not in ("fcfs", "lof"):
+            raise ValueError(
+                f"enable_priority_scheduling works with the policies fcfs and lof, not {self.schedule_policy}"
+            )
+
+    def updated(self, **changes: Any) -> EngineConfig:
+        """A copy with some flags changed; an unknown flag raises `ValueError` listing the right ones."""
+        unknown = sorted(set(changes) - set(_DEFAULTS))
+        if unknown:
+            raise ValueError(
+                f"unknown flag {', '.join(unknown)}; the flags are {', '.join(sorted(_DEFAULTS))}"
+            )
+        return replace(self, **changes)
+
+
+_DEFAULTS = {f.name: f.default for f in fields(EngineConfig)}
+_CHOICES = {
+    "panel": get_args(Panel),
+    "schedule_policy": get_args(SchedulePolicyName),
+    "eviction_policy": get_args(EvictionPolicyName),
+    "load_format": ("auto", "dummy"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+}

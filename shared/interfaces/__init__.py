@@ -1,0 +1,46 @@
+"""The contracts: one abstract class per component, its docstring says what must hold."""
+
+from shared.interfaces.attention import AttentionBackend
+from shared.interfaces.layers import Layers, RMSNorm, RotaryEmbedding, SiluAndMul
+from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
+from shared.interfaces.model import CausalLM
+from shared.interfaces.model_runner import ModelRunner
+from shared.interfaces.moe import FusedExperts, MoE, TopK, TopKOutput
+from shared.interfaces.prefill_adder import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder, PrefillBudget
+from shared.interfaces.prefix_cache import CacheNode, InsertResult, MatchResult, PrefixCache, RadixKey
+from shared.interfaces.sampler import Sampler
+from shared.interfaces.schedule_policy import PolicyResult, SchedulePolicy
+from shared.interfaces.scheduler import Scheduler, SchedulerParts, SchedulerState, SchedulerStats
+
+__all__ = [
+    "CLIP_MAX_NEW_TOKENS",
+    "AddReqResult",
+    "AttentionBackend",
+    "CacheNode",
+    "CausalLM",
+    "FusedExperts",
+    "InsertResult",
+    "Layers",
+    "MatchResult",
+    "MoE",
+    "ModelRunner",
+    "PolicyResult",
+    "PrefillAdder",
+    "PrefillBudget",
+    "PrefixCache",
+    "RMSNorm",
+    "RadixKey",
+    "ReqToTokenPool",
+    "RotaryEmbedding",
+    "Sampler",
+    "SchedulePolicy",
+    "Scheduler",
+    "SchedulerParts",
+    "SchedulerState",
+    "SchedulerStats",
+    "SiluAndMul",
+    "TokenToKVPool",
+    "TokenToKVPoolAllocator",
+    "TopK",
+    "TopKOutput",
+]

@@ -1,0 +1,56 @@
+"""Contract of an attention backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from shared.types import ForwardBatch
+from shared.types.attention import AttentionLayer
+
+
+class AttentionBackend(ABC):
+    """Attention of a step's tokens over the paged KV pool: `plan` once a step, `run` once a layer.
+
+    Token t of request i sits at position p = seq_lens[i] - extend_seq_lens[i] + (its index in the
+    request). It sees the KV of positions j of its own request, read from slot
+    req_to_token[req_pool_indices[i], j], where
+    - `custom_mask` is None: j <= p (causal);
+    - `custom_mask` is given: the mask's row of the token is True at column j;
+    - the layer has a sliding window w >= 0: also j >= p - w.
+    A token always sees at least itself in a causal batch. A masked token that sees nothing gets zeros.
+
+    score = scale * q·k, then logit_cap * tanh(score / logit_cap) when logit_cap > 0, softmax over the
+    visible positions and, when the layer has `sinks`, one more column of that logit without a value;
+    accumulated in float32 at least. Query head h reads KV head h // (num_qo_heads // num_kv_heads).
+
+    The new tokens' K and V are in the pool before `run` is called.
+    """
+
+    @abstractmethod
+    def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None: ...
+
+    @abstractmethod
+    def plan(self, forward_batch: ForwardBatch) -> Any:
+        """Everything that depends on the batch but not on the layer. The result is only meaningful to
+        `run` of the same object, and only until the next `plan`. Reads req_to_token; mutates nothing."""
+
+    @abstractmethod
+    def run(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        plan: Any,
+        *,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q [num_tokens, num_qo_heads, head_dim] -> output of the same shape and dtype.
+
+        k, v [num_tokens, num_kv_heads, head_dim], when given, are what the pool already holds at
+        out_cache_loc: a backend may read them instead. Mutates nothing. Raises `ValueError` when the
+        backend does not support the layer (head_dim, soft-cap, sinks ...), naming what it supports.
+        """

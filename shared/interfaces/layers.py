@@ -1,0 +1,65 @@
+"""Contracts of the layers that models are built from. A panel's `layers` module holds one class of each
+name; models receive the module and build from it, so that a kernel author can swap it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from shared.config import RopeConfig
+
+
+class RMSNorm(nn.Module, ABC):
+    """y = x / sqrt(mean(x²) + eps) * weight, over the last dimension, the mean and the division in float32,
+    the product with the weight in x's dtype. Parameter: `weight` [hidden_size]."""
+
+    weight: nn.Parameter
+    eps: float
+
+    @abstractmethod
+    def __init__(self, hidden_size: int, eps: float) -> None: ...
+
+    @abstractmethod
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden_size] -> the same shape and dtype. x is not modified."""
+
+    @abstractmethod
+    def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual). An implementation may write both results into its arguments:
+        the caller must not use them afterwards."""
+
+
+class RotaryEmbedding(nn.Module, ABC):
+    """Rotates the first `rope.rotary_dim` dimensions of every head by position-dependent angles, halves
+    convention (dimension i pairs with i + rotary_dim / 2), in float32. The frequencies follow
+    `rope.rope_type`, as in the papers and in Hugging Face's configs; "dynamic" uses the base frequencies up
+    to original_max_position_embeddings and, past it, those of the longest sequence of the step."""
+
+    @abstractmethod
+    def __init__(self, rope: RopeConfig, head_dim: int, context_len: int) -> None: ...
+
+    @abstractmethod
+    def forward(
+        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [num_tokens] int64; q, k [num_tokens, heads, head_dim] -> rotated, same shapes and
+        dtypes. An implementation may rotate in place."""
+
+
+class SiluAndMul(nn.Module, ABC):
+    """silu(gate) * up. Takes the two halves of one tensor, gate first."""
+
+    @abstractmethod
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[..., 2 * n] -> [..., n]; silu in float32, the result in the input's dtype."""
+
+
+class Layers(Protocol):
+    """What a model asks of a `layers` module."""
+
+    RMSNorm: type[RMSNorm]
+    RotaryEmbedding: type[RotaryEmbedding]
+    SiluAndMul: type[SiluAndMul]

@@ -1,0 +1,42 @@
+"""Contract of a causal language model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from shared.config import ModelConfig
+from shared.interfaces.layers import Layers
+from shared.interfaces.moe import MoE
+from shared.types.attention import BatchAttention
+
+
+class CausalLM(nn.Module, ABC):
+    """Tokens to hidden states to logits. Holds weights, no per-request state: attention and the KV pool
+    come in as `attention`. Built on any device (also "meta"); usable once `load_weights` has returned.
+    """
+
+    config: ModelConfig
+
+    @abstractmethod
+    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE]) -> None: ...
+
+    @abstractmethod
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: BatchAttention
+    ) -> torch.Tensor:
+        """input_ids, positions [num_tokens] int64 -> hidden states after the final norm
+        [num_tokens, hidden_size]. Writes every layer's K and V to attention.out_cache_loc."""
+
+    @abstractmethod
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] -> [n, vocab_size] float32. Rows of padding that a head may have are cut off."""
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take tensors under the names that Hugging Face gives them, one at a time (each may be dropped
+        once taken). Raises `ValueError` for a tensor of the wrong shape, an unknown name, and, at the end,
+        for names that never came; each error says which, what was found and what would be right."""

@@ -1,0 +1,69 @@
+"""Contracts of mixture-of-experts: who goes where, and the experts themselves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from shared.config import MoEConfig
+
+
+class TopKOutput(NamedTuple):
+    topk_weights: torch.Tensor  # [num_tokens, k] float32
+    topk_ids: torch.Tensor  # [num_tokens, k] int32; -1: nobody (padding)
+
+
+class TopK(ABC):
+    """Routing: router logits to experts and weights.
+
+    - softmax: softmax over all experts, the k largest;
+    - grouped: softmax; a group's score is its largest; only the topk_group best groups take part;
+    - biased-grouped: s = sigmoid(logits), c = s + correction_bias; a group's score is the sum of its two
+      largest c; experts are chosen by c within the kept groups, *weighted by s*.
+    Ties: lowest id first. Weights descend by score (by c for biased-grouped). `norm_topk_prob` divides the
+    weights by their sum. `routed_scaling_factor` multiplies them, here and nowhere else.
+    """
+
+    @abstractmethod
+    def __init__(self, config: MoEConfig) -> None: ...
+
+    @abstractmethod
+    def __call__(
+        self, router_logits: torch.Tensor, correction_bias: torch.Tensor | None = None
+    ) -> TopKOutput:
+        """router_logits [num_tokens, num_experts], any float dtype, computed in float32."""
+
+
+class FusedExperts(nn.Module, ABC):
+    """The routed experts of one layer.
+
+    Parameters: `w13` [num_experts, 2 * intermediate, hidden] (gate rows first, then up), `w2`
+    [num_experts, hidden, intermediate].
+    y[t] = sum over j of topk_weights[t, j] * w2[e] @ (silu(gate) * up), e = topk_ids[t, j], the weight
+    applied in float32 before the sum. An id of -1 contributes nothing; a token whose ids are all -1 gets
+    zeros. Experts without tokens cost nothing that matters.
+    """
+
+    w13: nn.Parameter
+    w2: nn.Parameter
+
+    @abstractmethod
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None: ...
+
+    @abstractmethod
+    def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
+        """x [num_tokens, hidden] -> the same shape and dtype. x is not modified."""
+
+
+class MoE(nn.Module, ABC):
+    """Router, routed experts and shared experts of one layer, built from a panel's TopK and FusedExperts."""
+
+    @abstractmethod
+    def __init__(self, config: MoEConfig, hidden_size: int) -> None: ...
+
+    @abstractmethod
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [num_tokens, hidden] -> the same shape and dtype: routed + shared experts."""

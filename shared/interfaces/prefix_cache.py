@@ -1,0 +1,140 @@
+"""Contract of a prefix cache: KV of finished and running requests, found again by their tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from shared.types import Req
+
+
+@dataclass(frozen=True)
+class RadixKey:
+    """What KV is looked up by: tokens within a namespace. Keys of different `extra_key` never match.
+
+    `is_bigram`: entry i stands for the pair (token i, token i + 1), because a draft model's KV depends on
+    the next token: the key of n tokens has n - 1 entries.
+    """
+
+    token_ids: list[int]
+    extra_key: str | None = None
+    is_bigram: bool = False
+
+    def __len__(self) -> int:
+        return max(len(self.token_ids) - 1, 0) if self.is_bigram else len(self.token_ids)
+
+
+class MatchResult(NamedTuple):
+    device_indices: torch.Tensor  # int64 slots of the matched tokens, whole pages
+    last_node: Any  # the deepest node matched: what to lock
+
+
+class InsertResult(NamedTuple):
+    prefix_len: int  # tokens that were in the cache before
+    last_node: Any  # the node that holds the key's last token
+
+
+class CacheNode(NamedTuple):
+    """A node as the invariants checker and the drawings see it."""
+
+    node_id: int
+    parent_id: int | None
+    key: list[Any]  # tokens (or bigrams) of this node's edge
+    slots: list[int]
+    lock_ref: int
+    extra_key: str | None
+
+
+class PrefixCache(ABC):
+    """A tree over token sequences. Each node owns the slots of the tokens on its edge; an edge's length is
+    a multiple of page_size. `lock_ref` counts the requests that use a node or a node below it; nodes with
+    lock_ref 0 are evictable, the others protected.
+
+    A cache built with no pools (`allocator` and `req_to_token_pool` None) only matches and inserts: values
+    are then whatever the caller passes, and the two request methods must not be called. Whatever sits in
+    the tree owns its slots: a caller of `insert` hands them over, except for the first `prefix_len`.
+    """
+
+    page_size: int
+    disable: bool = False  # a cache that never finds anything
+
+    @abstractmethod
+    def __init__(
+        self,
+        page_size: int,
+        allocator: TokenToKVPoolAllocator | None = None,
+        req_to_token_pool: ReqToTokenPool | None = None,
+        eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = "lru",
+        is_bigram: bool = False,
+    ) -> None: ...
+
+    @abstractmethod
+    def match_prefix(self, key: RadixKey) -> MatchResult:
+        """The longest cached prefix of `key`, in whole pages. A key shorter than a page, and the empty
+        key, match nothing: empty indices and the root.
+
+        Not pure: it refreshes the access time of what it matched (only that: an unmatched remainder keeps
+        its own) and may split a node so that the match ends on a node's border. A split keeps totals and
+        locks, and the split node's object stays the *lower* half: holders of it lose nothing.
+        """
+
+    @abstractmethod
+    def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
+        """Add the whole pages of `key`, with `value` (int64 slots, at least as many) behind them. Existing
+        nodes keep their slots. Priority is raised to the maximum along the path. Inserting what is there
+        creates nothing. A key shorter than a page inserts nothing. Values are copied."""
+
+    @abstractmethod
+    def inc_lock_ref(self, node: Any) -> None:
+        """Lock the path from `node` up to the root (exclusive)."""
+
+    @abstractmethod
+    def dec_lock_ref(self, node: Any) -> None:
+        """Undo one `inc_lock_ref`. A lock below zero is an `AssertionError`."""
+
+    @abstractmethod
+    def evict(self, num_tokens: int) -> int:
+        """Free at least so many tokens, if so many are evictable, and return how many were freed. Removes
+        whole leaves in the eviction policy's order, never a locked node, and parents once they are leaves.
+
+        Order, first evicted first: lru (last access), lfu (hits, last access; a hit is a match or an insert
+        through the node), fifo (creation), priority (priority, last access).
+        """
+
+    @abstractmethod
+    def cache_unfinished_req(self, req: Req) -> None:
+        """After a request's `fill_ids` have their KV (prefill, or one chunk of it): move the whole pages of
+        it into the tree, so that others can share them, and lock them for the request.
+
+        Where the tree already had the tokens, the request's row is remapped to the tree's slots *before*
+        its duplicates are freed. Updates req.prefix_indices (all of fill_ids' slots, the partial page
+        included), req.cache_protected_len, req.last_node and the request's row.
+        """
+
+    @abstractmethod
+    def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        """Release a request's memory. The first kv_committed_len tokens' whole pages go into the tree
+        (`is_insert`; False: everything the request owns is freed); duplicates, the partial page and
+        over-allocated slots are freed, each once; the lock is dropped; the row is freed. Afterwards
+        req.req_pool_idx is None and the request owns nothing."""
+
+    @abstractmethod
+    def evictable_size(self) -> int:
+        """Tokens in nodes with lock_ref 0."""
+
+    @abstractmethod
+    def protected_size(self) -> int:
+        """Tokens in nodes with lock_ref > 0."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything without freeing slots: the caller resets the pools too."""
+
+    @abstractmethod
+    def nodes(self) -> Iterator[CacheNode]:
+        """All nodes but the root, parents first (for checkers and drawings; may be slow)."""

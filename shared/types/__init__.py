@@ -1,0 +1,45 @@
+"""The vocabulary of the engine: plain data that both panels exchange."""
+
+from shared.types.batch import ForwardBatch, ForwardMode, SamplingBatchInfo, ScheduleBatch
+from shared.types.finish import (
+    FinishAbort,
+    FinishError,
+    FinishLength,
+    FinishReason,
+    FinishRegex,
+    FinishString,
+    FinishToken,
+)
+from shared.types.outputs import (
+    GenerateOutput,
+    LogitsOutput,
+    LogprobsOutput,
+    SampleOutput,
+    StepOutput,
+    TokenLogprob,
+)
+from shared.types.req import Req
+from shared.types.sampling_params import MIN_TEMPERATURE, SamplingParams
+
+__all__ = [
+    "MIN_TEMPERATURE",
+    "FinishAbort",
+    "FinishError",
+    "FinishLength",
+    "FinishReason",
+    "FinishRegex",
+    "FinishString",
+    "FinishToken",
+    "ForwardBatch",
+    "ForwardMode",
+    "GenerateOutput",
+    "LogitsOutput",
+    "LogprobsOutput",
+    "Req",
+    "SampleOutput",
+    "SamplingBatchInfo",
+    "SamplingParams",
+    "ScheduleBatch",
+    "StepOutput",
+    "TokenLogprob",
+]

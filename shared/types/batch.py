@@ -1,0 +1,128 @@
+"""A step's batch: as the scheduler forms it (ScheduleBatch) and as the device sees it (ForwardBatch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from shared.types.req import Req
+
+
+class ForwardMode(Enum):
+    """What a batch computes. The predicates are disjoint on purpose: each names exactly what it says."""
+
+    EXTEND = auto()  # each request computes one or more new tokens on top of a cached prefix
+    DECODE = auto()  # each request computes exactly one token
+    MIXED = auto()  # some rows extend, others decode (as an extension by one token)
+    IDLE = auto()  # no token: a rank without work that still enters collectives
+    TARGET_VERIFY = auto()  # each request computes a tree of drafted tokens under a tree mask
+
+    @property
+    def is_decode(self) -> bool:
+        return self is ForwardMode.DECODE
+
+    @property
+    def is_prefill(self) -> bool:
+        """Holds prompt tokens (EXTEND or MIXED; not TARGET_VERIFY)."""
+        return self in (ForwardMode.EXTEND, ForwardMode.MIXED)
+
+
+@dataclass
+class ScheduleBatch:
+    """The scheduler's view: lists of requests on the CPU. `reqs` is never shared with another batch."""
+
+    reqs: list[Req]
+    forward_mode: ForwardMode
+    num_decode_reqs: int = 0  # MIXED: the last so many of `reqs` decode
+    out_cache_loc: torch.Tensor | None = None  # int64 [num_tokens]; set once memory is allocated
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.reqs)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.reqs
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """One step, as tensors on the model's device. Complete when it is made, never changed afterwards.
+
+    bs requests; request i contributes `extend_seq_lens[i]` tokens (DECODE: 1), in order, so all
+    per-token tensors are ragged: request i's tokens are [extend_start_loc[i], + extend_seq_lens[i]).
+    """
+
+    forward_mode: ForwardMode
+    input_ids: torch.Tensor  # [num_tokens] int64
+    positions: torch.Tensor  # [num_tokens] int64
+    req_pool_indices: torch.Tensor  # [bs] int64, rows of req_to_token
+    seq_lens: torch.Tensor  # [bs] int64, tokens with KV after this step (those of this step included)
+    out_cache_loc: torch.Tensor  # [num_tokens] int64, slot where each token's KV goes
+    extend_seq_lens: torch.Tensor  # [bs] int64, tokens computed in this step
+    extend_start_loc: torch.Tensor  # [bs] int64, exclusive cumulative sum of extend_seq_lens
+    seq_lens_cpu: tuple[int, ...]  # the same numbers without a device synchronisation
+    extend_seq_lens_cpu: tuple[int, ...]
+    # TARGET_VERIFY: bool, for each request the row-major [extend_seq_len, seq_len] block of who sees whom
+    # (True: visible), flattened and concatenated. None: causal.
+    custom_mask: torch.Tensor | None = None
+    # Rows (token indices of this batch) whose logits give a prompt token's log-probability, and that token.
+    input_logprob_rows: torch.Tensor | None = None  # [n] int64
+    input_logprob_ids: torch.Tensor | None = None  # [n] int64
+    num_top_input_logprobs: int = 0
+    spec_info: Any = None  # what a draft or verify step carries beyond tokens
+
+    def __post_init__(self) -> None:
+        num_tokens, bs = self.input_ids.shape[0], self.req_pool_indices.shape[0]
+        for name, size in (
+            ("positions", num_tokens),
+            ("out_cache_loc", num_tokens),
+            ("seq_lens", bs),
+            ("extend_seq_lens", bs),
+            ("extend_start_loc", bs),
+        ):
+            assert getattr(self, name).shape == (size,), f"{name}: {getattr(self, name).shape}, not ({size},)"
+        assert len(self.seq_lens_cpu) == bs
+        assert len(self.extend_seq_lens_cpu) == bs
+        assert sum(self.extend_seq_lens_cpu) == num_tokens
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.seq_lens_cpu)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def last_token_rows(self) -> torch.Tensor:
+        """[bs] int64, the row of each request's last token."""
+        return self.extend_start_loc + self.extend_seq_lens - 1
+
+
+@dataclass(frozen=True)
+class SamplingBatchInfo:
+    """The sampling parameters of a batch of bs rows, as tensors on the logits' device."""
+
+    temperatures: torch.Tensor  # [bs] float32; greedy rows hold 1.0
+    top_ks: torch.Tensor  # [bs] int64; "keep all" is vocab_size; greedy rows hold 1
+    top_ps: torch.Tensor  # [bs] float32
+    min_ps: torch.Tensor  # [bs] float32
+    seeds: torch.Tensor  # [bs] int64
+    is_greedy: torch.Tensor  # [bs] bool
+    is_all_greedy: bool
+    needs_filter: bool  # some row has a top_k, top_p or min_p that can drop a token
+    # None where no row needs it:
+    logit_bias: torch.Tensor | None = None  # [bs, vocab_size] float32, added
+    banned: torch.Tensor | None = None  # [bs, vocab_size] bool, set to -inf
+    vocab_mask: torch.Tensor | None = None  # [bs, ceil(vocab_size / 32)] int32 bits, low bit first; 0: banned
+    output_counts: torch.Tensor | None = None  # [bs, vocab_size] int32, how often in the output
+    prompt_mask: torch.Tensor | None = None  # [bs, vocab_size] bool, occurs in the prompt
+    frequency_penalties: torch.Tensor | None = None  # [bs] float32
+    presence_penalties: torch.Tensor | None = None  # [bs] float32
+    repetition_penalties: torch.Tensor | None = None  # [bs] float32
+    return_logprob: bool = False
+    num_top_logprobs: int = 0  # the most that any row wants

@@ -1,0 +1,64 @@
+"""Why a request ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class FinishReason:
+    """Base of the reasons below; `kind` is the word that clients see."""
+
+    kind: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class FinishLength(FinishReason):
+    """The request produced as many tokens as it may (`max_new_tokens`, or the context is full)."""
+
+    length: int
+    kind: ClassVar[str] = "length"
+
+
+@dataclass(frozen=True)
+class FinishToken(FinishReason):
+    """A stop token or an end-of-sequence token was produced; it is the last of the request's output ids."""
+
+    token_id: int
+    kind: ClassVar[str] = "stop"
+
+
+@dataclass(frozen=True)
+class FinishString(FinishReason):
+    """A stop string occurs in the text."""
+
+    matched: str
+    kind: ClassVar[str] = "stop"
+
+
+@dataclass(frozen=True)
+class FinishRegex(FinishReason):
+    """A stop regex matches in the text; `matched` is the text that it matched."""
+
+    pattern: str
+    matched: str
+    kind: ClassVar[str] = "stop"
+
+
+@dataclass(frozen=True)
+class FinishAbort(FinishReason):
+    """Ended from outside: the client left, a timeout passed, or the engine could not serve it."""
+
+    message: str
+    status: int = 499  # the HTTP status that a server should answer with
+    kind: ClassVar[str] = "abort"
+
+
+@dataclass(frozen=True)
+class FinishError(FinishReason):
+    """The model produced something that is no token for this request (its logits were NaN)."""
+
+    message: str
+    status: int = 500
+    kind: ClassVar[str] = "error"

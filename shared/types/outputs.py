@@ -1,0 +1,75 @@
+"""What comes out: of the model, of the sampler, of a scheduler step, and of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from shared.types.finish import FinishReason
+
+
+class TokenLogprob(NamedTuple):
+    """The log-probability of one token, and the most likely alternatives as (token id, logprob),
+    best first. `logprob` is None for the first prompt token: nothing precedes it."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class LogprobsOutput(NamedTuple):
+    """Log-probabilities of n tokens, on the model's device."""
+
+    token_logprobs: torch.Tensor  # [n] float32
+    top_logprobs: torch.Tensor  # [n, k] float32, descending; k may be 0
+    top_ids: torch.Tensor  # [n, k] int64
+
+
+class LogitsOutput(NamedTuple):
+    """What the model runner returns for one ForwardBatch."""
+
+    next_token_logits: torch.Tensor  # [bs, vocab_size] float32, of the last token of each request
+    # (TARGET_VERIFY: of every token, [num_tokens, vocab_size])
+    input_logprobs: LogprobsOutput | None = None  # for ForwardBatch.input_logprob_rows
+    hidden_states: torch.Tensor | None = None  # [num_tokens, ...]: when a draft model wants them
+
+
+class SampleOutput(NamedTuple):
+    """What the sampler returns for a batch of bs rows."""
+
+    next_token_ids: torch.Tensor  # [bs] int64; -1 in a row whose logits held a NaN or no token at all
+    logprobs: LogprobsOutput | None = None  # [bs] rows, when any request of the batch asks for them
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """News about one request from one scheduler step. Exactly one of a request's StepOutputs has a
+    `finished_reason`, and it is the last. A request that ends counts `finished_len` output ids."""
+
+    rid: str
+    new_token_ids: list[int]
+    num_output_tokens: int  # so far, these included
+    finished_reason: FinishReason | None = None
+    output_logprobs: list[TokenLogprob] = field(default_factory=list)  # one per new id, when asked for
+    input_logprobs: list[TokenLogprob] = field(default_factory=list)  # all, once the prompt is computed
+    num_cached_tokens: int = 0
+    num_retractions: int = 0
+
+
+@dataclass(frozen=True)
+class GenerateOutput:
+    """A piece of an answer (`stream`) or a whole one (`generate`)."""
+
+    rid: str
+    index: int  # which of the n samples
+    text: str  # stream: the new text; generate: all of it
+    output_ids: list[int]  # stream: the new ids; generate: all of them
+    finish_reason: FinishReason | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int  # prompt tokens whose KV came from the prefix cache
+    num_retractions: int = 0
+    output_logprobs: list[TokenLogprob] = field(default_factory=list)
+    input_logprobs: list[TokenLogprob] = field(default_factory=list)

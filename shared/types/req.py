@@ -1,0 +1,111 @@
+"""One request's state, from submission to the last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shared.types.finish import FinishReason
+from shared.types.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from shared.types.outputs import TokenLogprob
+
+
+def _no_slots() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(eq=False)
+class Req:
+    """A request. Between steps a live request has P + O tokens (prompt, output) and
+    `kv_committed_len` = P + O - 1 entries in the KV pool: the newest token has no KV yet.
+
+    Written once at submission: the first group. Written by the scheduler: the rest.
+    Two requests are equal only when they are the same object.
+    """
+
+    rid: str
+    origin_input_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int  # resolved: never None
+    eos_token_ids: frozenset[int] = frozenset()
+    extra_key: str | None = None  # namespace in the prefix cache: different keys never share a prefix
+    priority: int = 0  # larger is more important
+    routing_key: str | None = None
+    arrival_time: float = 0.0  # seconds, by the scheduler's clock
+    max_new_tokens: int = -1  # sampling_params.max_new_tokens, clamped so that prompt + output fits
+
+    output_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output id, when asked for
+    input_logprobs: list[TokenLogprob] = field(default_factory=list)  # of positions logprob_start_len..P-1
+
+    # This round of extension: the tokens to have KV for afterwards, and the slots that already hold some.
+    fill_ids: list[int] = field(default_factory=list)  # origin + output, cut off at the chunk's end
+    prefix_indices: torch.Tensor = field(default_factory=_no_slots)  # int64 slots of fill_ids[:len]
+    extend_input_len: int = 0  # len(fill_ids) - len(prefix_indices)
+
+    # Memory.
+    req_pool_idx: int | None = None  # row of req_to_token; None while the request owns no memory
+    last_node: Any = None  # the prefix cache's node that this request locks
+    cache_protected_len: int = 0  # tokens [0, this) belong to the prefix cache, not to the request
+    kv_committed_len: int = 0  # KV entries that are valid
+    kv_allocated_len: int = 0  # KV entries that exist: more than committed only while speculating
+
+    num_pending_chunks: int = 0  # chunks scheduled whose sampled token is to be discarded
+    is_retracted: bool = False  # waiting again after it was thrown out of the running batch
+    num_retractions: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    queue_start_time: float = 0.0
+    run_start_time: float | None = None
+
+    to_finish: FinishReason | None = None  # wish to end, applied at the next finish check
+    finished_reason: FinishReason | None = None
+    finished_len: int | None = None  # output ids that count; later ones were produced in the same step
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            self.max_new_tokens = self.sampling_params.max_new_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.finished_reason is not None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.origin_input_ids) + len(self.output_ids)
+
+    @property
+    def all_ids(self) -> list[int]:
+        return self.origin_input_ids + self.output_ids
+
+    @property
+    def max_prefix_len(self) -> int:
+        """Longest prefix that may come from the cache: at least one token is always computed, and every
+        position whose logits are wanted for prompt log-probabilities is."""
+        longest = self.num_tokens - 1
+        if self.wants_input_logprobs:
+            longest = min(longest, max(self.sampling_params.logprob_start_len - 1, 0))
+        return longest
+
+    @property
+    def wants_input_logprobs(self) -> bool:
+        """Prompt log-probabilities are asked for and not yet complete (they survive a retraction)."""
+        start = self.sampling_params.logprob_start_len
+        return start >= 0 and start + len(self.input_logprobs) < len(self.origin_input_ids)
+
+    def reset_for_retraction(self) -> None:
+        """Forget everything about memory; tokens, log-probabilities and seed stay."""
+        self.fill_ids = []
+        self.prefix_indices = _no_slots()
+        self.extend_input_len = 0
+        self.req_pool_idx = None
+        self.last_node = None
+        self.cache_protected_len = 0
+        self.kv_committed_len = 0
+        self.kv_allocated_len = 0
+        self.num_pending_chunks = 0
+        self.is_retracted = True
+        self.num_retractions += 1

@@ -1,0 +1,134 @@
+"""What a request asks of the sampler, and when it wants to stop."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MIN_TEMPERATURE = 1e-6
+"""A temperature below this means greedy: dividing by it would overflow half precision."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Immutable and validated on construction (`ValueError` naming the field, its value and its range).
+
+    Limits that depend on the model (token ids within the vocabulary, prompt within the context) are
+    checked by `check_against_vocab` and by the engine when the request is submitted.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0  # stop tokens are masked until so many tokens exist
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = -1  # -1 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0  # times the count in the output
+    presence_penalty: float = 0.0  # once for a token that is in the output
+    repetition_penalty: float = 1.0  # prompt and output, the Hugging Face definition
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: a fresh one for each request
+    n: int = 1  # samples of one prompt; sample i derives its own seed
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    ignore_eos: bool = False  # disables the end-of-sequence tokens and stop_token_ids
+    no_stop_trim: bool = False  # keep the matched stop string or stop token in the text
+    skip_special_tokens: bool = True
+    return_logprob: bool = False  # log-probabilities of the output tokens
+    top_logprobs_num: int = 0  # so many alternatives beside each
+    logprob_start_len: int = -1  # >= 0: also of the prompt's tokens from this position on
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "stop_regex"):
+            value = getattr(self, name)
+            if value is None:
+                value = ()
+            elif isinstance(value, (str, int)):
+                value = (value,)
+            object.__setattr__(self, name, tuple(value))
+        self._check_int("max_new_tokens", at_least=0)
+        self._check_int("min_new_tokens", at_least=0)
+        self._check_int("n", at_least=1)
+        self._check_int("top_logprobs_num", at_least=0)
+        self._check_int("logprob_start_len", at_least=-1)
+        self._check_float("temperature", low=0.0)
+        self._check_float("top_p", low=0.0, high=1.0, low_open=True)
+        self._check_float("min_p", low=0.0, high=1.0)
+        self._check_float("frequency_penalty", low=-2.0, high=2.0)
+        self._check_float("presence_penalty", low=-2.0, high=2.0)
+        self._check_float("repetition_penalty", low=0.0, low_open=True)
+        if not _is_int(self.top_k) or (self.top_k < 1 and self.top_k != -1):
+            raise ValueError(f"top_k must be -1 (keep all) or at least 1, got {self.top_k!r}")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens ({self.min_new_tokens}) exceeds max_new_tokens ({self.max_new_tokens})"
+            )
+        if self.seed is not None and not (_is_int(self.seed) and -(2**63) <= self.seed < 2**63):
+            raise ValueError(f"seed must be a 64-bit integer or None, got {self.seed!r}")
+        if self.top_logprobs_num and not self.return_logprob:
+            raise ValueError(f"top_logprobs_num={self.top_logprobs_num} needs return_logprob=True")
+        if self.logprob_start_len >= 0 and not self.return_logprob:
+            raise ValueError(f"logprob_start_len={self.logprob_start_len} needs return_logprob=True")
+        self._check_stops()
+        self._check_bias()
+
+    def _check_stops(self) -> None:
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
+        if any(not _is_int(t) or t < 0 for t in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids must hold token ids, got {self.stop_token_ids!r}")
+        for pattern in self.stop_regex:
+            if not isinstance(pattern, str):
+                raise ValueError(f"stop_regex must hold patterns (strings), got {pattern!r}")
+            try:
+                matches_nothing = re.compile(pattern).search("") is not None
+            except re.error as error:
+                raise ValueError(f"stop_regex {pattern!r} is not a valid pattern: {error}") from None
+            if matches_nothing:
+                raise ValueError(f"stop_regex {pattern!r} matches the empty text: nothing could be generated")
+
+    def _check_bias(self) -> None:
+        for token_id, bias in self.logit_bias.items():
+            if not _is_int(token_id) or token_id < 0:
+                raise ValueError(f"logit_bias keys must be token ids, got {token_id!r}")
+            if not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
+                raise ValueError(
+                    f"logit_bias[{token_id}] must be a finite number or -inf (never produce), got {bias!r}"
+                )
+
+    def _check_int(self, name: str, at_least: int) -> None:
+        value = getattr(self, name)
+        if not _is_int(value) or value < at_least:
+            raise ValueError(f"{name} must be an integer >= {at_least}, got {value!r}")
+
+    def _check_float(self, name: str, low: float, high: float = math.inf, low_open: bool = False) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < low or value > high or (low_open and value == low):
+            left = "(" if low_open else "["
+            right = f"{high:g}]" if math.isfinite(high) else "inf)"
+            raise ValueError(f"{name} must be a number in {left}{low:g}, {right}, got {value!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+
+    @property
+    def needs_penalty(self) -> bool:
+        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    def check_against_vocab(self, vocab_size: int) -> None:
+        """Raise `ValueError` for a stop token or a bias whose id the model cannot produce."""
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", tuple(self.logit_bias))):
+            for token_id in ids:
+                if token_id >= vocab_size:
+                    raise ValueError(
+                        f"{name} names token {token_id}, but the vocabulary has {vocab_size} ids"
+                    )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
