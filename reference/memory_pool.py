@@ -1,0 +1,195 @@
+"""Memory pools: rows of slots, free slots, and the KV those slots hold. Free lists are Python deques."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from shared.interfaces import memory_pool as interface
+
+
+class ReqToTokenPool(interface.ReqToTokenPool):
+    def __init__(self, size: int, max_len: int, device: torch.device | str) -> None:
+        self.size = size
+        self.max_len = max_len
+        self.req_to_token = torch.zeros(size + 1, max_len, dtype=torch.int32, device=device)
+        self.clear()
+
+    def alloc(self, num_reqs: int) -> list[int] | None:
+        if num_reqs > len(self._free_rows):
+            return None
+        rows = [self._free_rows.popleft() for _ in range(num_reqs)]
+        self._used_rows.update(rows)
+        return rows
+
+    def free(self, req_pool_indices: Sequence[int]) -> None:
+        for row in req_pool_indices:
+            assert row in self._used_rows, f"row {row} of req_to_token is not handed out"
+            self._used_rows.remove(row)
+            self._free_rows.append(row)
+
+    def write(self, req_pool_idx: int, start: int, slots: torch.Tensor) -> None:
+        end = start + len(slots)
+        assert end <= self.max_len, f"positions {start}..{end} do not fit a row of {self.max_len}"
+        self.req_to_token[req_pool_idx, start:end] = slots
+
+    def read(self, req_pool_idx: int, start: int, end: int) -> torch.Tensor:
+        return self.req_to_token[req_pool_idx, start:end].to(torch.int64)
+
+    def available_size(self) -> int:
+        return len(self._free_rows)
+
+    def clear(self) -> None:
+        self._free_rows = deque(range(1, self.size + 1))
+        self._used_rows: set[int] = set()
+
+
+class AllocatorState(NamedTuple):
+    free_pages: tuple[int, ...]
+    used_pages: frozenset[int]
+    free_group: tuple[int, ...] | None
+
+
+class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
+    """Every page is in exactly one of: `_free_pages`, `_used_pages`, the open free group."""
+
+    def __init__(self, size: int, page_size: int, device: torch.device | str) -> None:
+        if page_size < 1 or size < page_size or size % page_size != 0:
+            raise ValueError(f"size ({size}) must be a positive multiple of page_size ({page_size})")
+        self.size = size
+        self.page_size = page_size
+        self.device = torch.device(device)
+        self.clear()
+
+    def alloc(self, num_tokens: int) -> torch.Tensor | None:
+        assert num_tokens % self.page_size == 0, f"{num_tokens} tokens, page_size {self.page_size}"
+        pages = self._take_pages(num_tokens // self.page_size)
+        return None if pages is None else self._slots_of(pages)
+
+    def alloc_extend(
+        self, prefix_lens: Sequence[int], seq_lens: Sequence[int], last_locs: Sequence[int]
+    ) -> torch.Tensor | None:
+        assert len(prefix_lens) == len(seq_lens) == len(last_locs)
+        page_size = self.page_size
+        # Count first: a request must not keep half of what it asked for.
+        num_new_pages = 0
+        for prefix_len, seq_len, last_loc in zip(prefix_lens, seq_lens, last_locs):
+            assert 0 <= prefix_len <= seq_len, f"cannot grow from {prefix_len} to {seq_len} tokens"
+            assert (last_loc + 1) % page_size == prefix_len % page_size, (
+                f"slot {last_loc} cannot hold token {prefix_len - 1} with page_size {page_size}"
+            )
+            num_new_pages += self._num_pages(seq_len) - self._num_pages(prefix_len)
+        pages = self._take_pages(num_new_pages)
+        if pages is None:
+            return None
+
+        new_slots = self._slots_of(pages).tolist()
+        num_taken = 0
+        slots: list[int] = []
+        for prefix_len, seq_len, last_loc in zip(prefix_lens, seq_lens, last_locs):
+            page_end = self._num_pages(prefix_len) * page_size
+            num_filled = min(seq_len, page_end) - prefix_len
+            slots.extend(range(last_loc + 1, last_loc + 1 + num_filled))
+            num_left = max(seq_len - page_end, 0)
+            slots.extend(new_slots[num_taken : num_taken + num_left])
+            num_taken += self._num_pages(num_left) * page_size
+        return torch.tensor(slots, dtype=torch.int64, device=self.device)
+
+    def alloc_decode(self, seq_lens: Sequence[int], last_locs: Sequence[int]) -> torch.Tensor | None:
+        return self.alloc_extend([seq_len - 1 for seq_len in seq_lens], seq_lens, last_locs)
+
+    def free(self, slots: torch.Tensor) -> None:
+        pages = dict.fromkeys(slot // self.page_size for slot in slots.tolist())
+        twice = pages.keys() - self._used_pages
+        assert not twice, f"pages {sorted(twice)} are not handed out"
+        self._used_pages.difference_update(pages)
+        target = self._free_pages if self._free_group is None else self._free_group
+        target.extend(pages)
+
+    def free_group_begin(self) -> None:
+        assert self._free_group is None, "free groups do not nest"
+        self._free_group = []
+
+    def free_group_end(self) -> None:
+        assert self._free_group is not None, "no free group is open"
+        self._free_pages.extend(self._free_group)
+        self._free_group = None
+
+    def available_size(self) -> int:
+        return len(self._free_pages) * self.page_size
+
+    def backup_state(self) -> AllocatorState:
+        group = None if self._free_group is None else tuple(self._free_group)
+        return AllocatorState(tuple(self._free_pages), frozenset(self._used_pages), group)
+
+    def restore_state(self, state: AllocatorState) -> None:
+        self._free_pages = deque(state.free_pages)
+        self._used_pages = set(state.used_pages)
+        self._free_group = None if state.free_group is None else list(state.free_group)
+
+    def free_slots(self) -> torch.Tensor:
+        return self._slots_of(sorted(self._free_pages))
+
+    def clear(self) -> None:
+        self._free_pages = deque(range(1, self.size // self.page_size + 1))  # page 0 is the dummy
+        self._used_pages: set[int] = set()
+        self._free_group: list[int] | None = None  # pages freed while a group is open
+
+    def _take_pages(self, num_pages: int) -> list[int] | None:
+        if num_pages > len(self._free_pages):
+            return None
+        pages = [self._free_pages.popleft() for _ in range(num_pages)]
+        self._used_pages.update(pages)
+        return pages
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def _slots_of(self, pages: Sequence[int]) -> torch.Tensor:
+        """[len(pages) * page_size] slots, page by page."""
+        starts = torch.tensor(pages, dtype=torch.int64, device=self.device) * self.page_size
+        return (starts[:, None] + torch.arange(self.page_size, device=self.device)).flatten()
+
+
+class TokenToKVPool(interface.TokenToKVPool):
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.size = size
+        self.page_size = page_size
+        self.num_layers = num_layers
+        self.dtype = dtype
+        self.device = torch.device(device)
+        shape = (num_layers, size + page_size, num_kv_heads, head_dim)
+        self._k = torch.zeros(shape, dtype=dtype, device=device)
+        self._v = torch.zeros(shape, dtype=dtype, device=device)
+
+    def k_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._k[layer_id]
+
+    def v_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._v[layer_id]
+
+    def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._k[layer_id].index_copy_(0, out_cache_loc, k.to(self.dtype))
+        self._v[layer_id].index_copy_(0, out_cache_loc, v.to(self.dtype))
+
+    def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
+        # Indexing on the right-hand side copies, so every source is read before a target is written.
+        self._k[:, target_slots] = self._k[:, source_slots]
+        self._v[:, target_slots] = self._v[:, source_slots]
+
+    @property
+    def num_bytes_per_token(self) -> int:
+        num_layers, _, num_kv_heads, head_dim = self._k.shape
+        return 2 * num_layers * num_kv_heads * head_dim * self.dtype.itemsize
