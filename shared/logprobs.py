@@ -1,0 +1,46 @@
+"""Log-probabilities of tokens, and their way from tensors into answers."""
+
+from __future__ import annotations
+
+import torch
+
+from shared.ordering import sort_descending
+from shared.types import LogprobsOutput, TokenLogprob
+
+
+def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobsOutput:
+    """logits [n, vocab_size], token_ids [n] -> log softmax (float32) at the token and at the `num_top`
+    (at most vocab_size) best tokens, ordered by (logit descending, id ascending).
+
+    A token id outside the vocabulary gets NaN."""
+    logits = logits.float()
+    n, vocab_size = logits.shape
+    log_normaliser = logits.logsumexp(dim=-1, keepdim=True)
+    is_token = (token_ids >= 0) & (token_ids < vocab_size)
+    token_logits = logits.gather(-1, token_ids.clamp(0, vocab_size - 1)[:, None])
+    token_logprobs = (token_logits - log_normaliser)[:, 0].masked_fill(~is_token, float("nan"))
+    if num_top == 0:
+        nothing = logits.new_empty(n, 0)
+        return LogprobsOutput(token_logprobs, nothing, nothing.to(torch.int64))
+    # By logit, not by log-probability: rounding could make two different logits equal there, and the best
+    # token would not be the greedy choice.
+    top_logits, top_ids = sort_descending(logits, num_top)
+    return LogprobsOutput(token_logprobs, top_logits - log_normaliser, top_ids)
+
+
+def to_token_logprobs(
+    token_ids: list[int], output: LogprobsOutput, num_top: list[int] | None = None
+) -> list[TokenLogprob]:
+    """One TokenLogprob for each row; row i shows `num_top[i]` alternatives (None: all that there are)."""
+    token_logprobs = output.token_logprobs.tolist()
+    assert len(token_ids) == len(token_logprobs)
+    if output.top_ids.shape[-1] == 0:
+        return [TokenLogprob(i, logprob) for i, logprob in zip(token_ids, token_logprobs)]
+    tops = [
+        tuple(zip(ids, logprobs))
+        for ids, logprobs in zip(output.top_ids.tolist(), output.top_logprobs.tolist())
+    ]
+    if num_top is not None:
+        assert len(num_top) == len(tops)
+        tops = [top[:k] for top, k in zip(tops, num_top)]
+    return [TokenLogprob(*row) for row in zip(token_ids, token_logprobs, tops)]

@@ -1,0 +1,150 @@
+"""Sampling parameters of a batch, as tensors. Made anew for each step from the requests alone, so nothing
+has to be merged or filtered, and nothing is lost when a request is retracted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from shared.noise import hash_noise
+from shared.types import Req, SamplingBatchInfo
+
+
+def make_sampling_batch_info(
+    reqs: Sequence[Req], vocab_size: int, device: torch.device | str, *, num_valid_ids: int | None = None
+) -> SamplingBatchInfo:
+    """`num_valid_ids`: ids from there to vocab_size have no token and are never sampled (None: all have)."""
+    params = [req.sampling_params for req in reqs]
+    greedy = [p.is_greedy for p in params]
+    # Greedy rows ignore the filters; these values keep them from asking for one.
+    floats = torch.tensor(
+        [
+            [1.0 if g else p.temperature for p, g in zip(params, greedy)],
+            [1.0 if g else p.top_p for p, g in zip(params, greedy)],
+            [0.0 if g else p.min_p for p, g in zip(params, greedy)],
+        ],
+        dtype=torch.float32,
+    ).to(device)
+    top_ks = [
+        1 if g else vocab_size if p.top_k == -1 else min(p.top_k, vocab_size) for p, g in zip(params, greedy)
+    ]
+    ints = torch.tensor([top_ks, [req.seed for req in reqs], greedy], dtype=torch.int64).to(device)
+    needs_filter = any(
+        not g and (k < vocab_size or p.top_p < 1.0 or p.min_p > 0.0)
+        for p, g, k in zip(params, greedy, top_ks)
+    )
+    return SamplingBatchInfo(
+        temperatures=floats[0],
+        top_ps=floats[1],
+        min_ps=floats[2],
+        top_ks=ints[0],
+        seeds=ints[1],
+        is_greedy=ints[2].to(torch.bool),
+        is_all_greedy=all(greedy),
+        needs_filter=needs_filter,
+        logit_bias=_logit_bias(reqs, vocab_size, device),
+        banned=_banned(reqs, vocab_size, device, num_valid_ids),
+        **_penalties(reqs, vocab_size, device),
+        return_logprob=any(p.return_logprob for p in params),
+        num_top_logprobs=min(max((p.top_logprobs_num for p in params), default=0), vocab_size),
+    )
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a request with n > 1: sample 0 keeps the request's own."""
+    if index == 0:
+        return seed
+    high, low = hash_noise(torch.tensor(seed), torch.tensor(index), torch.tensor([0, 1])).tolist()
+    return (high << 32 | low) - 2**63
+
+
+def _logit_bias(reqs: Sequence[Req], vocab_size: int, device: torch.device | str) -> torch.Tensor | None:
+    """A bias of -inf is a ban (`_banned`), not an addition: -inf + inf would be NaN."""
+    entries = [
+        (row, token_id, bias)
+        for row, req in enumerate(reqs)
+        for token_id, bias in req.sampling_params.logit_bias.items()
+        if bias != -math.inf and token_id < vocab_size
+    ]
+    if not entries:
+        return None
+    rows, ids, values = zip(*entries)
+    logit_bias = torch.zeros(len(reqs), vocab_size, dtype=torch.float32, device=device)
+    logit_bias[_on(rows, device), _on(ids, device)] = torch.tensor(values, dtype=torch.float32).to(device)
+    return logit_bias
+
+
+def _banned(
+    reqs: Sequence[Req], vocab_size: int, device: torch.device | str, num_valid_ids: int | None
+) -> torch.Tensor | None:
+    entries = [
+        (row, token_id)
+        for row, req in enumerate(reqs)
+        for token_id in _banned_ids(req)
+        if token_id < vocab_size
+    ]
+    has_padding = num_valid_ids is not None and num_valid_ids < vocab_size
+    if not entries and not has_padding:
+        return None
+    shared_row = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+    if has_padding:
+        shared_row[num_valid_ids:] = True
+    banned = shared_row.expand(len(reqs), vocab_size)
+    if entries:
+        rows, ids = zip(*entries)
+        banned = banned.clone()
+        banned[_on(rows, device), _on(ids, device)] = True
+    return banned
+
+
+def _banned_ids(req: Req) -> Iterable[int]:
+    """Stop tokens while the output is shorter than min_new_tokens. With ignore_eos nothing stops at them,
+    so they stay allowed."""
+    params = req.sampling_params
+    ids = [token_id for token_id, bias in params.logit_bias.items() if bias == -math.inf]
+    if len(req.output_ids) < params.min_new_tokens and not params.ignore_eos:
+        ids += req.eos_token_ids
+        ids += params.stop_token_ids
+    return ids
+
+
+def _penalties(
+    reqs: Sequence[Req], vocab_size: int, device: torch.device | str
+) -> dict[str, torch.Tensor | None]:
+    if not any(req.sampling_params.needs_penalty for req in reqs):
+        return {}
+    info: dict[str, torch.Tensor | None] = {
+        "output_counts": _counts(
+            [req.output_ids if req.sampling_params.needs_penalty else () for req in reqs], vocab_size, device
+        )
+    }
+    for name, neutral in (
+        ("frequency_penalties", 0.0),
+        ("presence_penalties", 0.0),
+        ("repetition_penalties", 1.0),
+    ):
+        values = [getattr(req.sampling_params, name.replace("penalties", "penalty")) for req in reqs]
+        if any(value != neutral for value in values):
+            info[name] = torch.tensor(values, dtype=torch.float32).to(device)
+    if "repetition_penalties" in info:
+        prompts = [
+            req.origin_input_ids if req.sampling_params.repetition_penalty != 1.0 else () for req in reqs
+        ]
+        info["prompt_mask"] = _counts(prompts, vocab_size, device) > 0
+    return info
+
+
+def _counts(
+    ids_of_rows: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str
+) -> torch.Tensor:
+    """int32 [bs, vocab_size]: how often each id occurs in each row's list."""
+    flat = _on([row * vocab_size + i for row, ids in enumerate(ids_of_rows) for i in ids], device)
+    counts = torch.zeros(len(ids_of_rows) * vocab_size, dtype=torch.int32, device=device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+    return counts.view(len(ids_of_rows), vocab_size)
+
+
+def _on(ids: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    return torch.tensor(ids, dtype=torch.int64).to(device)
