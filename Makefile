@@ -1,0 +1,95 @@
+# `make run`: a streamed answer from a built-in model. `make test`: everything that has to hold.
+# Both create .venv on first use and are quick afterwards; `make VENV=... test` uses another environment.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+PIP_FLAGS ?= --quiet
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install $(PIP_FLAGS)
+banner = @printf '\n\033[1m== %s ==\033[0m\n' "$(1)"
+
+# On Linux the default wheel of torch brings several gigabytes of CUDA: without a GPU take the CPU wheel.
+ifeq ($(shell uname -s),Linux)
+ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
+TORCH_INDEX ?= --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
+endif
+endif
+
+# Two questions about one story: the second finds the story in the prefix cache.
+SYSTEM := Be brief and correct.
+STORY := Mara is a baker. She lives in Bergen and has a grey cat named Pip.
+ASK_1 := Where does Mara live?
+ASK_2 := What is Mara's job?
+
+.PHONY: help run test test-gpu format lint types docs pytest serve-docs clean
+.NOTPARALLEL:
+
+help:
+	@echo "make run        stream answers of the built-in model on the best panel of this machine"
+	@echo "make test       format, lint, types, docs and tests (what .ci/run calls)"
+	@echo "make test-gpu   the tests that need a CUDA GPU"
+	@echo "make serve-docs the documentation at http://127.0.0.1:8000"
+	@echo "make clean      remove $(VENV) and build outputs"
+
+run: $(VENV)/.installed
+	@$(BIN)/diptych generate --temperature 0 --system "$(SYSTEM)" "$(STORY) $(ASK_1)" "$(STORY) $(ASK_2)"
+
+test: format lint types docs pytest
+
+format: $(VENV)/.installed-test
+	$(call banner,ruff format)
+	@$(BIN)/ruff format --check .
+
+lint: $(VENV)/.installed-test
+	$(call banner,ruff check)
+	@$(BIN)/ruff check .
+
+types: $(VENV)/.installed-test
+	$(call banner,mypy)
+	@$(BIN)/mypy
+
+docs: $(VENV)/.installed-test
+	$(call banner,mkdocs build)
+	@$(BIN)/mkdocs build --strict --quiet
+
+# One thread per worker: the results do not depend on the number of cores, and the workers do not compete.
+pytest: $(VENV)/.installed-test
+	$(call banner,pytest)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile
+
+test-gpu: $(VENV)/.installed-test
+	$(call banner,pytest on the GPU)
+	@$(BIN)/python -m pytest -m gpu
+
+serve-docs: $(VENV)/.installed-test
+	@$(BIN)/mkdocs serve
+
+clean:
+	rm -rf $(VENV) site build *.egg-info
+
+# The stamps are younger than pyproject.toml when what it asks for is installed.
+$(VENV)/.installed: pyproject.toml | $(VENV)/pyvenv.cfg
+	@$(BIN)/python -c "$(HAS_TORCH)" || { echo "Installing $(TORCH) ..."; $(PIP) $(TORCH_INDEX) "$(TORCH)"; }
+	@echo "Installing diptych ..."
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
+	@echo "Installing what the tests and the documentation need ..."
+	@$(PIP) -e ".[test,docs]"
+	@touch $@
+
+$(VENV)/pyvenv.cfg:
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.10 or newer"; exit 1; }
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" || { \
+	  echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Diptych needs Python 3.10 or newer:" \
+	       "make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Creating $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+
+HAS_TORCH := import importlib.metadata as m, re, sys; \
+  found = [d.version for d in m.distributions(name='torch')]; \
+  sys.exit(not found or tuple(map(int, re.findall('[0-9]+', found[0])[:2])) < (2, 11))

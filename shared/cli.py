@@ -1,0 +1,48 @@
+"""The `diptych` command: puts the subcommands together and turns expected errors into one line."""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from shared.commands import bench, chat, doctor, generate
+
+
+class _OneLineErrors(TyperGroup):
+    """What the engine says about a bad request (`ValueError`), a missing file or a missing package is for
+    the user: one line on stderr and exit status 2. Anything else is a defect of ours and keeps its trace."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ValueError, OSError, ImportError) as error:
+            if ctx.params["debug"] or isinstance(error, BrokenPipeError):
+                raise
+            print("error:", " ".join(str(error).split()), file=sys.stderr)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=_OneLineErrors,
+    help="Diptych: one LLM serving engine, painted twice.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+) -> None:
+    """The options before the subcommand's name."""
+
+
+def main() -> None:
+    app(prog_name="diptych")

@@ -1,0 +1,190 @@
+"""Command-line options that several subcommands share: the flags of the engine and of the sampler.
+
+None means "not given": defaults live in `EngineConfig` and `SamplingParams`, which also check the values.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from shared import registry
+
+MODEL, MEMORY, SCHEDULING, SAMPLING = "Model", "Memory", "Scheduling", "Sampling"
+
+
+def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """One option for every field of `EngineConfig`, under the same name."""
+
+    model: Annotated[
+        str | None,
+        _option(
+            MODEL, "Built-in model, local folder or Hugging Face id. Default: tiny-dense.", "--model", "-m"
+        ),
+    ] = None
+    tokenizer: Annotated[
+        str | None, _option(MODEL, "Folder or id of the tokenizer. Default: the model's.")
+    ] = None
+    load_format: Annotated[
+        str | None, _option(MODEL, "auto, or dummy: random weights, only config.json is needed.")
+    ] = None
+    panel: Annotated[
+        str | None, _option(MODEL, "reference or optimized. Default: the best this machine can run.")
+    ] = None
+    use: Annotated[
+        list[str] | None,
+        _option(
+            MODEL,
+            "Take a component from elsewhere: a panel, a backend or package.module:Class. "
+            "Repeat it, or separate by commas.",
+            metavar="COMPONENT=IMPLEMENTATION",
+        ),
+    ] = None
+    device: Annotated[str | None, _option(MODEL, "cpu, mps, cuda or cuda:1.")] = None
+    dtype: Annotated[
+        str | None,
+        _option(MODEL, "auto, float32, bfloat16 or float16. Default: auto, float32 on a CPU."),
+    ] = None
+    random_seed: Annotated[
+        int | None, _option(MODEL, "Seed of dummy weights and of requests without a seed.")
+    ] = None
+
+    page_size: Annotated[int | None, _option(MEMORY, "Tokens of a KV page. Default: 1.")] = None
+    context_len: Annotated[int | None, _option(MEMORY, "Longest sequence. Default: the model's.")] = None
+    max_total_tokens: Annotated[
+        int | None, _option(MEMORY, "Tokens of the KV pool. Default: from free memory.")
+    ] = None
+    mem_fraction_static: Annotated[
+        float | None, _option(MEMORY, "Share of the GPU's memory for weights and KV pool.")
+    ] = None
+    max_running_requests: Annotated[int | None, _option(MEMORY, "Most requests at once.")] = None
+    disable_radix_cache: Annotated[
+        bool | None, _option(MEMORY, "Never reuse the KV of an earlier prompt.", "--disable-radix-cache")
+    ] = None
+    eviction_policy: Annotated[str | None, _option(MEMORY, "lru, lfu, fifo or priority.")] = None
+
+    schedule_policy: Annotated[
+        str | None, _option(SCHEDULING, "fcfs, lpm, dfs-weight, lof, random or routing-key.")
+    ] = None
+    schedule_conservativeness: Annotated[
+        float | None, _option(SCHEDULING, "Larger: fewer requests at once, fewer retractions.")
+    ] = None
+    max_prefill_tokens: Annotated[
+        int | None, _option(SCHEDULING, "Most prompt tokens of one step, over all requests.")
+    ] = None
+    chunked_prefill_size: Annotated[
+        int | None, _option(SCHEDULING, "Prompt tokens of one step before a prompt is cut; -1: never cut.")
+    ] = None
+    enable_mixed_chunk: Annotated[
+        bool | None, _option(SCHEDULING, "Decode in the same step as a prefill.", "--enable-mixed-chunk")
+    ] = None
+    enable_priority_scheduling: Annotated[
+        bool | None, _option(SCHEDULING, "Honour priorities.", "--enable-priority-scheduling")
+    ] = None
+    priority_preemption_threshold: Annotated[
+        int | None, _option(SCHEDULING, "Preempt only what is less important by more than this.")
+    ] = None
+    max_queued_requests: Annotated[int | None, _option(SCHEDULING, "Most requests waiting.")] = None
+    in_batch_prefix_check_threshold: Annotated[
+        int | None, _option(SCHEDULING, "Look for prefixes shared in the queue when this few are cached.")
+    ] = None
+    in_batch_prefix_deprioritize_threshold: Annotated[
+        int | None, _option(SCHEDULING, "... and put off requests that share at least so many tokens.")
+    ] = None
+    waiting_timeout: Annotated[float | None, _option(SCHEDULING, "Seconds in the queue.")] = None
+    running_timeout: Annotated[float | None, _option(SCHEDULING, "Seconds since first scheduled.")] = None
+    check_invariants: Annotated[
+        bool | None, _option(SCHEDULING, "Check every pool after every step (slow).", "--check-invariants")
+    ] = None
+
+    def to_flags(self) -> dict[str, Any]:
+        """What was given, as keyword arguments of `LLM`."""
+        flags = _given(self)
+        if "use" in flags:
+            flags["use"] = registry.parse_use(",".join(flags["use"]))
+        if flags.get("chunked_prefill_size") == -1:
+            flags["chunked_prefill_size"] = None
+        return flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Options for the fields of `SamplingParams` that make sense on a command line."""
+
+    max_new_tokens: Annotated[
+        int | None, _option(SAMPLING, "Longest answer. Default: 128.", "--max-new-tokens", "-n")
+    ] = None
+    min_new_tokens: Annotated[int | None, _option(SAMPLING, "Shortest answer.")] = None
+    temperature: Annotated[
+        float, _option(SAMPLING, "0: always the likeliest token. Default: 0.", "--temperature", "-t")
+    ] = 0.0
+    top_k: Annotated[int | None, _option(SAMPLING, "Keep so many tokens; -1: all.")] = None
+    top_p: Annotated[float | None, _option(SAMPLING, "Keep the likeliest up to this probability.")] = None
+    min_p: Annotated[float | None, _option(SAMPLING, "Keep what is at least so likely as the best.")] = None
+    frequency_penalty: Annotated[float | None, _option(SAMPLING, "Per repetition in the answer.")] = None
+    presence_penalty: Annotated[float | None, _option(SAMPLING, "Once per token in the answer.")] = None
+    repetition_penalty: Annotated[float | None, _option(SAMPLING, "Divides what is in prompt or answer.")] = (
+        None
+    )
+    seed: Annotated[int | None, _option(SAMPLING, "The same seed gives the same answer.")] = None
+    stop: Annotated[list[str] | None, _option(SAMPLING, "End before this text. May be repeated.")] = None
+    stop_regex: Annotated[list[str] | None, _option(SAMPLING, "End where this matches.")] = None
+    ignore_eos: Annotated[bool | None, _option(SAMPLING, "Go on to the longest answer.", "--ignore-eos")] = (
+        None
+    )
+
+    def to_params(self) -> dict[str, Any]:
+        """What was given, as keyword arguments of `SamplingParams`."""
+        params = _given(self)
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """For typer: a parameter of one of the classes above becomes one option per field of it."""
+    signature = inspect.signature(command, eval_str=True)
+    groups = {
+        name: parameter.annotation
+        for name, parameter in signature.parameters.items()
+        if parameter.annotation in (EngineOptions, SamplingOptions)
+    }
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        hints = get_type_hints(groups[name], include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(groups[name])
+        ]
+
+    def call(**values: Any) -> None:
+        arguments = {
+            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**values, **arguments)
+
+    call.__name__ = command.__name__
+    call.__doc__ = command.__doc__
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
+
+
+def _given(options: EngineOptions | SamplingOptions) -> dict[str, Any]:
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    # typer gives an empty list for an option that may be repeated and was not given.
+    return {name: value for name, value in values.items() if value is not None and value != []}

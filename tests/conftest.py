@@ -1,0 +1,49 @@
+"""Settings of every test: no network, one thread, a fixed seed, and no GPU test that quietly does not run."""
+
+import os
+from collections.abc import Generator
+from functools import cache
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Read by torch when it is imported, and by the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+
+
+@cache
+def cuda_is_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)  # sums come out in the same order on every machine
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    import torch
+
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not cuda_is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where a CUDA GPU is present, a GPU test that skips itself fails: it would otherwise prove nothing."""
+    report = yield
+    is_skipped = report.skipped and not hasattr(report, "wasxfail")
+    if is_skipped and item.get_closest_marker("gpu") and cuda_is_available():
+        report.outcome = "failed"
+        report.longrepr = f"skipped although a CUDA GPU is present: {report.longrepr}"
+    return report

@@ -1,0 +1,32 @@
+"""The shape of the repository: what lies at the top, and how large files may grow."""
+
+from tree import ROOT, project_files
+
+TOP_LEVEL = {
+    "LICENSE", "Makefile", "README.md", "docs", "mkdocs.yml", "notebooks", "optimized", "pyproject.toml",
+    "reference", "shared", "tests",
+}  # fmt: skip
+MAX_LINES = 400
+MIB = 2**20
+
+
+def test_top_level_holds_exactly_what_was_designed() -> None:
+    entries = {name.parts[0] for name in project_files()}
+    assert {entry for entry in entries if not entry.startswith(".")} == TOP_LEVEL
+
+
+def test_no_text_file_is_longer_than_a_reader_can_hold() -> None:
+    suffixes = {".py", ".md", ".toml", ".yml", ".yaml", ".sh"}
+    lengths = {
+        str(name): len((ROOT / name).read_text(encoding="utf-8").splitlines())
+        for name in project_files()
+        if name.suffix in suffixes
+    }
+    assert lengths
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_files_stay_small_enough_to_clone_in_a_moment() -> None:
+    sizes = {str(name): (ROOT / name).stat().st_size for name in project_files()}
+    assert {name: size for name, size in sizes.items() if size >= 8 * MIB} == {}
+    assert sum(sizes.values()) < 30 * MIB

@@ -1,0 +1,31 @@
+"""What the tests of this folder look at: the files of the project, as git sees them."""
+
+import subprocess
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_NOT_OURS = {".git", ".venv", "build", "dist", "site", "__pycache__"}
+
+
+@cache
+def project_files() -> list[Path]:
+    """Files tracked, or new and not ignored, relative to the root. An unpacked archive without git: all."""
+    if (ROOT / ".git").exists():
+        listing = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        names = [Path(name) for name in listing.split("\0") if name]
+    else:
+        names = [path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file()]
+        names = [
+            name
+            for name in names
+            if not _NOT_OURS & set(name.parts) and not any(part.endswith(".egg-info") for part in name.parts)
+        ]
+    return sorted(name for name in names if (ROOT / name).is_file())
+
+
+def python_files(*folders: str) -> list[Path]:
+    return [name for name in project_files() if name.suffix == ".py" and name.parts[0] in folders]
