@@ -96,11 +96,10 @@ class TorchAttention(interface.AttentionBackend):
             raise ValueError(
                 f"num_qo_heads ({layer.num_qo_heads}) is no multiple of num_kv_heads ({layer.num_kv_heads})"
             )
-        output = torch.zeros_like(q)
+        outputs = []
         for block in plan.blocks:
-            rows = slice(block.token_start, block.token_end)
-            output[rows] = self._run_block(q[rows], layer, block)
-        return output
+            outputs.append(self._run_block(q[block.token_start : block.token_end], layer, block))
+        return torch.cat(outputs) if outputs else torch.empty_like(q)
 
     def _block(
         self, forward_batch: ForwardBatch, first: int, last: int, token_start: int, mask_start: int
@@ -144,10 +143,12 @@ class TorchAttention(interface.AttentionBackend):
         # The query heads that read one KV head, and their queries, are the rows of one matrix product.
         queries = q.to(dtype).view(bs, num_queries, num_kv_heads, group_size, layer.head_dim)
         queries = queries.permute(0, 2, 3, 1, 4).reshape(bs, num_kv_heads, -1, layer.head_dim)
-        keys = _gather(self.kv_pool.k_buffer(layer.layer_id), block.slots).to(dtype)
-        values = _gather(self.kv_pool.v_buffer(layer.layer_id), block.slots).to(dtype)
-
-        scores = (queries * layer.scale) @ keys.transpose(-1, -2)
+        # K and V by rows of one head and one slot: head-major at once, where a transpose would copy again.
+        # The gathered keys are dropped before the values are gathered: the same memory serves both.
+        heads = torch.arange(num_kv_heads, device=q.device)[:, None]
+        head_slots = block.slots[:, None, :] * num_kv_heads + heads  # [bs, num_kv_heads, num_keys]
+        k_buffer, v_buffer = self.kv_pool.k_buffer(layer.layer_id), self.kv_pool.v_buffer(layer.layer_id)
+        scores = (queries * layer.scale) @ _gather(k_buffer, head_slots).to(dtype).transpose(-1, -2)
         if layer.logit_cap > 0:
             scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
         scores = scores.view(bs, num_kv_heads, group_size, num_queries, num_keys)
@@ -164,7 +165,8 @@ class TorchAttention(interface.AttentionBackend):
             weights = weights.masked_fill(~visible, 0.0)
 
         weights = weights.reshape(bs, num_kv_heads, group_size * num_queries, num_keys)
-        output = (weights @ values).view(bs, num_kv_heads, group_size, num_queries, -1)
+        output = weights @ _gather(v_buffer, head_slots).to(dtype)
+        output = output.view(bs, num_kv_heads, group_size, num_queries, layer.head_dim)
         return output.permute(0, 3, 1, 2, 4).reshape(q.shape).to(q.dtype)
 
 
@@ -205,12 +207,6 @@ def _split_queries(block: AttentionBlock) -> Iterator[AttentionBlock]:
         )
 
 
-def _gather(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """buffer [num_slots, num_kv_heads, head_dim], slots [bs, num_keys] -> [bs, heads, num_keys, head_dim].
-
-    Gathers a row per head and slot: head-major at once, where a transpose afterwards would copy again.
-    """
-    num_kv_heads = buffer.shape[1]
-    heads = torch.arange(num_kv_heads, device=slots.device)
-    head_slots = slots[:, None, :] * num_kv_heads + heads[:, None]  # [bs, heads, num_keys]
+def _gather(buffer: torch.Tensor, head_slots: torch.Tensor) -> torch.Tensor:
+    """buffer [num_slots, num_kv_heads, head_dim] -> [bs, num_kv_heads, num_keys, head_dim]."""
     return buffer.flatten(0, 1).index_select(0, head_slots.flatten()).view(*head_slots.shape, -1)
