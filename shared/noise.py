@@ -30,6 +30,11 @@ def hash_noise(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Te
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float64, of the broadcast shape: -log(-log1p(-v)), v in (0, 1)."""
-    v = (hash_noise(seeds, positions, token_ids).to(torch.float64) + 0.5) * 2.0**-32
+    """Standard Gumbel noise of the broadcast shape: -log(-log1p(-v)), v in (0, 1).
+
+    float64, except on mps, which has none: there v may round to 1, and its noise to -inf: a token that
+    would not have been chosen anyway.
+    """
+    dtype = torch.float32 if token_ids.device.type == "mps" else torch.float64
+    v = (hash_noise(seeds, positions, token_ids).to(dtype) + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-v))

@@ -80,3 +80,10 @@ class PrefillAdder(ABC):
         - extension in whole pages <= rem_chunk: added whole;
         - otherwise cut to rem_chunk rounded down to whole pages; nothing left of it: OTHER.
         """
+
+    @abstractmethod
+    def preempt_to_schedule(self, req: Req, min_priority_gap: int) -> list[Req]:
+        """Running requests to retract so that `req` fits: those less important than it by more than
+        `min_priority_gap`, least important first, among equals the most recently queued first, as few as
+        suffice. Empty when they do not suffice: all or nothing. Their reservations are dropped from the
+        budget; the caller retracts them, puts them back into the queue, and tries `req` again."""

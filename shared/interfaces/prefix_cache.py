@@ -43,7 +43,7 @@ class CacheNode(NamedTuple):
     """A node as the invariants checker and the drawings see it."""
 
     node_id: int
-    parent_id: int | None
+    parent_id: int
     key: list[Any]  # tokens (or bigrams) of this node's edge
     slots: list[int]
     lock_ref: int
@@ -136,5 +136,10 @@ class PrefixCache(ABC):
         """Forget everything without freeing slots: the caller resets the pools too."""
 
     @abstractmethod
+    def node_id(self, node: Any) -> int:
+        """The number of a node (`MatchResult.last_node`) in `nodes()`; the root's is 0."""
+
+    @abstractmethod
     def nodes(self) -> Iterator[CacheNode]:
-        """All nodes but the root, parents first (for checkers and drawings; may be slow)."""
+        """All nodes but the root, parents first; children of the root have parent_id 0. (For policies,
+        checkers and drawings; may be slow.)"""

@@ -77,6 +77,12 @@ class Scheduler(ABC):
         is dropped). The rid must match exactly. False when there is no such request: it ended already."""
 
     @abstractmethod
+    def retract(self, rid: str) -> bool:
+        """Throw a running or half-prefilled request back into the waiting queue: its tokens stay, its
+        memory goes, and it is computed again later. What the scheduler does by itself when memory is short;
+        public, so that tests can force it. False when the request is not running."""
+
+    @abstractmethod
     def step(self) -> list[StepOutput]:
         """Run one batch, if there is anything to run, and report. Every request with work gets a step
         within a bounded number of calls. An exception from the model ends the requests of that batch with

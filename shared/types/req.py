@@ -82,19 +82,21 @@ class Req:
         return self.origin_input_ids + self.output_ids
 
     @property
-    def max_prefix_len(self) -> int:
-        """Longest prefix that may come from the cache: at least one token is always computed, and every
-        position whose logits are wanted for prompt log-probabilities is."""
-        longest = self.num_tokens - 1
-        if self.wants_input_logprobs:
-            longest = min(longest, max(self.sampling_params.logprob_start_len - 1, 0))
-        return longest
+    def next_input_logprob(self) -> int | None:
+        """The first prompt position whose log-probability is asked for and not known yet; None: no more.
+        What is known survives a retraction."""
+        start = self.sampling_params.logprob_start_len
+        position = start + len(self.input_logprobs)
+        return position if start >= 0 and position < len(self.origin_input_ids) else None
 
     @property
-    def wants_input_logprobs(self) -> bool:
-        """Prompt log-probabilities are asked for and not yet complete (they survive a retraction)."""
-        start = self.sampling_params.logprob_start_len
-        return start >= 0 and start + len(self.input_logprobs) < len(self.origin_input_ids)
+    def max_prefix_len(self) -> int:
+        """Longest prefix that may come from the cache: at least one token is always computed, and so is
+        every position whose logits give a prompt log-probability (that of the token after it)."""
+        longest = self.num_tokens - 1
+        if self.next_input_logprob is not None:
+            longest = min(longest, max(self.next_input_logprob - 1, 0))
+        return longest
 
     def reset_for_retraction(self) -> None:
         """Forget everything about memory; tokens, log-probabilities and seed stay."""

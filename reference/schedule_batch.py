@@ -1,0 +1,153 @@
+"""Memory for a step's tokens, and the ForwardBatch that describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from shared.interfaces import PrefixCache, ReqToTokenPool, TokenToKVPoolAllocator
+from shared.types import ForwardBatch, ForwardMode, Req, ScheduleBatch
+
+
+def evict_for(num_tokens: int, tree_cache: PrefixCache, allocator: TokenToKVPoolAllocator) -> bool:
+    """Make room for so many tokens, evicting only what is missing. False when there is not so much."""
+    missing = num_tokens - allocator.available_size()
+    if missing > 0:
+        tree_cache.evict(missing)
+    return allocator.available_size() >= num_tokens
+
+
+def num_tokens_to_decode(reqs: Sequence[Req], page_size: int) -> int:
+    """Slots, in whole pages, that one more token for each request takes."""
+    return page_size * sum(req.kv_committed_len % page_size == 0 for req in reqs)
+
+
+# --8<-- [start:prepare-for-extend]
+def prepare_for_extend(
+    reqs: list[Req],
+    req_to_token_pool: ReqToTokenPool,
+    allocator: TokenToKVPoolAllocator,
+    tree_cache: PrefixCache,
+) -> ScheduleBatch:
+    """Rows and slots for every request's fill_ids; a request that goes on with its prompt keeps its row."""
+    new_reqs = [req for req in reqs if req.req_pool_idx is None]
+    rows = req_to_token_pool.alloc(len(new_reqs))
+    assert rows is not None, f"no row for {len(new_reqs)} requests: admission checks this"
+    for req, row in zip(new_reqs, rows):
+        req.req_pool_idx = row
+        req_to_token_pool.write(row, 0, req.prefix_indices)
+
+    prefix_lens = [len(req.prefix_indices) for req in reqs]
+    seq_lens = [len(req.fill_ids) for req in reqs]
+    last_locs = [int(req.prefix_indices[-1]) if len(req.prefix_indices) else -1 for req in reqs]
+    page = allocator.page_size
+    evict_for(
+        sum(-(-s // page) * page - -(-p // page) * page for p, s in zip(prefix_lens, seq_lens)),
+        tree_cache,
+        allocator,
+    )
+    slots = allocator.alloc_extend(prefix_lens, seq_lens, last_locs)
+    assert slots is not None, "no slots for an extension: admission checks this"
+    start = 0
+    for req, prefix_len, seq_len in zip(reqs, prefix_lens, seq_lens):
+        assert req.req_pool_idx is not None
+        extend_len = seq_len - prefix_len
+        req_to_token_pool.write(req.req_pool_idx, prefix_len, slots[start : start + extend_len])
+        start += extend_len
+        req.kv_committed_len = req.kv_allocated_len = seq_len
+    return ScheduleBatch(list(reqs), ForwardMode.EXTEND, out_cache_loc=slots)
+
+
+# --8<-- [end:prepare-for-extend]
+
+
+def prepare_for_decode(
+    reqs: list[Req], req_to_token_pool: ReqToTokenPool, allocator: TokenToKVPoolAllocator
+) -> ScheduleBatch:
+    """One slot for each request's newest token. The caller has made sure that there is room."""
+    rows = torch.tensor([req.req_pool_idx for req in reqs], device=req_to_token_pool.req_to_token.device)
+    positions = torch.tensor([req.kv_committed_len for req in reqs], device=rows.device)
+    last_locs = req_to_token_pool.req_to_token[rows, positions - 1].tolist()
+    slots = allocator.alloc_decode([req.kv_committed_len + 1 for req in reqs], last_locs)
+    assert slots is not None, "no slots to decode: the caller checks this"
+    req_to_token_pool.req_to_token[rows, positions] = slots.to(torch.int32)
+    for req in reqs:
+        req.kv_committed_len += 1
+        req.kv_allocated_len = req.kv_committed_len
+    return ScheduleBatch(list(reqs), ForwardMode.DECODE, len(reqs), out_cache_loc=slots)
+
+
+def mix(extend: ScheduleBatch, decode: ScheduleBatch) -> ScheduleBatch:
+    """One batch of both: the decoding requests are extensions by one token, behind the others."""
+    assert extend.out_cache_loc is not None
+    assert decode.out_cache_loc is not None
+    return ScheduleBatch(
+        extend.reqs + decode.reqs,
+        ForwardMode.MIXED,
+        num_decode_reqs=decode.batch_size,
+        out_cache_loc=torch.cat([extend.out_cache_loc, decode.out_cache_loc]),
+    )
+
+
+def make_forward_batch(batch: ScheduleBatch, device: torch.device) -> ForwardBatch:
+    """The batch as tensors. Call it once memory is allocated and before any result is processed."""
+    assert batch.out_cache_loc is not None
+    num_extend = batch.batch_size - batch.num_decode_reqs
+    extending, decoding = batch.reqs[:num_extend], batch.reqs[num_extend:]
+
+    input_ids: list[int] = []
+    for req in extending:
+        input_ids += req.fill_ids[len(req.prefix_indices) :]
+    input_ids += [req.output_ids[-1] for req in decoding]
+    seq_lens = [req.kv_committed_len for req in batch.reqs]
+    extend_seq_lens = [req.extend_input_len for req in extending] + [1] * len(decoding)
+    start_locs = [0, *accumulate(extend_seq_lens)][:-1]
+
+    def tensor(values: Sequence[int | None]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    if extending:
+        positions = torch.cat(
+            [torch.arange(s - e, s, device=device) for s, e in zip(seq_lens, extend_seq_lens)]
+        )
+    else:
+        positions = tensor(seq_lens) - 1
+    rows, ids = _input_logprob_rows(extending, start_locs)
+    return ForwardBatch(
+        forward_mode=batch.forward_mode,
+        input_ids=tensor(input_ids),
+        positions=positions,
+        req_pool_indices=tensor([req.req_pool_idx for req in batch.reqs]),
+        seq_lens=tensor(seq_lens),
+        out_cache_loc=batch.out_cache_loc,
+        extend_seq_lens=tensor(extend_seq_lens),
+        extend_start_loc=tensor(start_locs),
+        seq_lens_cpu=tuple(seq_lens),
+        extend_seq_lens_cpu=tuple(extend_seq_lens),
+        input_logprob_rows=tensor(rows) if rows else None,
+        input_logprob_ids=tensor(ids) if rows else None,
+        num_top_input_logprobs=max((req.sampling_params.top_logprobs_num for req in extending), default=0),
+    )
+
+
+def input_logprob_positions(req: Req) -> range:
+    """Prompt positions whose log-probability this extension gives. The logits of position t - 1 tell about
+    t; nothing tells about position 0."""
+    first = req.next_input_logprob
+    if first is None:
+        return range(0)
+    prefix_len = len(req.prefix_indices)
+    return range(max(first, 1, prefix_len + 1), min(len(req.fill_ids) + 1, len(req.origin_input_ids)))
+
+
+def _input_logprob_rows(extending: Sequence[Req], start_locs: Sequence[int]) -> tuple[list[int], list[int]]:
+    rows: list[int] = []
+    ids: list[int] = []
+    for req, start_loc in zip(extending, start_locs):
+        positions = input_logprob_positions(req)
+        prefix_len = len(req.prefix_indices)
+        rows += [start_loc + position - 1 - prefix_len for position in positions]
+        ids += [req.origin_input_ids[position] for position in positions]
+    return rows, ids

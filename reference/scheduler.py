@@ -1,0 +1,404 @@
+"""Continuous batching as a plain loop: schedule, forward, process, in sequence."""
+
+from __future__ import annotations
+
+from shared.conformance.invariants import check_invariants
+
+from reference.new_token_ratio import NewTokenRatio
+from reference.schedule_batch import (
+    evict_for,
+    input_logprob_positions,
+    make_forward_batch,
+    mix,
+    num_tokens_to_decode,
+    prepare_for_decode,
+    prepare_for_extend,
+)
+from shared.config import EngineConfig, ModelConfig
+from shared.finish import check_finished
+from shared.interfaces import (
+    AddReqResult,
+    PrefillAdder,
+    PrefillBudget,
+    SchedulerParts,
+    SchedulerState,
+    SchedulerStats,
+)
+from shared.interfaces import scheduler as interface
+from shared.logprobs import to_token_logprobs
+from shared.request_limits import admit
+from shared.sampling_batch import make_sampling_batch_info
+from shared.types import (
+    FinishAbort,
+    FinishError,
+    FinishLength,
+    FinishReason,
+    ForwardBatch,
+    LogitsOutput,
+    Req,
+    SampleOutput,
+    ScheduleBatch,
+    StepOutput,
+    TokenLogprob,
+)
+
+
+class Scheduler(interface.Scheduler):
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.parts = parts
+        self.context_len = config.context_len or model_config.context_len
+        self.waiting_queue: list[Req] = []
+        self.running: list[Req] = []
+        self.chunked_req: Req | None = None
+        self.live: dict[str, Req] = {}
+        self.outputs: list[StepOutput] = []  # news for the next return of step()
+        self.batch_is_full = False  # no memory for more requests until somebody leaves
+        self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
+        self.num_steps = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
+        self.num_retractions = 0
+
+    # ---- requests come and go ----
+
+    def add_request(self, req: Req) -> None:
+        if req.rid in self.live:
+            raise ValueError(f"request id {req.rid!r} is in use")
+        admit(req, self.model_config.vocab_size, self.context_len, self.parts.allocator.size)
+        req.arrival_time = req.queue_start_time = self.parts.clock()
+        self.live[req.rid] = req
+        self.waiting_queue.append(req)
+        if self.config.enable_priority_scheduling:
+            self.batch_is_full = False  # it may preempt
+        limit = self.config.max_queued_requests
+        if limit is not None and len(self.waiting_queue) > limit:
+            self._finish(self._worst_waiting(), FinishAbort(f"the queue is full ({limit} waiting)", 503))
+
+    def abort(self, rid: str) -> bool:
+        req = self.live.get(rid)
+        if req is None:
+            return False
+        self._finish(req, FinishAbort("aborted"))
+        return True
+
+    def retract(self, rid: str) -> bool:
+        req = self.live.get(rid)
+        if req is None or req.req_pool_idx is None:
+            return False
+        self._retract(req)
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self.live or self.outputs)
+
+    # --8<-- [start:scheduler-step]
+    def step(self) -> list[StepOutput]:
+        self._finish_overdue()
+        batch = self.get_next_batch_to_run()
+        if batch is not None:
+            self.num_steps += 1
+            try:
+                result = self.run_batch(batch)
+            except BaseException as error:
+                self._fail(batch, error)
+                if not isinstance(error, Exception):
+                    raise  # an interrupt: the batch is lost, the engine is not
+            else:
+                self.process_batch_result(batch, *result)
+        if self.config.check_invariants:
+            self._check_invariants()
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    # --8<-- [end:scheduler-step]
+
+    # ---- which batch ----
+
+    # --8<-- [start:get-next-batch]
+    def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        """Prefill comes first: a waiting request costs latency, and a larger running batch is efficient."""
+        prefill = self._get_new_batch_prefill()
+        if prefill is None:
+            return self._get_batch_decode()
+        if self.config.enable_mixed_chunk and self.running and self._has_memory_to_decode():
+            return mix(prefill, self._prepare_for_decode())
+        return prefill
+
+    # --8<-- [end:get-next-batch]
+
+    def _get_new_batch_prefill(self) -> ScheduleBatch | None:
+        if self.chunked_req is None and (self.batch_is_full or not self.waiting_queue):
+            return None
+        adder = self.parts.prefill_adder(
+            PrefillBudget(
+                page_size=self.config.page_size,
+                max_prefill_tokens=self.config.max_prefill_tokens,
+                chunked_prefill_size=self.config.chunked_prefill_size,
+                new_token_ratio=self.new_token_ratio.current,
+                num_mixed_decode_tokens=len(self.running) if self.config.enable_mixed_chunk else 0,
+            ),
+            self.parts.tree_cache,
+            self.parts.allocator,
+            self.running,
+        )
+        if self.chunked_req is not None:
+            self.chunked_req = adder.add_chunked_req(self.chunked_req)
+        if self.chunked_req is None and not self.batch_is_full:
+            self._add_waiting(adder)
+        if not adder.can_run_list:
+            return None
+
+        for req in adder.can_run_list:
+            if req.run_start_time is None:  # its first admission
+                req.run_start_time = self.parts.clock()
+                req.num_cached_tokens = len(req.prefix_indices)
+                self.num_prompt_tokens += len(req.origin_input_ids)
+                self.num_cached_tokens += req.num_cached_tokens
+            req.is_retracted = False
+        if adder.new_chunked_req is not None:
+            self.chunked_req = adder.new_chunked_req
+        if self.chunked_req in adder.can_run_list:
+            self.chunked_req.num_pending_chunks += 1
+        parts = self.parts
+        return prepare_for_extend(
+            adder.can_run_list, parts.req_to_token_pool, parts.allocator, parts.tree_cache
+        )
+
+    def _add_waiting(self, adder: PrefillAdder) -> None:
+        order, deprioritized = self.parts.policy.order(self.waiting_queue, self.running)
+        for req in order:
+            if req.rid in deprioritized and adder.can_run_list:
+                break  # one step later it finds its prefix in the cache
+            if self._num_rows_in_use(adder) >= self.config.max_running_requests:
+                result = AddReqResult.NO_TOKEN
+            else:
+                result = adder.add_one_req(req)
+            if result is AddReqResult.NO_TOKEN and self._preempt_for(req, adder):
+                result = adder.add_one_req(req)
+            if result is not AddReqResult.CONTINUE:
+                self.batch_is_full = result is AddReqResult.NO_TOKEN
+                break
+            self.waiting_queue.remove(req)
+            if adder.new_chunked_req is not None:
+                break
+
+    def _num_rows_in_use(self, adder: PrefillAdder) -> int:
+        return len(self.running) + len(adder.can_run_list)
+
+    def _preempt_for(self, req: Req, adder: PrefillAdder) -> bool:
+        if not self.config.enable_priority_scheduling:
+            return False
+        victims = adder.preempt_to_schedule(req, self.config.priority_preemption_threshold)
+        for victim in victims:
+            self._retract(victim)
+        return bool(victims)
+
+    def _get_batch_decode(self) -> ScheduleBatch | None:
+        if not self.running:
+            return None
+        if self._has_memory_to_decode():
+            self.new_token_ratio.decay()
+        else:
+            self._retract_to_decode()
+        return self._prepare_for_decode()
+
+    def _prepare_for_decode(self) -> ScheduleBatch:
+        return prepare_for_decode(self.running, self.parts.req_to_token_pool, self.parts.allocator)
+
+    def _has_memory_to_decode(self) -> bool:
+        num_tokens = num_tokens_to_decode(self.running, self.config.page_size)
+        return evict_for(num_tokens, self.parts.tree_cache, self.parts.allocator)
+
+    # --8<-- [start:retract-to-decode]
+    def _retract_to_decode(self) -> None:
+        """Throw out requests until the others can go on: those with the fewest output tokens lose the least
+        work, and among them a long prompt frees the most. The last one stays; a prompt that is being
+        computed gives way to it, and alone it fits, because submission checked that."""
+        candidates = sorted(self.running, key=lambda req: (-len(req.output_ids), len(req.origin_input_ids)))
+        while not self._has_memory_to_decode():
+            if len(candidates) > 1:
+                self._retract(candidates.pop())
+            else:
+                assert self.chunked_req is not None, "one request alone does not fit: submission checks this"
+                self._retract(self.chunked_req)
+        self.new_token_ratio.raise_after_retraction(self.running)
+
+    # --8<-- [end:retract-to-decode]
+
+    # ---- run it ----
+
+    def run_batch(self, batch: ScheduleBatch) -> tuple[ForwardBatch, LogitsOutput, SampleOutput]:
+        forward_batch = make_forward_batch(batch, self.parts.allocator.device)
+        logits_output = self.parts.model_runner.forward(forward_batch)
+        info = make_sampling_batch_info(
+            batch.reqs, logits_output.next_token_logits.shape[1], logits_output.next_token_logits.device
+        )
+        sample_output = self.parts.sampler.sample(
+            logits_output.next_token_logits, info, forward_batch.seq_lens - 1
+        )
+        return forward_batch, logits_output, sample_output
+
+    # --8<-- [start:process-batch-result]
+    def process_batch_result(
+        self,
+        batch: ScheduleBatch,
+        forward_batch: ForwardBatch,
+        logits_output: LogitsOutput,
+        sample_output: SampleOutput,
+    ) -> None:
+        next_token_ids = sample_output.next_token_ids.tolist()
+        logprobs = to_token_logprobs(sample_output.next_token_ids, sample_output.logprobs)
+        self._collect_input_logprobs(batch, forward_batch, logits_output)
+        num_extend = batch.batch_size - batch.num_decode_reqs
+        for i, req in enumerate(batch.reqs):
+            if req.num_pending_chunks:
+                req.num_pending_chunks -= 1  # its prompt is not complete: the sampled token means nothing
+                self.parts.tree_cache.cache_unfinished_req(req)
+                continue
+            self._append_token(req, next_token_ids[i], logprobs[i] if logprobs else None)
+            if not req.finished and i < num_extend:
+                self.parts.tree_cache.cache_unfinished_req(req)
+                self.running.append(req)
+
+    # --8<-- [end:process-batch-result]
+
+    def _append_token(self, req: Req, token_id: int, logprob: TokenLogprob | None) -> None:
+        if req.max_new_tokens == 0:  # only the prompt's log-probabilities or its KV were wanted
+            self._finish(req, FinishLength(0))
+            return
+        wants_logprob = req.sampling_params.return_logprob and logprob is not None
+        req.output_ids.append(token_id)
+        if wants_logprob:
+            req.output_logprobs.append(_cut_top(logprob, req))
+        check_finished(req, 1, self.parts.decode_text, self.model_config.vocab_size)
+        num_before = len(req.output_ids) - 1
+        if req.finished_reason is not None:
+            assert req.finished_len is not None
+            del req.output_ids[req.finished_len :]  # a NaN's id is no output
+            del req.output_logprobs[req.finished_len :]
+            self._finish(req, req.finished_reason, len(req.output_ids) - num_before)
+        else:
+            self._report(req, num_new_tokens=1)
+        self.num_generated_tokens += len(req.output_ids) - num_before
+
+    def _collect_input_logprobs(
+        self, batch: ScheduleBatch, forward_batch: ForwardBatch, logits_output: LogitsOutput
+    ) -> None:
+        found: list[TokenLogprob] = []
+        if logits_output.input_logprobs is not None:
+            found = to_token_logprobs(forward_batch.input_logprob_ids, logits_output.input_logprobs)
+        start = 0
+        for req in batch.reqs[: batch.batch_size - batch.num_decode_reqs]:
+            num_found = len(input_logprob_positions(req))
+            if req.next_input_logprob == 0:
+                req.input_logprobs.append(TokenLogprob(req.origin_input_ids[0], None))
+            req.input_logprobs += [_cut_top(entry, req) for entry in found[start : start + num_found]]
+            start += num_found
+        assert start == len(found)
+
+    # ---- the end of a request, or of its turn ----
+
+    def _finish(self, req: Req, reason: FinishReason, num_new_tokens: int = 0) -> None:
+        """Release everything and report: the one place where a request ends."""
+        req.finished_reason = reason
+        self._release(req, is_insert=not isinstance(reason, FinishError))
+        del self.live[req.rid]
+        self.batch_is_full = False
+        self._report(req, num_new_tokens)
+
+    def _retract(self, req: Req) -> None:
+        self._release(req, is_insert=False)
+        req.reset_for_retraction()
+        req.queue_start_time = self.parts.clock()
+        self.waiting_queue.append(req)
+        self.num_retractions += 1
+        self.batch_is_full = False
+
+    def _release(self, req: Req, is_insert: bool) -> None:
+        """Take the request out of wherever it is, and give its memory back."""
+        if req is self.chunked_req:
+            self.chunked_req = None
+        elif req in self.running:
+            self.running.remove(req)
+        elif req in self.waiting_queue:
+            self.waiting_queue.remove(req)
+        if req.req_pool_idx is not None:
+            self.parts.tree_cache.cache_finished_req(req, is_insert)
+
+    def _fail(self, batch: ScheduleBatch, error: BaseException) -> None:
+        for req in batch.reqs:
+            self._finish(req, FinishError(f"{type(error).__name__}: {error}"))
+
+    def _finish_overdue(self) -> None:
+        waiting, running = self.config.waiting_timeout, self.config.running_timeout
+        if waiting is None and running is None:
+            return
+        now = self.parts.clock()
+        for req in list(self.live.values()):
+            if req.req_pool_idx is None:
+                if waiting is not None and now - req.queue_start_time > waiting:
+                    self._finish(req, FinishAbort(f"waited longer than {waiting} s", 503))
+            elif (
+                running is not None and req.run_start_time is not None and now - req.run_start_time > running
+            ):
+                self._finish(req, FinishAbort(f"ran longer than {running} s", 503))
+
+    def _worst_waiting(self) -> Req:
+        """Whom a full queue turns away: the newcomer, or a strictly less important request."""
+        newcomer = self.waiting_queue[-1]
+        if not self.config.enable_priority_scheduling:
+            return newcomer
+        return min(reversed(self.waiting_queue), key=lambda req: req.priority)
+
+    def _report(self, req: Req, num_new_tokens: int) -> None:
+        num_output = len(req.output_ids)
+        has_logprobs = req.sampling_params.return_logprob
+        self.outputs.append(
+            StepOutput(
+                rid=req.rid,
+                new_token_ids=req.output_ids[num_output - num_new_tokens :],
+                num_output_tokens=num_output,
+                finished_reason=req.finished_reason,
+                output_logprobs=req.output_logprobs[num_output - num_new_tokens :] if has_logprobs else [],
+                input_logprobs=req.input_logprobs,
+                num_cached_tokens=req.num_cached_tokens,
+                num_retractions=req.num_retractions,
+            )
+        )
+
+    # ---- looking in ----
+
+    def flush_cache(self) -> bool:
+        if self.live:
+            return False
+        self.parts.tree_cache.reset()
+        self.parts.allocator.clear()
+        self.parts.req_to_token_pool.clear()
+        return True
+
+    def state(self) -> SchedulerState:
+        return SchedulerState(list(self.waiting_queue), list(self.running), self.chunked_req)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_waiting=len(self.waiting_queue),
+            num_running=len(self.running) + (self.chunked_req is not None),
+            num_steps=self.num_steps,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            num_retractions=self.num_retractions,
+            new_token_ratio=self.new_token_ratio.current,
+        )
+
+    def _check_invariants(self) -> None:
+        parts = self.parts
+        check_invariants(self.state(), parts.allocator, parts.req_to_token_pool, parts.tree_cache)
+
+
+def _cut_top(entry: TokenLogprob, req: Req) -> TokenLogprob:
+    """A batch carries as many alternatives as its greediest request wants; give each what it asked for."""
+    return entry._replace(top=entry.top[: req.sampling_params.top_logprobs_num])

@@ -1,0 +1,154 @@
+"""Builds an engine from its configuration: chooses components, loads the model, sizes the pools."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared import registry
+from shared.config import EngineConfig, ModelConfig
+from shared.interfaces import CausalLM, Scheduler, SchedulerParts, TokenToKVPool
+from shared.kv_sizing import num_pool_tokens
+from shared.model_path import resolve_model_path
+from shared.tokenizer import Tokenizer
+from shared.weights import dummy_weights, iterate_weights
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """An engine's parts. `config` is resolved: no field that matters is None any more."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    selection: dict[str, str]  # component -> implementation
+    model: CausalLM
+    kv_pool: TokenToKVPool
+    tokenizer: Tokenizer | None  # None only for a model of dummy weights without one
+    parts: SchedulerParts
+    scheduler: Scheduler
+
+
+def assemble(config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> Assembly:
+    """Everything that can be wrong with the configuration, the model's files or the tokenizer is found, and
+    raised as `ValueError`, before memory for weights or pools is taken."""
+    folder = resolve_model_path(config.model, config.load_format)
+    model_config = ModelConfig.from_pretrained(folder)
+    config = resolve_config(config, model_config)
+    assert config.panel is not None
+    selection = registry.select(config.panel, config.use)
+    if config.disable_radix_cache:
+        selection["radix_cache"] = selection["chunk_cache"]
+    tokenizer = _load_tokenizer(config, folder)
+    device, dtype = torch.device(str(config.device)), _dtype(config, model_config)
+
+    def component(name: str) -> Any:
+        return registry.load(name, selection[name])
+
+    with _building(device, dtype):
+        model_class = component("models").model_class(model_config.architecture)
+        model = model_class(model_config, component("layers"), component("moe"))
+    if config.load_format == "dummy":
+        model.load_weights(dummy_weights(model_config, config.random_seed))
+    else:
+        model.load_weights(iterate_weights(folder, model_config))
+    model.eval()
+
+    pools = component("memory_pool")
+    num_tokens = num_pool_tokens(config, model_config, dtype, device)
+    assert config.context_len is not None
+    req_to_token_pool = pools.ReqToTokenPool(config.max_running_requests + 1, config.context_len, device)
+    allocator = pools.TokenToKVPoolAllocator(num_tokens, config.page_size, device)
+    kv_pool = pools.TokenToKVPool(
+        num_tokens,
+        config.page_size,
+        model_config.num_hidden_layers,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        dtype,
+        device,
+    )
+    cache_component = "chunk_cache" if config.disable_radix_cache else "radix_cache"
+    tree_cache = registry.load(cache_component, selection[cache_component])(
+        config.page_size, allocator, req_to_token_pool, config.eviction_policy
+    )
+    attention = component("attention")(req_to_token_pool, kv_pool)
+    parts = SchedulerParts(
+        model_runner=component("model_runner")(model, attention, kv_pool),
+        sampler=component("sampler")(),
+        req_to_token_pool=req_to_token_pool,
+        allocator=allocator,
+        tree_cache=tree_cache,
+        policy=component("schedule_policy")(config, tree_cache),
+        prefill_adder=component("prefill_adder"),
+        decode_text=tokenizer.decode if tokenizer is not None else _no_text,
+        clock=clock,
+    )
+    scheduler = component("scheduler")(config, model_config, parts)
+    config = config.updated(max_total_tokens=num_tokens)
+    return Assembly(config, model_config, selection, model, kv_pool, tokenizer, parts, scheduler)
+
+
+def resolve_config(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
+    """Fill in what "None" leaves to the model and the machine."""
+    device = config.device or default_device()
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={device}: this torch ({torch.__version__}) sees no CUDA GPU")
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device=mps: this torch ({torch.__version__}) sees no Apple GPU")
+    if not device.startswith("cuda") and device not in ("cpu", "mps"):
+        raise ValueError(f"device must be cpu, mps, cuda or cuda:N, got {device!r}")
+    context_len = config.context_len or model_config.context_len
+    if context_len > model_config.context_len:
+        raise ValueError(
+            f"context_len={context_len} exceeds the model's {model_config.context_len} positions"
+        )
+    panel = config.panel or default_panel(device)
+    return config.updated(device=device, panel=panel, context_len=context_len)
+
+
+def default_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def default_panel(device: str) -> str:
+    return "optimized" if device.startswith("cuda") and registry.has_optimized() else "reference"
+
+
+def _dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
+    if config.dtype != "auto":
+        dtype = getattr(torch, config.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+    return torch.float32 if config.device == "cpu" else model_config.dtype
+
+
+def _load_tokenizer(config: EngineConfig, folder: Any) -> Tokenizer | None:
+    if config.tokenizer is not None:
+        return Tokenizer.from_pretrained(resolve_model_path(config.tokenizer, "dummy"))
+    has_one = (folder / "tokenizer.json").is_file() or (folder / "tokenizer.model").is_file()
+    if config.load_format == "dummy" and not has_one:
+        return None
+    return Tokenizer.from_pretrained(folder)
+
+
+def _no_text(token_ids: list[int]) -> str:
+    raise ValueError("this model has no tokenizer: stop strings and regexes need one")
+
+
+@contextlib.contextmanager
+def _building(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """New parameters go to this device and have this dtype; both settings are undone afterwards."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)

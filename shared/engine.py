@@ -1,0 +1,201 @@
+"""LLM: the engine in one process. Prompts in, text out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+from shared.assembly import assemble
+from shared.config import EngineConfig
+from shared.output_collector import OutputCollector
+from shared.sampling_batch import derive_seed
+from shared.types import GenerateOutput, Req, SamplingParams
+
+Prompt = str | list[int]
+
+
+class LLM:
+    """Assembles the chosen components and drives the scheduler.
+
+        llm = LLM(model="tiny-dense")
+        print(llm.generate("Who has the red kite?").text)
+
+    Keyword arguments are the fields of EngineConfig. Not thread-safe; several `stream`s may be read in turn.
+    """
+
+    def __init__(self, config: EngineConfig | None = None, **flags: Any) -> None:
+        assembly = assemble((config or EngineConfig()).updated(**flags))
+        self.config = assembly.config
+        self.model_config = assembly.model_config
+        self.tokenizer = assembly.tokenizer
+        self.assembly = assembly
+        self.scheduler = assembly.scheduler
+        self._collectors: dict[str, OutputCollector] = {}  # of the requests that are alive
+        self._rids = count()
+        self._seeds = random.Random(self.config.random_seed)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        **request: Any,
+    ) -> GenerateOutput | list[GenerateOutput]:
+        """Answer one prompt or a list of them, each a text or a list of token ids. One prompt with n = 1
+        gives one output; otherwise a list, prompt by prompt, n samples each. `request`: rid, extra_key,
+        priority, routing_key, as in `submit`.
+
+        Raises `ValueError` for a bad request; then none of the prompts is generated, and requests submitted
+        otherwise are not disturbed.
+        """
+        is_single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        batch: list[Prompt] = [prompts] if is_single or not prompts else list(prompts)  # type: ignore[list-item]
+        params = self._params_of(sampling_params, len(batch))
+        collectors: list[OutputCollector] = []
+        try:
+            for i, prompt in enumerate(batch):
+                names = dict(request)
+                if not is_single and names.get("rid") is not None:
+                    names["rid"] = f"{names['rid']}-{i}"
+                collectors += self.submit(prompt, params[i], **names)
+            self._run(collectors, progress)
+        except BaseException:
+            for collector in collectors:
+                self.abort(collector.rid)
+            raise
+        outputs = [collector.whole() for collector in collectors]
+        return outputs[0] if is_single and len(outputs) == 1 else outputs
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **request: Any
+    ) -> Iterator[GenerateOutput]:
+        """Answer one prompt piece by piece; with n > 1 the pieces of all samples, told apart by `index`. The
+        request is submitted (and bad input raised) at the call. Dropping the iterator aborts it."""
+        collectors = self.submit(prompt, sampling_params or SamplingParams(), **request)
+        return self._stream(collectors)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        rid: str | None = None,
+        extra_key: str | None = None,
+        priority: int = 0,
+        routing_key: str | None = None,
+    ) -> list[OutputCollector]:
+        """Queue one prompt without running anything: one collector for each of its n samples."""
+        prompt_ids = self._encode(prompt)
+        needs_text = sampling_params.stop or sampling_params.stop_regex
+        if needs_text and self.tokenizer is None:
+            raise ValueError("this model has no tokenizer: stop and stop_regex need one")
+        rid = rid if rid is not None else f"req-{next(self._rids)}"
+        seed = sampling_params.seed
+        if seed is None:
+            seed = self._seeds.getrandbits(63)
+        collectors: list[OutputCollector] = []
+        try:
+            for i in range(sampling_params.n):
+                req = Req(
+                    rid=rid if sampling_params.n == 1 else f"{rid}#{i}",
+                    origin_input_ids=prompt_ids,
+                    sampling_params=sampling_params,
+                    seed=derive_seed(seed, i),
+                    eos_token_ids=self._eos_token_ids(),
+                    extra_key=extra_key,
+                    priority=priority,
+                    routing_key=routing_key,
+                )
+                self.scheduler.add_request(req)
+                collectors.append(OutputCollector(req, i, self.tokenizer))
+                self._collectors[req.rid] = collectors[-1]
+        except ValueError:
+            for collector in collectors:
+                self.abort(collector.rid)
+            raise
+        return collectors
+
+    def step(self) -> bool:
+        """Run one batch and hand its news to the collectors. False when there was nothing to do."""
+        if not self.scheduler.has_work():
+            return False
+        for output in self.scheduler.step():
+            collector = self._collectors.get(output.rid)
+            if collector is not None:
+                collector.add(output)
+                if collector.is_finished:
+                    del self._collectors[output.rid]
+        return True
+
+    def abort(self, rid: str) -> bool:
+        """End a request (with n > 1: all its samples). False when it has ended or never was."""
+        rids = [r for r in self._collectors if r == rid or r.rpartition("#")[0] == rid]
+        return any([self.scheduler.abort(r) for r in rids])
+
+    def flush_cache(self) -> bool:
+        """Forget all cached prefixes. Refused (False) while requests are alive."""
+        return self.scheduler.flush_cache()
+
+    def describe(self) -> dict[str, str]:
+        """Which implementation stands behind each component."""
+        return dict(self.assembly.selection)
+
+    def stats(self) -> Any:
+        return self.scheduler.stats()
+
+    def _run(self, collectors: list[OutputCollector], progress: bool) -> None:
+        if not progress:
+            while not all(c.is_finished for c in collectors) and self.step():
+                pass
+            return
+        from tqdm.auto import tqdm
+
+        with tqdm(total=len(collectors), unit="req", desc="generate", leave=False) as bar:
+            while not all(c.is_finished for c in collectors) and self.step():
+                bar.update(sum(c.is_finished for c in collectors) - bar.n)
+                bar.set_postfix(tokens=sum(c.num_output_tokens for c in collectors))
+
+    def _stream(self, collectors: list[OutputCollector]) -> Iterator[GenerateOutput]:
+        try:
+            while True:
+                for collector in collectors:
+                    piece = collector.take()
+                    if piece is not None:
+                        yield piece
+                if all(c.is_finished for c in collectors) or not self.step():
+                    break
+            for collector in collectors:
+                piece = collector.take()
+                if piece is not None:
+                    yield piece
+        finally:
+            for collector in collectors:
+                if not collector.is_finished:
+                    self.abort(collector.rid)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this model has no tokenizer: give the prompt as token ids")
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, (list, tuple)) or not all(type(t) is int for t in prompt):
+            raise ValueError(
+                f"a prompt is a text or a list of token ids, got {type(prompt).__name__}: {prompt!r:.80}"
+            )
+        return list(prompt)
+
+    def _eos_token_ids(self) -> frozenset[int]:
+        ids = self.model_config.eos_token_ids
+        return ids | self.tokenizer.eos_token_ids if self.tokenizer is not None else ids
+
+    def _params_of(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * num_prompts
+        if len(params) != num_prompts:
+            raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts")
+        return list(params)

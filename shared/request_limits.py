@@ -1,0 +1,40 @@
+"""What a request must satisfy to enter the engine; checked on submission, before any memory is taken."""
+
+from __future__ import annotations
+
+from shared.types import Req
+
+
+def admit(req: Req, vocab_size: int, context_len: int, pool_size: int) -> None:
+    """Raise `ValueError`, or clamp `req.max_new_tokens` so that prompt + output fits.
+
+    A request of P prompt and O output tokens takes P + O positions of the context and P + O - 1 slots of
+    the KV pool: the last token's KV is never needed.
+    """
+    num_prompt = len(req.origin_input_ids)
+    params = req.sampling_params
+    if num_prompt == 0:
+        raise ValueError(f"request {req.rid!r}: the prompt is empty; it needs at least one token")
+    if min(req.origin_input_ids) < 0 or max(req.origin_input_ids) >= vocab_size:
+        i, bad = next((i, t) for i, t in enumerate(req.origin_input_ids) if not 0 <= t < vocab_size)
+        raise ValueError(
+            f"request {req.rid!r}: token id {bad} at position {i} is outside the vocabulary [0, {vocab_size})"
+        )
+    params.check_against_vocab(vocab_size)
+    if num_prompt >= context_len:
+        raise ValueError(
+            f"request {req.rid!r}: the prompt has {num_prompt} tokens; the context of {context_len} tokens "
+            f"allows {context_len - 1} and one of output"
+        )
+    if num_prompt > pool_size:
+        raise ValueError(
+            f"request {req.rid!r}: the prompt has {num_prompt} tokens; the KV pool has {pool_size} slots "
+            "(raise max_total_tokens)"
+        )
+    if params.logprob_start_len >= num_prompt:
+        raise ValueError(
+            f"request {req.rid!r}: logprob_start_len ({params.logprob_start_len}) must be below the prompt's "
+            f"{num_prompt} tokens"
+        )
+    longest = min(context_len, pool_size + 1) - num_prompt
+    req.max_new_tokens = min(params.max_new_tokens, longest)

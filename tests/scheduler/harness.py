@@ -1,0 +1,158 @@
+"""A scheduler on the ledger model, with every invariant checked after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shared import registry
+from shared.config import EngineConfig, ModelConfig, RopeConfig
+from shared.conformance.ledger import LedgerModelRunner, expected_tokens
+from shared.interfaces import SchedulerParts
+from shared.types import FinishReason, Req, SamplingParams, StepOutput
+
+VOCAB_SIZE = 61
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def model_config(context_len: int) -> ModelConfig:
+    """Shapes mean nothing here: the ledger model has no weights."""
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_qo_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        context_len=context_len,
+        rope=RopeConfig("default", 10000.0, 8),
+        dtype=torch.float32,
+    )
+
+
+class Harness:
+    """Drives one scheduler and collects what it says. `use` picks implementations, as on the command line."""
+
+    def __init__(
+        self,
+        *,
+        pool_tokens: int = 256,
+        context_len: int = 128,
+        use: dict[str, str] | None = None,
+        panel: str = "reference",
+        nan_token: int | None = None,
+        fail_token: int | None = None,
+        **flags: Any,
+    ) -> None:
+        flags.setdefault("check_invariants", True)
+        flags.setdefault("max_running_requests", 16)
+        self.config = EngineConfig(context_len=context_len, max_total_tokens=pool_tokens, **flags)
+        selection = registry.select(panel, use or {})
+        pools = registry.load("memory_pool", selection["memory_pool"])
+        cache_name = "chunk_cache" if self.config.disable_radix_cache else "radix_cache"
+        page_size = self.config.page_size
+        self.req_to_token_pool = pools.ReqToTokenPool(
+            self.config.max_running_requests + 1, context_len, "cpu"
+        )
+        self.allocator = pools.TokenToKVPoolAllocator(pool_tokens, page_size, "cpu")
+        self.tree_cache = registry.load(cache_name, selection[cache_name])(
+            page_size, self.allocator, self.req_to_token_pool, self.config.eviction_policy
+        )
+        self.clock = FakeClock()
+        self.model_runner = LedgerModelRunner(
+            self.req_to_token_pool, pool_tokens + page_size, VOCAB_SIZE, nan_token, fail_token
+        )
+        parts = SchedulerParts(
+            model_runner=self.model_runner,
+            sampler=registry.load("sampler", selection["sampler"])(),
+            req_to_token_pool=self.req_to_token_pool,
+            allocator=self.allocator,
+            tree_cache=self.tree_cache,
+            policy=registry.load("schedule_policy", selection["schedule_policy"])(
+                self.config, self.tree_cache
+            ),
+            prefill_adder=registry.load("prefill_adder", selection["prefill_adder"]),
+            decode_text=lambda ids: "".join(f"<{i}>" for i in ids),
+            clock=self.clock,
+        )
+        self.scheduler = registry.load("scheduler", selection["scheduler"])(
+            self.config, model_config(context_len), parts
+        )
+        self.reqs: dict[str, Req] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, FinishReason] = {}
+        self.log: list[StepOutput] = []
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int = 8,
+        *,
+        rid: str | None = None,
+        priority: int = 0,
+        extra_key: str | None = None,
+        routing_key: str | None = None,
+        eos: frozenset[int] = frozenset(),
+        **params: Any,
+    ) -> str:
+        rid = rid or f"r{len(self.reqs)}"
+        req = Req(
+            rid=rid,
+            origin_input_ids=list(prompt),
+            sampling_params=SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **params),
+            seed=0,
+            eos_token_ids=eos,
+            priority=priority,
+            extra_key=extra_key,
+            routing_key=routing_key,
+        )
+        self.scheduler.add_request(req)
+        self.reqs[rid] = req
+        self.tokens[rid] = []
+        return rid
+
+    def step(self) -> list[StepOutput]:
+        outputs = self.scheduler.step()
+        self.log += outputs
+        for output in outputs:
+            assert output.rid not in self.ended, f"{output.rid}: news after its end"
+            self.tokens[output.rid] += output.new_token_ids
+            assert output.num_output_tokens == len(self.tokens[output.rid])
+            if output.finished_reason is not None:
+                self.ended[output.rid] = output.finished_reason
+        return outputs
+
+    def run(self, max_steps: int = 2000) -> None:
+        """To the end of all work. More steps than `max_steps` mean that somebody starves."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work():
+                return
+            self.step()
+        raise AssertionError(f"no end after {max_steps} steps: {self.scheduler.state()}")
+
+    def expect(self, rid: str, num_tokens: int) -> None:
+        """The request ended with exactly the tokens that its prompt implies."""
+        prompt = self.reqs[rid].origin_input_ids
+        assert self.tokens[rid] == expected_tokens(prompt, num_tokens, VOCAB_SIZE), rid
+
+    def expect_idle(self) -> None:
+        """Everything came back: what is not free is in the tree, and evictable."""
+        assert not self.scheduler.has_work()
+        assert self.tree_cache.protected_size() == 0
+        free = self.allocator.available_size() + self.tree_cache.evictable_size()
+        assert free == self.allocator.size
+        assert self.req_to_token_pool.available_size() == self.req_to_token_pool.size
+        assert self.scheduler.flush_cache()
+        assert self.allocator.available_size() == self.allocator.size
