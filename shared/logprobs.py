@@ -28,19 +28,12 @@ def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> 
     return LogprobsOutput(token_logprobs, top_logits - log_normaliser, top_ids)
 
 
-def to_token_logprobs(
-    token_ids: list[int], output: LogprobsOutput, num_top: list[int] | None = None
-) -> list[TokenLogprob]:
-    """One TokenLogprob for each row; row i shows `num_top[i]` alternatives (None: all that there are)."""
-    token_logprobs = output.token_logprobs.tolist()
-    assert len(token_ids) == len(token_logprobs)
-    if output.top_ids.shape[-1] == 0:
-        return [TokenLogprob(i, logprob) for i, logprob in zip(token_ids, token_logprobs)]
-    tops = [
-        tuple(zip(ids, logprobs))
-        for ids, logprobs in zip(output.top_ids.tolist(), output.top_logprobs.tolist())
-    ]
-    if num_top is not None:
-        assert len(num_top) == len(tops)
-        tops = [top[:k] for top, k in zip(tops, num_top)]
-    return [TokenLogprob(*row) for row in zip(token_ids, token_logprobs, tops)]
+def to_token_logprobs(token_ids: torch.Tensor, output: LogprobsOutput | None) -> list[TokenLogprob]:
+    """One TokenLogprob for each of the n rows, with as many alternatives as `output` has (none for None)."""
+    if output is None:
+        return []
+    rows = zip(token_ids.tolist(), output.token_logprobs.tolist())
+    if output.top_ids.shape[1] == 0:
+        return [TokenLogprob(token_id, logprob) for token_id, logprob in rows]
+    tops = zip(output.top_ids.tolist(), output.top_logprobs.tolist())
+    return [TokenLogprob(*row, tuple(zip(*top))) for row, top in zip(rows, tops)]

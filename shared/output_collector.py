@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shared.tokenizer import IncrementalDetokenizer, Tokenizer
+from shared.detokenizer import IncrementalDetokenizer
+from shared.tokenizer import Tokenizer
 from shared.types import FinishReason, GenerateOutput, Req, StepOutput, TokenLogprob
 
 
@@ -14,7 +15,9 @@ class OutputCollector:
         self.index = index
         self.num_prompt_tokens = len(req.origin_input_ids)
         self.detokenizer = (
-            IncrementalDetokenizer(tokenizer, req.sampling_params, req.eos_token_ids) if tokenizer else None
+            IncrementalDetokenizer(tokenizer, req.sampling_params, req.origin_input_ids)
+            if tokenizer
+            else None
         )
         self.output_ids: list[int] = []
         self.text = ""

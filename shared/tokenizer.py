@@ -1,0 +1,78 @@
+"""Text to token ids and back, through a Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+class Tokenizer:
+    """Wraps a tokenizer of `transformers`; the engine knows only this class."""
+
+    def __init__(self, hf_tokenizer: Any) -> None:
+        self.hf_tokenizer = hf_tokenizer
+        self.special_ids = frozenset(
+            token_id for token_id, token in hf_tokenizer.added_tokens_decoder.items() if token.special
+        )
+        eos = hf_tokenizer.eos_token_id
+        self.eos_token_ids: frozenset[int] = frozenset(() if eos is None else (eos,))
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> Tokenizer:
+        """Raises `ValueError` for a folder that holds no tokenizer, or one that cannot be loaded."""
+        folder = Path(folder)
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            raise ValueError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
+        from transformers import AutoTokenizer  # takes seconds to import
+
+        try:
+            return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+        except Exception as error:  # of any kind: what a broken file raises depends on how it is broken
+            reason = (str(error).splitlines() or [""])[0]
+            raise ValueError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this. A model's vocab_size may be larger: rows of padding without a token."""
+        return max(self.hf_tokenizer.get_vocab().values()) + 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Special tokens: those that the tokenizer puts around a text, such as a begin-of-sequence token.
+        A special token that is spelt out in the text becomes that token in any case."""
+        return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Bytes that form no character become U+FFFD; an id without a token becomes nothing."""
+        return self.hf_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **template_args: Any,
+    ) -> list[int]:
+        """A conversation (`{"role": ..., "content": ...}`) as a prompt, by the model's chat template.
+
+        `template_args` are the template's own switches, such as enable_thinking. Raises `ValueError` when
+        there is no template or it refuses the messages."""
+        if not self.hf_tokenizer.chat_template:
+            raise ValueError("this tokenizer has no chat template: give a text instead of messages")
+        from jinja2 import TemplateError
+
+        try:
+            text = self.hf_tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **template_args
+            )
+        except (TemplateError, TypeError, KeyError, IndexError) as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        return self.encode(text, add_special_tokens=False)  # the template has written them
+
+    def token_to_id(self, token: str) -> int | None:
+        return self.hf_tokenizer.get_vocab().get(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling, in which bytes may be encoded; for text use `decode`."""
+        return self.hf_tokenizer.convert_ids_to_tokens(token_id)
