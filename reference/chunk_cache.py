@@ -1,0 +1,75 @@
+"""The prefix cache switched off: nothing is found, nothing outlives its request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+
+from shared.interfaces import prefix_cache as interface
+from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from shared.interfaces.prefix_cache import CacheNode, InsertResult, MatchResult, RadixKey
+from shared.types import Req
+
+
+class ChunkCache(interface.PrefixCache):
+    """Only keeps the chunks of a prompt together: `cache_unfinished_req` is where the next chunk goes on.
+    There is no tree: the root is None, and whoever calls `insert` still owns the slots."""
+
+    disable = True
+
+    def __init__(
+        self,
+        page_size: int,
+        allocator: TokenToKVPoolAllocator | None = None,
+        req_to_token_pool: ReqToTokenPool | None = None,
+        eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = "lru",
+        is_bigram: bool = False,
+    ) -> None:
+        self.page_size = page_size
+        self.allocator = allocator
+        self.req_to_token_pool = req_to_token_pool
+        self.device = torch.device("cpu") if allocator is None else allocator.device
+
+    def match_prefix(self, key: RadixKey) -> MatchResult:
+        return MatchResult(torch.empty(0, dtype=torch.int64, device=self.device), None)
+
+    def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
+        return InsertResult(0, None)
+
+    def inc_lock_ref(self, node: Any) -> None:
+        pass
+
+    def dec_lock_ref(self, node: Any) -> None:
+        pass
+
+    def evict(self, num_tokens: int) -> int:
+        return 0
+
+    def cache_unfinished_req(self, req: Req) -> None:
+        req.prefix_indices = self.req_to_token_pool.read(req.req_pool_idx, 0, len(req.fill_ids))
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        slots = self.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_allocated_len)
+        self.allocator.free(slots)
+        self.req_to_token_pool.free([req.req_pool_idx])
+        req.req_pool_idx = None
+        req.last_node = None
+        req.prefix_indices = slots[:0]
+        req.cache_protected_len = req.kv_committed_len = req.kv_allocated_len = 0
+
+    def evictable_size(self) -> int:
+        return 0
+
+    def protected_size(self) -> int:
+        return 0
+
+    def reset(self) -> None:
+        pass
+
+    def node_id(self, node: Any) -> int:
+        return 0
+
+    def nodes(self) -> Iterator[CacheNode]:
+        return iter(())

@@ -1,0 +1,300 @@
+"""The prefix cache as a radix tree: Python objects, token lists, a scan for leaves when evicting."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from shared.interfaces import prefix_cache as interface
+from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from shared.interfaces.prefix_cache import CacheNode, InsertResult, MatchResult, RadixKey
+from shared.types import Req
+
+
+@dataclass(eq=False)
+class TreeNode:
+    """An edge of the tree and the subtree below it. Times are ticks of the cache's own counter."""
+
+    node_id: int
+    parent: TreeNode | None  # None: the root, or a node that was evicted
+    key: list[Any]  # tokens or bigrams, whole pages; the root's is empty
+    value: torch.Tensor  # int64 slots, as many as the key
+    extra_key: str | None
+    creation_time: int
+    last_access_time: int
+    priority: int
+    hit_count: int = 0
+    lock_ref: int = 0
+    children: dict[Hashable, TreeNode] = field(default_factory=dict)
+
+
+EVICTION_ORDER: dict[str, Callable[[TreeNode], tuple[int, ...]]] = {
+    "lru": lambda node: (node.last_access_time,),
+    "lfu": lambda node: (node.hit_count, node.last_access_time),
+    "fifo": lambda node: (node.creation_time,),
+    "priority": lambda node: (node.priority, node.last_access_time),
+}
+
+# Keys are compared by slices of so many tokens, then token by token in the slice that differs.
+COMPARE_LEN = 64
+
+
+class RadixCache(interface.PrefixCache):
+    def __init__(
+        self,
+        page_size: int,
+        allocator: TokenToKVPoolAllocator | None = None,
+        req_to_token_pool: ReqToTokenPool | None = None,
+        eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = "lru",
+        is_bigram: bool = False,
+    ) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, not {page_size}")
+        if eviction_policy not in EVICTION_ORDER:
+            raise ValueError(f"eviction_policy {eviction_policy!r} is none of {', '.join(EVICTION_ORDER)}")
+        self.page_size = page_size
+        self.allocator = allocator
+        self.req_to_token_pool = req_to_token_pool
+        self.eviction_order = EVICTION_ORDER[eviction_policy]
+        self.is_bigram = is_bigram
+        self.device = torch.device("cpu") if allocator is None else allocator.device
+        self.reset()
+
+    def match_prefix(self, key: RadixKey) -> MatchResult:
+        node, _ = self._walk(self._whole_pages(key), key.extra_key)
+        return MatchResult(self._path_slots(node), node)
+
+    def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
+        entries = self._whole_pages(key)
+        assert len(value) >= len(entries), f"{len(value)} slots for {len(entries)} tokens"
+        node, prefix_len = self._walk(entries, key.extra_key)
+        for ancestor in self._path(node):
+            ancestor.priority = max(ancestor.priority, priority)
+        if prefix_len < len(entries):
+            node = self._add_leaf(
+                node,
+                key=entries[prefix_len:],
+                value=value[prefix_len : len(entries)].to(torch.int64, copy=True),
+                extra_key=key.extra_key,
+                priority=priority,
+            )
+        return InsertResult(prefix_len, node)
+
+    def inc_lock_ref(self, node: TreeNode) -> None:
+        for ancestor in self._path(node):
+            if ancestor.lock_ref == 0:
+                self._evictable_size -= len(ancestor.value)
+                self._protected_size += len(ancestor.value)
+            ancestor.lock_ref += 1
+
+    def dec_lock_ref(self, node: TreeNode) -> None:
+        for ancestor in self._path(node):
+            assert ancestor.lock_ref > 0, f"node {ancestor.node_id} is not locked"
+            ancestor.lock_ref -= 1
+            if ancestor.lock_ref == 0:
+                self._evictable_size += len(ancestor.value)
+                self._protected_size -= len(ancestor.value)
+
+    def evict(self, num_tokens: int) -> int:
+        if num_tokens <= 0:
+            return 0
+        # The node id only breaks ties, so that nodes themselves are never compared.
+        leaves = [
+            (self.eviction_order(node), node.node_id, node)
+            for node in self._all_nodes()
+            if not node.children and node.lock_ref == 0
+        ]
+        heapq.heapify(leaves)
+        num_evicted = 0
+        while leaves and num_evicted < num_tokens:
+            _, _, node = heapq.heappop(leaves)
+            parent = node.parent
+            self._remove_leaf(node)
+            num_evicted += len(node.value)
+            if parent is not self.root and not parent.children and parent.lock_ref == 0:
+                heapq.heappush(leaves, (self.eviction_order(parent), parent.node_id, parent))
+        return num_evicted
+
+    def cache_unfinished_req(self, req: Req) -> None:
+        num_owned, num_filled = req.cache_protected_len, len(req.fill_ids)
+        slots = self.req_to_token_pool.read(req.req_pool_idx, 0, num_filled)
+        key = RadixKey(req.fill_ids, req.extra_key, self.is_bigram)
+        prefix_len, node = self.insert(key, slots, req.priority)
+        shared = self._path_slots(node)
+        # [num_owned, prefix_len) was in the tree already (another request was faster). The row must
+        # point to the tree's slots before its own are free for somebody else to overwrite.
+        self.req_to_token_pool.write(req.req_pool_idx, num_owned, shared[num_owned:])
+        self.allocator.free(slots[num_owned:prefix_len])
+        self.inc_lock_ref(node)
+        self._unlock(req)
+        req.last_node = node
+        req.cache_protected_len = len(shared)
+        req.prefix_indices = torch.cat([shared, slots[len(shared) :]])
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        num_owned = req.cache_protected_len
+        slots = self.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_allocated_len)
+        if is_insert:
+            key = RadixKey(req.all_ids[: req.kv_committed_len], req.extra_key, self.is_bigram)
+            num_cached = len(self._whole_pages(key))
+            prefix_len, _ = self.insert(key, slots, req.priority)
+            # Duplicates, then the partial page with what was allocated and never committed.
+            unused = torch.cat([slots[num_owned:prefix_len], slots[max(num_cached, num_owned) :]])
+        else:
+            unused = slots[num_owned:]
+        self.allocator.free(unused)
+        self._unlock(req)
+        self.req_to_token_pool.free([req.req_pool_idx])
+        req.req_pool_idx = None
+        req.prefix_indices = slots[:0]
+        req.cache_protected_len = req.kv_committed_len = req.kv_allocated_len = 0
+
+    def evictable_size(self) -> int:
+        return self._evictable_size
+
+    def protected_size(self) -> int:
+        return self._protected_size
+
+    def reset(self) -> None:
+        self._num_nodes = 0
+        self._time = 0
+        self._evictable_size = 0
+        self._protected_size = 0
+        self.root = self._new_node(None, [], self._no_slots(), None, creation_time=0, priority=0)
+
+    def node_id(self, node: TreeNode) -> int:
+        return node.node_id
+
+    def nodes(self) -> Iterator[CacheNode]:
+        for node in self._all_nodes():
+            slots = node.value.tolist()
+            yield CacheNode(
+                node.node_id, node.parent.node_id, list(node.key), slots, node.lock_ref, node.extra_key
+            )
+
+    def _whole_pages(self, key: RadixKey) -> list[Any]:
+        """The key's tokens or bigrams, cut to whole pages. No copy when there is nothing to cut."""
+        entries = list(zip(key.token_ids, key.token_ids[1:])) if key.is_bigram else key.token_ids
+        num_cut = len(entries) % self.page_size
+        return entries[: len(entries) - num_cut] if num_cut else entries
+
+    def _child_key(self, entries: list[Any], start: int, extra_key: str | None) -> Hashable:
+        return extra_key, *entries[start : start + self.page_size]
+
+    def _walk(self, entries: list[Any], extra_key: str | None) -> tuple[TreeNode, int]:
+        """Descend as far as `entries` (whole pages) lead, splitting the node in which they part from the
+        tree or end. Returns the deepest node and the length matched; every node on the way is a hit."""
+        self._time += 1
+        node, start = self.root, 0
+        while start < len(entries):
+            child = node.children.get(self._child_key(entries, start, extra_key))
+            if child is None:
+                break
+            matched_len = self._matched_len(entries, start, child.key)
+            if matched_len < len(child.key):
+                child = self._split(child, matched_len)
+            child.last_access_time = self._time
+            child.hit_count += 1
+            node, start = child, start + matched_len
+        return node, start
+
+    def _matched_len(self, entries: list[Any], start: int, key: list[Any]) -> int:
+        """How much of `key` stands in `entries` from `start` on, in whole pages."""
+        longest = min(len(entries) - start, len(key))
+        n = 0
+        while n < longest and entries[start + n : start + n + COMPARE_LEN] == key[n : n + COMPARE_LEN]:
+            n += COMPARE_LEN
+        while n < longest and entries[start + n] == key[n]:
+            n += 1
+        n = min(n, longest)
+        return n - n % self.page_size
+
+    def _split(self, child: TreeNode, upper_len: int) -> TreeNode:
+        """Cut a node in two and return the new upper half. `child` stays the lower one: requests that hold
+        it still hold all of their path. Both halves were stored, used and locked alike so far."""
+        upper = self._new_node(
+            child.parent,
+            child.key[:upper_len],
+            child.value[:upper_len].clone(),
+            child.extra_key,
+            creation_time=child.creation_time,
+            priority=child.priority,
+        )
+        upper.last_access_time = child.last_access_time
+        upper.hit_count = child.hit_count
+        upper.lock_ref = child.lock_ref
+        upper.parent.children[self._child_key(upper.key, 0, upper.extra_key)] = upper
+        child.parent = upper
+        child.key = child.key[upper_len:]
+        child.value = child.value[upper_len:].clone()
+        upper.children[self._child_key(child.key, 0, child.extra_key)] = child
+        return upper
+
+    def _add_leaf(
+        self, parent: TreeNode, key: list[Any], value: torch.Tensor, extra_key: str | None, priority: int
+    ) -> TreeNode:
+        leaf = self._new_node(parent, key, value, extra_key, creation_time=self._time, priority=priority)
+        parent.children[self._child_key(key, 0, extra_key)] = leaf
+        self._evictable_size += len(value)
+        return leaf
+
+    def _remove_leaf(self, leaf: TreeNode) -> None:
+        assert not leaf.children
+        assert leaf.lock_ref == 0
+        del leaf.parent.children[self._child_key(leaf.key, 0, leaf.extra_key)]
+        leaf.parent = None
+        self._evictable_size -= len(leaf.value)
+        if self.allocator is not None:
+            self.allocator.free(leaf.value)
+
+    def _new_node(
+        self,
+        parent: TreeNode | None,
+        key: list[Any],
+        value: torch.Tensor,
+        extra_key: str | None,
+        creation_time: int,
+        priority: int,
+    ) -> TreeNode:
+        self._num_nodes += 1
+        return TreeNode(
+            node_id=self._num_nodes - 1,
+            parent=parent,
+            key=key,
+            value=value,
+            extra_key=extra_key,
+            creation_time=creation_time,
+            last_access_time=creation_time,
+            priority=priority,
+        )
+
+    def _unlock(self, req: Req) -> None:
+        if req.last_node is not None:
+            self.dec_lock_ref(req.last_node)
+        req.last_node = None
+
+    def _path(self, node: TreeNode) -> Iterator[TreeNode]:
+        """From `node` up to the root, without the root."""
+        while node is not self.root:
+            assert node.parent is not None, f"node {node.node_id} is no longer in the tree"
+            yield node
+            node = node.parent
+
+    def _path_slots(self, node: TreeNode) -> torch.Tensor:
+        values = [ancestor.value for ancestor in self._path(node)]
+        return torch.cat(values[::-1]) if values else self._no_slots()
+
+    def _all_nodes(self) -> Iterator[TreeNode]:
+        """All nodes but the root, parents first."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _no_slots(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64, device=self.device)
