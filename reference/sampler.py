@@ -89,8 +89,9 @@ def draw(scaled: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor)
     if not info.needs_filter:
         token_ids = torch.arange(scaled.shape[-1], device=scaled.device)
         return (scaled + gumbel_noise(seeds, positions, token_ids)).argmax(dim=-1)
-    ordered, token_ids = sort_descending(scaled)
-    keep = filter_mask(ordered, info)
+    ordered, token_ids = sort_descending(scaled, num=int(info.top_ks.max()))
+    total = scaled.to(torch.float64).exp().sum(dim=-1)
+    keep = filter_mask(ordered, total, info)
     num_columns = max(int(keep.sum(dim=-1).max()), 1)  # what is kept is a prefix of each row
     ordered = ordered.masked_fill(~keep, NEG_INF)[:, :num_columns]
     token_ids = token_ids[:, :num_columns]
@@ -98,15 +99,16 @@ def draw(scaled: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor)
     return token_ids.gather(-1, best)[:, 0]
 
 
-def filter_mask(ordered: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
-    """[bs, vocab_size] bool, over the sorted columns: joint top-k, top-p and min-p, a prefix of each row."""
+def filter_mask(ordered: torch.Tensor, total: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+    """Joint top-k, top-p and min-p -> bool, as `ordered`: a prefix of each row.
+
+    ordered: [bs, n], the largest of each row of `scaled`, in order; total: [bs], sum of exp(scaled)."""
     weights = ordered.to(torch.float64).exp()  # p / max p
     before = weights.cumsum(dim=-1) - weights
-    total = weights.sum(dim=-1, keepdim=True)
     top_ps = info.top_ps[:, None]
     ranks = torch.arange(ordered.shape[-1], device=ordered.device)
     keep = ranks < info.top_ks[:, None]
     # top_p = 1 keeps everything; the rounded sum could reach the total too early.
-    keep &= (before < top_ps * total) | (top_ps >= 1.0)
+    keep &= (before < top_ps * total[:, None]) | (top_ps >= 1.0)
     keep &= weights >= info.min_ps[:, None]
     return keep

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from shared.noise import hash_noise
-from shared.types import Req, SamplingBatchInfo
+from shared.types import Req, SamplingBatchInfo, SamplingParams
 
 
 def make_sampling_batch_info(
@@ -18,23 +18,18 @@ def make_sampling_batch_info(
     """`num_valid_ids`: ids from there to vocab_size have no token and are never sampled (None: all have)."""
     params = [req.sampling_params for req in reqs]
     greedy = [p.is_greedy for p in params]
-    # Greedy rows ignore the filters; these values keep them from asking for one.
-    floats = torch.tensor(
-        [
-            [1.0 if g else p.temperature for p, g in zip(params, greedy)],
-            [1.0 if g else p.top_p for p, g in zip(params, greedy)],
-            [0.0 if g else p.min_p for p, g in zip(params, greedy)],
-        ],
-        dtype=torch.float32,
-    ).to(device)
-    top_ks = [
-        1 if g else vocab_size if p.top_k == -1 else min(p.top_k, vocab_size) for p, g in zip(params, greedy)
-    ]
+    temperatures, top_ps, min_ps, top_ks = [], [], [], []
+    needs_filter = False
+    for p, is_greedy in zip(params, greedy):
+        # Greedy rows ignore the filters; these values keep them from asking for one.
+        temperature, top_p, min_p, top_k = (1.0, 1.0, 0.0, 1) if is_greedy else _filter_values(p, vocab_size)
+        needs_filter |= not is_greedy and (top_k < vocab_size or top_p < 1.0 or min_p > 0.0)
+        temperatures.append(temperature)
+        top_ps.append(top_p)
+        min_ps.append(min_p)
+        top_ks.append(top_k)
+    floats = torch.tensor([temperatures, top_ps, min_ps], dtype=torch.float32).to(device)
     ints = torch.tensor([top_ks, [req.seed for req in reqs], greedy], dtype=torch.int64).to(device)
-    needs_filter = any(
-        not g and (k < vocab_size or p.top_p < 1.0 or p.min_p > 0.0)
-        for p, g, k in zip(params, greedy, top_ks)
-    )
     return SamplingBatchInfo(
         temperatures=floats[0],
         top_ps=floats[1],
@@ -50,6 +45,12 @@ def make_sampling_batch_info(
         return_logprob=any(p.return_logprob for p in params),
         num_top_logprobs=min(max((p.top_logprobs_num for p in params), default=0), vocab_size),
     )
+
+
+def _filter_values(p: SamplingParams, vocab_size: int) -> tuple[float, float, float, int]:
+    """temperature, top_p, min_p and top_k; "keep all" is vocab_size."""
+    top_k = vocab_size if p.top_k == -1 else min(p.top_k, vocab_size)
+    return p.temperature, p.top_p, p.min_p, top_k
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -60,13 +60,15 @@ class Tokenizer:
         there is no template or it refuses the messages."""
         if not self.hf_tokenizer.chat_template:
             raise ValueError("this tokenizer has no chat template: give a text instead of messages")
+        if not messages or not all(isinstance(message, Mapping) for message in messages):
+            raise ValueError("messages must be a non-empty list of mappings with role and content")
         from jinja2 import TemplateError
 
         try:
             text = self.hf_tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **template_args
             )
-        except (TemplateError, TypeError, KeyError, IndexError) as error:
+        except (TemplateError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         return self.encode(text, add_special_tokens=False)  # the template has written them
 
