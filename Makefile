@@ -53,7 +53,7 @@ types: $(VENV)/.installed-test
 
 docs: $(VENV)/.installed-test
 	$(call banner,mkdocs build)
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # One thread per worker: the results do not depend on the number of cores, and the workers do not compete.
 pytest: $(VENV)/.installed-test
@@ -65,7 +65,7 @@ test-gpu: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest -m gpu
 
 serve-docs: $(VENV)/.installed-test
-	@$(BIN)/mkdocs serve
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
 	rm -rf $(VENV) site build *.egg-info

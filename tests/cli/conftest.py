@@ -1,0 +1,31 @@
+from collections.abc import Callable
+
+import pytest
+from fake_engine import FakeLLM
+from typer.testing import CliRunner, Result
+
+from shared.cli import app
+from shared.commands import launch
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
+    """Takes the engine's place; its `flags` are what a command started it with."""
+    llm = FakeLLM()
+
+    def start(flags: dict[str, object]) -> FakeLLM:
+        llm.flags = flags  # type: ignore[attr-defined]
+        return llm
+
+    monkeypatch.setattr(launch, "start_engine", start)
+    return llm
+
+
+@pytest.fixture
+def diptych() -> Callable[..., Result]:
+    """Run the command in this process: diptych("generate", "Hello", input="...")."""
+
+    def run(*arguments: str, input: str | None = None) -> Result:
+        return CliRunner().invoke(app, list(arguments), input=input, prog_name="diptych")
+
+    return run

@@ -1,0 +1,47 @@
+"""Times of an answer, with a clock that the test moves."""
+
+import pytest
+from fake_engine import FakeLLM
+
+from shared.commands.answer import Answer, collect
+from shared.types import FinishLength, GenerateOutput, SamplingParams
+
+
+def piece(ids: list[int], finish: FinishLength | None = None) -> GenerateOutput:
+    return GenerateOutput(
+        rid="r", index=0, text="x" * len(ids), output_ids=ids, finish_reason=finish, num_prompt_tokens=4,
+        num_output_tokens=0, num_cached_tokens=3,
+    )  # fmt: skip
+
+
+def test_speed_counts_from_the_first_token() -> None:
+    answer = Answer()
+    answer.add(piece([1]), 2.0)
+    answer.add(piece([2, 3]), 2.5)
+    answer.add(piece([4], FinishLength(4)), 3.0)
+    assert answer.time_to_first_token == 2.0
+    assert answer.tokens_per_second == pytest.approx(3 / 1.0)
+    assert answer.total_time == 3.0
+    assert answer.finish_reason == "length"
+
+
+def test_single_token_has_no_speed() -> None:
+    answer = Answer()
+    answer.add(piece([1], FinishLength(1)), 2.0)
+    assert answer.tokens_per_second is None
+    assert "tokens/s" not in answer.summary()
+
+
+def test_pieces_without_tokens_do_not_start_the_clock() -> None:
+    answer = Answer()
+    answer.add(piece([]), 1.0)
+    answer.add(piece([1]), 2.0)
+    assert answer.time_to_first_token == 2.0
+
+
+def test_collect_times_from_the_request() -> None:
+    ticks = iter([10.0, 10.5, 11.0, 11.5])
+    llm = FakeLLM(answer="abc")
+    answer = collect(lambda: llm.stream("p", SamplingParams()), clock=lambda: next(ticks))
+    assert (answer.text, answer.time_to_first_token, answer.total_time) == ("abc", 0.5, 1.5)
+    assert answer.tokens_per_second == pytest.approx(2.0)

@@ -1,0 +1,77 @@
+"""`diptych doctor` describes the machine, never fails, and says what to install."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+from typer.testing import Result
+
+from shared import doctor, machine, registry
+from shared.doctor import Check, examine
+
+Diptych = Callable[..., Result]
+
+
+def by_name(checks: list[Check]) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+def test_every_component_of_the_registry_is_there_and_usable() -> None:
+    checks = [check for check in examine() if check.area == "components"]
+    assert [check.name for check in checks] == list(registry.IMPLEMENTATIONS)
+    assert [check for check in checks if check.state != "ok"] == []
+
+
+def test_reference_runs_here() -> None:
+    checks = by_name(examine())
+    assert checks["reference"].state == "ok"
+    assert "cpu" in checks["reference"].found
+    assert checks["torch"].state == "ok"
+    assert checks["built-in"].state == "ok"
+
+
+def test_missing_package_comes_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "installed_version", lambda name: None)
+    checks = by_name(examine())
+    assert checks["triton"].state == "absent"
+    assert "pip install" in checks["triton"].remedy
+    assert (checks["transformers"].state, checks["transformers"].remedy) == (
+        "problem",
+        "pip install transformers",
+    )
+
+
+def test_broken_probe_is_a_row_not_a_crash(monkeypatch: pytest.MonkeyPatch, diptych: Diptych) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("driver mismatch")
+
+    monkeypatch.setattr(machine, "run_tool", broken)
+    checks = examine()
+    assert any(check.state == "problem" and "driver mismatch" in check.found for check in checks)
+    assert by_name(checks)["reference"].state == "ok"
+    assert diptych("doctor").exit_code == 0
+
+
+def test_component_that_cannot_be_imported_says_why() -> None:
+    def load(component: str, choice: str) -> object:
+        raise ValueError("needs triton: pip install ...")
+
+    check = doctor._component("attention", "reference", load)
+    assert check.state == "problem"
+    assert "needs triton" in check.found
+
+
+def test_table_and_json_say_the_same(diptych: Diptych, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    table = diptych("doctor")
+    data = diptych("doctor", "--json")
+    assert (table.exit_code, data.exit_code) == (0, 0)
+    checks = json.loads(data.stdout)["checks"]
+    assert {check["name"] for check in checks} >= {"python", "torch", "cuda", "reference", "scheduler"}
+    for check in checks:
+        assert check["name"] in table.stdout
+
+
+@pytest.mark.parametrize("tool", [("no-such-program",), ("false",)])
+def test_tool_that_is_missing_or_fails_gives_none(tool: tuple[str, ...]) -> None:
+    assert machine.run_tool(*tool) is None

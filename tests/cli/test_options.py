@@ -1,0 +1,75 @@
+"""Every flag of the engine has an option of its name, and only what was given is set."""
+
+import typing
+from dataclasses import fields
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from shared.commands.options import EngineOptions, SamplingOptions, spread
+from shared.config import EngineConfig
+from shared.types import SamplingParams
+
+
+def test_engine_options_are_the_fields_of_the_config() -> None:
+    assert [field.name for field in fields(EngineOptions)] == [field.name for field in fields(EngineConfig)]
+
+
+def test_sampling_options_are_fields_of_the_params() -> None:
+    assert {field.name for field in fields(SamplingOptions)} <= {
+        field.name for field in fields(SamplingParams)
+    }
+
+
+def test_nothing_given_sets_nothing_but_greedy_sampling() -> None:
+    assert EngineOptions().to_flags() == {}
+    assert SamplingOptions().to_params() == {"temperature": 0.0}
+
+
+@pytest.mark.parametrize("name", ["schedule_policy", "eviction_policy", "load_format", "dtype", "panel"])
+def test_help_lists_every_choice(name: str) -> None:
+    hint = typing.get_type_hints(EngineConfig)[name]
+    literals = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is typing.Literal]
+    option = typing.get_args(typing.get_type_hints(EngineOptions, include_extras=True)[name])[1]
+    assert literals
+    for choice in typing.get_args(literals[0]):
+        assert choice in option.help
+
+
+def test_use_is_repeated_or_separated_by_commas() -> None:
+    options = EngineOptions(use=["attention=reference,sampler=a.b:Sampler", "moe=reference"])
+    assert options.to_flags()["use"] == {
+        "attention": "reference",
+        "sampler": "a.b:Sampler",
+        "moe": "reference",
+    }
+
+
+@pytest.mark.parametrize("use", ["attention", "attention=", "no_such_component=reference"])
+def test_bad_use_is_refused(use: str) -> None:
+    with pytest.raises(ValueError, match=use.partition("=")[0]):
+        EngineOptions(use=[use]).to_flags()
+
+
+def test_chunked_prefill_can_be_switched_off() -> None:
+    assert EngineOptions(chunked_prefill_size=-1).to_flags() == {"chunked_prefill_size": None}
+    assert EngineOptions(chunked_prefill_size=64).to_flags() == {"chunked_prefill_size": 64}
+
+
+def test_spread_gives_each_group_its_options() -> None:
+    seen = []
+
+    @spread
+    def command(
+        *, name: str = "", engine: EngineOptions, sampling: SamplingOptions, loud: bool = False
+    ) -> None:
+        seen.append((name, engine.to_flags(), sampling.to_params(), loud))
+
+    app = typer.Typer()
+    app.command()(command)
+    arguments = ["--name", "x", "--page-size", "16", "--enable-mixed-chunk", "--stop", "a", "--stop", "b"]
+    result = CliRunner().invoke(app, [*arguments, "--top-p", "0.5", "--loud"])
+    assert result.exit_code == 0, result.output
+    flags = {"page_size": 16, "enable_mixed_chunk": True}
+    assert seen == [("x", flags, {"temperature": 0.0, "top_p": 0.5, "stop": ("a", "b")}, True)]

@@ -1,0 +1,103 @@
+"""Section markers: the comments by which documentation quotes code. Run it: python tests/docs/marker_lint.py
+
+In a source: "--8<-- [start:kebab-label]" and "--8<-- [end:kebab-label]" after a comment sign. In a page:
+--8<-- "path/of/source.py:kebab-label". The extension that reads them runs an unterminated section to the
+end of the file and takes the first of two equal labels, silently: hence this check.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MAX_LINES = 25
+MAX_SECTIONS = 4
+SOURCES = ("shared", "reference", "optimized")
+
+_MARKER = re.compile(r"#\s*--8<--\s*\[(start|end):([^\]]*)\]")
+_QUOTE = re.compile(r'^\s*--8<--\s+"([^":]+)(?::([^"]*))?"')
+_LABEL = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
+
+@dataclass(frozen=True)
+class Section:
+    path: str  # relative to the root
+    label: str
+    num_lines: int  # of code, markers within it not counted
+
+
+def sections_of(path: str, text: str) -> tuple[list[Section], list[str]]:
+    """The sections of one source, and what is wrong with its markers."""
+    sections: list[Section] = []
+    errors: list[str] = []
+    open_at: dict[str, int] = {}  # label -> lines of code before it
+    num_lines = 0
+    for number, line in enumerate(text.splitlines(), start=1):
+        marker = _MARKER.search(line)
+        if marker is None:
+            if "--8<--" in line:
+                errors.append(f"{path}:{number}: no section marker: {line.strip()}")
+            num_lines += 1
+            continue
+        kind, label = marker.groups()
+        where = f"{path}:{number}: section {label!r}"
+        if not _LABEL.fullmatch(label):
+            errors.append(f"{where} is no kebab-case label")
+        if kind == "start":
+            if label in open_at or any(section.label == label for section in sections):
+                errors.append(f"{where} is started twice")
+            open_at[label] = num_lines
+        elif label not in open_at:
+            errors.append(f"{where} ends without a start")
+        else:
+            sections.append(Section(path, label, num_lines - open_at.pop(label)))
+    errors += [f"{path}: section {label!r} is never ended" for label in open_at]
+    for section in sections:
+        if not 1 <= section.num_lines <= MAX_LINES:
+            errors.append(
+                f"{path}: section {section.label!r} has {section.num_lines} lines, not 1 to {MAX_LINES}"
+            )
+    if len(sections) > MAX_SECTIONS:
+        errors.append(f"{path}: {len(sections)} sections; more than {MAX_SECTIONS} drown the code")
+    return sections, errors
+
+
+def quotes_of(text: str) -> Iterator[tuple[int, str, str]]:
+    """(line, path, label) of every quotation in a page; label "" where none is named."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        match = _QUOTE.match(line)
+        if match:
+            yield number, match.group(1), match.group(2) or ""
+
+
+def lint(root: Path = ROOT) -> list[str]:
+    """Everything that is wrong, over all sources and pages."""
+    errors: list[str] = []
+    sections: dict[tuple[str, str], Section] = {}
+    for folder in SOURCES:
+        for source in sorted((root / folder).rglob("*.py")):
+            path = source.relative_to(root).as_posix()
+            found, wrong = sections_of(path, source.read_text(encoding="utf-8"))
+            errors += wrong
+            sections |= {(path, section.label): section for section in found}
+    quoted: set[tuple[str, str]] = set()
+    for page in sorted((root / "docs").rglob("*.md")):
+        for number, path, label in quotes_of(page.read_text(encoding="utf-8")):
+            where = f"{page.relative_to(root)}:{number}"
+            if not label:
+                errors.append(f"{where}: quotes all of {path}: name a section of it")
+            elif (path, label) not in sections:
+                errors.append(f"{where}: {path} has no section {label!r}")
+            quoted.add((path, label))
+    errors += [
+        f"{path}: no page quotes section {label!r}" for path, label in sections if (path, label) not in quoted
+    ]
+    return errors
+
+
+if __name__ == "__main__":
+    problems = lint()
+    print("\n".join(problems) or "all section markers are right")
+    sys.exit(bool(problems))

@@ -1,0 +1,52 @@
+"""The section markers of this repository are right, and the lint finds each way to get one wrong."""
+
+from pathlib import Path
+
+import pytest
+from marker_lint import lint, sections_of
+
+
+def test_all_section_markers_are_right() -> None:
+    assert lint() == []
+
+
+def make_project(root: Path, source: str, page: str) -> Path:
+    (root / "reference").mkdir()
+    (root / "docs").mkdir()
+    (root / "reference" / "a.py").write_text(source)
+    (root / "docs" / "page.md").write_text(page)
+    return root
+
+
+GOOD_SOURCE = "# --8<-- [start:one-idea]\nx = 1\n# --8<-- [end:one-idea]\n"
+GOOD_PAGE = '```python\n--8<-- "reference/a.py:one-idea"\n```\n'
+
+
+def test_lint_accepts_a_quoted_section(tmp_path: Path) -> None:
+    assert lint(make_project(tmp_path, GOOD_SOURCE, GOOD_PAGE)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "page", "complaint"),
+    [
+        ("# --8<-- [start:one-idea]\nx = 1\n", GOOD_PAGE, "never ended"),
+        ("x = 1\n# --8<-- [end:one-idea]\n", "", "ends without a start"),
+        (GOOD_SOURCE + GOOD_SOURCE, GOOD_PAGE, "started twice"),
+        (GOOD_SOURCE.replace("one-idea", "One_Idea"), "", "no kebab-case"),
+        (GOOD_SOURCE, "", "no page quotes"),
+        (GOOD_SOURCE, GOOD_PAGE.replace("one-idea", "other"), "has no section 'other'"),
+        (GOOD_SOURCE, GOOD_PAGE.replace("a.py", "b.py"), "reference/b.py has no section"),
+        (GOOD_SOURCE, '--8<-- "reference/a.py"\n' + GOOD_PAGE, "quotes all of"),
+        (GOOD_SOURCE.replace("x = 1\n", "x = 1\n" * 26), GOOD_PAGE, "26 lines"),
+        (GOOD_SOURCE.replace("x = 1\n", ""), GOOD_PAGE, "0 lines"),
+        (GOOD_SOURCE.replace("[end:", "[End:"), GOOD_PAGE, "no section marker"),
+    ],
+)
+def test_lint_finds(tmp_path: Path, source: str, page: str, complaint: str) -> None:
+    errors = lint(make_project(tmp_path, source, page))
+    assert any(complaint in error for error in errors), errors
+
+
+def test_lint_limits_the_number_of_sections_in_a_file() -> None:
+    source = "".join(GOOD_SOURCE.replace("one-idea", f"idea-{i}") for i in range(5))
+    assert any("5 sections" in error for error in sections_of("a.py", source)[1])

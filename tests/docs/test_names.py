@@ -1,0 +1,115 @@
+"""What the documentation names exists: files, modules, and symbols of modules, wherever in backticks."""
+
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
+FOLDERS = ("shared", "reference", "optimized", "docs", "tests", "notebooks")
+
+_FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"`([^`\n]+)`")
+_PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:/[\w.*-]+)*/?|[\w.-]+\.(?:toml|yml|md)|Makefile|\.ci/run")
+_DOTTED = re.compile(r"(?:shared|reference|optimized)(?:\.\w+)+(?:\(\))?")
+_CONTRACT = re.compile(r"([A-Z]\w+)\.(\w+)(?:\(.*\))?")
+
+
+def names_in(page: Path) -> list[str]:
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    return [match.group(1).strip() for match in _CODE.finditer(text)]
+
+
+def resolve(dotted: str) -> object:
+    """The object behind "package.module.Class.method"; AttributeError or ImportError where there is none."""
+    parts = dotted.removesuffix("()").split(".")
+    for cut in range(len(parts), 0, -1):
+        name = ".".join(parts[:cut])
+        try:
+            found = importlib.util.find_spec(name)
+        except ModuleNotFoundError:
+            continue
+        if found is None:
+            continue
+        target: object = importlib.import_module(name)
+        for part in parts[cut:]:
+            fields = getattr(target, "__dataclass_fields__", {})
+            target = fields[part] if part in fields else getattr(target, part)
+        return target
+    raise ImportError(dotted)
+
+
+def vocabulary() -> dict[str, type]:
+    """Classes that pages may name without their module: the contracts, the types, the engine."""
+    found: dict[str, type] = {}
+    for name in (
+        "shared.interfaces",
+        "shared.types",
+        "shared.types.attention",
+        "shared.config",
+        "shared.engine",
+    ):
+        module = importlib.import_module(name)
+        found |= {key: value for key, value in vars(module).items() if isinstance(value, type)}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_paths_exist(page: Path) -> None:
+    paths = [name for name in names_in(page) if _PATH.fullmatch(name)]
+    missing = [path for path in paths if not list(ROOT.glob(path.rstrip("/")))]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_dotted_names_exist(page: Path) -> None:
+    missing = []
+    for name in names_in(page):
+        if not _DOTTED.fullmatch(name) or _PATH.fullmatch(name):
+            continue
+        try:
+            resolve(name)
+        except (ImportError, AttributeError):
+            missing.append(name)
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_methods_of_known_classes_exist(page: Path) -> None:
+    known = vocabulary()
+    missing = []
+    for name in names_in(page):
+        match = _CONTRACT.fullmatch(name)
+        if match is None or match.group(1) not in known:
+            continue
+        owner, member = known[match.group(1)], match.group(2)
+        members = set(dir(owner)) | set(getattr(owner, "__annotations__", {}))
+        members |= set(getattr(owner, "__dataclass_fields__", {}))
+        if member not in members:
+            missing.append(name)
+    assert missing == []
+
+
+def test_the_check_can_fail() -> None:
+    assert resolve("shared.types.SamplingParams.top_k") is not None
+    with pytest.raises(AttributeError):
+        resolve("shared.types.NoSuchClass")
+    with pytest.raises(ImportError):
+        resolve("no_such_package.module")
+    assert _PATH.fullmatch("shared/no_such_file.py")
+    assert not list(ROOT.glob("shared/no_such_file.py"))
+
+
+def test_map_names_every_file_of_the_panels_and_every_entry_of_shared() -> None:
+    named = {name.rstrip("/") for name in names_in(ROOT / "docs" / "map.md")}
+    entries = [
+        path
+        for folder in ("shared", "reference", "optimized")
+        for path in (ROOT / folder).iterdir()
+        if path.name not in ("__init__.py", "__pycache__") and (path.is_dir() or path.suffix == ".py")
+    ]
+    assert entries
+    assert [path for path in entries if path.relative_to(ROOT).as_posix() not in named] == []
