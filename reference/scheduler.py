@@ -179,7 +179,9 @@ class Scheduler(interface.Scheduler):
             if result is AddReqResult.NO_TOKEN and self._preempt_for(req, adder):
                 result = adder.add_one_req(req)
             if result is not AddReqResult.CONTINUE:
-                self.batch_is_full = result is AddReqResult.NO_TOKEN
+                # After an addition it is worth another try: the next step's budget reserves for what was
+                # added now only the expected output, not the longest.
+                self.batch_is_full = result is AddReqResult.NO_TOKEN and not adder.can_run_list
                 break
             self.waiting_queue.remove(req)
             if adder.new_chunked_req is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from shared.conformance.ledger import expected_tokens
@@ -384,7 +386,7 @@ def test_new_token_ratio_falls_while_all_goes_well_and_rises_on_retraction() -> 
         ratios.append(harness.scheduler.stats().new_token_ratio)
         retractions.append(harness.scheduler.stats().num_retractions)
     first = next(i for i, n in enumerate(retractions) if n)
-    assert all(a >= b for a, b in zip(ratios[:first], ratios[1:first]))
+    assert all(a >= b for a, b in pairwise(ratios[:first]))
     assert initial * 0.14 <= min(ratios) <= max(ratios) <= 1.0
     assert ratios[first] > ratios[first - 1]
     assert set(harness.ended) == set(rids)
