@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -13,7 +15,7 @@ RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding. The fields beyond `rotary_dim` belong to the scaling types named beside
-    them."""
+    them; `shared.rope` turns them into frequencies."""
 
     rope_type: RopeType
     theta: float
@@ -43,6 +45,21 @@ class MoEConfig:
     shared_intermediate_size: int = 0  # 0: no shared experts
     shared_expert_gate: bool = False  # a sigmoid gate on the shared experts' output
 
+    def __post_init__(self) -> None:
+        if self.num_experts % self.num_expert_groups != 0:
+            raise ValueError(
+                f"num_experts ({self.num_experts}) is no multiple of num_expert_groups "
+                f"({self.num_expert_groups})"
+            )
+        num_eligible = self.num_experts
+        if self.routing != "softmax":
+            num_eligible = self.topk_group * (self.num_experts // self.num_expert_groups)
+        if not 1 <= self.num_experts_per_tok <= num_eligible <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok ({self.num_experts_per_tok}) must be between 1 and the experts that a "
+                f"token can choose from ({num_eligible} of {self.num_experts})"
+            )
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -55,7 +72,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    context_len: int  # max_position_embeddings
+    context_len: int  # max_position_embeddings, or what the RoPE scaling extends it to
     rope: RopeConfig
     dtype: torch.dtype  # of the checkpoint
     tie_word_embeddings: bool = False
@@ -70,3 +87,35 @@ class ModelConfig:
     moe_layers: frozenset[int] = field(default_factory=frozenset)  # layers whose MLP is an MoE
     eos_token_ids: frozenset[int] = frozenset()
     bos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_qo_heads % self.num_kv_heads != 0:
+            raise ValueError(
+                f"num_qo_heads ({self.num_qo_heads}) is no multiple of num_kv_heads ({self.num_kv_heads})"
+            )
+        if self.sliding_windows and len(self.sliding_windows) != self.num_hidden_layers:
+            raise ValueError(
+                f"sliding_windows has {len(self.sliding_windows)} entries for {self.num_hidden_layers} layers"
+            )
+        if self.moe_layers and self.moe is None:
+            raise ValueError(f"moe_layers names {len(self.moe_layers)} layers, but there is no MoE config")
+
+    @classmethod
+    def from_dict(cls, hf_config: Mapping[str, Any]) -> ModelConfig:
+        """Read the contents of a config.json, as transformers 4 or 5 writes it. Whatever is missing,
+        ill-typed or unsupported raises `ValueError`: what was found, and what would do."""
+        from shared.config.hf_config import parse_config
+
+        return parse_config(hf_config)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> ModelConfig:
+        """Like `from_dict`, from a folder's config.json. A generation_config.json adds its end-of-sequence
+        tokens."""
+        from shared.config.hf_config import read_config
+
+        return read_config(Path(folder))
+
+    def sliding_window(self, layer_id: int) -> int:
+        """Previous tokens that a token of the layer sees beside itself; -1: all."""
+        return self.sliding_windows[layer_id] if self.sliding_windows else -1

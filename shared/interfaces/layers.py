@@ -20,7 +20,8 @@ class RMSNorm(nn.Module, ABC):
     eps: float
 
     @abstractmethod
-    def __init__(self, hidden_size: int, eps: float) -> None: ...
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
 
     @abstractmethod
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +40,8 @@ class RotaryEmbedding(nn.Module, ABC):
     to original_max_position_embeddings and, past it, those of the longest sequence of the step."""
 
     @abstractmethod
-    def __init__(self, rope: RopeConfig, head_dim: int, context_len: int) -> None: ...
+    def __init__(self, rope: RopeConfig, head_dim: int, context_len: int) -> None:
+        super().__init__()
 
     @abstractmethod
     def forward(

@@ -22,7 +22,8 @@ class CausalLM(nn.Module, ABC):
     config: ModelConfig
 
     @abstractmethod
-    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE]) -> None: ...
+    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE]) -> None:
+        super().__init__()
 
     @abstractmethod
     def forward(

@@ -51,7 +51,8 @@ class FusedExperts(nn.Module, ABC):
     w2: nn.Parameter
 
     @abstractmethod
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None: ...
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
 
     @abstractmethod
     def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
@@ -62,7 +63,8 @@ class MoE(nn.Module, ABC):
     """Router, routed experts and shared experts of one layer, built from a panel's TopK and FusedExperts."""
 
     @abstractmethod
-    def __init__(self, config: MoEConfig, hidden_size: int) -> None: ...
+    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
+        super().__init__()
 
     @abstractmethod
     def forward(self, x: torch.Tensor) -> torch.Tensor:

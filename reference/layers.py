@@ -1,0 +1,115 @@
+"""The layers that models are built from, as in the papers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shared.config import RopeConfig
+from shared.interfaces import layers as interface
+from shared.rope import rope_frequencies
+
+
+class Linear(nn.Module):
+    """y = x @ weightᵀ + bias. The parameters hold nothing until weights are loaded."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RMSNorm(interface.RMSNorm):
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+        self.weight = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x32 = x.to(_at_least_float32(x))
+        normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return normed.to(x.dtype) * self.weight.to(x.dtype)
+
+    def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = x + residual
+        return self.forward(residual), residual
+
+
+class RotaryEmbedding(interface.RotaryEmbedding):
+    """One object serves all layers of a model: cos and sin of every position are computed once."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, context_len: int) -> None:
+        super().__init__(rope, head_dim, context_len)
+        assert rope.rotary_dim <= head_dim
+        self.rope = rope
+        # Past its trained length "dynamic" has other frequencies in every step: no table of those.
+        is_dynamic = rope.rope_type == "dynamic"
+        self.table_len = (
+            min(context_len, rope.original_max_position_embeddings) if is_dynamic else context_len
+        )
+        self.table: torch.Tensor | None = None  # [table_len, 2, 1, rotary_dim / 2], made when first used
+
+    def forward(
+        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self.cos_sin(positions).unbind(1)
+        return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x [num_tokens, heads, head_dim]; cos, sin [num_tokens, 1, rotary_dim / 2] float32."""
+        rotary_dim = self.rope.rotary_dim
+        x1, x2 = x[..., : rotary_dim // 2], x[..., rotary_dim // 2 : rotary_dim]
+        rotated = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+        if rotary_dim == x.shape[-1]:
+            return rotated
+        return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+
+    def cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
+        """float32 [num_tokens, 2, 1, rotary_dim / 2]: cos, then sin."""
+        if self.rope.rope_type == "dynamic" and positions.numel() > 0:
+            seq_len = int(positions.max()) + 1
+            if seq_len > self.table_len:
+                return self._angles_to_cos_sin(positions, seq_len)
+        if self.table is None or self.table.device != positions.device:
+            self.table = self._angles_to_cos_sin(torch.arange(self.table_len, device=positions.device))
+        return self.table[positions]
+
+    def _angles_to_cos_sin(self, positions: torch.Tensor, seq_len: int = 0) -> torch.Tensor:
+        inv_freq, factor = rope_frequencies(self.rope, seq_len)
+        angles = positions[:, None, None].to(torch.float32) * inv_freq.to(positions.device)
+        return torch.stack((angles.cos(), angles.sin()), dim=1) * factor
+
+
+class SiluAndMul(interface.SiluAndMul):
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (F.silu(gate.to(_at_least_float32(gate))) * up).to(gate_up.dtype)
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        act_fn: type[interface.SiluAndMul] = SiluAndMul,
+    ) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+        self.act_fn = act_fn()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up = torch.cat((self.gate_proj(x), self.up_proj(x)), dim=-1)
+        return self.down_proj(self.act_fn(gate_up))
+
+
+def _at_least_float32(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

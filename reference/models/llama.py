@@ -1,0 +1,140 @@
+"""The decoder that all dense families share, and that takes an MoE for its MLP.
+
+What a family adds is a field of ModelConfig: biases, norms on the heads of q and k, sliding windows, experts.
+The other files of this folder name what their family uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from reference.layers import MLP, Linear
+from shared.config import ModelConfig
+from shared.interfaces.layers import Layers, RotaryEmbedding
+from shared.interfaces.model import CausalLM
+from shared.interfaces.moe import MoE
+from shared.types.attention import AttentionLayer, BatchAttention
+from shared.weights import load_weights, named_targets
+
+
+class LlamaAttention(nn.Module):
+    def __init__(
+        self, config: ModelConfig, layer_id: int, layers: Layers, rotary_emb: RotaryEmbedding
+    ) -> None:
+        super().__init__()
+        q_size = config.num_qo_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, q_size, config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv_size, config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv_size, config.qkv_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, config.o_bias)
+        self.q_norm = layers.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = layers.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.rotary_emb = rotary_emb
+        self.layer = AttentionLayer(
+            layer_id=layer_id,
+            num_qo_heads=config.num_qo_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            sliding_window=config.sliding_window(layer_id),
+            logit_cap=config.attn_logit_cap,
+        )
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
+        layer = self.layer
+        q = self.q_proj(x).view(-1, layer.num_qo_heads, layer.head_dim)
+        k = self.k_proj(x).view(-1, layer.num_kv_heads, layer.head_dim)
+        v = self.v_proj(x).view(-1, layer.num_kv_heads, layer.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotary_emb(positions, q, k)
+        output = attention.store_and_run(q, k, v, layer)
+        return self.o_proj(output.flatten(1))
+
+
+class LlamaDecoderLayer(nn.Module):
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        layers: Layers,
+        moe: type[MoE],
+        rotary_emb: RotaryEmbedding,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = LlamaAttention(config, layer_id, layers, rotary_emb)
+        self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp: nn.Module
+        if config.moe is not None and layer_id in config.moe_layers:
+            self.mlp = moe(config.moe, config.hidden_size)
+        else:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, layers.SiluAndMul)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        attention: BatchAttention,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's input is x + residual (x alone in the first layer), and so is its output: each sum is
+        left to the norm that follows it."""
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add_and_norm(x, residual)
+        x = self.self_attn(x, positions, attention)
+        x, residual = self.post_attention_layernorm.add_and_norm(x, residual)
+        return self.mlp(x), residual
+
+
+class LlamaModel(nn.Module):
+    """Everything but the head."""
+
+    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE]) -> None:
+        super().__init__()
+        embedding = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
+        rotary_emb = layers.RotaryEmbedding(config.rope, config.head_dim, config.context_len)
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, layer_id, layers, moe, rotary_emb)
+            for layer_id in range(config.num_hidden_layers)
+        )
+        self.norm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: BatchAttention
+    ) -> torch.Tensor:
+        x, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions, attention)
+        return self.norm.add_and_norm(x, residual)[0]
+
+
+class LlamaForCausalLM(CausalLM):
+    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE]) -> None:
+        super().__init__(config, layers, moe)
+        self.config = config
+        self.model = LlamaModel(config, layers, moe)
+        # A tied head is the embedding itself.
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: BatchAttention
+    ) -> torch.Tensor:
+        return self.model(input_ids, positions, attention)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(hidden_states, head.weight).to(torch.float32)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if any(parameter.is_meta for parameter in self.parameters()):
+            self.to_empty(device=torch.get_default_device())
+        load_weights(weights, named_targets(self), self.config)

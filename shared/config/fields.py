@@ -1,0 +1,85 @@
+"""Typed access to the keys of a JSON object: what is missing or ill-typed raises one clear ValueError."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+
+class _Required:
+    """The default of a key that must be there."""
+
+
+REQUIRED: Final = _Required()
+
+
+class Fields:
+    """The keys of one JSON object. `where` names it in errors.
+
+    `default` stands in for a key that is missing or null; without one such a key is an error.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{where}: expected an object with keys, found {values!r}")
+        self.values = values
+        self.where = where
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def raw(self, key: str, wanted: str, default: Any = REQUIRED) -> Any:
+        value = self.values.get(key)
+        if value is not None:
+            return value
+        if default is REQUIRED:
+            found = "is null" if key in self.values else "is missing"
+            raise ValueError(f"{self.where}: {key} {found}; it must be {wanted}")
+        return default
+
+    def error(self, key: str, wanted: str) -> ValueError:
+        return ValueError(f"{self.where}: {key} is {self.values[key]!r}; it must be {wanted}")
+
+    def integer(self, key: str, default: Any = REQUIRED, minimum: int = 1) -> Any:
+        wanted = f"an integer >= {minimum}"
+        value = self.raw(key, wanted, default)
+        if value is not default and (not _is_integer(value) or value < minimum):
+            raise self.error(key, wanted)
+        return value
+
+    def number(self, key: str, default: Any = REQUIRED, above: float = 0.0) -> Any:
+        wanted = f"a number > {above:g}"
+        value = self.raw(key, wanted, default)
+        if value is default:
+            return value
+        if (
+            not (_is_integer(value) or isinstance(value, float))
+            or not math.isfinite(value)
+            or not value > above
+        ):
+            raise self.error(key, wanted)
+        return float(value)
+
+    def boolean(self, key: str, default: Any = REQUIRED) -> Any:
+        value = self.raw(key, "true or false", default)
+        if value is not default and not isinstance(value, bool):
+            raise self.error(key, "true or false")
+        return value
+
+    def integers(self, key: str) -> list[int]:
+        """A list of integers >= 0; missing or null: an empty one."""
+        value = self.raw(key, "a list of integers", [])
+        if not isinstance(value, list) or not all(_is_integer(item) and item >= 0 for item in value):
+            raise self.error(key, "a list of integers >= 0")
+        return value
+
+    def token_ids(self, key: str) -> frozenset[int]:
+        """A token id, a list of them, or nothing."""
+        if _is_integer(self.values.get(key)):
+            return frozenset([self.integer(key, minimum=0)])
+        return frozenset(self.integers(key))
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,231 @@
+"""Reads a Hugging Face config.json into a ModelConfig: both dialects (transformers 4 and 5), six families."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from shared.config.fields import REQUIRED, Fields
+from shared.config.hf_rope import context_len, parse_rope
+from shared.config.model import ModelConfig, MoEConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """What an architecture fixes, and what it takes for a key that a config.json leaves out."""
+
+    num_key_value_heads: Literal["required", "as query heads"] = "required"
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    rope_theta: float = 10_000.0
+    qkv_bias: bool | None = False  # None: as attention_bias says
+    o_bias: bool | None = False  # None: as attention_bias says
+    mlp_bias: bool | None = False  # None: as mlp_bias says
+    qk_norm: bool = False
+    # Which layers have the sliding_window: "optional" is off unless use_sliding_window is true.
+    window: Literal["none", "all layers", "optional, from max_window_layers", "optional, all layers"] = "none"
+    sliding_window: int | None = None
+    moe: Literal["none", "mixtral", "qwen3"] = "none"
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family("as query heads", qkv_bias=None, o_bias=None, mlp_bias=None),
+    "MistralForCausalLM": Family(window="all layers", sliding_window=4096),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, window="optional, from max_window_layers"),
+    "Qwen3ForCausalLM": Family(
+        head_dim=128, qkv_bias=None, o_bias=None, qk_norm=True, window="optional, from max_window_layers"
+    ),
+    "MixtralForCausalLM": Family(rope_theta=1_000_000.0, window="all layers", moe="mixtral"),
+    "Qwen3MoeForCausalLM": Family(
+        qkv_bias=None, o_bias=None, qk_norm=True, window="optional, all layers", moe="qwen3"
+    ),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def read_config(folder: Path) -> ModelConfig:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; a model is a folder with config.json and *.safetensors")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} has no config.json; a model is a folder with config.json and *.safetensors"
+        )
+    config = parse_config(_read_json(path), str(path))
+    path = folder / "generation_config.json"
+    if path.is_file():
+        eos_token_ids = Fields(_read_json(path), str(path)).token_ids("eos_token_id")
+        config = replace(config, eos_token_ids=config.eos_token_ids | eos_token_ids)
+    return config
+
+
+def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    fields = Fields(hf_config, where)
+    architecture = _architecture(fields)
+    family = FAMILIES[architecture]
+    _refuse_unsupported(fields)
+    attention_bias = fields.boolean("attention_bias", default=False)
+    mlp_bias = fields.boolean("mlp_bias", default=False)
+    num_hidden_layers = fields.integer("num_hidden_layers")
+    head_dim = _head_dim(fields, family)
+    rope = parse_rope(fields, head_dim, family.rope_theta)
+    moe = _moe(fields, family)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_hidden_layers=num_hidden_layers,
+        num_qo_heads=fields.integer("num_attention_heads"),
+        num_kv_heads=_num_kv_heads(fields, family),
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        context_len=context_len(rope, fields.integer("max_position_embeddings")),
+        rope=rope,
+        dtype=_dtype(fields),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=attention_bias if family.o_bias is None else family.o_bias,
+        mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
+        qk_norm=family.qk_norm,
+        sliding_windows=_sliding_windows(fields, family, num_hidden_layers),
+        moe=moe,
+        moe_layers=_moe_layers(fields, family, num_hidden_layers) if moe else frozenset(),
+        eos_token_ids=fields.token_ids("eos_token_id"),
+        bos_token_id=fields.integer("bos_token_id", default=None, minimum=0),
+    )
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def _architecture(fields: Fields) -> str:
+    supported = f"supported are {', '.join(FAMILIES)}"
+    names = fields.raw("architectures", f"a list with one name; {supported}")
+    if isinstance(names, list) and len(names) == 1 and names[0] in FAMILIES:
+        return names[0]
+    raise ValueError(f"{fields.where}: architectures is {names!r}; {supported}")
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    if "quantization_config" in fields:
+        quantization = fields.values["quantization_config"]
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        raise ValueError(
+            f"{fields.where}: the checkpoint is quantized (quant_method {method or 'unknown'}); "
+            f"supported are unquantized {', '.join(DTYPES)} weights"
+        )
+    if (hidden_act := fields.raw("hidden_act", "a name", default="silu")) != "silu":
+        raise ValueError(f"{fields.where}: hidden_act is {hidden_act!r}; supported is silu")
+
+
+def _dtype(fields: Fields) -> torch.dtype:
+    key = "dtype" if "dtype" in fields else "torch_dtype"
+    name = fields.raw(key, "a name", default="float32")
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"{fields.where}: {key} is {name!r}; supported are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _num_kv_heads(fields: Fields, family: Family) -> int:
+    num_qo_heads = fields.integer("num_attention_heads")
+    # Llama's checkpoints from before grouped queries do not have the key. Elsewhere only null means that.
+    may_be_missing = family.num_key_value_heads == "as query heads" or "num_key_value_heads" in fields.values
+    num_kv_heads = fields.integer("num_key_value_heads", default=num_qo_heads if may_be_missing else REQUIRED)
+    if num_qo_heads % num_kv_heads != 0:
+        raise ValueError(
+            f"{fields.where}: num_attention_heads ({num_qo_heads}) is no multiple of "
+            f"num_key_value_heads ({num_kv_heads})"
+        )
+    return num_kv_heads
+
+
+def _head_dim(fields: Fields, family: Family) -> int:
+    if "head_dim" in fields:
+        return fields.integer("head_dim")
+    if "head_dim" not in fields.values and family.head_dim is not None:
+        return family.head_dim
+    hidden_size, num_qo_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if hidden_size % num_qo_heads != 0:
+        raise ValueError(
+            f"{fields.where}: there is no head_dim, and hidden_size ({hidden_size}) is no multiple of "
+            f"num_attention_heads ({num_qo_heads})"
+        )
+    return hidden_size // num_qo_heads
+
+
+def _sliding_windows(fields: Fields, family: Family, num_hidden_layers: int) -> tuple[int, ...]:
+    """Hugging Face counts the token itself in the window, we count the tokens before it."""
+    window = None
+    if family.window == "all layers":
+        # null is "no window"; only a missing key stands for the family's default.
+        default = None if "sliding_window" in fields.values else family.sliding_window
+        window = fields.integer("sliding_window", default=default)
+    elif family.window != "none" and fields.boolean("use_sliding_window", default=False):
+        window = fields.integer("sliding_window", default=None)
+
+    if "layer_types" in fields:
+        has_window = _has_window_by_layer_types(fields, num_hidden_layers, window)
+    elif family.window == "optional, from max_window_layers" and window is not None:
+        first = fields.integer("max_window_layers", minimum=0)
+        has_window = [layer_id >= first for layer_id in range(num_hidden_layers)]
+    else:
+        has_window = [window is not None] * num_hidden_layers
+    return tuple(window - 1 if window is not None and here else -1 for here in has_window)
+
+
+def _has_window_by_layer_types(fields: Fields, num_hidden_layers: int, window: int | None) -> list[bool]:
+    layer_types = fields.values["layer_types"]
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(layer_types, list) or any(kind not in known for kind in layer_types):
+        raise fields.error("layer_types", f"a list of {' or '.join(known)}")
+    if len(layer_types) != num_hidden_layers:
+        raise ValueError(
+            f"{fields.where}: layer_types has {len(layer_types)} entries, "
+            f"num_hidden_layers is {num_hidden_layers}"
+        )
+    if window is None and "sliding_attention" in layer_types:
+        raise ValueError(
+            f"{fields.where}: layer_types has sliding_attention, but there is no window in use "
+            f"(sliding_window {fields.values.get('sliding_window')!r}, "
+            f"use_sliding_window {fields.values.get('use_sliding_window')!r})"
+        )
+    return [kind == "sliding_attention" for kind in layer_types]
+
+
+def _moe(fields: Fields, family: Family) -> MoEConfig | None:
+    if family.moe == "none":
+        return None
+    # transformers 5 writes num_local_experts for every family; 4 wrote Qwen's as num_experts.
+    key = "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    num_experts = fields.integer(key, minimum=0)
+    if family.moe == "qwen3" and num_experts == 0:
+        return None
+    num_experts_per_tok = fields.integer("num_experts_per_tok")
+    if num_experts_per_tok > num_experts:
+        raise ValueError(
+            f"{fields.where}: num_experts_per_tok ({num_experts_per_tok}) exceeds {key} ({num_experts})"
+        )
+    is_mixtral = family.moe == "mixtral"
+    return MoEConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=num_experts_per_tok,
+        intermediate_size=fields.integer("intermediate_size" if is_mixtral else "moe_intermediate_size"),
+        norm_topk_prob=is_mixtral or fields.boolean("norm_topk_prob", default=False),
+    )
+
+
+def _moe_layers(fields: Fields, family: Family, num_hidden_layers: int) -> frozenset[int]:
+    if family.moe == "mixtral":
+        return frozenset(range(num_hidden_layers))
+    step = fields.integer("decoder_sparse_step", default=1)
+    dense = fields.integers("mlp_only_layers")
+    return frozenset(i for i in range(num_hidden_layers) if i not in dense and (i + 1) % step == 0)

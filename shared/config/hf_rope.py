@@ -1,0 +1,88 @@
+"""The RoPE part of a config.json: transformers 4's `rope_theta` + `rope_scaling`, 5's `rope_parameters`."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from shared.config.fields import Fields
+from shared.config.model import RopeConfig, RopeType
+
+
+def parse_rope(fields: Fields, head_dim: int, default_theta: float) -> RopeConfig:
+    # With both present transformers takes rope_scaling, and rope_theta from wherever it is.
+    key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    rope = Fields(fields.raw(key, "an object", default={}), f"{fields.where}, {key}")
+    if any(isinstance(value, dict) for value in rope.values.values()):
+        raise ValueError(f"{rope.where}: has parameters per layer type; supported is one set for all layers")
+    rope_type = _rope_type(rope)
+    max_position_embeddings = fields.integer("max_position_embeddings")
+    theta = rope.number("rope_theta", default=fields.number("rope_theta", default=default_theta))
+    rotary_dim = _rotary_dim(fields, rope, head_dim)
+    if rope_type == "dynamic" and rotary_dim <= 2:
+        raise ValueError(f"{rope.where}: dynamic scaling needs more than {rotary_dim} rotated dimensions")
+    return RopeConfig(rope_type, theta, rotary_dim, **_scaling(rope, rope_type, max_position_embeddings))
+
+
+def context_len(rope: RopeConfig, max_position_embeddings: int) -> int:
+    """linear, dynamic and yarn stretch a model that was trained on shorter texts by `factor`, and
+    max_position_embeddings may give the length before or after. llama3 always gives the one after."""
+    if rope.rope_type == "linear":
+        return int(max_position_embeddings * rope.factor)
+    if rope.rope_type in ("dynamic", "yarn"):
+        return max(max_position_embeddings, int(rope.original_max_position_embeddings * rope.factor))
+    return max_position_embeddings
+
+
+def _scaling(rope: Fields, rope_type: RopeType, max_position_embeddings: int) -> dict[str, Any]:
+    """The fields of RopeConfig that belong to `rope_type`."""
+    if rope_type == "default":
+        return {}
+    if rope_type == "linear":
+        return {"factor": rope.number("factor")}
+    if rope_type == "dynamic":
+        # The length that the frequencies were trained with is max_position_embeddings, as in transformers.
+        return {"factor": rope.number("factor"), "original_max_position_embeddings": max_position_embeddings}
+    original = rope.integer("original_max_position_embeddings", default=max_position_embeddings)
+    if rope_type == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if high <= low:
+            raise ValueError(
+                f"{rope.where}: high_freq_factor ({high:g}) must exceed low_freq_factor ({low:g})"
+            )
+        return {
+            "factor": rope.number("factor"),
+            "original_max_position_embeddings": original,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+        }
+    return {
+        "factor": rope.number("factor", default=max_position_embeddings / original),
+        "original_max_position_embeddings": original,
+        "beta_fast": rope.number("beta_fast", default=32.0),
+        "beta_slow": rope.number("beta_slow", default=1.0),
+        "attention_factor": rope.number("attention_factor", default=None),
+        "mscale": rope.number("mscale", default=None),
+        "mscale_all_dim": rope.number("mscale_all_dim", default=None),
+        "truncate": rope.boolean("truncate", default=True),
+    }
+
+
+def _rope_type(rope: Fields) -> RopeType:
+    rope_type = rope.raw("rope_type", "a name", default=rope.raw("type", "a name", default="default"))
+    supported = get_args(RopeType)
+    if rope_type in supported:
+        return rope_type
+    raise ValueError(f"{rope.where}: rope_type is {rope_type!r}; supported are {', '.join(supported)}")
+
+
+def _rotary_dim(fields: Fields, rope: Fields, head_dim: int) -> int:
+    key = "partial_rotary_factor"
+    where = rope if key in rope else fields
+    fraction = where.number(key, default=1.0)
+    rotary_dim = int(head_dim * fraction)
+    if fraction > 1.0 or rotary_dim < 2 or rotary_dim % 2 != 0:
+        raise ValueError(
+            f"{where.where}: of head_dim {head_dim}, {key} {fraction:g} leaves {rotary_dim} dimensions to "
+            f"rotate; it must be an even number from 2 to head_dim"
+        )
+    return rotary_dim

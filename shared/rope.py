@@ -1,0 +1,83 @@
+"""RoPE frequencies: how fast each pair of dimensions turns, under every scaling type."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from shared.config import RopeConfig
+
+
+def rope_frequencies(rope: RopeConfig, seq_len: int = 0) -> tuple[torch.Tensor, float]:
+    """The inverse frequencies, float32 [rotary_dim / 2] on the CPU (angle = position * inverse frequency),
+    and a factor for cos and sin. `seq_len`, the longest sequence so far, only matters to "dynamic".
+
+    Computed in float32 on purpose: that is what checkpoints were trained with, and at position 100,000 a
+    relative difference of 1e-7 is a hundredth of a radian.
+    """
+    if rope.rope_type == "default":
+        return _unscaled(rope, rope.theta), 1.0
+    if rope.rope_type == "linear":
+        return _unscaled(rope, rope.theta) / rope.factor, 1.0
+    if rope.rope_type == "dynamic":
+        return _dynamic(rope, seq_len), 1.0
+    if rope.rope_type == "llama3":
+        return _llama3(rope), 1.0
+    return _yarn(rope), _yarn_attention_factor(rope)
+
+
+def _unscaled(rope: RopeConfig, theta: float) -> torch.Tensor:
+    """theta^(-2i / rotary_dim)"""
+    dims = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device="cpu")
+    return 1.0 / theta ** (dims / rope.rotary_dim)
+
+
+def _dynamic(rope: RopeConfig, seq_len: int) -> torch.Tensor:
+    """ "NTK-aware": a larger base stretches slow dimensions by `factor` and leaves the fastest alone; here it
+    grows with the sequence, from the trained length on."""
+    stretch = max(seq_len / rope.original_max_position_embeddings, 1.0)
+    scale = rope.factor * stretch - (rope.factor - 1.0)
+    return _unscaled(rope, rope.theta * scale ** (rope.rotary_dim / (rope.rotary_dim - 2)))
+
+
+def _llama3(rope: RopeConfig) -> torch.Tensor:
+    """Dimensions that turn more than high_freq_factor times within the trained length stay, those that turn
+    less than low_freq_factor times slow down by `factor`, a linear blend in between."""
+    inv_freq = _unscaled(rope, rope.theta)
+    turns = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)
+    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return torch.lerp(inv_freq / rope.factor, inv_freq, kept.clamp(0.0, 1.0))
+
+
+def _yarn(rope: RopeConfig) -> torch.Tensor:
+    """Like llama3, but the blend is linear in the dimension: from the one that turns beta_fast times within
+    the trained length (stays) to the one that turns beta_slow times (slows down by `factor`)."""
+
+    def dim_of(turns: float) -> float:
+        turns_at_dim_0 = rope.original_max_position_embeddings / (2 * math.pi)
+        return rope.rotary_dim * math.log(turns_at_dim_0 / turns) / (2 * math.log(rope.theta))
+
+    first, last = dim_of(rope.beta_fast), dim_of(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.rotary_dim - 1)
+    if first == last:
+        last += 0.001  # a step instead of a division by zero
+    dims = torch.arange(rope.rotary_dim // 2, dtype=torch.float32, device="cpu")
+    slowed = ((dims - first) / (last - first)).clamp(0.0, 1.0)
+    inv_freq = _unscaled(rope, rope.theta)
+    return torch.lerp(inv_freq, inv_freq / rope.factor, slowed)
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    """Slower angles flatten attention; a factor on cos and sin, hence on q and k, sharpens it."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def sharpening(mscale: float) -> float:
+        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1.0 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return sharpening(rope.mscale) / sharpening(rope.mscale_all_dim)
+    return sharpening(1.0)

@@ -1,0 +1,106 @@
+"""The headers of a checkpoint's safetensors files: what is in them, and whether they are whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SUPPORTED_DTYPES = ("F64", "F32", "F16", "BF16")
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+
+
+class TensorInfo(NamedTuple):
+    path: Path
+    shape: tuple[int, ...]
+    start: int  # byte offsets within the file's data
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+
+def read_checkpoint(folder: Path) -> dict[str, TensorInfo]:
+    """The tensors of model.safetensors, or of all the files that model.safetensors.index.json names, in the
+    order in which they lie on disk. Reads headers only; whatever is wrong with a file raises `ValueError`."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; a model is a folder with config.json and *.safetensors")
+    if (folder / SINGLE_FILE).is_file():
+        return read_header(folder / SINGLE_FILE)
+    if (folder / INDEX_FILE).is_file():
+        return _read_shards(folder)
+    others = sorted(
+        path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".safetensors")
+    )
+    found = f"found {', '.join(others[:3])}" if others else "no weights at all"
+    raise ValueError(f"{folder}: {found}; weights must be {SINGLE_FILE}, or files named by {INDEX_FILE}")
+
+
+def _read_shards(folder: Path) -> dict[str, TensorInfo]:
+    index = folder / INDEX_FILE
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} is no index: expected JSON with a weight_map ({error!r})") from None
+    if not isinstance(weight_map, Mapping) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{index}: weight_map must map names of tensors to names of files")
+    files = sorted(set(weight_map.values()))
+    outside = [file for file in files if Path(file).name != file]
+    if outside:
+        raise ValueError(f"{index}: {outside[0]!r} is no file name; shards lie beside their index")
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise ValueError(
+            f"{folder}: {len(missing)} of the {len(files)} files that {INDEX_FILE} names are not there: "
+            f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}"
+        )
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        header = read_header(folder / file)
+        indexed = {name for name, its_file in weight_map.items() if its_file == file}
+        for problem, names in (
+            ("lacks", indexed - header.keys()),
+            ("also has", header.keys() - indexed),
+        ):
+            if names:
+                raise ValueError(
+                    f"{folder / file} {problem} {', '.join(sorted(names)[:3])}, unlike {INDEX_FILE} says: "
+                    f"the files are not of one checkpoint"
+                )
+        tensors |= header
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """A safetensors file is the header's length (8 bytes, little-endian), a JSON header, and the data."""
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header_len = int.from_bytes(file.read(8), "little")
+        if num_bytes < 8 or header_len > num_bytes - 8:
+            raise ValueError(
+                f"{path} is cut off or no safetensors file: {num_bytes:,} bytes end in its header"
+            )
+        header = file.read(header_len)
+    try:
+        entries: dict[str, Any] = json.loads(header)
+        entries.pop("__metadata__", None)
+        infos = {
+            name: TensorInfo(path, tuple(map(int, entry["shape"])), *map(int, entry["data_offsets"]))
+            for name, entry in entries.items()
+        }
+        dtypes = {name: str(entry["dtype"]) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no safetensors file: its header makes no sense ({error!r})") from None
+    promised = 8 + header_len + max((info.end for info in infos.values()), default=0)
+    if promised != num_bytes:
+        raise ValueError(
+            f"{path} is cut off or damaged: its header promises {promised:,} bytes, it has {num_bytes:,}"
+        )
+    for name, dtype in dtypes.items():
+        if dtype not in SUPPORTED_DTYPES:
+            raise ValueError(
+                f"{path}: {name} is of type {dtype}; supported are {', '.join(SUPPORTED_DTYPES)}"
+            )
+    return dict(sorted(infos.items(), key=lambda item: item[1].start))

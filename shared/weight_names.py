@@ -1,0 +1,119 @@
+"""Which weights a model has, and one name for each.
+
+Checkpoints name experts in three ways: one tensor per expert and matrix (Qwen3-MoE's `mlp.experts.3.up_proj`,
+Mixtral's `block_sparse_moe.experts.3.w3`), or all experts of a layer in one (`mlp.experts.gate_up_proj`, as
+transformers 5 holds them in memory). The first is the canonical one, for every family.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from shared.config import ModelConfig
+
+_MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|experts\.(\d+)\.(w1|w2|w3))\.weight")
+_MIXTRAL_PROJ = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_PACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+class WeightPart(NamedTuple):
+    """A canonical weight within a tensor of a checkpoint."""
+
+    name: str
+    index: tuple[int | slice, ...]  # where in the tensor; (): all of it
+    shape: tuple[int, ...]
+
+
+def canonical_parts(name: str, shape: tuple[int, ...]) -> list[WeightPart]:
+    """The canonical weights in a tensor of this name and shape: itself, or many, of packed experts."""
+    if match := _MIXTRAL.fullmatch(name):
+        layer, router, expert_id, matrix = match.groups()
+        if router == "gate":
+            return [WeightPart(f"{layer}.mlp.gate.weight", (), shape)]
+        return [WeightPart(f"{layer}.mlp.experts.{expert_id}.{_MIXTRAL_PROJ[matrix]}.weight", (), shape)]
+    match = _PACKED.fullmatch(name)
+    if match is None or len(shape) != 3:
+        return [WeightPart(name, (), shape)]
+    experts, matrix = match.groups()
+    num_experts, num_rows, num_columns = shape
+    if matrix == "down_proj":
+        return [
+            WeightPart(f"{experts}.{e}.down_proj.weight", (e,), (num_rows, num_columns))
+            for e in range(num_experts)
+        ]
+    half = num_rows // 2
+    return [
+        WeightPart(f"{experts}.{e}.{proj}.weight", (e, rows), (rows.stop - rows.start, num_columns))
+        for e in range(num_experts)
+        for proj, rows in (("gate_proj", slice(0, half)), ("up_proj", slice(half, num_rows)))
+    ]
+
+
+def is_harmless(name: str, config: ModelConfig) -> bool:
+    """Tensors that some checkpoints carry and no model needs: RoPE's frequencies, and the copy of the
+    embedding that a tied head is."""
+    return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every weight of the model, by canonical name, in the order in which the model uses them."""
+    hidden_size, head_dim = config.hidden_size, config.head_dim
+    q_size, kv_size = config.num_qo_heads * head_dim, config.num_kv_heads * head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden_size)}
+
+    def linear(name: str, num_out: int, num_in: int, bias: bool = False) -> None:
+        shapes[f"{name}.weight"] = (num_out, num_in)
+        if bias:
+            shapes[f"{name}.bias"] = (num_out,)
+
+    def mlp(name: str, intermediate_size: int, bias: bool = False) -> None:
+        linear(f"{name}.gate_proj", intermediate_size, hidden_size, bias)
+        linear(f"{name}.up_proj", intermediate_size, hidden_size, bias)
+        linear(f"{name}.down_proj", hidden_size, intermediate_size, bias)
+
+    for layer_id in range(config.num_hidden_layers):
+        layer = f"model.layers.{layer_id}"
+        shapes[f"{layer}.input_layernorm.weight"] = (hidden_size,)
+        linear(f"{layer}.self_attn.q_proj", q_size, hidden_size, config.qkv_bias)
+        linear(f"{layer}.self_attn.k_proj", kv_size, hidden_size, config.qkv_bias)
+        linear(f"{layer}.self_attn.v_proj", kv_size, hidden_size, config.qkv_bias)
+        if config.qk_norm:
+            shapes[f"{layer}.self_attn.q_norm.weight"] = (head_dim,)
+            shapes[f"{layer}.self_attn.k_norm.weight"] = (head_dim,)
+        linear(f"{layer}.self_attn.o_proj", hidden_size, q_size, config.o_bias)
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden_size,)
+        if config.moe is not None and layer_id in config.moe_layers:
+            linear(f"{layer}.mlp.gate", config.moe.num_experts, hidden_size)
+            for expert_id in range(config.moe.num_experts):
+                mlp(f"{layer}.mlp.experts.{expert_id}", config.moe.intermediate_size)
+        else:
+            mlp(f"{layer}.mlp", config.intermediate_size, config.mlp_bias)
+    shapes["model.norm.weight"] = (hidden_size,)
+    if not config.tie_word_embeddings:
+        linear("lm_head", config.vocab_size, hidden_size)
+    return shapes
+
+
+def check_shapes(found: Mapping[str, tuple[int, ...]], config: ModelConfig, where: str) -> None:
+    """Compare the weights found, by canonical name, with those expected: one `ValueError` for all that is
+    missing, unknown or of another shape."""
+    expected = expected_shapes(config)
+    missing = [name for name in expected if name not in found]
+    unknown = [name for name in found if name not in expected and not is_harmless(name, config)]
+    misshapen = [
+        f"{name} {list(shape)} instead of {list(expected[name])}"
+        for name, shape in found.items()
+        if name in expected and tuple(shape) != expected[name]
+    ]
+    problems = [
+        f"{len(names)} {what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+        for what, names in (("missing", missing), ("unknown", unknown), ("of the wrong shape", misshapen))
+        if names
+    ]
+    if problems:
+        raise ValueError(
+            f"{where}: the weights do not fit a {config.architecture} of this config.json: "
+            f"{'; '.join(problems)}"
+        )

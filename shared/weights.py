@@ -1,0 +1,125 @@
+"""Weights: streamed from a checkpoint or made up, and copied into a model. Names are the canonical ones of
+`shared.weight_names`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from shared.config import ModelConfig
+from shared.interfaces.moe import FusedExperts
+from shared.safetensors_file import TensorInfo, read_checkpoint
+from shared.weight_names import canonical_parts, check_shapes, expected_shapes, is_harmless
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+def iterate_weights(
+    folder: str | Path,
+    config: ModelConfig | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Weights:
+    """The weights of a Hugging Face folder on the CPU, one tensor at a time.
+
+    Everything that headers and sizes can tell is checked here and now, before any tensor is read; a NaN or an
+    infinity when its tensor's turn comes. All errors are `ValueError`. `config` defaults to the folder's own.
+    `on_progress` is called with (bytes read so far, bytes in all).
+    """
+    folder = Path(folder)
+    if config is None:
+        config = ModelConfig.from_pretrained(folder)
+    tensors = {name: info for name, info in read_checkpoint(folder).items() if not is_harmless(name, config)}
+    parts = [part for name, info in tensors.items() for part in canonical_parts(name, info.shape)]
+    check_shapes({part.name: part.shape for part in parts}, config, str(folder))
+    return _stream(tensors, on_progress)
+
+
+def _stream(tensors: Mapping[str, TensorInfo], on_progress: Callable[[int, int], None] | None) -> Weights:
+    num_bytes, num_bytes_read = sum(info.num_bytes for info in tensors.values()), 0
+    for path in dict.fromkeys(info.path for info in tensors.values()):
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name, info in tensors.items():
+                    if info.path != path:
+                        continue
+                    tensor = file.get_tensor(name)
+                    _refuse_non_finite(name, tensor, path)
+                    for part in canonical_parts(name, info.shape):
+                        yield part.name, tensor[part.index]
+                    num_bytes_read += info.num_bytes
+                    if on_progress is not None:
+                        on_progress(num_bytes_read, num_bytes)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def _refuse_non_finite(name: str, tensor: torch.Tensor, path: Path) -> None:
+    # A sum is the quickest look at all numbers. Only where it overflows or holds a NaN does it take a second.
+    if torch.isfinite(tensor.sum(dtype=torch.float32)):
+        return
+    num_bad = int((~torch.isfinite(tensor)).sum())
+    if num_bad > 0:
+        raise ValueError(
+            f"{path}: {num_bad:,} of the {tensor.numel():,} values of {name} are NaN or infinite; "
+            f"the file is damaged"
+        )
+
+
+def dummy_weights(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> Weights:
+    """Seeded random weights of the model's shapes and dtype, with which activations neither vanish nor blow
+    up. A tensor depends on seed, name, shape, dtype and kind of device only, not on the others."""
+    for name, shape in expected_shapes(config).items():
+        digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        if len(shape) == 2:
+            mean, std = 0.0, shape[1] ** -0.5
+        else:
+            mean, std = 0.0 if name.endswith(".bias") else 1.0, 0.1
+        yield (
+            name,
+            torch.empty(shape, dtype=config.dtype, device=device).normal_(mean, std, generator=generator),
+        )
+
+
+def named_targets(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Where each weight of a model goes: its parameters by name, those of FusedExperts by expert."""
+    targets: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        if isinstance(module, FusedExperts):
+            w13, w2 = targets.pop(f"{prefix}.w13"), targets.pop(f"{prefix}.w2")
+            for expert_id in range(w13.shape[0]):
+                gate, up = w13[expert_id].chunk(2)
+                targets[f"{prefix}.{expert_id}.gate_proj.weight"] = gate
+                targets[f"{prefix}.{expert_id}.up_proj.weight"] = up
+                targets[f"{prefix}.{expert_id}.down_proj.weight"] = w2[expert_id]
+    return targets
+
+
+def load_weights(
+    weights: Iterable[tuple[str, torch.Tensor]], targets: Mapping[str, torch.Tensor], config: ModelConfig
+) -> None:
+    """Copy each weight into its target, which casts and moves it. Takes canonical and Hugging Face's names.
+    Raises `ValueError` for a name that is unknown, comes twice or never, and for a wrong shape."""
+    remaining = dict(targets)
+    for checkpoint_name, tensor in weights:
+        for name, index, shape in canonical_parts(checkpoint_name, tuple(tensor.shape)):
+            target = remaining.pop(name, None)
+            if target is None:
+                if is_harmless(name, config):
+                    continue
+                problem = "came twice" if name in targets else f"is no weight of a {config.architecture}"
+                raise ValueError(f"{name} {problem}")
+            if shape != tuple(target.shape):
+                raise ValueError(f"{name} has shape {list(shape)}; it must be {list(target.shape)}")
+            target.copy_(tensor[index])
+    if remaining:
+        names = list(remaining)
+        raise ValueError(
+            f"{len(names)} of {len(targets)} weights of a {config.architecture} never came: "
+            f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+        )
