@@ -1,0 +1,212 @@
+"""Who owns which slot: a check of all pools at once, quick enough to run after every step.
+
+A slot is free, or a tree node's, or lies on a page that one live request allocated for itself: positions
+[cache_protected_len, kv_allocated_len) of its row, to the end of the last page. Never two of these at once,
+and never none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NoReturn
+
+import torch
+
+from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from shared.interfaces.prefix_cache import CacheNode, PrefixCache
+from shared.interfaces.scheduler import SchedulerState
+from shared.types import Req
+
+NUM_SLOTS_SHOWN = 8
+
+
+class InvariantViolation(AssertionError):
+    """The pools, the prefix cache and the requests contradict one another."""
+
+
+def check_invariants(
+    state: SchedulerState,
+    allocator: TokenToKVPoolAllocator,
+    req_to_token_pool: ReqToTokenPool,
+    tree_cache: PrefixCache,
+) -> None:
+    """Raise `InvariantViolation` unless, between two steps, every row and every slot has exactly one owner,
+    nodes are locked by exactly the requests below them, rows agree with the tree, and all counters with
+    what they count."""
+    everyone = [*state.waiting_queue, *state.running]
+    if state.chunked_req is not None:
+        everyone.append(state.chunked_req)
+    _Audit(everyone, allocator, req_to_token_pool, tree_cache).run()
+
+
+def check_idle(
+    allocator: TokenToKVPoolAllocator, req_to_token_pool: ReqToTokenPool, tree_cache: PrefixCache
+) -> None:
+    """`check_invariants` when no request is live: all rows free, all slots free or evictable."""
+    check_invariants(SchedulerState(), allocator, req_to_token_pool, tree_cache)
+
+
+@dataclass
+class _Audit:
+    everyone: list[Req]
+    allocator: TokenToKVPoolAllocator
+    req_to_token_pool: ReqToTokenPool
+    tree_cache: PrefixCache
+
+    def run(self) -> None:
+        self._check_reqs()
+        self._check_rows()
+        self._check_nodes()
+        self._check_locks()
+        for req in self.live:
+            self._check_prefix(req)
+        self._check_slots()
+
+    @cached_property
+    def live(self) -> list[Req]:
+        """The requests that own memory."""
+        return [req for req in self.everyone if req.req_pool_idx is not None]
+
+    @cached_property
+    def nodes(self) -> dict[int, CacheNode]:
+        return {node.node_id: node for node in self.tree_cache.nodes()}
+
+    @property
+    def num_in_use(self) -> int:
+        """Slots that live requests own privately."""
+        page_size = self.allocator.page_size
+        num_tokens = sum(-(-req.kv_allocated_len // page_size) * page_size for req in self.live)
+        return num_tokens - sum(req.cache_protected_len for req in self.live)
+
+    def path(self, req: Req) -> list[CacheNode]:
+        """The nodes that a request uses, root side first."""
+        node_id = 0 if req.last_node is None else self.tree_cache.node_id(req.last_node)
+        path: list[CacheNode] = []
+        while node_id != 0:
+            if node_id not in self.nodes:
+                self.fail(f"{req.rid}: node {node_id} of its path is not in the tree")
+            path.append(self.nodes[node_id])
+            node_id = path[-1].parent_id
+        return path[::-1]
+
+    def fail(self, problem: str) -> NoReturn:
+        free, in_use = self.allocator.available_size(), self.num_in_use
+        evictable, protected = self.tree_cache.evictable_size(), self.tree_cache.protected_size()
+        raise InvariantViolation(
+            f"{problem} [slots: free {free} + evictable {evictable} + protected {protected} + in use {in_use}"
+            f" = {free + evictable + protected + in_use} of {self.allocator.size};"
+            f" rows: free {self.req_to_token_pool.available_size()} + in use {len(self.live)}"
+            f" of {self.req_to_token_pool.size}]"
+        )
+
+    def _check_reqs(self) -> None:
+        for req, count in Counter(self.everyone).items():
+            if count > 1:
+                self.fail(f"{req.rid} is in {count} places of the scheduler at once")
+            if req.req_pool_idx is None and req.kv_allocated_len > 0:
+                self.fail(f"{req.rid} has {req.kv_allocated_len} slots and no row")
+            if (
+                not req.cache_protected_len <= req.kv_committed_len <= req.kv_allocated_len
+                and req in self.live
+            ):
+                self.fail(
+                    f"{req.rid}: not protected {req.cache_protected_len} <= committed {req.kv_committed_len}"
+                    f" <= allocated {req.kv_allocated_len}"
+                )
+
+    def _check_rows(self) -> None:
+        rows = [req.req_pool_idx for req in self.live]
+        for row, count in Counter(rows).items():
+            if count > 1:
+                self.fail(f"row {row} is handed out to {count} requests")
+            if not 1 <= row <= self.req_to_token_pool.size:
+                self.fail(f"row {row} is outside 1..{self.req_to_token_pool.size}")
+        if len(rows) + self.req_to_token_pool.available_size() != self.req_to_token_pool.size:
+            self.fail("rows in use and free rows do not add up")
+
+    def _check_nodes(self) -> None:
+        evictable = protected = 0
+        for node in self.nodes.values():
+            if node.lock_ref < 0:
+                self.fail(f"node {node.node_id} has lock_ref {node.lock_ref}")
+            if not node.key or len(node.key) != len(node.slots):
+                self.fail(f"node {node.node_id} has {len(node.key)} tokens and {len(node.slots)} slots")
+            if len(node.key) % self.allocator.page_size != 0:
+                self.fail(f"node {node.node_id} has {len(node.key)} tokens: no whole pages")
+            if node.lock_ref > 0:
+                protected += len(node.slots)
+            else:
+                evictable += len(node.slots)
+        if evictable != self.tree_cache.evictable_size() or protected != self.tree_cache.protected_size():
+            self.fail(f"the tree holds {evictable} evictable and {protected} protected tokens")
+
+    def _check_locks(self) -> None:
+        users = Counter(node.node_id for req in self.live for node in self.path(req))
+        for node in self.nodes.values():
+            if node.lock_ref != users[node.node_id]:
+                self.fail(
+                    f"node {node.node_id} has lock_ref {node.lock_ref}, but {users[node.node_id]} live requests"
+                    " use it or a node below it"
+                )
+
+    def _check_prefix(self, req: Req) -> None:
+        """The first cache_protected_len tokens of a request are those of its path, in the tree's slots."""
+        path = self.path(req)
+        keys = [entry for node in path for entry in node.key]
+        slots = [slot for node in path for slot in node.slots]
+        num_protected = req.cache_protected_len
+        if len(keys) != num_protected:
+            self.fail(f"{req.rid}: cache_protected_len is {num_protected}, its path has {len(keys)} tokens")
+        tokens = req.all_ids
+        is_bigram = bool(keys) and isinstance(keys[0], tuple)
+        if keys != (list(zip(tokens, tokens[1:])) if is_bigram else tokens)[:num_protected]:
+            self.fail(f"{req.rid}: the tokens of its path in the tree are not its own")
+        if any(node.extra_key != req.extra_key for node in path):
+            self.fail(f"{req.rid}: its path in the tree belongs to another extra_key than {req.extra_key!r}")
+        row = self.req_to_token_pool.read(req.req_pool_idx, 0, num_protected).tolist()
+        if row != slots:
+            wrong = next(i for i in range(num_protected) if row[i] != slots[i])
+            self.fail(
+                f"{req.rid}: position {wrong} is slot {row[wrong]} in its row, {slots[wrong]} in the tree"
+            )
+
+    def _check_slots(self) -> None:
+        free = self.allocator.free_slots().cpu()
+        if len(free) != self.allocator.available_size():
+            self.fail(f"the allocator lists {len(free)} free slots")
+        in_tree = [self._in_pages(f"node {node.node_id}", 0, node.slots) for node in self.nodes.values()]
+        private = [self._private_slots(req) for req in self.live]
+        owned = torch.cat([free, *in_tree, *private])
+        first, last = self.allocator.page_size, self.allocator.size + self.allocator.page_size - 1
+        outside = owned[(owned < first) | (owned > last)]
+        if len(outside) > 0:
+            self.fail(f"slots {outside[:NUM_SLOTS_SHOWN].tolist()} are outside {first}..{last}")
+        num_owners = torch.bincount(owned, minlength=last + 1)[first:]
+        for problem, wrong in (("have several owners", num_owners > 1), ("have no owner", num_owners == 0)):
+            if wrong.any():
+                slots = (wrong.nonzero().flatten() + first).tolist()
+                shown = ", ".join(map(str, slots[:NUM_SLOTS_SHOWN]))
+                self.fail(f"{len(slots)} slots {problem}: {shown}{' ...' * (len(slots) > NUM_SLOTS_SHOWN)}")
+
+    def _private_slots(self, req: Req) -> torch.Tensor:
+        """All slots of the pages that a request owns, also those behind its last token."""
+        start, end, page_size = req.cache_protected_len, req.kv_allocated_len, self.allocator.page_size
+        slots = self.req_to_token_pool.read(req.req_pool_idx, start, end).cpu()
+        slots = self._in_pages(f"{req.rid}'s row", start, slots.tolist())
+        page_starts = slots[-start % page_size :: page_size]
+        return (page_starts[:, None] + torch.arange(page_size)).flatten()
+
+    def _in_pages(self, name: str, start: int, slots: list[int]) -> torch.Tensor:
+        """Slots of the positions from `start` on, which must fill pages from their first slot, in order."""
+        page_size = self.allocator.page_size
+        tensor = torch.tensor(slots, dtype=torch.int64)
+        offset_in_page = torch.arange(start, start + len(slots)) % page_size
+        page_starts = tensor - offset_in_page
+        is_whole = page_starts % page_size == 0
+        is_whole[1:] &= (page_starts[1:] == page_starts[:-1]) | (offset_in_page[1:] == 0)
+        if not bool(is_whole.all()):
+            wrong = int((~is_whole).nonzero()[0])
+            self.fail(f"{name}: position {start + wrong} is slot {slots[wrong]}: not in its page's order")
+        return tensor
