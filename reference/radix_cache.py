@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -178,7 +179,7 @@ class RadixCache(interface.PrefixCache):
 
     def _whole_pages(self, key: RadixKey) -> list[Any]:
         """The key's tokens or bigrams, cut to whole pages. No copy when there is nothing to cut."""
-        entries = list(zip(key.token_ids, key.token_ids[1:])) if key.is_bigram else key.token_ids
+        entries = list(pairwise(key.token_ids)) if key.is_bigram else key.token_ids
         num_cut = len(entries) % self.page_size
         return entries[: len(entries) - num_cut] if num_cut else entries
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NoReturn
 
 import torch
@@ -107,10 +108,8 @@ class _Audit:
                 self.fail(f"{req.rid} is in {count} places of the scheduler at once")
             if req.req_pool_idx is None and req.kv_allocated_len > 0:
                 self.fail(f"{req.rid} has {req.kv_allocated_len} slots and no row")
-            if (
-                not req.cache_protected_len <= req.kv_committed_len <= req.kv_allocated_len
-                and req in self.live
-            ):
+        for req in self.live:
+            if not req.cache_protected_len <= req.kv_committed_len <= req.kv_allocated_len:
                 self.fail(
                     f"{req.rid}: not protected {req.cache_protected_len} <= committed {req.kv_committed_len}"
                     f" <= allocated {req.kv_allocated_len}"
@@ -147,8 +146,8 @@ class _Audit:
         for node in self.nodes.values():
             if node.lock_ref != users[node.node_id]:
                 self.fail(
-                    f"node {node.node_id} has lock_ref {node.lock_ref}, but {users[node.node_id]} live requests"
-                    " use it or a node below it"
+                    f"node {node.node_id} has lock_ref {node.lock_ref}, but the live requests that use it or"
+                    f" a node below it are {users[node.node_id]}"
                 )
 
     def _check_prefix(self, req: Req) -> None:
@@ -161,16 +160,14 @@ class _Audit:
             self.fail(f"{req.rid}: cache_protected_len is {num_protected}, its path has {len(keys)} tokens")
         tokens = req.all_ids
         is_bigram = bool(keys) and isinstance(keys[0], tuple)
-        if keys != (list(zip(tokens, tokens[1:])) if is_bigram else tokens)[:num_protected]:
+        if keys != (list(pairwise(tokens)) if is_bigram else tokens)[:num_protected]:
             self.fail(f"{req.rid}: the tokens of its path in the tree are not its own")
         if any(node.extra_key != req.extra_key for node in path):
             self.fail(f"{req.rid}: its path in the tree belongs to another extra_key than {req.extra_key!r}")
         row = self.req_to_token_pool.read(req.req_pool_idx, 0, num_protected).tolist()
         if row != slots:
             wrong = next(i for i in range(num_protected) if row[i] != slots[i])
-            self.fail(
-                f"{req.rid}: position {wrong} is slot {row[wrong]} in its row, {slots[wrong]} in the tree"
-            )
+            self.fail(f"{req.rid}: position {wrong} is slot {row[wrong]}, in the tree {slots[wrong]}")
 
     def _check_slots(self) -> None:
         free = self.allocator.free_slots().cpu()
@@ -195,8 +192,7 @@ class _Audit:
         start, end, page_size = req.cache_protected_len, req.kv_allocated_len, self.allocator.page_size
         slots = self.req_to_token_pool.read(req.req_pool_idx, start, end).cpu()
         slots = self._in_pages(f"{req.rid}'s row", start, slots.tolist())
-        page_starts = slots[-start % page_size :: page_size]
-        return (page_starts[:, None] + torch.arange(page_size)).flatten()
+        return (slots[::page_size, None] + torch.arange(page_size)).flatten()
 
     def _in_pages(self, name: str, start: int, slots: list[int]) -> torch.Tensor:
         """Slots of the positions from `start` on, which must fill pages from their first slot, in order."""
