@@ -1,0 +1,94 @@
+import math
+
+import pytest
+
+from shared.types import SamplingParams
+
+INVALID = [
+    ({"max_new_tokens": -1}, "max_new_tokens must be an integer >= 0"),
+    ({"max_new_tokens": 1.5}, "max_new_tokens must be an integer >= 0"),
+    ({"max_new_tokens": True}, "max_new_tokens must be an integer >= 0"),
+    ({"min_new_tokens": -1}, "min_new_tokens must be an integer >= 0"),
+    ({"min_new_tokens": 5, "max_new_tokens": 4}, r"min_new_tokens \(5\) exceeds max_new_tokens \(4\)"),
+    ({"temperature": -0.1}, r"temperature must be a number in \[0, inf\)"),
+    ({"temperature": math.nan}, r"temperature must be a number in \[0, inf\)"),
+    ({"temperature": math.inf}, r"temperature must be a number in \[0, inf\)"),
+    ({"temperature": "1"}, r"temperature must be a number in \[0, inf\)"),
+    ({"top_k": 0}, "top_k must be -1 .* or at least 1"),
+    ({"top_k": -2}, "top_k must be -1 .* or at least 1"),
+    ({"top_k": 1.0}, "top_k must be -1 .* or at least 1"),
+    ({"top_p": 0.0}, r"top_p must be a number in \(0, 1\]"),
+    ({"top_p": 1.01}, r"top_p must be a number in \(0, 1\]"),
+    ({"min_p": -0.01}, r"min_p must be a number in \[0, 1\]"),
+    ({"min_p": 1.01}, r"min_p must be a number in \[0, 1\]"),
+    ({"frequency_penalty": 2.1}, r"frequency_penalty must be a number in \[-2, 2\]"),
+    ({"presence_penalty": -2.1}, r"presence_penalty must be a number in \[-2, 2\]"),
+    ({"repetition_penalty": 0.0}, r"repetition_penalty must be a number in \(0, inf\)"),
+    ({"logit_bias": {-1: 1.0}}, "logit_bias keys must be token ids"),
+    ({"logit_bias": {"5": 1.0}}, "logit_bias keys must be token ids"),
+    ({"logit_bias": {5: math.nan}}, r"logit_bias\[5\] must be a finite number or -inf"),
+    ({"logit_bias": {5: math.inf}}, r"logit_bias\[5\] must be a finite number or -inf"),
+    ({"seed": 2**63}, "seed must be a 64-bit integer"),
+    ({"seed": 1.0}, "seed must be a 64-bit integer"),
+    ({"n": 0}, "n must be an integer >= 1"),
+    ({"stop": ("a", "")}, "stop must hold non-empty strings"),
+    ({"stop": (3,)}, "stop must hold non-empty strings"),
+    ({"stop_token_ids": (-1,)}, "stop_token_ids must hold token ids"),
+    ({"stop_token_ids": ("a",)}, "stop_token_ids must hold token ids"),
+    ({"stop_regex": ("(",)}, "stop_regex .* is not a valid pattern"),
+    ({"stop_regex": ("a*",)}, "stop_regex .* matches the empty text"),
+    ({"stop_regex": (1,)}, "stop_regex must hold patterns"),
+    ({"top_logprobs_num": -1, "return_logprob": True}, "top_logprobs_num must be an integer >= 0"),
+    ({"top_logprobs_num": 1}, "top_logprobs_num=1 needs return_logprob"),
+    ({"logprob_start_len": 0}, "logprob_start_len=0 needs return_logprob"),
+    ({"logprob_start_len": -2}, "logprob_start_len must be an integer >= -1"),
+]
+
+
+@pytest.mark.parametrize(("params", "message"), INVALID, ids=[str(p) for p, _ in INVALID])
+def test_an_invalid_value_is_refused_by_name_and_range(params: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**params)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0},
+        {"top_p": 1},
+        {"top_k": -1},
+        {"min_p": 1.0},
+        {"seed": -(2**63)},
+        {"max_new_tokens": 0},
+        {"logit_bias": {3: -math.inf}},
+        {"frequency_penalty": -2},
+    ],
+)
+def test_the_limits_themselves_are_allowed(params: dict) -> None:
+    SamplingParams(**params)
+
+
+def test_single_stops_become_tuples() -> None:
+    params = SamplingParams(stop="x", stop_token_ids=3, stop_regex=r"\d")
+    assert (params.stop, params.stop_token_ids, params.stop_regex) == (("x",), (3,), (r"\d",))
+    assert SamplingParams(stop=None, stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("params", "is_greedy"),
+    [
+        ({"temperature": 0.0}, True),
+        ({"temperature": 9e-7}, True),
+        ({"temperature": 1e-6}, False),
+        ({"top_k": 1}, True),
+    ],
+)
+def test_what_is_greedy(params: dict, is_greedy: bool) -> None:
+    assert SamplingParams(**params).is_greedy == is_greedy
+
+
+@pytest.mark.parametrize("params", [{"stop_token_ids": (10,)}, {"logit_bias": {10: 1.0}}])
+def test_ids_outside_the_vocabulary_are_refused(params: dict) -> None:
+    SamplingParams(**params).check_against_vocab(11)
+    with pytest.raises(ValueError, match=r"names token 10, but the vocabulary has 10 ids"):
+        SamplingParams(**params).check_against_vocab(10)
