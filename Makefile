@@ -20,9 +20,10 @@ endif
 
 # Two questions about one story: the second finds the story in the prefix cache.
 SYSTEM := Be brief and correct.
-STORY := Mara is a baker. She lives in Bergen and has a grey cat named Pip.
-ASK_1 := Where does Mara live?
-ASK_2 := What is Mara's job?
+STORY := Read this story: Mara lives in Bergen. Mara works as a baker. Mara's cat is called Pip. \
+  Otto bought 12 eggs. Otto has a red notebook. Otto walked to the harbour.
+ASK_1 := Retell the story as a list of facts.
+ASK_2 := In which city does Mara live?
 
 .PHONY: help run test test-gpu format lint types docs pytest serve-docs clean
 .NOTPARALLEL:
