@@ -14,6 +14,7 @@ from shared import registry
 from shared.config import EngineConfig, ModelConfig
 from shared.interfaces import CausalLM, Scheduler, SchedulerParts, TokenToKVPool
 from shared.kv_sizing import num_pool_tokens
+from shared.loading_bar import LoadingBar
 from shared.model_path import resolve_model_path
 from shared.tokenizer import Tokenizer
 from shared.weights import dummy_weights, iterate_weights
@@ -49,13 +50,15 @@ def assemble(config: EngineConfig, clock: Callable[[], float] = time.monotonic) 
     def component(name: str) -> Any:
         return registry.load(name, selection[name])
 
+    if config.load_format == "dummy":
+        weights = dummy_weights(model_config, config.random_seed, device)
+    else:
+        # The checkpoint's headers are checked here, before the model takes memory.
+        weights = iterate_weights(folder, model_config, LoadingBar().update)
     with _building(device, dtype):
         model_class = component("models").model_class(model_config.architecture)
         model = model_class(model_config, component("layers"), component("moe"))
-    if config.load_format == "dummy":
-        model.load_weights(dummy_weights(model_config, config.random_seed))
-    else:
-        model.load_weights(iterate_weights(folder, model_config))
+    model.load_weights(weights)
     model.eval()
 
     pools = component("memory_pool")

@@ -1,0 +1,65 @@
+"""From a case that fails to the smallest one nearby that still fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+MAX_TRIES = 300
+
+
+def shrink(case: Any, still_fails: Callable[[Any], bool], max_tries: int = MAX_TRIES) -> Any:
+    """Greedy: replace the case by the first smaller candidate that still fails, until none does. A candidate
+    that is no valid case (its `__post_init__` raises `ValueError` or `AssertionError`) is passed over."""
+    tries = 0
+    found = True
+    while found:
+        found = False
+        for candidate in smaller_cases(case):
+            tries += 1
+            if tries > max_tries:
+                return case
+            if still_fails(candidate):
+                case, found = candidate, True
+                break
+    return case
+
+
+def smaller_cases(case: Any) -> Iterator[Any]:
+    """Cases with one field made smaller: big steps first. Fields named `seed` or `name` stay."""
+    if not is_dataclass(case) or isinstance(case, type):
+        return
+    for field in fields(case):
+        if field.name in ("seed", "name"):
+            continue
+        for value in _smaller_values(getattr(case, field.name)):
+            try:
+                yield replace(case, **{field.name: value})
+            except (ValueError, AssertionError):
+                continue
+
+
+def _smaller_values(value: Any) -> Iterator[Any]:
+    if isinstance(value, bool):
+        if value:
+            yield False
+    elif isinstance(value, int):
+        yield from (v for v in dict.fromkeys((0, 1, value // 2, value - 1)) if 0 <= v < value)
+    elif isinstance(value, float):
+        yield from (v for v in (0.0, 1.0) if v != value)
+    elif isinstance(value, tuple):
+        yield from _shorter(value)
+        for i, element in enumerate(value):
+            for smaller in _smaller_values(element):
+                yield (*value[:i], smaller, *value[i + 1 :])
+
+
+def _shorter(value: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Without the second half, the first half, ... down to without single elements."""
+    size = len(value)
+    step = max(size // 2, 1)
+    while size and step:
+        for start in range(0, size, step):
+            yield value[:start] + value[start + step :]
+        step //= 2

@@ -1,0 +1,87 @@
+"""The one table of tolerances. Every row says where its numbers come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """`atol` and `rtol` bound each element, `rms` the error's norm over the expected norm."""
+
+    atol: float
+    rtol: float
+    rms: float
+    reason: str
+
+    def __str__(self) -> str:
+        return f"atol {self.atol:g}, rtol {self.rtol:g}"
+
+
+EXACT = Tolerance(0.0, 0.0, 0.0, "copies, indices and ids: nothing is computed")
+
+_EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+
+_ELEMENTWISE = "a few float32 operations and one rounding to the output's type: two units in the last place"
+_SUM = (
+    "inputs exact, products summed in float32 in any order (error grows like sqrt(n) eps32), one rounding to "
+    "the output's type; the absolute part covers sums that cancel, for inputs of unit variance"
+)
+_SOFTMAX = (
+    "exp amplifies a score's rounding: scores of magnitude up to 10 in float32 are off by 1e-6, and so are "
+    "weights relatively; half types round the probabilities before the second product (one more unit)"
+)
+_GEMM_CHAIN = (
+    "two matrix products with a rounding to the type between them; each rounds its output once and the "
+    "second sums the first's roundings"
+)
+
+TABLE: dict[str, dict[torch.dtype, Tolerance]] = {
+    "elementwise": {
+        torch.float32: Tolerance(1e-6, 4 * _EPS[torch.float32], 1e-6, _ELEMENTWISE),
+        torch.float16: Tolerance(1e-6, 2 * _EPS[torch.float16], 1e-3, _ELEMENTWISE),
+        torch.bfloat16: Tolerance(1e-6, 2 * _EPS[torch.bfloat16], 8e-3, _ELEMENTWISE),
+    },
+    "norm": {
+        torch.float32: Tolerance(1e-6, 1e-5, 1e-6, _SUM),
+        # The normalised value is rounded before the weight multiplies it, and the product again.
+        torch.float16: Tolerance(1e-5, 3 * _EPS[torch.float16], 2e-3, _ELEMENTWISE),
+        torch.bfloat16: Tolerance(1e-5, 3 * _EPS[torch.bfloat16], 1.5e-2, _ELEMENTWISE),
+    },
+    "attention": {
+        torch.float32: Tolerance(5e-6, 2e-5, 5e-6, _SOFTMAX),
+        torch.float16: Tolerance(2e-3, 4 * _EPS[torch.float16], 3e-3, _SOFTMAX),
+        torch.bfloat16: Tolerance(1.6e-2, 4 * _EPS[torch.bfloat16], 2e-2, _SOFTMAX),
+    },
+    "moe": {
+        torch.float32: Tolerance(1e-5, 1e-4, 1e-5, _GEMM_CHAIN),
+        torch.float16: Tolerance(5e-3, 1e-2, 5e-3, _GEMM_CHAIN),
+        torch.bfloat16: Tolerance(4e-2, 6e-2, 2e-2, _GEMM_CHAIN),
+    },
+    "logits": {
+        torch.float32: Tolerance(
+            2e-4, 2e-4, 1e-4, "a whole model of few layers in float32, sums in another order"
+        ),
+        torch.float16: Tolerance(5e-2, 5e-2, 2e-2, "a whole model; each layer rounds its output"),
+        torch.bfloat16: Tolerance(3e-1, 1e-1, 6e-2, "a whole model; each layer rounds its output"),
+    },
+    "logprobs": {
+        torch.float32: Tolerance(1e-5, 1e-5, 1e-5, "log softmax in float32: the sum of exponentials rounds"),
+    },
+}
+
+NEAR_TIE = {
+    torch.float32: 1e-3,
+    torch.float16: 6e-2,
+    torch.bfloat16: 4e-1,
+}
+"""Top-2 gap of the logits below which two panels may choose differently: twice the absolute part of "logits",
+rounded up."""
+
+
+def tolerance(kind: str, dtype: torch.dtype) -> Tolerance:
+    """The row for a kind of operation; float64 results are held to the float32 row."""
+    rows = TABLE[kind]
+    return rows[torch.float32 if dtype == torch.float64 else dtype]
