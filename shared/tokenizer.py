@@ -19,6 +19,8 @@ class Tokenizer:
         )
         eos = hf_tokenizer.eos_token_id
         self.eos_token_ids: frozenset[int] = frozenset(() if eos is None else (eos,))
+        # Ids are below this. A model's vocab_size may be larger: rows of padding without a token.
+        self.vocab_size: int = max(hf_tokenizer.get_vocab().values()) + 1
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Tokenizer:
@@ -34,19 +36,17 @@ class Tokenizer:
             reason = (str(error).splitlines() or [""])[0]
             raise ValueError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
 
-    @property
-    def vocab_size(self) -> int:
-        """Ids are below this. A model's vocab_size may be larger: rows of padding without a token."""
-        return max(self.hf_tokenizer.get_vocab().values()) + 1
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens: those that the tokenizer puts around a text, such as a begin-of-sequence token.
         A special token that is spelt out in the text becomes that token in any case."""
         return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Bytes that form no character become U+FFFD; an id without a token becomes nothing."""
-        return self.hf_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        """The exact text: no space before a comma is "cleaned up", whatever the tokenizer's configuration.
+        Bytes that form no character become U+FFFD; an id without a token becomes nothing."""
+        return self.hf_tokenizer.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
 
     def chat(
         self,
@@ -73,7 +73,9 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)  # the template has written them
 
     def token_to_id(self, token: str) -> int | None:
-        return self.hf_tokenizer.get_vocab().get(token)
+        token_id = self.hf_tokenizer.convert_tokens_to_ids(token)
+        is_known = token_id is not None and self.id_to_token(token_id) == token  # else: the unknown token's
+        return token_id if is_known else None
 
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling, in which bytes may be encoded; for text use `decode`."""
