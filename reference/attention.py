@@ -71,6 +71,7 @@ class TorchAttention(interface.AttentionBackend):
         self.req_to_token_pool = req_to_token_pool
         self.kv_pool = kv_pool
 
+    # --8<-- [start:attention-plan]
     def plan(self, forward_batch: ForwardBatch) -> AttentionPlan:
         blocks: list[AttentionBlock] = []
         token_start = mask_start = 0
@@ -82,6 +83,7 @@ class TorchAttention(interface.AttentionBackend):
             token_start += num_queries * len(seq_lens)
             mask_start += num_queries * sum(seq_lens)
         return AttentionPlan(blocks)
+        # --8<-- [end:attention-plan]
 
     def run(
         self,
@@ -143,6 +145,7 @@ class TorchAttention(interface.AttentionBackend):
         # The query heads that read one KV head, and their queries, are the rows of one matrix product.
         queries = q.to(dtype).view(bs, num_queries, num_kv_heads, group_size, layer.head_dim)
         queries = queries.permute(0, 2, 3, 1, 4).reshape(bs, num_kv_heads, -1, layer.head_dim)
+        # --8<-- [start:gather-and-score]
         # K and V by rows of one head and one slot: head-major at once, where a transpose would copy again.
         # The gathered keys are dropped before the values are gathered: the same memory serves both.
         heads = torch.arange(num_kv_heads, device=q.device)[:, None]
@@ -160,6 +163,7 @@ class TorchAttention(interface.AttentionBackend):
             sinks = layer.sinks.to(dtype).view(1, num_kv_heads, group_size, 1, 1)
             scores = torch.cat([scores, sinks.expand(bs, -1, -1, num_queries, 1)], dim=-1)
             weights = torch.softmax(scores, dim=-1)[..., :-1]
+            # --8<-- [end:gather-and-score]
         if block.custom_mask is not None:
             # A query that sees nothing had a softmax over -inf only: NaN.
             weights = weights.masked_fill(~visible, 0.0)

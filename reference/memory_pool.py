@@ -86,6 +86,7 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
         if pages is None:
             return None
 
+        # --8<-- [start:alloc-extend]
         new_slots = self._slots_of(pages).tolist()
         num_taken = 0
         slots: list[int] = []
@@ -97,6 +98,7 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
             slots.extend(new_slots[num_taken : num_taken + num_left])
             num_taken += self._num_pages(num_left) * page_size
         return torch.tensor(slots, dtype=torch.int64, device=self.device)
+        # --8<-- [end:alloc-extend]
 
     def alloc_decode(self, seq_lens: Sequence[int], last_locs: Sequence[int]) -> torch.Tensor | None:
         return self.alloc_extend([seq_len - 1 for seq_len in seq_lens], seq_lens, last_locs)
@@ -180,9 +182,11 @@ class TokenToKVPool(interface.TokenToKVPool):
     def v_buffer(self, layer_id: int) -> torch.Tensor:
         return self._v[layer_id]
 
+    # --8<-- [start:store-kv]
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self._k[layer_id].index_copy_(0, out_cache_loc, k.to(self.dtype))
         self._v[layer_id].index_copy_(0, out_cache_loc, v.to(self.dtype))
+        # --8<-- [end:store-kv]
 
     def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
         # Indexing on the right-hand side copies, so every source is read before a target is written.

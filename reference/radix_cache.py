@@ -100,6 +100,7 @@ class RadixCache(interface.PrefixCache):
                 self._evictable_size += len(ancestor.value)
                 self._protected_size -= len(ancestor.value)
 
+    # --8<-- [start:radix-evict]
     def evict(self, num_tokens: int) -> int:
         if num_tokens <= 0:
             return 0
@@ -119,7 +120,9 @@ class RadixCache(interface.PrefixCache):
             if parent is not self.root and not parent.children and parent.lock_ref == 0:
                 heapq.heappush(leaves, (self.eviction_order(parent), parent.node_id, parent))
         return num_evicted
+        # --8<-- [end:radix-evict]
 
+    # --8<-- [start:cache-unfinished-req]
     def cache_unfinished_req(self, req: Req) -> None:
         num_owned, num_filled = req.cache_protected_len, len(req.fill_ids)
         slots = self.req_to_token_pool.read(req.req_pool_idx, 0, num_filled)
@@ -135,6 +138,7 @@ class RadixCache(interface.PrefixCache):
         req.last_node = node
         req.cache_protected_len = len(shared)
         req.prefix_indices = torch.cat([shared, slots[len(shared) :]])
+        # --8<-- [end:cache-unfinished-req]
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
         num_owned = req.cache_protected_len
@@ -186,6 +190,7 @@ class RadixCache(interface.PrefixCache):
     def _child_key(self, entries: list[Any], start: int, extra_key: str | None) -> Hashable:
         return extra_key, *entries[start : start + self.page_size]
 
+    # --8<-- [start:radix-walk]
     def _walk(self, entries: list[Any], extra_key: str | None) -> tuple[TreeNode, int]:
         """Descend as far as `entries` (whole pages) lead, splitting the node in which they part from the
         tree or end. Returns the deepest node and the length matched; every node on the way is a hit."""
@@ -202,6 +207,7 @@ class RadixCache(interface.PrefixCache):
             child.hit_count += 1
             node, start = child, start + matched_len
         return node, start
+        # --8<-- [end:radix-walk]
 
     def _matched_len(self, entries: list[Any], start: int, key: list[Any]) -> int:
         """How much of `key` stands in `entries` from `start` on, in whole pages."""
@@ -214,6 +220,7 @@ class RadixCache(interface.PrefixCache):
         n = min(n, longest)
         return n - n % self.page_size
 
+    # --8<-- [start:radix-split]
     def _split(self, child: TreeNode, upper_len: int) -> TreeNode:
         """Cut a node in two and return the new upper half. `child` stays the lower one: requests that hold
         it still hold all of their path. Both halves were stored, used and locked alike so far."""
@@ -234,6 +241,7 @@ class RadixCache(interface.PrefixCache):
         child.value = child.value[upper_len:].clone()
         upper.children[self._child_key(child.key, 0, child.extra_key)] = child
         return upper
+        # --8<-- [end:radix-split]
 
     def _add_leaf(
         self, parent: TreeNode, key: list[Any], value: torch.Tensor, extra_key: str | None, priority: int

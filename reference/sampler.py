@@ -17,6 +17,7 @@ NEG_INF = float("-inf")
 
 class Sampler(contract.Sampler):
     def sample(self, logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> SampleOutput:
+        # --8<-- [start:sample-steps]
         logits = logits.float()
         has_nan = logits.amax(dim=-1).isnan()  # now: masking would hide a NaN
 
@@ -38,6 +39,7 @@ class Sampler(contract.Sampler):
             # top_k=1 would not do: different logits can round to equal scaled ones.
             next_token_ids = torch.where(info.is_greedy, logits.argmax(dim=-1), next_token_ids)
         next_token_ids = next_token_ids.masked_fill(is_bad, -1)
+        # --8<-- [end:sample-steps]
 
         if not info.return_logprob:
             return SampleOutput(next_token_ids)
@@ -85,6 +87,7 @@ def draw(scaled: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor)
     if scaled.device.type == "mps":  # has no float64
         on_cpu = {name: getattr(info, name).cpu() for name in ("seeds", "top_ks", "top_ps", "min_ps")}
         return draw(scaled.cpu(), replace(info, **on_cpu), positions.cpu()).to(scaled.device)
+    # --8<-- [start:gumbel-draw]
     seeds, positions = info.seeds[:, None], positions[:, None]
     if not info.needs_filter:
         token_ids = torch.arange(scaled.shape[-1], device=scaled.device)
@@ -97,6 +100,7 @@ def draw(scaled: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor)
     token_ids = token_ids[:, :num_columns]
     best = (ordered + gumbel_noise(seeds, positions, token_ids)).argmax(dim=-1, keepdim=True)
     return token_ids.gather(-1, best)[:, 0]
+    # --8<-- [end:gumbel-draw]
 
 
 def filter_mask(ordered: torch.Tensor, total: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:

@@ -24,7 +24,6 @@ def num_tokens_to_decode(reqs: Sequence[Req], page_size: int) -> int:
     return page_size * sum(req.kv_committed_len % page_size == 0 for req in reqs)
 
 
-# --8<-- [start:prepare-for-extend]
 def prepare_for_extend(
     reqs: list[Req],
     req_to_token_pool: ReqToTokenPool,
@@ -39,6 +38,7 @@ def prepare_for_extend(
         req.req_pool_idx = row
         req_to_token_pool.write(row, 0, req.prefix_indices)
 
+    # --8<-- [start:slots-for-an-extension]
     prefix_lens = [len(req.prefix_indices) for req in reqs]
     seq_lens = [len(req.fill_ids) for req in reqs]
     last_locs = [int(req.prefix_indices[-1]) if len(req.prefix_indices) else -1 for req in reqs]
@@ -57,10 +57,8 @@ def prepare_for_extend(
         req_to_token_pool.write(req.req_pool_idx, prefix_len, slots[start : start + extend_len])
         start += extend_len
         req.kv_committed_len = req.kv_allocated_len = seq_len
+    # --8<-- [end:slots-for-an-extension]
     return ScheduleBatch(list(reqs), ForwardMode.EXTEND, out_cache_loc=slots)
-
-
-# --8<-- [end:prepare-for-extend]
 
 
 def prepare_for_decode(
@@ -97,6 +95,7 @@ def make_forward_batch(batch: ScheduleBatch, device: torch.device) -> ForwardBat
     num_extend = batch.batch_size - batch.num_decode_reqs
     extending, decoding = batch.reqs[:num_extend], batch.reqs[num_extend:]
 
+    # --8<-- [start:ragged-tokens]
     input_ids: list[int] = []
     for req in extending:
         input_ids += req.fill_ids[len(req.prefix_indices) :]
@@ -104,6 +103,7 @@ def make_forward_batch(batch: ScheduleBatch, device: torch.device) -> ForwardBat
     seq_lens = [req.kv_committed_len for req in batch.reqs]
     extend_seq_lens = [req.extend_input_len for req in extending] + [1] * len(decoding)
     start_locs = [0, *accumulate(extend_seq_lens)][:-1]
+    # --8<-- [end:ragged-tokens]
 
     def tensor(values: Sequence[int | None]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)

@@ -214,7 +214,6 @@ class Scheduler(interface.Scheduler):
         num_tokens = num_tokens_to_decode(self.running, self.config.page_size)
         return evict_for(num_tokens, self.parts.tree_cache, self.parts.allocator)
 
-    # --8<-- [start:retract-to-decode]
     def _retract_to_decode(self) -> None:
         """Throw out requests until the others can go on: those with the fewest output tokens lose the least
         work, and among them a long prompt frees the most. The last one stays; a prompt that is being
@@ -228,10 +227,9 @@ class Scheduler(interface.Scheduler):
                 self._retract(self.chunked_req)
         self.new_token_ratio.raise_after_retraction(self.running)
 
-    # --8<-- [end:retract-to-decode]
-
     # ---- run it ----
 
+    # --8<-- [start:run-batch]
     def run_batch(self, batch: ScheduleBatch) -> tuple[ForwardBatch, LogitsOutput, SampleOutput]:
         forward_batch = make_forward_batch(batch, self.parts.allocator.device)
         logits_output = self.parts.model_runner.forward(forward_batch)
@@ -242,6 +240,7 @@ class Scheduler(interface.Scheduler):
             logits_output.next_token_logits, info, forward_batch.seq_lens - 1
         )
         return forward_batch, logits_output, sample_output
+        # --8<-- [end:run-batch]
 
     # --8<-- [start:process-batch-result]
     def process_batch_result(

@@ -98,6 +98,7 @@ class LLM:
             seed = self._seeds.getrandbits(63)
         collectors: list[OutputCollector] = []
         try:
+            # --8<-- [start:make-req]
             for i in range(sampling_params.n):
                 req = Req(
                     rid=rid if sampling_params.n == 1 else f"{rid}#{i}",
@@ -112,6 +113,7 @@ class LLM:
                 self.scheduler.add_request(req)
                 collectors.append(OutputCollector(req, i, self.tokenizer))
                 self._collectors[req.rid] = collectors[-1]
+            # --8<-- [end:make-req]
         except ValueError:
             for collector in collectors:
                 self.abort(collector.rid)
@@ -160,6 +162,7 @@ class LLM:
 
     def _stream(self, collectors: list[OutputCollector]) -> Iterator[GenerateOutput]:
         try:
+            # --8<-- [start:stream-loop]
             while True:
                 for collector in collectors:
                     piece = collector.take()
@@ -167,6 +170,7 @@ class LLM:
                         yield piece
                 if all(c.is_finished for c in collectors) or not self.step():
                     break
+            # --8<-- [end:stream-loop]
             for collector in collectors:
                 piece = collector.take()
                 if piece is not None:

@@ -59,6 +59,7 @@ def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab
         return
 
     params = req.sampling_params
+    # --8<-- [start:reasons-to-finish]
     for position in range(start, len(req.output_ids)):
         token_id, count = req.output_ids[position], position + 1
         if not 0 <= token_id < vocab_size:
@@ -75,6 +76,7 @@ def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab
         if reason is not None:
             _finish(req, reason, count)
             return
+    # --8<-- [end:reasons-to-finish]
 
 
 def _finish(req: Req, reason: FinishReason, finished_len: int) -> None:

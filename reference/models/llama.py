@@ -45,6 +45,7 @@ class LlamaAttention(nn.Module):
             logit_cap=config.attn_logit_cap,
         )
 
+    # --8<-- [start:attention-forward]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         layer = self.layer
         q = self.q_proj(x).view(-1, layer.num_qo_heads, layer.head_dim)
@@ -55,6 +56,7 @@ class LlamaAttention(nn.Module):
         q, k = self.rotary_emb(positions, q, k)
         output = attention.store_and_run(q, k, v, layer)
         return self.o_proj(output.flatten(1))
+        # --8<-- [end:attention-forward]
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -111,10 +113,12 @@ class LlamaModel(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attention: BatchAttention
     ) -> torch.Tensor:
+        # --8<-- [start:model-forward]
         x, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, positions, attention)
         return self.norm.add_and_norm(x, residual)[0]
+        # --8<-- [end:model-forward]
 
 
 class LlamaForCausalLM(CausalLM):
