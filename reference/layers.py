@@ -51,7 +51,7 @@ class RotaryEmbedding(interface.RotaryEmbedding):
         self.table_len = (
             min(context_len, rope.original_max_position_embeddings) if is_dynamic else context_len
         )
-        self.table: torch.Tensor | None = None  # [table_len, 2, 1, rotary_dim / 2], made when first used
+        self.table: torch.Tensor | None = None  # [table_len, 2, 1, rotary_dim], made when first used
 
     def forward(
         self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
@@ -60,28 +60,29 @@ class RotaryEmbedding(interface.RotaryEmbedding):
         return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x [num_tokens, heads, head_dim]; cos, sin [num_tokens, 1, rotary_dim / 2] float32."""
+        """x [num_tokens, heads, head_dim]; cos, sin [num_tokens, 1, rotary_dim] float32. For a pair (a, b):
+        (a cos - b sin, b cos + a sin). `roll` puts b where a is and a where b is."""
         rotary_dim = self.rope.rotary_dim
-        x1, x2 = x[..., : rotary_dim // 2], x[..., rotary_dim // 2 : rotary_dim]
-        rotated = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
-        if rotary_dim == x.shape[-1]:
-            return rotated
-        return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+        if rotary_dim < x.shape[-1]:
+            rotated = self.rotate(x[..., :rotary_dim], cos, sin)
+            return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+        return (x * cos + x.roll(rotary_dim // 2, -1) * sin).to(x.dtype)
 
     def cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
-        """float32 [num_tokens, 2, 1, rotary_dim / 2]: cos, then sin."""
+        """float32 [num_tokens, 2, 1, rotary_dim]: (cos, cos), then (-sin, sin)."""
         if self.rope.rope_type == "dynamic" and positions.numel() > 0:
             seq_len = int(positions.max()) + 1
             if seq_len > self.table_len:
-                return self._angles_to_cos_sin(positions, seq_len)
+                return self._compute_cos_sin(positions, seq_len)
         if self.table is None or self.table.device != positions.device:
-            self.table = self._angles_to_cos_sin(torch.arange(self.table_len, device=positions.device))
+            self.table = self._compute_cos_sin(torch.arange(self.table_len, device=positions.device))
         return self.table[positions]
 
-    def _angles_to_cos_sin(self, positions: torch.Tensor, seq_len: int = 0) -> torch.Tensor:
+    def _compute_cos_sin(self, positions: torch.Tensor, seq_len: int = 0) -> torch.Tensor:
         inv_freq, factor = rope_frequencies(self.rope, seq_len)
-        angles = positions[:, None, None].to(torch.float32) * inv_freq.to(positions.device)
-        return torch.stack((angles.cos(), angles.sin()), dim=1) * factor
+        angles = positions[:, None].to(torch.float32) * inv_freq.to(positions.device)
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1).unsqueeze(2)
 
 
 class SiluAndMul(interface.SiluAndMul):

@@ -1,4 +1,4 @@
-"""A model of the reference panel with real pools and attention, stepped by hand; and its Hugging Face twin."""
+"""A reference model with real pools and attention, stepped by hand; and its Hugging Face twin."""
 
 from __future__ import annotations
 

@@ -1,0 +1,131 @@
+"""Every family against transformers in float32: logits of every position, and 64 greedy tokens."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_harness import Session, build_model, cut, greedy, hf_greedy, load_saved, random_hf_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from shared.config import ModelConfig, MoEConfig
+from shared.conformance.configs import CONFIGS
+from shared.interfaces import CausalLM
+from shared.weights import dummy_weights, iterate_weights
+
+ASSETS = Path(__file__).parents[2] / "shared" / "assets"
+PROMPT_LEN, NUM_NEW = 80, 64
+CHUNKS = (1, 33)  # and the remaining 46: uneven, and across every window's and trained length's border
+
+# float32 rounds to 6e-8. A logit of size 10 is a sum of 100 products behind up to 4 layers of such sums,
+# taken in another order by transformers: up to 7e-5 apart were seen. A window that is off by one, or one RoPE
+# parameter that is ignored, moves logits by more than 1e-2 (`test_a_wrong_model_does_not_pass`).
+TOLERANCE = 2e-4
+
+
+def make_prompt(length: int = PROMPT_LEN, seed: int = 1) -> list[int]:
+    return torch.randint(0, 331, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(params=CONFIGS)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[PreTrainedModel, CausalLM]:
+    """A random transformers model, and ours with the same weights."""
+    hf_model = random_hf_model(CONFIGS[request.param])
+    return hf_model, load_saved(hf_model, tmp_path)
+
+
+def assert_same_greedy(ours: tuple[list[int], torch.Tensor], theirs: tuple[list[int], torch.Tensor]) -> None:
+    (our_ids, our_logits), (their_ids, their_logits) = ours, theirs
+    best, second = their_logits[-NUM_NEW - 1 : -1].topk(2).values.unbind(-1)
+    assert (best - second).min() > 2 * TOLERANCE, "a near tie: the texts could differ for no reason"
+    torch.testing.assert_close(our_logits, their_logits, rtol=0.0, atol=TOLERANCE)
+    assert our_ids == their_ids
+
+
+def test_logits_and_greedy_text(pair: tuple[PreTrainedModel, CausalLM]) -> None:
+    hf_model, model = pair
+    prompt = make_prompt()
+    expected = hf_greedy(hf_model, prompt, NUM_NEW)
+    assert_same_greedy(greedy(model, prompt, NUM_NEW), expected)
+
+    if model.config.rope.rope_type == "dynamic":
+        # Keys keep the frequencies of the step that computed them: chunks are part of the input.
+        expected = hf_greedy(hf_model, prompt, NUM_NEW, CHUNKS)
+    assert_same_greedy(greedy(model, prompt, NUM_NEW, CHUNKS), expected)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("name", ["llama-llama3", "qwen3-layer-types", "qwen3-moe", "mixtral"])
+def test_batch_mates_change_nothing(name: str, page_size: int) -> None:
+    config = ModelConfig.from_dict(CONFIGS[name])
+    model = build_model(config)
+    model.load_weights(dummy_weights(config, seed=3))
+    prompts = [make_prompt(length, seed=length) for length in (80, 1, 37)]
+    alone = [Session(model).step({0: prompt})[0] for prompt in prompts]
+
+    session = Session(model, num_reqs=3, page_size=page_size)
+    pieces = [cut(prompt, chunks) for prompt, chunks in zip(prompts, [(50, 29), (), (36,)])]
+    together: list[list[torch.Tensor]] = [[], [], []]
+    # First 50 tokens, 1 and 36; then 29 and a last token; then a last token alone.
+    for step in range(3):
+        new_ids = {i: pieces[i][step] for i in (2, 0, 1) if step < len(pieces[i])}
+        for i, logits in zip(new_ids, session.step(new_ids)):
+            together[i].append(logits)
+    for i in range(3):
+        # Logits of size 4; a product with more rows may sum in another order.
+        torch.testing.assert_close(torch.cat(together[i]), alone[i], rtol=0.0, atol=5e-5)
+
+
+def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
+    if "rope" in changes:
+        changes["rope"] = replace(config.rope, **changes["rope"])
+    if "moe" in changes:
+        assert isinstance(config.moe, MoEConfig)
+        changes["moe"] = replace(config.moe, **changes["moe"])
+    return replace(config, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mistral-window", {"sliding_windows": (24, 24, 24)}),
+        ("mistral-window", {"sliding_windows": (22, 22, 22)}),
+        ("qwen2-window-layers", {"sliding_windows": (16, -1, 16)}),
+        ("qwen3-layer-types", {"rms_norm_eps": 1e-2}),
+        ("llama-linear", {"rope": {"factor": 2.4}}),
+        ("llama-dynamic", {"rope": {"factor": 3.5}}),
+        ("llama-llama3", {"rope": {"low_freq_factor": 1.2}}),
+        ("llama-yarn", {"rope": {"mscale": None}}),
+        ("llama-yarn", {"rope": {"truncate": True}}),
+        ("qwen3-yarn", {"rope": {"attention_factor": None}}),
+        ("qwen3-yarn", {"rope": {"beta_slow": 1.5}}),
+        ("mixtral", {"moe": {"norm_topk_prob": False}}),
+        ("qwen3-moe", {"moe": {"norm_topk_prob": True}}),
+        ("qwen3-moe", {"moe": {"num_experts_per_tok": 2}}),
+    ],
+)
+def test_a_wrong_model_does_not_pass(name: str, changes: dict[str, Any]) -> None:
+    config = ModelConfig.from_dict(CONFIGS[name])
+    logits = []
+    for its_config in (config, changed(config, **changes)):
+        model = build_model(its_config)
+        model.load_weights(dummy_weights(its_config))
+        logits.append(Session(model).step({0: make_prompt()})[0])
+    assert (logits[0] - logits[1]).abs().max() > 20 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
+def test_built_in_models(name: str) -> None:
+    """Trained weights, in bfloat16 on disk, run in float32."""
+    config = ModelConfig.from_pretrained(ASSETS / name)
+    model = build_model(config)
+    model.load_weights(iterate_weights(ASSETS / name, config))
+    hf_model = AutoModelForCausalLM.from_pretrained(
+        ASSETS / name, dtype=torch.float32, attn_implementation="eager"
+    )
+    prompt = make_prompt(40)
+    our_ids, our_logits = greedy(model, prompt, 24, chunks=(17,))
+    their_ids, their_logits = hf_greedy(hf_model, prompt, 24)
+    torch.testing.assert_close(our_logits, their_logits, rtol=0.0, atol=TOLERANCE)
+    assert our_ids == their_ids
