@@ -10,16 +10,14 @@ if TYPE_CHECKING:
 
 
 def start_engine(flags: dict[str, Any]) -> LLM:
-    """`LLM(**flags)`. Importing torch and loading a model take a while: a terminal shows that they go on."""
-    if not sys.stderr.isatty():
-        return _start(flags)
-    from rich.console import Console
+    """`LLM(**flags)`. A terminal shows that importing torch goes on; the engine itself shows how far loading
+    is."""
+    if sys.stderr.isatty():
+        from rich.console import Console
 
-    with Console(stderr=True).status(f"loading {flags.get('model', 'the model')} ..."):
-        return _start(flags)
+        with Console(stderr=True).status("starting ..."):
+            import torch  # noqa: F401  takes a second or two
 
-
-def _start(flags: dict[str, Any]) -> LLM:
     from shared.engine import LLM
 
     return LLM(**flags)
