@@ -103,7 +103,8 @@ class PrefixCache(ABC):
         whole leaves in the eviction policy's order, never a locked node, and parents once they are leaves.
 
         Order, first evicted first: lru (last access), lfu (hits, last access; a hit is a match or an insert
-        through the node), fifo (creation), priority (priority, last access).
+        through the node), fifo (creation), priority (priority, last access). A new node has no hit; the
+        upper half of a split takes over all of these from the whole.
         """
 
     @abstractmethod
