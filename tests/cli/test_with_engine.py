@@ -1,0 +1,92 @@
+"""The commands with the real engine and the built-in models."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+Diptych = Callable[..., Result]
+
+STORY = (
+    "Read this story: Mara lives in Bergen. Mara is a baker. Otto bought 12 eggs. Otto has a red notebook."
+)
+QUESTIONS = (f"{STORY}\nIn which city does Mara live?", f"{STORY}\nHow many eggs did Otto buy?")
+
+
+def answers(result: Result) -> list[dict[str, Any]]:
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])
+def test_built_in_models_answer(diptych: Diptych, model: str) -> None:
+    first, second = answers(diptych("generate", "--json", "--model", model, *QUESTIONS))
+    assert "Bergen" in first["text"]
+    assert "12" in second["text"]
+    assert (first["finish_reason"], second["finish_reason"]) == ("stop", "stop")
+
+
+def test_second_question_finds_the_story_in_the_cache(diptych: Diptych) -> None:
+    first, second = answers(diptych("generate", "--json", *QUESTIONS))
+    assert first["num_cached_tokens"] == 0
+    assert second["num_cached_tokens"] > second["num_prompt_tokens"] // 2
+
+
+def test_flags_reach_the_engine_and_leave_the_answer_alone(diptych: Diptych) -> None:
+    plain = answers(diptych("generate", "--json", *QUESTIONS))
+    flags = ["--disable-radix-cache", "--page-size", "4", "--chunked-prefill-size", "16"]
+    flags += ["--enable-mixed-chunk", "--schedule-policy", "lpm", "--max-total-tokens", "256"]
+    other = answers(diptych("generate", "--json", *flags, "--check-invariants", *QUESTIONS))
+    assert [answer["num_cached_tokens"] for answer in other] == [0, 0]
+    assert [answer["output_ids"] for answer in other] == [answer["output_ids"] for answer in plain]
+
+
+def test_streamed_text_is_the_whole_text(diptych: Diptych) -> None:
+    (whole,) = answers(diptych("generate", "--json", QUESTIONS[0]))
+    streamed = diptych("generate", QUESTIONS[0]).stdout.splitlines()
+    assert streamed[0] == whole["text"]
+    assert streamed[-1].startswith(f"{whole['num_output_tokens']} tokens, ")
+
+
+def test_logprobs_of_greedy_tokens_lead_their_alternatives(diptych: Diptych) -> None:
+    (answer,) = answers(diptych("generate", "--json", "--top-logprobs", "2", "What is 12 + 30?"))
+    assert len(answer["output_logprobs"]) == len(answer["output_ids"])
+    for token in answer["output_logprobs"]:
+        assert token["top"][0] == [token["token_id"], token["logprob"]]
+        assert token["logprob"] <= 0.0
+
+
+def test_chat_reuses_the_conversation(diptych: Diptych) -> None:
+    script = (
+        "\n".join([QUESTIONS[0].replace("\n", " "), "How many eggs did Otto buy?", "/stats", "/exit"]) + "\n"
+    )
+    result = diptych("chat", input=script)
+    assert result.exit_code == 0, result.output
+    assert "Bergen" in result.stdout
+    assert "12 eggs" in result.stdout
+    first, second = (line for line in result.stdout.splitlines() if "from the prefix cache" in line)
+    assert first.endswith(": 0%)")
+    assert int(second.rpartition(": ")[2].removesuffix("%)")) > 50
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "no-such-model"], "no model 'no-such-model'"),
+        (["--use", "sampler=no-such-sampler"], "choose one of reference"),
+        (["--page-size", "0"], "page_size must be"),
+        (["--device", "tpu"], "device must be"),
+        (["--max-total-tokens", "4"], "token"),
+        (["--top-k", "0"], "top_k must be"),
+        (["--panel", "optimised"], "panel must be one of reference, optimized"),
+    ],
+)
+def test_bad_requests_are_one_line_and_status_2(diptych: Diptych, arguments: list[str], message: str) -> None:
+    result = diptych("generate", *arguments, "Hello, what is 12 + 30?")
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+    assert result.stdout == ""
