@@ -12,6 +12,7 @@ PIP := $(BIN)/python -m pip install $(PIP_FLAGS)
 banner = @printf '\n\033[1m== %s ==\033[0m\n' "$(1)"
 
 # On Linux the default wheel of torch brings several gigabytes of CUDA: without a GPU take the CPU wheel.
+# (What torch depends on comes with the package itself, from the usual index.)
 ifeq ($(shell uname -s),Linux)
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
 TORCH_INDEX ?= --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
@@ -73,7 +74,7 @@ clean:
 
 # The stamps are younger than pyproject.toml when what it asks for is installed.
 $(VENV)/.installed: pyproject.toml | $(VENV)/pyvenv.cfg
-	@$(BIN)/python -c "$(HAS_TORCH)" || { echo "Installing $(TORCH) ..."; $(PIP) $(TORCH_INDEX) "$(TORCH)"; }
+	@$(BIN)/python -c "$(HAS_TORCH)" || { echo "Installing $(TORCH) ..."; $(PIP) --no-deps $(TORCH_INDEX) "$(TORCH)"; }
 	@echo "Installing diptych ..."
 	@$(PIP) -e .
 	@touch $@
