@@ -104,15 +104,16 @@ def _match_stop_text(req: Req, count: int, decode_text: DecodeText) -> FinishRea
 def _tail_text(req: Req, count: int, num_chars: int, decode_text: DecodeText) -> str:
     """Text of a tail of the first `count` output ids: the last of them and at least `num_chars` before it."""
     num_tokens, num_shifts = num_chars + 1, 0
+    num_last_chars = len(decode_text(req.output_ids[count - 1 : count]))
     while num_tokens < count:
-        before = decode_text(req.output_ids[count - num_tokens : count - 1])
-        if len(before) < num_chars:  # tokens of less than a character
-            num_tokens *= 2
-        elif before.startswith(REPLACEMENT) and num_shifts < MAX_CHARACTER_BYTES - 1:  # begins inside one
+        text = decode_text(req.output_ids[count - num_tokens : count])
+        if text.startswith(REPLACEMENT) and num_shifts < MAX_CHARACTER_BYTES - 1:  # begins inside a character
             num_tokens += 1
             num_shifts += 1
+        elif len(text) - num_last_chars < num_chars:  # tokens of less than a character
+            num_tokens *= 2
         else:
-            return decode_text(req.output_ids[count - num_tokens : count])
+            return text
     return _output_text(req, count, decode_text)
 
 

@@ -185,6 +185,21 @@ def test_tokens_without_text_do_not_hide_a_match() -> None:
     )
 
 
+def test_a_tokenizer_that_gives_up_a_run_of_bytes_as_a_whole() -> None:
+    """So do those with byte fallback: a window that began inside a character would show none of the run."""
+
+    def decode_run(ids: list[int]) -> str:
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(ids)
+
+    for num_before in range(12, 20):
+        steps = one_by_one("你" * num_before + "好")
+        req = feed(make_req(stop="好"), *steps, decode_text=decode_run)
+        assert_ends(req, FinishString("好"), len(steps))
+
+
 def test_a_character_completed_by_the_last_byte() -> None:
     assert_ends(feed(make_req(stop="🙂"), *one_by_one("a🙂b")), FinishString("🙂"), 5)
 
@@ -199,6 +214,9 @@ def test_the_cost_of_a_step_does_not_grow_with_the_output() -> None:
 
     feed(make_req(stop="0123456789", max_new_tokens=5000), *one_by_one("x" * 3000), decode_text=measured)
     assert 10 < longest < 60
+    longest = 0
+    feed(make_req(stop="0123456789", max_new_tokens=5000), *one_by_one("你" * 1000), decode_text=measured)
+    assert 10 < longest < 100  # three tokens a character
 
 
 def test_min_new_tokens_does_not_delay_stop_strings() -> None:

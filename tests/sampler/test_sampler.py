@@ -190,7 +190,7 @@ def test_a_bad_row_gets_minus_one_and_disturbs_nobody(sampler: Sampler, params: 
 
 def test_a_nan_is_found_behind_every_mask(sampler: Sampler) -> None:
     reqs = [make_req(temperature=0.0), make_req(temperature=0.0, logit_bias={0: -INF})]
-    assert sample(sampler, [[NAN, 1.0, 2.0], [NAN, 1.0, 2.0]], reqs, num_valid_ids=2) == [-1, -1]
+    assert sample(sampler, [[1.0, 2.0, NAN], [NAN, 1.0, 2.0]], reqs, num_valid_ids=2) == [-1, -1]
 
 
 def test_a_row_with_everything_banned_gets_minus_one(sampler: Sampler) -> None:

@@ -42,6 +42,7 @@ def byte_level(clean_up: bool = False) -> Tokenizer:
             eos_token=EOS,
             chat_template=CHAT_TEMPLATE,
             clean_up_tokenization_spaces=clean_up,
+            clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=clean_up,
         )
     )
 

@@ -124,6 +124,26 @@ def test_a_character_that_the_prompt_began_is_not_repeated() -> None:
         assert "".join(pieces) == "好 x"
 
 
+def test_a_prompt_tail_that_begins_inside_a_character() -> None:
+    """With byte fallback a run of bytes that is no text is given up as a whole."""
+    for num_chars in range(2, 6):
+        pieces, _ = stream(
+            byte_fallback(), [[i] for i in "好".encode()], prompt=list(("你" * num_chars).encode())
+        )
+        assert "".join(pieces) == "好"
+
+
+def test_a_character_amid_bytes_that_are_none() -> None:
+    """More pending tokens than a character can have, and a whole character where they are parted."""
+    invalid = _byte_ids()[0xFF]
+    for num_before in range(10, 18):
+        ids = [invalid] * num_before + byte_tokens("🙂") + [invalid]
+        steps = [[i] for i in ids[:num_before]] + [ids[num_before:], byte_tokens("z")]
+        params = SamplingParams(max_new_tokens=len(ids) + 1)
+        pieces, _ = stream(byte_level(), steps, params)
+        assert "".join(pieces) == "\ufffd" * num_before + "🙂\ufffdz"
+
+
 def test_the_space_of_the_first_word_is_kept() -> None:
     tokenizer = byte_fallback()
     prompt = [tokenizer.token_to_id(word) for word in ("▁Once", "▁upon")]
@@ -175,6 +195,16 @@ def test_a_stop_string_inside_one_token_is_cut_out() -> None:
     pieces, req = stream(tokenizer, [*words("see"), [token], *words("no")], SamplingParams(stop="stop"))
     assert req.finished_reason == FinishString("stop")
     assert pieces == ["see", " the "]
+
+
+def test_of_two_occurrences_in_one_token_the_first_is_cut() -> None:
+    token = byte_level().token_to_id(" the stop sign")
+    pieces, _ = stream(byte_level(), [byte_tokens("see"), [token]], SamplingParams(stop="s"))
+    assert pieces == [""]  # "see" has one already
+    pieces, _ = stream(byte_level(), [byte_tokens("to"), [token]], SamplingParams(stop="t"))
+    assert pieces == [""]
+    pieces, _ = stream(byte_level(), [byte_tokens("on"), [token]], SamplingParams(stop="s"))
+    assert pieces == ["on", " the "]
 
 
 def test_a_stop_string_over_several_tokens_is_held_back() -> None:
