@@ -1,0 +1,148 @@
+"""The config.json of published models, and what is known of these models from elsewhere."""
+
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.config import ModelConfig, MoEConfig, RopeConfig
+from shared.weight_names import expected_shapes
+
+PUBLISHED = Path(__file__).parents[2] / "shared" / "assets" / "configs"
+
+QWEN3_8B = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_qo_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    context_len=40960,
+    rope=RopeConfig("default", 1e6, 128),
+    dtype=torch.bfloat16,
+    qk_norm=True,
+    sliding_windows=(-1,) * 36,
+    eos_token_ids=frozenset([151645]),
+    bos_token_id=151643,
+)
+MISTRAL_7B = ModelConfig(
+    architecture="MistralForCausalLM",
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_qo_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    context_len=32768,
+    rope=RopeConfig("default", 1e4, 128),
+    dtype=torch.bfloat16,
+    sliding_windows=(4095,) * 32,
+    eos_token_ids=frozenset([2]),
+    bos_token_id=1,
+)
+EXPECTED = {
+    "Qwen3-0.6B": replace(
+        QWEN3_8B,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_qo_heads=16,
+        sliding_windows=(-1,) * 28,
+        tie_word_embeddings=True,
+    ),
+    "Qwen3-8B": QWEN3_8B,
+    "Qwen3-14B": replace(
+        QWEN3_8B,
+        hidden_size=5120,
+        intermediate_size=17408,
+        num_hidden_layers=40,
+        num_qo_heads=40,
+        sliding_windows=(-1,) * 40,
+    ),
+    "Qwen3-30B-A3B": replace(
+        QWEN3_8B,
+        architecture="Qwen3MoeForCausalLM",
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=48,
+        num_kv_heads=4,
+        sliding_windows=(-1,) * 48,
+        moe=MoEConfig(128, 8, 768, norm_topk_prob=True),
+        moe_layers=frozenset(range(48)),
+    ),
+    "Llama-3.1-8B": replace(
+        MISTRAL_7B,
+        architecture="LlamaForCausalLM",
+        vocab_size=128256,
+        context_len=131072,
+        rope=RopeConfig(
+            "llama3",
+            500000.0,
+            128,
+            factor=8.0,
+            original_max_position_embeddings=8192,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+        ),
+        sliding_windows=(-1,) * 32,
+        eos_token_ids=frozenset([128001]),
+        bos_token_id=128000,
+    ),
+    "Mistral-7B-v0.1": MISTRAL_7B,
+    "Mixtral-8x7B-v0.1": replace(
+        MISTRAL_7B,
+        architecture="MixtralForCausalLM",
+        rope=RopeConfig("default", 1e6, 128),
+        sliding_windows=(-1,) * 32,
+        moe=MoEConfig(8, 2, 14336, norm_topk_prob=True),
+        moe_layers=frozenset(range(32)),
+    ),
+    "Qwen2.5-7B": replace(
+        QWEN3_8B,
+        architecture="Qwen2ForCausalLM",
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_qo_heads=28,
+        num_kv_heads=4,
+        context_len=131072,
+        qk_norm=False,
+        qkv_bias=True,
+        sliding_windows=(-1,) * 28,
+        eos_token_ids=frozenset([151643]),
+    ),
+}
+# As the publishers state them.
+NUM_PARAMETERS = {
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Qwen2.5-7B": 7_615_616_512,
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_published_configs(name: str) -> None:
+    assert ModelConfig.from_pretrained(PUBLISHED / name) == EXPECTED[name]
+
+
+def test_every_published_config_is_known() -> None:
+    assert {path.name for path in PUBLISHED.iterdir()} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", NUM_PARAMETERS)
+def test_shapes_add_up_to_the_published_number_of_parameters(name: str) -> None:
+    shapes = expected_shapes(ModelConfig.from_pretrained(PUBLISHED / name))
+    assert sum(prod(shape) for shape in shapes.values()) == NUM_PARAMETERS[name]
