@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shared import registry
 from shared.config import EngineConfig, ModelConfig, RopeConfig
+from shared.conformance.compare import Mismatch, expect_equal, expect_true
+from shared.conformance.invariants import check_idle, check_invariants
 from shared.conformance.ledger import LedgerModelRunner, expected_tokens
 from shared.interfaces import SchedulerParts
 from shared.types import FinishReason, Req, SamplingParams, StepOutput
@@ -42,32 +44,32 @@ def model_config(context_len: int) -> ModelConfig:
     )
 
 
-class Harness:
-    """Drives one scheduler and collects what it says. `use` picks implementations, as on the command line."""
+class SchedulerHarness:
+    """Drives one scheduler and collects what it says. `replace`: component -> class (memory_pool: module) to
+    use in place of the reference's."""
 
     def __init__(
         self,
         *,
         pool_tokens: int = 256,
         context_len: int = 128,
-        use: dict[str, str] | None = None,
-        panel: str = "reference",
+        replace: Mapping[str, Any] | None = None,
         nan_token: int | None = None,
         fail_token: int | None = None,
         **flags: Any,
     ) -> None:
-        flags.setdefault("check_invariants", True)
+        def component(name: str) -> Any:
+            return (replace or {}).get(name) or registry.load(name, "reference")
+
         flags.setdefault("max_running_requests", 16)
         self.config = EngineConfig(context_len=context_len, max_total_tokens=pool_tokens, **flags)
-        selection = registry.select(panel, use or {})
-        pools = registry.load("memory_pool", selection["memory_pool"])
-        cache_name = "chunk_cache" if self.config.disable_radix_cache else "radix_cache"
-        page_size = self.config.page_size
+        pools, page_size = component("memory_pool"), self.config.page_size
         self.req_to_token_pool = pools.ReqToTokenPool(
             self.config.max_running_requests + 1, context_len, "cpu"
         )
         self.allocator = pools.TokenToKVPoolAllocator(pool_tokens, page_size, "cpu")
-        self.tree_cache = registry.load(cache_name, selection[cache_name])(
+        tree_cache = component("chunk_cache" if self.config.disable_radix_cache else "radix_cache")
+        self.tree_cache = tree_cache(
             page_size, self.allocator, self.req_to_token_pool, self.config.eviction_policy
         )
         self.clock = FakeClock()
@@ -76,20 +78,16 @@ class Harness:
         )
         parts = SchedulerParts(
             model_runner=self.model_runner,
-            sampler=registry.load("sampler", selection["sampler"])(),
+            sampler=component("sampler")(),
             req_to_token_pool=self.req_to_token_pool,
             allocator=self.allocator,
             tree_cache=self.tree_cache,
-            policy=registry.load("schedule_policy", selection["schedule_policy"])(
-                self.config, self.tree_cache
-            ),
-            prefill_adder=registry.load("prefill_adder", selection["prefill_adder"]),
+            policy=component("schedule_policy")(self.config, self.tree_cache),
+            prefill_adder=component("prefill_adder"),
             decode_text=lambda ids: "".join(f"<{i}>" for i in ids),
             clock=self.clock,
         )
-        self.scheduler = registry.load("scheduler", selection["scheduler"])(
-            self.config, model_config(context_len), parts
-        )
+        self.scheduler = component("scheduler")(self.config, model_config(context_len), parts)
         self.reqs: dict[str, Req] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
@@ -124,12 +122,15 @@ class Harness:
         return rid
 
     def step(self) -> list[StepOutput]:
-        outputs = self.scheduler.step()
+        outputs: list[StepOutput] = self.scheduler.step()
+        check_invariants(self.scheduler.state(), self.allocator, self.req_to_token_pool, self.tree_cache)
         self.log += outputs
         for output in outputs:
-            assert output.rid not in self.ended, f"{output.rid}: news after its end"
+            expect_true(f"{output.rid} is silent after its end", output.rid not in self.ended)
             self.tokens[output.rid] += output.new_token_ids
-            assert output.num_output_tokens == len(self.tokens[output.rid])
+            expect_equal(
+                f"{output.rid}'s num_output_tokens", output.num_output_tokens, len(self.tokens[output.rid])
+            )
             if output.finished_reason is not None:
                 self.ended[output.rid] = output.finished_reason
         return outputs
@@ -140,19 +141,16 @@ class Harness:
             if not self.scheduler.has_work():
                 return
             self.step()
-        raise AssertionError(f"no end after {max_steps} steps: {self.scheduler.state()}")
+        raise Mismatch(f"all work ends within {max_steps} steps", "an end", self.scheduler.state())
 
     def expect(self, rid: str, num_tokens: int) -> None:
-        """The request ended with exactly the tokens that its prompt implies."""
+        """The request produced exactly the tokens that its prompt implies."""
         prompt = self.reqs[rid].origin_input_ids
-        assert self.tokens[rid] == expected_tokens(prompt, num_tokens, VOCAB_SIZE), rid
+        expect_equal(f"{rid}'s tokens", self.tokens[rid], expected_tokens(prompt, num_tokens, VOCAB_SIZE))
 
     def expect_idle(self) -> None:
         """Everything came back: what is not free is in the tree, and evictable."""
-        assert not self.scheduler.has_work()
-        assert self.tree_cache.protected_size() == 0
-        free = self.allocator.available_size() + self.tree_cache.evictable_size()
-        assert free == self.allocator.size
-        assert self.req_to_token_pool.available_size() == self.req_to_token_pool.size
-        assert self.scheduler.flush_cache()
-        assert self.allocator.available_size() == self.allocator.size
+        expect_true("no work is left", not self.scheduler.has_work())
+        check_idle(self.allocator, self.req_to_token_pool, self.tree_cache)
+        expect_true("the cache can be flushed when idle", self.scheduler.flush_cache())
+        expect_equal("free slots after a flush", self.allocator.available_size(), self.allocator.size)

@@ -1,0 +1,1 @@
+"""The clauses of each component's contract, as checks that run against any implementation."""

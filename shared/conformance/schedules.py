@@ -1,0 +1,148 @@
+"""Random schedules: who arrives when, who is aborted or thrown out, under which configuration.
+
+Any correct scheduler gives every request the tokens that its prompt implies, whatever the schedule. A
+schedule is a value, so a failing one can be made smaller.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from shared.conformance.compare import Mismatch, expect_equal
+from shared.conformance.scheduler_harness import SchedulerHarness
+from shared.types import FinishAbort, FinishLength
+
+POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key")
+CONTEXT_LEN = 64
+MAX_PROMPT_LEN = 40
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that happens. `which` counts the requests submitted so far, modulo their number."""
+
+    kind: Literal["submit", "step", "abort", "retract", "flush"]
+    prompt: tuple[int, ...] = ()
+    max_new_tokens: int = 0
+    extra_key: str | None = None
+    priority: int = 0
+    routing_key: str | None = None
+    which: int = 0
+    num_steps: int = 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    name: str
+    actions: tuple[Action, ...]
+    page_size: int = 1
+    pool_pages_of_16: int = 6
+    chunked_prefill_size: int | None = None
+    enable_mixed_chunk: bool = False
+    disable_radix_cache: bool = False
+    schedule_policy: str = "fcfs"
+    enable_priority_scheduling: bool = False
+    eviction_policy: str = "lru"
+    max_running_requests: int = 8
+    max_prefill_tokens: int = 1000
+    schedule_conservativeness: float = 1.0
+    in_batch_prefix_check_threshold: int = 32
+    in_batch_prefix_deprioritize_threshold: int = 32
+
+    def __post_init__(self) -> None:
+        if self.page_size not in (1, 2, 4, 8, 16) or self.pool_pages_of_16 < 3:
+            raise ValueError("the pool holds at least the longest prompt, in whole pages")
+
+    def flags(self) -> dict[str, Any]:
+        own = ("name", "actions", "pool_pages_of_16")
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
+
+
+def random_schedule(seed: int, num_actions: int = 40) -> Schedule:
+    """Prompts of three different tokens, so that prefixes are shared often."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 1, 4, 16])
+    policy = rng.choice(POLICIES)
+    return Schedule(
+        name=f"random schedule {seed}",
+        actions=tuple(_random_action(rng) for _ in range(num_actions)),
+        page_size=page_size,
+        pool_pages_of_16=rng.choice([3, 6, 12]),
+        chunked_prefill_size=rng.choice([None, page_size, 16, 23]),
+        enable_mixed_chunk=rng.random() < 0.5,
+        disable_radix_cache=rng.random() < 0.25,
+        schedule_policy=policy,
+        enable_priority_scheduling=policy in ("fcfs", "lof") and rng.random() < 0.5,
+        eviction_policy=rng.choice(["lru", "lfu", "fifo", "priority"]),
+        max_running_requests=rng.choice([1, 3, 8]),
+        max_prefill_tokens=rng.choice([8, 64, 1000]),
+        schedule_conservativeness=rng.choice([0.1, 1.0]),
+        in_batch_prefix_check_threshold=rng.choice([0, 32]),
+        in_batch_prefix_deprioritize_threshold=rng.choice([4, 32]),
+    )
+
+
+def _random_action(rng: random.Random) -> Action:
+    kind = rng.choices(["submit", "step", "abort", "retract", "flush"], weights=[10, 10, 2, 2, 1])[0]
+    if kind == "submit":
+        return Action(
+            "submit",
+            prompt=tuple(rng.choices([1, 2, 3], k=rng.randint(1, MAX_PROMPT_LEN))),
+            max_new_tokens=rng.randint(0, 30),
+            extra_key=rng.choice([None, None, "a"]),
+            priority=rng.choice([0, 0, 5, 20, 40]),
+            routing_key=rng.choice([None, "x", "y"]),
+        )
+    return Action(kind, which=rng.randrange(100), num_steps=rng.randint(1, 6))  # type: ignore[arg-type]
+
+
+def run_schedule(schedule: Schedule, replace: Mapping[str, Any] | None = None) -> None:
+    """Play it to the end, with all invariants after every step; raise `Mismatch` or `InvariantViolation`."""
+    harness = SchedulerHarness(
+        replace=replace,
+        context_len=CONTEXT_LEN,
+        pool_tokens=16 * schedule.pool_pages_of_16,
+        **schedule.flags(),
+    )
+    aborted: set[str] = set()
+    for action in schedule.actions:
+        _play(action, harness, aborted)
+    # A request takes at most one step a chunk's token and one an output token, some more for retractions.
+    harness.run(max_steps=200 + 300 * len(harness.reqs))
+    for rid, req in harness.reqs.items():
+        reason = harness.ended.get(rid)
+        if isinstance(reason, FinishAbort) and rid in aborted:
+            harness.expect(rid, len(harness.tokens[rid]))
+        elif isinstance(reason, FinishLength):
+            harness.expect(rid, req.max_new_tokens)
+        else:
+            raise Mismatch(f"how {rid} ends", "its length", reason)
+    harness.expect_idle()
+
+
+def _play(action: Action, harness: SchedulerHarness, aborted: set[str]) -> None:
+    rids = list(harness.reqs)
+    rid = rids[action.which % len(rids)] if rids else None
+    if action.kind == "submit" and action.prompt:
+        harness.submit(
+            action.prompt,
+            action.max_new_tokens,
+            extra_key=action.extra_key,
+            priority=action.priority,
+            routing_key=action.routing_key,
+        )
+    elif action.kind == "step":
+        for _ in range(action.num_steps):
+            harness.step()
+    elif action.kind == "abort" and rid is not None:
+        is_alive = not harness.reqs[rid].finished
+        expect_equal(f"abort({rid})", harness.scheduler.abort(rid), is_alive)
+        aborted |= {rid} if is_alive else set()
+    elif action.kind == "retract" and rid is not None:
+        harness.scheduler.retract(rid)
+    elif action.kind == "flush":
+        is_idle = all(req.finished for req in harness.reqs.values())
+        expect_equal("flush_cache()", harness.scheduler.flush_cache(), is_idle)

@@ -1,0 +1,35 @@
+"""Every clause of every contract, on every implementation that is registered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shared import registry
+from shared.conformance.clause import Clause
+from shared.conformance.suite import CONTRACTS, clauses_of
+
+
+def cases() -> list[Any]:
+    params = []
+    for component in CONTRACTS:
+        for clause in clauses_of(component):
+            for choice in registry.choices(component):
+                for case in clause.cases:
+                    name = f"{component}-{choice}-{clause.name}-{case.name}"
+                    params.append(pytest.param(component, choice, clause, case, id=name.replace(" ", "_")))
+    return params
+
+
+@pytest.mark.parametrize(("component", "choice", "clause", "case"), cases())
+def test_clause(component: str, choice: str, clause: Clause, case: Any) -> None:
+    clause.run(registry.load(component, choice), case, registry.load(component, "reference"))
+
+
+def test_every_component_has_clauses_with_distinct_names() -> None:
+    assert set(CONTRACTS) <= set(registry.IMPLEMENTATIONS)
+    for component in CONTRACTS:
+        names = [clause.name for clause in clauses_of(component)]
+        assert names, component
+        assert len(set(names)) == len(names), component
