@@ -10,6 +10,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from reference.sampler import apply_penalties, filter_mask
 from shared.interfaces.sampler import Sampler
+from shared.sampling_batch import make_sampling_batch_info
 from tests.sampler.make import draw_many, exact_distribution, make_info, make_req
 
 INF, NAN = math.inf, math.nan
@@ -278,4 +279,46 @@ def test_logits_of_any_type_are_read_as_float32(sampler: Sampler, dtype: torch.d
     assert torch.equal(
         sampler.sample(logits, info, positions).next_token_ids,
         sampler.sample(logits.float(), info, positions).next_token_ids,
+    )
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_the_same_tokens(sampler: Sampler) -> None:
+    """Exactly: everything that decides is an integer, or float64 away from a rounding boundary."""
+    logits = torch.randn(256, 5000) * 3
+    logits[:, 100:200] = logits[:, 200:300]  # ties
+    logits[17, 5] = NAN
+    reqs = [
+        make_req(
+            [1, 2, 3],
+            [4, 4, 5],
+            seed=i,
+            return_logprob=True,
+            top_logprobs_num=5,
+            **(
+                {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {7: 2.0}} if i % 3 else {}
+            ),
+            **KINDS[i % len(KINDS)],
+        )
+        for i in range(256)
+    ]
+    positions = torch.arange(256)
+    outputs = [
+        sampler.sample(
+            logits.to(device),
+            make_sampling_batch_info(reqs, 5000, device, num_valid_ids=4990),
+            positions.to(device),
+        )
+        for device in ("cpu", "cuda")
+    ]
+    assert torch.equal(outputs[0].next_token_ids, outputs[1].next_token_ids.cpu())
+    assert outputs[0].next_token_ids[17] == -1
+    good = torch.arange(256) != 17
+    assert torch.equal(outputs[0].logprobs.top_ids[good], outputs[1].logprobs.top_ids.cpu()[good])
+    # one float32 logsumexp of 5,000 terms on either side
+    torch.testing.assert_close(
+        outputs[0].logprobs.token_logprobs[good],
+        outputs[1].logprobs.token_logprobs.cpu()[good],
+        rtol=0,
+        atol=1e-5,
     )
