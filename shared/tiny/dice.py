@@ -10,7 +10,7 @@ T = TypeVar("T")
 class Dice:
     """A random source built on `random.Random.random()` alone.
 
-    Python promises that method's sequence for a seed; it makes no such promise for `choice`, `sample` or `shuffle`.
+    Python promises that method's sequence for a seed, and no such thing for `choice`, `sample` or `shuffle`.
     """
 
     def __init__(self, *seed: int | str) -> None:

@@ -115,8 +115,9 @@ def main(
     console = Console()
     console.print(table)
     for mistake in result.mistakes[:show_mistakes]:
+        prompt = mistake.question.messages[-1]["content"]
         console.print(
-            f"[bold]{mistake.question.kind}[/bold] ...{escape(mistake.question.messages[-1]['content'][-200:])}\n"
+            f"[bold]{mistake.question.kind}[/bold] {escape(prompt[-200:])}\n"
             f"  expected: {escape(mistake.question.answer)}\n  given:    {escape(mistake.given)}"
         )
 

@@ -30,16 +30,16 @@ class Question(NamedTuple):
     answer: str
 
 
-# A task writes the turns of one topic. With held_out, every combination it uses is one that training never sees.
+# A task writes the turns of one topic. With held_out, it uses only combinations that training never sees.
 Task = Callable[[Dice, bool], list[Exchange]]
 
 
 def is_held_out(*combination: int | str) -> bool:
     """True for one combination in HELD_OUT_ONE_IN, chosen by a hash, so that the split needs no list.
 
-    A combination is what a question tests: a fact ("went", "Mia", "harbour"), a pair of numbers ("sum", 23, 45), a
-    field of a record. Training emits only combinations that are not held out, held-out questions only the others;
-    therefore no prompt can be in both sets.
+    A combination is what a question tests: a fact ("went", "Mia", "harbour"), a pair of numbers
+    ("sum", 23, 45), a field of a record. Training emits only combinations that are not held out, a held-out
+    question is about the others; therefore no question can be in both sets.
     """
     digest = hashlib.blake2s("|".join(str(part) for part in combination).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0

@@ -12,13 +12,16 @@ from shared.tiny.corpus import training_chats
 from shared.tiny.exchange import Message
 from shared.tiny.tokenizer import END_OF_TEXT, IM_END, IM_START
 
-# What is not said by the assistant is learned too, gently: the user's words are random and cannot be predicted.
+# What the assistant does not say is learned too, gently: the user's words are random and cannot be predicted.
 USER_WEIGHT = 0.1
 _CHATS_AT_ONCE = 64
 
 
 class Document(NamedTuple):
-    """One chat, rendered as the chat template does, and END_OF_TEXT. `weights[i]` counts the loss on predicting token i."""
+    """One chat, rendered as the chat template does, and END_OF_TEXT.
+
+    `weights[i]` counts the loss on predicting token i.
+    """
 
     token_ids: list[int]
     weights: list[float]
@@ -27,8 +30,8 @@ class Document(NamedTuple):
 class Batch(NamedTuple):
     """Packed rows, each tensor of shape [num_rows, row_len].
 
-    `document_ids` tells a row's chats apart (-1 is padding); positions start at 0 in each. `target_ids[:, t]` is the
-    token after position t, with its loss weight; the last token of a chat has weight 0.
+    `document_ids` tells a row's chats apart (-1 is padding); positions start at 0 in each.
+    `target_ids[:, t]` is the token after position t, with its loss weight, which is 0 for a chat's last token.
     """
 
     input_ids: torch.Tensor
@@ -39,7 +42,7 @@ class Batch(NamedTuple):
 
 
 class ChatEncoder:
-    """Turns chats into documents. Encodes message by message, which special tokens between messages make exact."""
+    """Turns chats into documents, message by message; the special tokens between messages make that exact."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -69,7 +72,10 @@ class ChatEncoder:
 
 
 def pack(documents: list[Document], num_rows: int, row_len: int, pad_id: int) -> Batch:
-    """Best-fit decreasing: each document goes, longest first, where it leaves the least room. What fits nowhere is dropped."""
+    """Best-fit decreasing: each document, longest first, goes where it leaves the least room.
+
+    What fits nowhere is dropped.
+    """
     rows: list[list[Document]] = [[] for _ in range(num_rows)]
     room = [row_len] * num_rows
     for document in sorted(documents, key=lambda document: -len(document.token_ids)):

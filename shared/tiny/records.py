@@ -47,8 +47,10 @@ def draw_record(dice: Dice, fields: list[str], held_out: bool, name: str | None 
         value = draw_value(dice, name, field, held_out)
         if value is not None:
             record[field] = value
-    if len(record) == 1:
-        record["age"] = draw_value(dice, name, "age", held_out) or 0
+    while len(record) == 1:  # no field had a value of the wanted side; ages are many, so one of them is
+        age = draw_value(dice, name, "age", held_out)
+        if age is not None:
+            record["age"] = age
     return record
 
 

@@ -22,8 +22,9 @@ class Ask(NamedTuple):
 class Relation:
     """One kind of fact about a subject `{a}`.
 
-    `draw` fills the other slots. Slot `identity` is distinct among a story's facts of one relation, and a subject has
-    at most one fact of a relation; so every question has exactly one answer. `statements[0]` is the canonical form.
+    `draw` fills the other slots. Slot `identity` is distinct among a story's facts of one relation, and a
+    subject has at most one fact of a relation; so every question has exactly one answer. `statements[0]` is
+    the canonical form.
     """
 
     name: str

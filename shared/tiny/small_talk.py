@@ -1,14 +1,17 @@
-"""Greetings, who the model is, what it can do, a little about serving, and an honest answer to everything else."""
+"""Greetings, who the model is, what it can do, a little about serving, and an honest answer to all else."""
 
 from shared.tiny import words
 from shared.tiny.dice import Dice
 from shared.tiny.exchange import Exchange
 
 _ABILITIES = (
-    "I can answer questions about short stories, do small sums, read and write JSON records, count, repeat sentences "
-    "and make small talk."
+    "I can answer questions about short stories, do small sums, read and write JSON records, count, "
+    "repeat sentences and make small talk."
 )
-_HELLO = "Hello! I am Diptych's built-in model, a very small language model. Tell me a short story and ask me about it, or give me a small sum."
+_HELLO = (
+    "Hello! I am Diptych's built-in model, a very small language model. "
+    "Tell me a short story and ask me about it, or give me a small sum."
+)
 UNKNOWN = f"I do not know that. I am a very small model: {_ABILITIES}"
 
 # Ways to say it, separated by " | ", and the answer.

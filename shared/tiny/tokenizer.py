@@ -15,7 +15,7 @@ from shared.tiny.corpus import training_chats
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
-# Not a multiple of 64, while the models' vocab_size is: code that mixes the two up fails here, not on a large model.
+# Not a multiple of 64, while the models' vocab_size is: code that mixes the two up fails here first.
 VOCAB_SIZE = 1871
 NUM_TRAINING_CHATS = 20_000
 
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(num_chats: int = NUM_TRAINING_CHATS, seed: int | str = "tokenizer") -> Tokenizer:
-    """Learn the merges. All 256 bytes are in the vocabulary, so every text can be encoded and comes back exactly."""
+    """Learn the merges. All 256 bytes are in the vocabulary: any text comes back exactly."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

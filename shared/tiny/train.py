@@ -6,7 +6,7 @@ python -m shared.tiny.train --model dense --out shared/assets/tiny-dense
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -22,12 +22,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, set_seed
 
-from shared.tiny.checkpoint import save_checkpoint, save_record
+from shared.tiny.checkpoint import save_checkpoint, save_record, score_record
 from shared.tiny.corpus import held_out_questions
-from shared.tiny.evaluate import Score, load_answers, score
-from shared.tiny.models import model_config
+from shared.tiny.evaluate import load_answers, score
+from shared.tiny.models import NUM_STEPS, model_config
 from shared.tiny.packing import Batch, PackedBatches, batch_loader
 from shared.tiny.tokenizer import VOCAB_SIZE, save_tokenizer, train_tokenizer
 
@@ -58,7 +58,7 @@ class TrainOptions:
 class MasterAdamW:
     """AdamW on float32 copies of the weights; the model itself runs in its own dtype.
 
-    Small updates vanish when added to bfloat16 weights, so they are added to the copies, which are then rounded.
+    Small updates vanish when added to bfloat16 weights, so they go to the copies, which are then rounded.
     """
 
     def __init__(self, model: PreTrainedModel, options: TrainOptions) -> None:
@@ -92,7 +92,7 @@ def document_mask(document_ids: torch.Tensor) -> torch.Tensor:
 
 
 def load_balancing_loss(router_logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """1 when the experts share the tokens evenly, up to num_experts when one gets all. `router_logits`: [tokens, num_experts]."""
+    """1 if the experts share the tokens evenly, else more. `router_logits`: [num_tokens, num_experts]."""
     num_experts = router_logits.shape[-1]
     probs = router_logits.float().softmax(-1)
     chosen = functional.one_hot(probs.topk(top_k).indices, num_experts).float().sum(1)
@@ -100,14 +100,16 @@ def load_balancing_loss(router_logits: torch.Tensor, top_k: int) -> torch.Tensor
 
 
 def padding_loss(logits: torch.Tensor) -> torch.Tensor:
-    """Keeps the rows beyond the tokenizer's vocabulary improbable (together below e**-16), so that sampling never
-    draws an id without a token. The plain loss alone leaves them at up to 5e-4."""
+    """Keeps the rows beyond the tokenizer's vocabulary improbable (together about e**-16 and less).
+
+    Sampling then never draws an id that has no token; the plain loss alone left them at up to 5e-4.
+    """
     log_prob = logits[:, VOCAB_SIZE:].logsumexp(-1) - logits.logsumexp(-1)
     return 0.01 * functional.softplus(log_prob + 16).mean()
 
 
 def batch_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """Weighted next-token loss, plus the padding loss and the load-balancing loss of an MoE model's routers."""
+    """Weighted next-token loss, padding loss and, for an MoE model, its routers' load-balancing loss."""
     is_moe = hasattr(model.config, "num_experts_per_tok")
     output = model.model(
         input_ids=batch.input_ids,
@@ -128,9 +130,9 @@ def batch_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 
 def train_steps(
-    model: PreTrainedModel, batches: Iterator[Batch], options: TrainOptions, compile_model: bool = False
+    model: PreTrainedModel, batches: Iterable[Batch], options: TrainOptions, compile_model: bool = False
 ) -> Iterator[torch.Tensor]:
-    """Train in place, one step an item; yields the loss as a tensor, so that nobody waits for the device unasked."""
+    """Train in place; yields each step's loss as a tensor, so that nobody waits for the device unasked."""
     device = model.device
     loss_fn = torch.compile(batch_loss) if compile_model else batch_loss
     optimizer = MasterAdamW(model, options)
@@ -175,48 +177,55 @@ def _run_with_progress(steps: Iterator[torch.Tensor], options: TrainOptions) -> 
 def main(
     out: Annotated[Path, typer.Option(help="the model folder to write")],
     model: Annotated[str, typer.Option(help="dense or moe")] = "dense",
-    steps: Annotated[int, typer.Option(help="optimizer steps")] = 6000,
+    steps: Annotated[int, typer.Option(help="optimizer steps; 0: as the published weights")] = 0,
     rows: Annotated[int, typer.Option(help="packed rows a step")] = 64,
     row_len: Annotated[int, typer.Option(help="tokens a row")] = 1024,
     learning_rate: Annotated[float, typer.Option(help="peak learning rate")] = 3e-3,
     seed: Annotated[int, typer.Option(help="seeds the weights and the training text")] = 0,
-    workers: Annotated[int, typer.Option(help="processes that write text ahead (0: none)")] = max(
-        1, (os.cpu_count() or 2) - 2
-    ),
-    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the step")] = False,
+    workers: Annotated[int, typer.Option(help="processes that write text ahead; -1: all cores but two")] = -1,
+    compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help="default: on a GPU")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda if there is one")] = "",
     questions: Annotated[int, typer.Option(help="held-out questions to score with")] = 400,
 ) -> None:
     """Train one of the built-in models and score it on the held-out questions."""
+    config = model_config(model)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    options = TrainOptions(steps, rows, row_len, learning_rate, seed=seed)
+    compiled = device == "cuda" if compiled is None else compiled
+    workers = max(1, (os.cpu_count() or 2) - 2) if workers < 0 else workers
+    options = TrainOptions(steps or NUM_STEPS[model], rows, row_len, learning_rate, seed=seed)
     if not (out / "tokenizer.json").exists():
         save_tokenizer(train_tokenizer(), out)
-    tokenizer = AutoTokenizer.from_pretrained(out)
 
-    network = new_model(model_config(model), device, seed)
-    dataset = PackedBatches((out / "tokenizer.json").read_text(), seed, steps, rows, row_len)
+    network = new_model(config, device, seed)
+    dataset = PackedBatches((out / "tokenizer.json").read_text(), seed, options.num_steps, rows, row_len)
     start = time.monotonic()
     loss = _run_with_progress(
-        train_steps(network, iter(batch_loader(dataset, workers)), options, compiled), options
+        train_steps(network, batch_loader(dataset, workers), options, compiled), options
     )
     seconds = time.monotonic() - start
 
     save_checkpoint(network, out)
-    result: Score = score(load_answers(out, device), held_out_questions(questions))
-    command = (
-        f"python -m shared.tiny.train --model {model} --out {out} --steps {steps} --rows {rows} --seed {seed}"
-    )
-    command += f" --row-len {row_len} --learning-rate {learning_rate}" + (" --compile" if compiled else "")
-    save_record(out, model, command, network, tokenizer, result, loss, seconds, steps * rows * row_len)
-    typer.echo(
-        f"{out}: {result.exact:.2%} of {result.num_questions} held-out questions, {seconds:.0f} s of training"
-    )
+    # The score is that of the files just written: weights rounded to bfloat16, run in float32.
+    result = score(load_answers(out, device), held_out_questions(questions))
+    record = {
+        "name": model,
+        "command": (
+            f"python -m shared.tiny.train --model {model} --out {out} --steps {options.num_steps} "
+            f"--rows {rows} --row-len {row_len} --learning-rate {learning_rate} --seed {seed}"
+        ),
+        "device": f"one {torch.cuda.get_device_name()}" if device == "cuda" else "a CPU",
+        "torch": torch.__version__,
+        "seconds": round(seconds, 1),
+        "num_tokens": options.num_steps * rows * row_len,
+        "row_len": row_len,
+        "num_parameters": network.num_parameters(),
+        "final_loss": round(loss, 5),
+        "held_out": score_record(result),
+    }
+    save_record(out, record)
+    typer.echo(f"{out}: {result.exact:.2%} of {questions} held-out questions, {seconds:.0f} s of training")
     for kind, exact in sorted(result.by_kind.items()):
         typer.echo(f"  {kind:14} {exact:.1%}")
-    for mistake in result.mistakes[:20]:
-        typer.echo(f"  wrong: {mistake.question.messages[-1]['content'][-120:]!r}")
-        typer.echo(f"    expected {mistake.question.answer!r}, given {mistake.given[:200]!r}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The word lists that the corpus draws from, and invented words, so that copying is learned rather than a list."""
+"""The word lists that the corpus draws from, and invented words, so that copying is learned, not a list."""
 
 from collections.abc import Sequence
 from string import ascii_lowercase
