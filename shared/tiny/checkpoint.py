@@ -15,8 +15,8 @@ _CARD = """\
 # Diptych's built-in {name} model
 
 A language model of {params:.1f} M parameters, trained from nothing on the text that `shared/tiny/corpus.py`
-makes up: short stories to ask about, small sums, JSON records, counting, repeating and small talk, in English.
-It is there to run, learn and test the engine without a download. It knows nothing else.
+makes up: short stories to ask about, small sums, JSON records, counting, repeating and small talk, in
+English. It is there to run, learn and test the engine without a download. It knows nothing else.
 
 - `{architecture}`: {layers} layers, hidden size {hidden},
   {heads} query and {kv_heads} key/value heads of 64{experts}.

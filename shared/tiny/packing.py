@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     """Packed rows, each tensor of shape [num_rows, row_len].
 
     `document_ids` tells a row's chats apart (-1 is padding); positions start at 0 in each.
-    `target_ids[:, t]` is the token after position t, with its loss weight, which is 0 for a chat's last token.
+    `target_ids[:, t]` is the token after position t, with its loss weight, 0 for a chat's last token.
     """
 
     input_ids: torch.Tensor

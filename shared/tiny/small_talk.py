@@ -22,18 +22,9 @@ _TALK = (
         "Hey there! | Hello, who are you? | Hi, who are you? | Hello, how are you?",
         _HELLO,
     ),
-    (
-        "Good morning | Good morning! | good morning",
-        "Good morning! How can I help you?",
-    ),
-    (
-        "Good evening | Good evening! | good evening",
-        "Good evening! How can I help you?",
-    ),
-    (
-        "Good night | Good night! | good night",
-        "Good night! Sleep well.",
-    ),
+    ("Good morning | Good morning! | good morning", "Good morning! How can I help you?"),
+    ("Good evening | Good evening! | good evening", "Good evening! How can I help you?"),
+    ("Good night | Good night! | good night", "Good night! Sleep well."),
     (
         "Who are you? | What are you? | What is your name? | What's your name? | Tell me about yourself. "
         "| Who am I talking to? | Introduce yourself. | Are you a robot? | Are you an AI? | Which model "
@@ -63,19 +54,13 @@ _TALK = (
         "How are you? | How are you doing? | How do you do? | How is it going? | Are you well?",
         "I am fine, thank you. How can I help you?",
     ),
-    (
-        "I am fine. | I'm fine, thanks. | I am well. | Very well, thank you.",
-        "I am glad to hear that.",
-    ),
+    ("I am fine. | I'm fine, thanks. | I am well. | Very well, thank you.", "I am glad to hear that."),
     (
         "Thanks | Thanks! | Thank you | Thank you! | Thank you very much. | Many thanks! | thanks | thank"
         " you | Great, thanks! | Cheers!",
         "You are welcome!",
     ),
-    (
-        "Bye | Bye! | Goodbye | Goodbye! | See you later! | See you! | bye",
-        "Goodbye! Come back any time.",
-    ),
+    ("Bye | Bye! | Goodbye | Goodbye! | See you later! | See you! | bye", "Goodbye! Come back any time."),
     (
         "Well done! | Good job! | That is right. | Correct! | Very good! | Nice! | Great! | OK | Okay. | ok",
         "Good! What is next?",
@@ -88,18 +73,12 @@ _TALK = (
         "Tell me a joke. | Do you know a joke? | Make me laugh. | A joke, please.",
         "Why did the token move house? It wanted a bigger page.",
     ),
-    (
-        "Can you count? | Can you do sums? | Can you add? | Can you read JSON?",
-        "Yes, try me!",
-    ),
+    ("Can you count? | Can you do sums? | Can you add? | Can you read JSON?", "Yes, try me!"),
     (
         "Are you happy? | Do you have feelings? | Are you alive? | Do you sleep?",
         "No, I am only a program, but I like to be useful.",
     ),
-    (
-        "Test | test | Testing | This is a test. | Ping | ping",
-        "I am here and ready.",
-    ),
+    ("Test | test | Testing | This is a test. | Ping | ping", "I am here and ready."),
     (
         "Name the days of the week. | What are the days of the week? | List the days of the week.",
         ", ".join(words.DAYS),
