@@ -8,7 +8,7 @@ from torch import nn
 
 from shared.config import RopeConfig
 from shared.interfaces import layers as interface
-from shared.rope import rope_frequencies
+from shared.rope import rope_angles
 
 
 class Linear(nn.Module):
@@ -46,12 +46,8 @@ class RotaryEmbedding(interface.RotaryEmbedding):
         super().__init__(rope, head_dim, context_len)
         assert rope.rotary_dim <= head_dim
         self.rope = rope
-        # Past its trained length "dynamic" has other frequencies in every step: no table of those.
-        is_dynamic = rope.rope_type == "dynamic"
-        self.table_len = (
-            min(context_len, rope.original_max_position_embeddings) if is_dynamic else context_len
-        )
-        self.table: torch.Tensor | None = None  # [table_len, 2, 1, rotary_dim], made when first used
+        self.context_len = context_len
+        self.table: torch.Tensor | None = None  # [context_len, 2, 1, rotary_dim], made when first used
 
     def forward(
         self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
@@ -70,17 +66,12 @@ class RotaryEmbedding(interface.RotaryEmbedding):
 
     def cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
         """float32 [num_tokens, 2, 1, rotary_dim]: (cos, cos), then (-sin, sin)."""
-        if self.rope.rope_type == "dynamic" and positions.numel() > 0:
-            seq_len = int(positions.max()) + 1
-            if seq_len > self.table_len:
-                return self._compute_cos_sin(positions, seq_len)
         if self.table is None or self.table.device != positions.device:
-            self.table = self._compute_cos_sin(torch.arange(self.table_len, device=positions.device))
+            self.table = self._compute_cos_sin(torch.arange(self.context_len, device=positions.device))
         return self.table[positions]
 
-    def _compute_cos_sin(self, positions: torch.Tensor, seq_len: int = 0) -> torch.Tensor:
-        inv_freq, factor = rope_frequencies(self.rope, seq_len)
-        angles = positions[:, None].to(torch.float32) * inv_freq.to(positions.device)
+    def _compute_cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
+        angles, factor = rope_angles(self.rope, positions)
         cos, sin = angles.cos() * factor, angles.sin() * factor
         return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1).unsqueeze(2)
 

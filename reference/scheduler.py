@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from shared.conformance.invariants import check_invariants
-
 from reference.new_token_ratio import NewTokenRatio
 from reference.schedule_batch import (
     evict_for,
@@ -15,6 +13,7 @@ from reference.schedule_batch import (
     prepare_for_extend,
 )
 from shared.config import EngineConfig, ModelConfig
+from shared.conformance.invariants import check_invariants
 from shared.finish import check_finished
 from shared.interfaces import (
     AddReqResult,
@@ -233,12 +232,10 @@ class Scheduler(interface.Scheduler):
     def run_batch(self, batch: ScheduleBatch) -> tuple[ForwardBatch, LogitsOutput, SampleOutput]:
         forward_batch = make_forward_batch(batch, self.parts.allocator.device)
         logits_output = self.parts.model_runner.forward(forward_batch)
-        info = make_sampling_batch_info(
-            batch.reqs, logits_output.next_token_logits.shape[1], logits_output.next_token_logits.device
-        )
-        sample_output = self.parts.sampler.sample(
-            logits_output.next_token_logits, info, forward_batch.seq_lens - 1
-        )
+        # Rows of the head beyond the tokenizer's ids are padding: they must never be sampled.
+        logits = logits_output.next_token_logits[:, : self.parts.num_token_ids]
+        info = make_sampling_batch_info(batch.reqs, logits.shape[1], logits.device)
+        sample_output = self.parts.sampler.sample(logits, info, forward_batch.seq_lens - 1)
         return forward_batch, logits_output, sample_output
         # --8<-- [end:run-batch]
 
@@ -274,7 +271,7 @@ class Scheduler(interface.Scheduler):
         req.output_ids.append(token_id)
         if wants_logprob:
             req.output_logprobs.append(_cut_top(logprob, req))
-        check_finished(req, 1, self.parts.decode_text, self.model_config.vocab_size)
+        check_finished(req, 1, self.parts.decode_text, self.parts.num_token_ids)
         num_before = len(req.output_ids) - 1
         if req.finished_reason is not None:
             assert req.finished_len is not None

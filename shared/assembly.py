@@ -88,6 +88,10 @@ def assemble(config: EngineConfig, clock: Callable[[], float] = time.monotonic) 
         tree_cache=tree_cache,
         policy=component("schedule_policy")(config, tree_cache),
         prefill_adder=component("prefill_adder"),
+        num_token_ids=min(
+            model_config.vocab_size,
+            tokenizer.vocab_size if tokenizer is not None else model_config.vocab_size,
+        ),
         decode_text=tokenizer.decode if tokenizer is not None else _no_text,
         clock=clock,
     )

@@ -52,7 +52,7 @@ class LLM:
         otherwise are not disturbed.
         """
         is_single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
-        batch: list[Prompt] = [prompts] if is_single or not prompts else list(prompts)  # type: ignore[list-item]
+        batch: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item]
         params = self._params_of(sampling_params, len(batch))
         collectors: list[OutputCollector] = []
         try:

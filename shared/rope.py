@@ -27,6 +27,19 @@ def rope_frequencies(rope: RopeConfig, seq_len: int = 0) -> tuple[torch.Tensor, 
     return _yarn(rope), _yarn_attention_factor(rope)
 
 
+def rope_angles(rope: RopeConfig, positions: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Angles, float32 [num_positions, rotary_dim / 2] on the positions' device, and the factor for cos and
+    sin. An angle depends on nothing but its position."""
+    inv_freq, factor = rope_frequencies(rope)
+    angles = positions[:, None].to(torch.float32) * inv_freq.to(positions.device)
+    if rope.rope_type == "dynamic":
+        is_long = positions >= rope.original_max_position_embeddings
+        for row in is_long.nonzero().flatten().tolist():
+            position = int(positions[row])
+            angles[row] = (position * rope_frequencies(rope, position + 1)[0]).to(angles.device)
+    return angles, factor
+
+
 def _unscaled(rope: RopeConfig, theta: float) -> torch.Tensor:
     """theta^(-2i / rotary_dim)"""
     dims = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device="cpu")

@@ -13,9 +13,9 @@ from shared.types import Req, SamplingBatchInfo, SamplingParams
 
 
 def make_sampling_batch_info(
-    reqs: Sequence[Req], vocab_size: int, device: torch.device | str, *, num_valid_ids: int | None = None
+    reqs: Sequence[Req], vocab_size: int, device: torch.device | str
 ) -> SamplingBatchInfo:
-    """`num_valid_ids`: ids from there to vocab_size have no token and are never sampled (None: all have)."""
+    """`vocab_size`: the columns of the logits, those that have a token."""
     params = [req.sampling_params for req in reqs]
     greedy = [p.is_greedy for p in params]
     temperatures, top_ps, min_ps, top_ks = [], [], [], []
@@ -40,7 +40,7 @@ def make_sampling_batch_info(
         is_all_greedy=all(greedy),
         needs_filter=needs_filter,
         logit_bias=_logit_bias(reqs, vocab_size, device),
-        banned=_banned(reqs, vocab_size, device, num_valid_ids),
+        banned=_banned(reqs, vocab_size, device),
         **_penalties(reqs, vocab_size, device),
         return_logprob=any(p.return_logprob for p in params),
         num_top_logprobs=min(max((p.top_logprobs_num for p in params), default=0), vocab_size),
@@ -77,26 +77,18 @@ def _logit_bias(reqs: Sequence[Req], vocab_size: int, device: torch.device | str
     return logit_bias
 
 
-def _banned(
-    reqs: Sequence[Req], vocab_size: int, device: torch.device | str, num_valid_ids: int | None
-) -> torch.Tensor | None:
+def _banned(reqs: Sequence[Req], vocab_size: int, device: torch.device | str) -> torch.Tensor | None:
     entries = [
         (row, token_id)
         for row, req in enumerate(reqs)
         for token_id in _banned_ids(req)
         if token_id < vocab_size
     ]
-    has_padding = num_valid_ids is not None and num_valid_ids < vocab_size
-    if not entries and not has_padding:
+    if not entries:
         return None
-    shared_row = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-    if has_padding:
-        shared_row[num_valid_ids:] = True
-    banned = shared_row.expand(len(reqs), vocab_size)
-    if entries:
-        rows, ids = zip(*entries)
-        banned = banned.clone()
-        banned[_on(rows, device), _on(ids, device)] = True
+    rows, ids = zip(*entries)
+    banned = torch.zeros(len(reqs), vocab_size, dtype=torch.bool, device=device)
+    banned[_on(rows, device), _on(ids, device)] = True
     return banned
 
 

@@ -84,6 +84,7 @@ class SchedulerHarness:
             tree_cache=self.tree_cache,
             policy=component("schedule_policy")(self.config, self.tree_cache),
             prefill_adder=component("prefill_adder"),
+            num_token_ids=VOCAB_SIZE,
             decode_text=lambda ids: "".join(f"<{i}>" for i in ids),
             clock=self.clock,
         )

@@ -36,8 +36,12 @@ class RMSNorm(nn.Module, ABC):
 class RotaryEmbedding(nn.Module, ABC):
     """Rotates the first `rope.rotary_dim` dimensions of every head by position-dependent angles, halves
     convention (dimension i pairs with i + rotary_dim / 2), in float32. The frequencies follow
-    `rope.rope_type`, as in the papers and in Hugging Face's configs; "dynamic" uses the base frequencies up
-    to original_max_position_embeddings and, past it, those of the longest sequence of the step."""
+    `rope.rope_type`, as in the papers and in Hugging Face's configs (`shared.rope`).
+
+    A token's angles depend on its own position alone, also with "dynamic": past the trained length a token
+    at position p turns with the frequencies of a sequence of p + 1 tokens. That is what decoding token by
+    token gives everywhere; transformers gives a long prompt computed at once the frequencies of its whole
+    length instead, so there an answer would depend on how the prompt was cut."""
 
     @abstractmethod
     def __init__(self, rope: RopeConfig, head_dim: int, context_len: int) -> None:

@@ -28,6 +28,7 @@ class SchedulerParts:
     tree_cache: PrefixCache
     policy: SchedulePolicy
     prefill_adder: type[PrefillAdder]
+    num_token_ids: int  # ids [0, this) have a token; the model's head may have more rows: padding
     decode_text: Callable[[list[int]], str]  # ids to text, special tokens included (for stop strings)
     clock: Callable[[], float]  # seconds, monotonic
 

@@ -38,7 +38,13 @@ def prompts(llm: LLM) -> list[list[int]]:
 
 
 def answers(model: str, **flags: Any) -> list[list[int]]:
-    llm = LLM(model=model, device="cpu", panel="reference", check_invariants=True, **{"max_total_tokens": 8192, **flags})
+    llm = LLM(
+        model=model,
+        device="cpu",
+        panel="reference",
+        check_invariants=True,
+        **{"max_total_tokens": 8192, **flags},
+    )
     outputs = llm.generate(prompts(llm), GREEDY, progress=False)
     assert [o.num_output_tokens for o in outputs] == [48] * len(outputs)
     return [o.output_ids for o in outputs]
@@ -53,7 +59,9 @@ def model(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def alone(model: str) -> list[list[int]]:
     """Each prompt on its own, nothing cached, nothing cut: what every configuration must give."""
-    llm = LLM(model=model, device="cpu", panel="reference", disable_radix_cache=True, chunked_prefill_size=None)
+    llm = LLM(
+        model=model, device="cpu", panel="reference", disable_radix_cache=True, chunked_prefill_size=None
+    )
     return [llm.generate(p, GREEDY, progress=False).output_ids for p in prompts(llm)]
 
 
@@ -77,7 +85,12 @@ def alone(model: str) -> list[list[int]]:
         {"schedule_policy": "random", "max_running_requests": 3},
         {"max_running_requests": 1},
         {"max_total_tokens": 256, "schedule_conservativeness": 0.01},  # memory is short: retraction
-        {"max_total_tokens": 256, "schedule_conservativeness": 0.01, "page_size": 16, "chunked_prefill_size": 32},
+        {
+            "max_total_tokens": 256,
+            "schedule_conservativeness": 0.01,
+            "page_size": 16,
+            "chunked_prefill_size": 32,
+        },
     ],
     ids=lambda flags: ",".join(f"{k}={v}" for k, v in flags.items()) or "default",
 )

@@ -86,7 +86,7 @@ def test_scores_depend_on_the_distance_only() -> None:
     assert not torch.allclose(scores[0], (q[0] * k[0]).sum(), atol=1e-1)
 
 
-def test_dynamic_scaling_follows_the_longest_sequence_of_the_step() -> None:
+def test_dynamic_scaling_follows_each_tokens_own_position() -> None:
     rope = RopeConfig("dynamic", 10000.0, 16, factor=4.0, original_max_position_embeddings=32)
     rotary_emb = RotaryEmbedding(rope, 16, 128)
 
@@ -97,15 +97,11 @@ def test_dynamic_scaling_follows_the_longest_sequence_of_the_step() -> None:
         return (position * rope_frequencies(rope, seq_len)[0]).cos()
 
     # 1e-6: a cosine's last bit depends on where in a vector register it was computed.
-    short = angles([0, 31, 7])
-    torch.testing.assert_close(short[1], cos(31, 0), rtol=0.0, atol=1e-6)
-    mixed = angles([10, 32])  # one token past the trained length changes the whole step
-    torch.testing.assert_close(mixed[0], cos(10, 33), rtol=0.0, atol=1e-6)
-    torch.testing.assert_close(mixed[1], cos(32, 33), rtol=0.0, atol=1e-6)
-    assert not torch.allclose(cos(10, 33), cos(10, 100), atol=1e-3)
-    torch.testing.assert_close(angles([10, 99])[0], cos(10, 100), rtol=0.0, atol=1e-6)
-    # And back: a later, shorter step does not remember it.
-    torch.testing.assert_close(angles([0, 31, 7]), short, rtol=0.0, atol=0.0)
+    mixed = angles([10, 31, 32, 99])
+    for row, position in enumerate((10, 31, 32, 99)):
+        torch.testing.assert_close(mixed[row], cos(position, position + 1), rtol=0.0, atol=1e-6)
+    assert not torch.allclose(cos(99, 0), cos(99, 100), atol=1e-3)
+    assert torch.equal(angles([10])[0], mixed[0])  # its mates in the step change nothing
     assert angles([]).shape == (0, 8)
 
 

@@ -25,7 +25,7 @@ def present(info: SamplingBatchInfo) -> set[str]:
 
 
 def test_plain_requests_take_no_tensor_of_vocabulary_size() -> None:
-    info = make_info([make_req(seed=3), make_req(seed=-4, temperature=0.5)], 100, num_valid_ids=100)
+    info = make_info([make_req(seed=3), make_req(seed=-4, temperature=0.5)], 100)
     assert present(info) == set()
     assert info.temperatures.tolist() == [1.0, 0.5]
     assert info.seeds.tolist() == [3, -4]
@@ -92,12 +92,6 @@ def test_stop_tokens_are_banned_until_min_new_tokens_exist() -> None:
 def test_ignore_eos_leaves_nothing_to_ban() -> None:
     req = make_req(eos=[1], min_new_tokens=3, stop_token_ids=(7,), ignore_eos=True)
     assert make_info([req], 10).banned is None
-
-
-def test_padding_is_banned_in_every_row() -> None:
-    info = make_info([make_req(), make_req(eos=[1], min_new_tokens=1)], 10, num_valid_ids=8)
-    assert info.banned.nonzero().tolist() == [[0, 8], [0, 9], [1, 1], [1, 8], [1, 9]]
-    assert info.banned.shape == (2, 10)
 
 
 def test_bias_is_added_and_minus_infinity_is_a_ban() -> None:

@@ -1,0 +1,244 @@
+"""Planted bugs in the scheduler, the policies and the prefill adder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+from reference.prefill_adder import PrefillAdder
+from reference.schedule_policy import SchedulePolicy
+from reference.scheduler import Scheduler
+from shared.interfaces import AddReqResult, PolicyResult, RadixKey
+from shared.types import FinishReason, ForwardBatch, LogitsOutput, Req, ScheduleBatch
+from tests.conformance.mutants.mutant import mutant_of
+
+
+@mutant_of("scheduler")
+class KeepsTheRetractedToken(Scheduler):
+    """Retraction drops the newest output token, though it was sent already."""
+
+    def _retract(self, req: Req) -> None:
+        super()._retract(req)
+        if len(req.output_ids) > 1:
+            req.output_ids.pop()
+
+
+@mutant_of("scheduler")
+class PositionsOffByOne(Scheduler):
+    """Decoded tokens get the position after their own."""
+
+    def run_batch(self, batch: ScheduleBatch):
+        forward = self.parts.model_runner.forward
+
+        def shifted(forward_batch: ForwardBatch) -> LogitsOutput:
+            if forward_batch.forward_mode.is_decode:
+                forward_batch = replace(forward_batch, positions=forward_batch.positions + 1)
+            return forward(forward_batch)
+
+        self.parts = replace(self.parts, model_runner=SimpleNamespace(forward=shifted))
+        try:
+            return super().run_batch(batch)
+        finally:
+            self.parts = replace(self.parts, model_runner=SimpleNamespace(forward=forward))
+
+
+@mutant_of("scheduler")
+class LosesARetractedRequest(Scheduler):
+    """A retracted request is not put back into the queue."""
+
+    def _retract(self, req: Req) -> None:
+        super()._retract(req)
+        self.waiting_queue.remove(req)
+
+
+@mutant_of("scheduler")
+class KeepsTheTokenOfAChunk(Scheduler):
+    """The token sampled after an incomplete prompt is taken for output."""
+
+    def run_batch(self, batch: ScheduleBatch):
+        for req in batch.reqs:
+            if req.num_pending_chunks:
+                req.num_pending_chunks = 0
+                self.chunked_req = None
+        return super().run_batch(batch)
+
+
+@mutant_of("scheduler")
+class AbortMatchesByPrefix(Scheduler):
+    """abort("req-1") ends req-10 as well."""
+
+    def abort(self, rid: str) -> bool:
+        rids = [r for r in self.live if r.startswith(rid)]
+        ended = [super(AbortMatchesByPrefix, self).abort(r) for r in rids]
+        return any(ended)
+
+
+@mutant_of("scheduler")
+class AbortLeaksMemory(Scheduler):
+    """A running request that is aborted leaves without giving its slots back."""
+
+    def abort(self, rid: str) -> bool:
+        req = self.live.get(rid)
+        if req is not None and req in self.running:
+            self.running.remove(req)
+            req.req_pool_idx = None
+        return super().abort(rid)
+
+
+@mutant_of("scheduler")
+class EndsTwice(Scheduler):
+    """A finished request reports its end once more."""
+
+    def _finish(self, req: Req, reason: FinishReason, num_new_tokens: int = 0) -> None:
+        super()._finish(req, reason, num_new_tokens)
+        self._report(req, 0)
+
+
+@mutant_of("scheduler")
+class NanEndsTheBatch(Scheduler):
+    """One request's NaN ends the whole batch."""
+
+    def process_batch_result(self, batch, forward_batch, logits_output, sample_output) -> None:
+        if (sample_output.next_token_ids < 0).any():
+            self._fail(batch, RuntimeError("NaN"))
+        else:
+            super().process_batch_result(batch, forward_batch, logits_output, sample_output)
+
+
+@mutant_of("scheduler")
+class FullForever(Scheduler):
+    """batch_is_full is never reset: nobody is admitted after the first shortage."""
+
+    def _finish(self, req: Req, reason: FinishReason, num_new_tokens: int = 0) -> None:
+        was_full = self.batch_is_full
+        super()._finish(req, reason, num_new_tokens)
+        self.batch_is_full = was_full
+
+
+@mutant_of("scheduler")
+class AdmitsWithoutClamping(Scheduler):
+    """max_new_tokens is taken as it is: prompt and output may not fit."""
+
+    def add_request(self, req: Req) -> None:
+        wanted = req.max_new_tokens
+        super().add_request(req)
+        req.max_new_tokens = wanted
+
+
+@mutant_of("prefill_adder")
+class ForgetsTheLock(PrefillAdder):
+    """The prefix of an added request is not locked: it may be evicted under it."""
+
+    def add_one_req(self, req: Req) -> AddReqResult:
+        result = super().add_one_req(req)
+        if result is AddReqResult.CONTINUE:
+            self.tree_cache.dec_lock_ref(req.last_node)
+        return result
+
+
+@mutant_of("prefill_adder")
+class BudgetBeforeTheLock(PrefillAdder):
+    """What is evictable is looked at once, before locking the prefix shrinks it."""
+
+    @property
+    def rem_total_tokens(self) -> int:
+        if not hasattr(self, "_first_look"):
+            self._first_look = self.allocator.available_size() + self.tree_cache.evictable_size()
+        return self._first_look - self.reserved_tokens
+
+
+@mutant_of("prefill_adder")
+class KeepsTheLockOfARefusedRequest(PrefillAdder):
+    """A request that does not fit after all leaves its prefix locked."""
+
+    def add_one_req(self, req: Req) -> AddReqResult:
+        result = super().add_one_req(req)
+        if result is AddReqResult.NO_TOKEN:
+            key = RadixKey(req.all_ids[: req.max_prefix_len], req.extra_key)
+            self.tree_cache.inc_lock_ref(self.tree_cache.match_prefix(key).last_node)
+        return result
+
+
+@mutant_of("prefill_adder")
+class MatchesTheWholePrompt(PrefillAdder):
+    """The match is not capped: a fully cached prompt would have nothing left to compute."""
+
+    def add_one_req(self, req: Req) -> AddReqResult:
+        whole = Uncapped(**vars(req))
+        result = super().add_one_req(whole)
+        vars(req).update(vars(whole))
+        self.can_run_list = [req if r is whole else r for r in self.can_run_list]
+        return result
+
+
+class Uncapped(Req):
+    @property
+    def max_prefix_len(self) -> int:
+        return self.num_tokens
+
+
+@mutant_of("prefill_adder")
+class CutsInsideAPage(PrefillAdder):
+    """A chunk ends where the budget does, not on a page."""
+
+    def _truncate(self, remaining: int, limit: int | None) -> int:
+        return remaining if limit is None else max(min(remaining, limit), 0)
+
+
+@mutant_of("prefill_adder")
+class AddsTheChunkedRequestAtAnyCost(PrefillAdder):
+    """A chunked request takes memory that is not there."""
+
+    def add_chunked_req(self, req: Req) -> Req | None:
+        limit = self.rem_chunk_tokens
+        extend_len = self._truncate(req.num_tokens - len(req.prefix_indices), limit)
+        self._extend(req, extend_len)
+        self._charge(extend_len, 0)
+        return req if len(req.fill_ids) < req.num_tokens else None
+
+
+@mutant_of("prefill_adder")
+class ReservesAllOfMaxNewTokens(PrefillAdder):
+    """A huge max_new_tokens is not clipped, and starves everybody else."""
+
+    def _reservation(self, req: Req) -> int:
+        return int((req.max_new_tokens - len(req.output_ids)) * self.new_token_ratio)
+
+
+@mutant_of("schedule_policy")
+class UnstableOrder(SchedulePolicy):
+    """Ties do not keep the queue's order."""
+
+    def order(self, waiting_queue, running) -> PolicyResult:
+        return super().order(list(waiting_queue)[::-1], running)
+
+
+@mutant_of("schedule_policy")
+class SharedPrefixesDoNotWait(SchedulePolicy):
+    """Requests that share a new prefix are all computed at once."""
+
+    def order(self, waiting_queue, running) -> PolicyResult:
+        return super().order(waiting_queue, running)._replace(deprioritized=frozenset())
+
+
+@mutant_of("schedule_policy")
+class MatchesLongQueues(SchedulePolicy):
+    """lpm matches and sorts any queue, however long."""
+
+    def _effective_policy(self, num_waiting: int) -> str:
+        return super()._effective_policy(min(num_waiting, 1))
+
+
+@mutant_of("schedule_policy")
+class IgnoresNamespaces(SchedulePolicy):
+    """In-batch prefixes are compared across namespaces."""
+
+    def _match_prefixes(self, queue):
+        keys = [req.extra_key for req in queue]
+        for req in queue:
+            req.extra_key = None
+        try:
+            return super()._match_prefixes(queue)
+        finally:
+            for req, key in zip(queue, keys):
+                req.extra_key = key
