@@ -135,7 +135,8 @@ class LLM:
     def abort(self, rid: str) -> bool:
         """End a request (with n > 1: all its samples). False when it has ended or never was."""
         rids = [r for r in self._collectors if r == rid or r.rpartition("#")[0] == rid]
-        return any([self.scheduler.abort(r) for r in rids])
+        were_alive = [self.scheduler.abort(r) for r in rids]  # a list: every one of them is to end
+        return any(were_alive)
 
     def flush_cache(self) -> bool:
         """Forget all cached prefixes. Refused (False) while requests are alive."""
