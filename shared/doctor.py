@@ -30,7 +30,7 @@ def examine() -> list[Check]:
     """All checks, in the order of a person's questions. A check that fails unexpectedly says so in its row:
     the doctor must work on the machine where nothing else does."""
     checks: list[Check] = []
-    for probe in (_system, _torch, _gpus, _packages, _models, _panels, _components):
+    for probe in (_system, _memory, _torch, _gpus, _packages, _models, _panels, _components):
         try:
             checks += probe()
         except Exception as error:  # whatever a broken installation raises
@@ -44,15 +44,20 @@ def as_json(checks: list[Check]) -> dict[str, Any]:
 
 
 def _system() -> list[Check]:
-    import psutil
-
-    memory = psutil.virtual_memory()
     return [
         Check("machine", "python", "ok", f"{platform.python_version()} ({sys.executable})"),
         Check("machine", "operating system", "ok", platform.platform()),
         Check("machine", "cpu", "ok", f"{machine.cpu_name()}, {machine.num_cpus()} cores"),
-        Check("machine", "memory", "ok", f"{_gib(memory.available)} of {_gib(memory.total)} available"),
     ]
+
+
+def _memory() -> list[Check]:
+    if machine.installed_version("psutil") is None:
+        return [Check("machine", "memory", "problem", "psutil is not installed", "pip install psutil")]
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return [Check("machine", "memory", "ok", f"{_gib(memory.available)} of {_gib(memory.total)} available")]
 
 
 def _torch() -> list[Check]:
