@@ -2,16 +2,18 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+
+nbformat = pytest.importorskip("nbformat", reason="pip install -e '.[test]'")
+nbclient = pytest.importorskip("nbclient", reason="pip install -e '.[test]'")
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-def read(path: Path) -> nbformat.NotebookNode:
+def read(path: Path) -> Any:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     return notebook
@@ -21,7 +23,7 @@ def read(path: Path) -> nbformat.NotebookNode:
 def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     notebook = read(path)
-    client = NotebookClient(
+    client = nbclient.NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
     )
     client.execute()  # a cell that raises fails the test, with its traceback
