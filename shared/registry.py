@@ -60,7 +60,8 @@ def select(panel: str, use: Mapping[str, str]) -> dict[str, str]:
         if choice not in choices(component) and not _is_target(choice):
             raise ValueError(
                 f"{component}={choice}: no such implementation; choose one of "
-                f"{', '.join(choices(component))}, or name one of yours as package.module:Class or file.py:Class"
+                f"{', '.join(choices(component))}, or name one of yours "
+                "as package.module:Class or file.py:Class"
             )
         selection[component] = choice
     return selection
