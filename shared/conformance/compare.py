@@ -35,6 +35,14 @@ def expect_equal(what: str, actual: Any, expected: Any) -> None:
         raise Mismatch(what, expected, actual)
 
 
+def expect_form(
+    what: str, actual: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """Shape, dtype (of `like`, or the one given) and device."""
+    wanted = (tuple(like.shape), dtype or like.dtype, like.device)
+    expect_equal(f"{what}, form", (tuple(actual.shape), actual.dtype, actual.device), wanted)
+
+
 def expect_true(what: str, holds: bool, actual: object = None) -> None:
     if not holds:
         raise Mismatch(what, True, actual if actual is not None else False)

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from shared import registry
 from shared.conformance.clause import Clause, clauses_in
 from shared.conformance.compare import Mismatch
 from shared.conformance.shrink import shrink
+from shared.conformance.surface import surface_clause
+from shared.conformance.time_limit import TimeLimitExceeded
+from shared.conformance.time_limit import time_limit as limit_time
 
 CONTRACTS: dict[str, tuple[str, ...]] = {
     "schedule_policy": ("schedule_policy",),
     "prefill_adder": ("prefill_adder",),
     "scheduler": ("scheduler", "scheduler_limits"),
+    "layers": ("layers", "layers_rotary"),
+    "moe": ("moe", "moe_experts"),
 }
 """component -> the modules of shared.conformance.contracts that hold its clauses"""
+
+TIME_LIMIT = 30.0
+"""Seconds for one case: the slowest of ours takes about a second."""
 
 
 @dataclass(frozen=True)
@@ -50,48 +58,104 @@ def clauses_of(component: str) -> list[Clause]:
     return [clause for module in modules for clause in clauses_in(module)]
 
 
-def check_component(component: str, target: str, *, shrink_failures: bool = True) -> Iterator[Verdict]:
-    """Every clause and case of a component against `target`: a panel, a backend's name,
-    package.module:Class or file.py:Class."""
-    clauses = clauses_of(component)
-    impl = registry.load(component, target)
+def check_component(
+    component: str,
+    target: str,
+    *,
+    clauses: Sequence[Clause] | None = None,
+    shrink_failures: bool = True,
+    time_limit: float | None = TIME_LIMIT,
+) -> Iterator[Verdict]:
+    """Every clause (or only `clauses`) and case of a component against `target`: a panel, a backend's name,
+    package.module:Class or file.py:Class. A target that cannot be found or loaded raises `ValueError`, at
+    the call. One that does not implement the interface fails that, and nothing else is tried."""
+    chosen = clauses_of(component) if clauses is None else list(clauses)
+    registry.check_choice(component, target)
+    try:
+        impl = registry.load(component, target)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever the code of somebody else's file raises when it is imported
+        raise ValueError(f"cannot load {target}: {type(error).__name__}: {error}") from error
     reference = registry.load(component, "reference")
-    yield from check_implementation(clauses, impl, reference, shrink_failures=shrink_failures)
+    return _check_surface_first(component, chosen, impl, reference, shrink_failures, time_limit)
 
 
 def check_implementation(
-    clauses: list[Clause], impl: Any, reference: Any, *, shrink_failures: bool = True
+    clauses: Sequence[Clause],
+    impl: Any,
+    reference: Any,
+    *,
+    shrink_failures: bool = True,
+    time_limit: float | None = TIME_LIMIT,
 ) -> Iterator[Verdict]:
+    """One verdict for each case, clause by clause, as they are reached. A case takes at most `time_limit`
+    seconds (see there), and so does making a failing one smaller; a clause that has run into the limit is
+    not tried on its other cases: each would take as long."""
     for clause in clauses:
         for case in clause.cases:
-            error = _error_of(clause, impl, case, reference)
+            error = _error_of(clause, impl, case, reference, time_limit)
             if error is None:
                 yield Verdict(clause, case, None)
                 continue
             smallest = case
-            if shrink_failures:
-                smallest = shrink(case, partial(_fails_here_only, clause, impl, reference))
-                error = _error_of(clause, impl, smallest, reference) or error
-            yield Verdict(clause, case, _failure(error, smallest))
+            is_late = isinstance(error, TimeLimitExceeded)
+            if shrink_failures and not is_late:
+                smallest = _smallest(clause, impl, case, reference, time_limit)
+                error = _error_of(clause, impl, smallest, reference, time_limit) or error
+            yield Verdict(clause, case, _failure(error, smallest, time_limit))
+            if is_late:
+                break
 
 
-def _fails_here_only(clause: Clause, impl: Any, reference: Any, case: Any) -> bool:
-    """A smaller case that the reference fails too makes no sense as a case."""
-    return (
-        _error_of(clause, reference, case, reference) is None
-        and _error_of(clause, impl, case, reference) is not None
-    )
+def _check_surface_first(
+    component: str,
+    clauses: Sequence[Clause],
+    impl: Any,
+    reference: Any,
+    shrink_failures: bool,
+    time_limit: float | None,
+) -> Iterator[Verdict]:
+    (verdict,) = check_implementation([surface_clause(component)], impl, reference, time_limit=None)
+    yield verdict
+    if verdict.holds:
+        yield from check_implementation(
+            clauses, impl, reference, shrink_failures=shrink_failures, time_limit=time_limit
+        )
 
 
-def _error_of(clause: Clause, impl: Any, case: Any, reference: Any) -> Exception | None:
+def _smallest(clause: Clause, impl: Any, case: Any, reference: Any, seconds: float | None) -> Any:
+    """The smallest failing case near `case` that can be found in so many seconds."""
+    end = None if seconds is None else time.monotonic() + seconds
+
+    def fails_here_only(candidate: Any) -> bool:
+        """A smaller case that the reference fails too makes no sense as a case."""
+        left = None if end is None else end - time.monotonic()
+        if left is not None and left <= 0:
+            return False
+        return (
+            _error_of(clause, reference, candidate, reference, left) is None
+            and _error_of(clause, impl, candidate, reference, left) is not None
+        )
+
+    return shrink(case, fails_here_only)
+
+
+def _error_of(
+    clause: Clause, impl: Any, case: Any, reference: Any, seconds: float | None
+) -> BaseException | None:
     try:
-        clause.run(impl, case, reference)
-    except Exception as error:  # whatever an implementation raises where it should not is its failure
+        with limit_time(seconds):
+            clause.run(impl, case, reference)
+    # Whatever an implementation raises where it should not is its failure, also a wish to end the program.
+    except (Exception, SystemExit, TimeLimitExceeded) as error:
         return error
     return None
 
 
-def _failure(error: Exception, case: Any) -> Failure:
+def _failure(error: BaseException, case: Any, seconds: float | None) -> Failure:
     if isinstance(error, Mismatch):
         return Failure(error.what, error.expected, error.actual, case)
+    if isinstance(error, TimeLimitExceeded):
+        return Failure("time limit", f"an end within {seconds:g} s", "none", case)
     return Failure("raised", "no exception", f"{type(error).__name__}: {error}", case)

@@ -29,6 +29,11 @@ _SUM = (
     "inputs exact, products summed in float32 in any order (error grows like sqrt(n) eps32), one rounding to "
     "the output's type; the absolute part covers sums that cancel, for inputs of unit variance"
 )
+_ROTARY = (
+    "an angle is a float32 product of position and frequency, and a frequency a power that libraries round "
+    "differently by an ulp: up to 1000 * 2^-23 radians at position 1000 (a hundred times that far out at "
+    "100,000), times elements of up to 4; then one rounding to the type"
+)
 _SOFTMAX = (
     "exp amplifies a score's rounding: scores of magnitude up to 10 in float32 are off by 1e-6, and so are "
     "weights relatively; half types round the probabilities before the second product (one more unit)"
@@ -50,10 +55,21 @@ TABLE: dict[str, dict[torch.dtype, Tolerance]] = {
         torch.float16: Tolerance(1e-5, 3 * _EPS[torch.float16], 2e-3, _ELEMENTWISE),
         torch.bfloat16: Tolerance(1e-5, 3 * _EPS[torch.bfloat16], 1.5e-2, _ELEMENTWISE),
     },
+    "rotary": {
+        torch.float32: Tolerance(5e-4, 0.0, 5e-5, _ROTARY),
+        torch.float16: Tolerance(5e-4, 2 * _EPS[torch.float16], 1e-3, _ROTARY),
+        torch.bfloat16: Tolerance(5e-4, 2 * _EPS[torch.bfloat16], 8e-3, _ROTARY),
+    },
+    "rotary, far": {
+        torch.float32: Tolerance(1e-1, 0.0, 1e-2, _ROTARY),
+    },
     "attention": {
         torch.float32: Tolerance(5e-6, 2e-5, 5e-6, _SOFTMAX),
         torch.float16: Tolerance(2e-3, 4 * _EPS[torch.float16], 3e-3, _SOFTMAX),
         torch.bfloat16: Tolerance(1.6e-2, 4 * _EPS[torch.bfloat16], 2e-2, _SOFTMAX),
+    },
+    "softmax": {
+        torch.float32: Tolerance(1e-9, 4e-6, 2e-6, _SOFTMAX),
     },
     "moe": {
         torch.float32: Tolerance(1e-5, 1e-4, 1e-5, _GEMM_CHAIN),

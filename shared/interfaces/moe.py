@@ -60,7 +60,16 @@ class FusedExperts(nn.Module, ABC):
 
 
 class MoE(nn.Module, ABC):
-    """Router, routed experts and shared experts of one layer, built from a panel's TopK and FusedExperts."""
+    """Router, routed experts and shared experts of one layer, built from a panel's TopK and FusedExperts.
+
+    y = experts(x, topk(gate(x), correction_bias)) + shared_expert_gate(x).sigmoid() * shared_experts(x).
+    Parameters: `gate.weight` [num_experts, hidden]; those of `experts`; if biased-grouped, `correction_bias`
+    [num_experts] float32; with shared experts `shared_experts.{gate,up,down}_proj.weight`, a SwiGLU of
+    shared_intermediate_size; and if it is gated `shared_expert_gate.weight` [1, hidden].
+    """
+
+    topk: TopK
+    experts: FusedExperts
 
     @abstractmethod
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:

@@ -1,0 +1,165 @@
+"""Clauses of the layers: RMSNorm, and the activation of the MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shared.conformance.clause import contract
+from shared.conformance.compare import expect_close, expect_equal, expect_form
+from shared.conformance.contracts.example import EXAMPLE, Example
+from shared.conformance.device import building, check_device
+from shared.conformance.inputs import FLOAT_TYPES, Inputs, type_name
+from shared.conformance.poison import amid_poison, poisoned, run_poisoned
+from shared.conformance.tolerance import tolerance
+from shared.interfaces import Layers, RMSNorm
+
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Rows:
+    """num_tokens rows; `num_heads` > 0: of so many heads each. `amid_poison`: a view into a larger tensor."""
+
+    name: str
+    num_tokens: int
+    size: int
+    dtype: torch.dtype
+    num_heads: int = 0
+    amid_poison: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size must be at least 1, got {self.size}")
+
+    def draw(self, inputs: Inputs, size: int | None = None, std: float = 1.0) -> torch.Tensor:
+        size = size or self.size
+        x = inputs.normal(self.num_tokens, max(self.num_heads, 1) * size, dtype=self.dtype, std=std)
+        x = amid_poison(x) if self.amid_poison else x
+        return x.view(self.num_tokens, self.num_heads, size) if self.num_heads else x
+
+
+def rows(num_tokens: int, size: int, dtype: torch.dtype, num_heads: int = 0) -> Rows:
+    heads = f", {num_heads} heads" * bool(num_heads)
+    return Rows(f"{num_tokens} x {size}{heads}, {type_name(dtype)}", num_tokens, size, dtype, num_heads)
+
+
+ROWS = tuple(
+    rows(num_tokens, size, dtype, num_heads)
+    for dtype in FLOAT_TYPES
+    for num_tokens, size, num_heads in (
+        (1, 1, 0),
+        (5, 63, 0),
+        (2, 127, 0),
+        (3, 128, 7),
+        (2, 129, 0),
+        (130, 80, 3),
+        (4, 1000, 0),
+        (1, 4096, 0),
+        (0, 64, 0),
+    )
+)
+
+
+def make_norm(impl: Layers, size: int, dtype: torch.dtype, weight: torch.Tensor) -> RMSNorm:
+    with building(dtype):
+        norm = impl.RMSNorm(size, EPS)
+    expect_equal(
+        "parameters", [(n, tuple(p.shape)) for n, p in norm.named_parameters()], [("weight", (size,))]
+    )
+    norm.weight.data.copy_(weight)
+    return norm
+
+
+def rms_norm64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+@contract("RMSNorm: x / sqrt(mean(x²) + eps) * weight over the last dimension; x is not modified.", ROWS)
+def rms_norm(impl: Layers, case: Rows) -> None:
+    inputs = Inputs(case.seed)
+    x, weight = case.draw(inputs), inputs.normal(case.size, dtype=case.dtype)
+    before = x.clone()
+    y = run_poisoned(make_norm(impl, case.size, case.dtype, weight), x)
+    expect_form("y", y, like=x)
+    expect_close("y", y, rms_norm64(x, weight), tolerance("norm", case.dtype))
+    expect_equal("x afterwards", x, before)
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    name: str
+    value: float
+    dtype: torch.dtype
+
+
+@contract(
+    "RMSNorm takes the mean in float32 (a square of 30000 is no float16), and adds eps before the root.",
+    tuple(
+        Magnitude(f"{value:g}, {type_name(dtype)}", value, dtype)
+        for dtype in FLOAT_TYPES
+        for value in (3e4, 256.0, 1e-2, 3e-3, 1e-3, 0.0)
+    ),
+)
+def rms_norm_magnitudes(impl: Layers, case: Magnitude) -> None:
+    inputs = Inputs(0)
+    x = case.value * inputs.normal(3, 96)
+    x[0] = case.value
+    x, weight = x.clamp(-6e4, 6e4).to(case.dtype), inputs.normal(96, dtype=case.dtype)
+    y = run_poisoned(make_norm(impl, 96, case.dtype, weight), x)
+    expect_close("y", y, rms_norm64(x, weight), tolerance("norm", case.dtype))
+
+
+@contract("add_and_norm is (norm(x + residual), x + residual), the sum rounded to their type.", ROWS)
+def add_and_norm(impl: Layers, case: Rows) -> None:
+    inputs = Inputs(case.seed)
+    x, residual = case.draw(inputs), case.draw(inputs)
+    weight = inputs.normal(case.size, dtype=case.dtype)
+    total = x + residual
+    norm = make_norm(impl, case.size, case.dtype, weight)
+    y, new_residual = run_poisoned(norm.add_and_norm, x.clone(), residual.clone())
+    expect_form("norm(x + residual)", y, like=x)
+    expect_form("x + residual", new_residual, like=x)
+    expect_equal("x + residual", new_residual, total)
+    expect_close("norm(x + residual)", y, rms_norm64(total, weight), tolerance("norm", case.dtype))
+
+
+@contract("Rows do not touch each other: one of NaN leaves the others as they are.", EXAMPLE)
+def rms_norm_rows_are_independent(impl: Layers, case: Example) -> None:
+    inputs = Inputs(0)
+    x, weight = inputs.normal(5, 100), inputs.normal(100)
+    norm = make_norm(impl, 100, torch.float32, weight)
+    x[2] = poisoned((100,), x.dtype)
+    y = run_poisoned(norm, x)
+    added = run_poisoned(norm.add_and_norm, x.clone(), torch.zeros_like(x))[0]
+    for what, result in (("norm", y), ("add_and_norm", added)):
+        expect_close(what, result, rms_norm64(x, weight), tolerance("norm", x.dtype))
+
+
+@contract("SiluAndMul: silu of the first half times the second, silu in float32.", ROWS)
+def silu_and_mul(impl: Layers, case: Rows) -> None:
+    x = case.draw(Inputs(case.seed), 2 * case.size, std=4.0)
+    with building(case.dtype):
+        act_fn = impl.SiluAndMul()
+    y = run_poisoned(act_fn, x)
+    gate, up = x.double().chunk(2, dim=-1)
+    expected = gate / (1 + torch.exp(-gate)) * up
+    expect_form("y", y, like=up, dtype=case.dtype)
+    expect_close("y", y, expected, tolerance("elementwise", case.dtype))
+
+
+@contract(
+    "silu overflows nowhere: it is 0 far on the left and the gate itself far on the right.",
+    tuple(Magnitude(f"{v:g}, {type_name(t)}", v, t) for t in FLOAT_TYPES for v in (20.0, 90.0, 1e4)),
+)
+def silu_extremes(impl: Layers, case: Magnitude) -> None:
+    gate_up = torch.tensor([[-case.value, case.value, 0.0, 1.0, 2.0, 3.0]], dtype=case.dtype)
+    with building(case.dtype):
+        act_fn = impl.SiluAndMul()
+    y = run_poisoned(act_fn, gate_up.to(check_device()))
+    expected = torch.tensor([[0.0, 2 * case.value, 0.0]], dtype=torch.float64)
+    # silu(-20) is -4e-8: within the absolute part.
+    expect_close("y", y, expected, tolerance("elementwise", case.dtype))

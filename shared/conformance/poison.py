@@ -1,0 +1,63 @@
+"""Memory that must not be read before it is written, filled with what shows when it is."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+INT_POISON = -7919
+"""No token, expert, slot or position: as an index it is out of every range, from both ends."""
+
+
+def poison_(tensor: torch.Tensor) -> torch.Tensor:
+    """Overwrite with NaN, or with `INT_POISON`; returns the tensor."""
+    return tensor.fill_(torch.nan if tensor.is_floating_point() else INT_POISON)
+
+
+def poisoned(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None
+) -> torch.Tensor:
+    return poison_(torch.empty(tuple(shape), dtype=dtype, device=device))
+
+
+def amid_poison(tensor: torch.Tensor, margin: int = 3) -> torch.Tensor:
+    """The same values as a view into a larger tensor of poison: rows before and after it, and columns beside
+    it, so that it is contiguous in its last dimension only. Kernels that assume a dense layout, or read past
+    an end, find NaN."""
+    sizes = [
+        size + 2 * margin if dim in (0, tensor.dim() - 1) else size for dim, size in enumerate(tensor.shape)
+    ]
+    view = poisoned(sizes, tensor.dtype, tensor.device)
+    for dim in {0, tensor.dim() - 1}:
+        view = view.narrow(dim, margin, tensor.shape[dim])
+    return view.copy_(tensor)
+
+
+@contextlib.contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Within, torch.empty and its like hold NaN or the largest integer: what an implementation forgets to
+    write is found."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operations without a deterministic twin: they may run
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.utils.deterministic.fill_uninitialized_memory = fills
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def run_poisoned(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args) as an engine calls it, without gradients, amid poisoned allocations."""
+    with torch.inference_mode(), poisoned_allocations():
+        return function(*args)
