@@ -37,6 +37,7 @@ class World:
             page_size, self.allocator, self.req_to_token_pool, **options
         )
         self.live: list[Req] = []
+        self.num_admitted = 0
         self.kv: dict[int, tuple[Any, ...]] = {}
 
     def admit(
@@ -44,8 +45,9 @@ class World:
     ) -> Req | None:
         """Match, lock, and compute the prompt (or `chunk` tokens of it). None, and nothing changed but the
         cache's times and borders, when memory does not suffice."""
+        self.num_admitted += 1
         req = Req(
-            rid=f"req-{len(self.kv)}-{len(self.live)}",
+            rid=f"req-{self.num_admitted}",
             origin_input_ids=list(tokens),
             sampling_params=SamplingParams(),
             seed=0,
@@ -59,11 +61,9 @@ class World:
         return self._start(req, None)
 
     def extend(self, req: Req, chunk: int | None = None) -> bool:
-        """Compute what follows prefix_indices, up to `chunk` tokens."""
+        """Compute what follows prefix_indices, up to `chunk` tokens. False, nothing changed: no memory."""
         start = len(req.prefix_indices)
         end = req.num_tokens if chunk is None else min(start + chunk, req.num_tokens)
-        req.fill_ids = req.all_ids[:end]
-        req.extend_input_len = end - start
         self._make_room(-(-end // self.page_size) * self.page_size - start)
         last_loc = int(req.prefix_indices[-1]) if start else -1
         slots = self.allocator.alloc_extend([start], [end], [last_loc])
@@ -71,6 +71,8 @@ class World:
             return False
         self.req_to_token_pool.write(req.req_pool_idx, start, slots)
         self._compute(req, start, slots)
+        req.fill_ids = req.all_ids[:end]
+        req.extend_input_len = end - start
         req.kv_committed_len = req.kv_allocated_len = end
         return True
 

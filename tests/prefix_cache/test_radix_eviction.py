@@ -160,13 +160,18 @@ def test_lfu_breaks_ties_by_the_last_access(impl: str) -> None:
 
 def test_lfu_halves_of_a_split_start_from_the_hits_of_the_whole(impl: str) -> None:
     tree = Tree(impl, "lfu")
-    tree.insert([1, 2, 3])
+    tree.insert([1, 2, 3])  # one hit
     for _ in range(3):
         tree.match([1, 2, 3])
     tree.insert([4])
     tree.match([4])
-    tree.match([1])  # splits; [2, 3] has had four hits, [4] two
-    assert tree.eviction_order() == [[4], [2, 3], [1]]
+    tree.match([1])  # splits: [2, 3] has had four hits, [1] five, [4] two
+    tree.cache.evict(1)
+    assert tree.keys() == [[1], [2, 3]]
+    tree.insert([5])
+    for _ in range(3):
+        tree.match([5])  # as often as [2, 3], and later
+    assert tree.eviction_order() == [[2, 3], [5], [1]]
 
 
 def test_fifo_goes_by_creation_whatever_was_used_since(impl: str) -> None:
