@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shared.commands import bench, chat, doctor, generate
+from shared.commands import bench, chat, check, doctor, generate
 
 
 class _OneLineErrors(TyperGroup):
@@ -34,6 +34,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
+app.command("check")(check.check)
 app.add_typer(bench.app, name="bench")
 
 

@@ -57,14 +57,18 @@ def select(panel: str, use: Mapping[str, str]) -> dict[str, str]:
     for component, available in IMPLEMENTATIONS.items():
         selection[component] = panel if panel in available else "reference"
     for component, choice in use.items():
-        if choice not in choices(component) and not _is_target(choice):
-            raise ValueError(
-                f"{component}={choice}: no such implementation; choose one of "
-                f"{', '.join(choices(component))}, or name one of yours "
-                "as package.module:Class or file.py:Class"
-            )
+        check_choice(component, choice)
         selection[component] = choice
     return selection
+
+
+def check_choice(component: str, choice: str) -> None:
+    """Raise `ValueError` listing the right ones for a name that stands for nothing."""
+    if choice not in choices(component) and not _is_target(choice):
+        raise ValueError(
+            f"{component}={choice}: no such implementation; choose one of {', '.join(choices(component))}, "
+            "or name one of yours as package.module:Class or file.py:Class"
+        )
 
 
 def has_optimized() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "scheduler": ("scheduler", "scheduler_limits"),
     "layers": ("layers", "layers_rotary"),
     "moe": ("moe", "moe_experts"),
+    "models": ("models", "models_weights"),
 }
 """component -> the modules of shared.conformance.contracts that hold its clauses"""
 
@@ -158,4 +160,10 @@ def _failure(error: BaseException, case: Any, seconds: float | None) -> Failure:
         return Failure(error.what, error.expected, error.actual, case)
     if isinstance(error, TimeLimitExceeded):
         return Failure("time limit", f"an end within {seconds:g} s", "none", case)
-    return Failure("raised", "no exception", f"{type(error).__name__}: {error}", case)
+    return Failure("raised", "no exception", f"{type(error).__name__}: {error} ({_place(error)})", case)
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised: the innermost line of Python."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}"

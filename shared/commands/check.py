@@ -1,0 +1,240 @@
+"""`diptych check`: hold an implementation to every clause of its component's contract."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from shared.conformance.clause import Clause
+    from shared.conformance.suite import Verdict
+
+
+def check(
+    component: Annotated[str, typer.Argument(help="What it implements: radix_cache, scheduler ...")],
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help="A panel, a backend, package.module:Class or file.py:Class. Components that are modules "
+            "of classes: package.module or file.py.",
+            show_default=False,
+        ),
+    ] = None,
+    clause: Annotated[
+        list[str] | None,
+        typer.Option("--clause", metavar="NAME", help="Only this clause. May be repeated."),
+    ] = None,
+    list_clauses: Annotated[
+        bool, typer.Option("--list", help="List the clauses with their sentences, and run nothing.")
+    ] = False,
+    shrink: Annotated[bool, typer.Option(help="Look for the smallest input that fails.")] = True,
+    time_limit: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that a case may take before it counts as failed.")
+    ] = 30.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything to this file as well.")
+    ] = None,
+) -> None:
+    """Run the contract of COMPONENT against TARGET.
+
+    Exit status 0: every clause holds; 1: something fails; 2: nothing could be checked.
+    """
+    from shared.conformance import suite
+
+    clauses = _chosen(suite.clauses_of(component), clause or [])
+    if list_clauses:
+        print_clauses(clauses)
+        return
+    if target is None:
+        raise ValueError(
+            f"what shall be checked? Name an implementation of {component}, or use --list"
+        )
+    verdicts = suite.check_component(
+        component, target, clauses=clauses, shrink_failures=shrink, time_limit=time_limit
+    )
+    num_cases = 1 + sum(len(each.cases) for each in clauses)
+    results = gather(_with_progress(verdicts, num_cases))
+    print_results(results, f"{component}: {target}")
+    if json_file is not None:
+        report = {"component": component, "target": target, **as_json(results)}
+        json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if not all(result.holds for result in results):
+        raise typer.Exit(1)
+
+
+@dataclass
+class Result:
+    """The verdicts on one clause."""
+
+    clause: Clause
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    @property
+    def failures(self) -> list[Verdict]:
+        return [verdict for verdict in self.verdicts if not verdict.holds]
+
+    @property
+    def num_held(self) -> int:
+        return len(self.verdicts) - len(self.failures)
+
+    @property
+    def holds(self) -> bool:
+        return not self.failures
+
+
+def gather(verdicts: Iterator[Verdict]) -> list[Result]:
+    results: list[Result] = []
+    for verdict in verdicts:
+        if not results or results[-1].clause is not verdict.clause:
+            results.append(Result(verdict.clause))
+        results[-1].verdicts.append(verdict)
+    return results
+
+
+def as_json(results: list[Result]) -> dict[str, Any]:
+    return {
+        "holds": all(result.holds for result in results),
+        "clauses": [
+            {
+                "name": result.clause.name,
+                "kind": result.clause.kind,
+                "statement": result.clause.statement,
+                "num_cases": len(result.clause.cases),
+                "num_held": result.num_held,
+                "failures": [_failure_as_json(verdict) for verdict in result.failures],
+            }
+            for result in results
+        ],
+    }
+
+
+def _failure_as_json(verdict: Verdict) -> dict[str, Any]:
+    assert verdict.failure is not None
+    return {
+        "case": dict(case_fields(verdict.case)),
+        "smallest_case": dict(case_fields(verdict.failure.smallest_case)),
+        "what": verdict.failure.what,
+        "expected": repr(verdict.failure.expected),
+        "actual": repr(verdict.failure.actual),
+    }
+
+
+def case_fields(case: Any) -> list[tuple[str, str]]:
+    """(field, value) of a case, as text."""
+    if not is_dataclass(case):
+        return [("case", repr(case))]
+    return [(each.name, repr(getattr(case, each.name))) for each in fields(case)]
+
+
+def _chosen(clauses: list[Clause], names: list[str]) -> list[Clause]:
+    known = [clause.name for clause in clauses]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"no clause {', '.join(unknown)}; the clauses are {', '.join(known)}")
+    return [clause for clause in clauses if not names or clause.name in names]
+
+
+def _with_progress(verdicts: Iterator[Verdict], total: int) -> Iterator[Verdict]:
+    """A bar on a terminal's stderr while the verdicts come; it is gone when they are printed."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total)
+        for verdict in verdicts:
+            progress.update(task, advance=1, description=verdict.clause.name)
+            yield verdict
+
+
+def print_clauses(clauses: list[Clause]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("clause", "kind", "cases")
+    table.add_column("what must hold", overflow="fold")
+    for clause in clauses:
+        cells = (clause.name, clause.kind, str(len(clause.cases)), clause.statement)
+        table.add_row(*map(Text, cells))
+    Console().print(table)
+
+
+def print_results(results: list[Result], title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    table = Table(title=title)
+    table.add_column("clause", overflow="fold")
+    table.add_column("kind")
+    table.add_column("cases", justify="right")
+    table.add_column("verdict")
+    for result in results:
+        table.add_row(
+            Text(result.clause.name),
+            result.clause.kind,
+            f"{result.num_held}/{len(result.clause.cases)}",
+            Text("holds", "green") if result.holds else Text("fails", "bold red"),
+        )
+    console.print(table)
+    failing = [result for result in results if not result.holds]
+    for result in failing:
+        console.print()
+        _print_failure(console, result)
+    if failing:
+        console.print()
+        console.print(f"{len(failing)} of {len(results)} clauses fail", style="bold red")
+    else:
+        num_cases = sum(len(result.verdicts) for result in results)
+        console.print(f"all {len(results)} clauses hold, in {num_cases} cases", style="green")
+
+
+def _print_failure(console: Any, result: Result) -> None:
+    """One failing clause: what it says, and the first of the cases in which it does not hold."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    first = result.failures[0]
+    failure = first.failure
+    assert failure is not None
+    console.print(Text(result.clause.name, "bold red"))
+    console.print(Padding(Text(result.clause.statement), (0, 2)))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+
+    def row(label: str, value: str) -> None:
+        grid.add_row(label, Text(value))
+
+    case = failure.smallest_case
+    is_smaller = case != first.case
+    label = getattr(first.case, "name", None)
+    row("case", str(label) if label is not None else repr(first.case))
+    shown = [(name, value) for name, value in case_fields(case) if name != "name"]
+    for i, (name, value) in enumerate(shown):
+        heading = ("smallest input" if is_smaller else "input") if i == 0 else ""
+        row(heading, f"{name} = {value}")
+    row("what", failure.what)
+    row("expected", _readable(failure.expected))
+    row("got", _readable(failure.actual))
+    if len(result.failures) > 1:
+        others = [str(getattr(each.case, "name", each.case)) for each in result.failures[1:]]
+        row("also in", ", ".join(others))
+    not_run = len(result.clause.cases) - len(result.verdicts)
+    if not_run:
+        row("not run", f"{not_run} more cases: each could take as long")
+    console.print(Padding(grid, (0, 2)))
+
+
+def _readable(value: object) -> str:
+    """A sentence as it is; anything else as Python writes it."""
+    return value if isinstance(value, str) else repr(value)

@@ -1,0 +1,48 @@
+"""An alarm for code that may never return."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+REPEAT = 1.0  # seconds between alarms once the time is up: code may swallow one
+
+
+class TimeLimitExceeded(BaseException):
+    """No `Exception`: an implementation that catches those must not catch this."""
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Within the block, `TimeLimitExceeded` is raised once so many seconds have passed; None: never.
+
+    Made of a signal, so it works where signals do: in the main thread, on Linux and macOS. Elsewhere there
+    is no limit. A call into C that does not return to Python is not interrupted. Timers nest: one that was
+    running before goes on afterwards.
+    """
+    if seconds is None or not can_limit_time():
+        yield
+        return
+
+    def ring(signal_number: int, frame: FrameType | None) -> None:
+        raise TimeLimitExceeded
+
+    handler_before = signal.signal(signal.SIGALRM, ring)
+    start = time.monotonic()
+    left_before, interval_before = signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, handler_before)
+        if left_before:
+            left = left_before - (time.monotonic() - start)
+            signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3), interval_before)
+
+
+def can_limit_time() -> bool:
+    return hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
