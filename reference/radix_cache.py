@@ -223,23 +223,22 @@ class RadixCache(interface.PrefixCache):
 
     # --8<-- [start:radix-split]
     def _split(self, child: TreeNode, upper_len: int) -> TreeNode:
-        """Cut a node in two and return the new upper half. `child` stays the lower one: requests that hold
-        it still hold all of their path. Both halves were stored, used and locked alike so far."""
+        """Cut a node in two and return the new upper half, untouched yet. `child` stays the lower one:
+        requests that hold it still hold all of their path. Both were stored, hit and locked alike so far."""
         upper = self._new_node(
             child.parent,
             child.key[:upper_len],
-            child.value[:upper_len].clone(),
+            child.value[:upper_len],
             child.extra_key,
             creation_time=child.creation_time,
             priority=child.priority,
         )
-        upper.last_access_time = child.last_access_time
         upper.hit_count = child.hit_count
         upper.lock_ref = child.lock_ref
         upper.parent.children[self._child_key(upper.key, 0, upper.extra_key)] = upper
         child.parent = upper
         child.key = child.key[upper_len:]
-        child.value = child.value[upper_len:].clone()
+        child.value = child.value[upper_len:]
         upper.children[self._child_key(child.key, 0, child.extra_key)] = child
         return upper
         # --8<-- [end:radix-split]

@@ -193,10 +193,27 @@ def test_priority_goes_least_important_first_then_by_the_last_access(impl: str) 
     assert tree.eviction_order() == [[4], [2], [3], [1]]
 
 
-def test_priority_is_raised_along_the_path_and_never_lowered(impl: str) -> None:
+def test_priority_is_raised_and_never_lowered(impl: str) -> None:
+    tree = Tree(impl, "priority")
+    for token, priority in ((1, 0), (2, 3), (3, 4)):
+        tree.insert([token], priority)
+    tree.insert([1], priority=7)
+    tree.insert([3], priority=1)
+    assert tree.eviction_order() == [[2], [3], [1]]
+
+
+def test_priority_is_raised_along_the_path(impl: str) -> None:
     tree = Tree(impl, "priority")
     tree.insert([1, 2, 3], priority=0)
-    tree.insert([8], priority=3)
     tree.insert([1, 9], priority=7)  # [1] is worth 7 now, [2, 3] still 0
-    tree.insert([8], priority=1)
-    assert tree.eviction_order() == [[2, 3], [8], [9], [1]]
+    tree.insert([8], priority=7)
+    tree.match([1])
+    assert tree.eviction_order() == [[2, 3], [9], [8], [1]]
+
+
+def test_halves_of_a_split_are_as_important_as_the_whole(impl: str) -> None:
+    tree = Tree(impl, "priority")
+    tree.insert([1, 2, 3], priority=5)
+    tree.insert([8], priority=5)
+    tree.match([1])
+    assert tree.eviction_order() == [[2, 3], [8], [1]]

@@ -191,7 +191,7 @@ def test_agrees_with_the_model(impl: str, page_size: int, policy: str, data: st.
     tokens = st.lists(st.integers(0, 1), max_size=4 * page_size + 3)
     space = st.sampled_from([None, None, "a", "b"])
     comparison = Comparison(impl, page_size, policy, is_bigram=data.draw(st.booleans()))
-    for _ in range(data.draw(st.integers(1, 25))):
+    for _ in range(data.draw(st.integers(1, 40))):
         match data.draw(st.sampled_from(["insert", "insert", "insert", "match", "lock", "unlock", "evict"])):
             case "insert":
                 comparison.insert(data.draw(tokens), data.draw(space), data.draw(st.integers(-1, 2)))

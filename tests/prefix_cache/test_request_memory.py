@@ -258,9 +258,10 @@ def test_namespaces_do_not_share_between_requests(impl: str) -> None:
     assert_idle(world)
 
 
-def test_a_request_s_priority_protects_its_tokens(impl: str) -> None:
+@pytest.mark.parametrize("is_insert", [True, False])
+def test_a_request_s_priority_protects_its_tokens(impl: str, is_insert: bool) -> None:
     world = World(impl, 1, eviction_policy="priority")
-    world.finish(world.prefill([1, 2, 3], priority=5))
+    world.finish(world.prefill([1, 2, 3], priority=5), is_insert)
     world.finish(world.prefill([4, 5, 6], priority=1))
     world.match([4, 5, 6])
     world.cache.evict(1)
