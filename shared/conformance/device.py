@@ -15,12 +15,13 @@ def check_device() -> torch.device:
 
 
 @contextlib.contextmanager
-def building(dtype: torch.dtype) -> Iterator[None]:
-    """Modules made here have parameters of this dtype on the device under check, as an engine makes them."""
+def building(dtype: torch.dtype, device: str | None = None) -> Iterator[None]:
+    """Modules made here have parameters of this dtype on this device (default: the one under check), as an
+    engine makes them."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with check_device():
+        with torch.device(device or check_device()):
             yield
     finally:
         torch.set_default_dtype(before)

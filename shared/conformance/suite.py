@@ -24,6 +24,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "layers": ("layers", "layers_rotary"),
     "moe": ("moe", "moe_experts"),
     "models": ("models", "models_weights"),
+    "model_runner": ("model_runner",),
 }
 """component -> the modules of shared.conformance.contracts that hold its clauses"""
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from model_harness import Session, build_model, cut, greedy, hf_greedy, load_saved, random_hf_model
+from model_harness import build_model, greedy, hf_greedy, load_saved, random_hf_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shared.config import ModelConfig, MoEConfig
 from shared.conformance.configs import CONFIGS
+from shared.conformance.model_session import ModelSession
 from shared.interfaces import CausalLM
 from shared.weights import dummy_weights, iterate_weights
 
@@ -55,28 +56,6 @@ def test_logits_and_greedy_text(pair: tuple[PreTrainedModel, CausalLM]) -> None:
     assert_same_greedy(greedy(model, prompt, NUM_NEW, CHUNKS), expected)
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("name", ["llama-llama3", "qwen3-layer-types", "qwen3-moe", "mixtral"])
-def test_batch_mates_change_nothing(name: str, page_size: int) -> None:
-    config = ModelConfig.from_dict(CONFIGS[name])
-    model = build_model(config)
-    model.load_weights(dummy_weights(config, seed=3))
-    prompts = [make_prompt(length, seed=length) for length in (80, 1, 37)]
-    alone = [Session(model).step({0: prompt})[0] for prompt in prompts]
-
-    session = Session(model, num_reqs=3, page_size=page_size)
-    pieces = [cut(prompt, chunks) for prompt, chunks in zip(prompts, [(50, 29), (), (36,)])]
-    together: list[list[torch.Tensor]] = [[], [], []]
-    # First 50 tokens, 1 and 36; then 29 and a last token; then a last token alone.
-    for step in range(3):
-        new_ids = {i: pieces[i][step] for i in (2, 0, 1) if step < len(pieces[i])}
-        for i, logits in zip(new_ids, session.step(new_ids)):
-            together[i].append(logits)
-    for i in range(3):
-        # Logits of size 4; a product with more rows may sum in another order.
-        torch.testing.assert_close(torch.cat(together[i]), alone[i], rtol=0.0, atol=5e-5)
-
-
 def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
     if "rope" in changes:
         changes["rope"] = replace(config.rope, **changes["rope"])
@@ -111,7 +90,7 @@ def test_a_wrong_model_does_not_pass(name: str, changes: dict[str, Any]) -> None
     for its_config in (config, changed(config, **changes)):
         model = build_model(its_config)
         model.load_weights(dummy_weights(its_config))
-        logits.append(Session(model).step({0: make_prompt()})[0])
+        logits.append(ModelSession(model).step({0: make_prompt()})[0])
     assert (logits[0] - logits[1]).abs().max() > 20 * TOLERANCE
 
 

@@ -1,0 +1,258 @@
+"""Clauses of the models: logits of every family, however the tokens come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared import registry
+from shared.config import ModelConfig
+from shared.conformance.clause import agreement, contract
+from shared.conformance.compare import expect_close, expect_equal, expect_form, expect_true
+from shared.conformance.configs import CONFIGS
+from shared.conformance.contracts.example import EXAMPLE, Example
+from shared.conformance.device import building
+from shared.conformance.inputs import HALF_TYPES, Inputs, type_name
+from shared.conformance.model_session import ModelSession
+from shared.conformance.poison import run_poisoned
+from shared.conformance.tolerance import tolerance
+from shared.interfaces import CausalLM
+from shared.weights import dummy_weights
+
+Models = Any
+"""A module (or namespace) with `model_class(architecture)`."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A family's small model with random weights, and random tokens: a prompt, cut into chunks of these
+    lengths and the rest, then so many tokens one by one."""
+
+    name: str
+    config: str
+    num_prompt: int
+    chunks: tuple[int, ...] = ()
+    num_decode: int = 0
+    page_size: int = 1
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if sum(self.chunks) >= self.num_prompt or 0 in self.chunks:
+            raise ValueError(f"chunks {self.chunks} do not cut a prompt of {self.num_prompt} tokens")
+
+    def model_config(self) -> ModelConfig:
+        return ModelConfig.from_dict(CONFIGS[self.config])
+
+    def pieces(self) -> list[list[int]]:
+        length = self.num_prompt + self.num_decode
+        ids = Inputs(self.seed).integers(self.model_config().vocab_size, length).tolist()
+        lens = [*self.chunks, self.num_prompt - sum(self.chunks), *[1] * self.num_decode]
+        ends = [sum(lens[: i + 1]) for i in range(len(lens))]
+        return [ids[end - size : end] for size, end in zip(lens, ends)]
+
+
+def texts(num_prompt: int, chunks: tuple[int, ...] = (), num_decode: int = 0) -> tuple[Text, ...]:
+    return tuple(Text(config, config, num_prompt, chunks, num_decode) for config in CONFIGS)
+
+
+def make_model(
+    impl: Models, config: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> CausalLM:
+    model = new_model(impl, config, dtype)
+    model.load_weights(dummy_weights(config, seed))
+    return model.eval()
+
+
+def new_model(
+    impl: Models, config: ModelConfig, dtype: torch.dtype = torch.float32, device: str | None = None
+) -> CausalLM:
+    """Without weights, with the reference's layers and experts."""
+    layers, moe = registry.load("layers", "reference"), registry.load("moe", "reference")
+    with building(dtype, device):
+        return impl.model_class(config.architecture)(config, layers, moe)
+
+
+def logits_of(model: CausalLM, case: Text) -> torch.Tensor:
+    """Of every token, in order."""
+    session = ModelSession(model, max_len=case.num_prompt + case.num_decode, page_size=case.page_size)
+    return torch.cat([run_poisoned(session.step, {0: piece})[0] for piece in case.pieces()])
+
+
+def expect_same_logits(impl: Models, case: Text, reference: Models) -> None:
+    """The reference has the same weights (rounded to the case's type) and computes in float64."""
+    config = case.model_config()
+    actual = logits_of(make_model(impl, config, case.dtype, case.seed), case)
+    expected = logits_of(make_model(reference, config, case.dtype, case.seed).double(), case)
+    expect_form("logits", actual, like=expected, dtype=torch.float32)
+    expect_close("logits", actual, expected, tolerance("logits", case.dtype))
+
+
+@agreement("Logits of a prompt computed at once are the reference's, for every family.", texts(80))
+def prefill(impl: Models, case: Text, reference: Models) -> None:
+    expect_same_logits(impl, case, reference)
+
+
+@agreement(
+    "Logits of a prompt computed in chunks are the reference's, for every family.", texts(80, (1, 33, 15))
+)
+def chunked_prefill(impl: Models, case: Text, reference: Models) -> None:
+    expect_same_logits(impl, case, reference)
+
+
+@agreement(
+    "Logits of tokens computed one by one are the reference's, for every family.", texts(45, num_decode=20)
+)
+def decode(impl: Models, case: Text, reference: Models) -> None:
+    expect_same_logits(impl, case, reference)
+
+
+@agreement(
+    "In a half type logits are float32 still, and close to those of exact arithmetic.",
+    tuple(
+        Text(f"{config}, {type_name(dtype)}", config, 40, (17,), 3, 4, dtype)
+        for config in ("llama-biases", "llama-llama3", "mistral-window", "qwen2-yarn", "qwen3-layer-types")
+        for dtype in HALF_TYPES
+    ),
+)
+def half_types(impl: Models, case: Text, reference: Models) -> None:
+    """Dense families only: in the others a rounded router logit may choose another expert."""
+    expect_same_logits(impl, case, reference)
+
+
+@agreement(
+    "forward gives the hidden states after the final norm, and writes every layer's K and V to "
+    "out_cache_loc, nothing elsewhere.",
+    texts(30, (13,)),
+)
+def hidden_states_and_kv(impl: Models, case: Text, reference: Models) -> None:
+    config = case.model_config()
+    sessions = [
+        ModelSession(make_model(impl, config), max_len=64),
+        ModelSession(make_model(reference, config).double(), max_len=64),
+    ]
+    close = tolerance("logits", torch.float32)
+    for piece in case.pieces():
+        batches = [session.forward_batch({0: piece}) for session in sessions]
+        actual, expected = (run_poisoned(s.hidden_states, batch) for s, batch in zip(sessions, batches))
+        expect_form("hidden states", actual, like=expected, dtype=torch.float32)
+        expect_close("hidden states", actual, expected, close)
+        buffers = zip(*(session.kv_buffers() for session in sessions))
+        for i, (ours, theirs) in enumerate(buffers):
+            what = f"{'KV'[i // config.num_hidden_layers]} of layer {i % config.num_hidden_layers}"
+            # Where nobody has written, NaN is expected.
+            expect_close(what, ours, theirs, close)
+
+
+@dataclass(frozen=True)
+class Mates:
+    """Requests: how long the prompt is, and its first chunk."""
+
+    name: str
+    config: str
+    requests: tuple[tuple[int, int], ...] = ((80, 50), (1, 1), (37, 36))
+    page_size: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.requests or any(len(request) != 2 or min(request) < 1 for request in self.requests):
+            raise ValueError("a request has a prompt and a first chunk")
+
+    def texts(self) -> list[Text]:
+        return [
+            Text("", self.config, n, (chunk,) if chunk < n else (), 2, seed=self.seed + i)
+            for i, (n, chunk) in enumerate(self.requests)
+        ]
+
+
+@contract(
+    "A request's logits do not depend on its batch-mates, whether they extend or decode beside it.",
+    tuple(
+        Mates(f"{config}, page {page_size}", config, page_size=page_size)
+        for config in ("llama-llama3", "llama-dynamic", "qwen3-layer-types", "qwen3-moe", "mixtral")
+        for page_size in (1, 4)
+    ),
+)
+def batch_mates(impl: Models, case: Mates) -> None:
+    texts = case.texts()
+    model = make_model(impl, texts[0].model_config())
+    alone = [logits_of(model, text) for text in texts]
+    session = ModelSession(model, num_reqs=len(texts), page_size=case.page_size)
+    pieces = [text.pieces() for text in texts]
+    together: list[list[torch.Tensor]] = [[] for _ in texts]
+    for step in range(max(len(p) for p in pieces)):
+        new_ids = {i: pieces[i][step] for i in reversed(range(len(texts))) if step < len(pieces[i])}
+        for i, logits in zip(new_ids, run_poisoned(session.step, new_ids)):
+            together[i].append(logits)
+    for i, logits in enumerate(alone):
+        expect_close(f"request {i}", torch.cat(together[i]), logits, tolerance("logits", torch.float32))
+
+
+@contract(
+    "A model holds no state of requests: two sessions that take turns give what each gives alone.",
+    tuple(
+        Mates(config, config, ((40, 21), (33, 5)))
+        for config in ("llama-dynamic", "mistral-window", "qwen3-moe")
+    ),
+)
+def turns(impl: Models, case: Mates) -> None:
+    texts = case.texts()
+    model = make_model(impl, texts[0].model_config())
+    alone = [logits_of(model, text) for text in texts]
+    sessions = [ModelSession(model, max_len=64) for _ in texts]
+    pieces = [text.pieces() for text in texts]
+    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    for step in range(max(len(p) for p in pieces)):
+        for i, session in enumerate(sessions):
+            if step < len(pieces[i]):
+                found[i] += run_poisoned(session.step, {0: pieces[i][step]})
+    for i, logits in enumerate(alone):
+        expect_close(f"session {i}", torch.cat(found[i]), logits, tolerance("logits", torch.float32))
+
+
+@dataclass(frozen=True)
+class Head:
+    name: str
+    config: str
+    num_rows: int
+    dtype: torch.dtype = torch.float32
+
+
+@contract(
+    "compute_logits: float32 [n, vocab_size], the product with the head, which may be the embedding.",
+    tuple(
+        Head(f"{config}, {n} rows, {type_name(dtype)}", config, n, dtype)
+        for config in ("llama-llama3", "llama-linear")
+        for dtype in (torch.float32, *HALF_TYPES)
+        for n in (0, 1, 63)
+    ),
+)
+def head(impl: Models, case: Head) -> None:
+    config = ModelConfig.from_dict(CONFIGS[case.config])
+    model = make_model(impl, config, case.dtype)
+    hidden_states = Inputs(0).normal(case.num_rows, config.hidden_size, dtype=case.dtype)
+    name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    weight = dict(dummy_weights(config))[name].to(case.dtype).double()
+    logits = run_poisoned(model.compute_logits, hidden_states)
+    expected = hidden_states.cpu().double() @ weight.T
+    expect_form("logits", logits, like=expected.to(hidden_states.device), dtype=torch.float32)
+    expect_close("logits", logits, expected, tolerance("logits", case.dtype))
+
+
+@contract(
+    "model_class knows every family, and refuses the others by name, listing those that it knows.", EXAMPLE
+)
+def model_class(impl: Models, case: Example) -> None:
+    known = {config["architectures"][0] for config in CONFIGS.values()}
+    for architecture in known:
+        found = impl.model_class(architecture)
+        expect_true(f"{architecture} is a CausalLM", issubclass(found, CausalLM), found)
+    try:
+        result: object = impl.model_class("GPT2LMHeadModel")
+    except ValueError as error:
+        result = str(error)
+    for name in ("GPT2LMHeadModel", *known):
+        expect_true(f"the error names {name}", isinstance(result, str) and name in result, result)
+    expect_equal("type of what came", type(result), str)
