@@ -71,7 +71,8 @@ class PrefixCache(ABC):
         req_to_token_pool: ReqToTokenPool | None = None,
         eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = "lru",
         is_bigram: bool = False,
-    ) -> None: ...
+    ) -> None:
+        """A page_size below 1 and an unknown policy are a `ValueError`."""
 
     @abstractmethod
     def match_prefix(self, key: RadixKey) -> MatchResult:
@@ -100,7 +101,8 @@ class PrefixCache(ABC):
     @abstractmethod
     def evict(self, num_tokens: int) -> int:
         """Free at least so many tokens, if so many are evictable, and return how many were freed. Removes
-        whole leaves in the eviction policy's order, never a locked node, and parents once they are leaves.
+        whole leaves in the eviction policy's order, no more of them than suffice, never a locked node, and
+        parents once they are leaves.
 
         Order, first evicted first: lru (last access), lfu (hits, last access; a hit is a match or an insert
         through the node), fifo (creation), priority (priority, last access). A new node has no hit; the

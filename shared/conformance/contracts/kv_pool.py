@@ -1,0 +1,180 @@
+"""Clauses of the memory pools, second part: TokenToKVPool, the K and V of every slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared.conformance.clause import contract
+from shared.conformance.compare import expect_equal, expect_true
+from shared.conformance.contracts.example import EXAMPLE, Example
+from shared.conformance.device import check_device
+from shared.conformance.inputs import Inputs, type_name
+from shared.conformance.poison import amid_poison
+from shared.interfaces import TokenToKVPool
+
+SIZE, PAGE_SIZE, NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 16, 4, 3, 2, 8
+NUM_SLOTS = SIZE + PAGE_SIZE
+
+
+@dataclass(frozen=True)
+class PoolType:
+    name: str
+    dtype: torch.dtype
+
+
+POOL_TYPES = tuple(
+    PoolType(type_name(dtype), dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)
+)
+
+
+def kv_pool(impl: Any, dtype: torch.dtype = torch.float32) -> TokenToKVPool:
+    """Every slot of every layer holds numbers of its own."""
+    pool: TokenToKVPool = impl.TokenToKVPool(
+        SIZE, PAGE_SIZE, NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, dtype, check_device()
+    )
+    inputs = Inputs(seed=0)
+    for layer_id in range(NUM_LAYERS):
+        for buffer in (pool.k_buffer, pool.v_buffer):
+            buffer(layer_id).copy_(inputs.normal(NUM_SLOTS, NUM_KV_HEADS, HEAD_DIM))
+    return pool
+
+
+def contents(pool: TokenToKVPool) -> list[torch.Tensor]:
+    """Copies of K of all layers, then V."""
+    return [
+        buffer(layer_id).clone()
+        for buffer in (pool.k_buffer, pool.v_buffer)
+        for layer_id in range(NUM_LAYERS)
+    ]
+
+
+def expect_contents(what: str, pool: TokenToKVPool, expected: list[torch.Tensor]) -> None:
+    for i, (actual, wanted) in enumerate(zip(contents(pool), expected)):
+        expect_equal(f"{what}: {'KV'[i // NUM_LAYERS]} of layer {i % NUM_LAYERS}", actual, wanted)
+
+
+def slots(*ids: int) -> torch.Tensor:
+    return torch.tensor(ids, dtype=torch.int64, device=check_device())
+
+
+@contract("k_buffer and v_buffer are views of [size + page_size, num_kv_heads, head_dim].", POOL_TYPES)
+def buffers_are_views(impl: Any, case: PoolType) -> None:
+    pool = kv_pool(impl, case.dtype)
+    expect_equal(
+        "size, page_size, num_layers, dtype",
+        (pool.size, pool.page_size, pool.num_layers, pool.dtype),
+        (SIZE, PAGE_SIZE, NUM_LAYERS, case.dtype),
+    )
+    expected = contents(pool)
+    for i, buffer in enumerate((pool.k_buffer, pool.v_buffer)):
+        form = (tuple(buffer(2).shape), buffer(2).dtype, buffer(2).device.type)
+        expect_equal(
+            "a buffer's form",
+            form,
+            ((NUM_SLOTS, NUM_KV_HEADS, HEAD_DIM), case.dtype, check_device().type),
+        )
+        buffer(2)[7] = 1.5
+        expected[i * NUM_LAYERS + 2][7] = 1.5
+    expect_contents("written through the buffers", pool, expected)
+
+
+@contract("store writes K and V of one layer to their slots, and nothing else.", POOL_TYPES)
+def store_writes_its_slots(impl: Any, case: PoolType) -> None:
+    pool, inputs = kv_pool(impl, case.dtype), Inputs(seed=1)
+    k, v = (inputs.normal(3, NUM_KV_HEADS, HEAD_DIM, dtype=case.dtype) for _ in range(2))
+    expected = contents(pool)
+    expected[1][slots(9, 4, 19)] = k
+    expected[NUM_LAYERS + 1][slots(9, 4, 19)] = v
+    pool.store(1, slots(9, 4, 19), k, v)
+    expect_contents("after store", pool, expected)
+
+
+@contract("store casts to the pool's dtype.", POOL_TYPES)
+def store_casts(impl: Any, case: PoolType) -> None:
+    for dtype in {torch.float32, torch.bfloat16} - {case.dtype}:
+        pool, inputs = kv_pool(impl, case.dtype), Inputs(seed=2)
+        k, v = (inputs.normal(2, NUM_KV_HEADS, HEAD_DIM, dtype=dtype) for _ in range(2))
+        pool.store(0, slots(4, 5), k, v)
+        expect_equal(f"K from {dtype}", pool.k_buffer(0)[4:6], k.to(case.dtype))
+        expect_equal(f"V from {dtype}", pool.v_buffer(0)[4:6], v.to(case.dtype))
+
+
+def _merged(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    both = torch.cat([torch.full_like(k, torch.nan), k, v], dim=1)
+    return both[:, NUM_KV_HEADS : 2 * NUM_KV_HEADS], both[:, 2 * NUM_KV_HEADS :]
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    make: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@contract(
+    "k and v may be views: of one merged tensor, or amid other memory.",
+    (Layout("merged", _merged), Layout("amid others", lambda k, v: (amid_poison(k), amid_poison(v)))),
+)
+def store_takes_views(impl: Any, case: Layout) -> None:
+    pool, inputs = kv_pool(impl), Inputs(seed=3)
+    k, v = (inputs.normal(3, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
+    pool.store(2, slots(6, 17, 8), *case.make(k, v))
+    expect_equal("K", pool.k_buffer(2)[slots(6, 17, 8)], k)
+    expect_equal("V", pool.v_buffer(2)[slots(6, 17, 8)], v)
+
+
+@contract("Several tokens may go to the dummy page; live slots stay right.", EXAMPLE)
+def padding_goes_to_the_dummy_page(impl: Any, case: Example) -> None:
+    pool, inputs = kv_pool(impl), Inputs(seed=4)
+    k, v = (inputs.normal(4, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
+    expected = contents(pool)
+    expected[0][6], expected[NUM_LAYERS][6] = k[1], v[1]
+    pool.store(0, slots(0, 6, 0, 0), k, v)
+    for i in (0, NUM_LAYERS):  # which of several tokens a dummy slot keeps is nobody's business
+        (pool.k_buffer(0) if i == 0 else pool.v_buffer(0))[0] = expected[i][0]
+    expect_contents("after store", pool, expected)
+
+
+@dataclass(frozen=True)
+class Move:
+    name: str
+    pairs: tuple[tuple[int, int], ...]  # (target, source)
+
+    def __post_init__(self) -> None:
+        targets = [pair[0] for pair in self.pairs]
+        if any(len(pair) != 2 for pair in self.pairs) or len(set(targets)) < len(targets):
+            raise ValueError("pairs of (target, source), targets distinct")
+
+
+@contract(
+    "move copies the KV of all layers, as if all sources were read before any target is written.",
+    (
+        Move("nothing", ()),
+        Move("apart", ((4, 12), (5, 9))),
+        Move("one source twice", ((4, 12), (5, 12))),
+        Move("to itself", ((7, 7), (8, 9))),
+        Move("forward by one", ((5, 4), (6, 5), (7, 6), (8, 7))),
+        Move("backward by one", ((4, 5), (5, 6), (6, 7), (7, 8))),
+        Move("a ring", ((4, 5), (5, 6), (6, 4))),
+    ),
+)
+def move_reads_before_it_writes(impl: Any, case: Move) -> None:
+    pool = kv_pool(impl)
+    expected = contents(pool)
+    for layer in expected:
+        before = layer.clone()
+        for target, source in case.pairs:
+            layer[target] = before[source]
+    pool.move(slots(*(target for target, _ in case.pairs)), slots(*(source for _, source in case.pairs)))
+    expect_contents("after move", pool, expected)
+
+
+@contract("num_bytes_per_token counts K and V of all layers.", POOL_TYPES)
+def bytes_per_token(impl: Any, case: PoolType) -> None:
+    pool = kv_pool(impl, case.dtype)
+    num_bytes = sum(buffer.numel() * buffer.element_size() for buffer in contents(pool))
+    expect_equal("num_bytes_per_token", pool.num_bytes_per_token, num_bytes // NUM_SLOTS)
+    expect_true("it is a whole number of bytes", num_bytes % NUM_SLOTS == 0)
