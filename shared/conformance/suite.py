@@ -35,6 +35,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "moe": ("moe", "moe_experts"),
     "models": ("models", "models_weights"),
     "model_runner": ("model_runner",),
+    "sampler": ("sampler", "sampler_rows", "sampler_logprobs", "sampler_distribution"),
 }
 """component -> the modules of shared.conformance.contracts that hold its clauses"""
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from scipy import stats
 
+from shared.conformance.chi_square import ALPHA
 from shared.noise import gumbel_noise, hash_noise
-from tests.sampler.make import ALPHA
 
 NUM_BUCKETS = 64
 

@@ -1,8 +1,0 @@
-import pytest
-
-from reference.sampler import Sampler
-
-
-@pytest.fixture
-def sampler() -> Sampler:
-    return Sampler()
