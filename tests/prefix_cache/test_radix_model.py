@@ -206,6 +206,7 @@ def test_agrees_with_the_model(impl: str, page_size: int, policy: str, data: st.
         comparison.check()
     while comparison.locked:
         comparison.unlock(0)
-    comparison.evict(comparison.allocator.size)
-    comparison.check()
+    while comparison.model.ends:  # one leaf at a time: the whole order is compared
+        comparison.evict(1)
+        comparison.check()
     assert comparison.allocator.available_size() == comparison.allocator.size
