@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shared.commands import bench, chat, check, doctor, generate
+from shared.commands import bench, chat, check, diff, doctor, generate
 
 
 class _OneLineErrors(TyperGroup):
@@ -35,6 +35,7 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
 app.command("check")(check.check)
+app.command("diff")(diff.diff)
 app.add_typer(bench.app, name="bench")
 
 

@@ -51,9 +51,7 @@ def check(
         print_clauses(clauses)
         return
     if target is None:
-        raise ValueError(
-            f"what shall be checked? Name an implementation of {component}, or use --list"
-        )
+        raise ValueError(f"what shall be checked? Name an implementation of {component}, or use --list")
     verdicts = suite.check_component(
         component, target, clauses=clauses, shrink_failures=shrink, time_limit=time_limit
     )

@@ -1,0 +1,239 @@
+"""`diptych diff`: two configurations in lockstep on the same prompts; where do they part first?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared import registry
+
+if TYPE_CHECKING:
+    from shared.conformance.outcome import Outcome
+    from shared.engine import LLM
+
+QUESTIONS = (
+    "What is 12 + 30?",
+    "Mara is a baker. Mara lives in Bergen. Otto bought 12 eggs. Otto has a red notebook. "
+    "In which city does Mara live?",
+    "Write a JSON record about a baker named Mara.",
+)
+RANDOM_PROMPT_LENS = (5, 17, 40)  # for a model without a tokenizer
+MAX_TOTAL_TOKENS = 8192
+"""KV pool of each side unless a flag says otherwise: two engines share the machine."""
+
+BOTH_SIDES = ("model", "tokenizer", "load_format", "random_seed", "panel", "use")
+
+
+def diff(
+    a: Annotated[
+        str, typer.Option("--a", metavar="PANEL|COMPONENT=IMPLEMENTATION,...", help="What to compare with.")
+    ] = "reference",
+    b: Annotated[
+        str,
+        typer.Option(
+            "--b",
+            metavar="PANEL|COMPONENT=IMPLEMENTATION,...",
+            help="What is compared: optimized; attention=triton; sampler=file.py:Class,moe=reference. "
+            "Components that are not named come from the panel, by default the reference.",
+        ),
+    ] = "reference",
+    a_flags: Annotated[
+        str, typer.Option(metavar="FLAG=VALUE,...", help="Engine flags of A: page_size=16,context_len=512.")
+    ] = "",
+    b_flags: Annotated[str, typer.Option(metavar="FLAG=VALUE,...", help="Engine flags of B.")] = "",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Built-in model, local folder or Hugging Face id.")
+    ] = "tiny-dense",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights.")] = "auto",
+    random_seed: Annotated[int, typer.Option(help="Of dummy weights and random prompts.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, mps, cuda or cuda:1.")] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="A question to ask instead of the built-in ones. May be repeated."),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue each prompt as it is, without the chat template.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 32,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Stop after so many batches of a side.", show_default=False)
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on to --max-new-tokens whatever is sampled.")
+    ] = False,
+    teacher_forced: Annotated[
+        bool, typer.Option("--teacher-forced", help="B goes on with A's tokens: look beyond a near tie.")
+    ] = False,
+    strict_schedule: Annotated[
+        bool, typer.Option("--strict-schedule", help="Batches that are not the same are a divergence.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False, help="Folder for a report and the tensors that part.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Run A and B on the same prompts, greedily, and compare every layer and op of every token.
+
+    Exit status 0: no divergence (near ties are reported, not counted); 1: they diverge; 2: nothing could
+    be compared.
+    """
+    choices = parse_side(a), parse_side(b)
+    sides = [choices[0] | parse_flags(a_flags), choices[1] | parse_flags(b_flags)]
+    common: dict[str, Any] = {
+        "model": model,
+        "load_format": load_format,
+        "random_seed": random_seed,
+        "dtype": dtype,
+    }
+    common |= {"device": device, "max_total_tokens": MAX_TOTAL_TOKENS}
+
+    from shared.conformance.lockstep import Lockstep
+    from shared.engine import LLM
+    from shared.types import SamplingParams
+
+    engines = [LLM(**(common | side)) for side in sides]
+    prompts = make_prompts(engines[0], prompt, raw, random_seed)
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos)
+    lockstep = Lockstep(*engines, teacher_forced=teacher_forced, strict_schedule=strict_schedule)
+    outcome = _run(lockstep, prompts, params, steps)
+    facts = {
+        "A": _label(choices[0], a_flags),
+        "B": _label(choices[1], b_flags),
+        "model": model,
+        "dtype, device": f"{str(outcome.dtype).removeprefix('torch.')}, {engines[1].config.device}",
+        "prompts": f"{len(prompts)}, at most {max_new_tokens} new tokens each, greedy"
+        + ", B with A's tokens" * teacher_forced,
+    }
+    print_outcome(outcome, facts)
+    if out is not None:
+        from shared.conformance.report import write_report
+
+        print("written:", *write_report(outcome, out, facts))
+    if outcome.divergence is not None:
+        raise typer.Exit(1)
+
+
+def parse_side(text: str) -> dict[str, Any]:
+    """ "optimized" or "attention=triton" or both, separated by commas -> panel and use."""
+    pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
+    panels = [piece for piece in pieces if "=" not in piece]
+    unknown = [panel for panel in panels if panel not in registry.PANELS]
+    if unknown or len(panels) > 1:
+        raise ValueError(
+            f"a side is one of {', '.join(registry.PANELS)}, and component=implementation, got {text!r}"
+        )
+    use = registry.parse_use(",".join(piece for piece in pieces if "=" in piece))
+    for component, choice in use.items():
+        registry.check_choice(component, choice)
+    return {"panel": panels[0] if panels else "reference", "use": use}
+
+
+def parse_flags(text: str) -> dict[str, Any]:
+    """ "page_size=16,enable_mixed_chunk=true" -> engine flags, each of its field's type."""
+    flags: dict[str, Any] = {}
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, value = piece.partition("=")
+        if not equals:
+            raise ValueError(f"engine flags are given as flag=value, got {piece!r}")
+        name = name.strip().replace("-", "_")
+        if name in BOTH_SIDES:
+            raise ValueError(f"{name} is no flag of one side: use --a, --b or the option for both")
+        flags[name] = _value(name, value.strip())
+    return flags
+
+
+def _value(name: str, text: str) -> Any:
+    from shared.config import EngineConfig
+
+    field = EngineConfig.__dataclass_fields__.get(name)
+    if field is None:
+        names = (each for each in EngineConfig.__dataclass_fields__ if each not in BOTH_SIDES)
+        raise ValueError(f"unknown flag {name}; the flags are {', '.join(names)}")
+    kind = str(field.type)
+    if text.lower() == "none" and "None" in kind:
+        return None
+    if kind.startswith("bool"):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{name} must be true or false, got {text!r}")
+        return text.lower() == "true"
+    for number in (int, float):
+        if kind.startswith(number.__name__):
+            try:
+                return number(text)
+            except ValueError:
+                raise ValueError(f"{name} must be a number ({kind}), got {text!r}") from None
+    return text
+
+
+def make_prompts(llm: LLM, texts: list[str] | None, raw: bool, seed: int) -> list[list[int]]:
+    """Token ids: of the texts, else of the built-in questions; random ones for a model without tokenizer."""
+    if llm.tokenizer is None:
+        if texts:
+            raise ValueError(f"{llm.config.model} has no tokenizer: it takes no --prompt")
+        import random
+
+        generator = random.Random(seed)
+        size = llm.model_config.vocab_size
+        return [[generator.randrange(size) for _ in range(length)] for length in RANDOM_PROMPT_LENS]
+    texts = texts or list(QUESTIONS)
+    if raw:
+        return [llm.tokenizer.encode(text) for text in texts]
+    return [llm.tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+
+
+def _label(side: dict[str, Any], flags: str) -> str:
+    use = (f"{component}={choice}" for component, choice in side["use"].items())
+    return ", ".join([side["panel"], *use, *filter(None, [flags])])
+
+
+def _run(lockstep: Any, prompts: list[list[int]], params: Any, steps: int | None) -> Outcome:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return lockstep.run(prompts, params, steps)  # type: ignore[no-any-return]
+    with console.status("running A and B ...") as status:
+        return lockstep.run(  # type: ignore[no-any-return]
+            prompts, params, steps, lambda outcome: status.update(f"{outcome.num_tokens} tokens compared")
+        )
+
+
+def print_outcome(outcome: Outcome, facts: dict[str, str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from shared.conformance.report import summary
+
+    console = Console()
+
+    def print_rows(rows: list[tuple[str, str]]) -> None:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, value in rows:
+            grid.add_row(name, Text(value))
+        console.print(grid)
+
+    print_rows(list(facts.items()))
+    console.print()
+    if outcome.divergence is not None:
+        console.print("first divergence", style="bold red")
+        print_rows(outcome.divergence.rows())
+    else:
+        console.print("no divergence", style="bold green")
+        table = Table("kind of op", "largest error", "allowed")
+        for heading in ("op", "token"):
+            table.add_column(heading, overflow="fold")
+        for kind, worst in outcome.worst.items():
+            token = f"{worst.key[0]}, position {worst.key[1]}"
+            table.add_row(kind, f"{worst.ratio:.2e}", f"{worst.limit:.2e}", worst.op, Text(token))
+        console.print(table)
+    console.print()
+    for line in summary(outcome):
+        console.print(Text(line))

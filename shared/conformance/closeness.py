@@ -1,0 +1,122 @@
+"""How close two results inside a running model must be: each has its own rounding, and what it inherited."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shared.conformance.compare import divmod_index
+from shared.conformance.tolerance import EXACT, Tolerance, tolerance
+
+ROWS = {
+    "norm": "norm",
+    "elementwise": "elementwise",
+    "rotary": "rotary",
+    "attention": "attention",
+    # One product rounds less than two with a rounding between them; a whole block is at least that.
+    "linear": "moe",
+    "mlp": "moe",
+    "block": "moe",
+    "layer": "moe",
+    "logits": "logits",
+}
+"""kind of op -> row of the table of tolerances"""
+
+GROWTH = 3.0
+"""An op may hand on this many times the error that earlier ops had: the largest growth measured on the
+built-in models, beyond what an op's own row covers, was 2.9 (bfloat16, a chunked and paged run against a
+plain one)."""
+
+PEAK = 5.0
+"""A single element may err by so many times the root mean square: of normal errors, one in a million does."""
+
+
+_TINY = 1e-300  # keeps a division by zero out of what is masked anyway
+
+
+@dataclass(frozen=True)
+class RowError:
+    """The first row of two [n, ...] tensors that are not close, and its worst element."""
+
+    row: int
+    index: tuple[int, ...]  # within the row
+    a: float
+    b: float
+    ratio: float  # ‖a - b‖ / ‖a‖ of the row
+    allowed: float  # the limit of `error`
+    num_beyond: int  # elements of the row that are beyond their limit
+    num_elements: int
+
+    @property
+    def error(self) -> float:
+        return abs(self.a - self.b)
+
+
+def allowed_between(kind: str, dtype: torch.dtype, inherited: float) -> Tolerance:
+    """What an op's results may differ by when its inputs differ by `inherited` (relative, root mean square).
+
+    The rows of the table are for exact inputs of unit variance. So `atol` counts in units of a row's root
+    mean square here, and all three bounds grow with what was inherited; but the root mean square never
+    beyond the row for a whole model, "logits".
+    """
+    if kind in ("ids", "embedding"):
+        return EXACT
+    own = tolerance(ROWS[kind], dtype)
+    if kind == "logits":
+        return own
+    grown = GROWTH * inherited
+    whole_model = tolerance("logits", dtype).rms
+    return Tolerance(
+        atol=own.atol + PEAK * grown,
+        rtol=own.rtol + grown,
+        rms=max(own.rms, min(own.rms + grown, whole_model)),
+        reason=f"{own.reason}; earlier ops differ by up to {inherited:.1e}",
+    )
+
+
+def compare_rows(a: torch.Tensor, b: torch.Tensor, limit: Tolerance) -> tuple[torch.Tensor, RowError | None]:
+    """[n, ...] twice, on the CPU -> ‖a - b‖ / ‖a‖ of each row, float64 [n], and the first row that exceeds
+    the limit in an element or as a whole; None: all are close. In float64. Equal infinities and NaNs are no
+    error; one that stands alone is an infinite one."""
+    if torch.equal(a, b):
+        return torch.zeros(a.shape[0], dtype=torch.float64), None
+    error, expected = _errors(a, b)
+    norms = torch.linalg.vector_norm(expected, dim=1)
+    distances = torch.linalg.vector_norm(error, dim=1)
+    ratios = torch.where(norms > 0, distances / norms.clamp(min=_TINY), distances)
+    scale = norms[:, None] / expected.shape[1] ** 0.5
+    limits = limit.atol * scale + limit.rtol * expected.abs()
+    beyond = error > limits
+    is_bad = beyond.any(dim=1) | (ratios > limit.rms)
+    if not is_bad.any():
+        return ratios, None
+    row = int(is_bad.nonzero()[0])
+    excess = torch.where(error[row] > 0, error[row] / limits[row].clamp(min=_TINY), 0.0)
+    worst = int(excess.argmax())
+    return ratios, RowError(
+        row=row,
+        index=divmod_index(worst, a.shape[1:]),
+        a=float(a[row].flatten()[worst]),
+        b=float(b[row].flatten()[worst]),
+        ratio=float(ratios[row]),
+        allowed=float(limits[row, worst]),
+        num_beyond=int(beyond[row].sum()),
+        num_elements=error.shape[1],
+    )
+
+
+def error_ratio(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Of one row: ‖a - b‖ / ‖a‖."""
+    return float(compare_rows(a[None], b[None], EXACT)[0])
+
+
+def _errors(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 [n, elements]: |a - b|, and a with what is not finite as zero."""
+    a, b = (x.reshape(x.shape[0], -1).to(torch.float64) for x in (a, b))
+    error = (a - b).abs()
+    if torch.isfinite(error).all():
+        return error, a
+    same = (a == b) | (torch.isnan(a) & torch.isnan(b))
+    error = torch.nan_to_num(torch.where(same, 0.0, error), nan=torch.inf)
+    return error, torch.where(torch.isfinite(a), a, 0.0)

@@ -1,0 +1,254 @@
+"""Watches an engine at work, from outside: what every layer and op of every step gave, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared import interfaces
+from shared.engine import LLM
+from shared.types import ForwardBatch, ForwardMode, LogitsOutput, Req, SampleOutput, SamplingBatchInfo
+from shared.types.attention import AttentionLayer, BatchAttention
+
+Key = tuple[str, int]
+"""(request id, position): one token of a run. What is computed for it depends on neither batch nor step."""
+
+Force = Callable[[list["Key | None"], torch.Tensor], torch.Tensor]
+
+INPUT_IDS, LOGITS, SAMPLED_IDS = "input_ids", "logits", "sampled_ids"
+
+
+@dataclass
+class Rows:
+    """Tensors with one row for each key; None is a row that belongs to no request (padding)."""
+
+    keys: list[Key | None]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # op -> [len(keys), ...], as executed
+
+
+@dataclass
+class StepRecord:
+    """One batch. `step` counts from 1."""
+
+    step: int
+    forward_mode: ForwardMode
+    rids: list[str | None]
+    seq_lens: tuple[int, ...]
+    tokens: Rows  # of every token: input id, layers, ops
+    heads: Rows  # of every request's last token: logits, sampled id
+    kinds: dict[str, str]  # op -> kind of op: which row of the tolerance table it is held to
+
+    @property
+    def schedule(self) -> dict[str, object]:
+        """What the scheduler decided, slots aside."""
+        return {
+            "forward mode": self.forward_mode.name,
+            "requests": self.rids,
+            "sequence lengths": list(self.seq_lens),
+            "positions": [key and key[1] for key in self.tokens.keys],
+            "input ids": self.tokens.tensors[INPUT_IDS].tolist(),
+        }
+
+
+class Recorder:
+    """Attached to an engine until `close`. Forward hooks see the model's modules; attention and sampler are
+    wrapped. Names are the model's own without the leading "model.": layers.3.mlp, norm, embed_tokens.
+
+    Beside the modules, for layer i: layers.i.self_attn.rotated_q (what attention is asked), .stored_k and
+    .stored_v (what the pool holds for the new tokens), .attention (what it answers). A module's result is
+    taken when it has one row for each token; a decoder layer that returns (x, residual) counts as their sum.
+
+    A step that the model runner replays without calling the modules leaves only logits and sampled ids.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.reqs: dict[str, Req] = {}  # every request submitted while attached
+        self.force: Force | None = None  # (keys, sampled ids) -> the ids to go on with
+        self._records: list[StepRecord] = []
+        self._undo: list[Callable[[], None]] = []
+        self._num_steps = 0
+        self._open: StepRecord | None = None  # the batch that the model is computing
+        self._last: StepRecord | None = None  # the batch whose logits wait for the sampler
+        parts = llm.assembly.parts
+        self._forward = self._hide(parts.model_runner, "forward", self._watched_forward)
+        self._sample = self._hide(parts.sampler, "sample", self._watched_sample)
+        self._add_request = self._hide(llm.scheduler, "add_request", self._watched_add_request)
+        model = llm.assembly.model
+        self._attach(model.register_forward_pre_hook(self._before_model, with_kwargs=True))
+        for name, module in model.named_modules():
+            self._watch(name.removeprefix("model."), module)
+
+    def take(self) -> list[StepRecord]:
+        """The batches since the last call."""
+        records, self._records = self._records, []
+        return records
+
+    def close(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    # ---- what is put around what ----
+
+    def _hide(self, target: Any, method: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        """An attribute of the instance hides the class's method until it is deleted again."""
+        hidden: Callable[..., Any] = getattr(target, method)
+        setattr(target, method, wrapper)
+        self._undo.append(lambda: delattr(target, method))
+        return hidden
+
+    def _attach(self, handle: Any) -> None:
+        self._undo.append(handle.remove)
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        kind = _kind_of(name, module)
+        if kind is None:
+            return
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            self._see(name, kind, output)
+
+        self._attach(module.register_forward_hook(after))
+        if isinstance(module, interfaces.RMSNorm):
+            add_and_norm = module.add_and_norm
+
+            def watched(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                normed, residual = add_and_norm(x, residual)
+                self._see(name, kind, normed)
+                return normed, residual
+
+            self._hide(module, "add_and_norm", watched)
+
+    def _see(self, op: str, kind: str, output: Any) -> None:
+        if self._open is None:
+            return  # a head's product outside the forward pass
+        if kind == "layer" and isinstance(output, tuple):
+            x, residual = output
+            output = x + residual
+        rows = self._open.tokens
+        if isinstance(output, torch.Tensor) and output.shape[:1] == (len(rows.keys),):
+            rows.tensors[op] = output.detach().clone()
+            self._open.kinds[op] = kind
+
+    # ---- what happens in a step ----
+
+    def _watched_add_request(self, req: Req) -> None:
+        self._add_request(req)
+        self.reqs[req.rid] = req
+
+    def _watched_forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
+        if forward_batch.forward_mode is ForwardMode.IDLE:
+            return self._forward(forward_batch)
+        record = self._new_record(forward_batch)
+        self._open = record
+        try:
+            output = self._forward(forward_batch)
+        finally:
+            self._open = None
+        record.heads.tensors[LOGITS] = output.next_token_logits.detach().clone()
+        record.kinds[LOGITS] = "logits"
+        self._records.append(record)
+        self._last = record
+        return output
+
+    def _watched_sample(
+        self, logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor, *args: Any, **more: Any
+    ) -> SampleOutput:
+        output: SampleOutput = self._sample(logits, info, positions, *args, **more)
+        record = self._last
+        if record is None or len(record.heads.keys) != len(output.next_token_ids):
+            return output
+        self._last = None
+        record.heads.tensors[SAMPLED_IDS] = output.next_token_ids.detach().clone()
+        record.kinds[SAMPLED_IDS] = "ids"
+        if self.force is not None:
+            output = output._replace(next_token_ids=self.force(record.heads.keys, output.next_token_ids))
+        return output
+
+    def _before_model(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The model sees attention through a handle: hand it one whose backend is watched."""
+
+        def watched(value: Any) -> Any:
+            if self._open is None or not isinstance(value, BatchAttention):
+                return value
+            return replace(value, backend=_WatchedBackend(value, self._see))
+
+        return tuple(map(watched, args)), {name: watched(value) for name, value in kwargs.items()}
+
+    def _new_record(self, forward_batch: ForwardBatch) -> StepRecord:
+        by_row = {req.req_pool_idx: rid for rid, req in self.reqs.items() if req.req_pool_idx is not None}
+        rids = [by_row.get(row) for row in forward_batch.req_pool_indices.tolist()]
+        positions = forward_batch.positions.tolist()
+        tokens: list[Key | None] = []
+        for rid, num_tokens in zip(rids, forward_batch.extend_seq_lens_cpu):
+            first = len(tokens)
+            tokens += [rid and (rid, p) for p in positions[first : first + num_tokens]]  # type: ignore[misc]
+        is_verify = forward_batch.forward_mode is ForwardMode.TARGET_VERIFY
+        heads = tokens if is_verify else [tokens[row] for row in forward_batch.last_token_rows.tolist()]
+        self._num_steps += 1
+        return StepRecord(
+            step=self._num_steps,
+            forward_mode=forward_batch.forward_mode,
+            rids=rids,
+            seq_lens=forward_batch.seq_lens_cpu,
+            tokens=Rows(tokens, {INPUT_IDS: forward_batch.input_ids.clone()}),
+            heads=Rows(heads),
+            kinds={INPUT_IDS: "ids"},
+        )
+
+
+class _WatchedBackend:
+    """An attention backend whose `run` is seen; everything else is the backend's own."""
+
+    def __init__(self, attention: BatchAttention, see: Callable[[str, str, Any], None]) -> None:
+        self._attention = attention
+        self._see = see
+
+    def run(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        plan: Any,
+        *,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        pool, slots = self._attention.kv_pool, self._attention.out_cache_loc
+        name = f"layers.{layer.layer_id}.self_attn"
+        self._see(f"{name}.rotated_q", "rotary", q)
+        self._see(f"{name}.stored_k", "rotary", pool.k_buffer(layer.layer_id)[slots])
+        self._see(f"{name}.stored_v", "linear", pool.v_buffer(layer.layer_id)[slots])
+        output = self._attention.backend.run(q, layer, plan, k=k, v=v)
+        self._see(f"{name}.attention", "attention", output)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention.backend, name)
+
+
+def _kind_of(name: str, module: nn.Module) -> str | None:
+    """The kind of op that a module is; None for one that is not looked at."""
+    parts = name.split(".")
+    if not name or isinstance(module, (nn.ModuleList, interfaces.RotaryEmbedding)):
+        return None  # a rotary embedding is shared by all layers: rotated_q and stored_k tell its result
+    if "experts" in parts[:-1]:
+        return None  # a single expert sees some of the tokens, in an order of its own
+    if isinstance(module, interfaces.RMSNorm):
+        return "norm"
+    if isinstance(module, interfaces.SiluAndMul):
+        return "elementwise"
+    if isinstance(module, nn.Embedding) or parts[-1] == "embed_tokens":
+        return "embedding"
+    if parts[-2:-1] == ["layers"]:
+        return "layer"
+    if parts[-1] in ("mlp", "experts", "shared_experts"):
+        return "mlp"
+    if parts[-1] == "self_attn":
+        return "block"
+    return "linear" if not list(module.children()) else None
