@@ -72,7 +72,7 @@ class PrefixCache(ABC):
         eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = "lru",
         is_bigram: bool = False,
     ) -> None:
-        """A page_size below 1 and an unknown policy are a `ValueError`."""
+        """A cache that uses them refuses a page_size below 1 and an unknown policy (`ValueError`)."""
 
     @abstractmethod
     def match_prefix(self, key: RadixKey) -> MatchResult:

@@ -111,16 +111,16 @@ def whole_pages(impl: type[PrefixCache], case: AroundPages) -> None:
 @contract("Keys that part within a page share nothing of that page.", PAGE_SIZES)
 def parting_within_a_page(impl: type[PrefixCache], case: PageSize) -> None:
     page_size = case.page_size
-    cache = impl(page_size)
     length = 4 * page_size
-    insert(cache, range(length), 100)
     for parting in range(length):
+        cache = impl(page_size)
+        insert(cache, range(length), 100)
         whole = parting // page_size * page_size
         found = match(cache, [*range(parting), *[77] * page_size * 2])
         expect_equal(f"match of a key that parts after {parting}", found, up_to(100, whole))
         lengths = [len(node.key) for node in cache.nodes()]
         expect_true("every edge is a multiple of page_size", not any(n % page_size for n in lengths), lengths)
-    expect_equal("sizes", sizes(cache), (length, 0))
+        expect_equal("sizes", sizes(cache), (length, 0))
 
 
 @contract("insert says how much was there, and existing nodes keep their slots.", PAGE_SIZES)

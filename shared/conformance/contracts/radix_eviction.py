@@ -175,6 +175,12 @@ ORDERS = (
     ),
     Order("lfu: a new node has no hit", "lfu", (put(1), hit(1), put(2)), ((2,), (1,))),
     Order(
+        "lfu: all of a match's path is hit",
+        "lfu",
+        (put(1, 2), put(1, 2, 3), *[hit(1, 2, 3)] * 2, put(9), hit(9), hit(9)),
+        ((3,), (9,), (1, 2)),
+    ),
+    Order(
         "lfu: then the last access",
         "lfu",
         (put(1), put(2), put(3), hit(3), hit(1), hit(2)),

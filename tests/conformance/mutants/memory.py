@@ -1,0 +1,248 @@
+"""Planted bugs in the memory pools."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from reference import memory_pool
+from reference.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
+from tests.conformance.mutants.mutant import Mutant, module_with
+
+
+def pool_mutant(pool: type) -> Mutant:
+    """The module of pools, with this subclass in place of its base class."""
+    assert pool.__doc__, f"{pool.__name__}: say what goes wrong"
+    return Mutant("memory_pool", pool.__name__, module_with(memory_pool, **{pool.__base__.__name__: pool}))
+
+
+@pool_mutant
+class HandsOutTheDummyPage(TokenToKVPoolAllocator):
+    """Page 0 is handed out like the others, and padding overwrites it."""
+
+    def clear(self) -> None:
+        super().clear()
+        self._free_pages = deque(range(self.size // self.page_size))
+
+
+@pool_mutant
+class AcceptsADoubleFree(TokenToKVPoolAllocator):
+    """A page freed twice is free twice, and gets two owners."""
+
+    def free(self, slots: torch.Tensor) -> None:
+        self._used_pages |= {slot // self.page_size for slot in slots.tolist()}
+        super().free(slots)
+
+
+@pool_mutant
+class FreesAPageForEachSlot(TokenToKVPoolAllocator):
+    """The slots of one page, freed together, put it into the free list several times."""
+
+    def free(self, slots: torch.Tensor) -> None:
+        super().free(slots)
+        target = self._free_pages if self._free_group is None else self._free_group
+        target.extend(slot // self.page_size for slot in slots.tolist()[1:2])
+
+
+@pool_mutant
+class DoubleFreeInAGroup(TokenToKVPoolAllocator):
+    """Only the end of a free group looks at what was freed: twice the same page goes by unseen."""
+
+    def free(self, slots: torch.Tensor) -> None:
+        if self._free_group is None:
+            super().free(slots)
+        else:
+            self._free_group.extend({slot // self.page_size for slot in slots.tolist()})
+
+    def free_group_end(self) -> None:
+        self._free_group = list(dict.fromkeys(self._free_group or []))
+        self._used_pages.difference_update(self._free_group)
+        super().free_group_end()
+
+
+@pool_mutant
+class ChecksAfterTaking(TokenToKVPoolAllocator):
+    """When pages do not suffice, those that there were are gone all the same."""
+
+    def _take_pages(self, num_pages: int) -> list[int] | None:
+        if num_pages > len(self._free_pages):
+            super()._take_pages(len(self._free_pages))
+            return None
+        return super()._take_pages(num_pages)
+
+
+@pool_mutant
+class DecodesOneByOne(TokenToKVPoolAllocator):
+    """alloc_decode serves requests in turn: those before the one that does not fit keep their pages."""
+
+    def alloc_decode(self, seq_lens, last_locs) -> torch.Tensor | None:
+        given = [self.alloc_extend([n - 1], [n], [loc]) for n, loc in zip(seq_lens, last_locs)]
+        if any(slots is None for slots in given):
+            return None
+        return torch.cat(given) if given else self.alloc(0)
+
+
+@pool_mutant
+class ReusesWithinAGroup(TokenToKVPoolAllocator):
+    """What a free group collects can be handed out before the group ends."""
+
+    def free(self, slots: torch.Tensor) -> None:
+        group, self._free_group = self._free_group, None
+        super().free(slots)
+        self._free_group = group
+
+
+@pool_mutant
+class IgnoresThePartialPage(TokenToKVPoolAllocator):
+    """alloc_extend begins a new page though the last one has room."""
+
+    def alloc_extend(self, prefix_lens, seq_lens, last_locs) -> torch.Tensor | None:
+        new = [seq_len - prefix_len for prefix_len, seq_len in zip(prefix_lens, seq_lens)]
+        return super().alloc_extend([0] * len(new), new, [-1] * len(new))
+
+
+@pool_mutant
+class TakesAPageTooMany(TokenToKVPoolAllocator):
+    """A request that ends on a page's last slot takes the next page already."""
+
+    def alloc_extend(self, prefix_lens, seq_lens, last_locs) -> torch.Tensor | None:
+        given = super().alloc_extend(prefix_lens, seq_lens, last_locs)
+        if given is not None and any(n and n % self.page_size == 0 for n in seq_lens):
+            self._take_pages(min(1, len(self._free_pages)))
+        return given
+
+
+@pool_mutant
+class ScattersAPage(TokenToKVPoolAllocator):
+    """The positions of a page are not consecutive slots."""
+
+    def _slots_of(self, pages) -> torch.Tensor:
+        return super()._slots_of(pages).view(-1, self.page_size).flip(1).flatten()
+
+
+@pool_mutant
+class FreesOnlyFullPages(TokenToKVPoolAllocator):
+    """A page comes back only if all its slots are freed: partial pages leak."""
+
+    def free(self, slots: torch.Tensor) -> None:
+        pages, counts = (slots // self.page_size).unique(return_counts=True)
+        super().free(pages[counts == self.page_size] * self.page_size)
+
+
+@pool_mutant
+class BackupIsNoCopy(TokenToKVPoolAllocator):
+    """restore_state gives back what is there anyway."""
+
+    def backup_state(self):
+        return self._free_pages, self._used_pages, self._free_group
+
+    def restore_state(self, state) -> None:
+        self._free_pages, self._used_pages, self._free_group = state
+
+
+@pool_mutant
+class ListsFreeSlotsAsTheyCame(TokenToKVPoolAllocator):
+    """free_slots is not sorted."""
+
+    def free_slots(self) -> torch.Tensor:
+        return self._slots_of(self._free_pages)
+
+
+@pool_mutant
+class ClearKeepsTheGroup(TokenToKVPoolAllocator):
+    """clear() leaves a free group open."""
+
+    def clear(self) -> None:
+        group = getattr(self, "_free_group", None)
+        super().clear()
+        self._free_group = group
+
+
+@pool_mutant
+class RowsLastInFirstOut(ReqToTokenPool):
+    """A row that was just freed is handed out at once, while a step in flight still writes to it."""
+
+    def free(self, req_pool_indices) -> None:
+        super().free(req_pool_indices)
+        for _ in req_pool_indices:
+            self._free_rows.rotate(1)
+
+
+@pool_mutant
+class HandsOutRowZero(ReqToTokenPool):
+    """The dummy row belongs to a request."""
+
+    def clear(self) -> None:
+        super().clear()
+        self._free_rows = deque(range(self.size))
+
+
+@pool_mutant
+class AcceptsARowTwice(ReqToTokenPool):
+    """A row freed twice is free twice."""
+
+    def free(self, req_pool_indices) -> None:
+        self._used_rows.update(req_pool_indices)
+        super().free(req_pool_indices)
+
+
+@pool_mutant
+class ReadsAView(ReqToTokenPool):
+    """What was read changes when the row does."""
+
+    def __init__(self, size: int, max_len: int, device: torch.device | str) -> None:
+        super().__init__(size, max_len, device)
+        self._wide = self.req_to_token.to(torch.int64)
+
+    def write(self, req_pool_idx: int, start: int, slots: torch.Tensor) -> None:
+        super().write(req_pool_idx, start, slots)
+        self._wide[req_pool_idx, start : start + len(slots)] = slots
+
+    def read(self, req_pool_idx: int, start: int, end: int) -> torch.Tensor:
+        return self._wide[req_pool_idx, start:end]
+
+
+def each_slot(move: Callable[..., None]) -> Callable[..., None]:
+    """A move that does its pairs one after the other."""
+
+    def moved(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
+        for target, source in zip(target_slots, source_slots):
+            move(self, target[None], source[None])
+
+    return moved
+
+
+@pool_mutant
+class MoveOverwritesSources(TokenToKVPool):
+    """Slots are moved one by one: a source may be a target that was written before."""
+
+    move = each_slot(TokenToKVPool.move)
+
+
+@pool_mutant
+class MovesOneLayer(TokenToKVPool):
+    """Only the first layer's KV moves."""
+
+    def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
+        for buffer in (self._k, self._v):
+            buffer[0, target_slots] = buffer[0, source_slots]
+
+
+@pool_mutant
+class StoresAsIfContiguous(TokenToKVPool):
+    """k and v are read as if they were dense in memory, which parts of a merged tensor are not."""
+
+    def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        strides = (k[0].numel(), k.shape[2], 1)
+        super().store(layer_id, out_cache_loc, k.as_strided(k.shape, strides), v.as_strided(v.shape, strides))
+
+
+@pool_mutant
+class CountsOneLayer(TokenToKVPool):
+    """num_bytes_per_token is that of one layer."""
+
+    @property
+    def num_bytes_per_token(self) -> int:
+        return super().num_bytes_per_token // self.num_layers

@@ -1,0 +1,416 @@
+"""Planted bugs in the prefix caches."""
+
+from __future__ import annotations
+
+import torch
+
+from reference.chunk_cache import ChunkCache
+from reference.radix_cache import RadixCache, TreeNode
+from shared.interfaces.prefix_cache import InsertResult, MatchResult, RadixKey
+from shared.types import Req
+from tests.conformance.mutants.mutant import mutant_of
+
+
+@mutant_of("radix_cache")
+class SplitLosesTheLock(RadixCache):
+    """The upper half of a locked node can be evicted from above its lower half's users."""
+
+    def _split(self, child: TreeNode, upper_len: int) -> TreeNode:
+        upper = super()._split(child, upper_len)
+        upper.lock_ref = 0
+        return upper
+
+
+@mutant_of("radix_cache")
+class SplitKeepsTheUpperHalf(RadixCache):
+    """The split node's object becomes the upper half: its holders lose the lower half."""
+
+    def _split(self, child: TreeNode, upper_len: int) -> TreeNode:
+        upper = super()._split(child, upper_len)
+        for name in ("node_id", "last_access_time"):
+            mine, other = getattr(upper, name), getattr(child, name)
+            setattr(upper, name, other)
+            setattr(child, name, mine)
+        return upper
+
+
+@mutant_of("radix_cache")
+class SplitRefreshesTheRemainder(RadixCache):
+    """What a match did not reach looks as recently used as what it reached."""
+
+    def _split(self, child: TreeNode, upper_len: int) -> TreeNode:
+        child.last_access_time = self._time
+        return super()._split(child, upper_len)
+
+
+@mutant_of("radix_cache")
+class SplitIsNew(RadixCache):
+    """The upper half of a split counts as created by it."""
+
+    def _split(self, child: TreeNode, upper_len: int) -> TreeNode:
+        upper = super()._split(child, upper_len)
+        upper.creation_time = self._time
+        return upper
+
+
+@mutant_of("radix_cache")
+class SplitCountsTwice(RadixCache):
+    """The upper half of a split is added to the evictable tokens once more."""
+
+    def _split(self, child: TreeNode, upper_len: int) -> TreeNode:
+        if child.lock_ref > 0:
+            self._evictable_size += upper_len
+        return super()._split(child, upper_len)
+
+
+@mutant_of("radix_cache")
+class LocksMoreThanMatched(RadixCache):
+    """A match ends inside a node and gives the whole of it to lock."""
+
+    def match_prefix(self, key: RadixKey) -> MatchResult:
+        indices, node = super().match_prefix(key)
+        if len(node.children) == 1:
+            (node,) = node.children.values()
+        return MatchResult(indices, node)
+
+
+@mutant_of("radix_cache")
+class MatchesPartOfAPage(RadixCache):
+    """Keys that part within a page are split there."""
+
+    def _matched_len(self, entries, start: int, key) -> int:
+        n = super()._matched_len(entries, start, key)
+        while n < min(len(entries) - start, len(key)) and entries[start + n] == key[n]:
+            n += 1
+        return n
+
+
+@mutant_of("radix_cache")
+class MatchesAShortKey(RadixCache):
+    """A key shorter than a page takes the first page that begins like it."""
+
+    def match_prefix(self, key: RadixKey) -> MatchResult:
+        if 0 < len(key) < self.page_size:
+            for child in self.root.children.values():
+                if child.key[: len(key)] == key.token_ids:
+                    return MatchResult(child.value[: len(key)].clone(), child)
+        return super().match_prefix(key)
+
+
+@mutant_of("radix_cache")
+class NamespacesShare(RadixCache):
+    """Children are found by their tokens alone."""
+
+    def _child_key(self, entries, start: int, extra_key: str | None):
+        return super()._child_key(entries, start, None)
+
+
+@mutant_of("radix_cache")
+class ComparesTheFirstPageOnly(RadixCache):
+    """A child found by its first page is taken to match as far as the key goes."""
+
+    def _matched_len(self, entries, start: int, key) -> int:
+        n = min(len(entries) - start, len(key))
+        return n - n % self.page_size
+
+
+@mutant_of("radix_cache")
+class BigramsAsTokens(RadixCache):
+    """The token after a bigram cache's last one is not compared."""
+
+    def _whole_pages(self, key: RadixKey):
+        return super()._whole_pages(RadixKey(key.token_ids[: len(key)], key.extra_key))
+
+
+@mutant_of("radix_cache")
+class KeepsTheCallersTensor(RadixCache):
+    """Values are not copied: the caller's next change reaches the tree."""
+
+    def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
+        result = super().insert(key, value, priority)
+        node = result.last_node
+        if result.prefix_len == 0 and node is not self.root:
+            node.value = value[: len(node.value)]
+        return result
+
+
+@mutant_of("radix_cache")
+class ReplacesOldSlots(RadixCache):
+    """Inserting what is there gives the node the caller's slots."""
+
+    def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
+        result = super().insert(key, value, priority)
+        node = result.last_node
+        if 0 < result.prefix_len == len(node.value):
+            node.value = value[: len(node.value)].clone()
+        return result
+
+
+@mutant_of("radix_cache")
+class LowersPriorities(RadixCache):
+    """An insert gives its path its own priority, lower or not."""
+
+    def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
+        result = super().insert(key, value, priority)
+        for node in self._path(result.last_node):
+            node.priority = priority
+        return result
+
+
+@mutant_of("radix_cache")
+class RaisesTheLastNodeOnly(RadixCache):
+    """An insert's priority does not reach the nodes above."""
+
+    def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
+        node, _ = self._walk(self._whole_pages(key), key.extra_key)
+        before = [(ancestor, ancestor.priority) for ancestor in self._path(node)]
+        result = super().insert(key, value, priority)
+        for ancestor, old in before:
+            if ancestor is not result.last_node:
+                ancestor.priority = old
+        for ancestor in self._path(node):
+            ancestor.hit_count -= 1
+        return result
+
+
+@mutant_of("radix_cache")
+class NeverCountsHits(RadixCache):
+    """lfu is lru: no hit is ever counted."""
+
+    def _walk(self, entries, extra_key: str | None):
+        node, matched_len = super()._walk(entries, extra_key)
+        for ancestor in self._path(node):
+            ancestor.hit_count = 0
+        return node, matched_len
+
+
+@mutant_of("radix_cache")
+class TouchesTheLastNodeOnly(RadixCache):
+    """A match refreshes the node in which it ends, and none above: parents look old."""
+
+    def _walk(self, entries, extra_key: str | None):
+        before = {node.node_id: node.hit_count for node in self._all_nodes()}
+        node, matched_len = super()._walk(entries, extra_key)
+        for ancestor in self._path(node):
+            if ancestor is not node and ancestor.node_id in before:
+                ancestor.hit_count = before[ancestor.node_id]
+        return node, matched_len
+
+
+@mutant_of("radix_cache")
+class EvictsLockedNodes(RadixCache):
+    """Locks do not keep leaves from being evicted."""
+
+    def evict(self, num_tokens: int) -> int:
+        locks = [(node, node.lock_ref) for node in self._all_nodes()]
+        for node, _ in locks:
+            node.lock_ref = 0
+        num_evicted = super().evict(num_tokens)
+        for node, lock_ref in locks:
+            node.lock_ref = lock_ref
+        return num_evicted
+
+
+@mutant_of("radix_cache")
+class LeavesParentsBehind(RadixCache):
+    """One call takes only what was a leaf when it began."""
+
+    def evict(self, num_tokens: int) -> int:
+        inner = [node for node in self._all_nodes() if node.children]
+        for node in inner:
+            node.lock_ref += 1
+        num_evicted = super().evict(num_tokens)
+        for node in inner:
+            node.lock_ref -= 1
+        return num_evicted
+
+
+@mutant_of("radix_cache")
+class SaysWhatWasAsked(RadixCache):
+    """evict gives the number that it was asked for."""
+
+    def evict(self, num_tokens: int) -> int:
+        return min(super().evict(num_tokens), max(num_tokens, 0))
+
+
+@mutant_of("radix_cache")
+class ForgetsToFree(RadixCache):
+    """Evicted slots do not go back to the allocator."""
+
+    def _remove_leaf(self, leaf: TreeNode) -> None:
+        allocator, self.allocator = self.allocator, None
+        super()._remove_leaf(leaf)
+        self.allocator = allocator
+
+
+@mutant_of("radix_cache")
+class NegativeLocks(RadixCache):
+    """A lock given up twice goes below zero, or is ignored."""
+
+    def dec_lock_ref(self, node: TreeNode) -> None:
+        if node.lock_ref > 0:
+            super().dec_lock_ref(node)
+
+
+@mutant_of("radix_cache")
+class FreesBeforeRemapping(RadixCache):
+    """Duplicates are freed while the request's row still names them."""
+
+    def cache_unfinished_req(self, req: Req) -> None:
+        slots = self.req_to_token_pool.read(req.req_pool_idx, 0, len(req.fill_ids))
+        key = RadixKey(req.fill_ids, req.extra_key, self.is_bigram)
+        found = len(self.match_prefix(key).device_indices)
+        self.allocator.free(slots[req.cache_protected_len : found])
+        free, self.allocator.free = self.allocator.free, lambda slots: None
+        try:
+            super().cache_unfinished_req(req)
+        finally:
+            self.allocator.free = free
+
+
+@mutant_of("radix_cache")
+class NeverRemaps(RadixCache):
+    """The row goes on naming the duplicates that were freed."""
+
+    def cache_unfinished_req(self, req: Req) -> None:
+        row = self.req_to_token_pool.read(req.req_pool_idx, 0, len(req.fill_ids))
+        super().cache_unfinished_req(req)
+        self.req_to_token_pool.write(req.req_pool_idx, 0, row)
+
+
+@mutant_of("radix_cache")
+class KeepsTheOldLock(RadixCache):
+    """After a chunk the node of the chunk before stays locked."""
+
+    def cache_unfinished_req(self, req: Req) -> None:
+        old, req.last_node = req.last_node, None
+        super().cache_unfinished_req(req)
+        assert old is not None or req.last_node is not None
+
+
+@mutant_of("radix_cache")
+class ProtectsThePartialPage(RadixCache):
+    """cache_protected_len is taken for the length of prefix_indices: the partial page has no owner."""
+
+    def cache_unfinished_req(self, req: Req) -> None:
+        super().cache_unfinished_req(req)
+        req.cache_protected_len = len(req.prefix_indices)
+
+
+@mutant_of("radix_cache")
+class DropsThePartialPage(RadixCache):
+    """prefix_indices ends with the last whole page: the next chunk computes the partial page again."""
+
+    def cache_unfinished_req(self, req: Req) -> None:
+        super().cache_unfinished_req(req)
+        req.prefix_indices = req.prefix_indices[: req.cache_protected_len]
+
+
+@mutant_of("radix_cache")
+class FreesTheTailTwice(RadixCache):
+    """The partial page of a finished request is freed once more, quietly: another's page may go."""
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        tail = self.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_allocated_len)[-1:]
+        has_tail = req.kv_allocated_len % self.page_size != 0
+        super().cache_finished_req(req, is_insert)
+        if has_tail:
+            self.allocator.free(tail)
+
+
+@mutant_of("radix_cache")
+class LeaksTheTail(RadixCache):
+    """The partial page of a finished request is not freed."""
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        num_cached = req.kv_committed_len // self.page_size * self.page_size
+        if is_insert and num_cached >= req.cache_protected_len:
+            req.kv_allocated_len = num_cached
+        super().cache_finished_req(req, is_insert)
+
+
+@mutant_of("radix_cache")
+class LeaksWhatWasNotCommitted(RadixCache):
+    """Slots allocated for tokens that were never committed are not freed."""
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        req.kv_allocated_len = req.kv_committed_len
+        super().cache_finished_req(req, is_insert)
+
+
+@mutant_of("radix_cache")
+class CachesTheNewestToken(RadixCache):
+    """A finished request's last sampled token is cached though it has no KV."""
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        if is_insert and req.num_tokens > req.kv_committed_len and req.kv_allocated_len % self.page_size:
+            req.kv_committed_len = req.kv_allocated_len = req.kv_allocated_len + 1
+        super().cache_finished_req(req, is_insert)
+
+
+@mutant_of("radix_cache")
+class InsertsAfterAll(RadixCache):
+    """is_insert=False inserts too: what was aborted is found by others."""
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        super().cache_finished_req(req)
+
+
+@mutant_of("radix_cache")
+class KeepsTheLockAtTheEnd(RadixCache):
+    """A finished request's prefix stays locked for ever."""
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        req.last_node = None
+        super().cache_finished_req(req, is_insert)
+
+
+@mutant_of("radix_cache")
+class KeepsTheRow(RadixCache):
+    """A finished request's row of req_to_token is not freed."""
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        rows = self.req_to_token_pool.alloc(1)
+        own = req.req_pool_idx
+        slots = self.req_to_token_pool.read(own, 0, req.kv_allocated_len)
+        if rows is not None:
+            self.req_to_token_pool.write(rows[0], 0, slots)
+            req.req_pool_idx = rows[0]
+        super().cache_finished_req(req, is_insert)
+
+
+@mutant_of("radix_cache")
+class ResetFreesSlots(RadixCache):
+    """reset gives slots back that its caller's own reset of the pools frees as well."""
+
+    def reset(self) -> None:
+        if self.allocator is not None and hasattr(self, "root"):
+            for node in self._all_nodes():
+                self.allocator.free(node.value)
+        super().reset()
+
+
+@mutant_of("chunk_cache")
+class ChunkLeaksWhatWasNotCommitted(ChunkCache):
+    """Slots allocated for tokens that were never committed are not freed."""
+
+    def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        req.kv_allocated_len = req.kv_committed_len
+        super().cache_finished_req(req, is_insert)
+
+
+@mutant_of("chunk_cache")
+class ChunkIsProtected(ChunkCache):
+    """A chunk counts as the cache's, so that nobody frees it at the end."""
+
+    def cache_unfinished_req(self, req: Req) -> None:
+        super().cache_unfinished_req(req)
+        req.cache_protected_len = len(req.prefix_indices)
+
+
+@mutant_of("chunk_cache")
+class ChunkForgotten(ChunkCache):
+    """The next chunk begins at the start again."""
+
+    def cache_unfinished_req(self, req: Req) -> None:
+        req.prefix_indices = req.prefix_indices[:0]
