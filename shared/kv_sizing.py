@@ -21,21 +21,36 @@ def kv_bytes_per_token(model_config: ModelConfig, dtype: torch.dtype) -> int:
 def num_pool_tokens(
     config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """The flag if given, else from the memory that is free *after* the weights are loaded; whole pages."""
+    """The flag if given, else from the memory that is free *after* the weights are loaded; whole pages, and no
+    more than all running requests can fill."""
     bytes_per_token = kv_bytes_per_token(model_config, dtype)
     if config.max_total_tokens is not None:
         num_tokens = config.max_total_tokens
-    elif device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        num_tokens = int(free - total * (1.0 - config.mem_fraction_static)) // bytes_per_token
+        found = f"max_total_tokens is {num_tokens}"
     else:
-        budget = int(psutil.virtual_memory().available * CPU_MEMORY_FRACTION)
-        num_tokens = min(budget // bytes_per_token, MAX_CPU_TOKENS)
+        budget, found = _free_bytes(config, device)
+        most = config.max_running_requests * (config.context_len or model_config.context_len)
+        num_tokens = min(max(budget, 0) // bytes_per_token, most)
+        if device.type != "cuda":
+            num_tokens = min(num_tokens, MAX_CPU_TOKENS)
     num_tokens -= num_tokens % config.page_size
     if num_tokens < config.page_size:
         raise ValueError(
-            f"no room for a KV pool: {bytes_per_token} bytes a token, {num_tokens} tokens fit "
-            f"(page_size {config.page_size}, max_total_tokens {config.max_total_tokens}, "
-            f"mem_fraction_static {config.mem_fraction_static})"
+            f"no room for a KV pool: a page of {config.page_size} tokens takes "
+            f"{config.page_size * bytes_per_token} bytes, and {found}"
         )
     return num_tokens
+
+
+def _free_bytes(config: EngineConfig, device: torch.device) -> tuple[int, str]:
+    """Bytes for the pool, and how that number came about."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(free - total * (1.0 - config.mem_fraction_static))
+        return budget, (
+            f"of {total / 2**30:.1f} GiB on the GPU {free / 2**30:.1f} are free, of which mem_fraction_static "
+            f"({config.mem_fraction_static}) leaves {max(budget, 0) / 2**30:.1f} for it"
+        )
+    available = psutil.virtual_memory().available
+    budget = int(available * CPU_MEMORY_FRACTION)
+    return budget, f"{CPU_MEMORY_FRACTION:.0%} of the {available / 2**30:.1f} GiB available are for it"
