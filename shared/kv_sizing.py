@@ -21,8 +21,8 @@ def kv_bytes_per_token(model_config: ModelConfig, dtype: torch.dtype) -> int:
 def num_pool_tokens(
     config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """The flag if given, else from the memory that is free *after* the weights are loaded; whole pages, and no
-    more than all running requests can fill."""
+    """The flag if given, else from the memory that is free *after* the weights are loaded, at most what all
+    running requests can fill; in whole pages."""
     bytes_per_token = kv_bytes_per_token(model_config, dtype)
     if config.max_total_tokens is not None:
         num_tokens = config.max_total_tokens
@@ -48,7 +48,7 @@ def _free_bytes(config: EngineConfig, device: torch.device) -> tuple[int, str]:
         free, total = torch.cuda.mem_get_info(device)
         budget = int(free - total * (1.0 - config.mem_fraction_static))
         return budget, (
-            f"of {total / 2**30:.1f} GiB on the GPU {free / 2**30:.1f} are free, of which mem_fraction_static "
+            f"of {total / 2**30:.1f} GiB on the GPU {free / 2**30:.1f} are free, and mem_fraction_static "
             f"({config.mem_fraction_static}) leaves {max(budget, 0) / 2**30:.1f} for it"
         )
     available = psutil.virtual_memory().available

@@ -46,7 +46,7 @@ def test_no_more_than_running_requests_can_fill(
 def test_a_full_gpu_is_an_error_with_its_numbers(
     monkeypatch: pytest.MonkeyPatch, qwen3_8b: ModelConfig
 ) -> None:
-    with pytest.raises(ValueError, match=r"of 140.0 GiB on the GPU 10.0 are free, .* leaves 0.0 for it"):
+    with pytest.raises(ValueError, match=r"of 140.0 GiB on the GPU 10.0 are free, and .* leaves 0.0 for it"):
         gpu_tokens(monkeypatch, qwen3_8b, 10.0)
 
 
