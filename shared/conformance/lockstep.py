@@ -260,8 +260,11 @@ class Lockstep:
             if a.finish_reason is None or b.finish_reason is None:
                 continue
             if (a.finish_reason, a.output_ids) != (b.finish_reason, b.output_ids):
-                ends = (f"{one.finish_reason} after {one.num_output_tokens} tokens" for one in (a, b))
-                return Divergence.of_run(self.outcome.labels, f"{a.rid} ended with {', not '.join(ends)}")
+                ends = (
+                    f"on {label} with {one.finish_reason} after {one.num_output_tokens} tokens"
+                    for label, one in zip(self.outcome.labels, (a, b))
+                )
+                return Divergence.of_run(self.outcome.labels, f"{a.rid} ended {', '.join(ends)}")
         return None
 
     def _force(self, keys: list[Key | None], ids: torch.Tensor) -> torch.Tensor:

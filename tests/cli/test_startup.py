@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = [[], ["generate"], ["chat"], ["doctor"], ["bench"], ["bench", "offline"]]
+COMMANDS = [[], ["generate"], ["chat"], ["doctor"], ["bench"], ["bench", "offline"], ["check"], ["diff"]]
 
 PROGRAM = """
 import sys

@@ -1,0 +1,215 @@
+"""`diptych check`: verdicts, what a failure shows, and the exit status."""
+
+import json
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from shared.conformance.suite import CONTRACTS, clauses_of
+
+Diptych = Callable[..., Result]
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = f"{ROOT / 'docs' / 'examples' / 'my_radix_cache.py'}:MyRadixCache"
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+def plant(folder: Path, code: str) -> str:
+    file = folder / "mine.py"
+    file.write_text(textwrap.dedent(code))
+    return str(file)
+
+
+# ---- what holds ----
+
+
+def test_the_reference_holds_and_every_clause_has_its_line(diptych: Diptych) -> None:
+    result = diptych("check", "prefill_adder", "reference")
+    assert result.exit_code == 0, result.output
+    clauses = clauses_of("prefill_adder")
+    for clause in clauses:
+        count = f"{len(clause.cases)}/{len(clause.cases)}"
+        assert any(clause.name in line and count in line for line in result.stdout.splitlines())
+    num_cases = 1 + sum(len(clause.cases) for clause in clauses)
+    assert f"all {len(clauses) + 1} clauses hold, in {num_cases} cases" in result.stdout
+
+
+def test_the_example_of_the_documentation_holds(diptych: Diptych) -> None:
+    result = diptych("check", "radix_cache", EXAMPLE)
+    assert result.exit_code == 0, result.output
+    assert f"all {len(clauses_of('radix_cache')) + 1} clauses hold" in result.stdout
+
+
+def test_single_clauses(diptych: Diptych) -> None:
+    result = diptych("check", "layers", "reference.layers", "--clause", "slices", "--clause", "no-tokens")
+    assert result.exit_code == 0, result.output
+    assert "all 3 clauses hold" in result.stdout
+
+
+@pytest.mark.parametrize("component", CONTRACTS)
+def test_list_shows_the_sentences(diptych: Diptych, component: str) -> None:
+    result = diptych("check", component, "--list")
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.replace("│", " ").split())
+    for clause in clauses_of(component):
+        assert clause.name in text
+        assert clause.statement.split()[0] in text
+
+
+# ---- what fails ----
+
+BROKEN = f"""
+    import sys
+    sys.path.insert(0, {str(ROOT / "docs" / "examples")!r})
+    from my_radix_cache import MyRadixCache
+
+    class Broken(MyRadixCache):
+        def inc_lock_ref(self, node):
+            for each in self._path(node)[-1:]:  # the node alone, not the path above it
+                each.lock_ref += 1
+"""
+
+
+def test_a_broken_variant_fails_with_the_smallest_case(diptych: Diptych, tmp_path: Path) -> None:
+    file = tmp_path / "verdicts.json"
+    clauses = ["locks-count-along-the-path", "whole-pages", "any-calls"]
+    options = [option for clause in clauses for option in ("--clause", clause)]
+    target = f"{plant(tmp_path, BROKEN)}:Broken"
+    result = diptych("check", "radix_cache", target, *options, "--json", str(file))
+    assert result.exit_code == 1, result.output
+    text = result.stdout
+    for expected in (
+        "A lock holds the path from its node up to the root.",
+        "smallest input",
+        "expected",
+        "got",
+        "2 of 4 clauses fail",
+    ):
+        assert expected in text
+    data = json.loads(file.read_text())
+    assert (data["component"], data["target"], data["holds"]) == ("radix_cache", target, False)
+    by_name = {clause["name"]: clause for clause in data["clauses"]}
+    assert by_name["whole-pages"]["failures"] == []
+    assert by_name["whole-pages"]["num_held"] == by_name["whole-pages"]["num_cases"]
+    (failure,) = by_name["locks-count-along-the-path"]["failures"]
+    assert failure["expected"] != failure["actual"]
+    any_calls = by_name["any-calls"]
+    assert any_calls["num_held"] + len(any_calls["failures"]) == any_calls["num_cases"]
+    first = any_calls["failures"][0]
+    assert first["smallest_case"]["calls"].count("Call(") < first["case"]["calls"].count("Call(")
+    for name, value in first["smallest_case"].items():
+        assert name == "name" or f"{name} = {value}"[:60] in text
+
+
+def test_without_shrinking_the_case_stays(diptych: Diptych, tmp_path: Path) -> None:
+    file = tmp_path / "verdicts.json"
+    target = f"{plant(tmp_path, BROKEN)}:Broken"
+    options = ["--clause", "any-calls", "--no-shrink", "--json", str(file)]
+    assert diptych("check", "radix_cache", target, *options).exit_code == 1
+    for failure in json.loads(file.read_text())["clauses"][1]["failures"]:
+        assert failure["case"] == failure["smallest_case"]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("class Mine: ...", "Mine is no subclass of shared.interfaces.Sampler and lacks sample"),
+        (
+            "from shared.interfaces import Sampler\nclass Mine(Sampler): ...",
+            "Mine lacks sample",
+        ),
+        ("def Mine(): ...", "Mine is no class"),
+    ],
+)
+def test_what_is_no_implementation_is_one_clear_line(
+    diptych: Diptych, tmp_path: Path, code: str, message: str
+) -> None:
+    result = diptych("check", "sampler", f"{plant(tmp_path, code)}:Mine")
+    assert result.exit_code == 1, result.output
+    assert message in result.stdout
+    assert "1 of 1 clauses fail" in result.stdout
+    assert "Traceback" not in result.output
+
+
+def test_a_class_is_missing_in_a_module_or_in_its_place(diptych: Diptych, tmp_path: Path) -> None:
+    result = diptych("check", "layers", plant(tmp_path, "from reference.layers import RMSNorm"))
+    assert result.exit_code == 1
+    assert "has no RotaryEmbedding; it must hold RMSNorm, RotaryEmbedding, SiluAndMul" in result.stdout
+    result = diptych("check", "sampler", "reference.sampler")
+    assert result.exit_code == 1
+    assert "name the class in it, reference.sampler:Class" in result.stdout
+
+
+HANGING = """
+    from reference.schedule_policy import SchedulePolicy
+
+    class Mine(SchedulePolicy):
+        def order(self, waiting_queue, running):
+            while True:
+                pass
+"""
+
+
+def test_a_hanging_implementation_is_a_failure(diptych: Diptych, tmp_path: Path) -> None:
+    clauses = [clause for clause in clauses_of("schedule_policy") if len(clause.cases) > 1]
+    target = f"{plant(tmp_path, HANGING)}:Mine"
+    options = ["--clause", clauses[0].name, "--time-limit", "0.1"]
+    result = diptych("check", "schedule_policy", target, *options)
+    assert result.exit_code == 1, result.output
+    assert "an end within 0.1 s" in result.stdout
+    assert f"{len(clauses[0].cases) - 1} more cases: each could take as long" in result.stdout
+
+
+@pytest.mark.parametrize("wish", ["raise SystemExit(0)", "raise KeyError('seed')"])
+def test_whatever_it_raises_is_its_failure(diptych: Diptych, tmp_path: Path, wish: str) -> None:
+    code = f"""
+        from reference.schedule_policy import SchedulePolicy
+
+        class Mine(SchedulePolicy):
+            def order(self, waiting_queue, running):
+                {wish}
+    """
+    target = f"{plant(tmp_path, code)}:Mine"
+    clause = clauses_of("schedule_policy")[0].name
+    result = diptych("check", "schedule_policy", target, "--clause", clause)
+    assert result.exit_code == 1, result.output
+    assert f"{wish[6:].split('(')[0]}: " in result.stdout
+    assert "mine.py:6, in order" in "".join(result.stdout.split("\n"))
+
+
+# ---- what cannot be checked ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such_component", "reference"], "there are contracts for schedule_policy, prefill_adder"),
+        (["sampler", "no-such-panel"], "choose one of reference"),
+        (["sampler"], "Name an implementation of sampler"),
+        (["sampler", "no_such_file.py:Sampler"], "no such file: no_such_file.py"),
+        (["sampler", "no_such_module.at_all:Sampler"], "no module named"),
+        (["sampler", "reference.sampler:NoSuchClass"], "has no 'NoSuchClass'"),
+        (["sampler", "reference", "--clause", "no-such-clause"], "the clauses are "),
+    ],
+)
+def test_usage_errors_are_one_line_and_status_2(diptych: Diptych, arguments: list[str], message: str) -> None:
+    result = diptych("check", *arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_file_that_cannot_be_imported_is_one_line(diptych: Diptych, tmp_path: Path) -> None:
+    result = diptych("check", "sampler", f"{plant(tmp_path, 'class Mine(:')}:Mine")
+    assert result.exit_code == 2
+    assert "cannot load" in result.stderr
+    assert "SyntaxError" in result.stderr

@@ -1,0 +1,129 @@
+"""`diptych diff`: its options, its verdict and the exit status."""
+
+import json
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from shared.commands.diff import parse_flags, parse_side
+from shared.model_path import ASSETS
+
+Diptych = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+@pytest.fixture
+def bad_attention(tmp_path: Path) -> str:
+    code = """
+        from reference.attention import TorchAttention
+
+        class Bad(TorchAttention):
+            def run(self, q, layer, plan, *, k=None, v=None):
+                output = super().run(q, layer, plan, k=k, v=v)
+                return output * 1.01 if layer.layer_id == 2 else output
+    """
+    file = tmp_path / "mine.py"
+    file.write_text(textwrap.dedent(code))
+    return f"{file}:Bad"
+
+
+def test_two_configurations_of_one_panel(diptych: Diptych) -> None:
+    flags = "page_size=4,chunked-prefill-size=7,disable_radix_cache=true"
+    result = diptych("diff", "--b-flags", flags, "-n", "3", "--prompt", "What is 12 + 30?")
+    assert result.exit_code == 0, result.output
+    for expected in ("no divergence", f"reference, {flags}", "tiny-dense", "float32", "attention", "logits"):
+        assert expected in result.stdout
+    # 17 prompt tokens in chunks of a page, then two more tokens.
+    assert "in 3 steps of A and 7 of B" in result.stdout
+    assert "the batches part at step 1" in result.stdout
+
+
+def test_a_divergence_is_shown_and_written(diptych: Diptych, tmp_path: Path, bad_attention: str) -> None:
+    out = tmp_path / "out"
+    result = diptych("diff", "--b", f"attention={bad_attention}", "--steps", "1", "--out", str(out))
+    assert result.exit_code == 1, result.output
+    rows = [line.split(None, 1) for line in result.stdout.splitlines() if line.strip()]
+    shown = {row[0]: row[1].strip() for row in rows if len(row) == 2}
+    assert shown["step"] == "1 (EXTEND)"
+    assert shown["layer"] == "2"
+    assert shown["op"] == "self_attn.attention (attention)"
+    assert shown["request"] == "prompt-0, position 0 (prompt token 1)"
+    assert shown["B"] != shown["A"]
+    assert sorted(path.name for path in out.iterdir()) == ["divergence.safetensors", "report.html"]
+    assert "First divergence" in (out / "report.html").read_text()
+
+
+def test_a_bad_component_may_be_a(diptych: Diptych, bad_attention: str) -> None:
+    arguments = ["--a", f"reference,attention={bad_attention}", "--b", f"attention={bad_attention}"]
+    result = diptych("diff", *arguments, "--steps", "1")
+    assert result.exit_code == 0, result.output
+    assert "the limit of steps ended it" in result.stdout
+
+
+def test_a_model_without_tokenizer_gets_random_prompts(diptych: Diptych, tmp_path: Path) -> None:
+    config = json.loads((ASSETS / "tiny-dense" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "layer_types": None}))
+    options = ["--model", str(tmp_path), "--load-format", "dummy", "-n", "2", "--teacher-forced"]
+    result = diptych("diff", *options, "--b-flags", "page_size=2")
+    assert result.exit_code == 0, result.output
+    assert "3, at most 2 new tokens each, greedy, B with A's tokens" in result.stdout
+    assert "65 tokens compared, in 2 steps of A and 2 of B" in result.stdout  # 5 + 17 + 40 and 3 more
+    result = diptych("diff", *options, "--prompt", "Hello")
+    assert result.exit_code == 2
+    assert "has no tokenizer" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--b", "fastest"], "a side is one of reference, optimized"),
+        (["--b", "reference,optimized"], "a side is one of reference, optimized"),
+        (["--b", "no_such=reference"], "unknown component 'no_such'"),
+        (["--b", "sampler=fastest"], "choose one of reference"),
+        (["--b", "sampler=no_such_file.py:Sampler"], "no such file"),
+        (["--b-flags", "page_size"], "given as flag=value"),
+        (["--b-flags", "pagesize=4"], "unknown flag pagesize; the flags are "),
+        (["--b-flags", "page_size=four"], "page_size must be a number"),
+        (["--b-flags", "enable_mixed_chunk=yes"], "enable_mixed_chunk must be true or false"),
+        (["--a-flags", "model=tiny-moe"], "model is no flag of one side"),
+        (["--b-flags", "page_size=0"], "page_size must be"),
+        (["--model", "no-such-model"], "no model 'no-such-model'"),
+        (["--b-flags", "context_len=8"], "the context of 8 tokens"),
+    ],
+)
+def test_usage_errors_are_one_line_and_status_2(diptych: Diptych, arguments: list[str], message: str) -> None:
+    result = diptych("diff", *arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_sides_and_flags_are_parsed() -> None:
+    assert parse_side("reference") == {"panel": "reference", "use": {}}
+    assert parse_side("optimized, sampler=reference") == {
+        "panel": "optimized",
+        "use": {"sampler": "reference"},
+    }
+    assert parse_side("sampler=mine.py:Sampler,moe=reference")["use"] == {
+        "sampler": "mine.py:Sampler",
+        "moe": "reference",
+    }
+    text = "page_size=4, chunked_prefill_size=none, mem_fraction_static=0.5, eviction_policy=lfu"
+    assert parse_flags(f"{text},enable-mixed-chunk=TRUE,device=cuda:1") == {
+        "page_size": 4,
+        "chunked_prefill_size": None,
+        "mem_fraction_static": 0.5,
+        "eviction_policy": "lfu",
+        "enable_mixed_chunk": True,
+        "device": "cuda:1",
+    }
+    assert parse_flags("") == {}
