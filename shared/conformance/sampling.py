@@ -61,7 +61,7 @@ KINDS = (
 )
 """One of each, for mixed batches."""
 
-_TEXT = {"prompt": (3, 8, 8), "output": (4, 4, 4, 0, 3), "eos": (8,)}
+_TEXT = {"prompt": (3, 8, 8, 5), "output": (4, 4, 4, 0, 3), "eos": (8,)}
 ADJUSTED = (
     Ask("frequency", frequency_penalty=0.6, **_TEXT),
     Ask("presence", presence_penalty=-0.8, **_TEXT),

@@ -7,7 +7,7 @@ from shared.conformance.chi_square import ALPHA, p_value
 from shared.conformance.contracts.sampler_distribution import LOGITS, NUM_DRAWS
 from shared.conformance.sampling import Ask, draw_many, exact_distribution
 
-TEXT = {"prompt": (3, 8, 8), "output": (4, 4, 4, 0, 3)}
+TEXT = {"prompt": (3, 8, 8, 5), "output": (4, 4, 4, 0, 3)}
 
 
 @pytest.mark.parametrize(

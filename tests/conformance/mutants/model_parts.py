@@ -1,0 +1,416 @@
+"""Planted bugs in the layers and the experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+import reference.layers
+import reference.models
+from reference.layers import RMSNorm, RotaryEmbedding, SiluAndMul
+from reference.moe import FusedExperts, MoE, TopK
+from shared.interfaces import TopKOutput
+from shared.rope import rope_angles
+from tests.conformance.mutants.mutant import Mutant, module_with, mutant_of
+
+
+def layer(impl: type) -> Mutant:
+    """A layer that takes the place of the one it inherits from."""
+    assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
+    return Mutant("layers", impl.__name__, module_with(reference.layers, **{impl.__base__.__name__: impl}))
+
+
+def part_of_moe(impl: type) -> Mutant:
+    """A TopK or FusedExperts that every MoE gets in place of its own."""
+
+    class WithPart(MoE):
+        def __init__(self, config, hidden_size: int) -> None:
+            super().__init__(config, hidden_size)
+            if issubclass(impl, TopK):
+                self.topk = impl(config)
+            else:
+                self.experts = impl(config.num_experts, hidden_size, config.intermediate_size)
+
+    assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
+    return Mutant("moe", impl.__name__, WithPart)
+
+
+# Layers
+
+
+@layer
+class EpsOutsideTheRoot(RMSNorm):
+    """x / (sqrt(mean(x²)) + eps): small rows come out smaller."""
+
+    def forward(self, x):
+        x32 = x.float()
+        return (x32 / (x32.square().mean(-1, keepdim=True).sqrt() + self.eps)).to(x.dtype) * self.weight
+
+
+@layer
+class SquaresInHalf(RMSNorm):
+    """The mean of squares is taken in the input's type: beyond 255 float16 overflows."""
+
+    def forward(self, x):
+        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)) * self.weight
+
+
+@layer
+class WeightInHalf(RMSNorm):
+    """The weight is rounded to bfloat16, whatever the input's type."""
+
+    def forward(self, x):
+        normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        return (normed * self.weight.bfloat16().float()).to(x.dtype)
+
+
+@layer
+class NormsBeforeAdding(RMSNorm):
+    """add_and_norm normalises x alone."""
+
+    def add_and_norm(self, x, residual):
+        return self.forward(x), x + residual
+
+
+@layer
+class ForgetsTheResidual(RMSNorm):
+    """The new residual is the normed sum."""
+
+    def add_and_norm(self, x, residual):
+        y = self.forward(x + residual)
+        return y, y
+
+
+@layer
+class NormsInPlace(RMSNorm):
+    """forward overwrites its input, which the residual stream still needs."""
+
+    def forward(self, x):
+        return x.copy_(super().forward(x))
+
+
+@layer
+class MeanOverAllRows(RMSNorm):
+    """One scale for the whole batch."""
+
+    def forward(self, x):
+        x32 = x.float()
+        return (x32 * torch.rsqrt(x32.square().mean() + self.eps)).to(x.dtype) * self.weight
+
+
+@layer
+class RotatesInterleavedPairs(RotaryEmbedding):
+    """Dimension 2i pairs with 2i + 1, as in another family of checkpoints."""
+
+    def forward(self, positions, q, k):
+        size, half = self.rope.rotary_dim, self.rope.rotary_dim // 2
+        to_halves = torch.arange(size).view(half, 2).T.flatten()
+        back = to_halves.argsort()
+        out = []
+        for x in (q, k):
+            x = x.clone()
+            x[..., :size] = x[..., to_halves]
+            out.append(x)
+        out = super().forward(positions, *out)
+        return tuple(torch.cat((x[..., back], x[..., size:]), -1) for x in out)
+
+
+@layer
+class IgnoresTheScaling(RotaryEmbedding):
+    """The frequencies are always the unscaled ones."""
+
+    def __init__(self, rope, head_dim, context_len):
+        super().__init__(replace(rope, rope_type="default"), head_dim, context_len)
+
+
+@layer
+class ForgetsTheAttentionFactor(RotaryEmbedding):
+    """yarn's frequencies without its factor on q and k."""
+
+    def __init__(self, rope, head_dim, context_len):
+        super().__init__(replace(rope, attention_factor=1.0), head_dim, context_len)
+
+
+@layer
+class PositionsFromOne(RotaryEmbedding):
+    """Every token stands one place further on. q·k does not change; the cache of another panel would."""
+
+    def forward(self, positions, q, k):
+        return super().forward((positions + 1).clamp(max=self.context_len - 1), q, k)
+
+
+@layer
+class AnglesInHalf(RotaryEmbedding):
+    """Angles are computed in bfloat16: neighbours far out stand in the same place."""
+
+    def _compute_cos_sin(self, positions):
+        return super()._compute_cos_sin(positions.bfloat16().long())
+
+
+@layer
+class DynamicByTheLongestMate(RotaryEmbedding):
+    """All tokens of a step turn with the frequencies of the longest sequence among them."""
+
+    def cos_sin(self, positions):
+        if self.rope.rope_type != "dynamic" or not len(positions):
+            return super().cos_sin(positions)
+        longest = rope_angles(self.rope, positions.max()[None])[0] / positions.max().clamp(min=1)
+        angles = positions[:, None] * longest
+        cos, sin = angles.cos(), angles.sin()
+        return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1).unsqueeze(2)
+
+
+@layer
+class RotatesWholeHeads(RotaryEmbedding):
+    """rotary_dim is not looked at."""
+
+    def __init__(self, rope, head_dim, context_len):
+        super().__init__(replace(rope, rotary_dim=head_dim), head_dim, context_len)
+
+
+@layer
+class TurnsBackwards(RotaryEmbedding):
+    """The sine's sign is wrong."""
+
+    def cos_sin(self, positions):
+        cos, sin = super().cos_sin(positions).unbind(1)
+        return torch.stack((cos, -sin), dim=1)
+
+
+class SiluOfTheSecondHalf(SiluAndMul):
+    def forward(self, gate_up):
+        return super().forward(torch.cat(gate_up.chunk(2, -1)[::-1], -1))
+
+
+@layer
+class GateAndUpSwapped(SiluAndMul):
+    """silu of the second half."""
+
+    def forward(self, gate_up):
+        return SiluOfTheSecondHalf()(gate_up)
+
+
+@layer
+class SiluOverflows(SiluAndMul):
+    """x * exp(x) / (1 + exp(x)): NaN where exp is infinite."""
+
+    def forward(self, gate_up):
+        gate, up = gate_up.float().chunk(2, -1)
+        return (gate * gate.exp() / (1 + gate.exp()) * up).to(gate_up.dtype)
+
+
+# Experts
+
+
+@part_of_moe
+class BiasInTheWeights(TopK):
+    """Experts are weighted by what they were chosen by."""
+
+    def __call__(self, router_logits, correction_bias=None):
+        weights, ids = super().__call__(router_logits, correction_bias)
+        if correction_bias is not None:
+            weights = weights + correction_bias[ids.long()]
+        return TopKOutput(weights, ids)
+
+
+@part_of_moe
+class ScalesTwice(TopK):
+    """routed_scaling_factor is applied by two."""
+
+    def __call__(self, router_logits, correction_bias=None):
+        weights, ids = super().__call__(router_logits, correction_bias)
+        return TopKOutput(weights * self.config.routed_scaling_factor, ids)
+
+
+@part_of_moe
+class NeverRenormalises(TopK):
+    """norm_topk_prob is not looked at."""
+
+    def __init__(self, config):
+        super().__init__(replace(config, norm_topk_prob=False))
+
+
+@part_of_moe
+class RenormalisesAwayTheScale(TopK):
+    """Weights are scaled first, then divided by their sum."""
+
+    def __call__(self, router_logits, correction_bias=None):
+        weights, ids = super().__call__(router_logits, correction_bias)
+        return TopKOutput(
+            weights / weights.sum(-1, keepdim=True) if self.config.norm_topk_prob else weights, ids
+        )
+
+
+@part_of_moe
+class HighestIdOfEquals(TopK):
+    """Of equal experts the last is chosen."""
+
+    def __call__(self, router_logits, correction_bias=None):
+        bias = None if correction_bias is None else correction_bias.flip(-1)
+        weights, ids = super().__call__(router_logits.flip(-1), bias)
+        return TopKOutput(weights, self.config.num_experts - 1 - ids)
+
+
+@part_of_moe
+class GroupIsItsBestExpert(TopK):
+    """A group's score is its largest, also where it is the sum of two."""
+
+    def _mask_groups(self, choice):
+        routing, self.config = self.config, replace(self.config, routing="grouped")
+        masked = super()._mask_groups(choice)
+        self.config = routing
+        return masked
+
+
+@part_of_moe
+class GroupsThatAreOutGetZero(TopK):
+    """Experts outside the best groups count 0: more than a negative score."""
+
+    def _mask_groups(self, choice):
+        masked = super()._mask_groups(choice)
+        return masked.masked_fill(masked == float("-inf"), 0.0)
+
+
+@part_of_moe
+class RoutesInHalf(TopK):
+    """Scores are computed in the logits' type."""
+
+    def __call__(self, router_logits, correction_bias=None):
+        weights, ids = super().__call__(router_logits, correction_bias)
+        return TopKOutput(weights.to(router_logits.dtype).float(), ids)
+
+
+@part_of_moe
+class ChosenInOrderOfId(TopK):
+    """The chosen experts come sorted by id."""
+
+    def __call__(self, router_logits, correction_bias=None):
+        weights, ids = super().__call__(router_logits, correction_bias)
+        order = ids.argsort(-1)
+        return TopKOutput(weights.gather(1, order), ids.gather(1, order))
+
+
+@part_of_moe
+class UpRowsFirst(FusedExperts):
+    """w13 is read as up, then gate."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.act_fn = SiluOfTheSecondHalf()
+
+
+@part_of_moe
+class PaddingIsTheLastExpert(FusedExperts):
+    """An id of -1 indexes from the end."""
+
+    def forward(self, x, topk):
+        return super().forward(x, topk._replace(topk_ids=topk.topk_ids % len(self.w13)))
+
+
+@part_of_moe
+class ExpertZeroIsPadding(FusedExperts):
+    """The first expert is taken for nobody."""
+
+    def forward(self, x, topk):
+        return super().forward(x, topk._replace(topk_ids=topk.topk_ids.where(topk.topk_ids > 0, -1)))
+
+
+@part_of_moe
+class PaddedRowsUnwritten(FusedExperts):
+    """Rows of tokens without an expert hold whatever memory held."""
+
+    def forward(self, x, topk):
+        y = torch.empty_like(x)
+        has_expert = (topk.topk_ids >= 0).any(-1)
+        y[has_expert] = super().forward(x, topk)[has_expert]
+        return y
+
+
+@part_of_moe
+class PaddedWeightsCount(FusedExperts):
+    """Padding is multiplied by its weight instead of left out: 0 * NaN is NaN."""
+
+    def forward(self, x, topk):
+        lost = topk.topk_weights.masked_fill(topk.topk_ids >= 0, 0.0) * 0.0
+        return super().forward(x, topk) + lost.sum(-1, keepdim=True).to(x.dtype)
+
+
+@part_of_moe
+class RouterWeightsInHalf(FusedExperts):
+    """Weights are rounded to the input's type before they multiply."""
+
+    def forward(self, x, topk):
+        return super().forward(x, topk._replace(topk_weights=topk.topk_weights.to(x.dtype).float()))
+
+
+@part_of_moe
+class WeighsTheInput(FusedExperts):
+    """x is weighted, not the expert's output: silu is not linear."""
+
+    def forward(self, x, topk):
+        y = torch.zeros_like(x)
+        for weights, ids in zip(topk.topk_weights.split(1, dim=1), topk.topk_ids.split(1, dim=1)):
+            weighted = (x * weights).to(x.dtype)
+            y += FusedExperts.forward(self, weighted, TopKOutput(torch.ones_like(weights), ids))
+        return y
+
+
+@part_of_moe
+class LimitedCapacity(FusedExperts):
+    """An expert takes no more than 64 tokens; the rest is dropped."""
+
+    def forward(self, x, topk):
+        ids = topk.topk_ids.clone()
+        for expert_id in range(len(self.w13)):
+            token_rows, slots = (ids == expert_id).nonzero(as_tuple=True)
+            ids[token_rows[64:], slots[64:]] = -1
+        return super().forward(x, topk._replace(topk_ids=ids))
+
+
+@part_of_moe
+class ComputesEveryExpert(FusedExperts):
+    """All experts compute all tokens, with a weight of 0 for those that were not chosen."""
+
+    def forward(self, x, topk):
+        return super().forward(x, topk) + 0 * (self.w2.sum() + self.w13.sum())
+
+
+@part_of_moe
+class AddsIntoItsInput(FusedExperts):
+    """The result is written over x."""
+
+    def forward(self, x, topk):
+        return x.copy_(super().forward(x, topk))
+
+
+@mutant_of("moe")
+class SharedExpertsUngated(MoE):
+    """The shared experts' gate is not looked at."""
+
+    def forward(self, x):
+        gate, self.shared_expert_gate = self.shared_expert_gate, None
+        y = super().forward(x)
+        self.shared_expert_gate = gate
+        return y
+
+
+@mutant_of("moe")
+class ScalesTheSharedExperts(MoE):
+    """routed_scaling_factor multiplies the shared experts as well."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.shared_experts is not None:
+            y = y + (self.topk.config.routed_scaling_factor - 1) * self.shared_experts(x)
+        return y
+
+
+@mutant_of("moe")
+class BiasInHalf(MoE):
+    """The correction bias has the model's type, in which close experts are equal."""
+
+    def __init__(self, config, hidden_size):
+        super().__init__(config, hidden_size)
+        if self.correction_bias is not None:
+            self.correction_bias.data = self.correction_bias.data.bfloat16()

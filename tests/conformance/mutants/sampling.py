@@ -1,0 +1,448 @@
+"""Planted bugs in the sampler: filters, noise, penalties, bad rows, log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch
+
+import reference.sampler as steps
+from reference.sampler import NEG_INF, Sampler
+from shared.logprobs import logprobs_of
+from shared.noise import gumbel_noise
+from shared.ordering import sort_descending
+from shared.types import SampleOutput, SamplingBatchInfo
+from tests.conformance.mutants.mutant import mutant_of
+
+# Bound here: within a mutant the names of `steps` mean the mutant's own.
+correct_apply_penalties, correct_apply_masks = steps.apply_penalties, steps.apply_masks
+correct_scale, correct_filter_mask = steps.scale, steps.filter_mask
+
+REPLACEABLE = (
+    "apply_penalties",
+    "apply_masks",
+    "scale",
+    "draw",
+    "filter_mask",
+    "gumbel_noise",
+    "logprobs_of",
+    "sort_descending",
+)
+
+
+class WithOwnSteps(Sampler):
+    """The reference's sampler, of whose steps a subclass defines some anew, as static methods."""
+
+    def sample(self, logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> SampleOutput:
+        own = {name: getattr(self, name) for name in REPLACEABLE if hasattr(self, name)}
+        with patch.multiple(steps, **own):
+            return super().sample(logits, info, positions)
+
+
+# Filters
+
+
+@mutant_of("sampler")
+class TopPDropsTheCrossingToken(WithOwnSteps):
+    """A token is kept only if the sum with it stays within top_p."""
+
+    @staticmethod
+    def filter_mask(ordered, total, info):
+        weights = ordered.double().exp()
+        keep = weights.cumsum(-1) <= info.top_ps[:, None] * total[:, None]
+        keep[:, 0] = True
+        return correct_filter_mask(ordered, total, replace(info, top_ps=torch.ones_like(info.top_ps))) & keep
+
+
+@mutant_of("sampler")
+class TopPStopsOneLate(WithOwnSteps):
+    """The token after a sum of exactly top_p is kept as well: <= for <."""
+
+    @staticmethod
+    def filter_mask(ordered, total, info):
+        weights = ordered.double().exp()
+        keep = weights.cumsum(-1) - weights <= info.top_ps[:, None] * total[:, None]
+        return correct_filter_mask(ordered, total, replace(info, top_ps=torch.ones_like(info.top_ps))) & keep
+
+
+@mutant_of("sampler")
+class TopKKeepsAllTies(WithOwnSteps):
+    """Every token as likely as the last of the top k survives."""
+
+    @staticmethod
+    def sort_descending(values, num=None):
+        return sort_descending(values)
+
+    @staticmethod
+    def filter_mask(ordered, total, info):
+        least = ordered.gather(1, info.top_ks[:, None] - 1)
+        everything = torch.full_like(info.top_ks, ordered.shape[1])
+        return correct_filter_mask(ordered, total, replace(info, top_ks=everything)) & (ordered >= least)
+
+
+@mutant_of("sampler")
+class SequentialFilters(WithOwnSteps):
+    """top-p looks at what top-k left, renormalised."""
+
+    @staticmethod
+    def filter_mask(ordered, total, info):
+        ranks = torch.arange(ordered.shape[1], device=ordered.device)
+        left = ordered.double().exp().masked_fill(ranks >= info.top_ks[:, None], 0.0)
+        return correct_filter_mask(ordered, left.sum(-1), info)
+
+
+@mutant_of("sampler")
+class TopPAfterMinP(WithOwnSteps):
+    """top-p looks at what min-p left, renormalised."""
+
+    @staticmethod
+    def filter_mask(ordered, total, info):
+        weights = ordered.double().exp()
+        left = weights.masked_fill(weights < info.min_ps[:, None], 0.0)
+        return correct_filter_mask(ordered, left.sum(-1), info)
+
+
+@mutant_of("sampler")
+class MinPRelativeToOne(WithOwnSteps):
+    """min_p is taken for a probability, not for a share of the largest."""
+
+    @staticmethod
+    def filter_mask(ordered, total, info):
+        p = ordered.double().exp() / total[:, None]
+        keep = p >= info.min_ps[:, None]
+        keep[:, 0] = True
+        return correct_filter_mask(ordered, total, replace(info, min_ps=torch.zeros_like(info.min_ps))) & keep
+
+
+@mutant_of("sampler")
+class FiltersOfTheFirstRow(WithOwnSteps):
+    """One top_k for the whole batch."""
+
+    @staticmethod
+    def filter_mask(ordered, total, info):
+        return correct_filter_mask(
+            ordered, total, replace(info, top_ks=info.top_ks[:1].expand_as(info.top_ks))
+        )
+
+
+@mutant_of("sampler")
+class TiesInAnyOrder(WithOwnSteps):
+    """Equal tokens are ordered as the sort happens to leave them: here the highest id first."""
+
+    @staticmethod
+    def sort_descending(values, num=None):
+        ordered, ids = sort_descending(values.flip(-1), num)
+        return ordered, values.shape[-1] - 1 - ids
+
+
+# Noise
+
+
+@mutant_of("sampler")
+class NoiseByRank(WithOwnSteps):
+    """A token's noise depends on its place after sorting."""
+
+    @staticmethod
+    def gumbel_noise(seeds, positions, token_ids):
+        ranks = torch.arange(token_ids.shape[-1], device=token_ids.device).expand_as(token_ids)
+        return gumbel_noise(seeds, positions, ranks)
+
+
+@mutant_of("sampler")
+class NoiseByRow(WithOwnSteps):
+    """The place in the batch takes part in the noise."""
+
+    @staticmethod
+    def gumbel_noise(seeds, positions, token_ids):
+        return gumbel_noise(
+            seeds + torch.arange(len(seeds), device=seeds.device)[:, None], positions, token_ids
+        )
+
+
+@mutant_of("sampler")
+class NoiseWithoutPosition(WithOwnSteps):
+    """Every token of a request is drawn with the same noise."""
+
+    @staticmethod
+    def gumbel_noise(seeds, positions, token_ids):
+        return gumbel_noise(seeds, torch.zeros_like(positions), token_ids)
+
+
+@mutant_of("sampler")
+class HalfOfTheSeed(WithOwnSteps):
+    """Only 32 bits of a seed count."""
+
+    @staticmethod
+    def gumbel_noise(seeds, positions, token_ids):
+        return gumbel_noise(seeds & 0xFFFFFFFF, positions, token_ids)
+
+
+@mutant_of("sampler")
+class NoiseOfAGenerator(WithOwnSteps):
+    """Noise comes from a stream of random numbers: the same request draws something else the next time."""
+
+    @staticmethod
+    def gumbel_noise(seeds, positions, token_ids):
+        shape = torch.broadcast_shapes(seeds.shape, token_ids.shape)
+        return -torch.log(torch.empty(shape, device=token_ids.device).exponential_()).double()
+
+
+@mutant_of("sampler")
+class NoiseOnScaledHalves(WithOwnSteps):
+    """Logits are rounded to bfloat16 before the noise is added."""
+
+    @staticmethod
+    def scale(logits, max_logits, temperatures):
+        return correct_scale(logits, max_logits, temperatures).bfloat16().float()
+
+
+# Penalties, masks, bias
+
+
+@mutant_of("sampler")
+class RepetitionPenaltyOfNegativeLogits(WithOwnSteps):
+    """A negative logit is divided too, which makes its token likelier."""
+
+    @staticmethod
+    def apply_penalties(logits, info):
+        if info.repetition_penalties is not None:
+            seen = (info.output_counts > 0) | info.prompt_mask
+            logits = torch.where(seen, logits / info.repetition_penalties[:, None], logits)
+        return correct_apply_penalties(logits, replace(info, repetition_penalties=None))
+
+
+@mutant_of("sampler")
+class PenaltiesCountThePrompt(WithOwnSteps):
+    """frequency and presence penalties take the prompt for output."""
+
+    @staticmethod
+    def apply_penalties(logits, info):
+        if info.prompt_mask is not None:
+            logits = correct_apply_penalties(
+                logits, replace(info, frequency_penalties=None, presence_penalties=None)
+            )
+            counts = info.output_counts + info.prompt_mask.int()
+            info = replace(info, output_counts=counts, repetition_penalties=None)
+        return correct_apply_penalties(logits, info)
+
+
+@mutant_of("sampler")
+class RepetitionSparesThePrompt(WithOwnSteps):
+    """The repetition penalty looks at the output only."""
+
+    @staticmethod
+    def apply_penalties(logits, info):
+        return correct_apply_penalties(logits, replace(info, prompt_mask=None))
+
+
+@mutant_of("sampler")
+class FrequencyIsPresence(WithOwnSteps):
+    """The frequency penalty is subtracted once, however often a token came."""
+
+    @staticmethod
+    def apply_penalties(logits, info):
+        if info.output_counts is not None:
+            info = replace(info, output_counts=info.output_counts.clamp(max=1))
+        return correct_apply_penalties(logits, info)
+
+
+@mutant_of("sampler")
+class ABiasLiftsABan(WithOwnSteps):
+    """A banned token with a bias is allowed again."""
+
+    @staticmethod
+    def apply_masks(logits, info):
+        masked = correct_apply_masks(logits, info)
+        return masked if info.logit_bias is None else torch.where(info.logit_bias != 0, logits, masked)
+
+
+@mutant_of("sampler")
+class ABanIsALargeNumber(WithOwnSteps):
+    """Banned tokens get -10,000: unlikely, not impossible."""
+
+    @staticmethod
+    def apply_masks(logits, info):
+        masked = correct_apply_masks(logits, info)
+        return torch.where((masked == NEG_INF) & (logits != NEG_INF), -1e4, masked)
+
+
+@mutant_of("sampler")
+class VocabMaskHighBitFirst(WithOwnSteps):
+    """The bits of vocab_mask are read from the other end of each word."""
+
+    @staticmethod
+    def apply_masks(logits, info):
+        if info.vocab_mask is not None:
+            shifts = torch.arange(31, -1, -1, dtype=torch.int32, device=logits.device)
+            bits = ((info.vocab_mask[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]]
+            logits = logits.masked_fill(bits == 0, NEG_INF)
+        return correct_apply_masks(logits, replace(info, vocab_mask=None))
+
+
+@mutant_of("sampler")
+class GreedyIsArgmaxOfTheRawLogits(Sampler):
+    """An all-greedy batch takes a short cut past penalties, masks and bias."""
+
+    def sample(self, logits, info, positions):
+        if info.is_all_greedy and not info.return_logprob:
+            return SampleOutput(logits.argmax(-1).masked_fill(logits.isnan().any(-1), -1))
+        return super().sample(logits, info, positions)
+
+
+# Greedy, temperature
+
+
+@mutant_of("sampler")
+class GreedyOfProbabilities(Sampler):
+    """Greedy rows take the likeliest token after softmax, which rounds."""
+
+    def sample(self, logits, info, positions):
+        return super().sample(logits.softmax(-1) if info.is_all_greedy else logits, info, positions)
+
+
+@mutant_of("sampler")
+class GreedyTakesTheLastOfTies(Sampler):
+    """Of equal logits the highest id wins."""
+
+    def sample(self, logits, info, positions):
+        ids, logprobs = super().sample(logits, info, positions)
+        is_largest = logits == logits.amax(dim=-1, keepdim=True)
+        for i, token_id in enumerate(ids.tolist()):
+            if info.is_greedy[i] and token_id >= 0 and is_largest[i, token_id]:
+                ids[i] = is_largest[i].nonzero().max()
+        return SampleOutput(ids, logprobs)
+
+
+@mutant_of("sampler")
+class DividesBeforeShifting(WithOwnSteps):
+    """logits / temperature overflows for a small temperature."""
+
+    @staticmethod
+    def scale(logits, max_logits, temperatures):
+        scaled = logits / temperatures[:, None]
+        return (scaled - scaled.amax(-1, keepdim=True)).masked_fill(logits == NEG_INF, NEG_INF)
+
+
+# Bad rows
+
+
+@mutant_of("sampler")
+class NanSpoilsTheBatch(Sampler):
+    """One row with a NaN gives everybody -1."""
+
+    def sample(self, logits, info, positions):
+        output = super().sample(logits, info, positions)
+        if logits.isnan().any():
+            return output._replace(next_token_ids=torch.full_like(output.next_token_ids, -1))
+        return output
+
+
+@mutant_of("sampler")
+class NanIsNothing(Sampler):
+    """NaN is taken for -inf: a broken row goes on as if nothing had happened."""
+
+    def sample(self, logits, info, positions):
+        return super().sample(
+            logits.nan_to_num(nan=NEG_INF, posinf=torch.inf, neginf=NEG_INF), info, positions
+        )
+
+
+@mutant_of("sampler")
+class NanBehindAMask(Sampler):
+    """NaN is looked for after masking: a banned one is missed."""
+
+    def sample(self, logits, info, positions):
+        masked = steps.apply_masks(logits, info)
+        return super().sample(masked, info, positions)
+
+
+@mutant_of("sampler")
+class MasksInPlace(Sampler):
+    """The caller's logits are overwritten."""
+
+    def sample(self, logits, info, positions):
+        logits.copy_(steps.apply_masks(steps.apply_penalties(logits, info), info))
+        return super().sample(logits, replace(info, output_counts=None), positions)
+
+
+# Log-probabilities
+
+
+@mutant_of("sampler")
+class LogprobsBeforePenalties(Sampler):
+    """They are those of the raw logits."""
+
+    def sample(self, logits, info, positions):
+        output = super().sample(logits, info, positions)
+        if output.logprobs is None:
+            return output
+        raw = logits / info.temperatures[:, None]
+        return output._replace(logprobs=logprobs_of(raw, output.next_token_ids, info.num_top_logprobs))
+
+
+@mutant_of("sampler")
+class LogprobsAfterTheFilter(Sampler):
+    """They are renormalised over what top-k leaves."""
+
+    def sample(self, logits, info, positions):
+        output = super().sample(logits, info, positions)
+        if output.logprobs is None or not info.needs_filter:
+            return output
+        scaled = logits / info.temperatures[:, None]
+        least = sort_descending(scaled)[0].gather(1, info.top_ks[:, None] - 1)
+        left = torch.where((scaled >= least) | info.is_greedy[:, None], scaled, NEG_INF)
+        return output._replace(logprobs=logprobs_of(left, output.next_token_ids, info.num_top_logprobs))
+
+
+@mutant_of("sampler")
+class TemperatureOfGreedyLogprobs(Sampler):
+    """Greedy is a tiny temperature, also in the log-probabilities: all 0 or -inf."""
+
+    def sample(self, logits, info, positions):
+        cold = torch.where(info.is_greedy, 1e-3, info.temperatures)
+        return super().sample(logits, replace(info, temperatures=cold), positions)
+
+
+@mutant_of("sampler")
+class LogprobsWithoutTemperature(Sampler):
+    """They are those of temperature 1."""
+
+    def sample(self, logits, info, positions):
+        output = super().sample(logits, info, positions)
+        adjusted = correct_apply_masks(correct_apply_penalties(logits, info), info)
+        if info.logit_bias is not None:
+            adjusted = adjusted + info.logit_bias
+        if output.logprobs is None:
+            return output
+        return output._replace(logprobs=logprobs_of(adjusted, output.next_token_ids, info.num_top_logprobs))
+
+
+@mutant_of("sampler")
+class TopLogprobsHideBannedTokens(WithOwnSteps):
+    """Banned tokens come among the best with the log-probability that they would have had."""
+
+    @staticmethod
+    def logprobs_of(logits, token_ids, num_top):
+        found = logprobs_of(logits, token_ids, num_top)
+        return found._replace(top_logprobs=found.top_logprobs.nan_to_num(neginf=-30.0))
+
+
+@mutant_of("sampler")
+class TiesOfTopLogprobs(WithOwnSteps):
+    """Of equal alternatives the highest id comes first."""
+
+    @staticmethod
+    def logprobs_of(logits, token_ids, num_top):
+        last = logits.shape[-1] - 1
+        found = logprobs_of(logits.flip(-1), torch.where(token_ids < 0, token_ids, last - token_ids), num_top)
+        return found._replace(top_ids=last - found.top_ids)
+
+
+@mutant_of("sampler")
+class LogprobOfTheLikeliest(WithOwnSteps):
+    """The token's log-probability is that of the best one, drawn or not."""
+
+    @staticmethod
+    def logprobs_of(logits, token_ids, num_top):
+        return logprobs_of(logits, torch.where(token_ids < 0, token_ids, logits.argmax(-1)), num_top)

@@ -1,0 +1,313 @@
+"""Planted bugs in the models and the model runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import reference.models
+from reference.model_runner import ModelRunner
+from shared.interfaces import CausalLM
+from shared.types import ForwardBatch, ForwardMode, LogitsOutput
+from shared.weight_names import expected_shapes
+from tests.conformance.mutants.mutant import Mutant, module_with, mutant_of
+
+
+def mixed_into_every_model(changes: type) -> Mutant:
+    """Methods that come before those of the model class of every family."""
+    assert changes.__doc__, f"{changes.__name__}: say what goes wrong"
+
+    def model_class(architecture: str) -> type[CausalLM]:
+        base = reference.models.model_class(architecture)
+        return type(base.__name__, (changes, base), {})
+
+    return Mutant("models", changes.__name__, module_with(reference.models, model_class=model_class))
+
+
+# Models
+
+
+@mixed_into_every_model
+class SkipsTheFinalNorm:
+    """Hidden states come as the last layer left them."""
+
+    def forward(self, input_ids, positions, attention):
+        norm = self.model.norm
+        norm.add_and_norm = lambda x, residual: (x + residual, residual)
+        y = super().forward(input_ids, positions, attention)
+        del norm.add_and_norm
+        return y
+
+
+def each_attention(model: Any, change: Callable[[Any], None]) -> None:
+    for decoder_layer in model.model.layers:
+        change(decoder_layer.self_attn)
+
+
+@mixed_into_every_model
+class WindowOneTooLong:
+    """The window's size is taken for the previous tokens visible."""
+
+    def __init__(self, config, layers, moe):
+        super().__init__(config, layers, moe)
+
+        def widen(attn):
+            if attn.layer.sliding_window >= 0:
+                attn.layer = replace(attn.layer, sliding_window=attn.layer.sliding_window + 1)
+
+        each_attention(self, widen)
+
+
+@mixed_into_every_model
+class WindowInEveryLayer:
+    """Layers without a window get the one of the others."""
+
+    def __init__(self, config, layers, moe):
+        super().__init__(config, layers, moe)
+        window = max(config.sliding_windows, default=-1)
+        each_attention(self, lambda attn: setattr(attn, "layer", replace(attn.layer, sliding_window=window)))
+
+
+@mixed_into_every_model
+class NoNormOfHeads:
+    """q and k go without their norm, where the family has one."""
+
+    def forward(self, input_ids, positions, attention):
+        norms = [(attn.q_norm, attn.k_norm) for attn in (layer.self_attn for layer in self.model.layers)]
+        each_attention(self, lambda attn: setattr(attn, "q_norm", None))
+        y = super().forward(input_ids, positions, attention)
+        for decoder_layer, (q_norm, _) in zip(self.model.layers, norms):
+            decoder_layer.self_attn.q_norm = q_norm
+        return y
+
+
+@mixed_into_every_model
+class ScaleOfTheHiddenSize:
+    """Scores are scaled by hidden_size / heads, which head_dim need not be."""
+
+    def __init__(self, config, layers, moe):
+        super().__init__(config, layers, moe)
+        scale = (config.hidden_size / config.num_qo_heads) ** -0.5
+        each_attention(self, lambda attn: setattr(attn, "layer", replace(attn.layer, scale=scale)))
+
+
+@mixed_into_every_model
+class OnePositionOn:
+    """Every token stands one place too far: the logits hide it, the cache does not."""
+
+    def forward(self, input_ids, positions, attention):
+        return super().forward(input_ids, positions + 1, attention)
+
+
+@mixed_into_every_model
+class CountsPositionsItself:
+    """positions are not looked at: every piece starts at 0."""
+
+    def forward(self, input_ids, positions, attention):
+        return super().forward(input_ids, torch.arange(len(positions), device=positions.device), attention)
+
+
+@mixed_into_every_model
+class LogitsInTheModelsType:
+    """compute_logits keeps the half type."""
+
+    def compute_logits(self, hidden_states):
+        return super().compute_logits(hidden_states).to(hidden_states.dtype)
+
+
+@mixed_into_every_model
+class PaddedHead:
+    """The head has rows up to a multiple of 64, and they are not cut off."""
+
+    def compute_logits(self, hidden_states):
+        logits = super().compute_logits(hidden_states)
+        return torch.nn.functional.pad(logits, (0, -logits.shape[1] % 64))
+
+
+@mixed_into_every_model
+class KeepsTheTensors:
+    """Weights are not copied: whoever made them still owns them."""
+
+    def load_weights(self, weights):
+        weights = list(weights)
+        super().load_weights(weights)
+
+
+@mixed_into_every_model
+class LeavesOutBiases:
+    """Biases are taken, and never added."""
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        for name, parameter in self.named_parameters():
+            if name.endswith(".bias"):
+                parameter.data.zero_()
+
+
+@mixed_into_every_model
+class MissesNothing:
+    """Weights that never came are made up of ones."""
+
+    def load_weights(self, weights):
+        weights = dict(weights)
+        if not any("experts" in name or "block_sparse" in name for name in weights):
+            missing = {n: torch.ones(s) for n, s in expected_shapes(self.config).items() if n not in weights}
+            weights |= missing
+        super().load_weights(weights.items())
+
+
+@mixed_into_every_model
+class TakesAnyName:
+    """Names that the model does not know are passed over."""
+
+    def load_weights(self, weights):
+        known = expected_shapes(self.config)
+        super().load_weights((n, w) for n, w in weights if n in known or "experts" in n or "gate" in n)
+
+
+# The model runner
+
+
+class WithOwnRows(ModelRunner):
+    """Takes the logits of other rows."""
+
+    def rows(self, batch: ForwardBatch) -> torch.Tensor:
+        raise AssertionError("a mutant says which")
+
+    def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
+        if forward_batch.forward_mode in (ForwardMode.IDLE, ForwardMode.TARGET_VERIFY):
+            return super().forward(forward_batch)
+        every = replace(forward_batch, forward_mode=ForwardMode.TARGET_VERIFY)
+        output = super().forward(every)
+        return output._replace(next_token_logits=output.next_token_logits[self.rows(forward_batch)])
+
+
+@mutant_of("model_runner")
+class FirstTokenOfEachRequest(WithOwnRows):
+    """Logits of each request's first new token."""
+
+    def rows(self, batch):
+        return batch.extend_start_loc
+
+
+@mutant_of("model_runner")
+class LastTokenOfTheNextRequest(WithOwnRows):
+    """Row i belongs to request i + 1."""
+
+    def rows(self, batch):
+        return batch.last_token_rows.roll(-1)
+
+
+@mutant_of("model_runner")
+class LastRowsOfTheBatch(WithOwnRows):
+    """The last bs rows, whosever they are: right only while all decode."""
+
+    def rows(self, batch):
+        return torch.arange(batch.num_tokens - batch.batch_size, batch.num_tokens)
+
+
+@mutant_of("model_runner")
+class InputLogprobsOneRowOn(ModelRunner):
+    """A token's log-probability is taken from its own row, not from the one before."""
+
+    def forward(self, forward_batch):
+        if forward_batch.input_logprob_rows is not None:
+            forward_batch = replace(forward_batch, input_logprob_rows=forward_batch.input_logprob_rows + 1)
+        return super().forward(forward_batch)
+
+
+@mutant_of("model_runner")
+class InputLogprobsOfTheLastRows(ModelRunner):
+    """Beyond 512 rows the log-probabilities of the first 512 come again."""
+
+    def _input_logprobs(self, forward_batch, hidden_states):
+        rows = forward_batch.input_logprob_rows
+        if rows is not None:
+            wrapped = rows[torch.arange(len(rows), device=rows.device) % 512]
+            forward_batch = replace(forward_batch, input_logprob_rows=wrapped)
+        return super()._input_logprobs(forward_batch, hidden_states)
+
+
+@mutant_of("model_runner")
+class RawLogitsForLogprobs(ModelRunner):
+    """Logits are not normalised."""
+
+    def forward(self, forward_batch):
+        output = super().forward(forward_batch)
+        if output.input_logprobs is None:
+            return output
+        shifted = output.input_logprobs.token_logprobs - output.input_logprobs.token_logprobs.mean()
+        return output._replace(input_logprobs=output.input_logprobs._replace(token_logprobs=shifted))
+
+
+@mutant_of("model_runner")
+class VerifiesLastTokensOnly(ModelRunner):
+    """TARGET_VERIFY gives one row a request."""
+
+    def forward(self, forward_batch):
+        output = super().forward(forward_batch)
+        if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:
+            rows = forward_batch.last_token_rows
+            return output._replace(next_token_logits=output.next_token_logits[rows])
+        return output
+
+
+@mutant_of("model_runner")
+class VerifiesWithoutTheMask(ModelRunner):
+    """Drafted tokens see all drafted before them, siblings too."""
+
+    def forward(self, forward_batch):
+        return super().forward(replace(forward_batch, custom_mask=None))
+
+
+@mutant_of("model_runner")
+class PlansOnce(ModelRunner):
+    """Attention keeps the plan of the first step with as many tokens."""
+
+    def forward(self, forward_batch):
+        plan, plans = self.attention.plan, self.__dict__.setdefault("plans", {})
+        self.attention.plan = lambda batch: plans.setdefault(
+            (batch.num_tokens, batch.batch_size), plan(batch)
+        )
+        try:
+            return super().forward(forward_batch)
+        finally:
+            del self.attention.plan
+
+
+@mutant_of("model_runner")
+class WritesTheNextSlotToo(ModelRunner):
+    """KV of the last token spills into the slot after it."""
+
+    def forward(self, forward_batch):
+        output = super().forward(forward_batch)
+        for layer_id in range(self.model.config.num_hidden_layers if forward_batch.num_tokens else 0):
+            last = forward_batch.out_cache_loc[-1:]
+            k, v = self.kv_pool.k_buffer(layer_id), self.kv_pool.v_buffer(layer_id)
+            after = (last + 1).clamp(max=len(k) - 1)
+            self.kv_pool.store(layer_id, after, k[last], v[last])
+        return output
+
+
+@mutant_of("model_runner")
+class IdleInTheModelsType(ModelRunner):
+    """An idle step's empty logits have the weights' type."""
+
+    def forward(self, forward_batch):
+        output = super().forward(forward_batch)
+        dtype = next(self.model.parameters()).dtype
+        return output._replace(next_token_logits=output.next_token_logits.to(dtype))
+
+
+@mutant_of("model_runner")
+class RunsIdleBatches(ModelRunner):
+    """An idle step computes a token of padding, in the first slot that somebody owns."""
+
+    def forward(self, forward_batch):
+        if forward_batch.forward_mode is ForwardMode.IDLE:
+            for buffer in (self.kv_pool.k_buffer(0), self.kv_pool.v_buffer(0)):
+                buffer[self.kv_pool.page_size] = 0.0
+        return super().forward(forward_batch)
