@@ -27,7 +27,13 @@ class AttentionBackend(ABC):
     visible positions and, when the layer has `sinks`, one more column of that logit without a value;
     accumulated in float32 at least. Query head h reads KV head h // (num_qo_heads // num_kv_heads).
 
-    The new tokens' K and V are in the pool before `run` is called.
+    The new tokens' K and V are in the pool before `run` is called. What slots hold that are not a live
+    token's (padding, the dummy page, the rest of a last page) is undefined, NaN included.
+
+    Every backend takes float16 and bfloat16, head_dim 64 and 128, 1, 2, 4 and 8 query heads a KV head, and
+    any page size, causal and without extras. What else it cannot do (dtype, head_dim, num_qo_heads,
+    sliding_window, logit_cap, sinks, custom_mask) it refuses by a `ValueError` that names that and what it
+    supports: from the constructor, `plan` or `run`, as soon as it knows.
     """
 
     @abstractmethod
@@ -51,6 +57,6 @@ class AttentionBackend(ABC):
         """q [num_tokens, num_qo_heads, head_dim] -> output of the same shape and dtype.
 
         k, v [num_tokens, num_kv_heads, head_dim], when given, are what the pool already holds at
-        out_cache_loc: a backend may read them instead. Mutates nothing. Raises `ValueError` when the
-        backend does not support the layer (head_dim, soft-cap, sinks ...), naming what it supports.
+        out_cache_loc: a backend may read them instead. Mutates nothing. Query heads that the KV
+        heads do not divide are a `ValueError`.
         """
