@@ -217,20 +217,33 @@ def _print_failure(console: Any, result: Result) -> None:
     is_smaller = case != first.case
     label = getattr(first.case, "name", None)
     row("case", str(label) if label is not None else repr(first.case))
-    shown = [(name, value) for name, value in case_fields(case) if name != "name"]
-    for i, (name, value) in enumerate(shown):
-        heading = ("smallest input" if is_smaller else "input") if i == 0 else ""
-        row(heading, f"{name} = {value}")
+    heading = "smallest input" if is_smaller else "input"
+    for line in _input_lines(case):
+        row(heading, line)
+        heading = ""
     row("what", failure.what)
     row("expected", _readable(failure.expected))
     row("got", _readable(failure.actual))
     if len(result.failures) > 1:
         others = [str(getattr(each.case, "name", each.case)) for each in result.failures[1:]]
-        row("also in", ", ".join(others))
+        row("also in", "; ".join(others))
     not_run = len(result.clause.cases) - len(result.verdicts)
     if not_run:
         row("not run", f"{not_run} more cases: each could take as long")
     console.print(Padding(grid, (0, 2)))
+
+
+def _input_lines(case: Any) -> list[str]:
+    """A case field by field, its name aside; calls and the like one on each line."""
+    if not is_dataclass(case):
+        return [repr(case)]
+    lines: list[str] = []
+    for name, value in ((each.name, getattr(case, each.name)) for each in fields(case)):
+        if isinstance(value, tuple) and len(value) > 1 and all(map(is_dataclass, value)):
+            lines += [f"{name}[{i}] = {element!r}" for i, element in enumerate(value)]
+        elif name != "name":
+            lines.append(f"{name} = {value!r}")
+    return lines
 
 
 def _readable(value: object) -> str:

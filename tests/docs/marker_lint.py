@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MAX_LINES = 25
 MAX_SECTIONS = 4
-SOURCES = ("shared", "reference", "optimized")
+SOURCES = ("shared", "reference", "optimized", "docs/examples")
 
 _MARKER = re.compile(r"#\s*--8<--\s*\[(start|end):([^\]]*)\]")
 _QUOTE = re.compile(r'^\s*--8<--\s+"([^":]+)(?::([^"]*))?"')
