@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import torch
 
+from shared.input_logprobs import input_logprob_rows
 from shared.interfaces import PrefixCache, ReqToTokenPool, TokenToKVPoolAllocator
 from shared.types import ForwardBatch, ForwardMode, Req, ScheduleBatch
 
@@ -114,7 +115,7 @@ def make_forward_batch(batch: ScheduleBatch, device: torch.device) -> ForwardBat
         )
     else:
         positions = tensor(seq_lens) - 1
-    rows, ids = _input_logprob_rows(extending, start_locs)
+    rows, ids = input_logprob_rows(extending, start_locs)
     return ForwardBatch(
         forward_mode=batch.forward_mode,
         input_ids=tensor(input_ids),
@@ -130,24 +131,3 @@ def make_forward_batch(batch: ScheduleBatch, device: torch.device) -> ForwardBat
         input_logprob_ids=tensor(ids) if rows else None,
         num_top_input_logprobs=max((req.sampling_params.top_logprobs_num for req in extending), default=0),
     )
-
-
-def input_logprob_positions(req: Req) -> range:
-    """Prompt positions whose log-probability this extension gives. The logits of position t - 1 tell about
-    t; nothing tells about position 0."""
-    first = req.next_input_logprob
-    if first is None:
-        return range(0)
-    prefix_len = len(req.prefix_indices)
-    return range(max(first, 1, prefix_len + 1), min(len(req.fill_ids) + 1, len(req.origin_input_ids)))
-
-
-def _input_logprob_rows(extending: Sequence[Req], start_locs: Sequence[int]) -> tuple[list[int], list[int]]:
-    rows: list[int] = []
-    ids: list[int] = []
-    for req, start_loc in zip(extending, start_locs):
-        positions = input_logprob_positions(req)
-        prefix_len = len(req.prefix_indices)
-        rows += [start_loc + position - 1 - prefix_len for position in positions]
-        ids += [req.origin_input_ids[position] for position in positions]
-    return rows, ids

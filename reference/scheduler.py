@@ -5,7 +5,6 @@ from __future__ import annotations
 from reference.new_token_ratio import NewTokenRatio
 from reference.schedule_batch import (
     evict_for,
-    input_logprob_positions,
     make_forward_batch,
     mix,
     num_tokens_to_decode,
@@ -15,6 +14,7 @@ from reference.schedule_batch import (
 from shared.config import EngineConfig, ModelConfig
 from shared.conformance.invariants import check_invariants
 from shared.finish import check_finished
+from shared.input_logprobs import collect_input_logprobs, cut_top
 from shared.interfaces import (
     AddReqResult,
     PrefillAdder,
@@ -25,7 +25,7 @@ from shared.interfaces import (
 )
 from shared.interfaces import scheduler as interface
 from shared.logprobs import to_token_logprobs
-from shared.request_limits import admit
+from shared.request_limits import admit, least_wanted, overdue
 from shared.sampling_batch import make_sampling_batch_info
 from shared.types import (
     FinishAbort,
@@ -74,7 +74,8 @@ class Scheduler(interface.Scheduler):
             self.batch_is_full = False  # it may preempt
         limit = self.config.max_queued_requests
         if limit is not None and len(self.waiting_queue) > limit:
-            self._finish(self._worst_waiting(), FinishAbort(f"the queue is full ({limit} waiting)", 503))
+            turned_away = least_wanted(self.waiting_queue, self.config.enable_priority_scheduling)
+            self._finish(turned_away, FinishAbort(f"the queue is full ({limit} waiting)", 503))
 
     def abort(self, rid: str) -> bool:
         req = self.live.get(rid)
@@ -249,8 +250,8 @@ class Scheduler(interface.Scheduler):
     ) -> None:
         next_token_ids = sample_output.next_token_ids.tolist()
         logprobs = to_token_logprobs(sample_output.next_token_ids, sample_output.logprobs)
-        self._collect_input_logprobs(batch, forward_batch, logits_output)
         num_extend = batch.batch_size - batch.num_decode_reqs
+        collect_input_logprobs(batch.reqs[:num_extend], forward_batch, logits_output.input_logprobs)
         for i, req in enumerate(batch.reqs):
             if req.num_pending_chunks:
                 req.num_pending_chunks -= 1  # its prompt is not complete: the sampled token means nothing
@@ -270,7 +271,7 @@ class Scheduler(interface.Scheduler):
         wants_logprob = req.sampling_params.return_logprob and logprob is not None
         req.output_ids.append(token_id)
         if wants_logprob:
-            req.output_logprobs.append(_cut_top(logprob, req))
+            req.output_logprobs.append(cut_top(logprob, req))
         check_finished(req, 1, self.parts.decode_text, self.parts.num_token_ids)
         num_before = len(req.output_ids) - 1
         if req.finished_reason is not None:
@@ -279,23 +280,8 @@ class Scheduler(interface.Scheduler):
             del req.output_logprobs[req.finished_len :]
             self._finish(req, req.finished_reason, len(req.output_ids) - num_before)
         else:
-            self._report(req, num_new_tokens=1)
+            self.outputs.append(req.step_output(num_new_tokens=1))
         self.num_generated_tokens += len(req.output_ids) - num_before
-
-    def _collect_input_logprobs(
-        self, batch: ScheduleBatch, forward_batch: ForwardBatch, logits_output: LogitsOutput
-    ) -> None:
-        found: list[TokenLogprob] = []
-        if logits_output.input_logprobs is not None:
-            found = to_token_logprobs(forward_batch.input_logprob_ids, logits_output.input_logprobs)
-        start = 0
-        for req in batch.reqs[: batch.batch_size - batch.num_decode_reqs]:
-            num_found = len(input_logprob_positions(req))
-            if req.next_input_logprob == 0:
-                req.input_logprobs.append(TokenLogprob(req.origin_input_ids[0], None))
-            req.input_logprobs += [_cut_top(entry, req) for entry in found[start : start + num_found]]
-            start += num_found
-        assert start == len(found)
 
     # ---- the end of a request, or of its turn ----
 
@@ -305,7 +291,7 @@ class Scheduler(interface.Scheduler):
         self._release(req, is_insert=not isinstance(reason, FinishError))
         del self.live[req.rid]
         self.batch_is_full = False
-        self._report(req, num_new_tokens)
+        self.outputs.append(req.step_output(num_new_tokens))
 
     def _retract(self, req: Req) -> None:
         self._release(req, is_insert=False)
@@ -331,41 +317,13 @@ class Scheduler(interface.Scheduler):
             self._finish(req, FinishError(f"{type(error).__name__}: {error}"))
 
     def _finish_overdue(self) -> None:
-        waiting, running = self.config.waiting_timeout, self.config.running_timeout
-        if waiting is None and running is None:
+        if self.config.waiting_timeout is None and self.config.running_timeout is None:
             return
         now = self.parts.clock()
         for req in list(self.live.values()):
-            if req.req_pool_idx is None:
-                if waiting is not None and now - req.queue_start_time > waiting:
-                    self._finish(req, FinishAbort(f"waited longer than {waiting} s", 503))
-            elif (
-                running is not None and req.run_start_time is not None and now - req.run_start_time > running
-            ):
-                self._finish(req, FinishAbort(f"ran longer than {running} s", 503))
-
-    def _worst_waiting(self) -> Req:
-        """Whom a full queue turns away: the newcomer, or a strictly less important request."""
-        newcomer = self.waiting_queue[-1]
-        if not self.config.enable_priority_scheduling:
-            return newcomer
-        return min(reversed(self.waiting_queue), key=lambda req: req.priority)
-
-    def _report(self, req: Req, num_new_tokens: int) -> None:
-        num_output = len(req.output_ids)
-        has_logprobs = req.sampling_params.return_logprob
-        self.outputs.append(
-            StepOutput(
-                rid=req.rid,
-                new_token_ids=req.output_ids[num_output - num_new_tokens :],
-                num_output_tokens=num_output,
-                finished_reason=req.finished_reason,
-                output_logprobs=req.output_logprobs[num_output - num_new_tokens :] if has_logprobs else [],
-                input_logprobs=req.input_logprobs,
-                num_cached_tokens=req.num_cached_tokens,
-                num_retractions=req.num_retractions,
-            )
-        )
+            reason = overdue(req, self.config, now)
+            if reason is not None:
+                self._finish(req, reason)
 
     # ---- looking in ----
 
@@ -395,8 +353,3 @@ class Scheduler(interface.Scheduler):
     def _check_invariants(self) -> None:
         parts = self.parts
         check_invariants(self.state(), parts.allocator, parts.req_to_token_pool, parts.tree_cache)
-
-
-def _cut_top(entry: TokenLogprob, req: Req) -> TokenLogprob:
-    """A batch carries as many alternatives as its greediest request wants; give each what it asked for."""
-    return entry._replace(top=entry.top[: req.sampling_params.top_logprobs_num])

@@ -1,8 +1,12 @@
-"""What a request must satisfy to enter the engine; checked on submission, before any memory is taken."""
+"""What a request must satisfy to enter the engine, whom a full queue turns away, and who waited or ran too
+long."""
 
 from __future__ import annotations
 
-from shared.types import Req
+from collections.abc import Sequence
+
+from shared.config import EngineConfig
+from shared.types import FinishAbort, Req
 
 
 def admit(req: Req, vocab_size: int, context_len: int, pool_size: int) -> None:
@@ -38,3 +42,22 @@ def admit(req: Req, vocab_size: int, context_len: int, pool_size: int) -> None:
         )
     longest = min(context_len, pool_size + 1) - num_prompt
     req.max_new_tokens = min(params.max_new_tokens, longest)
+
+
+def least_wanted(waiting_queue: Sequence[Req], by_priority: bool) -> Req:
+    """Whom a full queue turns away: the newcomer (the last), or a strictly less important request."""
+    if not by_priority:
+        return waiting_queue[-1]
+    return min(reversed(waiting_queue), key=lambda req: req.priority)
+
+
+def overdue(req: Req, config: EngineConfig, now: float) -> FinishAbort | None:
+    """A reason to end a request that has waited, or run, longer than it may."""
+    if req.req_pool_idx is None:
+        if config.waiting_timeout is not None and now - req.queue_start_time > config.waiting_timeout:
+            return FinishAbort(f"waited longer than {config.waiting_timeout} s", 503)
+    elif config.running_timeout is not None:
+        assert req.run_start_time is not None
+        if now - req.run_start_time > config.running_timeout:
+            return FinishAbort(f"ran longer than {config.running_timeout} s", 503)
+    return None

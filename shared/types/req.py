@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shared.types.finish import FinishReason
+from shared.types.outputs import StepOutput, TokenLogprob
 from shared.types.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from shared.types.outputs import TokenLogprob
 
 
 def _no_slots() -> torch.Tensor:
@@ -97,6 +95,20 @@ class Req:
         if self.next_input_logprob is not None:
             longest = min(longest, max(self.next_input_logprob - 1, 0))
         return longest
+
+    def step_output(self, num_new_tokens: int) -> StepOutput:
+        """The news about this request: its last so many output ids, and its end if it has come."""
+        start = len(self.output_ids) - num_new_tokens
+        return StepOutput(
+            rid=self.rid,
+            new_token_ids=self.output_ids[start:],
+            num_output_tokens=len(self.output_ids),
+            finished_reason=self.finished_reason,
+            output_logprobs=self.output_logprobs[start:] if self.sampling_params.return_logprob else [],
+            input_logprobs=self.input_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
+            num_retractions=self.num_retractions,
+        )
 
     def reset_for_retraction(self) -> None:
         """Forget everything about memory; tokens, log-probabilities and seed stay."""
