@@ -1,0 +1,56 @@
+"""The reference's pools beyond their contract (tests/conformance), and a search for calls that break it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reference import memory_pool
+from shared.conformance.contracts.allocator_sequences import Call, Calls, Run
+
+
+@pytest.mark.parametrize(("size", "page_size"), [(0, 1), (-4, 4), (6, 4), (2, 4), (4, 0)])
+def test_a_bad_size_is_named(size: int, page_size: int) -> None:
+    with pytest.raises(ValueError, match=f"{size}.*{page_size}"):
+        memory_pool.TokenToKVPoolAllocator(size, page_size, "cpu")
+
+
+def test_write_beyond_the_row_is_an_error() -> None:
+    pool = memory_pool.ReqToTokenPool(1, 4, "cpu")
+    (row,) = pool.alloc(1)
+    with pytest.raises(AssertionError, match=r"3\.\.5 do not fit a row of 4"):
+        pool.write(row, 3, torch.tensor([5, 6]))
+
+
+def test_a_request_cannot_shrink() -> None:
+    with pytest.raises(AssertionError, match="from 5 to 4"):
+        memory_pool.TokenToKVPoolAllocator(16, 4, "cpu").alloc_extend([5], [4], [8])
+
+
+def test_buffers_are_not_copied_on_the_way_out() -> None:
+    pool = memory_pool.TokenToKVPool(16, 4, 3, 2, 5, torch.float64, "cpu")
+    for buffer in (pool.k_buffer, pool.v_buffer):
+        assert buffer(2).data_ptr() == buffer(2).data_ptr() != buffer(1).data_ptr()
+
+
+CALL = st.builds(
+    Call,
+    kind=st.sampled_from(
+        ["extend", "extend", "decode", "decode", "finish", "group begin", "group end", "roll back"]
+    ),
+    which=st.integers(0, 8),
+    num_tokens=st.integers(0, 48),
+    is_pair=st.booleans(),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    page_size=st.sampled_from([1, 2, 4, 16]),
+    num_pages=st.integers(1, 12),
+    calls=st.integers(0, 25).flatmap(lambda n: st.lists(CALL, min_size=n, max_size=n)),
+)
+def test_no_calls_break_the_allocator(page_size: int, num_pages: int, calls: list[Call]) -> None:
+    Run(memory_pool, Calls("found", page_size, num_pages, tuple(calls))).play()
