@@ -53,6 +53,8 @@ def _smaller_values(value: Any) -> Iterator[Any]:
         for i, element in enumerate(value):
             for smaller in _smaller_values(element):
                 yield (*value[:i], smaller, *value[i + 1 :])
+    elif is_dataclass(value):
+        yield from smaller_cases(value)
 
 
 def _shorter(value: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

@@ -9,11 +9,12 @@ from typing import Any, Literal, get_args
 from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_equal, expect_true
 from shared.conformance.contracts.allocator import allocator_of, expect_slots, slots
+from shared.conformance.short_repr import short_repr
 
 Kind = Literal["extend", "decode", "finish", "group begin", "group end", "roll back"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Call:
     """`which` counts the live requests, modulo their number; one more stands for a new request.
     "extend": by num_tokens, and the request after it too if `is_pair`. "decode": one token for all.
@@ -23,6 +24,8 @@ class Call:
     which: int = 0
     num_tokens: int = 1
     is_pair: bool = False
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind) or self.num_tokens < 0:

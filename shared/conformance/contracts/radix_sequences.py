@@ -12,12 +12,13 @@ from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_equal, expect_true
 from shared.conformance.contracts.radix_eviction import POLICIES
 from shared.conformance.radix_model import FlatCache, Prefix
+from shared.conformance.short_repr import short_repr
 from shared.interfaces import PrefixCache, RadixKey
 
 Kind = Literal["insert", "match", "lock", "unlock", "evict"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Call:
     """`number`: an insert's priority, the tokens to evict, or which lock to give up (modulo their number)."""
 
@@ -25,6 +26,8 @@ class Call:
     tokens: tuple[int, ...] = ()
     extra_key: str | None = None
     number: int = 0
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):

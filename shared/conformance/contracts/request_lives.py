@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from shared.conformance.cache_world import NUM_ROWS, CacheWorld
 from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_equal
+from shared.conformance.short_repr import short_repr
 from shared.interfaces import PrefixCache
 from shared.types import Req
 
@@ -16,7 +17,7 @@ Kind = Literal["admit", "readmit", "chunk", "decode", "over-allocate", "retract"
 POLICIES = ("lru", "lfu", "fifo", "priority")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Event:
     """`which` counts the live (readmit: the retracted) requests, modulo their number. `chunk` 0: the whole
     prompt. `is_cached_at_once`: several requests may compute before the first of them is cached."""
@@ -29,6 +30,8 @@ class Event:
     priority: int = 0
     is_cached_at_once: bool = True
     token: int = 0
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind) or (self.kind == "admit" and not self.prompt):
