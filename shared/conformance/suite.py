@@ -104,10 +104,11 @@ def check_implementation(
     shrink_failures: bool = True,
     time_limit: float | None = TIME_LIMIT,
 ) -> Iterator[Verdict]:
-    """One verdict for each case, clause by clause, as they are reached. A case takes at most `time_limit`
-    seconds (see there), and so does making a failing one smaller; a clause that has run into the limit is
-    not tried on its other cases: each would take as long."""
+    """One verdict for each case, clause by clause, as they are reached. A clause's first failing case is made
+    smaller. A case takes at most `time_limit` seconds (see there), and so does making one smaller. A clause
+    that has run into the limit is not tried on its other cases: each would take as long."""
     for clause in clauses:
+        is_first = True
         for case in clause.cases:
             error = _error_of(clause, impl, case, reference, time_limit)
             if error is None:
@@ -115,9 +116,10 @@ def check_implementation(
                 continue
             smallest = case
             is_late = isinstance(error, TimeLimitExceeded)
-            if shrink_failures and not is_late:
+            if shrink_failures and is_first and not is_late:
                 smallest = _smallest(clause, impl, case, reference, time_limit)
                 error = _error_of(clause, impl, smallest, reference, time_limit) or error
+            is_first = False
             yield Verdict(clause, case, _failure(error, smallest, time_limit))
             if is_late:
                 break
@@ -148,10 +150,10 @@ def _smallest(clause: Clause, impl: Any, case: Any, reference: Any, seconds: flo
         left = None if end is None else end - time.monotonic()
         if left is not None and left <= 0:
             return False
-        return (
-            _error_of(clause, reference, candidate, reference, left) is None
-            and _error_of(clause, impl, candidate, reference, left) is not None
-        )
+        if _error_of(clause, reference, candidate, reference, left) is not None:
+            return False
+        error = _error_of(clause, impl, candidate, reference, left)
+        return error is not None and not isinstance(error, TimeLimitExceeded)
 
     return shrink(case, fails_here_only)
 
