@@ -1,0 +1,179 @@
+"""Planted bugs in the layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+import reference.layers
+from reference.layers import RMSNorm, RotaryEmbedding, SiluAndMul
+from shared.rope import rope_angles
+from tests.conformance.mutants.mutant import Mutant, module_with
+
+
+def layer(impl: type) -> Mutant:
+    """A layer that takes the place of the one it inherits from."""
+    assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
+    return Mutant("layers", impl.__name__, module_with(reference.layers, **{impl.__base__.__name__: impl}))
+
+
+@layer
+class EpsOutsideTheRoot(RMSNorm):
+    """x / (sqrt(mean(x²)) + eps): small rows come out smaller."""
+
+    def forward(self, x):
+        x32 = x.float()
+        return (x32 / (x32.square().mean(-1, keepdim=True).sqrt() + self.eps)).to(x.dtype) * self.weight
+
+
+@layer
+class SquaresInHalf(RMSNorm):
+    """The mean of squares is taken in the input's type: beyond 255 float16 overflows."""
+
+    def forward(self, x):
+        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)) * self.weight
+
+
+@layer
+class WeightInHalf(RMSNorm):
+    """The weight is rounded to bfloat16, whatever the input's type."""
+
+    def forward(self, x):
+        normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        return (normed * self.weight.bfloat16().float()).to(x.dtype)
+
+
+@layer
+class NormsBeforeAdding(RMSNorm):
+    """add_and_norm normalises x alone."""
+
+    def add_and_norm(self, x, residual):
+        return self.forward(x), x + residual
+
+
+@layer
+class ForgetsTheResidual(RMSNorm):
+    """The new residual is the normed sum."""
+
+    def add_and_norm(self, x, residual):
+        y = self.forward(x + residual)
+        return y, y
+
+
+@layer
+class NormsInPlace(RMSNorm):
+    """forward overwrites its input, which the residual stream still needs."""
+
+    def forward(self, x):
+        return x.copy_(super().forward(x))
+
+
+@layer
+class MeanOverAllRows(RMSNorm):
+    """One scale for the whole batch."""
+
+    def forward(self, x):
+        x32 = x.float()
+        return (x32 * torch.rsqrt(x32.square().mean() + self.eps)).to(x.dtype) * self.weight
+
+
+@layer
+class RotatesInterleavedPairs(RotaryEmbedding):
+    """Dimension 2i pairs with 2i + 1, as in another family of checkpoints."""
+
+    def forward(self, positions, q, k):
+        size, half = self.rope.rotary_dim, self.rope.rotary_dim // 2
+        to_halves = torch.arange(size).view(half, 2).T.flatten()
+        back = to_halves.argsort()
+        out = []
+        for x in (q, k):
+            x = x.clone()
+            x[..., :size] = x[..., to_halves]
+            out.append(x)
+        out = super().forward(positions, *out)
+        return tuple(torch.cat((x[..., back], x[..., size:]), -1) for x in out)
+
+
+@layer
+class IgnoresTheScaling(RotaryEmbedding):
+    """The frequencies are always the unscaled ones."""
+
+    def __init__(self, rope, head_dim, context_len):
+        super().__init__(replace(rope, rope_type="default"), head_dim, context_len)
+
+
+@layer
+class ForgetsTheAttentionFactor(RotaryEmbedding):
+    """yarn's frequencies without its factor on q and k."""
+
+    def __init__(self, rope, head_dim, context_len):
+        super().__init__(replace(rope, attention_factor=1.0), head_dim, context_len)
+
+
+@layer
+class PositionsFromOne(RotaryEmbedding):
+    """Every token stands one place further on. q·k does not change; the cache of another panel would."""
+
+    def forward(self, positions, q, k):
+        return super().forward((positions + 1).clamp(max=self.context_len - 1), q, k)
+
+
+@layer
+class AnglesInHalf(RotaryEmbedding):
+    """Angles are computed in bfloat16: neighbours far out stand in the same place."""
+
+    def _compute_cos_sin(self, positions):
+        return super()._compute_cos_sin(positions.bfloat16().long())
+
+
+@layer
+class DynamicByTheLongestMate(RotaryEmbedding):
+    """All tokens of a step turn with the frequencies of the longest sequence among them."""
+
+    def cos_sin(self, positions):
+        if self.rope.rope_type != "dynamic" or not len(positions):
+            return super().cos_sin(positions)
+        longest = rope_angles(self.rope, positions.max()[None])[0] / positions.max().clamp(min=1)
+        angles = positions[:, None] * longest
+        cos, sin = angles.cos(), angles.sin()
+        return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1).unsqueeze(2)
+
+
+@layer
+class RotatesWholeHeads(RotaryEmbedding):
+    """rotary_dim is not looked at."""
+
+    def __init__(self, rope, head_dim, context_len):
+        super().__init__(replace(rope, rotary_dim=head_dim), head_dim, context_len)
+
+
+@layer
+class TurnsBackwards(RotaryEmbedding):
+    """The sine's sign is wrong."""
+
+    def cos_sin(self, positions):
+        cos, sin = super().cos_sin(positions).unbind(1)
+        return torch.stack((cos, -sin), dim=1)
+
+
+class SiluOfTheSecondHalf(SiluAndMul):
+    def forward(self, gate_up):
+        return super().forward(torch.cat(gate_up.chunk(2, -1)[::-1], -1))
+
+
+@layer
+class GateAndUpSwapped(SiluAndMul):
+    """silu of the second half."""
+
+    def forward(self, gate_up):
+        return SiluOfTheSecondHalf()(gate_up)
+
+
+@layer
+class SiluOverflows(SiluAndMul):
+    """x * exp(x) / (1 + exp(x)): NaN where exp is infinite."""
+
+    def forward(self, gate_up):
+        gate, up = gate_up.float().chunk(2, -1)
+        return (gate * gate.exp() / (1 + gate.exp()) * up).to(gate_up.dtype)
