@@ -12,9 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reference.attention import TorchAttention
 from shared.conformance.attention_batches import LAYER_ID, AttentionBatch, AttentionCase, expect_attention
 from shared.conformance.compare import expect_close
+from shared.conformance.suite import check_implementation, clauses_of
 from shared.conformance.tolerance import Tolerance, tolerance
 from shared.types import ForwardMode
 from shared.types.attention import BatchAttention
+from tests.conformance.mutants.blockwise_attention import BlockwiseAttention
 
 FLOAT64 = Tolerance(1e-12, 1e-12, 1e-12, "nothing is computed below float64: sums of a few hundred products")
 REQUESTS = {
@@ -124,6 +126,11 @@ def test_store_and_run_reads_what_it_just_stored() -> None:
     assert torch.equal(batch.kv_pool.v_buffer(LAYER_ID)[new], v)
     batch.expect(output)
     assert torch.equal(attention.run(batch.q, batch.layer), output)
+
+
+def test_the_attention_that_bugs_are_planted_in_is_right() -> None:
+    verdicts = check_implementation(clauses_of("attention"), BlockwiseAttention, TorchAttention)
+    assert [(v.clause.name, v.case.name) for v in verdicts if not v.holds] == []
 
 
 def test_the_forward_mode_of_a_case() -> None:
