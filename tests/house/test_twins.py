@@ -1,0 +1,89 @@
+"""Files of one name in both panels face each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.conformance.twins import public_surface, twin_differences, twin_files
+
+ROOT = Path(__file__).parents[2]
+
+REFERENCE = '''
+"""A cache."""
+class Cache:
+    def __init__(self, size): ...
+    def match(self, key, *, limit=None): ...
+    def evict(self, num_tokens): ...
+    def _walk(self, key): ...
+def helper(a, b): ...
+'''
+OPTIMIZED = REFERENCE.replace('"""A cache."""', '"""A cache. Differs from reference: hashes pages."""')
+
+
+def test_twins_face_each_other() -> None:
+    for reference, optimized in twin_files(ROOT):
+        assert twin_differences(reference.read_text(), optimized.read_text()) == [], optimized
+
+
+def test_pairs_are_found_by_their_path(tmp_path: Path) -> None:
+    for name in (
+        "reference/a.py",
+        "reference/models/b.py",
+        "reference/c.py",
+        "optimized/models/b.py",
+        "optimized/a.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert [reference.name for reference, _ in twin_files(tmp_path)] == ["a.py", "b.py"]
+
+
+def test_every_optimized_component_has_a_twin() -> None:
+    """What has no twin is a kernel, or machinery that only the optimized panel needs."""
+    own = {"kernels", "cuda_graph.py", "attention"}
+    for path in (ROOT / "optimized").rglob("*.py"):
+        name = path.relative_to(ROOT / "optimized")
+        if path.name != "__init__.py" and name.parts[0] not in own:
+            assert (ROOT / "reference" / name).is_file(), f"optimized/{name} faces nothing"
+
+
+def test_equal_surfaces_pass() -> None:
+    assert twin_differences(REFERENCE, OPTIMIZED) == []
+    more = OPTIMIZED + "\ndef launch(grid): ...\n"
+    assert twin_differences(REFERENCE, more) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            ("def evict(self, num_tokens)", "def evict(self, n)"),
+            "Cache.evict takes (self, n), not (self, num_tokens)",
+        ),
+        (("limit=None", "max_len=None"), "Cache.match takes (self, key, max_len=), not (self, key, limit=)"),
+        (("    def match(self, key, *, limit=None): ...\n", ""), "Cache.match is missing"),
+        (("def helper(a, b)", "def helper(b, a)"), "helper takes (b, a), not (a, b)"),
+        (("class Cache", "class FastCache"), "Cache is missing"),
+        (("Differs from reference: ", ""), 'its docstring does not say "Differs from reference"'),
+    ],
+)
+def test_a_difference_is_named(change: tuple[str, str], message: str) -> None:
+    assert message in twin_differences(REFERENCE, OPTIMIZED.replace(*change))
+
+
+def test_another_order_is_named() -> None:
+    lines = OPTIMIZED.splitlines(keepends=True)
+    lines[4], lines[5] = lines[5], lines[4]
+    assert twin_differences(REFERENCE, "".join(lines)) == ["Cache.match is out of order"]
+
+
+def test_what_is_private_does_not_count() -> None:
+    assert list(public_surface(REFERENCE)) == [
+        "Cache",
+        "Cache.__init__",
+        "Cache.match",
+        "Cache.evict",
+        "helper",
+    ]
