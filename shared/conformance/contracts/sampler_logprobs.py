@@ -114,7 +114,7 @@ def asking_changes_nothing(impl: type[Sampler], case: Ask) -> None:
 
 
 @contract("A bad row does not spoil the others'; it has no token, and no log-probability of one.", KINDS)
-def bad_rows(impl: type[Sampler], case: Ask) -> None:
+def bad_rows_have_no_logprob(impl: type[Sampler], case: Ask) -> None:
     logits = Inputs(6).normal(3, 10).cpu()
     logits[1, 4] = math.nan
     ids, found, reqs = sample_asked(impl, logits, (case,) * 3, top_logprobs_num=2)
