@@ -1,7 +1,4 @@
-"""An answer never depends on what happened around it: cache, chunks, pages, mates, order, retraction.
-
-Real text on the built-in models, greedy, float32, with the invariants checked after every step.
-"""
+"""An answer never depends on what happened around it: cache, chunks, pages, mates, order, retraction."""
 
 from __future__ import annotations
 
@@ -10,44 +7,13 @@ from typing import Any
 
 import pytest
 
+from shared.conformance.switches import GREEDY, SWITCHES, answers_alone, expect_answers, prompts
 from shared.engine import LLM
 from shared.model_path import ASSETS
 from shared.types import SamplingParams
 
-GREEDY = SamplingParams(max_new_tokens=48, temperature=0.0, ignore_eos=True)
 MODELS = ("tiny-dense", "tiny-moe")
-
-STORY = (
-    "Mia has a red kite and three apples. Tom went to the harbour with a green box. "
-    "Later Mia gave one apple to Tom. The old baker lives near the mill and owns a blue cart. "
-)
-QUESTIONS = (
-    "Who has the kite?",
-    "What colour is the box?",
-    "How many apples does Mia have now?",
-    "Where does the baker live?",
-    "Write the facts about Tom as a list.",
-    "What is 17 + 25?",
-)
-
-
-def prompts(llm: LLM) -> list[list[int]]:
-    """Chats that share a long prefix, one that shares nothing, and one of a single token."""
-    chats = [llm.tokenizer.chat([{"role": "user", "content": STORY + q}]) for q in QUESTIONS]
-    return [*chats, llm.tokenizer.encode("1 2 3 4 5 6 7"), chats[0][:1]]
-
-
-def answers(model: str, **flags: Any) -> list[list[int]]:
-    llm = LLM(
-        model=model,
-        device="cpu",
-        panel="reference",
-        check_invariants=True,
-        **{"max_total_tokens": 8192, **flags},
-    )
-    outputs = llm.generate(prompts(llm), GREEDY, progress=False)
-    assert [o.num_output_tokens for o in outputs] == [48] * len(outputs)
-    return [o.output_ids for o in outputs]
+REFERENCE = {"device": "cpu", "panel": "reference"}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -58,44 +24,14 @@ def model(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def alone(model: str) -> list[list[int]]:
-    """Each prompt on its own, nothing cached, nothing cut: what every configuration must give."""
-    llm = LLM(
-        model=model, device="cpu", panel="reference", disable_radix_cache=True, chunked_prefill_size=None
-    )
-    return [llm.generate(p, GREEDY, progress=False).output_ids for p in prompts(llm)]
+    return answers_alone(model, **REFERENCE)
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        {},
-        {"disable_radix_cache": True},
-        {"page_size": 4},
-        {"page_size": 16},
-        {"page_size": 16, "disable_radix_cache": True, "chunked_prefill_size": 64},
-        {"chunked_prefill_size": 1},
-        {"chunked_prefill_size": 7},
-        {"chunked_prefill_size": 64},
-        {"chunked_prefill_size": None},
-        {"chunked_prefill_size": 7, "enable_mixed_chunk": True, "max_running_requests": 4},
-        {"chunked_prefill_size": 64, "enable_mixed_chunk": True, "page_size": 4},
-        {"chunked_prefill_size": 64, "enable_mixed_chunk": True, "disable_radix_cache": True},
-        {"schedule_policy": "lpm"},
-        {"schedule_policy": "dfs-weight", "page_size": 4},
-        {"schedule_policy": "random", "max_running_requests": 3},
-        {"max_running_requests": 1},
-        {"max_total_tokens": 256, "schedule_conservativeness": 0.01},  # memory is short: retraction
-        {
-            "max_total_tokens": 256,
-            "schedule_conservativeness": 0.01,
-            "page_size": 16,
-            "chunked_prefill_size": 32,
-        },
-    ],
-    ids=lambda flags: ",".join(f"{k}={v}" for k, v in flags.items()) or "default",
+    "flags", SWITCHES, ids=lambda flags: ",".join(f"{k}={v}" for k, v in flags.items()) or "default"
 )
-def test_configuration_changes_nothing(model: str, alone: list[list[int]], flags: dict[str, Any]) -> None:
-    assert answers(model, **flags) == alone
+def test_a_switch_changes_nothing(model: str, alone: list[list[int]], flags: dict[str, Any]) -> None:
+    expect_answers(model, alone, **REFERENCE, **flags)
 
 
 def test_a_warm_cache_changes_nothing(model: str, alone: list[list[int]]) -> None:
