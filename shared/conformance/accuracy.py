@@ -1,4 +1,4 @@
-"""Level L6: the built-in models' score on held-out questions, by the project's own engine, however it is set."""
+"""Level L6: the score of the built-in models on held-out questions, by our own engine, however it is set."""
 
 from __future__ import annotations
 
