@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
+GPU_WORKERS ?= 6
 PIP_FLAGS ?= --quiet
 
 BIN := $(VENV)/bin
@@ -32,7 +33,7 @@ ASK_2 := In which city does Mara live?
 help:
 	@echo "make run        stream answers of the built-in model on the best panel of this machine"
 	@echo "make test       format, lint, types, docs and tests (what .ci/run calls)"
-	@echo "make test-gpu   the tests that need a CUDA GPU"
+	@echo "make test-gpu   the tests that need a CUDA GPU, and every contract on it"
 	@echo "make serve-docs the documentation at http://127.0.0.1:8000"
 	@echo "make clean      remove $(VENV) and build outputs"
 
@@ -64,7 +65,8 @@ pytest: $(VENV)/.installed-test
 
 test-gpu: $(VENV)/.installed-test
 	$(call banner,pytest on the GPU)
-	@$(BIN)/python -m pytest -m gpu
+	@$(BIN)/python -m pytest -m gpu -n $(GPU_WORKERS)
+	@$(BIN)/python -m pytest tests/conformance/test_contracts.py -m "not gpu" -n $(GPU_WORKERS)
 
 serve-docs: $(VENV)/.installed-test
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -52,19 +52,19 @@ class RotaryEmbedding(interface.RotaryEmbedding):
     def forward(
         self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = self.cos_sin(positions).unbind(1)
-        return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+        cos, sin = self._cos_sin(positions).unbind(1)
+        return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, heads, head_dim]; cos, sin [num_tokens, 1, rotary_dim] float32. For a pair (a, b):
         (a cos - b sin, b cos + a sin). `roll` puts b where a is and a where b is."""
         rotary_dim = self.rope.rotary_dim
         if rotary_dim < x.shape[-1]:
-            rotated = self.rotate(x[..., :rotary_dim], cos, sin)
+            rotated = self._rotate(x[..., :rotary_dim], cos, sin)
             return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
         return (x * cos + x.roll(rotary_dim // 2, -1) * sin).to(x.dtype)
 
-    def cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
+    def _cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
         """float32 [num_tokens, 2, 1, rotary_dim]: (cos, cos), then (-sin, sin)."""
         if self.table is None or self.table.device != positions.device:
             self.table = self._compute_cos_sin(torch.arange(self.context_len, device=positions.device))

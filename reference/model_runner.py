@@ -6,12 +6,9 @@ import torch
 
 from shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
 from shared.interfaces import model_runner as interface
-from shared.logprobs import logprobs_of
-from shared.types import ForwardBatch, ForwardMode, LogitsOutput, LogprobsOutput
+from shared.logprobs import input_logprobs_of
+from shared.types import ForwardBatch, ForwardMode, LogitsOutput
 from shared.types.attention import BatchAttention
-
-LOGPROB_ROWS = 512
-"""Prompt positions whose logits exist at once: a long prompt times a large vocabulary would not fit."""
 
 
 class ModelRunner(interface.ModelRunner):
@@ -37,22 +34,7 @@ class ModelRunner(interface.ModelRunner):
             logits = self.model.compute_logits(hidden_states)
         else:
             logits = self.model.compute_logits(hidden_states[forward_batch.last_token_rows])
-        return LogitsOutput(logits, self._input_logprobs(forward_batch, hidden_states))
+        input_logprobs = input_logprobs_of(forward_batch, hidden_states, self.model.compute_logits)
+        return LogitsOutput(logits, input_logprobs)
 
     # --8<-- [end:model-runner-forward]
-
-    def _input_logprobs(
-        self, forward_batch: ForwardBatch, hidden_states: torch.Tensor
-    ) -> LogprobsOutput | None:
-        rows, ids = forward_batch.input_logprob_rows, forward_batch.input_logprob_ids
-        if rows is None or ids is None:
-            return None
-        pieces = [
-            logprobs_of(
-                self.model.compute_logits(hidden_states[rows[i : i + LOGPROB_ROWS]]),
-                ids[i : i + LOGPROB_ROWS],
-                forward_batch.num_top_input_logprobs,
-            )
-            for i in range(0, rows.shape[0], LOGPROB_ROWS)
-        ]
-        return LogprobsOutput(*(torch.cat(parts) for parts in zip(*pieces)))

@@ -232,11 +232,11 @@ class Scheduler(interface.Scheduler):
     # --8<-- [start:run-batch]
     def run_batch(self, batch: ScheduleBatch) -> tuple[ForwardBatch, LogitsOutput, SampleOutput]:
         forward_batch = make_forward_batch(batch, self.parts.allocator.device)
-        logits_output = self.parts.model_runner.forward(forward_batch)
-        # Rows of the head beyond the tokenizer's ids are padding: they must never be sampled.
-        logits = logits_output.next_token_logits[:, : self.parts.num_token_ids]
-        info = make_sampling_batch_info(batch.reqs, logits.shape[1], logits.device)
-        sample_output = self.parts.sampler.sample(logits, info, forward_batch.seq_lens - 1)
+        num_token_ids = self.parts.num_token_ids
+        info = make_sampling_batch_info(batch.reqs, num_token_ids, self.parts.allocator.device)
+        logits_output, sample_output = self.parts.model_runner.forward_and_sample(
+            forward_batch, self.parts.sampler, info, num_token_ids
+        )
         return forward_batch, logits_output, sample_output
         # --8<-- [end:run-batch]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from shared import registry
 from shared.config import EngineConfig, ModelConfig
 from shared.interfaces import CausalLM, Scheduler, SchedulerParts, TokenToKVPool
-from shared.kv_sizing import num_pool_tokens
+from shared.kv_sizing import MemoryPlan, free_gpu_memory, plan_memory
 from shared.loading_bar import LoadingBar
 from shared.model_path import resolve_model_path
 from shared.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ class Assembly:
     selection: dict[str, str]  # component -> implementation
     model: CausalLM
     kv_pool: TokenToKVPool
+    memory: MemoryPlan
     tokenizer: Tokenizer | None  # None only for a model of dummy weights without one
     parts: SchedulerParts
     scheduler: Scheduler
@@ -42,6 +44,7 @@ def assemble(config: EngineConfig, clock: Callable[[], float] = time.monotonic) 
     config = resolve_config(config, model_config)
     assert config.panel is not None
     selection = registry.select(config.panel, config.use)
+    registry.check_device(selection, str(config.device))
     if config.disable_radix_cache:
         selection["radix_cache"] = selection["chunk_cache"]
     tokenizer = _load_tokenizer(config, folder)
@@ -50,6 +53,7 @@ def assemble(config: EngineConfig, clock: Callable[[], float] = time.monotonic) 
     def component(name: str) -> Any:
         return registry.load(name, selection[name])
 
+    free_before = free_gpu_memory(device)
     if config.load_format == "dummy":
         weights = dummy_weights(model_config, config.random_seed, device)
     else:
@@ -62,7 +66,12 @@ def assemble(config: EngineConfig, clock: Callable[[], float] = time.monotonic) 
     model.eval()
 
     pools = component("memory_pool")
-    num_tokens = num_pool_tokens(config, model_config, dtype, device)
+    free_gpu_memory(device)  # what loading took for a while is not the weights'
+    weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    memory = plan_memory(config, model_config, dtype, device, free_before, weight_bytes)
+    num_tokens = memory.num_tokens
+    if device.type == "cuda":
+        print_memory(memory)
     assert config.context_len is not None
     req_to_token_pool = pools.ReqToTokenPool(config.max_running_requests + 1, config.context_len, device)
     allocator = pools.TokenToKVPoolAllocator(num_tokens, config.page_size, device)
@@ -95,9 +104,21 @@ def assemble(config: EngineConfig, clock: Callable[[], float] = time.monotonic) 
         decode_text=tokenizer.decode if tokenizer is not None else _no_text,
         clock=clock,
     )
+    parts.model_runner.prepare(config, parts.sampler, parts.num_token_ids)
     scheduler = component("scheduler")(config, model_config, parts)
     config = config.updated(max_total_tokens=num_tokens)
-    return Assembly(config, model_config, selection, model, kv_pool, tokenizer, parts, scheduler)
+    return Assembly(config, model_config, selection, model, kv_pool, memory, tokenizer, parts, scheduler)
+
+
+def print_memory(memory: MemoryPlan) -> None:
+    """Where the GPU's memory goes, for whoever starts an engine at a terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    for name, value in memory.rows().items():
+        grid.add_row(name, value)
+    Console(stderr=True, highlight=False).print(grid)
 
 
 def resolve_config(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
@@ -115,6 +136,11 @@ def resolve_config(config: EngineConfig, model_config: ModelConfig) -> EngineCon
             f"context_len={context_len} exceeds the model's {model_config.context_len} positions"
         )
     panel = config.panel or default_panel(device)
+    if panel == "optimized" and not device.startswith("cuda") and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"panel=optimized with device={device}: it needs a CUDA GPU; its kernels run on a CPU only "
+            "through Triton's interpreter, for tests: TRITON_INTERPRET=1"
+        )
     return config.updated(device=device, panel=panel, context_len=context_len)
 
 

@@ -7,10 +7,13 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shared import machine, registry
 from shared.model_path import builtin_models
+
+if TYPE_CHECKING:
+    import torch
 
 State = Literal["ok", "absent", "problem"]  # absent: can be done without; problem: something will not work
 
@@ -30,7 +33,7 @@ def examine() -> list[Check]:
     """All checks, in the order of a person's questions. A check that fails unexpectedly says so in its row:
     the doctor must work on the machine where nothing else does."""
     checks: list[Check] = []
-    for probe in (_system, _memory, _torch, _gpus, _packages, _models, _panels, _components):
+    for probe in (_system, _memory, _torch, _gpus, _packages, _models, _panels, _components, _attention):
         try:
             checks += probe()
         except Exception as error:  # whatever a broken installation raises
@@ -165,6 +168,31 @@ def _component(name: str, choice: str, load: Callable[[str, str], object]) -> Ch
     except Exception as error:  # a component of somebody else's may fail in any way
         return Check("components", name, "problem", f"{found}: {error}")
     return Check("components", name, "ok", found)
+
+
+def _attention() -> list[Check]:
+    """The optimized panel's backends, and which it takes where none is named."""
+    import torch
+
+    names = [name for name in registry.choices("attention") if name not in registry.PANELS]
+    if not torch.cuda.is_available():
+        return [Check("attention", f"attention={name}", "absent", "needs a CUDA GPU") for name in names]
+    device = torch.device("cuda")
+    checks = [_attention_backend(name, device, registry.load) for name in names]
+    choice = registry.load("attention", "optimized").choose(device)
+    remedy = "another: --use attention=NAME, or PREFILL+DECODE"
+    return [*checks, Check("attention", "the default", "ok", str(choice), remedy)]
+
+
+def _attention_backend(name: str, device: torch.device, load: Callable[[str, str], Any]) -> Check:
+    flag = f"attention={name}"
+    try:
+        check_device = getattr(load("attention", name), "check_device", None)
+        if check_device is not None:
+            check_device(device)
+    except ValueError as error:
+        return Check("attention", flag, "absent", str(error))
+    return Check("attention", flag, "ok", "usable")
 
 
 def _gib(num_bytes: int) -> str:

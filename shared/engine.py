@@ -143,8 +143,8 @@ class LLM:
         return self.scheduler.flush_cache()
 
     def describe(self) -> dict[str, str]:
-        """Which implementation stands behind each component."""
-        return dict(self.assembly.selection)
+        """Which implementation stands behind each component, and where the memory went."""
+        return {**self.assembly.selection, **self.assembly.memory.rows()}
 
     def stats(self) -> Any:
         return self.scheduler.stats()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from shared.ordering import sort_descending
-from shared.types import LogprobsOutput, TokenLogprob
+from shared.types import ForwardBatch, LogprobsOutput, TokenLogprob
+
+LOGPROB_ROWS = 512
+"""Prompt positions whose logits exist at once: a long prompt times a large vocabulary would not fit."""
 
 
 def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobsOutput:
@@ -26,6 +31,26 @@ def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> 
     # token would not be the greedy choice.
     top_logits, top_ids = sort_descending(logits, num_top)
     return LogprobsOutput(token_logprobs, top_logits - log_normaliser, top_ids)
+
+
+def input_logprobs_of(
+    forward_batch: ForwardBatch,
+    hidden_states: torch.Tensor,
+    compute_logits: Callable[[torch.Tensor], torch.Tensor],
+) -> LogprobsOutput | None:
+    """The prompt log-probabilities that a batch asks for; hidden_states [num_tokens, hidden_size]."""
+    rows, ids = forward_batch.input_logprob_rows, forward_batch.input_logprob_ids
+    if rows is None or ids is None:
+        return None
+    pieces = [
+        logprobs_of(
+            compute_logits(hidden_states[rows[i : i + LOGPROB_ROWS]]),
+            ids[i : i + LOGPROB_ROWS],
+            forward_batch.num_top_input_logprobs,
+        )
+        for i in range(0, rows.shape[0], LOGPROB_ROWS)
+    ]
+    return LogprobsOutput(*(torch.cat(parts) for parts in zip(*pieces)))
 
 
 def to_token_logprobs(token_ids: torch.Tensor, output: LogprobsOutput | None) -> list[TokenLogprob]:

@@ -1,4 +1,8 @@
-"""Component name + choice -> implementation. Nothing is imported until it is chosen."""
+"""Component name + choice -> implementation. Nothing is imported until it is chosen.
+
+A choice is a name of the table below, or somebody else's package.module:Class or file.py:Class, or, for
+attention, two names of the table joined by a plus sign: the first for prompts, the second for decoding.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +20,35 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "scheduler": {"reference": "reference.scheduler:Scheduler"},
     "schedule_policy": {"reference": "reference.schedule_policy:SchedulePolicy"},
     "prefill_adder": {"reference": "reference.prefill_adder:PrefillAdder"},
-    "radix_cache": {"reference": "reference.radix_cache:RadixCache"},
+    "radix_cache": {
+        "reference": "reference.radix_cache:RadixCache",
+        "optimized": "optimized.radix_cache:RadixCache",
+    },
     "chunk_cache": {"reference": "reference.chunk_cache:ChunkCache"},
     "memory_pool": {"reference": "reference.memory_pool"},
-    "attention": {"reference": "reference.attention:TorchAttention"},
-    "layers": {"reference": "reference.layers"},
-    "moe": {"reference": "reference.moe:MoE"},
-    "models": {"reference": "reference.models"},
-    "model_runner": {"reference": "reference.model_runner:ModelRunner"},
-    "sampler": {"reference": "reference.sampler:Sampler"},
+    "attention": {
+        "reference": "reference.attention:TorchAttention",
+        "optimized": "optimized.attention.default:DefaultAttention",
+        "triton": "optimized.attention.triton:TritonAttention",
+        "flashinfer": "optimized.attention.flashinfer:FlashInferAttention",
+        "fa3": "optimized.attention.fa3:FA3Attention",
+    },
+    "layers": {"reference": "reference.layers", "optimized": "optimized.layers"},
+    "moe": {"reference": "reference.moe:MoE", "optimized": "optimized.moe:MoE"},
+    "models": {"reference": "reference.models", "optimized": "optimized.models"},
+    "model_runner": {
+        "reference": "reference.model_runner:ModelRunner",
+        "optimized": "optimized.model_runner:ModelRunner",
+    },
+    "sampler": {"reference": "reference.sampler:Sampler", "optimized": "optimized.sampler:Sampler"},
 }
 """component -> choice -> "module" or "module:attribute". A choice is a panel's name or a backend's."""
+
+NEEDS_CUDA: dict[str, tuple[str, ...]] = {"attention": ("flashinfer", "fa3")}
+"""component -> choices that run on CUDA GPUs only. (Triton's kernels run in its interpreter, too.)"""
+
+PAIRS: dict[str, str] = {"attention": "optimized.attention.hybrid:hybrid_of"}
+"""component -> what makes one implementation of two choices"""
 
 
 def choices(component: str) -> list[str]:
@@ -48,6 +70,19 @@ def parse_use(text: str) -> dict[str, str]:
     return chosen
 
 
+def needs_cuda(component: str, choice: str) -> bool:
+    """Whether an implementation of ours runs on a CUDA GPU only."""
+    names = _pair(component, choice) or (choice,)
+    return any(name in NEEDS_CUDA.get(component, ()) for name in names)
+
+
+def check_device(selection: Mapping[str, str], device: str) -> None:
+    """Raise `ValueError` for a choice that cannot run on the device."""
+    for component, choice in selection.items():
+        if needs_cuda(component, choice) and not device.startswith("cuda"):
+            raise ValueError(f"{component}={choice} needs a CUDA GPU, and the device is {device}")
+
+
 def select(panel: str, use: Mapping[str, str]) -> dict[str, str]:
     """The choice for every component: what `use` says, else the panel's, else, where the optimized panel
     changes nothing, the reference's."""
@@ -64,10 +99,11 @@ def select(panel: str, use: Mapping[str, str]) -> dict[str, str]:
 
 def check_choice(component: str, choice: str) -> None:
     """Raise `ValueError` listing the right ones for a name that stands for nothing."""
-    if choice not in choices(component) and not _is_target(choice):
+    if choice not in choices(component) and not _pair(component, choice) and not _is_target(choice):
+        pairs = "two of them as prefill+decode, " if component in PAIRS else ""
         raise ValueError(
             f"{component}={choice}: no such implementation; choose one of {', '.join(choices(component))}, "
-            "or name one of yours as package.module:Class or file.py:Class"
+            f"{pairs}or name one of yours as package.module:Class or file.py:Class"
         )
 
 
@@ -77,7 +113,13 @@ def has_optimized() -> bool:
 
 def load(component: str, choice: str) -> Any:
     """The class (or module of classes) behind a choice; imports it now."""
-    target = IMPLEMENTATIONS.get(component, {}).get(choice, choice)
+    pair = _pair(component, choice)
+    if pair is not None:
+        return _load_target(component, choice, PAIRS[component])(*pair)
+    return _load_target(component, choice, IMPLEMENTATIONS.get(component, {}).get(choice, choice))
+
+
+def _load_target(component: str, choice: str, target: str) -> Any:
     module_name, _, attribute = target.partition(":")
     module = _load_file(module_name) if module_name.endswith(".py") else _import(component, module_name)
     if not attribute:
@@ -86,6 +128,15 @@ def load(component: str, choice: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         raise ValueError(f"{component}={choice}: {module_name} has no {attribute!r}") from None
+
+
+def _pair(component: str, choice: str) -> tuple[str, str] | None:
+    """The two names of "first+second"; None for anything else."""
+    first, plus, second = choice.partition("+")
+    known = IMPLEMENTATIONS.get(component, {})
+    if component in PAIRS and plus and first in known and second in known:
+        return first, second
+    return None
 
 
 def _is_target(choice: str) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -12,11 +13,18 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from shared.config import ModelConfig
+from shared.interfaces.layers import MergedLinear
 from shared.interfaces.moe import FusedExperts
 from shared.safetensors_file import TensorInfo, read_checkpoint
 from shared.weight_names import canonical_parts, check_shapes, expected_shapes, is_harmless
 
 Weights = Iterator[tuple[str, torch.Tensor]]
+
+PIECE_BYTES = 64 * 2**20
+"""Weights are cast and moved in pieces of this size: that much room a device needs beside the model."""
+
+LARGE_BYTES = 512 * 2**20
+"""A made-up tensor beyond this size is collected on the host: an embedding would need its room twice."""
 
 
 def iterate_weights(
@@ -72,6 +80,7 @@ def _refuse_non_finite(name: str, tensor: torch.Tensor, path: Path) -> None:
 def dummy_weights(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> Weights:
     """Seeded random weights of the model's shapes and dtype, with which activations neither vanish nor blow
     up. A tensor depends on seed, name, shape, dtype and kind of device only, not on the others."""
+    device = torch.device(device)
     for name, shape in expected_shapes(config).items():
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -79,16 +88,41 @@ def dummy_weights(config: ModelConfig, seed: int = 0, device: torch.device | str
             mean, std = 0.0, shape[1] ** -0.5
         else:
             mean, std = 0.0 if name.endswith(".bias") else 1.0, 0.1
-        yield (
-            name,
-            torch.empty(shape, dtype=config.dtype, device=device).normal_(mean, std, generator=generator),
-        )
+        yield name, _normal(shape, config.dtype, device, mean, std, generator)
+
+
+def _normal(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    mean: float,
+    std: float,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    if math.prod(shape) * dtype.itemsize <= LARGE_BYTES or device.type == "cpu":
+        return torch.empty(shape, dtype=dtype, device=device).normal_(mean, std, generator=generator)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    for piece in pieces(tensor):
+        piece.copy_(torch.empty_like(piece, device=device).normal_(mean, std, generator=generator))
+    return tensor
+
+
+def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views of runs of rows, about PIECE_BYTES of float32 each: alike for tensors of one shape."""
+    row_bytes = 4 * tensor[:1].numel()
+    return tensor.split(max(PIECE_BYTES // max(row_bytes, 1), 1))
 
 
 def named_targets(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Where each weight of a model goes: its parameters by name, those of FusedExperts by expert."""
+    """Where each weight of a model goes: its parameters by name, those of FusedExperts by expert, those of a
+    MergedLinear by part."""
     targets: dict[str, torch.Tensor] = dict(model.named_parameters())
     for prefix, module in model.named_modules():
+        if isinstance(module, MergedLinear):
+            for name, _ in module.named_parameters():
+                del targets[f"{prefix}.{name}"]
+            parent = prefix[: prefix.rfind(".") + 1]
+            targets |= {f"{parent}{name}": view for name, view in module.weight_views().items()}
         if isinstance(module, FusedExperts):
             w13, w2 = targets.pop(f"{prefix}.w13"), targets.pop(f"{prefix}.w2")
             for expert_id in range(w13.shape[0]):
@@ -115,7 +149,8 @@ def load_weights(
                 raise ValueError(f"{name} {problem}")
             if shape != tuple(target.shape):
                 raise ValueError(f"{name} has shape {list(shape)}; it must be {list(target.shape)}")
-            target.copy_(tensor[index])
+            for to, source in zip(pieces(target), pieces(tensor[index])):
+                to.copy_(source)
     if remaining:
         names = list(remaining)
         raise ValueError(

@@ -3,12 +3,19 @@
 import os
 from collections.abc import Generator
 from functools import cache
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Read by torch when it is imported, and by the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
+
+# Without a GPU, Triton's kernels run in its interpreter. Triton looks when it is imported, and torch imports
+# it: so ask the machine, not torch.
+HAS_GPU = any(Path("/dev", name).exists() for name in ("nvidiactl", "nvidia0", "dxg"))
+if not HAS_GPU or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @cache

@@ -17,14 +17,15 @@ class StepTimes:
 
     num_steps: int = 0
     step: float = 0.0
-    forward: float = 0.0
-    sample: float = 0.0
+    forward: float = 0.0  # 0 where model and sampler run as one piece
+    sample: float = 0.0  # likewise
+    model_and_sampler: float = 0.0  # both, and what is between them, however they were called
 
     @property
     def outside_share(self) -> float:
         """Share of the steps' time that neither the model's forward pass nor the sampler took: scheduling,
         prefix cache, allocation, batch tensors, finish checks."""
-        return (self.step - self.forward - self.sample) / self.step if self.step else 0.0
+        return (self.step - self.model_and_sampler) / self.step if self.step else 0.0
 
 
 @contextmanager
@@ -41,22 +42,31 @@ def time_steps(
     charged to whoever waits for it. It also takes away the overlap, so speed is measured without timer.
     """
     times = StepTimes()
+    depth = 0  # of calls to model runner and sampler: the outermost counts
 
     def timed(call: Callable[..., Any], field: str) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
             synchronize()
             start = clock()
+            depth += field != "step"
             try:
                 return call(*args, **kwargs)
             finally:
                 synchronize()
-                setattr(times, field, getattr(times, field) + clock() - start)
+                seconds = clock() - start
+                depth -= field != "step"
+                if field != "model_and_sampler":
+                    setattr(times, field, getattr(times, field) + seconds)
+                if field != "step" and depth == 0:
+                    times.model_and_sampler += seconds
                 times.num_steps += field == "step"
 
         return wrapper
 
     targets: list[tuple[Any, str, str]] = [
         (scheduler, "step", "step"),
+        (model_runner, "forward_and_sample", "model_and_sampler"),
         (model_runner, "forward", "forward"),
         (sampler, "sample", "sample"),
     ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shared.commands import launch
+from shared.commands import bench_step, launch
 from shared.commands.options import EngineOptions, spread
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ app = typer.Typer(help="Measure the engine.", no_args_is_help=True)
 @app.callback()
 def _group() -> None:
     """Measure the engine."""
+
+
+app.command("step")(bench_step.step)
 
 
 @app.command("offline")

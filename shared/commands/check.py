@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -56,7 +58,7 @@ def check(
         component, target, clauses=clauses, shrink_failures=shrink, time_limit=time_limit
     )
     num_cases = 1 + sum(len(each.cases) for each in clauses)
-    results = gather(_with_progress(verdicts, num_cases))
+    results = gather(refusals_beside(_with_progress(verdicts, num_cases)))
     print_results(results, f"{component}: {target}")
     if json_file is not None:
         report = {"component": component, "target": target, **as_json(results)}
@@ -71,6 +73,7 @@ class Result:
 
     clause: Clause
     verdicts: list[Verdict] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)  # of cases that hold: what was refused, and why
 
     @property
     def failures(self) -> list[Verdict]:
@@ -85,12 +88,29 @@ class Result:
         return not self.failures
 
 
-def gather(verdicts: Iterator[Verdict]) -> list[Result]:
+def refusals_beside(verdicts: Iterator[Verdict]) -> Iterator[tuple[Verdict, list[str]]]:
+    """Each verdict with the refusals warned about on the way to it; other warnings are given again."""
+    from shared.conformance.attention_batches import RefusalWarning
+
+    others: list[warnings.WarningMessage] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RefusalWarning)
+        for verdict in verdicts:
+            yield verdict, [str(each.message) for each in caught if each.category is RefusalWarning]
+            others += [each for each in caught if each.category is not RefusalWarning]
+            caught.clear()
+    for each in others:
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+
+
+def gather(verdicts: Iterable[tuple[Verdict, list[str]]]) -> list[Result]:
     results: list[Result] = []
-    for verdict in verdicts:
+    for verdict, refusals in verdicts:
         if not results or results[-1].clause is not verdict.clause:
             results.append(Result(verdict.clause))
         results[-1].verdicts.append(verdict)
+        if verdict.holds:  # a failing case is run again and again while it is made smaller
+            results[-1].refusals += refusals
     return results
 
 
@@ -104,6 +124,7 @@ def as_json(results: list[Result]) -> dict[str, Any]:
                 "statement": result.clause.statement,
                 "num_cases": len(result.clause.cases),
                 "num_held": result.num_held,
+                "refusals": result.refusals,
                 "failures": [_failure_as_json(verdict) for verdict in result.failures],
             }
             for result in results
@@ -183,6 +204,7 @@ def print_results(results: list[Result], title: str) -> None:
             Text("holds", "green") if result.holds else Text("fails", "bold red"),
         )
     console.print(table)
+    _print_refusals(console, results)
     failing = [result for result in results if not result.holds]
     for result in failing:
         console.print()
@@ -193,6 +215,19 @@ def print_results(results: list[Result], title: str) -> None:
     else:
         num_cases = sum(len(result.verdicts) for result in results)
         console.print(f"all {len(results)} clauses hold, in {num_cases} cases", style="green")
+
+
+def _print_refusals(console: Any, results: list[Result]) -> None:
+    """A refused case holds, as the contract allows it; but it does not run."""
+    from rich.text import Text
+
+    refusals = [refusal for result in results for refusal in result.refusals]
+    if not refusals:
+        return
+    reasons = Counter(refusal.removeprefix("refused: ").partition(": ")[2] or refusal for refusal in refusals)
+    console.print(f"{len(refusals)} cases are refused, which the contract allows:", style="yellow")
+    for reason, count in reasons.most_common():
+        console.print(Text(f"  {count} x {reason}"))
 
 
 def _print_failure(console: Any, result: Result) -> None:

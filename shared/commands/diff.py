@@ -70,6 +70,13 @@ def diff(
     strict_schedule: Annotated[
         bool, typer.Option("--strict-schedule", help="Batches that are not the same are a divergence.")
     ] = False,
+    graphs: Annotated[
+        bool,
+        typer.Option(
+            "--graphs",
+            help="Leave CUDA graphs on. Of the steps that they replay only logits and ids are compared.",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -90,7 +97,7 @@ def diff(
         "random_seed": random_seed,
         "dtype": dtype,
     }
-    common |= {"device": device, "max_total_tokens": MAX_TOTAL_TOKENS}
+    common |= {"device": device, "max_total_tokens": MAX_TOTAL_TOKENS, "disable_cuda_graph": not graphs}
 
     from shared.conformance.lockstep import Lockstep
     from shared.engine import LLM
@@ -99,7 +106,9 @@ def diff(
     engines = [LLM(**(common | side)) for side in sides]
     prompts = make_prompts(engines[0], prompt, raw, random_seed)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos)
-    lockstep = Lockstep(*engines, teacher_forced=teacher_forced, strict_schedule=strict_schedule)
+    lockstep = Lockstep(
+        *engines, teacher_forced=teacher_forced, strict_schedule=strict_schedule, graphs=graphs
+    )
     outcome = _run(lockstep, prompts, params, steps)
     facts = {
         "A": _label(choices[0], a_flags),
@@ -161,6 +170,10 @@ def _value(name: str, text: str) -> Any:
         if text.lower() not in ("true", "false"):
             raise ValueError(f"{name} must be true or false, got {text!r}")
         return text.lower() == "true"
+    if kind.startswith("tuple"):
+        from shared.commands.options import integers
+
+        return integers(name, text, "+")
     for number in (int, float):
         if kind.startswith(number.__name__):
             try:

@@ -13,6 +13,7 @@ import typer
 from shared import registry
 
 MODEL, MEMORY, SCHEDULING, SAMPLING = "Model", "Memory", "Scheduling", "Sampling"
+GRAPHS = "CUDA graphs"
 
 
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -100,6 +101,22 @@ class EngineOptions:
     ] = None
     waiting_timeout: Annotated[float | None, _option(SCHEDULING, "Seconds in the queue.")] = None
     running_timeout: Annotated[float | None, _option(SCHEDULING, "Seconds since first scheduled.")] = None
+
+    disable_cuda_graph: Annotated[
+        bool | None, _option(GRAPHS, "Decode by launching every kernel anew.", "--disable-cuda-graph")
+    ] = None
+    cuda_graph_max_bs: Annotated[
+        int | None, _option(GRAPHS, "Largest captured batch. Default: --max-running-requests, at most 512.")
+    ] = None
+    cuda_graph_bs: Annotated[
+        str | None,
+        _option(
+            GRAPHS,
+            "Captured batch sizes, separated by commas. Default: 1, 2, 4, 8, 12, 16, then every eighth.",
+            metavar="N,N,...",
+        ),
+    ] = None
+
     check_invariants: Annotated[
         bool | None, _option(SCHEDULING, "Check every pool after every step (slow).", "--check-invariants")
     ] = None
@@ -111,6 +128,8 @@ class EngineOptions:
             flags["use"] = registry.parse_use(",".join(flags["use"]))
         if flags.get("chunked_prefill_size") == -1:
             flags["chunked_prefill_size"] = None
+        if "cuda_graph_bs" in flags:
+            flags["cuda_graph_bs"] = integers("--cuda-graph-bs", flags["cuda_graph_bs"])
         return flags
 
 
@@ -182,6 +201,13 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
+
+
+def integers(option: str, text: str, separator: str = ",") -> tuple[int, ...]:
+    try:
+        return tuple(int(piece) for piece in text.split(separator))
+    except ValueError:
+        raise ValueError(f"{option} takes numbers separated by {separator!r}, got {text!r}") from None
 
 
 def _given(options: EngineOptions | SamplingOptions) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class EngineConfig:
     page_size: int = 1
     context_len: int | None = None  # default: the model's
     max_total_tokens: int | None = None  # size of the KV pool in tokens; default: from free memory
-    mem_fraction_static: float = 0.85  # of the GPU's memory, for weights and KV pool together
+    mem_fraction_static: float = 0.9  # of the GPU's memory, at most, for weights and KV pool together
     max_running_requests: int = 256
     disable_radix_cache: bool = False
     eviction_policy: EvictionPolicyName = "lru"
@@ -56,6 +56,11 @@ class EngineConfig:
     waiting_timeout: float | None = None  # seconds in the queue
     running_timeout: float | None = None  # seconds since first scheduled
 
+    # CUDA graphs
+    disable_cuda_graph: bool = False  # decode by launching every kernel anew
+    cuda_graph_max_bs: int | None = None  # largest captured batch; default: max_running_requests, at most 512
+    cuda_graph_bs: tuple[int, ...] | None = None  # captured batch sizes; default: 1, 2, 4, 8, 12, 16, 24 ...
+
     check_invariants: bool = False  # after every step: slow, for tests and debugging
 
     def __post_init__(self) -> None:
@@ -65,7 +70,7 @@ class EngineConfig:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
         for name in (
             "page_size", "max_running_requests", "max_prefill_tokens", "context_len", "max_total_tokens",
-            "chunked_prefill_size", "max_queued_requests",
+            "chunked_prefill_size", "max_queued_requests", "cuda_graph_max_bs",
         ):  # fmt: skip
             value = getattr(self, name)
             optional = _DEFAULTS[name] is None or name == "chunked_prefill_size"
@@ -73,6 +78,7 @@ class EngineConfig:
                 isinstance(value, int) and not isinstance(value, bool) and value >= 1
             ):
                 raise ValueError(f"{name} must be an integer >= 1{' or None' * optional}, got {value!r}")
+        self._check_cuda_graph_bs()
         if not 0.0 < self.mem_fraction_static < 1.0:
             raise ValueError(f"mem_fraction_static must be in (0, 1), got {self.mem_fraction_static!r}")
         if not self.schedule_conservativeness > 0.0:
@@ -93,6 +99,19 @@ class EngineConfig:
         if self.enable_priority_scheduling and self.schedule_policy not in ("fcfs", "lof"):
             raise ValueError(
                 f"enable_priority_scheduling works with the policies fcfs and lof, not {self.schedule_policy}"
+            )
+
+    def _check_cuda_graph_bs(self) -> None:
+        sizes = self.cuda_graph_bs
+        if sizes is None:
+            return
+        if not isinstance(sizes, (tuple, list)) or not sizes or not all(type(n) is int for n in sizes):
+            raise ValueError(f"cuda_graph_bs must be a tuple of integers or None, got {sizes!r}")
+        if min(sizes) < 1 or len(set(sizes)) != len(sizes):
+            raise ValueError(f"cuda_graph_bs must be distinct integers >= 1, got {sizes!r}")
+        if self.cuda_graph_max_bs is not None:
+            raise ValueError(
+                f"give cuda_graph_bs ({sizes!r}) or cuda_graph_max_bs ({self.cuda_graph_max_bs}), not both"
             )
 
     def updated(self, **changes: Any) -> EngineConfig:

@@ -14,10 +14,9 @@ ROWS = {
     "elementwise": "elementwise",
     "rotary": "rotary",
     "attention": "attention",
-    # One product rounds less than two with a rounding between them; a whole block is at least that.
+    # One product rounds less than two with a rounding between them; a whole layer is at least that.
     "linear": "moe",
     "mlp": "moe",
-    "block": "moe",
     "layer": "moe",
     "logits": "logits",
 }
@@ -31,6 +30,9 @@ plain one)."""
 PEAK = 5.0
 """A single element may err by so many times the root mean square: of normal errors, one in a million does."""
 
+PEAK_OF_PRODUCTS = 12.0
+"""The same for the error of silu(gate) * up: it is the one's error times the other, and of products of two
+normal variables one in a million is that large."""
 
 _TINY = 1e-300  # keeps a division by zero out of what is masked anyway
 
@@ -68,7 +70,7 @@ def allowed_between(kind: str, dtype: torch.dtype, inherited: float) -> Toleranc
     grown = GROWTH * inherited
     whole_model = tolerance("logits", dtype).rms
     return Tolerance(
-        atol=own.atol + PEAK * grown,
+        atol=own.atol + (PEAK_OF_PRODUCTS if kind == "elementwise" else PEAK) * grown,
         rtol=own.rtol + grown,
         rms=max(own.rms, min(own.rms + grown, whole_model)),
         reason=f"{own.reason}; earlier ops differ by up to {inherited:.1e}",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = {
     "attention": ("plan", "run"),
-    "model_runner": ("forward",),
+    "model_runner": ("forward_and_sample", "forward"),
     "sampler": ("sample",),
     "tree_cache": ("match_prefix", "cache_unfinished_req", "cache_finished_req", "evict"),
     "allocator": ("alloc_extend", "alloc_decode", "free"),

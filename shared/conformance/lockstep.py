@@ -24,14 +24,15 @@ class Lockstep:
     Where the sampled ids differ although the logits are close, and the gap between the two tokens in A's
     logits is below NEAR_TIE, nobody is wrong: the request is given up from there. With `teacher_forced`, B
     goes on with A's tokens and nothing is given up. `strict_schedule`: other batches are a divergence too.
+    `graphs`: CUDA graphs stay on, and of the steps that they replay only logits and ids are compared.
     """
 
     def __init__(
         self, a: LLM, b: LLM, *, labels: tuple[str, str] = ("A", "B"), teacher_forced: bool = False,
-        strict_schedule: bool = False,
+        strict_schedule: bool = False, graphs: bool = False,
     ) -> None:  # fmt: skip
-        self.a = Side(labels[0], a, Recorder(a))
-        self.b = Side(labels[1], b, Recorder(b))
+        self.a = Side(labels[0], a, Recorder(a, graphs))
+        self.b = Side(labels[1], b, Recorder(b, graphs))
         self.teacher_forced = teacher_forced
         self.strict_schedule = strict_schedule
         self.dtype = max((self.a.dtype, self.b.dtype), key=lambda dtype: torch.finfo(dtype).eps)

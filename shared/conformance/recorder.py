@@ -60,21 +60,30 @@ class Recorder:
 
     Beside the modules, for layer i: layers.i.self_attn.rotated_q (what attention is asked), .stored_k and
     .stored_v (what the pool holds for the new tokens), .attention (what it answers). A module's result is
-    taken when it has one row for each token; a decoder layer that returns (x, residual) counts as their sum.
+    taken when it has one row for each token; a decoder layer that returns (x, residual) counts as their sum,
+    a MergedLinear as its parts.
 
-    A step that the model runner replays without calling the modules leaves only logits and sampled ids.
+    A decode batch may be padded behind its requests: those rows are not looked at. While attached, the model
+    runner replays nothing, so that every op is seen; with `graphs` it goes on doing so, and a step that it
+    replays leaves only logits and sampled ids.
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, graphs: bool = False) -> None:
         self.reqs: dict[str, Req] = {}  # every request submitted while attached
         self.force: Force | None = None  # (keys, sampled ids) -> the ids to go on with
         self._records: list[StepRecord] = []
         self._undo: list[Callable[[], None]] = []
         self._num_steps = 0
+        self._num_rows = 0  # of the batch that the model is computing, padding included
         self._open: StepRecord | None = None  # the batch that the model is computing
         self._last: StepRecord | None = None  # the batch whose logits wait for the sampler
         parts = llm.assembly.parts
+        if not graphs:
+            self._hide(parts.model_runner, "is_watched", True)
         self._forward = self._hide(parts.model_runner, "forward", self._watched_forward)
+        self._forward_and_sample = self._hide(
+            parts.model_runner, "forward_and_sample", self._watched_forward_and_sample
+        )
         self._sample = self._hide(parts.sampler, "sample", self._watched_sample)
         self._add_request = self._hide(llm.scheduler, "add_request", self._watched_add_request)
         model = llm.assembly.model
@@ -94,11 +103,11 @@ class Recorder:
 
     # ---- what is put around what ----
 
-    def _hide(self, target: Any, method: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        """An attribute of the instance hides the class's method until it is deleted again."""
-        hidden: Callable[..., Any] = getattr(target, method)
-        setattr(target, method, wrapper)
-        self._undo.append(lambda: delattr(target, method))
+    def _hide(self, target: Any, name: str, instead: Any) -> Any:
+        """An attribute of the instance hides the class's until it is deleted again."""
+        hidden = getattr(target, name)
+        setattr(target, name, instead)
+        self._undo.append(lambda: delattr(target, name))
         return hidden
 
     def _attach(self, handle: Any) -> None:
@@ -110,7 +119,11 @@ class Recorder:
             return
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            self._see(name, kind, output)
+            if isinstance(module, interfaces.MergedLinear):
+                for part, its_output in module.split(output).items():
+                    self._see(f"{name.rpartition('.')[0]}.{part}", kind, its_output)
+            else:
+                self._see(name, kind, output)
 
         self._attach(module.register_forward_hook(after))
         if isinstance(module, interfaces.RMSNorm):
@@ -128,10 +141,10 @@ class Recorder:
             return  # a head's product outside the forward pass
         if kind == "layer" and isinstance(output, tuple):
             x, residual = output
-            output = x + residual
+            output = x if residual is None else x + residual
         rows = self._open.tokens
-        if isinstance(output, torch.Tensor) and output.shape[:1] == (len(rows.keys),):
-            rows.tensors[op] = output.detach().clone()
+        if isinstance(output, torch.Tensor) and output.shape[:1] == (self._num_rows,):
+            rows.tensors[op] = output[: len(rows.keys)].detach().clone()
             self._open.kinds[op] = kind
 
     # ---- what happens in a step ----
@@ -149,19 +162,33 @@ class Recorder:
             output = self._forward(forward_batch)
         finally:
             self._open = None
-        record.heads.tensors[LOGITS] = output.next_token_logits.detach().clone()
-        record.kinds[LOGITS] = "logits"
-        self._records.append(record)
-        self._last = record
+        self._note_logits(record, output)
         return output
 
     def _watched_sample(
         self, logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor, *args: Any, **more: Any
     ) -> SampleOutput:
-        output: SampleOutput = self._sample(logits, info, positions, *args, **more)
+        return self._note_sampled(self._sample(logits, info, positions, *args, **more))
+
+    def _watched_forward_and_sample(
+        self, forward_batch: ForwardBatch, *args: Any, **more: Any
+    ) -> tuple[LogitsOutput, SampleOutput]:
+        num_before = self._num_steps
+        logits, sampled = self._forward_and_sample(forward_batch, *args, **more)
+        if self._num_steps == num_before and forward_batch.forward_mode is not ForwardMode.IDLE:
+            self._note_logits(self._new_record(forward_batch), logits)  # it was not done by `forward`
+        return logits, self._note_sampled(sampled)
+
+    def _note_logits(self, record: StepRecord, output: LogitsOutput) -> None:
+        record.heads.tensors[LOGITS] = output.next_token_logits.detach().clone()
+        record.kinds[LOGITS] = "logits"
+        self._records.append(record)
+        self._last = record
+
+    def _note_sampled(self, output: SampleOutput) -> SampleOutput:
         record = self._last
         if record is None or len(record.heads.keys) != len(output.next_token_ids):
-            return output
+            return output  # seen already
         self._last = None
         record.heads.tensors[SAMPLED_IDS] = output.next_token_ids.detach().clone()
         record.kinds[SAMPLED_IDS] = "ids"
@@ -173,6 +200,7 @@ class Recorder:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model sees attention through a handle: hand it one whose backend is watched."""
+        self._num_rows = len(kwargs["input_ids"] if "input_ids" in kwargs else args[0])
 
         def watched(value: Any) -> Any:
             if self._open is None or not isinstance(value, BatchAttention):
@@ -250,5 +278,5 @@ def _kind_of(name: str, module: nn.Module) -> str | None:
     if parts[-1] in ("mlp", "experts", "shared_experts"):
         return "mlp"
     if parts[-1] == "self_attn":
-        return "block"
+        return None  # what it gives is up to the panel: the heads' values, or their product with o_proj
     return "linear" if not list(module.children()) else None

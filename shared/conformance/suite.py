@@ -35,7 +35,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "layers": ("layers", "layers_rotary"),
     "moe": ("moe", "moe_experts"),
     "models": ("models", "models_weights"),
-    "model_runner": ("model_runner",),
+    "model_runner": ("model_runner", "model_runner_decode"),
     "sampler": ("sampler", "sampler_rows", "sampler_logprobs", "sampler_distribution"),
 }
 """component -> the modules of shared.conformance.contracts that hold its clauses"""

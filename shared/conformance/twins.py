@@ -1,5 +1,7 @@
-"""Twin files face each other: what `reference/x.py` offers, `optimized/x.py` offers under the same names,
-with the same parameters, in the same order. Read from the source: nothing is imported."""
+"""Twin files face each other: the classes that `reference/x.py` offers, and their methods, `optimized/x.py`
+offers under the same names, with the same parameters, in the same order. Module-level functions are a panel's
+own way of cutting a mechanism into pieces: only where both have one of a name must the two agree. Read from
+the source: nothing is imported."""
 
 from __future__ import annotations
 
@@ -26,9 +28,10 @@ def public_surface(source: str) -> Surface:
 
 def twin_differences(reference: str, optimized: str) -> list[str]:
     """What keeps two sources from facing each other. The optimized one may have names of its own (a kernel's
-    launcher, a helper); what the reference has, it has too, alike and in the same order."""
+    launcher, a helper); the reference's classes and methods it has too, alike and in the same order."""
     ours, theirs = public_surface(reference), public_surface(optimized)
-    problems = [f"{name} is missing" for name in ours if name not in theirs]
+    required = _of_classes(reference)
+    problems = [f"{name} is missing" for name in ours if name in required and name not in theirs]
     for name, parameters in ours.items():
         if name in theirs and theirs[name] != parameters:
             problems.append(f"{name} takes ({', '.join(theirs[name])}), not ({', '.join(parameters)})")
@@ -51,6 +54,12 @@ def twin_files(root: Path) -> list[tuple[Path, Path]]:
         if path.name != "__init__.py"
     ]
     return [(reference, optimized) for reference, optimized in pairs if optimized.is_file()]
+
+
+def _of_classes(source: str) -> set[str]:
+    """The classes of a source's surface, and their methods."""
+    classes = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    return {name for name in public_surface(source) if name.partition(".")[0] in classes}
 
 
 def _is_public(name: str) -> bool:

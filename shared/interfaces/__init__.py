@@ -1,7 +1,7 @@
 """The contracts: one abstract class per component, its docstring says what must hold."""
 
 from shared.interfaces.attention import AttentionBackend
-from shared.interfaces.layers import Layers, RMSNorm, RotaryEmbedding, SiluAndMul
+from shared.interfaces.layers import Layers, MergedLinear, RMSNorm, RotaryEmbedding, SiluAndMul
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
 from shared.interfaces.model import CausalLM
 from shared.interfaces.model_runner import ModelRunner
@@ -22,6 +22,7 @@ __all__ = [
     "InsertResult",
     "Layers",
     "MatchResult",
+    "MergedLinear",
     "MoE",
     "ModelRunner",
     "PolicyResult",

@@ -34,7 +34,12 @@ class AttentionBackend(ABC):
     any page size, causal and without extras. What else it cannot do (dtype, head_dim, num_qo_heads,
     sliding_window, logit_cap, sinks, custom_mask) it refuses by a `ValueError` that names that and what it
     supports: from the constructor, `plan` or `run`, as soon as it knows.
+
+    CUDA graphs are optional. A backend with `supports_cuda_graph` gives, by `plan_for_graph`, a plan whose
+    `run` may be captured once and replayed for other batches of the same shapes, each after a `replan`.
     """
+
+    supports_cuda_graph: bool = False
 
     @abstractmethod
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None: ...
@@ -60,3 +65,22 @@ class AttentionBackend(ABC):
         out_cache_loc: a backend may read them instead. Mutates nothing. Query heads that the KV
         heads do not divide are a `ValueError`.
         """
+
+    def plan_for_graph(self, forward_batch: ForwardBatch, max_seq_len: int) -> Any:
+        """A plan for capturing, called outside the capture. It stays valid beside any other plan of the same
+        object, as long as the caller keeps it.
+
+        The tensors of `forward_batch` are buffers that keep their addresses: before each replay they hold
+        another batch of the same forward_mode, batch_size, num_tokens and extend_seq_lens. Their values now,
+        and `seq_lens_cpu`, are those of some valid batch and mean nothing later; no request will be longer
+        than `max_seq_len`. `run` with this plan allocates at most from the current memory pool, never
+        synchronises, and launches the same kernels whatever the buffers hold.
+        """
+        raise ValueError(f"{type(self).__name__} does not run in CUDA graphs")
+
+    def replan(self, plan: Any, forward_batch: ForwardBatch) -> None:
+        """Brings a `plan_for_graph` up to date, before each replay and on its stream, without synchronising.
+        `forward_batch` is the one that it was made with, or one of the same shapes over the same buffers:
+        they, and its `seq_lens_cpu`, now describe the step to come. Overwrites what the last replay read, and
+        that may still be in flight: what goes to the device goes there in stream order."""
+        raise ValueError(f"{type(self).__name__} does not run in CUDA graphs")

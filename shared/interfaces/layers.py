@@ -63,6 +63,20 @@ class SiluAndMul(nn.Module, ABC):
         """[..., 2 * n] -> [..., n]; silu in float32, the result in the input's dtype."""
 
 
+class MergedLinear(nn.Module, ABC):
+    """Several linear layers of one input as one. Models may have it where a checkpoint has its parts: loading
+    finds these by `weight_views`, a recorder by `split`."""
+
+    @abstractmethod
+    def weight_views(self) -> dict[str, torch.Tensor]:
+        """Views that together cover the parameters, by the name that a checkpoint has for each, counted from
+        the module that this one is in: "q_proj.weight"."""
+
+    @abstractmethod
+    def split(self, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A result [..., out_features], cut into those of the parts: "q_proj" -> [..., its size]."""
+
+
 class Layers(Protocol):
     """What a model asks of a `layers` module."""
 

@@ -21,17 +21,26 @@ class Clock:
 
 
 class Machinery:
-    """Scheduler, model runner and sampler in one: a step takes 2 + 5 + 1 + 2 seconds."""
+    """Scheduler, model runner and sampler in one: a step takes 2 + (5 + 1 + 1) + 1 seconds, and one that
+    calls model and sampler by themselves 1 second less."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
-    def step(self) -> str:
+    def step(self, in_one: bool = True) -> str:
         self.clock.now += 2
-        self.forward()
-        self.sample()
-        self.clock.now += 2
+        if in_one:
+            self.forward_and_sample()
+        else:
+            self.forward()
+            self.sample()
+        self.clock.now += 1
         return "output"
+
+    def forward_and_sample(self) -> None:
+        self.forward()
+        self.clock.now += 1
+        self.sample()
 
     def forward(self) -> None:
         self.clock.now += 5
@@ -46,10 +55,20 @@ def test_step_timer_divides_a_step() -> None:
     synchronized = []
     with time_steps(machinery, machinery, machinery, lambda: synchronized.append(clock()), clock) as times:
         assert machinery.step() == "output"
+    assert (times.num_steps, times.step, times.forward, times.sample) == (1, 10.0, 5.0, 1.0)
+    assert times.model_and_sampler == 7.0
+    assert times.outside_share == pytest.approx(0.3)
+    assert synchronized == [0.0, 2.0, 2.0, 7.0, 8.0, 9.0, 9.0, 10.0]
+
+
+def test_step_timer_sees_model_and_sampler_by_themselves() -> None:
+    clock = Clock()
+    machinery = Machinery(clock)
+    with time_steps(machinery, machinery, machinery, clock=clock) as times:
         machinery.step()
-    assert (times.num_steps, times.step, times.forward, times.sample) == (2, 20.0, 10.0, 2.0)
-    assert times.outside_share == pytest.approx(0.4)
-    assert synchronized[:6] == [0.0, 2.0, 7.0, 7.0, 8.0, 10.0]
+        machinery.step(in_one=False)
+    assert (times.num_steps, times.step, times.forward, times.sample) == (2, 19.0, 10.0, 2.0)
+    assert times.model_and_sampler == 13.0
 
 
 def test_step_timer_leaves_no_trace() -> None:

@@ -63,6 +63,31 @@ def test_list_shows_the_sentences(diptych: Diptych, component: str) -> None:
         assert clause.statement.split()[0] in text
 
 
+HALF_ONLY = """
+    from reference.attention import TorchAttention
+
+    class HalfOnly(TorchAttention):
+        def run(self, q, layer, plan, **kv):
+            if layer.sliding_window >= 0:
+                raise ValueError("sliding_window is not supported")
+            return super().run(q, layer, plan, **kv)
+"""
+
+
+def test_what_is_refused_is_shown(diptych: Diptych, tmp_path: Path) -> None:
+    file = tmp_path / "verdicts.json"
+    target = f"{plant(tmp_path, HALF_ONLY)}:HalfOnly"
+    result = diptych("check", "attention", target, "--clause", "sliding-window", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    verdict = next(each for each in json.loads(file.read_text())["clauses"] if each["refusals"])
+    num_cases = len(verdict["refusals"])
+    assert num_cases > 0
+    assert f"{num_cases} cases are refused, which the contract allows:" in result.stdout
+    assert f"{num_cases} x sliding_window is not supported" in result.stdout
+    held = diptych("check", "attention", "reference", "--clause", "sliding-window")
+    assert "refused" not in held.stdout
+
+
 # ---- what fails ----
 
 BROKEN = f"""

@@ -91,6 +91,7 @@ def test_a_model_without_tokenizer_gets_random_prompts(diptych: Diptych, tmp_pat
         (["--b-flags", "page_size"], "given as flag=value"),
         (["--b-flags", "pagesize=4"], "unknown flag pagesize; the flags are "),
         (["--b-flags", "page_size=four"], "page_size must be a number"),
+        (["--b-flags", "cuda_graph_bs=1:2"], "cuda_graph_bs takes numbers separated by '+'"),
         (["--b-flags", "enable_mixed_chunk=yes"], "enable_mixed_chunk must be true or false"),
         (["--a-flags", "model=tiny-moe"], "model is no flag of one side"),
         (["--b-flags", "page_size=0"], "page_size must be"),
@@ -125,5 +126,9 @@ def test_sides_and_flags_are_parsed() -> None:
         "eviction_policy": "lfu",
         "enable_mixed_chunk": True,
         "device": "cuda:1",
+    }
+    assert parse_flags("cuda_graph_bs=1+2+4,disable_cuda_graph=true") == {
+        "cuda_graph_bs": (1, 2, 4),
+        "disable_cuda_graph": True,
     }
     assert parse_flags("") == {}

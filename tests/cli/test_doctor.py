@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 
 import pytest
+import torch
 from typer.testing import Result
 
 from shared import doctor, machine, registry
@@ -59,6 +60,35 @@ def test_component_that_cannot_be_imported_says_why() -> None:
     check = doctor._component("attention", "reference", load)
     assert check.state == "problem"
     assert "needs triton" in check.found
+
+
+def test_attention_backends_say_what_they_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = {check.name: check for check in examine() if check.area == "attention"}
+    assert set(checks) >= {"attention=triton", "attention=flashinfer", "attention=fa3"}
+    if not torch.cuda.is_available():
+        assert {(check.state, check.found) for check in checks.values()} == {("absent", "needs a CUDA GPU")}
+
+    class OldGPU:
+        @staticmethod
+        def check_device(device: torch.device) -> None:
+            raise ValueError("supports Hopper GPUs")
+
+    def load(component: str, choice: str) -> object:
+        return OldGPU if choice == "fa3" else object
+
+    found = [doctor._attention_backend(name, torch.device("cuda"), load) for name in ("fa3", "triton")]
+    assert [(check.state, check.found) for check in found] == [
+        ("absent", "supports Hopper GPUs"),
+        ("ok", "usable"),
+    ]
+
+
+@pytest.mark.gpu
+def test_the_default_backend_comes_with_its_reason() -> None:
+    (default,) = (check for check in examine() if (check.area, check.name) == ("attention", "the default"))
+    assert default.state == "ok"
+    assert "triton" in default.found
+    assert ": " in default.found
 
 
 def test_table_and_json_say_the_same(diptych: Diptych, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,12 @@ def test_chunked_prefill_can_be_switched_off() -> None:
     assert EngineOptions(chunked_prefill_size=64).to_flags() == {"chunked_prefill_size": 64}
 
 
+def test_captured_sizes_are_separated_by_commas() -> None:
+    assert EngineOptions(cuda_graph_bs="1,2,8").to_flags() == {"cuda_graph_bs": (1, 2, 8)}
+    with pytest.raises(ValueError, match="--cuda-graph-bs takes numbers separated by ',', got '1;2'"):
+        EngineOptions(cuda_graph_bs="1;2").to_flags()
+
+
 def test_spread_gives_each_group_its_options() -> None:
     seen = []
 

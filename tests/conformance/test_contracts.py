@@ -11,6 +11,12 @@ from shared.conformance.clause import Clause
 from shared.conformance.suite import CONTRACTS, clauses_of
 
 
+def marks(component: str, choice: str) -> list[Any]:
+    """Off a GPU the panel's own choice of attention is `triton`, which is there under its name."""
+    needs_gpu = registry.needs_cuda(component, choice) or (component, choice) == ("attention", "optimized")
+    return [pytest.mark.gpu] if needs_gpu else []
+
+
 def cases() -> list[Any]:
     params = []
     for component in CONTRACTS:
@@ -18,7 +24,16 @@ def cases() -> list[Any]:
             for choice in registry.choices(component):
                 for case in clause.cases:
                     name = f"{component}-{choice}-{clause.name}-{case.name}"
-                    params.append(pytest.param(component, choice, clause, case, id=name.replace(" ", "_")))
+                    params.append(
+                        pytest.param(
+                            component,
+                            choice,
+                            clause,
+                            case,
+                            id=name.replace(" ", "_"),
+                            marks=marks(component, choice),
+                        )
+                    )
     return params
 
 

@@ -27,7 +27,7 @@ def test_the_reference_does_not_differ_from_itself() -> None:
     assert outcome.only == (set(), set())
     assert outcome.schedules_part is None
     assert {worst.ratio for worst in outcome.worst.values()} == {0.0}
-    expected = {"ids", "embedding", "norm", "linear", "rotary", "attention", "block", "elementwise"}
+    expected = {"ids", "embedding", "norm", "linear", "rotary", "attention", "elementwise"}
     assert set(outcome.worst) == expected | {"mlp", "layer", "logits"}
 
 
@@ -42,7 +42,7 @@ def test_every_layer_is_looked_at_in_the_order_of_execution() -> None:
             "attention", "o_proj",
         )
     ]  # fmt: skip
-    mlp = ["self_attn", "post_attention_layernorm"]
+    mlp = ["post_attention_layernorm"]
     mlp += ["mlp.gate_proj", "mlp.up_proj", "mlp.act_fn", "mlp.down_proj", "mlp"]
     block = attention + mlp
     for layer in range(6):

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from shared.config import EngineConfig, ModelConfig
-from shared.kv_sizing import MAX_CPU_TOKENS, kv_bytes_per_token, num_pool_tokens
+from shared.kv_sizing import (
+    GIB,
+    MAX_CPU_TOKENS,
+    kv_bytes_per_token,
+    plan_memory,
+    reserve_for_steps,
+)
 from shared.model_path import ASSETS
 
 
@@ -19,7 +25,8 @@ def gpu_tokens(
     monkeypatch: pytest.MonkeyPatch, model_config: ModelConfig, free_gib: float, **flags: object
 ) -> int:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * 2**30), 140 * 2**30))
-    return num_pool_tokens(EngineConfig(**flags), model_config, torch.bfloat16, torch.device("cuda"))
+    plan = plan_memory(EngineConfig(**flags), model_config, torch.bfloat16, torch.device("cuda"))
+    return plan.num_tokens
 
 
 def test_bytes_per_token(qwen3_8b: ModelConfig) -> None:
@@ -50,10 +57,50 @@ def test_a_full_gpu_is_an_error_with_its_numbers(
         gpu_tokens(monkeypatch, qwen3_8b, 10.0)
 
 
+def test_what_steps_need_is_left_whatever_the_fraction(
+    monkeypatch: pytest.MonkeyPatch, qwen3_8b: ModelConfig
+) -> None:
+    """On a small GPU, or with nearly all of it asked for."""
+    reserved = sum(reserve_for_steps(EngineConfig(), qwen3_8b, torch.bfloat16).values())
+    tokens = gpu_tokens(monkeypatch, qwen3_8b, 120.0, mem_fraction_static=0.999)
+    assert tokens == (120 * GIB - reserved) // 147456
+    with pytest.raises(ValueError, match=r"are free, and steps need .* leaves 0.0 for it"):
+        gpu_tokens(monkeypatch, qwen3_8b, 1.0, mem_fraction_static=0.999)
+
+
+def test_what_steps_need_grows_with_them(qwen3_8b: ModelConfig) -> None:
+    def reserve(**flags: object) -> dict[str, int]:
+        return reserve_for_steps(EngineConfig(**flags), qwen3_8b, torch.bfloat16)
+
+    plain = reserve()
+    # Gate, up and their product, three hidden states, a norm in float32.
+    assert plain["activations"] == (8192 + 256) * ((3 * 12288 + 3 * 4096) * 2 + 4096 * 8)
+    assert plain["logits"] == 512 * 151936 * 24
+    assert reserve(chunked_prefill_size=4096)["activations"] < plain["activations"]
+    assert reserve(chunked_prefill_size=None)["activations"] > 4 * plain["activations"]  # the whole context
+    assert reserve(max_running_requests=1024)["logits"] == 2 * plain["logits"]
+    assert reserve(disable_cuda_graph=True)["graphs"] == 0
+    assert reserve(cuda_graph_bs=(1, 2))["graphs"] < plain["graphs"]
+
+
+def test_the_arithmetic_is_told(monkeypatch: pytest.MonkeyPatch, qwen3_8b: ModelConfig) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(120 * GIB), 140 * GIB))
+    config = EngineConfig(mem_fraction_static=0.85)
+    device = torch.device("cuda")
+    plan = plan_memory(config, qwen3_8b, torch.bfloat16, device, free_before=136 * GIB, weights=15 * GIB)
+    rows = plan.rows()
+    assert rows["GPU memory"] == "140.00 GiB: 136.00 GiB free before the weights, 120.00 GiB after"
+    assert rows["weights"] == "15.00 GiB"
+    assert rows["kept for steps"].startswith("4.33 GiB (activations 1.03 GiB, logits")
+    assert rows["KV pool"].startswith("720,896 tokens of 144 KiB: 99.00 GiB (of 140.0 GiB on the GPU")
+
+
 def test_on_a_cpu_the_flag_or_a_laptops_worth(qwen3_8b: ModelConfig) -> None:
     cpu = torch.device("cpu")
     assert (
-        num_pool_tokens(EngineConfig(max_total_tokens=1003, page_size=4), qwen3_8b, torch.float32, cpu)
+        plan_memory(EngineConfig(max_total_tokens=1003, page_size=4), qwen3_8b, torch.float32, cpu).num_tokens
         == 1000
     )
-    assert num_pool_tokens(EngineConfig(), qwen3_8b, torch.float32, cpu) <= MAX_CPU_TOKENS
+    plan = plan_memory(EngineConfig(), qwen3_8b, torch.float32, cpu)
+    assert plan.num_tokens <= MAX_CPU_TOKENS
+    assert list(plan.rows()) == ["KV pool"]

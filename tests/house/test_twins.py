@@ -55,6 +55,15 @@ def test_equal_surfaces_pass() -> None:
     assert twin_differences(REFERENCE, more) == []
 
 
+def test_functions_are_a_panels_own() -> None:
+    """A module-level function may be missing; one of the same name must be the same (below)."""
+    assert twin_differences(REFERENCE, OPTIMIZED.replace("def helper(a, b): ...\n", "")) == []
+    first = "def before(): ...\n"
+    two = REFERENCE.replace("def helper", f"{first}def helper")
+    swapped = OPTIMIZED + first
+    assert twin_differences(two, swapped) == ["before is out of order"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -72,7 +72,7 @@ def hf_greedy(
     def forward(ids: Sequence[int]) -> None:
         nonlocal cache
         with torch.inference_mode():
-            out = model(torch.tensor([list(ids)]), past_key_values=cache, use_cache=True)
+            out = model(torch.tensor([list(ids)], device=model.device), past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         logits.append(out.logits[0])
 

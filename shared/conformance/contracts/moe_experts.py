@@ -16,6 +16,7 @@ from shared.conformance.inputs import FLOAT_TYPES, Inputs, type_name
 from shared.conformance.poison import amid_poison, poison_, run_poisoned
 from shared.conformance.tolerance import EXACT, tolerance
 from shared.interfaces import FusedExperts, MoE, TopKOutput
+from shared.interfaces.layers import MergedLinear
 
 
 @dataclass(frozen=True)
@@ -239,12 +240,24 @@ def parameter_shapes(config: MoEConfig, hidden_size: int) -> dict[str, tuple[int
     return shapes
 
 
+def named_weights(moe: MoE) -> dict[str, torch.Tensor]:
+    """Its parameters, but for merged ones the parts that a checkpoint has."""
+    weights: dict[str, torch.Tensor] = dict(moe.named_parameters())
+    for prefix, module in moe.named_modules():
+        if isinstance(module, MergedLinear):
+            for name, _ in module.named_parameters():
+                del weights[f"{prefix}.{name}"]
+            parent = prefix[: prefix.rfind(".") + 1]
+            weights |= {f"{parent}{name}": view for name, view in module.weight_views().items()}
+    return weights
+
+
 @contract("Its parameters have the names and shapes that weights are loaded by.", LAYERS)
 def parameters(impl: type[MoE], case: Layer) -> None:
-    moe = make_moe(impl, case.config(), case.hidden_size, case.dtype)
-    found = {name: tuple(parameter.shape) for name, parameter in moe.named_parameters()}
+    weights = named_weights(make_moe(impl, case.config(), case.hidden_size, case.dtype))
+    found = {name: tuple(weight.shape) for name, weight in weights.items()}
     expect_equal("parameters", found, parameter_shapes(case.config(), case.hidden_size))
-    types = {name: parameter.dtype for name, parameter in moe.named_parameters()}
+    types = {name: weight.dtype for name, weight in weights.items()}
     expect_equal("dtype of correction_bias", types.pop("correction_bias", torch.float32), torch.float32)
     expect_equal("other dtypes", set(types.values()), {case.dtype})
 
@@ -256,7 +269,7 @@ def layer(impl: type[MoE], case: Layer) -> None:
     moe = make_moe(impl, config, case.hidden_size, case.dtype)
     inputs.fill_(moe)
     x = inputs.normal(case.routing.num_tokens, case.hidden_size, dtype=case.dtype)
-    w = {name: parameter.detach().double() for name, parameter in moe.named_parameters()}
+    w = {name: weight.detach().double() for name, weight in named_weights(moe).items()}
     x64 = x.double()
     expected = experts64(
         x64,

@@ -131,9 +131,9 @@ class AnglesInHalf(RotaryEmbedding):
 class DynamicByTheLongestMate(RotaryEmbedding):
     """All tokens of a step turn with the frequencies of the longest sequence among them."""
 
-    def cos_sin(self, positions):
+    def _cos_sin(self, positions):
         if self.rope.rope_type != "dynamic" or not len(positions):
-            return super().cos_sin(positions)
+            return super()._cos_sin(positions)
         longest = rope_angles(self.rope, positions.max()[None])[0] / positions.max().clamp(min=1)
         angles = positions[:, None] * longest
         cos, sin = angles.cos(), angles.sin()
@@ -152,8 +152,8 @@ class RotatesWholeHeads(RotaryEmbedding):
 class TurnsBackwards(RotaryEmbedding):
     """The sine's sign is wrong."""
 
-    def cos_sin(self, positions):
-        cos, sin = super().cos_sin(positions).unbind(1)
+    def _cos_sin(self, positions):
+        cos, sin = super()._cos_sin(positions).unbind(1)
         return torch.stack((cos, -sin), dim=1)
 
 

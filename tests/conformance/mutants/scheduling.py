@@ -9,7 +9,7 @@ from reference.prefill_adder import PrefillAdder
 from reference.schedule_policy import SchedulePolicy
 from reference.scheduler import Scheduler
 from shared.interfaces import AddReqResult, PolicyResult, RadixKey
-from shared.types import FinishReason, ForwardBatch, LogitsOutput, Req, ScheduleBatch
+from shared.types import FinishReason, ForwardBatch, Req, ScheduleBatch
 from tests.conformance.mutants.mutant import mutant_of
 
 
@@ -28,18 +28,18 @@ class PositionsOffByOne(Scheduler):
     """Decoded tokens get the position after their own."""
 
     def run_batch(self, batch: ScheduleBatch):
-        forward = self.parts.model_runner.forward
+        runner = self.parts.model_runner
 
-        def shifted(forward_batch: ForwardBatch) -> LogitsOutput:
+        def shifted(forward_batch: ForwardBatch, *args):
             if forward_batch.forward_mode.is_decode:
                 forward_batch = replace(forward_batch, positions=forward_batch.positions + 1)
-            return forward(forward_batch)
+            return runner.forward_and_sample(forward_batch, *args)
 
-        self.parts = replace(self.parts, model_runner=SimpleNamespace(forward=shifted))
+        self.parts = replace(self.parts, model_runner=SimpleNamespace(forward_and_sample=shifted))
         try:
             return super().run_batch(batch)
         finally:
-            self.parts = replace(self.parts, model_runner=SimpleNamespace(forward=forward))
+            self.parts = replace(self.parts, model_runner=runner)
 
 
 @mutant_of("scheduler")

@@ -223,12 +223,12 @@ class InputLogprobsOneRowOn(ModelRunner):
 class InputLogprobsOfTheLastRows(ModelRunner):
     """Beyond 512 rows the log-probabilities of the first 512 come again."""
 
-    def _input_logprobs(self, forward_batch, hidden_states):
+    def forward(self, forward_batch):
         rows = forward_batch.input_logprob_rows
         if rows is not None:
             wrapped = rows[torch.arange(len(rows), device=rows.device) % 512]
             forward_batch = replace(forward_batch, input_logprob_rows=wrapped)
-        return super()._input_logprobs(forward_batch, hidden_states)
+        return super().forward(forward_batch)
 
 
 @mutant_of("model_runner")

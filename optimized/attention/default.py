@@ -1,0 +1,93 @@
+"""The backends that are taken when none is named, by what was measured on each architecture.
+
+Differs from reference: a choice, not a computation. Assumes that what was fastest where it was measured
+(docs/measurements/attention.md) is fastest on other GPUs of the architecture. Decides by the pool's dtype and
+head_dim, and batch by batch by the number of tokens a request, nothing else. Loses where a workload is unlike
+those that were measured: then name a backend.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from typing import NamedTuple
+
+import torch
+
+from optimized.attention.hybrid import HybridAttention, HybridPlan
+from shared.interfaces import attention as interface
+from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from shared.types import ForwardBatch
+from shared.types.attention import AttentionLayer
+
+MIN_TOKENS_PER_REQUEST = 64
+"""New tokens a request, on average, from which a batch is a matter for the backend of prompts. Below, it is
+more like decoding: FlashAttention 3 fills a tile of 128 rows with one request's tokens of one query head, and
+reads its keys once for each query head. (Measured: 32 tokens are slower, 128 faster.)"""
+
+
+class Choice(NamedTuple):
+    prefill: str
+    decode: str
+    reason: str
+
+    def __str__(self) -> str:
+        names = self.prefill if self.prefill == self.decode else f"{self.prefill}+{self.decode}"
+        return f"{names}: {self.reason}"
+
+
+def can_compile() -> bool:
+    """Whether FlashInfer finds nvcc, or brings its kernels compiled."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    return (
+        shutil.which("nvcc") is not None
+        or os.path.exists(os.path.join(home, "bin", "nvcc"))
+        or importlib.util.find_spec("flashinfer_jit_cache") is not None
+    )
+
+
+class DefaultAttention(HybridAttention):
+    """Supports what TritonAttention does: it computes the layers that the other backend refuses."""
+
+    @staticmethod
+    def choose(device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> Choice:
+        """What suits a KV pool on a device."""
+        if device.type != "cuda":
+            return Choice("triton", "triton", "no CUDA GPU: Triton's interpreter")
+        if importlib.util.find_spec("flashinfer") is None:
+            return Choice("triton", "triton", "FlashInfer is not installed: pip install flashinfer-python")
+        if not can_compile():
+            return Choice("triton", "triton", "no nvcc, which compiles FlashInfer's kernels")
+        if dtype not in (torch.float16, torch.bfloat16) or head_dim not in (64, 128, 256):
+            return Choice("triton", "triton", f"FlashInfer has no kernels for {dtype}, head_dim {head_dim}")
+        major, minor = torch.cuda.get_device_capability(device)
+        if major == 9:
+            return Choice("fa3", "triton", "the fastest of each, as measured on an H200")
+        return Choice(
+            "flashinfer", "triton", f"not measured on sm_{major}{minor}: as on Hopper GPUs, less fa3"
+        )
+
+    def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
+        head_dim = kv_pool.k_buffer(0).shape[-1]
+        self.choice = self.choose(kv_pool.device, kv_pool.dtype, head_dim)
+        self.prefill, self.decode = self.choice.prefill, self.choice.decode
+        super().__init__(req_to_token_pool, kv_pool)
+
+    def _backend_for(self, forward_batch: ForwardBatch) -> interface.AttentionBackend:
+        if forward_batch.num_tokens < MIN_TOKENS_PER_REQUEST * forward_batch.batch_size:
+            return self.decode_backend
+        return super()._backend_for(forward_batch)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        plan: HybridPlan,
+        *,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if layer.sinks is not None and plan.backend is not self.decode_backend:
+            return self.decode_backend.run(q, layer, self.decode_backend.plan(plan.forward_batch), k=k, v=v)
+        return super().run(q, layer, plan, k=k, v=v)

@@ -1,0 +1,28 @@
+"""Attention by FlashInfer's kernels for Hopper GPUs: FlashAttention 3 for prompts.
+
+Differs from reference: prompts go through warp-specialised kernels that keep the tensor cores busy while
+softmax is computed. Decoding reads memory and computes little, and masks of drafts are not known to these
+kernels: both go through FlashAttention 2. Assumes an H100, H200 or the like (compute capability 9.0).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from optimized.attention.flashinfer import FlashInferAttention
+
+
+class FA3Attention(FlashInferAttention):
+    """Supports what FlashInferAttention does, on Hopper GPUs."""
+
+    kernels = "fa3"
+
+    @staticmethod
+    def check_device(device: torch.device) -> None:
+        FlashInferAttention.check_device(device)
+        major, minor = torch.cuda.get_device_capability(device)
+        if major != 9:
+            raise ValueError(
+                f"device of compute capability {major}.{minor}: not supported; FA3Attention supports Hopper "
+                "GPUs (9.0), and attention=flashinfer supports this one"
+            )

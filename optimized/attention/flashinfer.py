@@ -1,0 +1,195 @@
+"""Attention by FlashInfer's kernels over the paged pool: FlashAttention 2, on any NVIDIA GPU from Ampere on.
+
+Differs from reference: a step is planned on the host, from the batch's lengths alone. FlashInfer cuts the
+work into pieces that fill the GPU, once for each kind of layer (window, soft-cap, scale), when the first such
+layer runs. Page tables are written on the device. Assumes a CUDA GPU, float16 or bfloat16, and a compiler
+(nvcc) the first time that a kind is met. Loses where planning on the host shows: small models, few requests.
+
+K and V are read from the pool also where `run` is given them. FlashInfer's kernels for that (ragged) are a
+tenth faster, but fused layers hand over no K and V, and those of FlashAttention 3 let a NaN of one request
+reach its neighbours: they load whole tiles, and 0 * NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from optimized.attention.flashinfer_wrappers import (
+    Kernels,
+    Kind,
+    PackedMask,
+    PlannedWrapper,
+    Workspace,
+    make_wrapper,
+)
+from optimized.attention.page_tables import HostTable, PageTable
+from shared.interfaces import attention as interface
+from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from shared.types import ForwardBatch
+from shared.types.attention import AttentionLayer
+
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass
+class Tables:
+    """What layers with one window read, planned or to be."""
+
+    host: HostTable
+    device: PageTable
+
+
+@dataclass
+class FlashInferPlan:
+    """One step. What FlashInfer plans is added when the first layer of its kind runs."""
+
+    forward_batch: ForwardBatch
+    max_seq_len: int | None = None  # in a CUDA graph; None: for this batch only
+    tables: dict[int, Tables] = field(default_factory=dict)  # by window
+    wrappers: dict[Kind, PlannedWrapper] = field(default_factory=dict)
+
+    @property
+    def is_graph(self) -> bool:
+        return self.max_seq_len is not None
+
+
+class FlashInferAttention(interface.AttentionBackend):
+    """Supports float16 and bfloat16, head_dim 64, 128 and 256, windows, soft-caps and masks; no sinks."""
+
+    supports_cuda_graph = True
+    kernels: Kernels = "fa2"
+    """for what is no decoding"""
+
+    def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
+        self.check_device(kv_pool.device)
+        self._refuse_unless(kv_pool.dtype in DTYPES, f"dtype {kv_pool.dtype}", "float16 and bfloat16")
+        head_dim = kv_pool.k_buffer(0).shape[-1]
+        self._refuse_unless(head_dim in HEAD_DIMS, f"head_dim {head_dim}", "64, 128 and 256")
+        self.req_to_token_pool = req_to_token_pool
+        self.kv_pool = kv_pool
+        self._workspace = Workspace(kv_pool.device)
+        self._wrappers: dict[tuple[Kernels, Kind], PlannedWrapper] = {}  # for batches of any size
+        self._masked: dict[Kind, PlannedWrapper] = {}  # for the last batch with a mask
+        self._graph_indices: dict[int, torch.Tensor] = {}  # by window
+
+    @staticmethod
+    def check_device(device: torch.device) -> None:
+        """Raise `ValueError` for one that these kernels do not run on."""
+        if device.type != "cuda":
+            raise ValueError(f"device {device.type}: not supported; FlashInfer supports cuda")
+
+    def plan(self, forward_batch: ForwardBatch) -> FlashInferPlan:
+        return FlashInferPlan(forward_batch)
+
+    def plan_for_graph(self, forward_batch: ForwardBatch, max_seq_len: int) -> FlashInferPlan:
+        """Layers are planned for when they run outside of a capture: so run once before it."""
+        return FlashInferPlan(forward_batch, max_seq_len)
+
+    def replan(self, plan: FlashInferPlan, forward_batch: ForwardBatch) -> None:
+        """The page ids of all graphs lie in one buffer: what is replayed is what was replanned last."""
+        plan.forward_batch = forward_batch
+        for window, tables in plan.tables.items():
+            tables.host = HostTable.of(forward_batch, self.kv_pool.page_size, window)
+            self._fill(tables, forward_batch, window)
+        for kind, wrapper in plan.wrappers.items():
+            tables = plan.tables[self._table_window(plan, kind)]
+            wrapper.plan(forward_batch, tables.host, tables.device)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        plan: FlashInferPlan,
+        *,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if q.shape[0] == 0:
+            return torch.empty_like(q)
+        kind = Kind.of(q, layer, self.kv_pool.dtype, self.kv_pool.page_size)
+        wrapper = plan.wrappers.get(kind)
+        if wrapper is None:
+            self._check_layer(q, layer)
+            wrapper = plan.wrappers[kind] = self._planned(plan, kind)
+        return wrapper.run(q, self.kv_pool.k_buffer(layer.layer_id), self.kv_pool.v_buffer(layer.layer_id))
+
+    def _planned(self, plan: FlashInferPlan, kind: Kind) -> PlannedWrapper:
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(f"{type(self).__name__}: run the plan once before it is captured")
+        batch = plan.forward_batch
+        window = self._table_window(plan, kind)
+        if window not in plan.tables:
+            plan.tables[window] = self._tables(plan, window)
+        tables = plan.tables[window]
+        wrapper = self._wrapper(plan, kind, tables)
+        wrapper.plan(batch, tables.host, tables.device)
+        return wrapper
+
+    def _wrapper(self, plan: FlashInferPlan, kind: Kind, tables: Tables) -> PlannedWrapper:
+        batch = plan.forward_batch
+        has_mask = batch.custom_mask is not None
+        is_decode = batch.forward_mode.is_decode and not has_mask
+        kernels: Kernels = "decode" if is_decode else "fa2" if has_mask else self.kernels
+        workspace = self._workspace.for_batches(kernels, kind, batch if plan.is_graph or has_mask else None)
+        if has_mask:
+            # With a mask, wrappers are made for one size of batch, as in a graph.
+            max_seq_len = plan.max_seq_len or max(batch.seq_lens_cpu)
+            mask = PackedMask.empty(batch, max_seq_len, self.kv_pool.device)
+            wrapper = make_wrapper(kernels, kind, workspace, tables.device, mask)
+            if not plan.is_graph:
+                if kind in self._masked:
+                    self._masked[kind].copied.synchronize()  # before its page-locked memory is free
+                self._masked[kind] = wrapper
+            return wrapper
+        if plan.is_graph:
+            return make_wrapper(kernels, kind, workspace, tables.device)
+        if (kernels, kind) not in self._wrappers:
+            self._wrappers[kernels, kind] = make_wrapper(kernels, kind, workspace)
+        return self._wrappers[kernels, kind]
+
+    # ---- page tables ----
+
+    @staticmethod
+    def _table_window(plan: FlashInferPlan, kind: Kind) -> int:
+        """A mask has a column for every position, also for those that a window hides."""
+        return -1 if plan.forward_batch.custom_mask is not None else kind.window
+
+    def _tables(self, plan: FlashInferPlan, window: int) -> Tables:
+        batch, page_size = plan.forward_batch, self.kv_pool.page_size
+        host = HostTable.of(batch, page_size, window)
+        if plan.max_seq_len is None:
+            indices = self._new_indices(host.num_pages)
+        else:
+            indices = self._indices_for_graph(window, batch.batch_size * -(-plan.max_seq_len // page_size))
+        tables = Tables(host, PageTable.empty(batch.batch_size, self.kv_pool.device, indices))
+        self._fill(tables, batch, window)
+        return tables
+
+    def _fill(self, tables: Tables, batch: ForwardBatch, window: int) -> None:
+        tables.device.fill(tables.host, self.req_to_token_pool, batch, self.kv_pool.page_size, window)
+
+    def _indices_for_graph(self, window: int, num_pages: int) -> torch.Tensor:
+        """Shared: a buffer for each of fifty sizes of batches would take gigabytes."""
+        if window not in self._graph_indices or num_pages > len(self._graph_indices[window]):
+            self._graph_indices[window] = self._new_indices(num_pages)
+        return self._graph_indices[window][:num_pages]
+
+    def _new_indices(self, num_pages: int) -> torch.Tensor:
+        return torch.empty(num_pages, dtype=torch.int32, device=self.kv_pool.device)
+
+    # ---- what is refused ----
+
+    def _check_layer(self, q: torch.Tensor, layer: AttentionLayer) -> None:
+        if layer.num_qo_heads % layer.num_kv_heads != 0:
+            raise ValueError(
+                f"num_qo_heads ({layer.num_qo_heads}) is no multiple of num_kv_heads ({layer.num_kv_heads})"
+            )
+        self._refuse_unless(layer.sinks is None, "sinks", "layers without them")
+        self._refuse_unless(q.dtype in DTYPES, f"dtype {q.dtype}", "float16 and bfloat16")
+
+    def _refuse_unless(self, is_supported: bool, what: str, supported: str) -> None:
+        if not is_supported:
+            raise ValueError(f"{what}: not supported; {type(self).__name__} supports {supported}")

@@ -1,0 +1,105 @@
+"""Attention by two Triton kernels: one for decoding, one for everything else.
+
+Differs from reference: K and V are read from the pool's slots inside the kernels, and scores never reach
+memory. A plan holds only the batch's tensors: grids follow from shapes, and which program works on what is
+decided on the device. So one plan serves a CUDA graph for good. Extending is slower than FlashAttention 3
+on Hopper GPUs; verifying few drafts of few long requests does not fill the GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from optimized.kernels.decode_attention import _decode_kernel, decode_attention
+from optimized.kernels.extend_attention import extend_attention
+from shared.interfaces import attention as interface
+from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from shared.types import ForwardBatch
+from shared.types.attention import AttentionLayer
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, eq=False)
+class TritonPlan:
+    forward_batch: ForwardBatch
+    counters: torch.Tensor  # int32, zeros between launches: see decode_attention
+
+
+class TritonAttention(interface.AttentionBackend):
+    """Supports every layer and every batch of the contract in float16, bfloat16 and float32, up to head_dim
+    256. Pools of FP8 would be read in the kernels, where K and V are cast to q's type after their loads: that
+    is where scales multiply."""
+
+    supports_cuda_graph = True
+
+    def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
+        if kv_pool.dtype not in DTYPES:
+            raise ValueError(f"dtype {kv_pool.dtype} is not supported: TritonAttention supports {DTYPES}")
+        if kv_pool.device.type != "cuda" and isinstance(_decode_kernel, JITFunction):
+            raise ValueError(
+                f"device {kv_pool.device.type} is not supported: TritonAttention supports cuda, and others "
+                "in Triton's interpreter (TRITON_INTERPRET=1)"
+            )
+        self.req_to_token_pool = req_to_token_pool
+        self.kv_pool = kv_pool
+        self.num_kv_heads = kv_pool.k_buffer(0).shape[1]
+        self.counters = self._new_counters(req_to_token_pool.req_to_token.shape[0])
+
+    def plan(self, forward_batch: ForwardBatch) -> TritonPlan:
+        if forward_batch.batch_size * self.num_kv_heads > self.counters.numel():
+            self.counters = self._new_counters(forward_batch.batch_size)
+        return TritonPlan(forward_batch, self.counters)
+
+    def plan_for_graph(self, forward_batch: ForwardBatch, max_seq_len: int) -> TritonPlan:
+        return self.plan(forward_batch)
+
+    def replan(self, plan: TritonPlan, forward_batch: ForwardBatch) -> None:
+        """Nothing: the kernels read the batch's buffers."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        plan: TritonPlan,
+        *,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        _check_layer(q, layer)
+        batch = plan.forward_batch
+        k_buffer, v_buffer = self.kv_pool.k_buffer(layer.layer_id), self.kv_pool.v_buffer(layer.layer_id)
+        where = (self.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens)
+        options: dict[str, Any] = {
+            "scale": layer.scale,
+            "page_size": self.kv_pool.page_size,
+            "sliding_window": layer.sliding_window,
+            "logit_cap": layer.logit_cap,
+            "sinks": layer.sinks,
+        }
+        if batch.forward_mode.is_decode and batch.custom_mask is None:
+            return decode_attention(q, k_buffer, v_buffer, *where, plan.counters, **options)
+        options["custom_mask"] = batch.custom_mask
+        new_tokens = (batch.extend_seq_lens, batch.extend_start_loc)
+        return extend_attention(q, k_buffer, v_buffer, *where, *new_tokens, **options)
+
+    def _new_counters(self, batch_size: int) -> torch.Tensor:
+        return torch.zeros(batch_size * self.num_kv_heads, dtype=torch.int32, device=self.kv_pool.device)
+
+
+def _check_layer(q: torch.Tensor, layer: AttentionLayer) -> None:
+    if layer.num_qo_heads % layer.num_kv_heads != 0:
+        raise ValueError(
+            f"num_qo_heads ({layer.num_qo_heads}) is no multiple of num_kv_heads ({layer.num_kv_heads})"
+        )
+    if layer.head_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"head_dim {layer.head_dim} is not supported: TritonAttention supports 1 to {MAX_HEAD_DIM}"
+        )
+    if q.dtype not in DTYPES:
+        raise ValueError(f"dtype {q.dtype} is not supported: TritonAttention supports {DTYPES}")

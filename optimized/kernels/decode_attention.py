@@ -1,0 +1,162 @@
+"""Attention of one new token a request over the paged KV pool: one launch, whatever the lengths.
+
+Floor: the bytes of live K and V, read once: 2 * sum(seq_lens) * num_kv_heads * head_dim * itemsize over the
+memory's bandwidth; each is used for 2 operations a query head, far below what the tensor cores can do. For
+few short requests the floor is latency: a launch, three dependent reads (length, slot, key) and a merge.
+
+Shape: the query heads that read one KV head are the rows of one matrix product (padded to 16), so K and V
+are read once for all of them. The grid is [num_kv_heads, programs], as many as fill the GPU once; keys are
+dealt out to them on the device (split_keys.py), so a CUDA graph can hold the launch. Programs of different
+heads and the same keys are neighbours in the grid: together they read whole rows of the pool.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from optimized.kernels.paged_softmax import accumulate, scores_of, slots_at
+from optimized.kernels.portable import pdl_options
+from optimized.kernels.split_keys import (
+    deal_tiles,
+    finish_or_merge,
+    num_split_programs,
+    prefetch_first_tile,
+    split_sizes,
+    split_workspace,
+)
+
+FEW_REQUESTS = 16
+"""Up to as many, one program a multiprocessor takes large tiles: fewer parts to merge. Beyond, two take
+smaller ones: one works while the other goes from request to request."""
+
+
+@triton.jit(do_not_specialize=["batch_size", "window"])
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, sinks_ptr,
+    req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, workspace_ptr, counters_ptr,
+    batch_size, scale, logit_cap, window,
+    stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head, stride_row,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr,
+    MERGED_G: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    head, program = tl.program_id(0), tl.program_id(1)
+    num_kv_heads, num_programs = tl.num_programs(0), tl.num_programs(1)
+    if USE_PDL:
+        # The kernel behind this one may read its weights meanwhile.
+        tl.extra.cuda.gdc_launch_dependents()
+    run_start, run_end, run_len, first_request, last_request, tiles_start = deal_tiles(
+        seq_lens_ptr, batch_size, window, program, num_programs, BLOCK_N, BLOCK_BS, HAS_WINDOW
+    )
+    offs_g, offs_d, offs_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    in_dim = offs_d < HEAD_DIM
+    mask_q = (offs_g < GROUP)[:, None] & in_dim[None, :]
+    k_head, v_head = k_ptr + head * stride_k_head, v_ptr + head * stride_v_head
+    if run_start < run_end and USE_PDL:
+        # Lengths, rows of slots and all keys but the newest are from before this step: no need to wait.
+        prefetch_first_tile(
+            seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, k_head, v_head,
+            first_request, run_start - tiles_start, window, stride_row, stride_k, stride_v,
+            HEAD_DIM, PAGE_SIZE, BLOCK_N, HAS_WINDOW,
+        )  # fmt: skip
+        tl.extra.cuda.gdc_wait()
+
+    for i in range(first_request, last_request + 1):
+        seq_len = tl.load(seq_lens_ptr + i).to(tl.int32)
+        row_ptr = req_to_token_ptr + tl.load(req_pool_indices_ptr + i) * stride_row
+        first_key = 0
+        if HAS_WINDOW:
+            first_key = tl.maximum(seq_len - 1 - window, 0)
+        first_tile = first_key // BLOCK_N
+        tiles_end = tiles_start + tl.cdiv(seq_len, BLOCK_N) - first_tile
+        tile_start, tile_end = tl.maximum(run_start, tiles_start), tl.minimum(run_end, tiles_end)
+        key_start = (first_tile + tile_start - tiles_start) * BLOCK_N
+        key_end = tl.minimum((first_tile + tile_end - tiles_start) * BLOCK_N, seq_len)
+
+        q_tile = q_ptr + i * stride_q + (head * GROUP + offs_g)[:, None] * stride_q_head + offs_d[None, :]
+        q = tl.load(q_tile, mask=mask_q, other=0.0)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        # --8<-- [start:decode-loop]
+        for start in range(key_start, key_end, BLOCK_N):
+            # Beyond the ends, the key at the end is read again: it is live, and its score is masked.
+            positions = start + offs_n
+            nearest = tl.maximum(tl.minimum(positions, seq_len - 1), first_key)
+            slots = slots_at(row_ptr, nearest, PAGE_SIZE)
+            k_tile = k_head + slots[:, None] * stride_k + offs_d[None, :]
+            k = tl.load(k_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
+            scores = scores_of(q, k, scale, logit_cap, HAS_CAP, PRECISION)
+            scores = tl.where((positions == nearest)[None, :], scores, float("-inf"))
+            v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
+            v = tl.load(v_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
+            acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
+        # --8<-- [end:decode-loop]
+        finish_or_merge(
+            out_ptr + (i * num_kv_heads + head) * GROUP * HEAD_DIM, sinks_ptr + head * GROUP,
+            counters_ptr + i * num_kv_heads + head, workspace_ptr,
+            acc, largest, total, head, num_kv_heads, program, num_programs,
+            tile_start, tiles_start, tiles_end, run_start, run_len,
+            GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, MERGED_G, HAS_SINKS,
+        )  # fmt: skip
+        tiles_start = tiles_end
+
+
+def _tile(batch_size: int, row_bytes: int) -> tuple[int, int, int]:
+    """Keys of a tile, programs on a multiprocessor, stages. A read of K waits for a read of its slot: of 5
+    stages two tiles are under way, of 7 three. Shared memory then holds no more programs than planned, which
+    matters: a third on one multiprocessor is missing on another."""
+    if batch_size <= FEW_REQUESTS and row_bytes >= 256:
+        return max(16, 32768 // row_bytes), 1, 5
+    return max(16, min(128, 16384 // row_bytes)), 2, 7
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    counters: torch.Tensor,
+    *,
+    scale: float,
+    page_size: int = 1,
+    sliding_window: int = -1,
+    logit_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q [bs, num_qo_heads, head_dim] of the tokens at seq_lens - 1 -> output alike, contiguous.
+
+    counters: int32 [>= bs * num_kv_heads] of zeros, and zeros again afterwards; launches that may run at the
+    same time need their own. req_to_token, req_pool_indices and seq_lens are read before the launch ahead
+    has ended: they must be from before the last one that was no programmatic dependent launch.
+    """
+    batch_size, num_qo_heads, head_dim = q.shape
+    num_kv_heads = k_buffer.shape[1]
+    assert q.stride(2) == k_buffer.stride(2) == v_buffer.stride(2) == req_to_token.stride(1) == 1
+    assert counters.numel() >= batch_size * num_kv_heads
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if batch_size == 0:
+        return output
+    sizes = split_sizes(num_qo_heads // num_kv_heads, head_dim)
+    block_n, programs_per_sm, num_stages = _tile(batch_size, sizes["BLOCK_D"] * k_buffer.element_size())
+    max_tiles = batch_size * triton.cdiv(req_to_token.shape[1], block_n)
+    num_programs = num_split_programs(q.device, num_kv_heads, programs_per_sm, max_tiles)
+    _decode_kernel[(num_kv_heads, num_programs)](
+        q, k_buffer, v_buffer, output, q if sinks is None else sinks,
+        req_to_token, req_pool_indices, seq_lens,
+        split_workspace(q.device, num_programs, num_kv_heads, sizes["GROUP"], head_dim), counters,
+        batch_size, scale, logit_cap, sliding_window,
+        q.stride(0), q.stride(1), k_buffer.stride(0), k_buffer.stride(1),
+        v_buffer.stride(0), v_buffer.stride(1), req_to_token.stride(0),
+        **sizes, PAGE_SIZE=page_size, BLOCK_N=block_n,
+        BLOCK_BS=1 if batch_size == 1 else max(16, triton.next_power_of_2(batch_size)),
+        HAS_WINDOW=sliding_window >= 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=4, num_stages=num_stages, **pdl_options(q),
+    )  # fmt: skip
+    return output

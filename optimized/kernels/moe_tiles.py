@@ -1,0 +1,102 @@
+"""Which tiles the experts' kernels use: measured ones where there are some, else a rule.
+
+Measured tiles lie in moe_configs/<GPU>.json, by the experts' shape and the number of tokens; `python -m
+optimized.kernels.moe_tune` makes them.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+
+FOLDER = Path(__file__).parent / "moe_configs"
+
+
+class Tile(NamedTuple):
+    """Of one grouped product."""
+
+    block_m: int  # pairs
+    block_n: int  # columns; of the first product as many of gate and of up
+    block_k: int
+    group: int  # blocks of pairs whose programs run side by side
+    num_warps: int
+    num_stages: int
+    use_tma: bool = True
+
+
+class GemvTile(NamedTuple):
+    """Of one product pair by pair."""
+
+    warps: int
+    groups: int  # rows a warp
+    steps: int  # of 16 bytes a lane, in a tile
+    ahead: int  # tiles of a row that a warp has asked for before it needs the first
+
+
+class Plan(NamedTuple):
+    """Two GemvTiles: pair by pair. Two Tiles, of one block_m: sorted by expert."""
+
+    up: Tile | GemvTile
+    down: Tile | GemvTile
+
+
+class Shape(NamedTuple):
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+
+    def name(self) -> str:
+        return f"{self.num_experts} experts, top {self.top_k}, {self.hidden_size}-{self.intermediate_size}"
+
+
+@cache
+def plan(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Plan:
+    if dtype.itemsize == 2 and device.type == "cuda":
+        measured = _measured(torch.cuda.get_device_name(device)).get(shape.name())
+        if measured:
+            larger = [size for size in measured if size >= num_tokens]
+            return measured[min(larger) if larger else max(measured)]
+    return default_plan(shape, num_tokens, dtype)
+
+
+def default_plan(shape: Shape, num_tokens: int, dtype: torch.dtype) -> Plan:
+    """Tiles that run on any GPU and waste little: as many pairs a block as an expert has on average."""
+    num_pairs = num_tokens * shape.top_k
+    if num_tokens <= 4 and num_pairs <= 2 * shape.num_experts:
+        # No more than 16 or so tiles a row: the loops over them are unrolled.
+        up_steps = max(triton.next_power_of_2(shape.hidden_size) // 4096, 1)
+        down_steps = max(triton.next_power_of_2(shape.intermediate_size * shape.top_k) // 8192, 1)
+        return Plan(GemvTile(4, 1, min(up_steps, 8), 8), GemvTile(4, 1, min(down_steps, 8), 12))
+    average = triton.next_power_of_2(triton.cdiv(num_pairs, shape.num_experts))
+    if dtype == torch.float32:
+        tile = Tile(min(max(average, 16), 64), 64, 32, 8, 4, 2, False)
+        return Plan(tile, tile)
+    if average <= 32:
+        tile = Tile(max(average, 16), 64, 128, 1, 4, 3)
+        return Plan(tile, tile)
+    block_m = min(average, 128)
+    num_warps = 4 if block_m == 64 else 8
+    return Plan(Tile(block_m, 64, 64, 8, num_warps, 3), Tile(block_m, 128, 64, 8, num_warps, 3))
+
+
+@cache
+def _measured(gpu: str) -> dict[str, dict[int, Plan]]:
+    """The name of a shape -> a number of tokens -> the plan up to there."""
+    path = FOLDER / f"{gpu.replace(' ', '_')}.json"
+    if not path.is_file():
+        return {}
+    table = json.loads(path.read_text())
+    return {
+        name: {int(size): Plan(*map(_tile, tiles)) for size, tiles in plans.items()}
+        for name, plans in table.items()
+    }
+
+
+def _tile(numbers: list[int]) -> Tile | GemvTile:
+    return GemvTile(*numbers) if len(numbers) == len(GemvTile._fields) else Tile(*numbers)

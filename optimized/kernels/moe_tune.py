@@ -1,0 +1,276 @@
+"""Measures tiles for the experts of a model on this GPU and writes them down:
+
+    python -m optimized.kernels.moe_tune --model Qwen3-30B-A3B
+    python -m optimized.kernels.moe_tune --shape 128,8,2048,768 --tokens 1,64,4096
+
+Each product is timed by itself, with random routing, over several layers' weights so that they come from
+memory. Results go to optimized/kernels/moe_configs/<GPU>.json, beside those of other shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from optimized.kernels import moe_gemm, moe_gemv
+from optimized.kernels.moe_align import align
+from optimized.kernels.moe_combine import combine
+from optimized.kernels.moe_tiles import FOLDER, GemvTile, Plan, Shape, Tile
+
+MODELS = {
+    "Qwen3-30B-A3B": Shape(128, 8, 2048, 768),
+    "Qwen3-235B-A22B": Shape(128, 8, 4096, 1536),
+    "Mixtral-8x7B": Shape(8, 2, 4096, 14336),
+}
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+MAX_GEMV_TOKENS = 16
+MAX_SHARED_BYTES = 227 * 1024
+NUM_LAYERS = 3
+
+
+class Layers:
+    """Weights of several layers, and a routing for each."""
+
+    def __init__(self, shape: Shape, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        num_experts, _, hidden, inter = self.shape = shape
+        generator = torch.Generator(device="cuda").manual_seed(0)
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device="cuda").normal_(
+                0, size[-1] ** -0.5, generator=generator
+            )
+
+        self.w13 = [normal(num_experts, 2 * inter, hidden) for _ in range(NUM_LAYERS)]
+        self.w2 = [normal(num_experts, hidden, inter) for _ in range(NUM_LAYERS)]
+        self.set_tokens(num_tokens)
+
+    def set_tokens(self, num_tokens: int) -> None:
+        num_experts, top_k, hidden, _ = self.shape
+        generator = torch.Generator(device="cuda").manual_seed(num_tokens)
+        dtype = self.w13[0].dtype
+        self.x = torch.randn(num_tokens, hidden, generator=generator, device="cuda").to(dtype)
+        self.ids, self.weights = [], []
+        for _ in range(NUM_LAYERS):
+            scores = torch.rand(num_tokens, num_experts, generator=generator, device="cuda")
+            best = scores.topk(top_k)
+            self.ids.append(best.indices.to(torch.int32))
+            self.weights.append(best.values / best.values.sum(-1, keepdim=True))
+
+
+def graph_time(run: Callable[[int], Any], num_calls: int = 2 * NUM_LAYERS, num_replays: int = 5) -> float:
+    """Microseconds of run(layer): the median over replays of a graph that goes round the layers."""
+    run(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(num_calls):
+            run(i % NUM_LAYERS)
+    times: list[float] = []
+    for _ in range(num_replays + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / num_calls * 1e3)
+    return statistics.median(times[1:])
+
+
+def up_tiles(shape: Shape, num_tokens: int) -> Iterator[Tile]:
+    """Of the first product: its weights are 2 * block_n rows."""
+    return _tiles(shape, num_tokens, 2)
+
+
+def down_tiles(shape: Shape, num_tokens: int) -> Iterator[Tile]:
+    return _tiles(shape, num_tokens, 1)
+
+
+def _tiles(shape: Shape, num_tokens: int, parts: int) -> Iterator[Tile]:
+    """Those worth timing: not much less than what experts have, nor much more; enough bytes in flight where
+    weights are all that counts, and registers and shared memory for a block."""
+    average = num_tokens * shape.top_k / shape.num_experts
+    blocks_m = [size for size in (16, 32, 64, 128) if average / 4 <= size <= max(4 * average, 16)] or [128]
+    for block_m in blocks_m:
+        few = block_m < 64
+        sizes: tuple[tuple[int, ...], ...] = ((64, 128), (64, 128, 256), (4, 8), (2, 3, 4), (1,))
+        if not few:
+            sizes = ((128, 256), (64,), (4, 8), (3, 4), (1, 8))
+        for rows, block_k, num_warps, num_stages, group in itertools.product(*sizes):
+            shared_bytes = (block_m + rows) * block_k * 2 * num_stages
+            registers = block_m * rows // (32 * num_warps)
+            if 48 * 1024 <= shared_bytes <= MAX_SHARED_BYTES and 8 <= registers <= 128:
+                yield Tile(block_m, rows // parts, block_k, group, num_warps, num_stages)
+
+
+def gemv_tiles(size: int, num_rows: int) -> Iterator[GemvTile]:
+    """For rows of `size` columns, `num_rows` of them in sequence."""
+    for warps, groups, steps, ahead in itertools.product((2, 4, 8), (1, 2), (1, 2, 4), (4, 8, 16)):
+        num_tiles = -(-size // (steps * 256)) * num_rows
+        in_flight = min(ahead, num_tiles) * steps * groups * 4  # registers a lane
+        if num_tiles * groups <= 64 and 32 <= in_flight <= 128 and ahead <= num_tiles:
+            yield GemvTile(warps, groups, steps, ahead)
+
+
+def time_up(layers: Layers, tile: Tile) -> float:
+    top_k = layers.shape.top_k
+    blocks = [align(ids, layers.shape.num_experts, tile.block_m) for ids in layers.ids]
+    return graph_time(lambda i: moe_gemm.up_product(layers.x, layers.w13[i], blocks[i], top_k, tile))
+
+
+def time_down(layers: Layers, tile: Tile) -> float:
+    blocks = [align(ids, layers.shape.num_experts, tile.block_m) for ids in layers.ids]
+    num_rows, inter = blocks[0].pairs.numel(), layers.shape.intermediate_size
+    act = torch.randn(num_rows, inter, device="cuda").to(layers.x.dtype)
+    return graph_time(lambda i: moe_gemm.down_product(act, layers.w2[i], blocks[i], layers.weights[i], tile))
+
+
+def time_plan(layers: Layers, plan: Plan) -> float:
+    """All of it, sorting and sum included."""
+
+    def run(i: int) -> torch.Tensor:
+        ids, weights = layers.ids[i], layers.weights[i]
+        if isinstance(plan.up, GemvTile):
+            return moe_gemv.experts_of_few(layers.x, weights, ids, layers.w13[i], layers.w2[i], plan)
+        blocks = align(ids, layers.shape.num_experts, plan.up.block_m)
+        act = moe_gemm.up_product(layers.x, layers.w13[i], blocks, layers.shape.top_k, plan.up)
+        return combine(moe_gemm.down_product(act, layers.w2[i], blocks, weights, plan.down), ids)
+
+    return graph_time(run)
+
+
+def best_plan(layers: Layers, num_tokens: int, progress: tqdm[Any]) -> tuple[float, Plan]:
+    shape = layers.shape
+    layers.set_tokens(num_tokens)
+    found: list[tuple[float, Plan]] = []
+
+    def fastest(tiles: list[Any], measure: Callable[[Any], float], count: int) -> list[Any]:
+        times = []
+        for tile in tiles:
+            progress.update()
+            try:
+                times.append((measure(tile), tile))
+            except Exception as error:  # more shared memory or registers than there are: no candidate
+                progress.write(f"{tile}: {type(error).__name__}")
+        return [tile for _, tile in sorted(times)[:count]]
+
+    if num_tokens <= MAX_GEMV_TOKENS:
+        up = next(gemv_tiles(shape.hidden_size, 1))
+        downs = list(gemv_tiles(shape.intermediate_size, shape.top_k))
+        downs = fastest(downs, lambda tile: time_plan(layers, Plan(up, tile)), 2)
+        ups = list(gemv_tiles(shape.hidden_size, 1))
+        ups = fastest(ups, lambda tile: time_plan(layers, Plan(tile, downs[0])), 2)
+        found += [(time_plan(layers, Plan(*tiles)), Plan(*tiles)) for tiles in itertools.product(ups, downs)]
+    all_ups, all_downs = list(up_tiles(shape, num_tokens)), list(down_tiles(shape, num_tokens))
+    for block_m in sorted({tile.block_m for tile in all_ups}):
+        ups = [tile for tile in all_ups if tile.block_m == block_m]
+        downs = [tile for tile in all_downs if tile.block_m == block_m]
+        ups = fastest(ups, lambda tile: time_up(layers, tile), 2)
+        downs = fastest(downs, lambda tile: time_down(layers, tile), 2)
+        found += [(time_plan(layers, Plan(*tiles)), Plan(*tiles)) for tiles in itertools.product(ups, downs)]
+    return min(found)
+
+
+def num_candidates(shape: Shape, num_tokens: int) -> int:
+    count = len(list(up_tiles(shape, num_tokens))) + len(list(down_tiles(shape, num_tokens)))
+    if num_tokens <= MAX_GEMV_TOKENS:
+        count += len(list(gemv_tiles(shape.hidden_size, 1)))
+        count += len(list(gemv_tiles(shape.intermediate_size, shape.top_k)))
+    return count
+
+
+def compile_tiles(shape: Shape, tiles: list[tuple[str, Any]]) -> None:
+    """In a process of its own: leaves the kernels in Triton's cache. One expert is enough, sizes are not."""
+    _, top_k, hidden, inter = shape
+    w13 = torch.zeros(1, 2 * inter, hidden, dtype=torch.bfloat16, device="cuda")
+    w2 = torch.zeros(1, hidden, inter, dtype=torch.bfloat16, device="cuda")
+    x = torch.zeros(16, hidden, dtype=torch.bfloat16, device="cuda")
+    ids = torch.zeros(16, top_k, dtype=torch.int32, device="cuda")
+    weights = torch.zeros(16, top_k, device="cuda")
+    for kind, tile in tiles:
+        try:
+            if isinstance(tile, GemvTile):
+                other = next(gemv_tiles(inter if kind == "up" else hidden, top_k if kind == "up" else 1))
+                plan = (tile, other) if kind == "up" else (other, tile)
+                moe_gemv.experts_of_few(x, weights, ids, w13, w2, plan)
+            elif kind == "up":
+                moe_gemm.up_product(x, w13, align(ids, 1, tile.block_m), top_k, tile)
+            else:
+                blocks = align(ids, 1, tile.block_m)
+                act = torch.zeros(blocks.pairs.numel(), inter, dtype=torch.bfloat16, device="cuda")
+                moe_gemm.down_product(act, w2, blocks, weights, tile)
+        except Exception:
+            continue  # is named when it is timed
+
+
+def compile_all(shape: Shape, all_tokens: list[int], num_processes: int) -> None:
+    tiles: set[tuple[str, Any]] = set()
+    for num_tokens in all_tokens:
+        tiles |= {("up", tile) for tile in up_tiles(shape, num_tokens)}
+        tiles |= {("down", tile) for tile in down_tiles(shape, num_tokens)}
+        if num_tokens <= MAX_GEMV_TOKENS:
+            tiles |= {("up", tile) for tile in gemv_tiles(shape.hidden_size, 1)}
+            tiles |= {("down", tile) for tile in gemv_tiles(shape.intermediate_size, shape.top_k)}
+    ordered = sorted(tiles, key=str)
+    parts = [ordered[i::num_processes] for i in range(num_processes)]
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+        jobs = [pool.submit(compile_tiles, shape, part) for part in parts]
+        for job in tqdm(jobs, desc=f"compile {len(ordered)} kernels", unit="process"):
+            job.result()
+
+
+def write(shape: Shape, plans: dict[int, Plan]) -> None:
+    gpu = torch.cuda.get_device_name().replace(" ", "_")
+    path = FOLDER / f"{gpu}.json"
+    table = json.loads(path.read_text()) if path.is_file() else {}
+    rows = table.get(shape.name(), {}) | {
+        str(size): [list(tile) for tile in plan] for size, plan in plans.items()
+    }
+    table[shape.name()] = dict(sorted(rows.items(), key=lambda row: int(row[0])))
+    shapes = [
+        f'  "{name}": {{\n'
+        + ",\n".join(f'    "{size}": {json.dumps(plan)}' for size, plan in rows.items())
+        + "\n  }"
+        for name, rows in sorted(table.items())
+    ]
+    FOLDER.mkdir(exist_ok=True)
+    path.write_text("{\n" + ",\n".join(shapes) + "\n}\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", choices=list(MODELS))
+    which.add_argument("--shape", help="experts,top_k,hidden,intermediate")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="numbers of tokens")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile at once")
+    parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache, time nothing")
+    args = parser.parse_args()
+    shape = MODELS[args.model] if args.model else Shape(*map(int, args.shape.split(",")))
+    all_tokens = [int(size) for size in args.tokens.split(",")]
+    compile_all(shape, all_tokens, args.processes)
+    if args.compile_only:
+        return
+    layers = Layers(shape, all_tokens[0])
+    plans = {}
+    with tqdm(total=sum(num_candidates(shape, size) for size in all_tokens), unit="tile") as progress:
+        for num_tokens in all_tokens:
+            progress.set_description(f"{num_tokens} tokens")
+            time, plans[num_tokens] = best_plan(layers, num_tokens, progress)
+            progress.write(f"{num_tokens:5} tokens {time:8.1f} us  {plans[num_tokens]}")
+            write(shape, plans)
+
+
+if __name__ == "__main__":
+    main()

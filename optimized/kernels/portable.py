@@ -1,0 +1,46 @@
+"""What lets one kernel run on a GPU and in Triton's interpreter: rounding, and what only some GPUs have."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 x to the nearest value of `dtype`, ties to even, as the hardware does it. The interpreter cuts
+    off what bfloat16 cannot hold, so there the bits are rounded beforehand."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+def interpreted_rows(num_rows: int) -> int:
+    """How many rows a program takes in the interpreter, where a program costs and a row does not; 0 on a GPU,
+    where it is the other way round."""
+    return min(triton.next_power_of_2(max(num_rows, 1)), 64) if INTERPRETED else 0
+
+
+def pdl_options(x: torch.Tensor) -> dict[str, Any]:
+    """Launch options of a kernel with a USE_PDL switch: with programmatic dependent launch it may start
+    before the kernel ahead of it has ended, and waits by itself (gdc_wait) before it touches memory
+    that others write."""
+    return _PDL if not INTERPRETED and _has_pdl(x.device) else _NO_PDL
+
+
+_PDL = {"USE_PDL": True, "launch_pdl": True}
+_NO_PDL = {"USE_PDL": False}
+
+
+@cache
+def _has_pdl(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)

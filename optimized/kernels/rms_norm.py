@@ -1,0 +1,90 @@
+"""RMSNorm of rows, alone or after adding a residual: one launch, one pass, the row stays in registers.
+
+Floor: bytes over the memory's bandwidth. rms_norm reads and writes each row once, 2 * n * size * itemsize;
+add_rms_norm reads two rows and writes two, twice as much. For few tokens the floor is one launch.
+
+Shape: a program takes whole rows, so that the sum of squares needs no second pass and no other program. A
+long row is a program of its own; of short ones (the heads of q and k) it takes several.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from optimized.kernels.portable import interpreted_rows, pdl_options, rounded
+
+TILE_ELEMENTS = 1024
+"""Rows are put together up to so many elements a program."""
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, y_ptr, weight_ptr,
+    num_rows, eps, stride_x, stride_residual, stride_y,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    offs = tl.arange(0, BLOCK)
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    mask = (rows < num_rows) & (offs < SIZE)[None, :]
+    weight = tl.load(weight_ptr + offs, mask=offs < SIZE, other=0.0).to(tl.float32)
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    x = tl.load(x_ptr + rows * stride_x + offs[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual_tile = residual_ptr + rows * stride_residual + offs[None, :]
+        total = rounded(x + tl.load(residual_tile, mask=mask, other=0.0).to(tl.float32), dtype)
+        tl.store(residual_tile, total, mask=mask)
+        x = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)[:, None]
+    # Rounded twice, as written in the contract: the normed value, and its product with the weight.
+    normed = (x * scale).to(dtype).to(tl.float32)
+    y = normed * weight[None, :]
+    tl.store(y_ptr + rows * stride_y + offs[None, :], y.to(dtype), mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., size], weight [size] -> norm(x), a new contiguous tensor."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    y = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    _launch(rows, None, y, weight, eps)
+    return y if x.dim() == 2 else y.view(x.shape)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x + residual), x + residual), written over x and residual where each is rows of one stride."""
+    rows, residual_rows = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
+    _launch(rows, residual_rows, rows, weight, eps)
+    return rows.view(x.shape), residual_rows.view(x.shape)
+
+
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor | None, y: torch.Tensor, weight: torch.Tensor, eps: float
+) -> None:
+    num_rows, size = x.shape
+    assert x.stride(1) == 1 or size == 1
+    assert residual is None or residual.stride(1) == 1 or size == 1
+    block, tile_rows, num_warps = _tile(size)
+    rows = interpreted_rows(num_rows) or tile_rows
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        x, x if residual is None else residual, y, weight,
+        num_rows, eps, x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0),
+        SIZE=size, BLOCK=block, ROWS=rows, HAS_RESIDUAL=residual is not None,
+        num_warps=num_warps, **pdl_options(x),
+    )  # fmt: skip
+
+
+@cache
+def _tile(size: int) -> tuple[int, int, int]:
+    """(columns, rows, warps) of a program."""
+    block = triton.next_power_of_2(size)
+    rows = max(TILE_ELEMENTS // block, 1)
+    return block, rows, min(max(block * rows // 512, 1), 16)

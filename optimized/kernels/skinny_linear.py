@@ -1,0 +1,92 @@
+"""Linear layers for a few tokens, with what stands beside them in a decoder layer: the norm of their
+input, SwiGLU, the sum with the residual stream.
+
+Floor: the weights' bytes over the memory's bandwidth; everything else is small beside them.
+
+Up to MAX_TOKENS tokens a kernel is chosen by shape, cuBLAS and elementwise kernels among them; beyond, those
+always win.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from optimized.kernels.rms_norm import rms_norm
+from optimized.kernels.silu_and_mul import silu_and_mul
+from optimized.kernels.skinny_gemm import gemm
+from optimized.kernels.skinny_gemv import gemv
+
+MAX_TOKENS = 16
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x [num_tokens, in_features], weight [out_features, in_features] -> x @ weightᵀ + bias, rounded once, to
+    out_dtype (default: x's)."""
+    kernel = kernel_for(x, weight)
+    if kernel == "cublas":
+        if out_dtype is None or out_dtype == x.dtype or bias is not None or not x.is_cuda:
+            return F.linear(x, weight, bias).to(out_dtype or x.dtype)
+        return torch.mm(x, weight.T, out_dtype=out_dtype)
+    y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype, device=x.device)
+    (gemv if kernel == "gemv" else gemm)(x, weight, y, bias=bias)
+    return y
+
+
+def norm_linear(
+    h: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """linear(rms_norm(h)), the norm rounded as rms_norm does."""
+    if kernel_for(h, weight) != "gemv":
+        return linear(rms_norm(h, norm_weight, eps), weight, bias)
+    y = torch.empty(h.shape[0], weight.shape[0], dtype=h.dtype, device=h.device)
+    gemv(h, weight, y, norm=(norm_weight, eps), bias=bias)
+    return y
+
+
+def norm_linear_silu(
+    h: torch.Tensor, norm_weight: torch.Tensor, eps: float, gate_up_weight: torch.Tensor
+) -> torch.Tensor:
+    """silu(gate) * up of rms_norm(h), rounded once. gate_up_weight [2 * n, in_features] has gate's rows first
+    -> [num_tokens, n]."""
+    if kernel_for(h, gate_up_weight) != "gemv":
+        return silu_and_mul(F.linear(rms_norm(h, norm_weight, eps), gate_up_weight))
+    y = torch.empty(h.shape[0], gate_up_weight.shape[0] // 2, dtype=h.dtype, device=h.device)
+    gemv(h, gate_up_weight, y, norm=(norm_weight, eps), gated=True)
+    return y
+
+
+def linear_add(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """residual + linear(x), rounded once (by cuBLAS with a bias: twice), written over residual
+    [num_tokens, out_features]."""
+    kernel = kernel_for(x, weight)
+    if kernel == "cublas":
+        residual.addmm_(x, weight.T)
+        return residual if bias is None else residual.add_(bias)
+    (gemv if kernel == "gemv" else gemm)(x, weight, residual, bias=bias, residual=residual)
+    return residual
+
+
+def kernel_for(x: torch.Tensor, weight: torch.Tensor) -> str:
+    """Of "gemv", "gemm" and "cublas" the fastest for so many tokens, as measured on an H200:
+    docs/measurements/decode-batch-1.md. cuBLAS comes near the floor where rows are long and many."""
+    num_tokens, size = x.shape
+    if num_tokens == 1:
+        return "gemv"
+    if size > 3072:
+        return "cublas"
+    if num_tokens <= 4:
+        return "gemv"
+    is_half = x.dtype in (torch.float16, torch.bfloat16)
+    return "gemm" if num_tokens <= MAX_TOKENS and is_half and len(weight) <= 8192 else "cublas"

@@ -1,0 +1,214 @@
+"""Dealing the keys of a batch out to programs evenly, and merging what several programs found for a request.
+
+The tiles of BLOCK_N keys of all requests, one after the other, are cut into runs of equal length, one for
+each program of a KV head. A run may end in the middle of a request, or span many. One long request thus
+keeps every multiprocessor busy, and so does a ragged batch, without the host knowing any length: a program
+finds its run from seq_lens alone.
+
+A request that several programs share is merged by whichever arrives last: each leaves its unnormalised
+output, maximum and sum, and counts itself; the last one adds them up in the order of positions, so that the
+result does not depend on who was last, and sets the counter back to 0 for the next launch.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from optimized.kernels.paged_softmax import LOG2_E, slots_at
+from optimized.kernels.portable import rounded
+
+INTERPRETED_PROGRAMS = 6
+"""In all, where there is no GPU to fill: enough that requests are split."""
+PARTS: tl.constexpr = tl.constexpr(8)
+"""Of other programs that the last one loads at once."""
+
+
+@triton.jit
+def deal_tiles(
+    seq_lens_ptr, batch_size, window, program, num_programs,
+    BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The run of a program: its first tile and its end, the length of runs, the requests it touches, and the
+    first tile of the first of them."""
+    if BLOCK_BS == 1:
+        seq_len = tl.load(seq_lens_ptr).to(tl.int32)
+        total = tl.cdiv(seq_len, BLOCK_N)
+        if HAS_WINDOW:
+            total -= tl.maximum(seq_len - 1 - window, 0) // BLOCK_N
+        first, last, tiles_start = 0, 0, 0
+        run_len = tl.cdiv(total, num_programs)
+        run_start = program * run_len
+        run_end = tl.minimum(run_start + run_len, total)
+    else:
+        requests = tl.arange(0, BLOCK_BS)
+        in_batch = requests < batch_size
+        seq_lens = tl.load(seq_lens_ptr + requests, mask=in_batch, other=0).to(tl.int32)
+        num_tiles = tl.cdiv(seq_lens, BLOCK_N)
+        if HAS_WINDOW:
+            num_tiles -= tl.maximum(seq_lens - 1 - window, 0) // BLOCK_N
+        ends = tl.cumsum(num_tiles, 0)
+        total = tl.sum(num_tiles, 0)
+        run_len = tl.cdiv(total, num_programs)
+        run_start = program * run_len
+        run_end = tl.minimum(run_start + run_len, total)
+        first = tl.sum((ends <= run_start).to(tl.int32), 0)
+        last = tl.sum((ends < run_end).to(tl.int32), 0)
+        tiles_start = tl.sum(tl.where(ends <= run_start, num_tiles, 0), 0)
+    return run_start, run_end, run_len, first, tl.where(run_start < run_end, last, -1), tiles_start
+
+
+@triton.jit
+def prefetch_first_tile(
+    seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, k_head, v_head,
+    request, first_tile, window, stride_row, stride_k, stride_v,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Asks for K and V of a tile of a request (from the first it sees on), while the kernel ahead still runs:
+    into the second-level cache, which that kernel's writes also go through."""
+    LINE: tl.constexpr = 1024 // k_head.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2((HEAD_DIM + LINE - 1) // LINE)
+    seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
+    row = tl.load(req_pool_indices_ptr + request)
+    start = first_tile * BLOCK_N
+    if HAS_WINDOW:
+        start += tl.maximum(seq_len - 1 - window, 0) // BLOCK_N * BLOCK_N
+    nearest = tl.maximum(tl.minimum(start + tl.arange(0, BLOCK_N), seq_len - 1), 0)
+    slots = slots_at(req_to_token_ptr + row * stride_row, nearest, PAGE_SIZE)[:, None]
+    offs = tl.minimum(tl.arange(0, LINES) * LINE, HEAD_DIM - 1)[None, :]
+    ask: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    k_lines, v_lines = k_head + slots * stride_k + offs, v_head + slots * stride_v + offs
+    tl.inline_asm_elementwise(ask, "=r,l", [k_lines.to(tl.int64)], tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(ask, "=r,l", [v_lines.to(tl.int64)], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _finish(
+    out_row, sinks_ptr, acc, largest, total, offs_g, offs_d,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Adds the sinks' weights, normalises, and stores [GROUP, HEAD_DIM] at out_row; largest and total are
+    [heads, 1]."""
+    in_group = offs_g < GROUP
+    if HAS_SINKS:
+        sink = LOG2_E * tl.load(sinks_ptr + offs_g, mask=in_group, other=0.0).to(tl.float32)[:, None]
+        new_largest = tl.maximum(largest, sink)
+        rescale = tl.exp2(largest - new_largest)
+        total = total * rescale + tl.exp2(sink - new_largest)
+        acc = acc * rescale
+    total = tl.where(in_group[:, None], total, 1.0)
+    mask = in_group[:, None] & (offs_d < HEAD_DIM)[None, :]
+    output = rounded(acc / total, out_row.dtype.element_ty)
+    tl.store(out_row + offs_g[:, None] * HEAD_DIM + offs_d[None, :], output, mask=mask)
+
+
+@triton.jit
+def _merge(
+    out_row, sinks_ptr, workspace_ptr, head, num_kv_heads, num_programs,
+    first_program, last_program, first_part,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    MERGED_G: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """The parts of the programs [first_program, last_program], one after the other; but PARTS at a time are
+    loaded at once, and no thread needs what another holds."""
+    offs_g, offs_d = tl.arange(0, MERGED_G), tl.arange(0, BLOCK_D)
+    in_group = (offs_g < GROUP)[:, None]
+    mask = in_group & (offs_d < HEAD_DIM)[None, :]
+    num_rows = 2 * num_programs * num_kv_heads * GROUP
+    state_ptr = workspace_ptr + num_rows * HEAD_DIM
+    acc = tl.zeros([MERGED_G, BLOCK_D], tl.float32)
+    largest = tl.full([MERGED_G, 1], float("-inf"), tl.float32)
+    total = tl.zeros([MERGED_G, 1], tl.float32)
+    for start in range(first_program, last_program + 1, PARTS):
+        for i in tl.static_range(PARTS):
+            program = start + i
+            is_part = program <= last_program
+            part = tl.where(program == first_program, first_part, 2 * program)
+            rows = (part * num_kv_heads + head) * GROUP + offs_g[:, None]
+            # .cg: from where the other programs' multiprocessors wrote it.
+            values = tl.load(
+                workspace_ptr + rows * HEAD_DIM + offs_d[None, :], mask=mask & is_part, other=0.0,
+                cache_modifier=".cg",
+            )  # fmt: skip
+            mask_row = in_group & is_part
+            maximum = tl.load(state_ptr + rows, mask=mask_row, other=float("-inf"), cache_modifier=".cg")
+            weight = tl.load(state_ptr + num_rows + rows, mask=mask_row, other=0.0, cache_modifier=".cg")
+            new_largest = tl.maximum(largest, maximum)
+            # Rows that are no heads hold -inf only.
+            base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            rescale, factor = tl.exp2(largest - base), tl.exp2(maximum - base)
+            total = total * rescale + weight * factor
+            acc = acc * rescale + values * factor
+            largest = new_largest
+    _finish(out_row, sinks_ptr, acc, largest, total, offs_g, offs_d, GROUP, HEAD_DIM, HAS_SINKS)
+
+
+@triton.jit
+def finish_or_merge(
+    out_row, sinks_ptr, counter_ptr,
+    workspace_ptr,  # float32: outputs [2 * num_programs, num_kv_heads, GROUP, HEAD_DIM], maxima, sums
+    acc, largest, total, head, num_kv_heads, program, num_programs,
+    tile_start, tiles_start, tiles_end, run_start, run_len,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    MERGED_G: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """What a program found, from tile_start on, of a request with the tiles [tiles_start, tiles_end)."""
+    offs_g, offs_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    first_program, last_program = tiles_start // run_len, (tiles_end - 1) // run_len
+    if first_program == last_program:
+        _finish(
+            out_row, sinks_ptr, acc, largest[:, None], total[:, None], offs_g, offs_d,
+            GROUP, HEAD_DIM, HAS_SINKS,
+        )  # fmt: skip
+    else:
+        # A program leaves at most two parts: one of the request that its run begins in, one of another.
+        part = 2 * program + (tile_start != run_start).to(tl.int32)
+        rows = (part * num_kv_heads + head) * GROUP + offs_g
+        num_rows = 2 * num_programs * num_kv_heads * GROUP
+        in_group = offs_g < GROUP
+        tile = workspace_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :]
+        tl.store(tile, acc, mask=in_group[:, None] & (offs_d < HEAD_DIM)[None, :])
+        tl.store(workspace_ptr + num_rows * HEAD_DIM + rows, largest, mask=in_group)
+        tl.store(workspace_ptr + num_rows * (HEAD_DIM + 1) + rows, total, mask=in_group)
+        tl.debug_barrier()  # the release below is one thread's: all others' stores come before it
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == last_program - first_program:
+            tl.debug_barrier()
+            tl.store(counter_ptr, 0)
+            first_part = 2 * first_program + (tiles_start != first_program * run_len).to(tl.int32)
+            _merge(
+                out_row, sinks_ptr, workspace_ptr, head, num_kv_heads, num_programs,
+                first_program, last_program, first_part,
+                GROUP, HEAD_DIM, BLOCK_D, MERGED_G, HAS_SINKS,
+            )  # fmt: skip
+
+
+def num_split_programs(device: torch.device, num_kv_heads: int, per_sm: int, max_tiles: int) -> int:
+    """For each KV head: together they fill the GPU once, and no more of them than there can be tiles."""
+    resident = INTERPRETED_PROGRAMS if device.type != "cuda" else per_sm * _num_multiprocessors(device)
+    return max(1, min(resident // num_kv_heads, max_tiles))
+
+
+def split_workspace(
+    device: torch.device, num_programs: int, num_kv_heads: int, group: int, head_dim: int
+) -> torch.Tensor:
+    return torch.empty(2 * num_programs * num_kv_heads * group * (head_dim + 2), device=device)
+
+
+def split_sizes(group: int, head_dim: int) -> dict[str, int]:
+    """The sizes at compile time that `finish_or_merge` wants."""
+    block_d, merged_g = max(16, triton.next_power_of_2(head_dim)), triton.next_power_of_2(group)
+    return {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_G": max(16, merged_g),
+        "BLOCK_D": block_d,
+        "MERGED_G": merged_g,
+    }
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

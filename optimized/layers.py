@@ -1,0 +1,188 @@
+"""The layers that models are built from, as kernels, and the products that several of them share.
+
+Differs from reference: weights that multiply the same input are one matrix (q, k and v; gate and up), and a
+norm, an activation or a sum is computed by the product or the kernel beside it, so that hidden states cross
+the memory's bus once less. For a few tokens the products are GEMVs that take the norm and the sum in; for
+more, cuBLAS. Assumes that Triton runs here, on a GPU or in its interpreter; refuses float64.
+
+A fused form is taken only where every layer in it is this file's own: a norm or a rotation of somebody else's
+is called as what it is.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from optimized.kernels import skinny_linear
+from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store, rotate
+from optimized.kernels.rms_norm import add_rms_norm, rms_norm
+from optimized.kernels.silu_and_mul import silu_and_mul
+from shared.config import RopeConfig
+from shared.interfaces import layers as interface
+from shared.rope import rope_angles
+from shared.types.attention import AttentionLayer, BatchAttention
+
+
+class Linear(nn.Module):
+    """y = x @ weightᵀ + bias, x [num_tokens, in_features]. The parameters hold nothing until weights are
+    loaded. Every product with a weight of a model goes through this class."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if is_few(x):
+            return skinny_linear.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + forward(x), rounded once. May be written over residual."""
+        if is_few(x):
+            return skinny_linear.linear_add(x, self.weight, residual, self.bias)
+        residual.addmm_(x, self.weight.T)
+        return residual if self.bias is None else residual.add_(self.bias)
+
+
+class RMSNorm(interface.RMSNorm):
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+        self.weight = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class RotaryEmbedding(interface.RotaryEmbedding):
+    """One object serves all layers of a model: cos and sin of every position are computed once."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, context_len: int) -> None:
+        super().__init__(rope, head_dim, context_len)
+        assert rope.rotary_dim <= head_dim
+        self.rope = rope
+        self.context_len = context_len
+        self.table: torch.Tensor | None = None  # [context_len, rotary_dim], made when first used
+
+    def forward(
+        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cos_sin = self.cos_sin(positions.device)
+        return rotate(q, positions, cos_sin), rotate(k, positions, cos_sin)
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        attention: BatchAttention,
+        layer: AttentionLayer,
+    ) -> torch.Tensor:
+        """The product of q, k and v -> q [num_tokens, num_qo_heads, head_dim], normed and rotated; k, so too,
+        and v go to the pool."""
+        return qk_norm_rope_store(
+            qkv,
+            positions,
+            self.cos_sin(positions.device),
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+            attention.kv_pool.k_buffer(layer.layer_id),
+            attention.kv_pool.v_buffer(layer.layer_id),
+            attention.out_cache_loc,
+            layer.num_qo_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+        )
+
+    def cos_sin(self, device: torch.device) -> torch.Tensor:
+        """float32 [context_len, rotary_dim] on the device: cosines, then sines."""
+        if self.table is None or self.table.device != device:
+            angles, factor = rope_angles(self.rope, torch.arange(self.context_len, device=device))
+            self.table = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # kernels read it before they wait for the one ahead
+        return self.table
+
+
+class SiluAndMul(interface.SiluAndMul):
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(gate_up)
+
+
+class MergedLinear(interface.MergedLinear, Linear):
+    """Several Linears of one input as one: their weights one below the other, their results side by side."""
+
+    def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
+        super().__init__(in_features, sum(parts.values()), bias)
+        self.parts = parts  # name -> rows of the weight
+
+    def forward(self, x: torch.Tensor, norm: interface.RMSNorm | None = None) -> torch.Tensor:
+        """The product of x, or of norm(x)."""
+        if is_few(x) and is_own(norm, RMSNorm):
+            return skinny_linear.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
+        return super().forward(x if norm is None else norm(x))
+
+    def weight_views(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{part}.{name}": view
+            for name, parameter in self.named_parameters()
+            for part, view in zip(self.parts, parameter.split(list(self.parts.values())))
+        }
+
+    def split(self, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(zip(self.parts, y.split(list(self.parts.values()), dim=-1)))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        act_fn: type[interface.SiluAndMul] = SiluAndMul,
+    ) -> None:
+        super().__init__()
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = MergedLinear(hidden_size, parts, bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+        self.act_fn = act_fn()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.activate(x))
+
+    def activate(self, x: torch.Tensor, norm: interface.RMSNorm | None = None) -> torch.Tensor:
+        """silu(gate) * up of x, or of norm(x): what down_proj takes."""
+        is_plain = self.gate_up_proj.bias is None and is_own(self.act_fn, SiluAndMul)
+        if is_few(x) and is_plain and is_own(norm, RMSNorm):
+            return skinny_linear.norm_linear_silu(x, norm.weight, norm.eps, self.gate_up_proj.weight)
+        return self.act_fn(self.gate_up_proj(x, norm))
+
+
+def is_few(x: torch.Tensor) -> bool:
+    """Whether the products of x are memory-bound beyond what cuBLAS is made for."""
+    return 0 < x.shape[0] <= skinny_linear.MAX_TOKENS
+
+
+def is_own(module: nn.Module | None, layer: type[nn.Module]) -> bool:
+    """Whether a kernel may do what a module does: it is of `layer`, a class of this file, or inherits from it
+    without a forward of its own."""
+    return isinstance(module, layer) and type(module).forward is layer.forward
+
+
+def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weightᵀ in float32, not rounded to the type of x on the way where the library can."""
+    if is_few(x):
+        return skinny_linear.linear(x, weight, out_dtype=torch.float32)
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return F.linear(x, weight).to(torch.float32)

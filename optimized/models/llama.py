@@ -1,0 +1,146 @@
+"""The decoder that all dense families share, and that takes an MoE for its MLP.
+
+Differs from reference: q, k and v come from one product, and so do gate and up; one kernel norms and rotates
+the heads of q and k and stores k and v; a product that ends a block adds its result to the residual stream.
+So a layer's input is the stream itself, whole, except behind an MoE, whose result waits for the next norm to
+add it. A layer is five kernels and attention for a few tokens, eight for many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from optimized.layers import MLP, Linear, MergedLinear, RMSNorm, RotaryEmbedding, is_own, logits
+from shared.config import ModelConfig
+from shared.interfaces import layers as interface
+from shared.interfaces.layers import Layers
+from shared.interfaces.model import CausalLM
+from shared.interfaces.moe import MoE
+from shared.types.attention import AttentionLayer, BatchAttention
+from shared.weights import load_weights, named_targets
+
+
+class LlamaAttention(nn.Module):
+    def __init__(
+        self, config: ModelConfig, layer_id: int, layers: Layers, rotary_emb: interface.RotaryEmbedding
+    ) -> None:
+        super().__init__()
+        q_size = config.num_qo_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = MergedLinear(config.hidden_size, parts, config.qkv_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, config.o_bias)
+        self.q_norm = layers.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = layers.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.rotary_emb = rotary_emb
+        self.layer = AttentionLayer(
+            layer_id=layer_id,
+            num_qo_heads=config.num_qo_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            sliding_window=config.sliding_window(layer_id),
+            logit_cap=config.attn_logit_cap,
+        )
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
+        """x: what qkv_proj gave -> what o_proj takes, [num_tokens, num_qo_heads * head_dim]."""
+        layer, q_norm, k_norm = self.layer, self.q_norm, self.k_norm
+        has_own_norms = q_norm is None or (is_own(q_norm, RMSNorm) and is_own(k_norm, RMSNorm))
+        if is_own(self.rotary_emb, RotaryEmbedding) and has_own_norms:
+            q = self.rotary_emb.rotate_and_store(x, positions, q_norm, k_norm, attention, layer)
+            return attention.run(q, layer).flatten(1)
+        q, k, v = (part.unflatten(1, (-1, layer.head_dim)) for part in self.qkv_proj.split(x).values())
+        if q_norm is not None and k_norm is not None:
+            q, k = q_norm(q), k_norm(k)
+        q, k = self.rotary_emb(positions, q, k)
+        return attention.store_and_run(q, k, v, layer).flatten(1)
+
+
+class LlamaDecoderLayer(nn.Module):
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        layers: Layers,
+        moe: type[MoE],
+        rotary_emb: interface.RotaryEmbedding,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = LlamaAttention(config, layer_id, layers, rotary_emb)
+        self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp: MLP | MoE
+        if config.moe is not None and layer_id in config.moe_layers:
+            self.mlp = moe(config.moe, config.hidden_size)
+        else:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, layers.SiluAndMul)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        attention: BatchAttention,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The layer's input is x + residual, or x alone, and so is its output. Both may be overwritten."""
+        if residual is None:
+            qkv = self.self_attn.qkv_proj(x, self.input_layernorm)
+        else:
+            normed, x = self.input_layernorm.add_and_norm(x, residual)
+            qkv = self.self_attn.qkv_proj(normed)
+        heads = self.self_attn(qkv, positions, attention)
+        x = self.self_attn.o_proj.add_to(x, heads)
+        if isinstance(self.mlp, MoE):
+            return self.mlp(self.post_attention_layernorm(x)), x
+        activated = self.mlp.activate(x, self.post_attention_layernorm)
+        return self.mlp.down_proj.add_to(x, activated), None
+
+
+class LlamaModel(nn.Module):
+    """Everything but the head."""
+
+    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE]) -> None:
+        super().__init__()
+        embedding = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
+        rotary_emb = layers.RotaryEmbedding(config.rope, config.head_dim, config.context_len)
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, layer_id, layers, moe, rotary_emb)
+            for layer_id in range(config.num_hidden_layers)
+        )
+        self.norm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: BatchAttention
+    ) -> torch.Tensor:
+        x, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions, attention)
+        return self.norm(x) if residual is None else self.norm.add_and_norm(x, residual)[0]
+
+
+class LlamaForCausalLM(CausalLM):
+    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE]) -> None:
+        super().__init__(config, layers, moe)
+        self.config = config
+        self.model = LlamaModel(config, layers, moe)
+        # A tied head is the embedding itself.
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: BatchAttention
+    ) -> torch.Tensor:
+        return self.model(input_ids, positions, attention)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return logits(hidden_states, head.weight)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if any(parameter.is_meta for parameter in self.parameters()):
+            self.to_empty(device=torch.get_default_device())
+        load_weights(weights, named_targets(self), self.config)

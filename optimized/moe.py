@@ -1,0 +1,85 @@
+"""Mixture of experts in a handful of launches: routing, sorting by expert, two grouped products, a sum.
+
+Differs from reference: no loop over experts, and nothing waits for the routing to reach the host. Pairs of
+token and expert are sorted into blocks on the device and all experts' products are two launches; few tokens
+go pair by pair instead. Sums are in float32 and in a fixed order. The shared experts' gate and up are one
+matrix. Assumes that Triton runs here, on a GPU or in its interpreter; refuses float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from optimized.kernels.moe_align import align
+from optimized.kernels.moe_combine import combine
+from optimized.kernels.moe_gemm import down_product, up_product
+from optimized.kernels.moe_gemv import experts_of_few
+from optimized.kernels.moe_tiles import GemvTile, Shape, plan
+from optimized.kernels.moe_topk import route
+from optimized.layers import MLP, Linear
+from shared.config import MoEConfig
+from shared.interfaces import moe as interface
+from shared.interfaces.moe import TopKOutput
+
+
+class TopK(interface.TopK):
+    def __init__(self, config: MoEConfig) -> None:
+        self.config = config
+
+    def __call__(
+        self, router_logits: torch.Tensor, correction_bias: torch.Tensor | None = None
+    ) -> TopKOutput:
+        return TopKOutput(*route(self.config, router_logits, correction_bias))
+
+
+class FusedExperts(interface.FusedExperts):
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__(num_experts, hidden_size, intermediate_size)
+        w13 = torch.empty(num_experts, 2 * intermediate_size, hidden_size)
+        w2 = torch.empty(num_experts, hidden_size, intermediate_size)
+        self.w13 = nn.Parameter(w13, requires_grad=False)
+        self.w2 = nn.Parameter(w2, requires_grad=False)
+
+    def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
+        if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"the optimized experts compute in 32 or 16 bits, not in {x.dtype}")
+        if x.shape[0] == 0:
+            return torch.empty_like(x)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        weights, ids = topk.topk_weights.contiguous(), topk.topk_ids.contiguous()
+        num_experts, hidden_size, intermediate_size = self.w2.shape
+        shape = Shape(num_experts, ids.shape[1], hidden_size, intermediate_size)
+        up, down = plan(shape, x.shape[0], x.dtype, x.device)
+        if isinstance(up, GemvTile):
+            return experts_of_few(x, weights, ids, self.w13, self.w2, (up, down))
+        blocks = align(ids, num_experts, up.block_m)
+        act = up_product(x, self.w13, blocks, ids.shape[1], up)
+        return combine(down_product(act, self.w2, blocks, weights, down), ids)
+
+
+class MoE(interface.MoE):
+    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
+        super().__init__(config, hidden_size)
+        self.gate = Linear(hidden_size, config.num_experts)
+        self.topk = TopK(config)
+        self.experts = FusedExperts(config.num_experts, hidden_size, config.intermediate_size)
+        self.correction_bias: nn.Parameter | None = None
+        if config.routing == "biased-grouped":
+            bias = torch.empty(config.num_experts, dtype=torch.float32)
+            self.correction_bias = nn.Parameter(bias, requires_grad=False)
+        self.shared_experts: MLP | None = None
+        self.shared_expert_gate: Linear | None = None
+        if config.shared_intermediate_size > 0:
+            self.shared_experts = MLP(hidden_size, config.shared_intermediate_size)
+            if config.shared_expert_gate:
+                self.shared_expert_gate = Linear(hidden_size, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        routed = self.experts(x, self.topk(self.gate(x), self.correction_bias))
+        if self.shared_experts is None:
+            return routed
+        shared = self.shared_experts(x)
+        if self.shared_expert_gate is not None:
+            shared = shared * self.shared_expert_gate(x).sigmoid()
+        return routed + shared

@@ -1,0 +1,76 @@
+"""The device's two ceilings, measured: how fast its memory is read, how fast it multiplies matrices."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from shared.bench.step_cost import Ceilings
+
+MIB = 2**20
+READ_BYTES = {"cuda": 4096 * MIB, "cpu": 256 * MIB, "mps": 512 * MIB}
+"""Many times any cache."""
+MATRIX_SIZE = {"cuda": 8192, "cpu": 1024, "mps": 4096}
+NUM_RUNS = 10
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Of this device, for products of this type."""
+    ceilings = Ceilings(_bandwidth(device), _matrix_rate(device, dtype))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return ceilings
+
+
+def _bandwidth(device: torch.device) -> float:
+    """The better of a copy (bytes read and written) and of a sum (bytes read)."""
+    num_bytes = READ_BYTES[device.type]
+    source = torch.randn(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    copy_time = median_time(lambda: target.copy_(source), device)
+    return max(2 * num_bytes / copy_time, num_bytes / median_time(lambda: torch.sum(source), device))
+
+
+def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Of a product of two random square matrices."""
+    n = MATRIX_SIZE[device.type]
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    return 2 * n**3 / median_time(lambda: a @ b, device)
+
+
+def median_time(call: Callable[[], object], device: torch.device, num_runs: int = NUM_RUNS) -> float:
+    """Seconds of one call, after two to warm up."""
+    for _ in range(2):
+        call()
+    return statistics.median(call_times(call, device, num_runs))
+
+
+def call_times(
+    call: Callable[[], object],
+    device: torch.device,
+    num_runs: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Seconds from the end of one call to the end of the next, calls following each other without a pause: on
+    a GPU the host runs ahead, so what it does is hidden, unless it is slower than the device."""
+    if device.type != "cuda":
+        marks = [clock()]
+        for _ in range(num_runs):
+            call()
+            if device.type == "mps":
+                torch.mps.synchronize()
+            marks.append(clock())
+        return [end - start for start, end in pairwise(marks)]
+    with torch.cuda.device(device):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(num_runs + 1)]  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        events[0].record()
+        for event in events[1:]:
+            call()
+            event.record()
+        torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1000 for start, end in pairwise(events)]

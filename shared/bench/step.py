@@ -1,0 +1,265 @@
+"""The time of one step of the real model runner, sampling included, against the least that it could take."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shared import machine
+from shared.bench.ceilings import call_times
+from shared.bench.kernel_table import KernelTime, profile_kernels
+from shared.bench.step_cost import Ceilings, StepCost, expected_experts_hit, step_cost
+from shared.bench.step_inputs import (
+    StepCase,
+    fill_pool,
+    make_forward_batch,
+    make_sampling_info,
+    place_requests,
+)
+from shared.interfaces.moe import FusedExperts, TopKOutput
+from shared.model_path import ASSETS
+
+if TYPE_CHECKING:
+    from shared.engine import LLM
+
+NUM_WARM_UP = 3
+SECONDS_PER_CASE = 3.0
+"""After so long a case has enough repeats, however many were asked for (at least MIN_REPEATS)."""
+MIN_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One measured case. Times in seconds."""
+
+    model: str
+    case: StepCase
+    times: tuple[float, ...]
+    host_time: float  # what the host takes to launch a step, median; hidden where it is below the step's
+    cost: StepCost
+    ceilings: Ceilings
+    num_experts_hit: float | None  # distinct experts of a layer, on average; None: no experts
+    is_routing_counted: bool  # False: num_experts_hit is what uniform routing leads one to expect
+    num_layers: int
+    is_replayed: bool  # from a CUDA graph
+    kernels: tuple[KernelTime, ...] = ()
+
+    @property
+    def time(self) -> float:
+        return statistics.median(self.times)
+
+    @property
+    def floor(self) -> float:
+        return self.cost.floor(self.ceilings)
+
+    @property
+    def share_of_floor(self) -> float:
+        """1: as fast as the device allows."""
+        return self.floor / self.time
+
+    @property
+    def flop_rate(self) -> float:
+        return self.cost.flops / self.time
+
+
+def engine_flags(
+    model: str, cases: Sequence[StepCase], flags: dict[str, Any], context_len_of_model: int
+) -> dict[str, Any]:
+    """What an engine that runs these cases needs: room for the largest batch, and CUDA graphs for the batch
+    sizes asked for alone. `flags` that the user gave win."""
+    longest = max(max(case.seq_lens) for case in cases)
+    if longest > context_len_of_model:
+        raise ValueError(
+            f"{model}: a request of {longest} tokens exceeds its {context_len_of_model} positions"
+        )
+    batch_sizes = sorted({case.batch_size for case in cases})
+    wanted: dict[str, Any] = {"model": model, "max_running_requests": batch_sizes[-1]}
+    if (ASSETS / "configs" / model / "config.json").is_file():
+        wanted["load_format"] = "dummy"
+    decodes = sorted({case.batch_size for case in cases if case.mode == "decode"})
+    if "cuda_graph_max_bs" not in flags:
+        wanted |= {"cuda_graph_bs": tuple(decodes)} if decodes else {"disable_cuda_graph": True}
+    return wanted | flags
+
+
+def measure(
+    llm: LLM,
+    model: str,
+    cases: Sequence[StepCase],
+    ceilings: Ceilings,
+    *,
+    num_repeats: int = 30,
+    temperature: float = 0.6,
+    profile: bool = False,
+    seed: int = 0,
+    on_case: Callable[[str], None] = lambda what: None,
+) -> list[StepResult]:
+    """Every case that fits into the KV pool, on an engine that is idle. The prefix cache is forgotten, the
+    pool overwritten."""
+    if not llm.flush_cache():
+        raise ValueError("the engine is busy: a benchmark needs it for itself")
+    fill_pool(llm, seed)
+    results = []
+    num_slots = llm.assembly.parts.allocator.available_size()
+    fitting = [case for case in cases if case.num_pool_tokens(llm.config.page_size) <= num_slots]
+    for case in cases:
+        if fitting and case not in fitting:
+            needed = case.num_pool_tokens(llm.config.page_size)
+            on_case(f"{model}: left out, {needed} slots and the KV pool has {num_slots}: {case}")
+            continue
+        on_case(f"{model}: {case.mode}, batch {case.batch_size}, context {case.context_len}")
+        with step_of(llm, case, temperature, seed) as step:
+            hit, is_counted = num_experts_hit(llm, case, step)
+            num_before = num_graph_replays(llm)
+            times, host_times = time_step(step, llm.assembly.parts.allocator.device, num_repeats)
+            is_replayed = num_graph_replays(llm) > num_before
+            kernels = profile_kernels(step, llm.assembly.parts.allocator.device) if profile else ()
+        config = llm.model_config
+        dtype = llm.assembly.kv_pool.dtype
+        cost = step_cost(config, case.seq_lens, case.extend_seq_lens, dtype, hit)
+        results.append(
+            StepResult(
+                model, case, tuple(times), statistics.median(host_times), cost, ceilings, hit, is_counted,
+                config.num_hidden_layers, is_replayed, tuple(kernels),
+            )
+        )  # fmt: skip
+    return results
+
+
+@contextmanager
+def step_of(llm: LLM, case: StepCase, temperature: float, seed: int) -> Iterator[Callable[[], object]]:
+    """The case's step, as something to call; the same step each time. Its slots' KV is written anew."""
+    parts = llm.assembly.parts
+    rows = place_requests(llm, case, seed)
+    batch = make_forward_batch(llm, case, rows, seed)
+    info = make_sampling_info(llm, case, temperature, seed)
+    try:
+        yield lambda: parts.model_runner.forward_and_sample(batch, parts.sampler, info, parts.num_token_ids)
+    finally:
+        parts.req_to_token_pool.free(rows)
+
+
+def time_step(
+    step: Callable[[], object], device: torch.device, num_repeats: int
+) -> tuple[list[float], list[float]]:
+    """(seconds of each step when they follow each other, seconds that the host took to launch each)."""
+    for _ in range(NUM_WARM_UP):
+        step()
+    once = max(call_times(step, device, 1)[0], 1e-9)
+    num_repeats = min(num_repeats, max(MIN_REPEATS, int(SECONDS_PER_CASE / once)))
+    host_times: list[float] = []
+
+    def timed() -> None:
+        start = time.perf_counter()
+        step()
+        host_times.append(time.perf_counter() - start)
+
+    return call_times(timed, device, num_repeats), host_times
+
+
+def num_experts_hit(llm: LLM, case: StepCase, step: Callable[[], object]) -> tuple[float | None, bool]:
+    """(distinct experts that a layer's tokens go to, on average, whether that was counted). Counted by
+    looking on while the step runs eagerly; where the experts are not called as modules, expected."""
+    config = llm.model_config
+    if config.moe is None:
+        return None, False
+    counts: list[int] = []
+
+    def look(module: nn.Module, args: tuple[torch.Tensor, TopKOutput]) -> None:
+        ids = args[1].topk_ids
+        counts.append(int(torch.unique(ids[ids >= 0]).numel()))
+
+    handles = [
+        module.register_forward_pre_hook(look)
+        for module in llm.assembly.model.modules()
+        if isinstance(module, FusedExperts)
+    ]
+    runner = llm.assembly.parts.model_runner
+    before = runner.is_watched
+    runner.is_watched = True
+    try:
+        step()
+    finally:
+        runner.is_watched = before
+        for handle in handles:
+            handle.remove()
+    if len(counts) != len(config.moe_layers):
+        return expected_experts_hit(config, sum(case.extend_seq_lens)), False
+    return statistics.mean(counts), True
+
+
+def num_graph_replays(llm: LLM) -> int:
+    """Of a model runner that counts them; any other replays nothing that we know of."""
+    return int(getattr(llm.assembly.parts.model_runner, "num_graph_replays", 0))
+
+
+def free_memory(device: torch.device) -> None:
+    """Of an engine that was dropped: it lies in cycles of objects, and its tensors in torch's cache."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def result_as_json(llm_facts: dict[str, Any], result: StepResult) -> dict[str, Any]:
+    times = sorted(result.times)
+    case = result.case
+    return {
+        "model": result.model,
+        "mode": case.mode,
+        "batch_size": case.batch_size,
+        "context_len": case.context_len,
+        "num_new_tokens": sum(case.extend_seq_lens),
+        "step_s": {
+            "median": result.time,
+            "min": times[0],
+            "max": times[-1],
+            "num_repeats": len(times),
+        },
+        "host_s": result.host_time,
+        "weight_bytes": result.cost.weight_bytes,
+        "kv_bytes": result.cost.kv_bytes,
+        "flops": result.cost.flops,
+        "floor_s": result.floor,
+        "share_of_floor": result.share_of_floor,
+        "roofline_s": result.cost.roofline(result.ceilings),
+        "flops_per_s": result.flop_rate,
+        "num_experts_hit": result.num_experts_hit,
+        "is_routing_counted": result.is_routing_counted,
+        "num_layers": result.num_layers,
+        "is_replayed": result.is_replayed,
+        "kernels": [kernel._asdict() for kernel in result.kernels],
+        **llm_facts,
+    }
+
+
+def engine_facts(llm: LLM) -> dict[str, Any]:
+    """What a result must say about the engine that gave it."""
+    return {
+        "flags": asdict(llm.config) | {"use": dict(llm.config.use)},
+        "components": llm.describe(),
+        "num_pool_tokens": llm.assembly.kv_pool.size,
+        "kv_bytes_per_token": llm.assembly.kv_pool.num_bytes_per_token,
+        "dtype": str(llm.assembly.kv_pool.dtype).removeprefix("torch."),
+    }
+
+
+def report(ceilings: Mapping[str, Ceilings], results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Everything that is needed to judge, repeat or compare the measurement; JSON-compatible."""
+    return {
+        "benchmark": "step",
+        "versions": machine.versions(),
+        "machine": machine.facts(),
+        "ceilings": {
+            dtype: {"bytes_per_s": each.bandwidth, "flops_per_s": each.matrix_rate}
+            for dtype, each in ceilings.items()
+        },
+        "results": results,
+    }

@@ -1,0 +1,144 @@
+"""What one step must move and compute at least: weights, live KV, multiplications. Counted, not measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from shared.config import ModelConfig
+from shared.weight_names import expected_shapes
+
+GROUPS = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "o_proj": "o_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "down_proj": "down_proj",
+    "gate": "router",
+    "lm_head": "lm_head",
+    "embed_tokens": "lm_head",  # only a tied one comes that far
+}
+"""module of a weight -> the phase that reads it; everything else is a norm"""
+
+
+class Phase(NamedTuple):
+    """One kind of work of a step, all layers together."""
+
+    name: str
+    num_bytes: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device can do, measured in the same run: bytes/s of its memory, FLOP/s of its matrix units."""
+
+    bandwidth: float
+    matrix_rate: float
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Bytes: every weight once (of an untied embedding no table, of experts only those that are hit), and the
+    KV of all visible tokens once, the new ones' written. FLOPs: two for each multiplication of the matrix
+    products and of attention. Activations, logits and norms' arithmetic are not counted."""
+
+    phases: tuple[Phase, ...]
+
+    @property
+    def weight_bytes(self) -> float:
+        return sum(phase.num_bytes for phase in self.phases if phase.name != "attention")
+
+    @property
+    def kv_bytes(self) -> float:
+        return sum(phase.num_bytes for phase in self.phases if phase.name == "attention")
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(phase.num_bytes for phase in self.phases)
+
+    @property
+    def flops(self) -> float:
+        return sum(phase.flops for phase in self.phases)
+
+    def floor(self, ceilings: Ceilings) -> float:
+        """Seconds: the larger of what the bytes and what the products take. Nothing can be faster."""
+        return max(self.num_bytes / ceilings.bandwidth, self.flops / ceilings.matrix_rate)
+
+    def roofline(self, ceilings: Ceilings) -> float:
+        """Seconds, when one phase must end before the next starts: the sum of their floors."""
+        return sum(
+            max(phase.num_bytes / ceilings.bandwidth, phase.flops / ceilings.matrix_rate)
+            for phase in self.phases
+        )
+
+
+def step_cost(
+    config: ModelConfig,
+    seq_lens: Sequence[int],
+    extend_seq_lens: Sequence[int],
+    dtype: torch.dtype,
+    num_experts_hit: float | None = None,
+) -> StepCost:
+    """Requests of seq_lens[i] tokens after the step, of which extend_seq_lens[i] are computed in it.
+    `num_experts_hit`: distinct experts of a layer that some token goes to, on average over the layers;
+    default: what uniform routing leads one to expect."""
+    num_tokens, num_heads = sum(extend_seq_lens), len(seq_lens)
+    sums: dict[str, list[float]] = {}
+
+    def add(phase: str, num_bytes: float, flops: float) -> None:
+        entry = sums.setdefault(phase, [0.0, 0.0])
+        entry[0] += num_bytes
+        entry[1] += flops
+
+    hit = expert_share = 0.0
+    if config.moe is not None:
+        hit = num_experts_hit if num_experts_hit is not None else expected_experts_hit(config, num_tokens)
+        hit /= config.moe.num_experts
+        expert_share = config.moe.num_experts_per_tok / config.moe.num_experts
+    for name, shape in expected_shapes(config).items():
+        module = name.split(".")[-2]
+        if module == "embed_tokens" and not config.tie_word_embeddings:
+            continue
+        phase = GROUPS.get(module, "norms")
+        numel = math.prod(shape)
+        read, used = 1.0, float(num_heads if phase == "lm_head" else num_tokens)
+        if ".experts." in name:
+            phase, read, used = f"experts.{phase}", hit, num_tokens * expert_share
+        add(phase, read * numel * dtype.itemsize, 2 * numel * used * (len(shape) == 2))
+    for layer_id in range(config.num_hidden_layers):
+        window = config.sliding_window(layer_id)
+        for seq_len, extend_len in zip(seq_lens, extend_seq_lens):
+            num_seen = seq_len if window < 0 else min(seq_len, window + extend_len)
+            kv = 2 * config.num_kv_heads * config.head_dim * num_seen * dtype.itemsize
+            pairs = _num_pairs(seq_len, extend_len, window)
+            add("attention", kv, 4 * config.num_qo_heads * config.head_dim * pairs)
+    return StepCost(tuple(Phase(name, *entry) for name, entry in sums.items()))
+
+
+def expected_experts_hit(config: ModelConfig, num_tokens: int) -> float:
+    """Distinct experts of a layer that so many tokens go to, when each goes to a random choice."""
+    assert config.moe is not None
+    num_experts, per_token = config.moe.num_experts, config.moe.num_experts_per_tok
+    return num_experts * (1 - (1 - per_token / num_experts) ** num_tokens)
+
+
+def _num_pairs(seq_len: int, extend_len: int, window: int) -> int:
+    """(token, visible token) pairs: the token at position p sees p + 1, or its window and itself."""
+    first = seq_len - extend_len + 1  # what the first new token sees of a causal layer
+
+    def triangle(n: int) -> int:
+        return n * (n + 1) // 2
+
+    if window < 0 or seq_len <= window + 1:
+        return triangle(seq_len) - triangle(first - 1)
+    whole = window + 1
+    if first >= whole:
+        return extend_len * whole
+    return triangle(whole) - triangle(first - 1) + (seq_len - whole) * whole

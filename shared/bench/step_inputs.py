@@ -1,0 +1,133 @@
+"""A step's batch as the scheduler would make it, of any size, without running what came before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from shared.sampling_batch import make_sampling_batch_info
+from shared.types import ForwardBatch, ForwardMode, Req, SamplingBatchInfo, SamplingParams
+
+if TYPE_CHECKING:
+    from shared.engine import LLM
+
+Mode = Literal["decode", "prefill"]
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """What is asked of a step. Decode: every request gets its token number `context_len`. Prefill:
+    `num_tokens` new tokens, dealt out evenly, behind `context_len` cached ones of each request."""
+
+    mode: Mode
+    batch_size: int
+    context_len: int
+    num_tokens: int = 0  # prefill only
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("decode", "prefill"):
+            raise ValueError(f"mode must be decode or prefill, got {self.mode!r}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch must be at least 1, got {self.batch_size}")
+        least = 1 if self.mode == "decode" else 0
+        if self.context_len < least:
+            raise ValueError(
+                f"context of a {self.mode} step must be at least {least}, got {self.context_len}"
+            )
+        if self.mode == "prefill" and self.num_tokens < self.batch_size:
+            raise ValueError(
+                f"{self.num_tokens} prefill tokens are too few for {self.batch_size} requests: each has one"
+            )
+
+    @property
+    def extend_seq_lens(self) -> tuple[int, ...]:
+        if self.mode == "decode":
+            return (1,) * self.batch_size
+        each, rest = divmod(self.num_tokens, self.batch_size)
+        return tuple(each + (i < rest) for i in range(self.batch_size))
+
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        if self.mode == "decode":
+            return (self.context_len,) * self.batch_size
+        return tuple(self.context_len + n for n in self.extend_seq_lens)
+
+    def num_pool_tokens(self, page_size: int) -> int:
+        """Slots, in whole pages, that the requests take."""
+        return sum(-(-n // page_size) * page_size for n in self.seq_lens)
+
+
+def fill_pool(llm: LLM, seed: int = 0) -> None:
+    """Random finite KV in every slot, the dummy page's too: zeros would multiply faster."""
+    pool = llm.assembly.kv_pool
+    generator = torch.Generator(pool.device).manual_seed(seed)
+    for layer_id in range(llm.model_config.num_hidden_layers):
+        for buffer in (pool.k_buffer(layer_id), pool.v_buffer(layer_id)):
+            buffer.normal_(generator=generator)
+
+
+def place_requests(llm: LLM, case: StepCase, seed: int = 0) -> list[int]:
+    """Rows of req_to_token whose slots are pages drawn from all over the pool, as after long use. The rows
+    are the caller's to free; the allocator is left as it was."""
+    parts = llm.assembly.parts
+    needed, free = case.num_pool_tokens(llm.config.page_size), parts.allocator.available_size()
+    if needed > free:
+        raise ValueError(
+            f"{case.batch_size} requests of {max(case.seq_lens)} tokens need {needed} slots; the KV pool has "
+            f"{free} (max_total_tokens)"
+        )
+    if max(case.seq_lens) > parts.req_to_token_pool.max_len:
+        raise ValueError(
+            f"a request of {max(case.seq_lens)} tokens exceeds context_len "
+            f"({parts.req_to_token_pool.max_len})"
+        )
+    rows = parts.req_to_token_pool.alloc(case.batch_size)
+    if rows is None:
+        raise ValueError(
+            f"batch {case.batch_size} exceeds max_running_requests ({llm.config.max_running_requests})"
+        )
+    pages = parts.allocator.free_slots().view(-1, llm.config.page_size)
+    order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(seed))
+    start = 0
+    for row, seq_len in zip(rows, case.seq_lens):
+        end = start - (-seq_len // llm.config.page_size)
+        chosen = order[start:end].to(pages.device)
+        parts.req_to_token_pool.write(row, 0, pages[chosen].flatten()[:seq_len])
+        start = end
+    return rows
+
+
+def make_forward_batch(llm: LLM, case: StepCase, rows: list[int], seed: int = 0) -> ForwardBatch:
+    """The step of these requests, with random token ids."""
+    parts = llm.assembly.parts
+    device = parts.allocator.device
+    seq_lens, extend_seq_lens = case.seq_lens, case.extend_seq_lens
+
+    def tensor(values: list[int] | tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    spans = [(row, s - e, s) for row, s, e in zip(rows, seq_lens, extend_seq_lens)]
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(parts.num_token_ids, (sum(extend_seq_lens),), generator=generator)
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE if case.mode == "decode" else ForwardMode.EXTEND,
+        input_ids=input_ids.to(device),
+        positions=torch.cat([torch.arange(start, end) for _, start, end in spans]).to(device),
+        req_pool_indices=tensor(rows),
+        seq_lens=tensor(seq_lens),
+        out_cache_loc=torch.cat([parts.req_to_token_pool.read(*span) for span in spans]),
+        extend_seq_lens=tensor(extend_seq_lens),
+        extend_start_loc=tensor([0, *accumulate(extend_seq_lens)][:-1]),
+        seq_lens_cpu=seq_lens,
+        extend_seq_lens_cpu=extend_seq_lens,
+    )
+
+
+def make_sampling_info(llm: LLM, case: StepCase, temperature: float, seed: int = 0) -> SamplingBatchInfo:
+    params = SamplingParams(temperature=temperature, max_new_tokens=1, ignore_eos=True)
+    reqs = [Req(f"step-{i}", [0], params, seed + i) for i in range(case.batch_size)]
+    parts = llm.assembly.parts
+    return make_sampling_batch_info(reqs, parts.num_token_ids, parts.allocator.device)

@@ -1,0 +1,56 @@
+"""Attention for checking model runners that replay: right only where each step was planned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared import registry
+from shared.conformance.device import check_device
+from shared.interfaces import AttentionBackend
+from shared.types import ForwardBatch
+
+
+def attention_for_graphs(dtype: torch.dtype) -> type[AttentionBackend]:
+    """On a GPU a backend that can be captured, if there is one for the type. Elsewhere the reference's, with
+    the protocol of one that can, so that a runner's side of it is checked without a GPU."""
+    on_gpu = check_device().type == "cuda" and dtype is not torch.float64
+    if on_gpu and "triton" in registry.choices("attention"):
+        return registry.load("attention", "triton")
+    reference = registry.load("attention", "reference")
+    return reference if on_gpu else _replanned(reference)
+
+
+@dataclass(eq=False)
+class GraphPlan:
+    buffers: ForwardBatch
+    max_seq_len: int
+    plan: Any = None  # of the reference
+
+
+def _replanned(base: type[AttentionBackend]) -> type[AttentionBackend]:
+    class ReplannedAttention(base):  # type: ignore[misc,valid-type]
+        """A plan for a graph remembers the batch of its last `replan`, and takes no other buffers."""
+
+        supports_cuda_graph = True
+
+        def plan_for_graph(self, forward_batch: ForwardBatch, max_seq_len: int) -> GraphPlan:
+            plan = GraphPlan(forward_batch, max_seq_len)
+            self.replan(plan, forward_batch)
+            return plan
+
+        def replan(self, plan: GraphPlan, forward_batch: ForwardBatch) -> None:
+            for name, value in vars(forward_batch).items():
+                if isinstance(value, torch.Tensor):
+                    buffer = getattr(plan.buffers, name)
+                    assert (value.data_ptr(), value.shape) == (buffer.data_ptr(), buffer.shape), name
+            assert list(forward_batch.seq_lens_cpu) == forward_batch.seq_lens.tolist(), "seq_lens_cpu"
+            assert max(forward_batch.seq_lens_cpu) <= plan.max_seq_len
+            plan.plan = super().plan(forward_batch)
+
+        def run(self, q: torch.Tensor, layer: Any, plan: Any, **kv: Any) -> torch.Tensor:
+            return super().run(q, layer, plan.plan if isinstance(plan, GraphPlan) else plan, **kv)
+
+    return ReplannedAttention

@@ -1,0 +1,191 @@
+"""Two backends as one, the default among backends, and how the registry names them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from optimized.attention import default
+from optimized.attention.default import DefaultAttention
+from optimized.attention.hybrid import HybridAttention, hybrid_of
+from reference.attention import TorchAttention
+from shared import registry
+from shared.conformance.attention_batches import AttentionBatch, AttentionCase
+from shared.conformance.replanned_attention import _replanned
+from shared.conformance.suite import check_implementation, clauses_of
+from shared.types import ForwardBatch
+
+DECODE = AttentionCase("decode", ((4, 1), (9, 1)))
+EXTEND = AttentionCase("extend", ((4, 3), (0, 9)))
+MIXED = AttentionCase("mixed", ((4, 1), (0, 9)))
+VERIFY = AttentionCase("verify", ((4, 3), (2, 3)), mask="tree")
+
+
+class Recording(TorchAttention):
+    """Notes which batches it plans."""
+
+    supports_cuda_graph = False
+
+    def __init__(self, *pools: Any) -> None:
+        super().__init__(*pools)
+        self.planned: list[ForwardBatch] = []
+
+    def plan(self, forward_batch: ForwardBatch) -> Any:
+        self.planned.append(forward_batch)
+        return super().plan(forward_batch)
+
+
+class Capturable(_replanned(Recording)):  # type: ignore[misc]
+    pass
+
+
+@pytest.fixture
+def _two_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"first": f"{__name__}:Recording", "second": f"{__name__}:Capturable"}
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, "attention", registry.IMPLEMENTATIONS["attention"] | names)
+
+
+def made(batch: AttentionBatch, choice: str) -> HybridAttention:
+    backend = registry.load("attention", choice)(batch.req_to_token_pool, batch.kv_pool)
+    assert isinstance(backend, HybridAttention)
+    return backend
+
+
+@pytest.mark.usefixtures("_two_backends")
+@pytest.mark.parametrize(
+    ("case", "is_first"),
+    [(DECODE, False), (EXTEND, True), (MIXED, True), (VERIFY, False)],
+    ids=lambda x: str(x)[:30],
+)
+def test_prompts_go_to_the_first_and_the_rest_to_the_second(case: AttentionCase, is_first: bool) -> None:
+    batch = AttentionBatch(case)
+    backend = made(batch, "first+second")
+    batch.expect(batch.run_planned(backend, backend.plan(batch.forward_batch)))
+    assert len(backend.prefill_backend.planned) == is_first
+    assert len(backend.decode_backend.planned) == (not is_first)
+
+
+def test_a_pair_holds_the_contract() -> None:
+    pair = hybrid_of("reference", "reference")
+    clauses = [clause for clause in clauses_of("attention") if clause.name not in ("extend", "head-dims")]
+    verdicts = check_implementation(clauses, pair, TorchAttention, shrink_failures=False)
+    assert [(v.clause.name, v.case.name) for v in verdicts if not v.holds] == []
+
+
+@pytest.mark.usefixtures("_two_backends")
+def test_graphs_are_the_second_ones() -> None:
+    batch = AttentionBatch(DECODE)
+    backend = made(batch, "first+second")
+    assert backend.supports_cuda_graph
+    assert not made(batch, "second+first").supports_cuda_graph
+    plan = backend.plan_for_graph(batch.forward_batch, max_seq_len=32)
+    batch.req_to_token_pool.req_to_token[batch.rows] = batch.req_to_token_pool.req_to_token[batch.rows[::-1]]
+    shorter = replace(batch.forward_batch, seq_lens_cpu=(5, 5))
+    shorter.seq_lens.fill_(5)
+    backend.replan(plan, shorter)
+    batch.forward_batch = shorter
+    assert torch.equal(batch.run_planned(backend, plan), batch.run(TorchAttention))
+    with pytest.raises(ValueError, match="does not run in CUDA graphs"):
+        made(batch, "second+first").plan_for_graph(batch.forward_batch, 32)
+
+
+def test_one_name_twice_is_one_backend() -> None:
+    batch = AttentionBatch(DECODE)
+    backend = made(batch, "reference+reference")
+    assert backend.prefill_backend is backend.decode_backend
+
+
+# ---- names ----
+
+
+@pytest.mark.parametrize("choice", ["fa3+", "+triton", "fa3+nonsense", "fa3+triton+triton", "fa3 + triton"])
+def test_a_pair_of_anything_else_is_refused(choice: str) -> None:
+    with pytest.raises(ValueError, match="two of them as prefill"):
+        registry.check_choice("attention", choice)
+
+
+def test_other_components_have_no_pairs() -> None:
+    with pytest.raises(ValueError, match=r"choose one of reference") as refusal:
+        registry.check_choice("sampler", "reference+reference")
+    assert "prefill" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("choice", ["flashinfer", "fa3", "fa3+triton", "triton+flashinfer", "reference+fa3"])
+def test_what_needs_a_gpu_says_so(choice: str) -> None:
+    registry.check_choice("attention", choice)
+    registry.check_device({"attention": choice}, "cuda:1")
+    with pytest.raises(ValueError, match="needs a CUDA GPU, and the device is cpu"):
+        registry.check_device({"attention": choice}, "cpu")
+
+
+@pytest.mark.parametrize(
+    "choice", ["reference", "triton", "optimized", "triton+reference", "my.module:Class"]
+)
+def test_the_others_run_anywhere(choice: str) -> None:
+    registry.check_device({"attention": choice, "sampler": "reference"}, "cpu")
+
+
+# ---- the default ----
+
+
+def test_without_a_gpu_it_is_triton() -> None:
+    assert str(DefaultAttention.choose(torch.device("cpu"))).startswith("triton: ")
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((9, 0), "fa3+triton"), ((8, 0), "flashinfer+triton"), ((10, 0), "flashinfer+triton")],
+)
+def test_by_architecture(monkeypatch: pytest.MonkeyPatch, capability: Any, expected: str) -> None:
+    monkeypatch.setattr(default.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert str(DefaultAttention.choose(torch.device("cuda"))).startswith(f"{expected}: ")
+    for pool in ((torch.float32, 128), (torch.bfloat16, 80)):
+        assert str(DefaultAttention.choose(torch.device("cuda"), *pool)).startswith("triton: ")
+
+
+@pytest.mark.parametrize("missing", ["flashinfer", "nvcc"])
+def test_what_is_missing_is_the_reason(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setattr(
+        default.importlib.util, "find_spec", lambda name: None if missing == "flashinfer" else object()
+    )
+    monkeypatch.setattr(default, "can_compile", lambda: missing != "nvcc")
+    choice = DefaultAttention.choose(torch.device("cuda"))
+    assert (choice.prefill, choice.decode) == ("triton", "triton")
+    assert missing in choice.reason.lower()
+
+
+@pytest.fixture
+def _two_chosen(_two_backends: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = default.Choice("first", "second", "")
+    monkeypatch.setattr(DefaultAttention, "choose", staticmethod(lambda *pool: chosen))
+
+
+@pytest.mark.usefixtures("_two_chosen")
+@pytest.mark.parametrize(
+    ("requests", "is_first"),
+    [
+        (((0, 64),), True),
+        (((0, 63),), False),
+        (((5, 1), (0, 127)), True),
+        (((5, 1), (0, 126)), False),
+        (((9, 1), (9, 1)), False),
+    ],
+)
+def test_few_tokens_a_request_are_like_decoding(requests: Any, is_first: bool) -> None:
+    batch = AttentionBatch(AttentionCase("", requests, head_dim=16))
+    backend = made(batch, "optimized")
+    batch.expect(batch.run_planned(backend, backend.plan(batch.forward_batch)))
+    assert len(backend.prefill_backend.planned) == is_first
+    assert len(backend.decode_backend.planned) == (not is_first)
+
+
+@pytest.mark.usefixtures("_two_chosen")
+def test_layers_with_sinks_go_to_the_backend_that_takes_all() -> None:
+    batch = AttentionBatch(AttentionCase("", ((3, 70),), head_dim=16, sinks=(0.5, -1.0)))
+    backend = made(batch, "optimized")
+    batch.expect(batch.run_planned(backend, backend.plan(batch.forward_batch)))
+    assert len(backend.decode_backend.planned) == 1

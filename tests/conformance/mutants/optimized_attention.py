@@ -1,0 +1,173 @@
+"""Bugs planted in the text of the optimized panel's attention kernels, each with what must catch it."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shared.interfaces import AttentionBackend
+
+ROOT = Path(__file__).parents[3] / "optimized"
+FILES = {
+    name: ROOT / "kernels" / f"{name}.py"
+    for name in ("paged_softmax", "split_keys", "decode_attention", "extend_attention")
+} | {"triton": ROOT / "attention" / "triton.py"}
+
+
+@dataclass(frozen=True)
+class KernelMutant:
+    """In `file`, the first of each pair becomes the second. `clause` of the contract
+    catches it."""
+
+    name: str
+    clause: str
+    file: str
+    changes: tuple[tuple[str, str], ...]
+
+    def build(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
+        """TritonAttention over changed copies of its modules."""
+        prefix = f"mutant_{self.name}_"
+        for name, path in FILES.items():
+            text = path.read_text()
+            if name == self.file:
+                for before, after in self.changes:
+                    assert text.count(before) >= 1, f"{self.name}: {self.file} has no {before!r}"
+                    text = text.replace(before, after)
+            for other, other_path in FILES.items():
+                text = text.replace(f"optimized.{other_path.parent.name}.{other} ", f"{prefix}{other} ")
+            (folder / f"{prefix}{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(str(folder))
+        impl: type[AttentionBackend] = importlib.import_module(f"{prefix}triton").TritonAttention
+        return impl
+
+
+MUTANTS = (
+    KernelMutant(
+        "decode_window_off_by_one",
+        "sliding-window",
+        "decode_attention",
+        (("tl.maximum(seq_len - 1 - window, 0)", "tl.maximum(seq_len - window, 0)"),),
+    ),
+    KernelMutant(
+        "extend_window_off_by_one",
+        "sliding-window",
+        "extend_attention",
+        (("query_positions[:, None] - window", "query_positions[:, None] - window + 1"),),
+    ),
+    KernelMutant(
+        "last_tile_of_a_run_dropped",
+        "decode",
+        "decode_attention",
+        (("tl.minimum(run_end, tiles_end)", "tl.minimum(run_end - 1, tiles_end)"),),
+    ),
+    KernelMutant(
+        "merge_without_weights",
+        "decode",
+        "split_keys",
+        (("acc * rescale + values * factor", "acc * rescale + values"),),
+    ),
+    KernelMutant(
+        "merge_of_the_wrong_first_part",
+        "decode",
+        "split_keys",
+        (
+            (
+                "2 * first_program + (tiles_start != first_program * run_len).to(tl.int32)",
+                "2 * first_program",
+            ),
+        ),
+    ),
+    KernelMutant(
+        "accumulated_without_rescaling",
+        "extend",
+        "paged_softmax",
+        (("acc * rescale[:, None] + dot", "acc + dot"),),
+    ),
+    KernelMutant(
+        "mask_rows_of_the_wrong_length",
+        "any-mask",
+        "extend_attention",
+        (("(tokens * seq_len)[:, None]", "(tokens * prefix_len)[:, None]"),),
+    ),
+    KernelMutant(
+        "every_request_reads_the_first_mask",
+        "any-mask",
+        "extend_attention",
+        (("mask_ptr += mask_start", "mask_ptr += 0 * mask_start"),),
+    ),
+    KernelMutant(
+        "rest_of_the_last_page_read",
+        "decode",
+        "decode_attention",
+        (
+            ("nearest = tl.maximum(tl.minimum(positions, seq_len - 1), first_key)", "nearest = positions"),
+            ("(positions == nearest)[None, :]", "(positions < seq_len)[None, :]"),
+        ),
+    ),
+    KernelMutant(
+        "heads_by_modulo",
+        "heads-in-groups",
+        "decode_attention",
+        (("(head * GROUP + offs_g)", "(head + offs_g * num_kv_heads)"),),
+    ),
+    KernelMutant(
+        "scaled_twice", "decode", "paged_softmax", (("(LOG2_E * scale)", "(LOG2_E * scale * scale)"),)
+    ),
+    KernelMutant(
+        "capped_after_masking",
+        "soft-cap",
+        "extend_attention",
+        (
+            (
+                'tl.where(sees, scores, float("-inf"))',
+                'tl.where(sees, scores, -LOG2_E * logit_cap if HAS_CAP else float("-inf"))',
+            ),
+        ),
+    ),
+    KernelMutant("first_slot_of_the_page_for_all", "decode", "paged_softmax", (("+ in_page\n", "\n"),)),
+    KernelMutant(
+        "causal_from_the_top_left",
+        "extend",
+        "extend_attention",
+        (("query_positions = prefix_len + tokens", "query_positions = tokens"),),
+    ),
+    KernelMutant(
+        "diagonal_tiles_unmasked",
+        "extend",
+        "extend_attention",
+        (("(first_position + 1) // BLOCK_N", "(last_position + 1) // BLOCK_N"),),
+    ),
+    KernelMutant(
+        "blind_rows_divide_by_zero",
+        "blind-tokens",
+        "extend_attention",
+        (("tl.where(total == 0.0, 1.0, total)", "total"),),
+    ),
+    KernelMutant(
+        "sinks_of_the_first_group_for_all",
+        "sinks",
+        "decode_attention",
+        (("sinks_ptr + head * GROUP", "sinks_ptr"),),
+    ),
+)
+
+SPLIT_MUTANTS = (
+    KernelMutant("counter_not_reset", "", "split_keys", (("tl.store(counter_ptr, 0)", "pass"),)),
+    KernelMutant(
+        "sink_counted_for_each_part",
+        "",
+        "split_keys",
+        (
+            (
+                "(HEAD_DIM + 1) + rows, total, mask",
+                "(HEAD_DIM + 1) + rows, total + tl.exp2(LOG2_E * tl.load(sinks_ptr + offs_g, mask=in_group,"
+                " other=0.0) - largest), mask",
+            ),
+        ),
+    ),
+)
+"""Caught by the kernel's own tests: the contract asks for no sinks of requests that are long enough to be
+split, and for no second step of them."""

@@ -1,0 +1,262 @@
+"""Planted bugs in the optimized layers, and in models that fuse them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+import optimized.layers
+import optimized.models
+from optimized.kernels.rms_norm import add_rms_norm, rms_norm
+from optimized.layers import MLP, Linear, RMSNorm, RotaryEmbedding, SiluAndMul
+from shared.interfaces import CausalLM
+from tests.conformance.mutants.mutant import Mutant, module_with
+
+
+def layer(impl: type) -> Mutant:
+    """A layer that takes the place of the one it inherits from."""
+    assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
+    return Mutant(
+        "layers", f"Optimized{impl.__name__}", module_with(optimized.layers, **{impl.__base__.__name__: impl})
+    )
+
+
+def layer_of_models(impl: type) -> Mutant:
+    """The same, where models fuse it."""
+    assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
+    layers = module_with(optimized.layers, **{impl.__base__.__name__: impl})
+
+    class WithIt:
+        def __init__(self, config, _, moe):
+            super().__init__(config, layers, moe)
+
+    return in_every_model(WithIt, impl.__name__)
+
+
+def in_every_model(changes: type, name: str = "") -> Mutant:
+    """Methods that come before those of the model class of every family."""
+
+    def model_class(architecture: str) -> type[CausalLM]:
+        base = optimized.models.model_class(architecture)
+        return type(base.__name__, (changes, base), {})
+
+    impl = module_with(optimized.models, model_class=model_class)
+    return Mutant("models", f"Optimized{name or changes.__name__}", impl)
+
+
+# Layers
+
+
+@layer
+class RowsLieDensely(RMSNorm):
+    """The kernel is told a stride that only whole tensors have."""
+
+    def forward(self, x):
+        dense = x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride(), x.storage_offset())
+        return rms_norm(dense, self.weight, self.eps)
+
+
+@layer
+class NormsInBfloat16(RMSNorm):
+    """x is rounded before it is normed."""
+
+    def forward(self, x):
+        return rms_norm(x.bfloat16(), self.weight, self.eps).to(x.dtype)
+
+
+@layer
+class NormsWithoutResidual(RMSNorm):
+    """forward goes through the kernel that overwrites what it takes."""
+
+    def forward(self, x):
+        return add_rms_norm(x, torch.zeros_like(x), self.weight, self.eps)[0]
+
+
+@layer
+class SumOfNormsWrittenToOneResult(RMSNorm):
+    """Both results are one tensor: whichever was stored last."""
+
+    def add_and_norm(self, x, residual):
+        normed, residual = super().add_and_norm(x, residual)
+        return normed, residual.copy_(normed)
+
+
+@layer
+class SinesFirst(RotaryEmbedding):
+    """The kernel takes the halves of the table for each other."""
+
+    def cos_sin(self, device):
+        return super().cos_sin(device).roll(self.rope.rotary_dim // 2, -1)
+
+
+@layer
+class TableInHalf(RotaryEmbedding):
+    """Cosines and sines are kept in bfloat16."""
+
+    def cos_sin(self, device):
+        return super().cos_sin(device).bfloat16().float()
+
+
+@layer
+class TableOfOneStepLess(RotaryEmbedding):
+    """The table ends one position early, and the last token turns like the one before it."""
+
+    def cos_sin(self, device):
+        return super().cos_sin(device)[:-1]
+
+
+@layer
+class UpBeforeGate(SiluAndMul):
+    """Gate and up were merged in the other order."""
+
+    def forward(self, gate_up):
+        return super().forward(gate_up.roll(gate_up.shape[-1] // 2, -1))
+
+
+# Layers, fused
+
+
+def buffers(attention, layer):
+    pool = attention.kv_pool
+    return pool.k_buffer(layer.layer_id), pool.v_buffer(layer.layer_id)
+
+
+@layer_of_models
+class StoresKUnrotated(RotaryEmbedding):
+    """q turns, k goes to the pool as it came."""
+
+    def rotate_and_store(self, qkv, positions, q_norm, k_norm, attention, layer):
+        q = super().rotate_and_store(qkv, positions, q_norm, k_norm, attention, layer)
+        super().rotate_and_store(qkv, torch.zeros_like(positions), q_norm, k_norm, attention, layer)
+        return q
+
+
+@layer_of_models
+class NormOfQForK(RotaryEmbedding):
+    """The heads of k are normed with the weight of q_norm."""
+
+    def rotate_and_store(self, qkv, positions, q_norm, k_norm, attention, layer):
+        return super().rotate_and_store(qkv, positions, q_norm, q_norm, attention, layer)
+
+
+@layer_of_models
+class RotatesBeforeTheNorm(RotaryEmbedding):
+    """The norm's weight meets dimensions that have already turned."""
+
+    def rotate_and_store(self, qkv, positions, q_norm, k_norm, attention, layer):
+        q = super().rotate_and_store(qkv, positions, None, None, attention, layer)
+        if q_norm is not None:
+            k = buffers(attention, layer)[0]
+            k[attention.out_cache_loc] = k_norm(k[attention.out_cache_loc])
+            q = q_norm(q)
+        return q
+
+
+@layer_of_models
+class StoresVAsK(RotaryEmbedding):
+    """v goes to both buffers."""
+
+    def rotate_and_store(self, qkv, positions, q_norm, k_norm, attention, layer):
+        q = super().rotate_and_store(qkv, positions, q_norm, k_norm, attention, layer)
+        k, v = buffers(attention, layer)
+        k[attention.out_cache_loc] = v[attention.out_cache_loc]
+        return q
+
+
+@layer_of_models
+class StoresInTheSlotBefore(RotaryEmbedding):
+    """Every token's k and v go one slot too low, the first one's to the dummy page."""
+
+    def rotate_and_store(self, qkv, positions, q_norm, k_norm, attention, layer):
+        attention = replace(attention, out_cache_loc=attention.out_cache_loc - 1)
+        return super().rotate_and_store(qkv, positions, q_norm, k_norm, attention, layer)
+
+
+@layer_of_models
+class StoresInTheFirstLayer(RotaryEmbedding):
+    """All layers share one layer's buffers."""
+
+    def rotate_and_store(self, qkv, positions, q_norm, k_norm, attention, layer):
+        layer = replace(layer, layer_id=0)
+        return super().rotate_and_store(qkv, positions, q_norm, k_norm, attention, layer)
+
+
+@layer_of_models
+class LosesTheLastToken(RotaryEmbedding):
+    """The last token of a step is computed, and not stored."""
+
+    def rotate_and_store(self, qkv, positions, q_norm, k_norm, attention, layer):
+        k, v = buffers(attention, layer)
+        last = attention.out_cache_loc[-1:]
+        before = k[last], v[last]
+        q = super().rotate_and_store(qkv, positions, q_norm, k_norm, attention, layer)
+        k[last], v[last] = before
+        return q
+
+
+# Models
+
+
+def each(model, kind):
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+@in_every_model
+class KAndVMergedInTheOtherOrder:
+    """The rows of v lie where those of k should."""
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        for decoder_layer in self.model.layers:
+            views = decoder_layer.self_attn.qkv_proj.weight_views()
+            k, v = views["k_proj.weight"], views["v_proj.weight"]
+            k[:], v[:] = v.clone(), k.clone()
+
+
+@in_every_model
+class MergedBiasesForgotten:
+    """The biases of q, k and v are not merged with their weights."""
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        for decoder_layer in self.model.layers:
+            if decoder_layer.self_attn.qkv_proj.bias is not None:
+                decoder_layer.self_attn.qkv_proj.bias.data.zero_()
+
+
+@in_every_model
+class DownWithoutTheResidual:
+    """The MLP's product takes the place of the stream, instead of being added to it."""
+
+    def __init__(self, config, layers, moe):
+        super().__init__(config, layers, moe)
+        for mlp in each(self, MLP):
+            mlp.down_proj.add_to = lambda residual, x, product=mlp.down_proj.forward: product(x)
+
+
+@in_every_model
+class AddsWithoutTheBias:
+    """Products that add to the stream forget their bias."""
+
+    def __init__(self, config, layers, moe):
+        super().__init__(config, layers, moe)
+        for linear in each(self, Linear):
+            linear.add_to = lambda residual, x, linear=linear: residual + x @ linear.weight.T
+
+
+@in_every_model
+class ForgetsWhatWaits:
+    """The final norm does not add what the last MoE left to it."""
+
+    def __init__(self, config, layers, moe):
+        super().__init__(config, layers, moe)
+        self.model.norm.add_and_norm = lambda x, residual: (self.model.norm(residual), residual)
+
+
+@in_every_model
+class LogitsByWayOfHalf:
+    """Logits are rounded to bfloat16 on their way to float32."""
+
+    def compute_logits(self, hidden_states):
+        return super().compute_logits(hidden_states).bfloat16().float()

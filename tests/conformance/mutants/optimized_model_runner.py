@@ -1,0 +1,239 @@
+"""Planted bugs in the optimized model runner, with graphs played on a CPU: most need a step before the one in
+which they show."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shared.types import ForwardBatch, LogitsOutput, SampleOutput, SamplingBatchInfo
+from tests.conformance.mutants.mutant import mutant_of
+from tests.model_runner.fake_graphs import FakeGraphsRunner
+
+
+class WithOwnLoad(FakeGraphsRunner):
+    """Fills the buffers otherwise."""
+
+    def prepare(self, config, sampler, num_token_ids):
+        super().prepare(config, sampler, num_token_ids)
+        right = self._buffers.load
+        self._buffers.load = lambda *args: self.load(right, *args)
+
+    def load(self, right: Any, batch: ForwardBatch, size: int, info: SamplingBatchInfo | None = None) -> None:
+        raise AssertionError("a mutant says how")
+
+    def row(self, name: str) -> torch.Tensor:
+        return self._buffers.ints.values[self._buffers.ints.rows[name]]
+
+    def keep(self, name: str, right: Any, *args: Any) -> None:
+        """Everything but one row."""
+        before = self.row(name).clone()
+        right(*args)
+        self.row(name).copy_(before)
+
+
+@mutant_of("model_runner")
+class KeepsSeqLens(WithOwnLoad):
+    """Lengths are those of the step before."""
+
+    def load(self, right, batch, size, info=None):
+        self.keep("seq_lens", right, batch, size, info)
+
+
+@mutant_of("model_runner")
+class KeepsRows(WithOwnLoad):
+    """Requests are looked up in the rows of the step before."""
+
+    def load(self, right, batch, size, info=None):
+        self.keep("req_pool_indices", right, batch, size, info)
+
+
+@mutant_of("model_runner")
+class KeepsPositions(WithOwnLoad):
+    """Tokens are rotated to the positions of the step before."""
+
+    def load(self, right, batch, size, info=None):
+        self.keep("positions", right, batch, size, info)
+
+
+@mutant_of("model_runner")
+class KeepsSeeds(WithOwnLoad):
+    """Seeds are never copied."""
+
+    def load(self, right, batch, size, info=None):
+        self.keep("seeds", right, batch, size, info)
+
+
+@mutant_of("model_runner")
+class LeavesOldRows(WithOwnLoad):
+    """Behind a batch stands the rest of a larger one before it."""
+
+    def load(self, right, batch, size, info=None):
+        right(batch, batch.batch_size, info)
+
+
+@mutant_of("model_runner")
+class PadsWithALiveSlot(WithOwnLoad):
+    """Padding writes to the first request's slot."""
+
+    def load(self, right, batch, size, info=None):
+        right(batch, size, info)
+        self.row("out_cache_loc")[batch.batch_size : size] = batch.out_cache_loc[0]
+
+
+@mutant_of("model_runner")
+class TemperaturesOneStepLate(FakeGraphsRunner):
+    """Temperatures are copied after they were used."""
+
+    def forward_and_sample(self, forward_batch, sampler, info, num_token_ids):
+        late = replace(info, temperatures=self._buffers.floats.head("temperatures", len(info.seeds)).clone())
+        output = super().forward_and_sample(forward_batch, sampler, late, num_token_ids)
+        if len(info.seeds) <= self.batch_sizes[-1]:
+            self._buffers.floats.head("temperatures", len(info.seeds)).copy_(info.temperatures)
+        return output
+
+
+@mutant_of("model_runner")
+class ForgetsToReplan(FakeGraphsRunner):
+    """Attention keeps the plan of the padding that was captured."""
+
+    def prepare(self, config, sampler, num_token_ids):
+        super().prepare(config, sampler, num_token_ids)
+        self.attention.replan = lambda plan, batch: None
+
+
+@mutant_of("model_runner")
+class PlansForShortRequests(FakeGraphsRunner):
+    """Graphs are planned for requests of at most 64 tokens."""
+
+    def prepare(self, config, sampler, num_token_ids):
+        super().prepare(config.updated(context_len=64), sampler, num_token_ids)
+
+
+@mutant_of("model_runner")
+class GivesTheRowsOfPadding(FakeGraphsRunner):
+    """Logits have as many rows as the graph."""
+
+    def _decode(self, step, forward_batch, info=None):
+        logits = super()._decode(step, forward_batch, info)
+        missing = step.batch.batch_size - len(logits)
+        return torch.cat([logits, logits.new_zeros(missing, logits.shape[1])])
+
+
+@mutant_of("model_runner")
+class TakesTheSmallerSize(FakeGraphsRunner):
+    """A batch between two sizes is cut to the smaller one."""
+
+    def _step_for(self, forward_batch):
+        bs = forward_batch.batch_size
+        if not forward_batch.forward_mode.is_decode or not self.batch_sizes or bs > self.batch_sizes[-1]:
+            return super()._step_for(forward_batch)
+        size = self.batch_sizes[max(bisect_left(self.batch_sizes, bs + 1) - 1, 0)]
+        names = ("input_ids", "positions", "req_pool_indices", "seq_lens", "out_cache_loc")
+        more = ("extend_seq_lens", "extend_start_loc", "seq_lens_cpu", "extend_seq_lens_cpu")
+        cut = {name: getattr(forward_batch, name)[:size] for name in (*names, *more)}
+        vars(forward_batch).update(cut)
+        return super()._step_for(forward_batch)
+
+
+class WithOwnKind(FakeGraphsRunner):
+    """Takes the graph of another kind of sampling."""
+
+    def kind(self, info: SamplingBatchInfo) -> SamplingBatchInfo:
+        raise AssertionError("a mutant says which")
+
+    def forward_and_sample(self, forward_batch, sampler, info, num_token_ids):
+        return super().forward_and_sample(forward_batch, sampler, self.kind(info), num_token_ids)
+
+
+@mutant_of("model_runner")
+class GreedyWhereTheFirstIs(WithOwnKind):
+    """A batch whose first request is greedy is greedy."""
+
+    def kind(self, info):
+        return replace(info, is_all_greedy=True) if bool(info.is_greedy[0]) else info
+
+
+@mutant_of("model_runner")
+class ReplaysWithoutFilters(WithOwnKind):
+    """Filters are left out."""
+
+    def kind(self, info):
+        return replace(info, needs_filter=False)
+
+
+@mutant_of("model_runner")
+class ReplaysWithoutPenalties(WithOwnKind):
+    """Penalties are no reason to leave the graph."""
+
+    def kind(self, info):
+        return replace(info, output_counts=None, frequency_penalties=None)
+
+
+@mutant_of("model_runner")
+class ReplaysWithoutLogprobs(WithOwnKind):
+    """Log-probabilities are no reason to leave the graph."""
+
+    def kind(self, info):
+        return replace(info, return_logprob=False)
+
+
+@mutant_of("model_runner")
+class SamplesPaddingOfTheHead(FakeGraphsRunner):
+    """The graphs sample from all rows of the head."""
+
+    def _capture_all(self, graphs, sampler, num_token_ids):
+        super()._capture_all(graphs, sampler, self.model.config.vocab_size)
+        self._captured_for = sampler, num_token_ids
+
+
+@mutant_of("model_runner")
+class LendsTheIds(FakeGraphsRunner):
+    """Sampled ids lie where the next step writes its own."""
+
+    def forward_and_sample(self, forward_batch, sampler, info, num_token_ids):
+        before = self.num_sampler_replays
+        logits, sampled = super().forward_and_sample(forward_batch, sampler, info, num_token_ids)
+        if self.num_sampler_replays == before:
+            return logits, sampled
+        self.__dict__.setdefault("ids", torch.zeros_like(self._buffers.ones))
+        lent = self.ids[: len(sampled.next_token_ids)].copy_(sampled.next_token_ids)
+        return logits, SampleOutput(lent)
+
+
+@mutant_of("model_runner")
+class ReplaysUnseen(FakeGraphsRunner):
+    """Steps are replayed although somebody watches."""
+
+    def forward_and_sample(self, forward_batch, sampler, info, num_token_ids):
+        watched, self.is_watched = self.is_watched, False
+        try:
+            return super().forward_and_sample(forward_batch, sampler, info, num_token_ids)
+        finally:
+            self.is_watched = watched
+
+
+@mutant_of("model_runner")
+class LogitsOfTheLargestGraph(FakeGraphsRunner):
+    """Every size gives the logits that the first captured size has in memory."""
+
+    def forward(self, forward_batch) -> LogitsOutput:
+        before = self.num_graph_replays
+        output = super().forward(forward_batch)
+        if self.num_graph_replays > before:
+            memory = self._steps[self.batch_sizes[-1]].replay_model.memory
+            return LogitsOutput(memory[: forward_batch.batch_size])
+        return output
+
+
+@mutant_of("model_runner")
+class WarmsUpInALiveSlot(FakeGraphsRunner):
+    """Capturing writes to the first slot that somebody may own."""
+
+    def prepare(self, config, sampler, num_token_ids):
+        super().prepare(config, sampler, num_token_ids)
+        for layer_id in range(self.model.config.num_hidden_layers):
+            self.kv_pool.k_buffer(layer_id)[self.kv_pool.page_size] = 0.0

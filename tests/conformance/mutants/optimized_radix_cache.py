@@ -1,0 +1,146 @@
+"""Planted bugs in the optimized radix cache: words of its source, changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optimized.radix_cache as original
+from tests.conformance.mutants.mutant import mutant_of
+
+SOURCE = Path(original.__file__).read_text("utf-8")
+
+
+def changed(before: str, after: str) -> Any:
+    """The optimized RadixCache of a source in which `before`, which is there once, became `after`."""
+    assert SOURCE.count(before) == 1, f"{SOURCE.count(before)} times: {before!r}"
+    names: dict[str, Any] = {"__name__": original.__name__}
+    exec(SOURCE.replace(before, after), names)
+    return names["RadixCache"]
+
+
+# The heap
+
+
+@mutant_of("radix_cache")
+class EvictsByAStaleEntry(changed("elif order != (order_now :=", "elif order > (order_now :=")):
+    """A leaf goes in the place that it had when its entry was made, however often it was used since."""
+
+
+@mutant_of("radix_cache")
+class HeapIgnoresLocks(changed("not node.children and node.lock_ref == 0 and", "not node.children and")):
+    """A leaf that was locked after its entry was made is taken."""
+
+
+@mutant_of("radix_cache")
+class HeapIgnoresChildren(changed("not node.children and node.lock_ref == 0 and", "node.lock_ref == 0 and")):
+    """A node that got children after its entry was made is taken."""
+
+
+@mutant_of("radix_cache")
+class UnlockedLeavesAreForgotten(changed("self._queue(node)  # those above have children", "pass")):
+    """A leaf whose entry was dropped while it was locked never gets another one."""
+
+
+@mutant_of("radix_cache")
+class DroppedEntriesCountAsThere(changed("node.is_queued = False  # until", "pass  # until")):
+    """A leaf whose entry was dropped is thought to have it still."""
+
+
+@mutant_of("radix_cache")
+class ParentsAreNotQueued(changed("self._queue(parent)", "pass")):
+    """Parents that become leaves get no entry."""
+
+
+@mutant_of("radix_cache")
+class SplitTakesTheEntry(
+    changed("upper.lock_ref = child.lock_ref", "upper.lock_ref, upper.is_queued = child.lock_ref, True")
+):
+    """The upper half of a split counts as being in the heap, where only the lower one is."""
+
+
+@mutant_of("radix_cache")
+class NewLeavesAreForgotten(changed("            self._queue(leaf)\n", "")):
+    """A leaf gets its entry with its first unlock only."""
+
+
+@mutant_of("radix_cache")
+class FreesTheLastLeafOnly(changed("free(torch.cat(values))", "free(values[-1])")):
+    """Of the leaves of one call the slots of one come back."""
+
+
+# Splits and sizes
+
+
+@mutant_of("radix_cache")
+class SplitKeepsTheLength(changed("        child.num_slots -= upper_len\n", "")):
+    """The lower half of a split counts as long as the whole."""
+
+
+@mutant_of("radix_cache")
+class LowerHalfReadsTheUpperSlots(changed("node.value[start:end]", "node.value[: end - start]")):
+    """Both halves of a split begin with the same slot."""
+
+
+@mutant_of("radix_cache")
+class EvictedSizeStays(changed("        self._evictable_size -= leaf.num_slots\n", "")):
+    """Evicted tokens go on counting as evictable."""
+
+
+@mutant_of("radix_cache")
+class UnlockedSizeStays(changed("self._protected_size -= ancestor.num_slots", "pass")):
+    """Unlocked tokens go on counting as protected."""
+
+
+# Comparing
+
+
+@mutant_of("radix_cache")
+class MatchEndsWithinAPage(changed("return n - n % self.page_size", "return n")):
+    """Edges are cut where keys part, within a page or not."""
+
+
+@mutant_of("radix_cache")
+class MatchesPastTheEnd(changed("n += len(piece)", "n += piece_len")):
+    """The last piece of a comparison counts as long as a whole one."""
+
+
+@mutant_of("radix_cache")
+class MissesTheFirstDifference(changed("if differs[first]:", "if first > 0:")):
+    """A piece that differs in its first token counts as equal."""
+
+
+@mutant_of("radix_cache")
+class ComparesTheWrongPiece(
+    changed("_as_array(key.token_ids[start + n :", "_as_array(key.token_ids[start :")
+):
+    """What is compared with an edge is shifted by its first page."""
+
+
+# What others hold
+
+
+@mutant_of("radix_cache")
+class ArraysOfTheCaller(changed("copy=True", "copy=False")):
+    """Values are not copied: the caller's next change reaches the tree."""
+
+
+@mutant_of("radix_cache")
+class ResultsOfTheTree(
+    changed("torch.cat(values[::-1]) if", "(torch.cat(values[::-1]) if len(values) > 1 else values[0]) if")
+):
+    """A match of one node gives the tree's own tensor."""
+
+
+@mutant_of("radix_cache")
+class ComesBackWithoutAHit(
+    changed("        for ancestor in self._path(node):\n            self._touch(ancestor)\n", "")
+):
+    """A request that is cached again does not count as using the path that it locks."""
+
+
+@mutant_of("radix_cache")
+class ComesBackAtTheRoot(
+    changed("return self._insert_below(node, start, key,", "return self._insert_below(self.root, start, key,")
+):
+    """What a request adds to its path hangs from the root."""

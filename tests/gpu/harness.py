@@ -1,0 +1,48 @@
+"""Engines on the GPU: the optimized panel, and the reference beside it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from shared import registry
+from shared.conformance.switches import answers_with_alternatives
+from shared.engine import LLM
+from shared.types import GenerateOutput
+
+MODELS = ("tiny-dense", "tiny-moe")
+REFERENCE = {"device": "cuda", "panel": "reference"}
+OPTIMIZED = {"device": "cuda", "panel": "optimized", "max_running_requests": 8}
+"""Few requests at once: few graphs to capture."""
+
+
+def attention_backends() -> list[str]:
+    """Every registered backend but the reference, each once."""
+    by_target = {target: name for name, target in registry.IMPLEMENTATIONS["attention"].items()}
+    return sorted(name for name in by_target.values() if name != "reference")
+
+
+def with_attention(backend: str | None) -> dict[str, Any]:
+    return {"use": {"attention": backend}} if backend is not None else {}
+
+
+def reference(model: str, **flags: Any) -> LLM:
+    return LLM(model=model, **{**REFERENCE, "max_total_tokens": 8192, **flags})
+
+
+def optimized(model: str, backend: str | None = None, **flags: Any) -> LLM:
+    """`backend` None: the one that the panel chooses."""
+    return LLM(model=model, **{**OPTIMIZED, "max_total_tokens": 8192, **with_attention(backend), **flags})
+
+
+@cache
+def reference_answers(model: str, dtype: str = "float32") -> list[GenerateOutput]:
+    """All prompts at once, on the GPU: that it answers each as if it were alone is tested elsewhere."""
+    return answers_with_alternatives(model, **REFERENCE, dtype=dtype, max_total_tokens=8192)
+
+
+def name_of(value: Any) -> str:
+    """Of a parameter: flags as the command line has them."""
+    if not isinstance(value, dict):
+        return str(value)
+    return ",".join(f"{name}={value}" for name, value in value.items()) or "default"

@@ -1,0 +1,79 @@
+"""The optimized panel ran: its components were called, its graphs replayed, its kernels seen on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from shared import registry
+from shared.bench.kernel_table import GAPS, profile_kernels
+from shared.bench.step import step_of
+from shared.bench.step_inputs import StepCase, fill_pool
+from shared.conformance.dispatch import DispatchRecord
+from shared.conformance.switches import prompts
+from shared.types import SamplingParams
+
+from .harness import MODELS, attention_backends, optimized
+
+pytestmark = pytest.mark.gpu
+
+PARAMS = SamplingParams(max_new_tokens=16, temperature=0.8, top_p=0.9, ignore_eos=True, seed=1)
+
+
+@pytest.mark.parametrize("backend", attention_backends())
+@pytest.mark.parametrize("model", MODELS)
+def test_the_optimized_components_did_the_work(model: str, backend: str) -> None:
+    llm = optimized(model, backend)
+    for component, choices in registry.IMPLEMENTATIONS.items():
+        if "optimized" in choices and component != "attention":
+            assert llm.describe()[component] == "optimized"
+    runner = llm.assembly.parts.model_runner
+    with DispatchRecord() as record:
+        record.watch_engine(llm)
+        llm.generate(prompts(llm), PARAMS, progress=False)
+    record.expect_ran("model_runner.forward_and_sample", "optimized.model_runner.ModelRunner")
+    target = registry.IMPLEMENTATIONS["attention"][backend].replace(":", ".")
+    record.expect_ran("attention.plan", target)
+    record.expect_ran("attention.run", target)
+    # One prefill step; every other step is two replays: of the model, and of the sampler.
+    assert runner.num_graph_replays == PARAMS.max_new_tokens - 1
+    assert runner.num_sampler_replays == PARAMS.max_new_tokens - 1
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_decode_step_consists_of_our_kernels(model: str) -> None:
+    """No kernel of eager PyTorch works in a layer; what is left of them is around the model."""
+    llm = optimized(model, "triton")
+    fill_pool(llm)
+    with step_of(llm, StepCase("decode", 4, 100), 0.8, 0) as step:
+        rows = profile_kernels(step, llm.assembly.parts.allocator.device)
+    names = {row.name for row in rows if row.name != GAPS}
+    assert any("decode" in name for name in names), names
+    assert any("qk_norm_rope" in name or "rope_store" in name for name in names), names
+    num_layers = llm.model_config.num_hidden_layers
+    eager = [row for row in rows if "elementwise" in row.name or "reduce_kernel" in row.name]
+    assert [row for row in eager if row.num_calls >= num_layers] == []
+
+
+def test_kernels_inside_a_graph_are_seen() -> None:
+    device = torch.device("cuda")
+    x = torch.randn(1024, 1024, device=device)
+
+    def work() -> torch.Tensor:
+        return (x @ x).relu_().exp_()
+
+    count_of = {"eager": counts(work, device)}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    count_of["replayed"] = counts(graph.replay, device)
+    assert sum(count_of["eager"].values()) >= 3
+    assert count_of["eager"] == count_of["replayed"]
+
+
+def counts(step: Callable[[], object], device: torch.device) -> dict[str, float]:
+    for _ in range(3):
+        step()
+    return {row.name: row.num_calls for row in profile_kernels(step, device) if row.num_calls}

@@ -1,0 +1,63 @@
+"""Level L2: the optimized panel computes what the reference computes, op by op and token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shared.conformance.lockstep import Lockstep
+from shared.conformance.outcome import Outcome
+from shared.conformance.switches import prompts
+from shared.engine import LLM
+from shared.types import SamplingParams
+
+from .harness import MODELS, attention_backends, name_of, optimized, reference
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True)
+FLAGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"page_size": 16},
+    {"page_size": 16, "chunked_prefill_size": 48, "enable_mixed_chunk": True},
+)
+
+
+def run(a: LLM, b: LLM, **options: Any) -> Outcome:
+    outcome = Lockstep(a, b, labels=("reference", "optimized"), **options).run(prompts(a), GREEDY)
+    assert outcome.divergence is None, outcome.divergence.rows()
+    assert outcome.finished
+    assert outcome.num_tokens > 100
+    return outcome
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=name_of)
+@pytest.mark.parametrize("model", MODELS)
+def test_float32_is_exact(model: str, flags: dict[str, Any]) -> None:
+    outcome = run(reference(model, dtype="float32"), optimized(model, "triton", dtype="float32", **flags))
+    assert outcome.near_ties == []
+    kinds = {"rotary", "attention", "logits", "ids", "layer" if model == "tiny-dense" else "mlp"}
+    assert kinds <= set(outcome.worst), "too little of the model was looked at"
+
+
+BACKENDS = [("tiny-dense", backend, flags) for backend in attention_backends() for flags in FLAGS[1:]]
+BACKENDS += [("tiny-moe", backend, FLAGS[0]) for backend in attention_backends()]
+
+
+@pytest.mark.parametrize(("model", "backend", "flags"), BACKENDS, ids=name_of)
+def test_bfloat16_is_close(model: str, backend: str, flags: dict[str, Any]) -> None:
+    a, b = reference(model, dtype="bfloat16"), optimized(model, backend, dtype="bfloat16", **flags)
+    outcome = run(a, b, teacher_forced=True)
+    assert len(outcome.near_ties) <= outcome.num_tokens // 20
+
+
+@pytest.mark.parametrize(
+    ("model", "backend"),
+    [("tiny-dense", backend) for backend in attention_backends()] + [("tiny-moe", "optimized")],
+)
+def test_replayed_steps_are_close_too(model: str, backend: str) -> None:
+    """With graphs on, what is seen of a decode step is its logits and its tokens."""
+    a, b = reference(model, dtype="bfloat16"), optimized(model, backend, dtype="bfloat16")
+    run(a, b, graphs=True, teacher_forced=True)
+    assert b.assembly.parts.model_runner.num_graph_replays >= GREEDY.max_new_tokens - 1

@@ -1,0 +1,85 @@
+"""Level L3: whatever the optimized panel's switches are set to, the answers are the reference's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shared.conformance.switches import (
+    GRAPH_SWITCHES,
+    GREEDY,
+    QUESTIONS,
+    SWITCHES,
+    expect_answers,
+    expect_near_answers,
+    prompts,
+)
+
+from .harness import (
+    MODELS,
+    OPTIMIZED,
+    attention_backends,
+    name_of,
+    optimized,
+    reference_answers,
+    with_attention,
+)
+
+pytestmark = pytest.mark.gpu
+
+BACKEND_SWITCHES: tuple[dict[str, Any], ...] = (
+    {},
+    {"page_size": 16},
+    {"chunked_prefill_size": 64, "enable_mixed_chunk": True, "page_size": 4},
+    {"disable_radix_cache": True, "chunked_prefill_size": 7},
+    {"max_total_tokens": 256, "schedule_conservativeness": 0.01, "page_size": 16},  # retraction
+)
+
+
+def token_ids(model: str) -> list[list[int]]:
+    return [output.output_ids for output in reference_answers(model)]
+
+
+ALL = [("tiny-dense", flags) for flags in SWITCHES + GRAPH_SWITCHES]
+ALL += [("tiny-moe", flags) for flags in SWITCHES[::3] + GRAPH_SWITCHES]
+
+
+@pytest.mark.parametrize(("model", "flags"), ALL, ids=name_of)
+def test_float32_answers_are_the_references(model: str, flags: dict[str, Any]) -> None:
+    expect_answers(model, token_ids(model), **{**OPTIMIZED, **with_attention("triton"), **flags})
+
+
+BACKENDS = [("tiny-dense", backend, flags) for backend in attention_backends() for flags in BACKEND_SWITCHES]
+BACKENDS += [("tiny-moe", backend, BACKEND_SWITCHES[2]) for backend in attention_backends()]
+
+
+@pytest.mark.parametrize(("model", "backend", "flags"), BACKENDS, ids=name_of)
+def test_bfloat16_answers_part_at_near_ties_only(model: str, backend: str, flags: dict[str, Any]) -> None:
+    expected = reference_answers(model, "bfloat16")
+    flags = {**OPTIMIZED, **with_attention(backend), **flags}
+    assert expect_near_answers(model, expected, "bfloat16", **flags) <= len(QUESTIONS) // 2
+
+
+@pytest.mark.parametrize(
+    ("model", "backend"),
+    [("tiny-dense", backend) for backend in attention_backends()] + [("tiny-moe", "optimized")],
+)
+def test_graphs_change_no_token(model: str, backend: str) -> None:
+    """The same padded batches with and without graphs: the same tokens, in bfloat16 too."""
+    answers = []
+    for flags in ({}, {"disable_cuda_graph": True}):
+        llm = optimized(model, backend, dtype="bfloat16", **flags)
+        outputs = llm.generate(prompts(llm), GREEDY, progress=False)
+        answers.append([output.output_ids for output in outputs])
+        assert (llm.assembly.parts.model_runner.num_graph_replays > 0) == (not flags)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_warm_cache_changes_nothing(model: str) -> None:
+    llm = optimized(model, "triton", dtype="float32", check_invariants=True)
+    for _ in range(2):
+        outputs = llm.generate(prompts(llm), GREEDY, progress=False)
+        assert [output.output_ids for output in outputs] == token_ids(model)
+    assert all(output.num_cached_tokens == output.num_prompt_tokens - 1 for output in outputs)

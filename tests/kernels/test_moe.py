@@ -1,0 +1,165 @@
+"""The experts' kernels beyond their contract: every plan, uneven routing, sorting; and planted bugs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from optimized import moe
+from optimized.kernels import moe_tiles
+from optimized.kernels.moe_align import align, max_num_blocks
+from optimized.kernels.moe_tiles import GemvTile, Plan, Shape, Tile
+from reference.moe import MoE as ReferenceMoE
+from shared.conformance.compare import expect_close, expect_equal
+from shared.conformance.contracts.moe_experts import experts64
+from shared.conformance.device import building, check_device
+from shared.conformance.inputs import FLOAT_TYPES, Inputs, type_name
+from shared.conformance.poison import run_poisoned
+from shared.conformance.suite import check_implementation, clauses_of
+from shared.conformance.tolerance import tolerance
+from shared.interfaces import TopKOutput
+from tests.conformance.mutants.optimized_moe import MUTANTS, KernelMutant
+
+HIDDEN, INTER = 160, 96
+PLANS = {
+    "gemv": Plan(GemvTile(4, 1, 1, 4), GemvTile(2, 2, 1, 3)),
+    "blocks of 16": Plan(Tile(16, 32, 64, 1, 4, 2), Tile(16, 64, 32, 2, 4, 2)),
+    "blocks of 64, by pointers": Plan(Tile(64, 64, 32, 8, 4, 2, False), Tile(64, 64, 32, 1, 4, 2, False)),
+    "blocks of 128, by halves": Plan(Tile(128, 32, 32, 1, 4, 2), Tile(128, 64, 32, 8, 4, 2)),
+    "blocks of 64": Plan(Tile(64, 64, 32, 8, 4, 2), Tile(64, 64, 32, 3, 4, 2)),
+}
+
+
+def run_experts(
+    topk: TopKOutput, num_experts: int, dtype: torch.dtype, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels make of random weights and tokens, and what it should be."""
+    inputs = Inputs(0)
+    with building(dtype):
+        experts = moe.FusedExperts(num_experts, HIDDEN, INTER)
+    inputs.fill_(experts)
+    x = inputs.normal(len(topk.topk_ids), HIDDEN, dtype=dtype)
+    monkeypatch.setattr(moe, "plan", lambda *_: plan)
+    y = run_poisoned(experts, x, topk)
+    return y, experts64(x, topk, experts.w13, experts.w2)
+
+
+def routing(kind: str, num_tokens: int, num_experts: int, k: int) -> TopKOutput:
+    inputs = Inputs(1)
+    ids = torch.stack([inputs.permutation(num_experts)[:k] for _ in range(num_tokens)]).to(torch.int32)
+    if kind == "skewed":  # everybody's first choice is one expert, and half of the experts have nobody
+        ids = ids % (num_experts // 2)
+        ids[:, 0] = num_experts - 1
+        ids[:, 1:] = torch.arange(k - 1)
+    if kind == "padded":
+        ids[::3] = -1
+        ids[1::3, 0] = -1
+    if kind == "nobody":
+        ids.fill_(-1)
+    return TopKOutput(inputs.uniform(num_tokens, k), ids)
+
+
+@pytest.mark.parametrize("kind", ["random", "skewed", "padded", "nobody"])
+@pytest.mark.parametrize("name", list(PLANS))
+def test_every_plan_on_every_routing(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_tokens = 5 if name == "gemv" else 70
+    topk = routing(kind, num_tokens, 6, 3)
+    y, expected = run_experts(topk, 6, torch.float32, PLANS[name], monkeypatch)
+    expect_close("y", y, expected, tolerance("moe", torch.float32))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=type_name)
+@pytest.mark.parametrize("name", list(PLANS))
+def test_every_plan_in_every_type(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    topk = routing("random", 4 if name == "gemv" else 20, 5, 2)
+    y, expected = run_experts(topk, 5, dtype, PLANS[name], monkeypatch)
+    expect_close("y", y, expected, tolerance("moe", dtype))
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(
+    ("num_tokens", "k", "num_experts"), [(1, 1, 1), (7, 3, 5), (1100, 2, 3), (700, 3, 40), (2500, 2, 3)]
+)
+def test_pairs_in_order_of_their_experts(num_tokens: int, k: int, num_experts: int, block_size: int) -> None:
+    """2100 pairs: counted beforehand. 5000: in two parts."""
+    inputs = Inputs(0)
+    ids = (inputs.integers(num_experts + 1, num_tokens, k) - 1).to(torch.int32)
+    blocks = run_poisoned(align, ids, num_experts, block_size)
+    pairs, flat = [], ids.flatten().tolist()
+    experts = []
+    for expert in range(num_experts):
+        own = [pair for pair, e in enumerate(flat) if e == expert]
+        num_blocks = -(-len(own) // block_size)
+        pairs += own + [len(flat)] * (num_blocks * block_size - len(own))
+        experts += [expert] * num_blocks
+    expect_equal("num_blocks", blocks.num_blocks.tolist(), [len(experts)])
+    assert len(experts) <= max_num_blocks(len(flat), num_experts, block_size) == blocks.experts.numel()
+    expect_equal("experts", blocks.experts[: len(experts)].tolist(), experts)
+    expect_equal("pairs", blocks.pairs[: len(pairs)].tolist(), pairs)
+
+
+def test_as_many_blocks_as_routing_may_need() -> None:
+    """One pair in every expert but one, which has the rest."""
+    ids = torch.zeros(40, 1, dtype=torch.int32, device=check_device())
+    ids[:4, 0] = torch.arange(1, 5)
+    blocks = run_poisoned(align, ids, 5, 16)
+    assert blocks.num_blocks.item() == 3 + 4 <= blocks.experts.numel()
+
+
+def test_the_same_twice() -> None:
+    """Sums are in a fixed order: equal bits."""
+    topk = routing("random", 33, 6, 3)
+    inputs = Inputs(0)
+    with building(torch.float32):
+        experts = moe.FusedExperts(6, HIDDEN, INTER)
+    inputs.fill_(experts)
+    x = inputs.normal(33, HIDDEN)
+    expect_equal("y", run_poisoned(experts, x, topk), run_poisoned(experts, x, topk))
+
+
+def test_float64_is_refused() -> None:
+    experts = moe.FusedExperts(2, 8, 8)
+    with pytest.raises(ValueError, match="float64"):
+        experts(torch.zeros(1, 8, dtype=torch.float64), TopKOutput(torch.ones(1, 1), torch.zeros(1, 1).int()))
+
+
+def test_a_measured_plan_serves_up_to_its_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(128, 8, 2048, 768)
+    few, many = PLANS["gemv"], PLANS["blocks of 64"]
+    monkeypatch.setattr(moe_tiles, "_measured", lambda _: {shape.name(): {4: few, 64: many}})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
+    cuda = torch.device("cuda")
+    chosen = [
+        moe_tiles.plan.__wrapped__(shape, num_tokens, torch.bfloat16, cuda)
+        for num_tokens in (1, 4, 5, 64, 99)
+    ]
+    assert chosen == [few, few, many, many, many]
+    other = Shape(8, 2, 4096, 14336)
+    default = moe_tiles.default_plan(other, 4, torch.bfloat16)
+    assert moe_tiles.plan.__wrapped__(other, 4, torch.bfloat16, cuda) == default
+
+
+def test_tables_of_measured_plans_can_be_read() -> None:
+    paths = sorted(moe_tiles.FOLDER.glob("*.json"))
+    assert paths
+    for path in paths:
+        for plans in moe_tiles._measured(path.stem).values():
+            for plan in plans.values():
+                assert type(plan.up) is type(plan.down)
+                if isinstance(plan.up, Tile):
+                    assert plan.up.block_m == plan.down.block_m
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_its_clause_catches_a_planted_bug(
+    mutant: KernelMutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clauses = [clause for clause in clauses_of("moe") if clause.name == mutant.clause]
+    assert clauses, f"there is no clause {mutant.clause}"
+    impl = mutant.build(tmp_path, monkeypatch)
+    verdicts = check_implementation(clauses, impl, ReferenceMoE, shrink_failures=False)
+    failure = next((verdict.failure for verdict in verdicts if verdict.failure is not None), None)
+    assert failure is not None, f"{mutant.name} survives"
+    assert failure.what != "raised", f"{mutant.name} does not run: {failure.actual}"

@@ -1,0 +1,62 @@
+"""RMSNorm's kernel beyond the contract of the layer: in place, long rows, many of them."""
+
+import pytest
+import torch
+
+from optimized.kernels.rms_norm import add_rms_norm, rms_norm
+from shared.conformance.compare import expect_close, expect_equal
+from shared.conformance.device import check_device
+from shared.conformance.inputs import FLOAT_TYPES, Inputs
+from shared.conformance.poison import amid_poison, poisoned, run_poisoned
+from shared.conformance.tolerance import tolerance
+
+EPS = 1e-6
+SHAPES = [(1, 1), (3, 63), (1, 127), (2, 129), (130, 24), (5, 1000), (1, 1024), (2, 5120), (1, 16384)]
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_against_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    inputs = Inputs(0)
+    x = amid_poison(inputs.normal(*shape, dtype=dtype, std=3.0))
+    residual = amid_poison(inputs.normal(*shape, dtype=dtype))
+    weight = inputs.normal(shape[1], dtype=dtype)
+    total = x + residual
+    expect_close("norm", run_poisoned(rms_norm, x, weight, EPS), exact(x, weight), tolerance("norm", dtype))
+    normed, stream = run_poisoned(add_rms_norm, x, residual, weight, EPS)
+    expect_equal("sum", stream, total)
+    expect_close("norm of the sum", normed, exact(total, weight), tolerance("norm", dtype))
+
+
+def test_both_results_are_written_in_place_and_nothing_beside_them() -> None:
+    inputs = Inputs(1)
+    tensors = [poisoned((8, 106), torch.float32, check_device()) for _ in range(2)]
+    views = [tensor[3:7, 3:103] for tensor in tensors]
+    for view in views:
+        view.copy_(inputs.normal(4, 100))
+    results = add_rms_norm(*views, inputs.normal(100), EPS)
+    for tensor, view, result in zip(tensors, views, results):
+        assert result.data_ptr() == view.data_ptr()
+        assert result.stride() == view.stride()
+        assert int(torch.isnan(tensor).sum()) == tensor.numel() - view.numel()
+
+
+def test_a_row_of_nan_or_infinity_stays_alone() -> None:
+    inputs = Inputs(2)
+    x, weight = inputs.normal(70, 40), inputs.normal(40)
+    x[3], x[68, 0] = torch.nan, torch.inf
+    y = rms_norm(x, weight, EPS)
+    kept = [i for i in range(70) if i not in (3, 68)]
+    expect_close("the others", y[kept], exact(x[kept], weight), tolerance("norm", torch.float32))
+    assert torch.isnan(y[3]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2048, 4096), (4095, 1024), (300, 5120), (16384, 128), (257, 8192)])
+def test_large(shape: tuple[int, int]) -> None:
+    test_against_float64(shape, torch.bfloat16)

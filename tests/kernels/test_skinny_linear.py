@@ -1,0 +1,308 @@
+"""Linear layers for a few tokens, norm, SwiGLU and residual sum inside, against float64; planted bugs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from optimized.kernels import skinny_gemm, skinny_gemv, skinny_linear
+from shared.conformance.compare import Mismatch, expect_close, expect_equal
+from shared.conformance.device import check_device
+from shared.conformance.inputs import FLOAT_TYPES, HALF_TYPES, Inputs, type_name
+from shared.conformance.poison import amid_poison, poisoned, run_poisoned
+from shared.conformance.tolerance import Tolerance, tolerance
+
+EPS = 1e-2
+"""As large as the squares of the rows below are on average: forgetting it shows."""
+
+
+@dataclass(frozen=True)
+class Case:
+    kernel: str
+    num_tokens: int
+    out_features: int
+    in_features: int
+    plan: tuple[int, ...] | None = None
+    """What the kernel's `plan` returns instead of its own choice."""
+    dtype: torch.dtype = torch.float32
+
+
+CASES = [
+    Case("gemv", 1, 1, 1),
+    Case("gemv", 1, 70, 96),
+    Case("gemv", 2, 33, 320),
+    Case("gemv", 3, 5, 257),
+    Case("gemv", 1, 40, 3000),
+    Case("gemv", 2, 37, 1500, (4, 4, 1, 2)),
+    Case("gemv", 1, 64, 2048, (8, 2, 2, 2)),
+    Case("gemm", 1, 1, 1),
+    Case("gemm", 2, 70, 96),
+    Case("gemm", 16, 33, 320),
+    Case("gemm", 9, 16, 1100),
+    Case("cublas", 3, 70, 96),
+]
+
+
+def name_of(case: Case) -> str:
+    plan = "" if case.plan is None else "-plan"
+    return f"{case.kernel}-{case.num_tokens}x{case.in_features}to{case.out_features}{plan}"
+
+
+def close(dtype: torch.dtype, *kinds: str) -> Tolerance:
+    """Outputs have unit variance: a sum of products is off by roundings of its inputs, and its own."""
+    rows = [tolerance(kind, dtype) for kind in kinds]
+    rms = sum(row.rms for row in rows)
+    return Tolerance(
+        max(5 * rms, 1e-5), sum(row.rtol for row in rows), rms, "; ".join(r.reason for r in rows)
+    )
+
+
+class Data:
+    """Random tensors of a case, each amid poison, and what float64 makes of them."""
+
+    def __init__(self, case: Case, rows: int | None = None) -> None:
+        inputs, dtype = Inputs(0), case.dtype
+        n, k, m = case.out_features if rows is None else rows, case.in_features, case.num_tokens
+        self.x = amid_poison(inputs.normal(m, k, dtype=dtype, std=0.1))
+        self.norm_weight = inputs.normal(k, dtype=dtype, mean=1.0, std=0.3)
+        self.weight = amid_poison(inputs.normal(n, k, dtype=dtype, std=10 * k**-0.5))
+        self.normed_weight = amid_poison(self.weight / 10)
+        self.bias = inputs.normal(n, dtype=dtype)
+        # As far around as a program reaches.
+        self.around = poisoned((m + 65, n + 65), dtype, check_device())
+        self.residual = self.around[1 : m + 1, :n]
+        self.residual.copy_(inputs.normal(m, n, dtype=dtype))
+
+    def product(self) -> torch.Tensor:
+        return self.x.double() @ self.weight.double().T
+
+    def product_of_norm(self) -> torch.Tensor:
+        x = self.x.double()
+        normed = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.norm_weight.double()
+        return normed @ self.normed_weight.double().T
+
+
+Check = Callable[[ModuleType, Case], None]
+
+
+def check_linear(module: ModuleType, case: Case) -> None:
+    data = Data(case)
+    rounding = close(case.dtype, "elementwise")
+    y = run_poisoned(module.linear, data.x, data.weight)
+    expect_close("product", y, data.product(), rounding)
+    y = run_poisoned(module.linear, data.x, data.weight, data.bias)
+    expect_close("product with a bias", y, data.product() + data.bias.double(), rounding)
+    assert y.dtype == case.dtype
+
+
+def check_norm_linear(module: ModuleType, case: Case) -> None:
+    data = Data(case)
+    before = data.x.clone()
+    rounding = close(case.dtype, "norm", "elementwise")
+    arguments = data.x, data.norm_weight, EPS, data.normed_weight
+    y = run_poisoned(module.norm_linear, *arguments)
+    expect_close("product of the norm", y, data.product_of_norm(), rounding)
+    y = run_poisoned(module.norm_linear, *arguments, data.bias)
+    expect_close("product of the norm with a bias", y, data.product_of_norm() + data.bias.double(), rounding)
+    expect_equal("x afterwards", data.x, before)
+
+
+def check_norm_linear_silu(module: ModuleType, case: Case) -> None:
+    data = Data(case, rows=2 * case.out_features)
+    y = run_poisoned(module.norm_linear_silu, data.x, data.norm_weight, EPS, data.normed_weight)
+    gate, up = data.product_of_norm().chunk(2, dim=-1)
+    # Where the library multiplies, gate and up are rounded before the activation.
+    rounding = close(case.dtype, "norm", "norm", "elementwise")
+    expect_close("activation", y, gate.sigmoid() * gate * up, rounding)
+
+
+def check_linear_add(module: ModuleType, case: Case) -> None:
+    data = Data(case)
+    expected = data.residual.double() + data.product()
+    rounding = close(case.dtype, "elementwise")
+    expect_close(
+        "sum", run_poisoned(module.linear_add, data.x, data.weight, data.residual), expected, rounding
+    )
+    assert int((~torch.isnan(data.around)).sum()) == data.residual.numel()
+    expected = data.residual.double() + data.product() + data.bias.double()
+    y = run_poisoned(module.linear_add, data.x, data.weight, data.residual, data.bias)
+    assert y.data_ptr() == data.residual.data_ptr()
+    expect_close("sum with a bias", y, expected, rounding)
+
+
+CHECKS: list[Check] = [check_linear, check_norm_linear, check_norm_linear_silu, check_linear_add]
+
+
+def run(check: Check, case: Case, patch: pytest.MonkeyPatch, module: ModuleType = skinny_linear) -> None:
+    patch.setattr(module, "kernel_for", lambda *_, **__: case.kernel)
+    if case.plan is not None:
+        patch.setattr(sys.modules[module.gemv.__module__], "plan", lambda *_: case.plan)
+    check(module, case)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_against_float64(case: Case, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(check, replace(case, dtype=torch.bfloat16), monkeypatch)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=type_name)
+@pytest.mark.parametrize("kernel", ["gemv", "gemm", "cublas"])
+def test_every_type(kernel: str, dtype: torch.dtype, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel != "gemm" or dtype != torch.float32:
+        run(check, Case(kernel, 2, 33, 320, dtype=dtype), monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=type_name)
+@pytest.mark.parametrize("kernel", ["gemv", "gemm"])
+def test_float32_results_of_half_inputs_are_not_rounded_on_the_way(
+    kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skinny_linear, "kernel_for", lambda *_: kernel)
+    data = Data(Case(kernel, 2, 33, 320, dtype=dtype))
+    y = run_poisoned(skinny_linear.linear, data.x, data.weight, None, torch.float32)
+    assert y.dtype == torch.float32
+    expect_close("product", y, data.product(), close(torch.float32, "elementwise"))
+
+
+def test_gates_of_great_size_do_not_make_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skinny_linear, "kernel_for", lambda *_: "gemv")
+    weight = torch.tensor([[-1000.0], [2.0]], device=check_device())
+    h = torch.ones(1, 1, device=check_device())
+    y = run_poisoned(skinny_linear.norm_linear_silu, h, torch.ones_like(h[0]), 0.0, weight)
+    expect_equal("activation", y, torch.zeros_like(h))
+
+
+@pytest.mark.parametrize("kernel", ["gemv", "gemm"])
+def test_a_token_of_nan_or_infinity_stays_alone(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skinny_linear, "kernel_for", lambda *_: kernel)
+    case = Case(kernel, 3, 20, 100, dtype=torch.float16)
+    data = Data(case)
+    expected = data.product()
+    data.x[0], data.x[2, 5] = torch.nan, torch.inf
+    y = run_poisoned(skinny_linear.linear, data.x, data.weight)
+    expect_close("the other", y[1], expected[1], close(case.dtype, "elementwise"))
+    assert not torch.isfinite(y[[0, 2]]).any()
+
+
+def test_one_token_and_few_tokens_of_short_rows_are_not_left_to_the_library() -> None:
+    short, long = torch.empty(64, 1024), torch.empty(64, 4096)
+    chosen = {
+        dtype: [
+            skinny_linear.kernel_for(torch.empty(num_tokens, weight.shape[1], dtype=dtype), weight)
+            for weight in (short, long)
+            for num_tokens in (1, 4, 5, skinny_linear.MAX_TOKENS)
+        ]
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    assert chosen[torch.bfloat16] == ["gemv", "gemv", "gemm", "gemm", "gemv", "cublas", "cublas", "cublas"]
+    assert chosen[torch.float32] == ["gemv", "gemv", "cublas", "cublas", "gemv", "cublas", "cublas", "cublas"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gemv", 1, 4096, 1024),
+        Case("gemv", 4, 1024, 3072),
+        Case("gemv", 1, 1536, 4096),
+        Case("gemv", 1, 640, 17408),
+        Case("gemm", 16, 1024, 2048),
+    ],
+    ids=name_of,
+)
+def test_large(case: Case, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(check, replace(case, dtype=torch.bfloat16), monkeypatch)
+
+
+class Mutant(NamedTuple):
+    """In one of the kernels, `old` is `new`; `check` on `case` finds it."""
+
+    kernel: str
+    old: str
+    new: str
+    check: Check
+    case: Case
+
+
+GEMV, TAILS, GEMM = (
+    Case("gemv", 2, 33, 320),
+    Case("gemv", 1, 37, 1500, (4, 4, 1, 2)),
+    Case("gemm", 5, 33, 320),
+)
+MUTANTS = {
+    "the norm forgets eps": Mutant("gemv", "/ SIZE + eps)", "/ SIZE)", check_norm_linear, GEMV),
+    "the norm's mean counts the padding": Mutant(
+        "gemv", "squares, 0) / SIZE", "squares, 0) / (TILES * COLUMNS)", check_norm_linear, GEMV
+    ),
+    "the norm's weight is left out": Mutant(
+        "gemv", "x * norm_weight.to(tl.float32)", "x", check_norm_linear, GEMV
+    ),
+    "every token has the first one's norm": Mutant(
+        "gemv", "x * scales[t]", "x * scales[0]", check_norm_linear, GEMV
+    ),
+    "gate and up are swapped": Mutant(
+        "gemv", "row = (p % HALVES) * OUT", "row = ((p + 1) % HALVES) * OUT", check_norm_linear_silu, GEMV
+    ),
+    "the last columns are not masked": Mutant(
+        "gemv", "SIZE % COLUMNS != 0", "False", check_linear, Case("gemv", 1, 64, 100)
+    ),
+    "the last rows are not masked": Mutant(
+        "gemv",
+        "element_ty), mask=mask_rows)",
+        "element_ty), mask=(lanes < GROUPS)[:, None])",
+        check_linear_add,
+        TAILS,
+    ),
+    "the tile ahead is the tile at hand": Mutant(
+        "gemv",
+        "row * row_stride + (i + AHEAD) * COLUMNS",
+        "row * row_stride + i * COLUMNS",
+        check_linear,
+        TAILS,
+    ),
+    "the residual is the first token's": Mutant(
+        "gemv", "residuals[t]", "residuals[0]", check_linear_add, GEMV
+    ),
+    "gemm: tokens beyond the last are written": Mutant(
+        "gemm", "element_ty), mask=in_out)", "element_ty), mask=(rows < OUT) & (tokens >= 0)[None, :])",
+        check_linear_add, GEMM,
+    ),
+    "gemm: the last columns are not masked": Mutant(
+        "gemm", "(columns + start < SIZE)", "(columns >= 0)", check_linear, GEMM
+    ),
+    "gemm: the sum of one warp is left out": Mutant(
+        "gemm", "tl.sum(sums, 0)", "tl.sum(sums, 0) - tl.min(sums, 0)", check_linear, GEMM
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mutant = MUTANTS[name]
+    source = {"gemv": skinny_gemv, "gemm": skinny_gemm}[mutant.kernel]
+    text = Path(str(source.__file__)).read_text("utf-8")
+    assert mutant.old in text
+    path = tmp_path / "mutant.py"
+    path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
+    spec = importlib.util.spec_from_file_location(f"skinny_mutant_{sorted(MUTANTS).index(name)}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    case = replace(mutant.case, dtype=torch.bfloat16)
+    run(mutant.check, case, monkeypatch)
+    monkeypatch.setattr(skinny_linear, mutant.kernel, getattr(module, mutant.kernel))
+    with pytest.raises((Mismatch, AssertionError)):
+        run(mutant.check, case, monkeypatch)

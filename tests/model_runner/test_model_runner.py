@@ -1,0 +1,205 @@
+"""The optimized runner around its graphs, with graphs played on a CPU."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from optimized.cuda_graph import DecodeBuffers, SamplingKind, captured_batch_sizes
+from shared import registry
+from shared.config import EngineConfig
+from shared.conformance.contracts import model_runner_decode as clauses
+from shared.conformance.contracts.model_runner import model_for
+from shared.conformance.contracts.model_runner_decode import Decoding, PreparedSession
+from shared.conformance.suite import check_implementation, clauses_of
+from shared.engine import LLM
+from shared.sampling_batch import make_sampling_batch_info
+from shared.types import Req, SamplingParams
+
+from .fake_graphs import FakeGraphs, FakeGraphsRunner
+
+FEW = Decoding("few", (3, 1, 2, 5, 4), sizes=(1, 2, 4))
+
+
+# ---- which sizes ----
+
+
+def test_sizes_are_fine_where_batches_are_small() -> None:
+    sizes = captured_batch_sizes(EngineConfig())
+    assert sizes[:8] == (1, 2, 4, 8, 12, 16, 24, 32)
+    assert sizes[-2:] == (248, 256)
+    assert len(sizes) == 36
+    assert captured_batch_sizes(EngineConfig(max_running_requests=2000))[-3:] == (480, 496, 512)
+    assert captured_batch_sizes(EngineConfig(max_running_requests=600, cuda_graph_max_bs=600))[-4:] == (
+        512, 544, 576, 600,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ({"max_running_requests": 1}, (1,)),
+        ({"max_running_requests": 3}, (1, 2, 3)),
+        ({"max_running_requests": 20}, (1, 2, 4, 8, 12, 16, 20)),
+        ({"cuda_graph_max_bs": 5}, (1, 2, 4, 5)),
+        ({"cuda_graph_bs": (7, 1, 3)}, (1, 3, 7)),
+        ({"cuda_graph_bs": (1, 4, 8, 16), "max_running_requests": 6}, (1, 4, 8)),
+        ({"cuda_graph_bs": (1, 4, 8, 16), "max_running_requests": 4}, (1, 4)),
+    ],
+)
+def test_sizes_follow_the_flags(flags: dict[str, object], sizes: tuple[int, ...]) -> None:
+    assert captured_batch_sizes(EngineConfig(**flags)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"cuda_graph_max_bs": 0}, "cuda_graph_max_bs must be an integer >= 1 or None, got 0"),
+        ({"cuda_graph_bs": ()}, "cuda_graph_bs must be a tuple of integers"),
+        ({"cuda_graph_bs": 8}, "cuda_graph_bs must be a tuple of integers"),
+        ({"cuda_graph_bs": (1, 2.0)}, "cuda_graph_bs must be a tuple of integers"),
+        ({"cuda_graph_bs": (0, 1)}, "distinct integers >= 1"),
+        ({"cuda_graph_bs": (4, 4)}, "distinct integers >= 1"),
+        ({"cuda_graph_bs": (4,), "cuda_graph_max_bs": 8}, "not both"),
+    ],
+)
+def test_bad_flags_are_named(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**flags)
+
+
+# ---- what a graph's buffers hold ----
+
+
+def test_a_batch_is_followed_by_padding_whatever_was_there() -> None:
+    session = PreparedSession(FakeGraphsRunner, model_for(), FEW)
+    batch = session.forward_batch({0: [5], 3: [6], 1: [7]})
+    buffers = DecodeBuffers(4, torch.device("cpu"))
+    for vectors in (buffers.ints, buffers.floats, buffers.bools):
+        vectors.values.fill_(77)
+    reqs = [Req("r", [1], SamplingParams(temperature=2.0, top_k=9), seed) for seed in (11, 12, 13)]
+    buffers.load(batch, 4, make_sampling_batch_info(reqs, 300, "cpu"))
+    loaded = {name: buffers.ints.head(name, 4).tolist() for name in buffers.ints.rows}
+    for name in ("input_ids", "positions", "req_pool_indices", "seq_lens", "out_cache_loc"):
+        assert loaded[name][:3] == getattr(batch, name).tolist(), name
+    assert loaded["seeds"] == [11, 12, 13, 0]
+    assert loaded["top_ks"] == [9, 9, 9, 1]
+    # A request of one token, in the dummy row and on the dummy page.
+    assert [loaded[name][3] for name in list(loaded)[:5]] == [0, 0, 0, 1, 0]
+    assert buffers.floats.head("temperatures", 4).tolist() == [2.0, 2.0, 2.0, 1.0]
+    assert buffers.bools.head("is_greedy", 4).tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("params", "kind"),
+    [
+        ([{"temperature": 0.0}], SamplingKind.GREEDY),
+        ([{"temperature": 0.0, "top_k": 5}], SamplingKind.GREEDY),
+        ([{"temperature": 0.5}, {"temperature": 0.0}], SamplingKind.PLAIN),
+        ([{"temperature": 0.5}, {"top_p": 0.9}], SamplingKind.FILTERED),
+        ([{"temperature": 0.0}, {"frequency_penalty": 0.1}], None),
+        ([{"temperature": 0.0, "repetition_penalty": 1.1}], None),
+        ([{"logit_bias": {1: 2.0}}], None),
+        ([{"logit_bias": {1: -100.0}}, {}], None),
+        ([{"min_new_tokens": 5, "stop_token_ids": (3,)}], None),
+        ([{"return_logprob": True}], None),
+    ],
+)
+def test_kinds_of_sampling(params: list[dict[str, object]], kind: SamplingKind | None) -> None:
+    reqs = [Req("r", [1], SamplingParams(**p), 0, output_ids=[1]) for p in params]
+    assert SamplingKind.of(make_sampling_batch_info(reqs, 300, "cpu")) is kind
+
+
+# ---- replaying ----
+
+
+def test_the_contract_holds_with_graphs() -> None:
+    verdicts = list(
+        check_implementation(
+            clauses_of("model_runner"), FakeGraphsRunner, registry.load("model_runner", "reference")
+        )
+    )
+    assert [v.failure for v in verdicts if not v.holds] == []
+    assert len(verdicts) > 40
+
+
+def test_what_is_replayed_and_what_is_not() -> None:
+    session = PreparedSession(FakeGraphsRunner, model_for(), FEW)
+    session.prefill(FEW)
+    runner = session.runner
+    assert runner.batch_sizes == (1, 2, 4)
+    assert runner.num_graph_replays == runner.num_sampler_replays == 0
+    expected = []
+    for number, (bs, kind) in enumerate([(1, "greedy"), (3, "filters"), (4, "penalties"), (5, "greedy")]):
+        info = make_sampling_batch_info(
+            clauses.requests(kind, bs, clauses.random.Random(number)), clauses.NUM_TOKEN_IDS, "cpu"
+        )
+        session.run_and_sample(session.forward_batch({i: [number] for i in range(bs)}), info)
+        expected.append((runner.num_graph_replays, runner.num_sampler_replays))
+    assert expected == [(1, 1), (2, 2), (3, 2), (3, 2)]
+    # A sampler that the graphs were not made with is asked itself.
+    info = make_sampling_batch_info(clauses.requests("greedy", 1, clauses.random.Random(9)), 300, "cpu")
+    other = registry.load("sampler", "reference")()
+    runner.forward_and_sample(session.forward_batch({0: [1]}), other, info, 300)
+    runner.forward_and_sample(session.forward_batch({0: [1]}), session.sampler, info, 299)
+    assert (runner.num_graph_replays, runner.num_sampler_replays) == (5, 2)
+
+
+def test_logits_that_somebody_holds_are_not_overwritten() -> None:
+    session = PreparedSession(FakeGraphsRunner, model_for(), FEW)
+    session.prefill(FEW)
+    session.runner._check_lent = True
+    session.run(session.forward_batch({0: [1]}))
+    session.run(session.forward_batch({0: [1]}))
+    session.runner._last.is_lent = True
+    with pytest.raises(AssertionError, match="copy them"):
+        session.run(session.forward_batch({0: [1]}))
+
+
+def test_a_backend_without_graphs_is_said_once_and_works() -> None:
+    class NoGraphs(FakeGraphsRunner):
+        def __init__(self, model, attention, kv_pool) -> None:
+            super().__init__(model, attention, kv_pool)
+            attention.supports_cuda_graph = False
+
+    with pytest.warns(RuntimeWarning, match="ReplannedAttention does not run in CUDA graphs"):
+        session = PreparedSession(NoGraphs, model_for(), FEW)
+    plain = PreparedSession(registry.load("model_runner", "reference"), model_for(), FEW)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session.prefill(FEW)
+        plain.prefill(FEW)
+        for new_ids in FEW.steps():
+            a, b = (s.run(s.forward_batch(new_ids)).next_token_logits for s in (session, plain))
+            assert torch.allclose(a, b, atol=1e-4)
+    assert session.runner.num_graph_replays == 0
+
+
+def test_a_model_that_waits_for_the_gpu_is_said_and_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self, function):
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(FakeGraphs, "capture", refuse)
+    with pytest.warns(RuntimeWarning, match="the model makes the host wait"):
+        session = PreparedSession(FakeGraphsRunner, model_for(), FEW)
+    session.prefill(FEW)
+    session.run(session.forward_batch({0: [1], 1: [2], 2: [3]}))
+    assert session.runner.num_graph_replays == 0
+
+
+def test_without_graphs_nothing_is_captured_or_warned_about() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session = PreparedSession(FakeGraphsRunner, model_for(), FEW, graphs=False)
+    session.prefill(FEW)
+    session.run(session.forward_batch({i: [1] for i in range(3)}))
+    assert session.runner.num_graph_replays == 0
+    assert list(session.runner._steps) == [4]
+
+
+def test_the_optimized_panel_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="panel=optimized with device=cpu: it needs a CUDA GPU"):
+        LLM(model="tiny-dense", device="cpu", panel="optimized")

@@ -1,0 +1,189 @@
+"""The optimized models beyond the contract: which kernels run, and that fusing changes no result."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+import optimized.layers
+import reference.layers
+from optimized.kernels import skinny_linear
+from optimized.layers import MLP, Linear, MergedLinear
+from optimized.models import MODELS, model_class
+from reference.moe import MoE
+from shared.config import ModelConfig
+from shared.config.hf_config import FAMILIES
+from shared.conformance.compare import expect_close
+from shared.conformance.configs import CONFIGS
+from shared.conformance.device import building, check_device
+from shared.conformance.inputs import Inputs
+from shared.conformance.model_session import ModelSession
+from shared.conformance.tolerance import tolerance
+from shared.interfaces import CausalLM
+from shared.interfaces.layers import Layers
+from shared.weight_names import expected_shapes
+from shared.weights import dummy_weights, named_targets
+
+KERNELS = ("qk_norm_rope_store", "rotate", "rms_norm", "add_rms_norm", "silu_and_mul")
+SKINNY = ("linear", "norm_linear", "norm_linear_silu", "linear_add")
+FEW, MANY = 2, skinny_linear.MAX_TOKENS + 36
+
+
+def build(name: str, layers: Layers = optimized.layers, dtype: torch.dtype = torch.float32) -> CausalLM:
+    config = ModelConfig.from_dict(CONFIGS[name])
+    with building(dtype):
+        model = model_class(config.architecture)(config, layers, MoE)
+    model.load_weights(dummy_weights(config))
+    return model.eval()
+
+
+def logits(model: CausalLM) -> torch.Tensor:
+    """Of many tokens at once, then of 2, then of 1: by cuBLAS, by the skinny kernels, and again by these."""
+    ids = Inputs(0).integers(331, MANY + FEW + 1).tolist()
+    session = ModelSession(model)
+    pieces = (ids[:MANY], ids[MANY:-1], ids[-1:])
+    return torch.cat([session.step({0: piece})[0] for piece in pieces])
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each kernel's launcher is called."""
+    counts: Counter[str] = Counter()
+
+    def count(module: object, name: str) -> None:
+        launch = getattr(module, name)
+
+        def counting(*args: object, **kwargs: object) -> object:
+            counts[name] += 1
+            return launch(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counting)
+
+    for name in KERNELS:
+        count(optimized.layers, name)
+    for name in SKINNY:
+        count(optimized.layers.skinny_linear, name)
+    return counts
+
+
+def test_every_architecture_that_configs_know_has_a_model() -> None:
+    assert set(MODELS) == set(FAMILIES)
+    for architecture in MODELS:
+        assert model_class(architecture).__name__ == architecture
+
+
+def test_a_family_is_imported_only_when_chosen() -> None:
+    script = """
+import sys
+from optimized.models import model_class
+assert "triton" not in sys.modules and "optimized.layers" not in sys.modules
+model_class("MistralForCausalLM")
+assert "optimized.models.mixtral" not in sys.modules and "transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_wants_exactly_the_expected_weights(name: str) -> None:
+    config = ModelConfig.from_dict(CONFIGS[name])
+    with torch.device("meta"):
+        targets = named_targets(model_class(config.architecture)(config, optimized.layers, MoE))
+    assert {name: tuple(tensor.shape) for name, tensor in targets.items()} == expected_shapes(config)
+
+
+@pytest.mark.parametrize("name", ["qwen3-yarn", "qwen2-yarn"])
+def test_kernels_of_a_dense_layer(name: str, calls: Counter[str]) -> None:
+    model = build(name)
+    session, num_layers = ModelSession(model), model.config.num_hidden_layers
+    session.step({0: list(range(MANY))})
+    assert calls == {
+        "qk_norm_rope_store": num_layers,
+        "rms_norm": 2 * num_layers + 1,
+        "silu_and_mul": num_layers,
+    }
+    for num_tokens in (1, FEW):
+        calls.clear()
+        session.step({0: list(range(num_tokens))})
+        assert calls == {
+            "norm_linear": num_layers,
+            "qk_norm_rope_store": num_layers,
+            "linear_add": 2 * num_layers,
+            "norm_linear_silu": num_layers,
+            "rms_norm": 1,
+            "linear": 1,  # the head
+        }
+
+
+def test_what_an_moe_gives_is_added_by_the_next_norm(calls: Counter[str]) -> None:
+    model = build("mixtral")
+    ModelSession(model).step({0: list(range(MANY))})
+    num_layers = model.config.num_hidden_layers
+    assert calls["add_rms_norm"] == num_layers  # of every layer but the first, and the last
+    assert calls["rms_norm"] == num_layers + 1
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_of_somebody_else_are_called_as_they_are(name: str, calls: Counter[str]) -> None:
+    """And give what the fused kernels give."""
+    expected = logits(build(name))
+    assert calls["qk_norm_rope_store"] > 0
+    calls.clear()
+    found = logits(build(name, reference.layers))
+    assert not set(calls) & set(KERNELS)
+    expect_close("logits", found, expected, tolerance("logits", torch.float32))
+
+
+@pytest.mark.parametrize("num_tokens", [1, FEW, MANY])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products(bias: bool, num_tokens: int) -> None:
+    inputs = Inputs(0)
+    with building(torch.float32):
+        merged = MergedLinear(24, {"a": 5, "b": 7, "c": 1}, bias)
+        linear, mlp = Linear(24, 10, bias), MLP(24, 12, bias)
+        norm = optimized.layers.RMSNorm(24, 1e-5)
+    for module in (merged, linear, mlp, norm):
+        inputs.fill_(module)
+    x, residual = inputs.normal(num_tokens, 24), inputs.normal(num_tokens, 10)
+    close = tolerance("moe", torch.float32)
+
+    def product(layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        y = x @ layer.weight.double().T
+        return y if layer.bias is None else y + layer.bias.double()
+
+    normed = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight.double()
+    with torch.inference_mode():
+        expect_close("linear", linear(x), product(linear, x.double()), close)
+        expect_close("of the norm", merged(x, norm), product(merged, normed), close)
+        added = linear.add_to(residual.clone(), x)
+        expect_close("with residual", added, residual + product(linear, x.double()), close)
+        gate, up = product(mlp.gate_up_proj, normed).chunk(2, -1)
+        activated = gate / (1 + (-gate).exp()) * up
+        expect_close("activated", mlp.activate(x, norm), activated, close)
+        gate, up = product(mlp.gate_up_proj, x.double()).chunk(2, -1)
+        expect_close("mlp", mlp(x), product(mlp.down_proj, gate / (1 + (-gate).exp()) * up), close)
+
+
+def test_parts_of_a_merged_product() -> None:
+    merged = MergedLinear(3, {"a": 2, "b": 4}, bias=True)
+    views = merged.weight_views()
+    shapes = {"a.weight": (2, 3), "b.weight": (4, 3), "a.bias": (2,), "b.bias": (4,)}
+    assert {name: tuple(view.shape) for name, view in views.items()} == shapes
+    for i, view in enumerate(views.values()):
+        view.fill_(i)
+    assert merged.weight[:, 0].tolist() == [0, 0, 1, 1, 1, 1]
+    assert merged.bias.tolist() == [2, 2, 3, 3, 3, 3]
+    y = torch.arange(6.0).repeat(5, 1)
+    parts = merged.split(y)
+    assert {name: part.tolist()[0] for name, part in parts.items()} == {"a": [0, 1], "b": [2, 3, 4, 5]}
+
+
+def test_the_stream_is_added_to_in_place_where_many_tokens_are() -> None:
+    linear = Linear(4, 4).to(check_device())
+    linear.weight.data.fill_(1.0)
+    residual = torch.ones(MANY, 4, device=check_device())
+    assert linear.add_to(residual, torch.ones_like(residual)).data_ptr() == residual.data_ptr()
+    assert bool((residual == 5.0).all())
