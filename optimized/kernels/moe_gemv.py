@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels.moe_tiles import GemvTile
-from optimized.kernels.portable import INTERPRETED, pdl_options, rounded
+from optimized.kernels.portable import INTERPRETED, pdl_options, rounded, where_flag
 
 _INTERPRETED_TILES = (GemvTile(64, 2, 8, 2), GemvTile(64, 2, 8, 2))
 """The interpreter takes a large tile faster than many small ones."""
@@ -117,7 +117,8 @@ def _load_choice(tiles, ids, offsets, columns, tile_rows, g: tl.constexpr, s: tl
                  HIDDEN: tl.constexpr, INTER: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Tile s of all choices' tiles, of a warp's row g."""
     TILES: tl.constexpr = (INTER + COLUMNS - 1) // COLUMNS
-    mask = (columns + (s % TILES) * COLUMNS < INTER) & (tile_rows + g < HIDDEN) & (ids[s // TILES] >= 0)
+    mask = (columns + (s % TILES) * COLUMNS < INTER) & (tile_rows + g < HIDDEN)
+    mask = where_flag(mask, ids[s // TILES] >= 0)
     return tl.load(tiles[s // TILES] + offsets + (g * INTER + (s % TILES) * COLUMNS), mask=mask, other=0.0)
 
 

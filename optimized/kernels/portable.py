@@ -24,6 +24,16 @@ def rounded(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
+@triton.jit
+def where_flag(mask, flag):
+    """mask & flag, of a block and a scalar. Triton 3.9's interpreter spreads a scalar comparison as integers,
+    and then refuses it as a mask."""
+    if _INTERPRETED:
+        return tl.where(flag, mask, False)
+    else:
+        return mask & flag
+
+
 def interpreted_rows(num_rows: int) -> int:
     """How many rows a program takes in the interpreter, where a program costs and a row does not; 0 on a GPU,
     where it is the other way round."""

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels.paged_softmax import LOG2_E, slots_at
-from optimized.kernels.portable import rounded
+from optimized.kernels.portable import rounded, where_flag
 
 INTERPRETED_PROGRAMS = 6
 """In all, where there is no GPU to fill: enough that requests are split."""
@@ -130,10 +130,10 @@ def _merge(
             rows = (part * num_kv_heads + head) * GROUP + offs_g[:, None]
             # .cg: from where the other programs' multiprocessors wrote it.
             values = tl.load(
-                workspace_ptr + rows * HEAD_DIM + offs_d[None, :], mask=mask & is_part, other=0.0,
+                workspace_ptr + rows * HEAD_DIM + offs_d[None, :], mask=where_flag(mask, is_part), other=0.0,
                 cache_modifier=".cg",
             )  # fmt: skip
-            mask_row = in_group & is_part
+            mask_row = where_flag(in_group, is_part)
             maximum = tl.load(state_ptr + rows, mask=mask_row, other=float("-inf"), cache_modifier=".cg")
             weight = tl.load(state_ptr + num_rows + rows, mask=mask_row, other=0.0, cache_modifier=".cg")
             new_largest = tl.maximum(largest, maximum)
