@@ -163,7 +163,7 @@ def _down_kernel(
                     ),
                 )
         act_tile = act_ptr + (token * TOP_K + s // TILES) * INTER + (s % TILES) * COLUMNS + columns
-        act_mask = (columns + (s % TILES) * COLUMNS < INTER) & (ids[s // TILES] >= 0)
+        act_mask = where_flag(columns + (s % TILES) * COLUMNS < INTER, ids[s // TILES] >= 0)
         act = _widened(tl.load(act_tile, mask=act_mask, other=0.0), USE_PDL)
         new_sums = ()
         for g in tl.static_range(GROUPS):
