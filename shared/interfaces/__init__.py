@@ -1,6 +1,7 @@
 """The contracts: one abstract class per component, its docstring says what must hold."""
 
 from shared.interfaces.attention import AttentionBackend
+from shared.interfaces.draft_tree import DraftTreeOps
 from shared.interfaces.layers import Layers, MergedLinear, RMSNorm, RotaryEmbedding, SiluAndMul
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
 from shared.interfaces.model import CausalLM
@@ -18,6 +19,7 @@ __all__ = [
     "AttentionBackend",
     "CacheNode",
     "CausalLM",
+    "DraftTreeOps",
     "FusedExperts",
     "InsertResult",
     "Layers",

@@ -1,6 +1,7 @@
 """The vocabulary of the engine: plain data that both panels exchange."""
 
 from shared.types.batch import ForwardBatch, ForwardMode, SamplingBatchInfo, ScheduleBatch
+from shared.types.draft_tree import Accepted, Beams, DraftTree, TopTokens
 from shared.types.finish import (
     FinishAbort,
     FinishError,
@@ -23,6 +24,9 @@ from shared.types.sampling_params import MIN_TEMPERATURE, SamplingParams
 
 __all__ = [
     "MIN_TEMPERATURE",
+    "Accepted",
+    "Beams",
+    "DraftTree",
     "FinishAbort",
     "FinishError",
     "FinishLength",
@@ -42,4 +46,5 @@ __all__ = [
     "ScheduleBatch",
     "StepOutput",
     "TokenLogprob",
+    "TopTokens",
 ]
