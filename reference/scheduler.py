@@ -97,7 +97,8 @@ class Scheduler(interface.Scheduler):
     # --8<-- [start:scheduler-step]
     def step(self) -> list[StepOutput]:
         self._finish_overdue()
-        batch = self.get_next_batch_to_run()
+        with self.parts.timeline.span("schedule"):
+            batch = self.get_next_batch_to_run()
         if batch is not None:
             self.num_steps += 1
             try:
@@ -107,7 +108,8 @@ class Scheduler(interface.Scheduler):
                 if not isinstance(error, Exception):
                     raise  # an interrupt: the batch is lost, the engine is not
             else:
-                self.process_batch_result(batch, *result)
+                with self.parts.timeline.span("process results"):
+                    self.process_batch_result(batch, *result)
         if self.config.check_invariants:
             self._check_invariants()
         outputs, self.outputs = self.outputs, []
@@ -231,12 +233,14 @@ class Scheduler(interface.Scheduler):
 
     # --8<-- [start:run-batch]
     def run_batch(self, batch: ScheduleBatch) -> tuple[ForwardBatch, LogitsOutput, SampleOutput]:
-        forward_batch = make_forward_batch(batch, self.parts.allocator.device)
         num_token_ids = self.parts.num_token_ids
-        info = make_sampling_batch_info(batch.reqs, num_token_ids, self.parts.allocator.device)
-        logits_output, sample_output = self.parts.model_runner.forward_and_sample(
-            forward_batch, self.parts.sampler, info, num_token_ids
-        )
+        with self.parts.timeline.span("prepare"):
+            forward_batch = make_forward_batch(batch, self.parts.allocator.device)
+            info = make_sampling_batch_info(batch.reqs, num_token_ids, self.parts.allocator.device)
+        with self.parts.timeline.forward(forward_batch):
+            logits_output, sample_output = self.parts.model_runner.forward_and_sample(
+                forward_batch, self.parts.sampler, info, num_token_ids
+            )
         return forward_batch, logits_output, sample_output
         # --8<-- [end:run-batch]
 
@@ -248,7 +252,8 @@ class Scheduler(interface.Scheduler):
         logits_output: LogitsOutput,
         sample_output: SampleOutput,
     ) -> None:
-        next_token_ids = sample_output.next_token_ids.tolist()
+        with self.parts.timeline.span("wait for tokens"):
+            next_token_ids = sample_output.next_token_ids.tolist()
         logprobs = to_token_logprobs(sample_output.next_token_ids, sample_output.logprobs)
         num_extend = batch.batch_size - batch.num_decode_reqs
         collect_input_logprobs(batch.reqs[:num_extend], forward_batch, logits_output.input_logprobs)

@@ -32,6 +32,7 @@ class LLM:
         self.tokenizer = assembly.tokenizer
         self.assembly = assembly
         self.scheduler = assembly.scheduler
+        self.timeline = assembly.parts.timeline
         self._collectors: dict[str, OutputCollector] = {}  # of the requests that are alive
         self._rids = count()
         self._seeds = random.Random(self.config.random_seed)
@@ -88,7 +89,8 @@ class LLM:
         routing_key: str | None = None,
     ) -> list[OutputCollector]:
         """Queue one prompt without running anything: one collector for each of its n samples."""
-        prompt_ids = self._encode(prompt)
+        with self.timeline.span("tokenise"):
+            prompt_ids = self._encode(prompt)
         needs_text = sampling_params.stop or sampling_params.stop_regex
         if needs_text and self.tokenizer is None:
             raise ValueError("this model has no tokenizer: stop and stop_regex need one")
@@ -110,7 +112,8 @@ class LLM:
                     priority=priority,
                     routing_key=routing_key,
                 )
-                self.scheduler.add_request(req)
+                with self.timeline.span("receive"):
+                    self.scheduler.add_request(req)
                 collectors.append(OutputCollector(req, i, self.tokenizer))
                 self._collectors[req.rid] = collectors[-1]
             # --8<-- [end:make-req]
@@ -124,12 +127,17 @@ class LLM:
         """Run one batch and hand its news to the collectors. False when there was nothing to do."""
         if not self.scheduler.has_work():
             return False
-        for output in self.scheduler.step():
-            collector = self._collectors.get(output.rid)
-            if collector is not None:
-                collector.add(output)
-                if collector.is_finished:
-                    del self._collectors[output.rid]
+        outputs = self.scheduler.step()
+        with self.timeline.span("detokenise"):
+            for output in outputs:
+                collector = self._collectors.get(output.rid)
+                if collector is not None:
+                    collector.add(output)
+                    if collector.is_finished:
+                        del self._collectors[output.rid]
+        if self.timeline.is_on:
+            stats, free = self.stats(), self.assembly.parts.allocator.available_size()
+            self.timeline.count(running=stats.num_running, waiting=stats.num_waiting, free_tokens=free)
         return True
 
     def abort(self, rid: str) -> bool:

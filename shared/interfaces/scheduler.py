@@ -14,6 +14,7 @@ from shared.interfaces.prefill_adder import PrefillAdder
 from shared.interfaces.prefix_cache import PrefixCache
 from shared.interfaces.sampler import Sampler
 from shared.interfaces.schedule_policy import SchedulePolicy
+from shared.timeline import Timeline
 from shared.types import Req, StepOutput
 
 
@@ -31,6 +32,7 @@ class SchedulerParts:
     num_token_ids: int  # ids [0, this) have a token; the model's head may have more rows: padding
     decode_text: Callable[[list[int]], str]  # ids to text, special tokens included (for stop strings)
     clock: Callable[[], float]  # seconds, monotonic
+    timeline: Timeline = field(default_factory=Timeline)  # off, unless somebody records the steps
 
 
 class SchedulerStats(NamedTuple):

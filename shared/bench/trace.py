@@ -1,0 +1,97 @@
+"""A recorded timeline as a file that Perfetto opens, and the share of it that the device idled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shared.timeline import Recording, Span
+
+HOST, DEVICE = 1, 2
+"""Rows of the drawing, as ids of threads."""
+
+
+class Idle(NamedTuple):
+    """Of the time from the first step's start on the device to the last one's end, what lay between steps. A
+    step starts when the device's stream gets to it: what the device waits for inside a step is not seen."""
+
+    num_steps: int
+    busy: float  # seconds
+    idle: float
+    longest_gap: float
+
+    @property
+    def share(self) -> float:
+        whole = self.busy + self.idle
+        return self.idle / whole if whole else 0.0
+
+
+def idle_time(forward: Sequence[Span]) -> Idle:
+    spans = sorted(forward, key=lambda span: span.start)
+    gaps, covered_until = [0.0], spans[0].start if spans else 0.0
+    for span in spans:
+        gaps.append(max(0.0, span.start - covered_until))
+        covered_until = max(covered_until, span.end)
+    whole = covered_until - spans[0].start if spans else 0.0
+    return Idle(len(spans), whole - sum(gaps), sum(gaps), max(gaps))
+
+
+def chrome_trace(recording: Recording) -> dict[str, Any]:
+    """The Trace Event Format: complete events ("X") and counters ("C"), in microseconds, by their starts."""
+    device = "CPU: forward" if recording.device == "cpu" else f"{recording.device}: forward stream"
+    events = [_event(HOST, span) for span in recording.host]
+    events += [_event(DEVICE, span) for span in recording.forward]
+    for count in recording.counts:
+        for name, value in count.values.items():
+            moment = {"ph": "C", "pid": 0, "tid": HOST, "name": name, "ts": _us(count.time)}
+            events.append(moment | {"args": {name: value}})
+    # Of two that start at once the longer one lies around the other.
+    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
+    names = [_name(0, "process_name", "Diptych")]
+    names += [_name(HOST, "thread_name", "CPU: scheduler"), _name(DEVICE, "thread_name", device)]
+    return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+
+
+def write_trace(file: Path, recording: Recording) -> Idle:
+    file.write_text(json.dumps(chrome_trace(recording)) + "\n", encoding="utf-8")
+    return idle_time(recording.forward)
+
+
+def _event(row: int, span: Span) -> dict[str, Any]:
+    start, end = _us(span.start), _us(span.end)
+    return {
+        "ph": "X", "pid": 0, "tid": row, "name": span.name, "cat": "host" if row == HOST else "device",
+        "ts": start, "dur": round(end - start, 3), "args": span.args,
+    }  # fmt: skip
+
+
+def _name(row: int, what: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": 0, "tid": row, "name": what, "args": {"name": name}}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def host_shares(recording: Recording) -> dict[str, float]:
+    """Seconds of each kind of span, what lies inside it not counted again."""
+    totals: dict[str, float] = {}
+    for span, inner in _with_inner(recording.host):
+        own = span.end - span.start - sum(each.end - each.start for each in inner)
+        totals[span.name] = totals.get(span.name, 0.0) + own
+    return totals
+
+
+def _with_inner(spans: Sequence[Span]) -> list[tuple[Span, list[Span]]]:
+    """Each span and those directly inside it. They come in the order of their ends, inner before outer."""
+    found: list[tuple[Span, list[Span]]] = []
+    open_spans: list[Span] = []
+    for span in spans:
+        inner = []
+        while open_spans and open_spans[-1].start >= span.start:
+            inner.append(open_spans.pop())
+        found.append((span, inner))
+        open_spans.append(span)
+    return found
