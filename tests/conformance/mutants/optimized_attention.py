@@ -163,8 +163,8 @@ SPLIT_MUTANTS = (
         (
             (
                 "(HEAD_DIM + 1) + rows, total, mask",
-                "(HEAD_DIM + 1) + rows, total + tl.exp2(LOG2_E * tl.load(sinks_ptr + offs_g, mask=in_group,"
-                " other=0.0) - largest), mask",
+                "(HEAD_DIM + 1) + rows, total + tl.exp2(tl.load(sinks_ptr + offs_g, mask=in_group,"
+                " other=0.0) * LOG2_E - largest), mask",
             ),
         ),
     ),
