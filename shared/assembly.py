@@ -43,6 +43,8 @@ def assemble(config: EngineConfig, clock: Callable[[], float] = time.monotonic) 
     model_config = ModelConfig.from_pretrained(folder)
     config = resolve_config(config, model_config)
     assert config.panel is not None
+    if config.speculative is not None:
+        raise ValueError(f"speculative={config.speculative}: no scheduler here can speculate yet")
     selection = registry.select(config.panel, config.use)
     registry.check_device(selection, str(config.device))
     if config.disable_radix_cache:

@@ -13,7 +13,7 @@ import typer
 from shared import registry
 
 MODEL, MEMORY, SCHEDULING, SAMPLING = "Model", "Memory", "Scheduling", "Sampling"
-GRAPHS = "CUDA graphs"
+SPECULATION, GRAPHS = "Speculative decoding", "CUDA graphs"
 
 
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -101,6 +101,31 @@ class EngineOptions:
     ] = None
     waiting_timeout: Annotated[float | None, _option(SCHEDULING, "Seconds in the queue.")] = None
     running_timeout: Annotated[float | None, _option(SCHEDULING, "Seconds since first scheduled.")] = None
+
+    speculative: Annotated[
+        str | None,
+        _option(
+            SPECULATION, "Draft with eagle, eagle3, nextn, standalone or ngram, and verify. Default: no."
+        ),
+    ] = None
+    speculative_draft_model: Annotated[
+        str | None, _option(SPECULATION, "Folder or id of the draft model (nextn: default --model).")
+    ] = None
+    speculative_num_steps: Annotated[
+        int | None, _option(SPECULATION, "Deepest draft. Default: by algorithm.")
+    ] = None
+    speculative_topk: Annotated[
+        int | None, _option(SPECULATION, "Beams kept while drafting; 1: a chain. Default: by algorithm.")
+    ] = None
+    speculative_num_draft_tokens: Annotated[
+        int | None, _option(SPECULATION, "Tokens verified at once, the newest one included.")
+    ] = None
+    speculative_auto: Annotated[
+        bool | None,
+        _option(
+            SPECULATION, "Draft less while little is accepted, up to the numbers above.", "--speculative-auto"
+        ),
+    ] = None
 
     disable_cuda_graph: Annotated[
         bool | None, _option(GRAPHS, "Decode by launching every kernel anew.", "--disable-cuda-graph")

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
+from shared.config.speculation import check_speculation
+
 Panel = Literal["reference", "optimized"]
 SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"]
 EvictionPolicyName = Literal["lru", "lfu", "fifo", "priority"]
+SpeculativeAlgorithm = Literal["eagle", "eagle3", "nextn", "standalone", "ngram"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,14 @@ class EngineConfig:
     waiting_timeout: float | None = None  # seconds in the queue
     running_timeout: float | None = None  # seconds since first scheduled
 
+    # Speculative decoding (not together with mixed chunks)
+    speculative: SpeculativeAlgorithm | None = None  # what drafts; None: no speculation
+    speculative_draft_model: str | None = None  # a folder or id; nextn: default the model itself
+    speculative_num_steps: int | None = None  # deepest draft; default: by algorithm
+    speculative_topk: int | None = None  # beams kept while drafting; 1: a chain
+    speculative_num_draft_tokens: int | None = None  # nodes of a verified tree; 1 + num_steps for a chain
+    speculative_auto: bool = False  # draft less than that when little is accepted, more when much is
+
     # CUDA graphs
     disable_cuda_graph: bool = False  # decode by launching every kernel anew
     cuda_graph_max_bs: int | None = None  # largest captured batch; default: max_running_requests, at most 512
@@ -66,11 +77,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
-            if value not in allowed and not (name == "panel" and value is None):
+            if value not in allowed and not (value is None and _DEFAULTS[name] is None):
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
         for name in (
             "page_size", "max_running_requests", "max_prefill_tokens", "context_len", "max_total_tokens",
             "chunked_prefill_size", "max_queued_requests", "cuda_graph_max_bs",
+            "speculative_num_steps", "speculative_topk", "speculative_num_draft_tokens",
         ):  # fmt: skip
             value = getattr(self, name)
             optional = _DEFAULTS[name] is None or name == "chunked_prefill_size"
@@ -79,6 +91,7 @@ class EngineConfig:
             ):
                 raise ValueError(f"{name} must be an integer >= 1{' or None' * optional}, got {value!r}")
         self._check_cuda_graph_bs()
+        check_speculation(self)
         if not 0.0 < self.mem_fraction_static < 1.0:
             raise ValueError(f"mem_fraction_static must be in (0, 1), got {self.mem_fraction_static!r}")
         if not self.schedule_conservativeness > 0.0:
@@ -129,6 +142,7 @@ _CHOICES = {
     "panel": get_args(Panel),
     "schedule_policy": get_args(SchedulePolicyName),
     "eviction_policy": get_args(EvictionPolicyName),
+    "speculative": get_args(SpeculativeAlgorithm),
     "load_format": ("auto", "dummy"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
 }

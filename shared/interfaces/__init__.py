@@ -2,6 +2,7 @@
 
 from shared.interfaces.attention import AttentionBackend
 from shared.interfaces.draft_tree import DraftTreeOps
+from shared.interfaces.drafter import Drafter, DrafterParts
 from shared.interfaces.layers import Layers, MergedLinear, RMSNorm, RotaryEmbedding, SiluAndMul
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
 from shared.interfaces.model import CausalLM
@@ -20,6 +21,8 @@ __all__ = [
     "CacheNode",
     "CausalLM",
     "DraftTreeOps",
+    "Drafter",
+    "DrafterParts",
     "FusedExperts",
     "InsertResult",
     "Layers",

@@ -21,11 +21,14 @@ from shared.types.outputs import (
 )
 from shared.types.req import Req
 from shared.types.sampling_params import MIN_TEMPERATURE, SamplingParams
+from shared.types.speculation import DraftBatch, DraftShape
 
 __all__ = [
     "MIN_TEMPERATURE",
     "Accepted",
     "Beams",
+    "DraftBatch",
+    "DraftShape",
     "DraftTree",
     "FinishAbort",
     "FinishError",

@@ -1,0 +1,70 @@
+"""Flags of speculative decoding: which go together, and what each algorithm drafts by default."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shared.types.speculation import DraftShape
+
+if TYPE_CHECKING:
+    from shared.config.engine import EngineConfig
+
+DEFAULT_SHAPES: dict[str, DraftShape] = {
+    "eagle": DraftShape(5, 4, 16),
+    "eagle3": DraftShape(5, 4, 16),
+    "nextn": DraftShape(3, 1, 4),
+    "standalone": DraftShape(3, 1, 4),
+    "ngram": DraftShape(8, 4, 12),
+}
+
+NEEDS_DRAFT_MODEL = ("eagle", "eagle3", "standalone")
+"""(nextn's draft layers may be in the target's own checkpoint.)"""
+
+
+def draft_shape(config: EngineConfig) -> DraftShape:
+    """What to draft: the flags, and where one is missing the algorithm's default, or what the others leave
+    room for."""
+    assert config.speculative is not None
+    default = DEFAULT_SHAPES[config.speculative]
+    num_steps = config.speculative_num_steps or default.num_steps
+    top_k = config.speculative_topk or default.top_k
+    num_draft_tokens = config.speculative_num_draft_tokens
+    if config.speculative_num_steps is None and top_k == 1 and num_draft_tokens is not None:
+        num_steps = max(num_draft_tokens - 1, 1)  # a chain is as deep as it is long
+    most = DraftShape(num_steps, top_k, 0).max_nodes
+    if num_draft_tokens is None:
+        num_draft_tokens = most if top_k == 1 else min(default.num_draft_tokens, most)
+    return DraftShape(num_steps, top_k, num_draft_tokens)
+
+
+def check_speculation(config: EngineConfig) -> None:
+    """Raise `ValueError` for flags that contradict one another."""
+    given = [
+        name
+        for name in ("draft_model", "num_steps", "topk", "num_draft_tokens", "auto")
+        if getattr(config, f"speculative_{name}")
+    ]
+    if config.speculative is None:
+        if given:
+            raise ValueError(
+                f"speculative_{given[0]} needs speculative=eagle, eagle3, nextn, standalone or ngram"
+            )
+        return
+    if config.enable_mixed_chunk:
+        raise ValueError(
+            f"enable_mixed_chunk does not work with speculative={config.speculative}: a step either computes "
+            "prompts or verifies drafts"
+        )
+    if config.speculative in NEEDS_DRAFT_MODEL and config.speculative_draft_model is None:
+        raise ValueError(f"speculative={config.speculative} needs speculative_draft_model")
+    if config.speculative == "ngram" and config.speculative_draft_model is not None:
+        raise ValueError("speculative=ngram drafts without a model: drop speculative_draft_model")
+    shape = draft_shape(config)
+    what = f"speculative_num_draft_tokens={shape.num_draft_tokens}"
+    if shape.num_draft_tokens < 2:
+        raise ValueError(f"{what}: one node is the request's newest token, so there must be at least 2")
+    drafted = f"speculative_num_steps={shape.num_steps} and speculative_topk={shape.top_k}"
+    if shape.top_k == 1 and shape.num_draft_tokens != shape.max_nodes:
+        raise ValueError(f"{what} with {drafted}: a chain of that depth has exactly {shape.max_nodes} nodes")
+    if shape.num_draft_tokens > shape.max_nodes:
+        raise ValueError(f"{what}: {drafted} give at most {shape.max_nodes} nodes, the newest token included")

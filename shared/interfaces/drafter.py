@@ -1,0 +1,96 @@
+"""Contract of a drafter: whatever guesses a request's next tokens, for the target to verify."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared.config import EngineConfig, ModelConfig
+from shared.interfaces.memory_pool import ReqToTokenPool
+from shared.interfaces.model import CausalLM
+from shared.types import ForwardBatch, Req
+from shared.types.draft_tree import DraftTree
+from shared.types.speculation import DraftBatch, DraftShape
+
+
+@dataclass(frozen=True)
+class DrafterParts:
+    """What a drafter may build on."""
+
+    model: CausalLM  # the target, with its weights: embedding and head may be shared
+    model_config: ModelConfig  # the target's
+    component: Callable[[str], Any]  # the implementation chosen for a component of the registry
+    device: torch.device
+    dtype: torch.dtype  # the target's
+    num_token_ids: int  # ids [0, this) have a token: nothing else may be drafted
+
+
+class Drafter(ABC):
+    """Guesses what the target will say. Guesses change how many steps an answer takes, never the answer.
+
+    Life of a request: `extend` each time the target has computed KV that stays; `draft` before a step that
+    verifies; `forget` when the request ends or loses its memory. A request that comes back after `forget`
+    is extended again from what the prefix cache still holds. Requests know nothing of one another: what is
+    drafted for one does not depend on its batch-mates' rows, though a drafter may learn from all of them.
+
+    A drafter with KV keeps it in a pool of its own under the target's slot ids, found through the same
+    req_to_token: what the allocator and the prefix cache do to a slot happens to both.
+    """
+
+    hidden_layers: tuple[int, ...] | None = None
+    """Hidden states that `extend` wants of the target. None: none. (): the output of its final norm. Else:
+    the residual stream at the input of these layers, side by side, in this order."""
+
+    is_bigram: bool = False
+    """Its KV at position i depends on token i + 1 too, so the prefix cache matches pairs of tokens."""
+
+    num_kv_bytes_per_token: int = 0
+    """What one slot takes in its pool; known once it is made."""
+
+    @abstractmethod
+    def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
+        """Loads what it needs. Raises `ValueError` for a draft model that is missing or does not fit the
+        target. Pools do not exist yet."""
+
+    def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:  # noqa: B027 - may need none
+        """Called once, before the first request: make the KV pool, of as many slots as the target's has.
+        `req_to_token_pool` is the target's: it is read, never written."""
+
+    def num_slots(self, shape: DraftShape) -> int:
+        """Slots that `draft` may use for each request, from its newest token's position on."""
+        return 0
+
+    @abstractmethod
+    def extend(
+        self,
+        reqs: Sequence[Req],
+        forward_batch: ForwardBatch,
+        hidden_states: torch.Tensor | None,
+        next_token_ids: torch.Tensor,
+    ) -> None:
+        """The target has computed KV that stays: request i's tokens at positions [seq_len - extend_seq_len,
+        seq_len), as `forward_batch` says. That was a prefill or one chunk of it, a plain decode step, or the
+        accepted part of a tree, its slots already where they stay.
+
+        hidden_states: of all tokens of the batch, one row each, as `hidden_layers` asks. next_token_ids [bs]:
+        the token at position seq_len: what was sampled, but behind a chunk that is not the prompt's last the
+        prompt's next token. (A request that is about to end is extended as well: its KV is cached. Nothing is
+        drafted for it.) The tokens before are `req.all_ids[:seq_len]`.
+
+        Afterwards the drafter's KV is complete for [0, seq_len): it overwrites what it wrote there itself
+        while drafting. KV of a prefix from the prefix cache is there already."""
+
+    @abstractmethod
+    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        """Trees of shape.num_draft_tokens nodes, padding included, at most shape.num_steps deep, on the
+        target's device; ids in [0, num_token_ids). No number of `shape` exceeds that of the configuration.
+        No guess: just the root. Positions behind the context's end are never verified; a drafter may draft
+        there if it can (its own positions must stay in its model's range), or stop."""
+
+    def forget(self, req: Req) -> None:  # noqa: B027 - there may be nothing to forget
+        """The request has ended or was retracted: drop what is kept under its rid. May be called for a
+        request that was never extended."""

@@ -1,0 +1,44 @@
+"""Speculative decoding between the scheduler and a drafter: what is asked for, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from shared.types.req import Req
+
+
+class DraftShape(NamedTuple):
+    """How much to draft: a tree's depth, its width while drafting, and its nodes."""
+
+    num_steps: int  # the deepest draft; at least 1
+    top_k: int  # beams kept at each step; 1: a chain
+    num_draft_tokens: int  # N: nodes of the tree that is verified, the root included
+
+    @property
+    def max_nodes(self) -> int:
+        """Nodes that drafting looks at, the root included: the most that a tree can hold."""
+        return 1 + self.top_k + (self.num_steps - 1) * self.top_k**2
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """Requests to draft for, in the order in which their trees are wanted; tensors on the target's device.
+
+    Request i has n = seq_lens_cpu[i] tokens with KV, in the target's pool and in the drafter's. Its newest
+    token, root_ids[i], stands at position n and has none. `req_to_token[row, n : n + num_slots]` are slots
+    that nobody else owns: the drafter may use them until `draft` returns; then the target does.
+    """
+
+    reqs: list[Req]
+    root_ids: torch.Tensor  # [bs] int64
+    req_pool_indices: torch.Tensor  # [bs] int64, rows of req_to_token
+    seq_lens: torch.Tensor  # [bs] int64
+    seq_lens_cpu: tuple[int, ...]
+    num_slots: int
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.reqs)
