@@ -81,7 +81,7 @@ class RadixCache(interface.PrefixCache):
         self.req_to_token_pool = req_to_token_pool
         self.eviction_order = EVICTION_ORDER[eviction_policy]
         self.is_bigram = is_bigram
-        self.device = torch.device("cpu") if allocator is None else allocator.device
+        self.device = torch.device("cpu") if allocator is None else allocator.slot_device
         self.reset()
 
     def match_prefix(self, key: RadixKey) -> MatchResult:

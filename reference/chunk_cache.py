@@ -30,7 +30,7 @@ class ChunkCache(interface.PrefixCache):
         self.page_size = page_size
         self.allocator = allocator
         self.req_to_token_pool = req_to_token_pool
-        self.device = torch.device("cpu") if allocator is None else allocator.device
+        self.device = torch.device("cpu") if allocator is None else allocator.slot_device
 
     def match_prefix(self, key: RadixKey) -> MatchResult:
         return MatchResult(torch.empty(0, dtype=torch.int64, device=self.device), None)

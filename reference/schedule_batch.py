@@ -37,7 +37,11 @@ def prepare_for_extend(
     assert rows is not None, f"no row for {len(new_reqs)} requests: admission checks this"
     for req, row in zip(new_reqs, rows):
         req.req_pool_idx = row
-        req_to_token_pool.write(row, 0, req.prefix_indices)
+    if new_reqs:
+        found = [req.prefix_indices for req in new_reqs]
+        req_to_token_pool.write_ragged(
+            rows, [0] * len(rows), [len(slots) for slots in found], torch.cat(found)
+        )
 
     # --8<-- [start:slots-for-an-extension]
     prefix_lens = [len(req.prefix_indices) for req in reqs]
@@ -51,12 +55,9 @@ def prepare_for_extend(
     )
     slots = allocator.alloc_extend(prefix_lens, seq_lens, last_locs)
     assert slots is not None, "no slots for an extension: admission checks this"
-    start = 0
-    for req, prefix_len, seq_len in zip(reqs, prefix_lens, seq_lens):
-        assert req.req_pool_idx is not None
-        extend_len = seq_len - prefix_len
-        req_to_token_pool.write(req.req_pool_idx, prefix_len, slots[start : start + extend_len])
-        start += extend_len
+    extend_lens = [seq_len - prefix_len for prefix_len, seq_len in zip(prefix_lens, seq_lens)]
+    req_to_token_pool.write_ragged(_rows(reqs), prefix_lens, extend_lens, slots)
+    for req, seq_len in zip(reqs, seq_lens):
         req.kv_committed_len = req.kv_allocated_len = seq_len
     # --8<-- [end:slots-for-an-extension]
     return ScheduleBatch(list(reqs), ForwardMode.EXTEND, out_cache_loc=slots)
@@ -66,16 +67,22 @@ def prepare_for_decode(
     reqs: list[Req], req_to_token_pool: ReqToTokenPool, allocator: TokenToKVPoolAllocator
 ) -> ScheduleBatch:
     """One slot for each request's newest token. The caller has made sure that there is room."""
-    rows = torch.tensor([req.req_pool_idx for req in reqs], device=req_to_token_pool.req_to_token.device)
-    positions = torch.tensor([req.kv_committed_len for req in reqs], device=rows.device)
-    last_locs = req_to_token_pool.req_to_token[rows, positions - 1].tolist()
-    slots = allocator.alloc_decode([req.kv_committed_len + 1 for req in reqs], last_locs)
+    rows, positions = _rows(reqs), [req.kv_committed_len for req in reqs]
+    last_locs = req_to_token_pool.read_each(rows, [position - 1 for position in positions])
+    slots = allocator.alloc_decode([position + 1 for position in positions], last_locs)
     assert slots is not None, "no slots to decode: the caller checks this"
-    req_to_token_pool.req_to_token[rows, positions] = slots.to(torch.int32)
+    req_to_token_pool.write_ragged(rows, positions, [1] * len(rows), slots)
     for req in reqs:
         req.kv_committed_len += 1
         req.kv_allocated_len = req.kv_committed_len
     return ScheduleBatch(list(reqs), ForwardMode.DECODE, len(reqs), out_cache_loc=slots)
+
+
+def _rows(reqs: Sequence[Req]) -> list[int]:
+    """The rows of requests that have one."""
+    rows = [req.req_pool_idx for req in reqs]
+    assert None not in rows
+    return rows  # type: ignore[return-value]
 
 
 def mix(extend: ScheduleBatch, decode: ScheduleBatch) -> ScheduleBatch:
@@ -122,7 +129,7 @@ def make_forward_batch(batch: ScheduleBatch, device: torch.device) -> ForwardBat
         positions=positions,
         req_pool_indices=tensor([req.req_pool_idx for req in batch.reqs]),
         seq_lens=tensor(seq_lens),
-        out_cache_loc=batch.out_cache_loc,
+        out_cache_loc=batch.out_cache_loc.to(device),
         extend_seq_lens=tensor(extend_seq_lens),
         extend_start_loc=tensor(start_locs),
         seq_lens_cpu=tuple(seq_lens),

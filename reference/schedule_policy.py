@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -36,11 +36,18 @@ class SchedulePolicy(interface.SchedulePolicy):
             by_priority = self.config.enable_priority_scheduling
             queue.sort(key=lambda req: (-req.priority if by_priority else 0, -req.max_new_tokens))
         elif policy == "random":
-            self.rng.shuffle(queue)
+            return PolicyResult(self._shuffled(queue), frozenset())
         elif policy == "routing-key":
             counts = Counter(req.routing_key for req in running if req.routing_key is not None)
             queue.sort(key=lambda req: _routing_rank(req, counts))
         return PolicyResult(queue, frozenset())
+
+    def _shuffled(self, queue: list[Req]) -> Iterator[Req]:
+        """Each place draws from those who are left: whoever stops early has drawn no more than was needed."""
+        for i in range(len(queue)):
+            j = self.rng.randrange(i, len(queue))
+            queue[i], queue[j] = queue[j], queue[i]
+            yield queue[i]
 
     def _effective_policy(self, num_waiting: int) -> str:
         policy = self.config.schedule_policy
@@ -96,13 +103,15 @@ def _routing_rank(req: Req, counts: Counter[str | None]) -> tuple[int, str]:
 def _depth_first(queue: list[Req], node_of: dict[str, int], parents: dict[int, int]) -> list[Req]:
     """Requests of one subtree side by side, so that its prefix is used while it is in the cache."""
     weight: Counter[int] = Counter()  # waiting requests in a node's subtree
+    first: dict[int, int] = {}  # place in the queue of the first of them
     children: dict[int, list[int]] = {}
     own: dict[int, list[Req]] = {}
-    for req in queue:
+    for place, req in enumerate(queue):
         own.setdefault(node_of[req.rid], []).append(req)
         node: int | None = node_of[req.rid]
         while node is not None:
             weight[node] += 1
+            first.setdefault(node, place)
             node = parents.get(node)
     for node, parent in parents.items():
         if weight[node]:
@@ -116,7 +125,6 @@ def _depth_first(queue: list[Req], node_of: dict[str, int], parents: dict[int, i
             ordered += own.get(node, [])
             continue
         stack.append((node, True))
-        # sorted is stable: the heaviest child is popped first, ties in the tree's own order.
-        heaviest_first = sorted(children.get(node, []), key=lambda child: -weight[child])
+        heaviest_first = sorted(children.get(node, []), key=lambda child: (-weight[child], first[child]))
         stack += [(child, False) for child in reversed(heaviest_first)]
     return ordered

@@ -40,6 +40,7 @@ from shared.types import (
     StepOutput,
     TokenLogprob,
 )
+from shared.waiting_queue import WaitingQueue
 
 
 class Scheduler(interface.Scheduler):
@@ -48,7 +49,7 @@ class Scheduler(interface.Scheduler):
         self.model_config = model_config
         self.parts = parts
         self.context_len = config.context_len or model_config.context_len
-        self.waiting_queue: list[Req] = []
+        self.waiting_queue = WaitingQueue()
         self.running: list[Req] = []
         self.chunked_req: Req | None = None
         self.live: dict[str, Req] = {}

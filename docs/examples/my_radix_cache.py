@@ -67,7 +67,7 @@ class MyRadixCache(PrefixCache):
         self.req_to_token_pool = req_to_token_pool
         self.order = ORDERS[eviction_policy]
         self.is_bigram = is_bigram
-        self.device = torch.device("cpu") if allocator is None else allocator.device
+        self.device = torch.device("cpu") if allocator is None else allocator.slot_device
         self.reset()
 
     # --8<-- [start:match-and-insert]

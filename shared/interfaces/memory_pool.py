@@ -15,7 +15,7 @@ import torch
 
 
 class ReqToTokenPool(ABC):
-    """Rows that map a request's positions to slots.
+    """Rows that map a request's positions to slots. Kernels read `req_to_token`; only this class writes it.
 
     Attributes: `size` rows that can be handed out (ids 1..size); `max_len` positions a row;
     `req_to_token` int32 [size + 1, max_len] on the device.
@@ -43,7 +43,30 @@ class ReqToTokenPool(ABC):
 
     @abstractmethod
     def read(self, req_pool_idx: int, start: int, end: int) -> torch.Tensor:
-        """Slots of positions [start, end), int64, a copy."""
+        """Slots of positions [start, end), int64, a copy: on the device, or on the host where the pool keeps
+        its rows there as well."""
+
+    def write_ragged(
+        self,
+        req_pool_indices: Sequence[int],
+        starts: Sequence[int],
+        lens: Sequence[int],
+        slots: torch.Tensor,
+    ) -> None:
+        """`write` for many rows: the next lens[i] of `slots` go to row req_pool_indices[i], from position
+        starts[i] on. No position is written twice."""
+        assert len(req_pool_indices) == len(starts) == len(lens)
+        assert len(slots) == sum(lens), f"{len(slots)} slots for {sum(lens)} positions"
+        offset = 0
+        for row, start, length in zip(req_pool_indices, starts, lens):
+            self.write(row, start, slots[offset : offset + length])
+            offset += length
+
+    def read_each(self, req_pool_indices: Sequence[int], positions: Sequence[int]) -> list[int]:
+        """The slot of one position of each row, on the host. Rows that are on a GPU alone are waited for."""
+        assert len(req_pool_indices) == len(positions)
+        slots: list[int] = self.req_to_token[list(req_pool_indices), list(positions)].tolist()
+        return slots
 
     @abstractmethod
     def available_size(self) -> int:
@@ -57,8 +80,8 @@ class ReqToTokenPool(ABC):
 class TokenToKVPoolAllocator(ABC):
     """Hands out slots. `size` slots in whole pages: ids page_size .. size + page_size - 1.
 
-    Slots are int64 tensors on `device`. A slot is handed out to one owner until freed. No method ever
-    evicts: callers evict first.
+    Slots are int64 tensors on `slot_device`; they are taken from any device. A slot is handed out to one
+    owner until freed. No method ever evicts: callers evict first.
     """
 
     size: int
@@ -67,7 +90,12 @@ class TokenToKVPoolAllocator(ABC):
 
     @abstractmethod
     def __init__(self, size: int, page_size: int, device: torch.device | str) -> None:
-        """`size` must be a positive multiple of `page_size` (`ValueError`)."""
+        """`size` must be a positive multiple of `page_size` (`ValueError`). `device`: the model's."""
+
+    @property
+    def slot_device(self) -> torch.device:
+        """Where slots are handed out: the model's device, or the host for an allocator that works there."""
+        return self.device
 
     @abstractmethod
     def alloc(self, num_tokens: int) -> torch.Tensor | None:

@@ -142,6 +142,26 @@ def rows_written_and_read(impl: Any, case: Example) -> None:
     expect_equal("row 0", pool.req_to_token[0].tolist(), [0] * 6)
 
 
+@contract(
+    "write_ragged is write for many rows, each with its part of the slots; read_each reads one each.", EXAMPLE
+)
+def rows_written_at_once(impl: Any, case: Example) -> None:
+    pool = rows_of(impl, 3, 6)
+    a, b, c = pool.alloc(3)
+    pool.write(a, 0, slots(10, 11, 12, 13, 14, 15))
+    pool.write(b, 0, slots(20, 21, 22, 23, 24, 25))
+    pool.write_ragged([c, a, b], [0, 2, 6], [3, 2, 0], slots(30, 31, 32, 77, 78))
+    pool.write_ragged([], [], [], slots())
+    expect_equal("a new row", pool.read(c, 0, 3), slots(30, 31, 32))
+    expect_equal("in the middle of a row", pool.read(a, 0, 6).tolist(), [10, 11, 77, 78, 14, 15])
+    expect_equal("nothing for a full row", pool.read(b, 0, 6).tolist(), [20, 21, 22, 23, 24, 25])
+    pool.write_ragged([b, a], [5, 0], [1, 1], slots(88, 99).to(torch.int32))
+    expect_equal("one position each", pool.read_each([a, b, c, b], [0, 5, 2, 0]), [99, 88, 32, 20])
+    expect_equal("no position", pool.read_each([], []), [])
+    expect_equal("req_to_token itself", pool.req_to_token[a].tolist(), [99, 11, 77, 78, 14, 15])
+    expect_equal("row 0", pool.req_to_token[0].tolist(), [0] * 6)
+
+
 @contract("read gives a copy.", EXAMPLE)
 def rows_read_a_copy(impl: Any, case: Example) -> None:
     pool = rows_of(impl)

@@ -145,6 +145,16 @@ def dfs_weight_order(impl: type[SchedulePolicy], case: Example) -> None:
     )
 
 
+@contract("dfs-weight: of two children that weigh the same, the one whose request waits longest.", EXAMPLE)
+def dfs_weight_ties(impl: type[SchedulePolicy], case: Example) -> None:
+    tree = cache()
+    put(tree, [1, 2], [3, 4], [5, 6])
+    policy = impl(EngineConfig(schedule_policy="dfs-weight"), tree)
+    for families in ([1, 3, 5], [5, 3, 1], [3, 5, 1]):
+        queue = [req(str(first), [first, first + 1, 9]) for first in families]
+        expect_equal("order", rids(policy.order(queue, [])), [str(first) for first in families])
+
+
 @dataclass(frozen=True)
 class CacheAware:
     name: str

@@ -1,0 +1,186 @@
+"""Clauses of the scheduling policy, second part: pass after pass, while requests and prefixes come and go."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from shared.config import EngineConfig
+from shared.conformance.clause import agreement, contract
+from shared.conformance.compare import expect_equal, expect_true
+from shared.conformance.contracts.schedule_policy import cache, put, req, rids
+from shared.conformance.schedules import POLICIES
+from shared.conformance.short_repr import short_repr
+from shared.interfaces import SchedulePolicy
+from shared.types import Req
+from shared.waiting_queue import WaitingQueue
+
+PREFIX_LENS = (0, 3, 8, 12, 40)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`by_priority`: with priority scheduling."""
+
+    name: str
+    policy: str
+    by_priority: bool = False
+    page_size: int = 1
+
+    def config(self) -> EngineConfig:
+        return EngineConfig(
+            schedule_policy=self.policy,  # type: ignore[arg-type]
+            enable_priority_scheduling=self.by_priority,
+            page_size=self.page_size,
+            in_batch_prefix_check_threshold=10,
+            in_batch_prefix_deprioritize_threshold=8,
+        )
+
+
+EVERY_POLICY = tuple(
+    Policy(f"{policy}, page {page_size}{', by priority' * by_priority}", policy, by_priority, page_size)
+    for policy in POLICIES
+    for by_priority in (False, True)
+    for page_size in (1, 4)
+    if (not by_priority or policy in ("fcfs", "lof")) and (page_size == 1 or policy in ("lpm", "dfs-weight"))
+)
+
+
+@contract(
+    "An order stays a permutation of those who waited at the call, while they leave and others join.",
+    EVERY_POLICY,
+)
+def walked_while_the_queue_changes(impl: type[SchedulePolicy], case: Policy) -> None:
+    policy, queue = impl(case.config(), cache(case.page_size)), WaitingQueue()
+    waiting = [random_req(random.Random(i), i) for i in range(12)]
+    for one in waiting:
+        queue.append(one)
+    given = []
+    for one in policy.order(queue, []).order:
+        given.append(one.rid)
+        queue.remove(one)
+        queue.append(random_req(random.Random(len(given)), 100 + len(given)))
+    expect_equal("who was given", sorted(given, key=int), [one.rid for one in waiting])
+    expect_equal(
+        "who is given next time",
+        sorted(rids(policy.order(queue, [])), key=int),
+        [str(100 + i) for i in range(1, 13)],
+    )
+
+
+Kind = Literal["join", "leave", "come back", "cache", "pass"]
+
+
+@dataclass(frozen=True, repr=False)
+class Event:
+    """`which`: of those who wait, who have left, or of all prompts. "pass": order, and admit so many."""
+
+    kind: Kind
+    which: int = 0
+    num_admitted: int = 0
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind) or self.which < 0 or self.num_admitted < 0:
+            raise ValueError(f"no event: {self}")
+
+
+@dataclass(frozen=True)
+class Passes:
+    name: str
+    policy: Policy
+    events: tuple[Event, ...]
+
+
+def random_passes(policy: Policy, seed: int, num_events: int = 60) -> Passes:
+    rng = random.Random(seed)
+    kinds = rng.choices(["join", "leave", "come back", "cache", "pass"], [8, 1, 1, 2, 4], k=num_events)
+    events = tuple(Event(kind, rng.randrange(1000), rng.randrange(4)) for kind in kinds)  # type: ignore[arg-type]
+    return Passes(f"{policy.name}, events {seed}", policy, events)
+
+
+def random_req(rng: random.Random, number: int) -> Req:
+    """Prompts share prefixes of several lengths; ties are frequent in whatever is sorted by."""
+    family = rng.randrange(4)
+    shared_len = rng.choice(PREFIX_LENS)
+    tokens = [family + 1] * shared_len + [rng.randint(5, 6) for _ in range(rng.randint(1, 20))]
+    return req(
+        str(number),
+        tokens,
+        rng.choice([4, 8, 16]),
+        extra_key=rng.choice([None, None, "a"]),
+        priority=rng.randrange(3),
+        queue_start_time=float(rng.randrange(3)),
+        routing_key=rng.choice([None, "x", "y", "z"]),
+    )
+
+
+@dataclass
+class Run:
+    """A policy over a tree and a queue of its own. `as_list`: it gets the queue as a list each time."""
+
+    impl: Any
+    case: Passes
+    as_list: bool = False
+    queue: WaitingQueue = field(default_factory=WaitingQueue)
+    gone: list[Req] = field(default_factory=list)
+    num_made: int = 0
+    trace: list[Any] = field(default_factory=list)
+
+    def play(self) -> list[Any]:
+        self.tree = self.make_tree()
+        self.policy = self.impl(self.case.policy.config(), self.tree)
+        for event in self.case.events:
+            getattr(self, "_" + event.kind.replace(" ", "_"))(event)
+        return self.trace
+
+    def make_tree(self) -> Any:
+        return cache(self.case.policy.page_size)
+
+    def _join(self, event: Event) -> None:
+        self.queue.append(random_req(random.Random(event.which), self.num_made))
+        self.num_made += 1
+
+    def _leave(self, event: Event) -> None:
+        if self.queue:
+            self.gone.append(self.queue[event.which % len(self.queue)])
+            self.queue.remove(self.gone[-1])
+
+    def _come_back(self, event: Event) -> None:
+        """As after a retraction: with more tokens, and newly queued."""
+        if self.gone:
+            back = self.gone.pop(event.which % len(self.gone))
+            back.output_ids.append(5)
+            back.queue_start_time = float(event.which % 3)
+            self.queue.append(back)
+
+    def _cache(self, event: Event) -> None:
+        put(self.tree, random_req(random.Random(event.which), 0).all_ids)
+
+    def _pass(self, event: Event) -> None:
+        queue = list(self.queue) if self.as_list else self.queue
+        result = self.policy.order(queue, self.gone)
+        order = list(result.order)
+        self.trace.append(([one.rid for one in order], sorted(result.deprioritized)))
+        for one in order[: event.num_admitted]:
+            self.queue.remove(one)
+            self.gone.append(one)
+
+
+PASSES = tuple(random_passes(policy, seed) for policy in EVERY_POLICY for seed in range(3))
+
+
+@contract("A WaitingQueue that changes between passes is ordered as a list of the same requests is.", PASSES)
+def a_followed_queue(impl: type[SchedulePolicy], case: Passes) -> None:
+    followed, listed = Run(impl, case).play(), Run(impl, case, as_list=True).play()
+    expect_equal("orders", followed, listed)
+
+
+@agreement("Pass after pass the order, and who is put off, are those of the reference.", PASSES)
+def the_same_passes(impl: type[SchedulePolicy], case: Passes, reference: type[SchedulePolicy]) -> None:
+    ours, theirs = Run(impl, case).play(), Run(reference, case).play()
+    expect_true("as many passes", len(ours) == len(theirs))
+    for i, (mine, its) in enumerate(zip(ours, theirs)):
+        expect_equal(f"pass {i}", mine, its)
