@@ -16,15 +16,15 @@ class DraftTreeOps(ABC):
     node, and the walk from the root follows drafts that equal the samples.
 
     Stateless: the same arguments give the same result, and no argument is modified. Everywhere the larger
-    score comes first, and of equal scores the lower index. No method waits for the device: shapes depend on
-    the shapes and Python numbers given, never on what tensors hold.
+    score comes first, and of equal scores the lower index. Shapes depend on the shapes and Python numbers
+    given, never on what tensors hold, so that an implementation need not wait for the device.
     """
 
     @abstractmethod
     def top_tokens(self, logits: torch.Tensor, k: int) -> TopTokens:
-        """logits [n, V] of any float type -> the k likeliest of each row, softmax in float32, ties: lowest
-        id first. A row whose softmax is not a number (a NaN, +inf, or nothing above -inf) gets the ids
-        0 .. k-1 with probability 0. Raises `ValueError` unless 1 <= k <= V."""
+        """logits [n, V] of any float type -> the k largest of each row, ties: lowest id first, and their
+        probabilities, softmax in float32. A row whose softmax is not a number (a NaN, +inf, or nothing above
+        -inf) gets the ids 0 .. k-1 with probability 0. Raises `ValueError` unless 1 <= k <= V."""
 
     @abstractmethod
     def first_beams(self, top: TopTokens) -> Beams:
@@ -63,3 +63,13 @@ class DraftTreeOps(ABC):
         equal to no draft). From the root on: the child whose token equals the sample at its parent is
         accepted (of several, the lowest), until there is none or max_depth (None: N - 1) are accepted. The
         sample at the last accepted node is the bonus token."""
+
+
+def check_top_k(k: int, vocab_size: int) -> None:
+    if not 1 <= k <= vocab_size:
+        raise ValueError(f"k is {k}: it must be at least 1 and at most the {vocab_size} tokens there are")
+
+
+def check_num_draft_tokens(num_draft_tokens: int) -> None:
+    if num_draft_tokens < 1:
+        raise ValueError(f"num_draft_tokens is {num_draft_tokens}, but the root alone is one")

@@ -65,6 +65,10 @@ class DraftTree:
         """N: nodes of each tree, the root and padding included."""
         return self.token_ids.shape[1]
 
+    def positions(self, prefix_lens: torch.Tensor) -> torch.Tensor:
+        """[bs * N] int64; prefix_lens [bs]: tokens with KV before this step. Also what the sampler gets."""
+        return (prefix_lens[:, None] + self.depths).flatten()
+
 
 class Accepted(NamedTuple):
     """What verification keeps: the path from the root that the target went along, and its tokens.

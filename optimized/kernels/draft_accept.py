@@ -1,0 +1,57 @@
+"""The walk from the root along the target's samples: one program for each tree.
+
+Floor: a launch. The whole tree lies in registers; at each depth all nodes are asked at once whether they are
+the child that is looked for, instead of following links from one to the next.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _accept_kernel(
+    token_ids_ptr, parents_ptr, target_ids_ptr, node_indices_ptr, out_ids_ptr, num_accepted_ptr,
+    NUM: tl.constexpr, MAX_DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0).to(tl.int64)
+    nodes = tl.arange(0, BLOCK)
+    inside = nodes < NUM
+    token_ids = tl.load(token_ids_ptr + request * NUM + nodes, mask=inside, other=0)
+    parents = tl.load(parents_ptr + request * NUM + nodes, mask=inside, other=-1).to(tl.int32)
+    targets = tl.load(target_ids_ptr + request * NUM + nodes, mask=inside, other=-1)
+
+    out = request * (MAX_DEPTH + 1)
+    node = tl.zeros([], dtype=tl.int32)
+    target = tl.sum(tl.where(nodes == 0, targets, 0), axis=0)
+    num_accepted = tl.zeros([], dtype=tl.int64)
+    tl.store(node_indices_ptr + out, node.to(tl.int64))
+    tl.store(out_ids_ptr + out, target)
+    for depth in range(1, MAX_DEPTH + 1):
+        child = tl.min(tl.where((parents == node) & (token_ids == target), nodes, BLOCK), axis=0)
+        is_accepted = child < BLOCK
+        node = tl.where(is_accepted, child, -2)  # nobody's parent: the root and padding have -1
+        target = tl.sum(tl.where(nodes == child, targets, 0), axis=0)
+        num_accepted += is_accepted.to(tl.int64)
+        tl.store(node_indices_ptr + out + depth, tl.where(is_accepted, child, -1).to(tl.int64))
+        tl.store(out_ids_ptr + out + depth, tl.where(is_accepted, target, -1))
+    tl.store(num_accepted_ptr + request, num_accepted)
+
+
+def accept_walk(
+    token_ids: torch.Tensor, parents: torch.Tensor, target_ids: torch.Tensor, max_depth: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[bs, N] each -> the nodes on the path and what the target says there, [bs, max_depth + 1], -1 where the
+    path has ended; and how many drafts are on it, [bs]."""
+    bs, num = token_ids.shape
+    assert target_ids.is_contiguous()
+    node_indices, out_ids = torch.empty(2, bs, max_depth + 1, dtype=torch.int64, device=token_ids.device)
+    num_accepted = torch.empty(bs, dtype=torch.int64, device=token_ids.device)
+    if bs > 0:
+        _accept_kernel[(bs,)](
+            token_ids, parents, target_ids, node_indices, out_ids, num_accepted,
+            NUM=num, MAX_DEPTH=max_depth, BLOCK=triton.next_power_of_2(num), num_warps=1,
+        )  # fmt: skip
+    return node_indices, out_ids, num_accepted
