@@ -41,6 +41,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "optimized": "optimized.model_runner:ModelRunner",
     },
     "sampler": {"reference": "reference.sampler:Sampler", "optimized": "optimized.sampler:Sampler"},
+    "draft_tree": {
+        "reference": "reference.draft_tree:DraftTreeOps",
+        "optimized": "optimized.draft_tree:DraftTreeOps",
+    },
 }
 """component -> choice -> "module" or "module:attribute". A choice is a panel's name or a backend's."""
 

@@ -39,7 +39,8 @@ def flatten_mask(visible: torch.Tensor, seq_lens: torch.Tensor, mask: torch.Tens
     bs, num = visible.shape[:2]
     assert visible.is_contiguous()
     if bs > 0:
-        _mask_kernel[(bs, triton.cdiv(NUM_PROGRAMS, bs))](
+        num_parts = min(triton.cdiv(NUM_PROGRAMS, bs), triton.cdiv(mask.shape[0], BLOCK))
+        _mask_kernel[(bs, num_parts)](
             visible.view(torch.uint8), seq_lens, mask.view(torch.uint8), bs,
             NUM=num, BATCH_BLOCK=triton.next_power_of_2(bs), BLOCK=BLOCK,
         )  # fmt: skip

@@ -37,6 +37,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "models": ("models", "models_weights"),
     "model_runner": ("model_runner", "model_runner_decode"),
     "sampler": ("sampler", "sampler_rows", "sampler_logprobs", "sampler_distribution"),
+    "draft_tree": ("draft_tree", "draft_tree_verify"),
 }
 """component -> the modules of shared.conformance.contracts that hold its clauses"""
 

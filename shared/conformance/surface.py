@@ -21,6 +21,7 @@ _CLASSES: dict[str, type] = {
     "moe": interfaces.MoE,
     "model_runner": interfaces.ModelRunner,
     "sampler": interfaces.Sampler,
+    "draft_tree": interfaces.DraftTreeOps,
 }
 """component -> the interface that its class implements"""
 

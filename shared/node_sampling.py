@@ -1,0 +1,72 @@
+"""Sampling at every node of a draft tree, with the parameters that the request would have had there without
+speculation: its noise, its penalties, its bans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+import torch
+
+from shared.types import DraftTree, Req, SamplingBatchInfo
+
+
+class EarlyBans(NamedTuple):
+    """Stop tokens that requests may not write yet, because of min_new_tokens."""
+
+    banned: torch.Tensor  # [bs, vocab_size] bool, without tokens that are banned for ever
+    num_left: torch.Tensor  # [bs] int64, for how many more tokens
+
+
+def make_early_bans(reqs: Sequence[Req], vocab_size: int, device: torch.device | str) -> EarlyBans | None:
+    """None where no request has any. The same tokens are in `SamplingBatchInfo.banned`, which says what holds
+    for a request's next token only."""
+    left = [
+        0 if r.sampling_params.ignore_eos else r.sampling_params.min_new_tokens - len(r.output_ids)
+        for r in reqs
+    ]
+    entries = [
+        (row, token_id)
+        for row, req in enumerate(reqs)
+        for token_id in {*req.eos_token_ids, *req.sampling_params.stop_token_ids}
+        if left[row] > 0
+        and token_id < vocab_size
+        and req.sampling_params.logit_bias.get(token_id) != -torch.inf
+    ]
+    if not entries:
+        return None
+    banned = torch.zeros(len(reqs), vocab_size, dtype=torch.bool)
+    banned[tuple(torch.tensor(entries).T)] = True
+    return EarlyBans(banned.to(device), torch.tensor(left).clamp(min=0).to(device))
+
+
+def expand_to_nodes(
+    info: SamplingBatchInfo, tree: DraftTree, early_bans: EarlyBans | None = None
+) -> SamplingBatchInfo:
+    """bs rows -> bs * N rows: row b * N + n is what request b asks for once node n is written.
+
+    The root counts as written in `info` already. Penalties count a node's own way from the root as well;
+    `early_bans` end at the depth where min_new_tokens is reached. Noise needs the nodes' positions
+    (`DraftTree.positions`). A vocab_mask is repeated: where it depends on the text, replace it by one with a
+    row for each node.
+    """
+    num = tree.num_draft_tokens
+    # --8<-- [start:expand-to-nodes]
+    rows = {
+        field.name: value.repeat_interleave(num, dim=0)
+        for field in fields(info)
+        if isinstance(value := getattr(info, field.name), torch.Tensor)
+    }
+    if info.output_counts is not None:
+        counts = rows["output_counts"].view(tree.batch_size, num, -1)
+        way = tree.visible.clone()
+        way[:, :, 0] = False
+        ids = tree.token_ids[:, None, :].expand_as(way)
+        rows["output_counts"] = counts.scatter_add(2, ids, way.to(counts.dtype)).flatten(0, 1)
+    if early_bans is not None:
+        is_over = tree.depths >= early_bans.num_left[:, None]
+        lifted = early_bans.banned[:, None, :] & is_over[:, :, None]
+        rows["banned"] = rows["banned"] & ~lifted.flatten(0, 1)
+    # --8<-- [end:expand-to-nodes]
+    return replace(info, **rows)
