@@ -36,19 +36,15 @@ class DraftTreeOps(contract.DraftTreeOps):
         return Beams(top.token_ids, top.probs, parents, indices, top.token_ids, top.probs)
 
     def next_beams(self, beams: Beams, top: TopTokens) -> Beams:
-        # --8<-- [start:next-beams]
         candidate_ids = top.token_ids.flatten(1)  # [bs, K * K]
         *best, candidate_scores = best_beams(beams.scores, top.probs, candidate_ids)
         return Beams(*best, candidate_ids, candidate_scores)
-        # --8<-- [end:next-beams]
 
     def build(self, root_ids: torch.Tensor, steps: Sequence[Beams], num_draft_tokens: int) -> DraftTree:
         contract.check_num_draft_tokens(num_draft_tokens)
-        # --8<-- [start:choose-nodes]
         scores = torch.cat([step.candidate_scores for step in steps], dim=1)
         token_ids = torch.cat([step.candidate_ids for step in steps], dim=1)
         beam_indices = torch.stack([step.indices for step in steps], dim=1)
-        # --8<-- [end:choose-nodes]
         return self.from_parents(*select_nodes(root_ids, scores, token_ids, beam_indices, num_draft_tokens))
 
     def from_parents(

@@ -29,6 +29,7 @@ def _accept_kernel(
     num_accepted = tl.zeros([], dtype=tl.int64)
     tl.store(node_indices_ptr + out, node.to(tl.int64))
     tl.store(out_ids_ptr + out, target)
+    # --8<-- [start:ask-all-nodes]
     for depth in range(1, MAX_DEPTH + 1):
         child = tl.min(tl.where((parents == node) & (token_ids == target), nodes, BLOCK), axis=0)
         is_accepted = child < BLOCK
@@ -37,6 +38,7 @@ def _accept_kernel(
         num_accepted += is_accepted.to(tl.int64)
         tl.store(node_indices_ptr + out + depth, tl.where(is_accepted, child, -1).to(tl.int64))
         tl.store(out_ids_ptr + out + depth, tl.where(is_accepted, target, -1))
+    # --8<-- [end:ask-all-nodes]
     tl.store(num_accepted_ptr + request, num_accepted)
 
 

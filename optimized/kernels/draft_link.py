@@ -25,6 +25,7 @@ def _link_kernel(
     parents = tl.load(parents_ptr + first + nodes, mask=has_parent, other=-1).to(tl.int32)
     token_ids = tl.load(token_ids_ptr + first + nodes, mask=nodes < num_nodes, other=0)
 
+    # --8<-- [start:climb-to-the-root]
     visible = others == nodes[:, None]
     depths = tl.zeros([BLOCK], dtype=tl.int32)
     ancestors = parents
@@ -32,6 +33,7 @@ def _link_kernel(
         visible |= others == ancestors[:, None]
         depths += (ancestors >= 0).to(tl.int32)
         ancestors = tl.load(parents_ptr + first + ancestors, mask=ancestors > 0, other=-1).to(tl.int32)
+    # --8<-- [end:climb-to-the-root]
 
     # [n, m]: m is a child of n; m is a later child of n's parent
     is_child = parents[None, :] == nodes[:, None]

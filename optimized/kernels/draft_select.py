@@ -25,6 +25,7 @@ def _select_kernel(
     scores = tl.load(scores_ptr + request * num_candidates + numbers, mask=is_there, other=0.0)
     bits = tl.where(is_there, scores.to(tl.int32, bitcast=True), -1)
 
+    # --8<-- [start:find-the-bound]
     bound = tl.zeros([], dtype=tl.int32)  # the largest that NUM_CHOSEN candidates reach
     for place in range(31):
         higher = bound | (1 << (30 - place))
@@ -35,6 +36,7 @@ def _select_kernel(
     rank = num_above + tl.cumsum(ties, axis=0)  # of ties, from 1 on
     is_chosen = (bits > bound) | ((ties != 0) & (rank <= NUM_CHOSEN))
     nodes = tl.cumsum(is_chosen.to(tl.int32), axis=0)
+    # --8<-- [end:find-the-bound]
 
     # Candidates of the first step hang from the root, K * K of each later one from the beams before.
     step = (numbers - K + K * K) // (K * K)
