@@ -27,7 +27,7 @@ import torch
 
 from shared.interfaces import prefix_cache as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
-from shared.interfaces.prefix_cache import CacheNode, InsertResult, MatchResult, RadixKey
+from shared.interfaces.prefix_cache import CacheNode, CacheWatcher, InsertResult, MatchResult, RadixKey
 from shared.types import Req
 
 
@@ -82,6 +82,7 @@ class RadixCache(interface.PrefixCache):
         self.eviction_order = EVICTION_ORDER[eviction_policy]
         self.is_bigram = is_bigram
         self.device = torch.device("cpu") if allocator is None else allocator.slot_device
+        self._watchers: list[CacheWatcher] = []
         self.reset()
 
     def match_prefix(self, key: RadixKey) -> MatchResult:
@@ -179,9 +180,18 @@ class RadixCache(interface.PrefixCache):
         self.root = self._new_node(
             None, no_tokens, self._no_slots(), None, False, creation_time=0, priority=0
         )
+        for watcher in self._watchers:
+            watcher.reset()
 
     def node_id(self, node: TreeNode) -> int:
         return node.node_id
+
+    def watch(self, watcher: CacheWatcher) -> bool:
+        self._watchers.append(watcher)
+        return True
+
+    def parent(self, node: TreeNode) -> TreeNode | None:
+        return node.parent
 
     def nodes(self) -> Iterator[CacheNode]:
         stack = list(self.root.children.values())
@@ -264,6 +274,8 @@ class RadixCache(interface.PrefixCache):
         child.tokens, child.value = self._part(child, upper_len, child.num_slots)
         child.num_slots -= upper_len
         upper.children[self._key_of(child)] = child
+        for watcher in self._watchers:
+            watcher.split(upper, child)
         return upper
 
     def _part(self, node: TreeNode, start: int, end: int) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
@@ -306,9 +318,12 @@ class RadixCache(interface.PrefixCache):
                 creation_time=self._time,
                 priority=priority,
             )
-            node.children[self._key_of(leaf)] = leaf
+            child_key = self._key_of(leaf)
+            node.children[child_key] = leaf
             self._evictable_size += leaf.num_slots
             self._queue(leaf)
+            for watcher in self._watchers:
+                watcher.inserted(node, child_key)
             node = leaf
         return InsertResult(prefix_len, node)
 
@@ -327,6 +342,8 @@ class RadixCache(interface.PrefixCache):
         del leaf.parent.children[self._key_of(leaf)]
         leaf.parent = None
         self._evictable_size -= leaf.num_slots
+        for watcher in self._watchers:
+            watcher.removed(leaf)
 
     def _new_node(
         self,

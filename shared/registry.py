@@ -18,8 +18,14 @@ PANELS = ("reference", "optimized")
 
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "scheduler": {"reference": "reference.scheduler:Scheduler"},
-    "schedule_policy": {"reference": "reference.schedule_policy:SchedulePolicy"},
-    "prefill_adder": {"reference": "reference.prefill_adder:PrefillAdder"},
+    "schedule_policy": {
+        "reference": "reference.schedule_policy:SchedulePolicy",
+        "optimized": "optimized.schedule_policy:SchedulePolicy",
+    },
+    "prefill_adder": {
+        "reference": "reference.prefill_adder:PrefillAdder",
+        "optimized": "optimized.prefill_adder:PrefillAdder",
+    },
     "radix_cache": {
         "reference": "reference.radix_cache:RadixCache",
         "optimized": "optimized.radix_cache:RadixCache",

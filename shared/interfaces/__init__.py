@@ -9,7 +9,14 @@ from shared.interfaces.model import CausalLM
 from shared.interfaces.model_runner import ModelRunner
 from shared.interfaces.moe import FusedExperts, MoE, TopK, TopKOutput
 from shared.interfaces.prefill_adder import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder, PrefillBudget
-from shared.interfaces.prefix_cache import CacheNode, InsertResult, MatchResult, PrefixCache, RadixKey
+from shared.interfaces.prefix_cache import (
+    CacheNode,
+    CacheWatcher,
+    InsertResult,
+    MatchResult,
+    PrefixCache,
+    RadixKey,
+)
 from shared.interfaces.sampler import Sampler
 from shared.interfaces.schedule_policy import PolicyResult, SchedulePolicy
 from shared.interfaces.scheduler import Scheduler, SchedulerParts, SchedulerState, SchedulerStats
@@ -19,6 +26,7 @@ __all__ = [
     "AddReqResult",
     "AttentionBackend",
     "CacheNode",
+    "CacheWatcher",
     "CausalLM",
     "DraftTreeOps",
     "Drafter",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -48,6 +48,28 @@ class CacheNode(NamedTuple):
     slots: list[int]
     lock_ref: int
     extra_key: str | None
+
+
+class CacheWatcher(ABC):
+    """Is told of a tree's changes, each as soon as it is made: so a match can be kept until it would end
+    elsewhere. A match ends on a node's border, so it ends elsewhere only when a leaf is added below its last
+    node, or that node is removed."""
+
+    @abstractmethod
+    def inserted(self, parent: Any, key: Hashable) -> None:
+        """A leaf was added below `parent`. Its edge begins with the page of `key`: (extra_key, token ...)."""
+
+    @abstractmethod
+    def split(self, upper: Any, lower: Any) -> None:
+        """`lower` was cut in two: `upper`, new, stands between it and what was its parent."""
+
+    @abstractmethod
+    def removed(self, leaf: Any) -> None:
+        """A leaf is no longer in the tree."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Nothing is left but a root."""
 
 
 class PrefixCache(ABC):
@@ -141,6 +163,15 @@ class PrefixCache(ABC):
     @abstractmethod
     def node_id(self, node: Any) -> int:
         """The number of a node (`MatchResult.last_node`) in `nodes()`; the root's is 0."""
+
+    def watch(self, watcher: CacheWatcher) -> bool:
+        """Tell `watcher` of every change from now on. False, and nothing else, in a cache that tells nobody
+        (the default); one that does has `parent` too."""
+        return False
+
+    def parent(self, node: Any) -> Any:
+        """The node above, None above the root."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be watched")
 
     @abstractmethod
     def nodes(self) -> Iterator[CacheNode]:

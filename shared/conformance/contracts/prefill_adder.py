@@ -274,6 +274,17 @@ def least_important_and_latest_first_as_few_as_suffice(impl: type[PrefillAdder],
     expect_equal("[v.rid for v in chosen]", [v.rid for v in chosen], ["less", "new"])
 
 
+@contract("What preempted requests had reserved is given back to the budget.", EXAMPLE)
+def preempted_reserve_nothing(impl: type[PrefillAdder], case: Example) -> None:
+    setup = Setup(impl, pool=100)
+    setup.allocator.alloc(60)
+    adder = setup.adder([running(41, 21, rid="a"), running(61, 21, rid="b", priority=20)])
+    before = adder.rem_total_tokens
+    chosen = adder.preempt_to_schedule(req(5, 2, priority=20), min_priority_gap=10)
+    expect_equal("[v.rid for v in chosen]", [v.rid for v in chosen], ["a"])
+    expect_equal("rem_total_tokens", adder.rem_total_tokens, before + 10)
+
+
 @contract("Preemption is all or nothing.", EXAMPLE)
 def all_or_nothing(impl: type[PrefillAdder], case: Example) -> None:
     setup = Setup(impl, pool=60)

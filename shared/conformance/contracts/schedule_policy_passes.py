@@ -6,13 +6,16 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import torch
+
+from shared import registry
 from shared.config import EngineConfig
 from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_equal, expect_true
-from shared.conformance.contracts.schedule_policy import cache, put, req, rids
+from shared.conformance.contracts.schedule_policy import req, rids
 from shared.conformance.schedules import POLICIES
 from shared.conformance.short_repr import short_repr
-from shared.interfaces import SchedulePolicy
+from shared.interfaces import PrefixCache, RadixKey, SchedulePolicy
 from shared.types import Req
 from shared.waiting_queue import WaitingQueue
 
@@ -21,12 +24,13 @@ PREFIX_LENS = (0, 3, 8, 12, 40)
 
 @dataclass(frozen=True)
 class Policy:
-    """`by_priority`: with priority scheduling."""
+    """`by_priority`: with priority scheduling. `tree`: whose radix cache; one can be watched, one cannot."""
 
     name: str
     policy: str
     by_priority: bool = False
     page_size: int = 1
+    tree: str = "reference"
 
     def config(self) -> EngineConfig:
         return EngineConfig(
@@ -37,14 +41,26 @@ class Policy:
             in_batch_prefix_deprioritize_threshold=8,
         )
 
+    def make_tree(self) -> PrefixCache:
+        """What is evicted first does not depend on who was matched: a policy may match or not."""
+        implementation = registry.load("radix_cache", self.tree)
+        tree: PrefixCache = implementation(self.page_size, eviction_policy="fifo")
+        return tree
 
-EVERY_POLICY = tuple(
-    Policy(f"{policy}, page {page_size}{', by priority' * by_priority}", policy, by_priority, page_size)
+
+PLAIN = tuple(
+    Policy(policy + ", by priority" * by_priority, policy, by_priority)
     for policy in POLICIES
     for by_priority in (False, True)
-    for page_size in (1, 4)
-    if (not by_priority or policy in ("fcfs", "lof")) and (page_size == 1 or policy in ("lpm", "dfs-weight"))
+    if policy not in ("lpm", "dfs-weight") and (not by_priority or policy in ("fcfs", "lof"))
 )
+CACHE_AWARE = tuple(
+    Policy(f"{policy}, page {page_size}, {tree} tree", policy, page_size=page_size, tree=tree)
+    for policy in ("lpm", "dfs-weight")
+    for page_size in (1, 4)
+    for tree in ("reference", "optimized")
+)
+EVERY_POLICY = PLAIN + CACHE_AWARE
 
 
 @contract(
@@ -52,7 +68,7 @@ EVERY_POLICY = tuple(
     EVERY_POLICY,
 )
 def walked_while_the_queue_changes(impl: type[SchedulePolicy], case: Policy) -> None:
-    policy, queue = impl(case.config(), cache(case.page_size)), WaitingQueue()
+    policy, queue = impl(case.config(), case.make_tree()), WaitingQueue()
     waiting = [random_req(random.Random(i), i) for i in range(12)]
     for one in waiting:
         queue.append(one)
@@ -69,7 +85,7 @@ def walked_while_the_queue_changes(impl: type[SchedulePolicy], case: Policy) -> 
     )
 
 
-Kind = Literal["join", "leave", "come back", "cache", "pass"]
+Kind = Literal["join", "leave", "come back", "cache", "evict", "flush", "pass"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,9 +110,13 @@ class Passes:
     events: tuple[Event, ...]
 
 
-def random_passes(policy: Policy, seed: int, num_events: int = 60) -> Passes:
+def random_passes(policy: Policy, seed: int, num_events: int = 120) -> Passes:
     rng = random.Random(seed)
-    kinds = rng.choices(["join", "leave", "come back", "cache", "pass"], [8, 1, 1, 2, 4], k=num_events)
+    kinds = rng.choices(
+        ["join", "leave", "come back", "cache", "evict", "flush", "pass"],
+        [16, 2, 2, 8, 6, 1, 8],
+        k=num_events,
+    )
     events = tuple(Event(kind, rng.randrange(1000), rng.randrange(4)) for kind in kinds)  # type: ignore[arg-type]
     return Passes(f"{policy.name}, events {seed}", policy, events)
 
@@ -130,14 +150,11 @@ class Run:
     trace: list[Any] = field(default_factory=list)
 
     def play(self) -> list[Any]:
-        self.tree = self.make_tree()
+        self.tree = self.case.policy.make_tree()
         self.policy = self.impl(self.case.policy.config(), self.tree)
         for event in self.case.events:
             getattr(self, "_" + event.kind.replace(" ", "_"))(event)
         return self.trace
-
-    def make_tree(self) -> Any:
-        return cache(self.case.policy.page_size)
 
     def _join(self, event: Event) -> None:
         self.queue.append(random_req(random.Random(event.which), self.num_made))
@@ -157,7 +174,14 @@ class Run:
             self.queue.append(back)
 
     def _cache(self, event: Event) -> None:
-        put(self.tree, random_req(random.Random(event.which), 0).all_ids)
+        made = random_req(random.Random(event.which), 0)
+        self.tree.insert(RadixKey(made.all_ids, made.extra_key), torch.arange(len(made.all_ids)))
+
+    def _evict(self, event: Event) -> None:
+        self.tree.evict(event.which % 30)
+
+    def _flush(self, event: Event) -> None:
+        self.tree.reset()
 
     def _pass(self, event: Event) -> None:
         queue = list(self.queue) if self.as_list else self.queue
@@ -169,7 +193,7 @@ class Run:
             self.gone.append(one)
 
 
-PASSES = tuple(random_passes(policy, seed) for policy in EVERY_POLICY for seed in range(3))
+PASSES = tuple(random_passes(policy, seed) for policy in EVERY_POLICY for seed in range(4))
 
 
 @contract("A WaitingQueue that changes between passes is ordered as a list of the same requests is.", PASSES)

@@ -1,0 +1,153 @@
+"""The order in which waiting requests are tried, kept up to date instead of made anew.
+
+Differs from reference: a pass does not look at every waiting request. The policy follows the queue and takes
+in who came and who left since the last pass; sorted orders are lists with a place for each newcomer,
+cache-aware ones keep every request's match until the tree tells that it would end elsewhere. What still grows
+with the queue is moving pointers in a list, some nanoseconds a request. Assumes a `WaitingQueue` (any
+other sequence is ordered from scratch, with the same result) and, for lpm and dfs-weight, a tree that can be
+watched. It loses on short queues of requests that come and go at once. And a request that waits does not keep
+its prefix recently used, as matching it again and again does.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from optimized.waiting_matches import WaitingMatches
+from shared.config import EngineConfig
+from shared.interfaces import PolicyResult, PrefixCache
+from shared.interfaces import schedule_policy as interface
+from shared.types import Req
+from shared.waiting_queue import Changes, Follower, WaitingQueue
+
+LPM_QUEUE_LIMIT = 128
+"""Matching and sorting a longer queue costs more than a good order saves."""
+
+
+class SchedulePolicy(interface.SchedulePolicy):
+    def __init__(self, config: EngineConfig, tree_cache: PrefixCache) -> None:
+        self.config = config
+        self.tree_cache = tree_cache
+        self.rng = random.Random(config.random_seed)
+        self._queue: WaitingQueue | None = None  # the one that is followed
+        self._follower: Follower | None = None
+        self._by_key = SortedQueue(self._sort_key)
+        self._by_route = RoutedQueue()
+        self._matches: WaitingMatches | None = None
+        if config.schedule_policy in ("lpm", "dfs-weight") and not tree_cache.disable:
+            is_depth_first = config.schedule_policy == "dfs-weight"
+            self._matches = WaitingMatches(config, tree_cache, is_depth_first)
+
+    def order(self, waiting_queue: Sequence[Req], running: Sequence[Req]) -> PolicyResult:
+        policy = self._effective_policy(len(waiting_queue))
+        if policy in ("lpm", "dfs-weight"):
+            return self._cache_aware_order(policy, waiting_queue)
+        if self._matches is not None:
+            self._forget(self._matches)  # of so many, nobody needs them
+        if policy == "lof" or (policy == "fcfs" and self.config.enable_priority_scheduling):
+            self._follow(waiting_queue, self._by_key)
+            return PolicyResult(iter(self._by_key.reqs), frozenset())  # updated in the next pass
+        if policy == "random":
+            return PolicyResult(self._shuffled(list(waiting_queue)), frozenset())
+        if policy == "routing-key":
+            queue = self._follow(waiting_queue, self._by_route)
+            counts = Counter(req.routing_key for req in running if req.routing_key is not None)
+            return PolicyResult(self._by_route.order(queue, counts), frozenset())
+        return PolicyResult(list(waiting_queue), frozenset())
+
+    def _shuffled(self, queue: list[Req]) -> Iterator[Req]:
+        """Each place draws from those who are left: whoever stops early has drawn no more than was needed."""
+        for i in range(len(queue)):
+            j = self.rng.randrange(i, len(queue))
+            queue[i], queue[j] = queue[j], queue[i]
+            yield queue[i]
+
+    def _effective_policy(self, num_waiting: int) -> str:
+        policy = self.config.schedule_policy
+        if policy in ("lpm", "dfs-weight") and self.tree_cache.disable:
+            return "fcfs"
+        if policy == "lpm" and num_waiting > LPM_QUEUE_LIMIT:
+            return "fcfs"
+        return policy
+
+    def _cache_aware_order(self, policy: str, waiting_queue: Sequence[Req]) -> PolicyResult:
+        matches = self._matches
+        assert matches is not None
+        queue = self._follow(waiting_queue, matches)
+        if policy == "dfs-weight":
+            return PolicyResult(matches.depth_first(), matches.put_off)
+        ranks = {req: (req.rid in matches.put_off, -matches.by_req[req].matched_len) for req in queue}
+        return PolicyResult(sorted(queue, key=ranks.__getitem__), matches.put_off)
+
+    def _follow(self, waiting_queue: Sequence[Req], index: Any) -> WaitingQueue:
+        """Bring what is kept for a queue up to date with it. A plain sequence is a new queue each time."""
+        is_queue = isinstance(waiting_queue, WaitingQueue)
+        queue = waiting_queue if is_queue else WaitingQueue(waiting_queue)
+        if queue is not self._queue:
+            self._forget(index)
+            self._queue, self._follower = queue, queue.follow()
+        assert self._follower is not None
+        index.update(self._follower.take())
+        return queue
+
+    def _forget(self, index: Any) -> None:
+        index.clear()
+        if self._queue is not None and self._follower is not None:
+            self._queue.unfollow(self._follower)
+        self._queue = self._follower = None
+
+    def _sort_key(self, req: Req) -> tuple[float, float]:
+        priority = -req.priority if self.config.enable_priority_scheduling else 0
+        is_lof = self.config.schedule_policy == "lof"
+        return priority, -req.max_new_tokens if is_lof else req.queue_start_time
+
+
+class SortedQueue:
+    """Waiting requests by a key; among equals in the order of the queue."""
+
+    def __init__(self, key: Callable[[Req], tuple[float, float]]) -> None:
+        self.key = key
+        self.clear()
+
+    def clear(self) -> None:
+        self.reqs: list[Req] = []
+        self._keys: list[tuple[float, ...]] = []  # theirs, and the ticket: no two are equal
+        self._key_of: dict[Req, tuple[float, ...]] = {}  # a request that left may be another one already
+
+    def update(self, changes: Changes) -> None:
+        for req in changes.left:
+            i = bisect_left(self._keys, self._key_of.pop(req))
+            del self.reqs[i], self._keys[i]
+        for req, ticket in changes.joined.items():
+            key = self._key_of[req] = (*self.key(req), ticket)
+            i = bisect_left(self._keys, key)
+            self.reqs.insert(i, req)
+            self._keys.insert(i, key)
+
+
+class RoutedQueue:
+    """Waiting requests by routing key, each key's in the order of the queue."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self._waiting: dict[str | None, dict[Req, None]] = {}
+
+    def update(self, changes: Changes) -> None:
+        for req in changes.left:
+            del self._waiting[req.routing_key][req]
+        for req in changes.joined:  # these come last: their tickets are the newest
+            self._waiting.setdefault(req.routing_key, {})[req] = None
+
+    def order(self, queue: Sequence[Req], counts: Counter[str | None]) -> Iterator[Req]:
+        """First those whose key is running, the most frequent first, then by key; behind them the others."""
+        most_frequent = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
+        with_key = [list(self._waiting.get(key, ())) for key, _ in most_frequent]
+        others = filter(lambda req: req.routing_key not in counts, list(queue))
+        return chain(*with_key, others)

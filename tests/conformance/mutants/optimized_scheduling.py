@@ -1,0 +1,162 @@
+"""Planted bugs in the optimized policies and prefill adder: words of their sources, changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import optimized.prefill_adder as adder
+import optimized.schedule_policy as policy
+import optimized.waiting_matches as matches
+from tests.conformance.mutants.mutant import mutant_of
+
+
+def changed(module: ModuleType, before: str, after: str) -> dict[str, Any]:
+    """The names of a module in whose source `before`, which is there once, became `after`."""
+    source = Path(str(module.__file__)).read_text("utf-8")
+    assert source.count(before) == 1, f"{source.count(before)} times: {before!r}"
+    names: dict[str, Any] = {"__name__": module.__name__}
+    exec(source.replace(before, after), names)
+    return names
+
+
+def policy_with(before: str, after: str) -> Any:
+    return changed(policy, before, after)["SchedulePolicy"]
+
+
+def matches_with(before: str, after: str) -> Any:
+    """The policy over changed matches."""
+    names: dict[str, Any] = {"__name__": policy.__name__}
+    exec(Path(str(policy.__file__)).read_text("utf-8"), names)
+    names["WaitingMatches"] = changed(matches, before, after)["WaitingMatches"]
+    return names["SchedulePolicy"]
+
+
+def adder_with(before: str, after: str) -> Any:
+    return changed(adder, before, after)["PrefillAdder"]
+
+
+# Following the queue
+
+
+@mutant_of("schedule_policy")
+class NewcomersAheadOfEquals(policy_with("(*self.key(req), ticket)", "(*self.key(req), -ticket)")):
+    """Among equals the newest comes first."""
+
+
+@mutant_of("schedule_policy")
+class WhoLeftIsStillRouted(policy_with("del self._waiting[req.routing_key][req]", "pass")):
+    """A request with a routing key is ordered after it left."""
+
+
+@mutant_of("schedule_policy")
+class RareRoutesFirst(policy_with("(-item[1], str(item[0]))", "(item[1], str(item[0]))")):
+    """The least frequent routing key goes first."""
+
+
+@mutant_of("schedule_policy")
+class OthersTwice(policy_with("req.routing_key not in counts", "True")):
+    """Requests whose key is running are given again with the others."""
+
+
+# Matches that are kept
+
+
+@mutant_of("schedule_policy")
+class InsertsAreMissed(matches_with("self._stale |= self._ending_at.get(parent, {}).pop(key, {})", "pass")):
+    """A match is not looked at again when the cache gets more of the prompt."""
+
+
+@mutant_of("schedule_policy")
+class EvictionsAreMissed(matches_with("            self._stale |= reqs", "            pass")):
+    """A match is not looked at again when its last node is evicted."""
+
+
+@mutant_of("schedule_policy")
+class SplitsAreMissed(matches_with("self._unlist(lower)\n        self._list(upper)", "return")):
+    """A node that was split keeps its old parent."""
+
+
+@mutant_of("schedule_policy")
+class FlushIsMissed(matches_with("self._stale = dict.fromkeys(self.by_req)", "self._stale = {}")):
+    """Matches outlive the tree."""
+
+
+@mutant_of("schedule_policy")
+class ResetKeepsNumbers(matches_with("match.node_id = NO_NODE", "pass")):
+    """Requests are looked for at numbers of nodes that no longer stand for anything."""
+
+
+@mutant_of("schedule_policy")
+class TiesByNumber(
+    matches_with("return -len(self.tickets), self.tickets[0]", "return -len(self.tickets), self.node_id")
+):
+    """Children that weigh the same go in the order in which they were made."""
+
+
+@mutant_of("schedule_policy")
+class NobodyBelowChildren(
+    matches_with(
+        "stack.append((entry[2], iter(list(entry[2].children))))",
+        "stack.append((entry[2], iter(())))",
+    )
+):
+    """Below the root's children nobody is walked to."""
+
+
+@mutant_of("schedule_policy")
+class SharersCrossNamespaces(
+    matches_with("(req.extra_key, *token_ids[: self.shared_len])", "(*token_ids[: self.shared_len],)")
+):
+    """Requests of different namespaces wait for each other."""
+
+
+@mutant_of("schedule_policy")
+class SharersOfHalfAPage(
+    matches_with(
+        "-(-config.in_batch_prefix_deprioritize_threshold // page_size) * page_size",
+        "config.in_batch_prefix_deprioritize_threshold - 1",
+    )
+):
+    """One token less in common is enough to be put off."""
+
+
+@mutant_of("schedule_policy")
+class LeadersStayPutOff(matches_with("self.put_off.discard(self.by_ticket[tickets[0]].rid)", "pass")):
+    """Whoever is first once the first one left is put off for ever."""
+
+
+@mutant_of("schedule_policy")
+class CachedPrefixesArePutOff(matches_with("if matched_len <= self.check_threshold:", "if True:")):
+    """Requests wait for a prefix that the cache has."""
+
+
+# The adder
+
+
+@mutant_of("prefill_adder")
+class NeverLooksAgain(adder_with("if matched_len > 0 and not", "if matched_len > 1000 and not")):
+    """Memory is not looked at again once a prefix is locked."""
+
+
+@mutant_of("prefill_adder")
+class ReservesInOneSum(adder_with("num_left.clip(0, CLIP_MAX_NEW_TOKENS)", "num_left")):
+    """A huge max_new_tokens reserves all of itself."""
+
+
+@mutant_of("prefill_adder")
+class PreemptedStillReserve(
+    adder_with("self.charged_tokens -= sum(self._reservation(victim) for victim in victims)", "pass")
+):
+    """What preempted requests had reserved is not given back."""
+
+
+@mutant_of("prefill_adder")
+class FillsAllOfIt(adder_with("token_ids if end == len(token_ids) else token_ids[:end]", "token_ids")):
+    """A request that is cut gets all of its tokens to fill."""
+
+
+@mutant_of("prefill_adder")
+class ForgetsToCharge(adder_with("self.charged_tokens += num_tokens + max_new_tokens", "pass")):
+    """What is added reserves nothing."""
