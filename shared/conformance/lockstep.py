@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from shared.conformance.closeness import allowed_between, compare_rows, error_ratio
-from shared.conformance.outcome import Divergence, NearTie, Outcome, SchedulesPart, layer_of
-from shared.conformance.recorder import LOGITS, SAMPLED_IDS, Key, Recorder, Rows, StepRecord
+from shared.conformance.outcome import Divergence, NearTie, Outcome, SchedulesPart
+from shared.conformance.recorder import EXPERTS, LOGITS, SAMPLED_IDS, Key, Recorder, Rows, StepRecord
 from shared.conformance.routing import experts_part
 from shared.conformance.side import MAX_IDLE_STEPS, Side
+from shared.conformance.teacher import Teacher
 from shared.conformance.tolerance import NEAR_TIE
 from shared.engine import LLM, Prompt
 from shared.types import SamplingParams
@@ -22,9 +23,11 @@ class Lockstep:
     then logits within the table's tolerance, then sampled ids exactly.
 
     Where the sampled ids differ although the logits are close, and the gap between the two tokens in A's
-    logits is below NEAR_TIE, nobody is wrong: the request is given up from there. With `teacher_forced`, B
-    goes on with A's tokens and nothing is given up. `strict_schedule`: other batches are a divergence too.
-    `graphs`: CUDA graphs stay on, and of the steps that they replay only logits and ids are compared.
+    logits is below NEAR_TIE, nobody is wrong: the request is given up from there. So it is where a token's
+    experts differ although the router's logits are close. With `teacher_forced`, B goes on with A's tokens
+    and A's experts, and nothing is given up: what follows is held as strictly as if there had been no tie.
+    `strict_schedule`: other batches are a divergence too. `graphs`: CUDA graphs stay on, and of the steps
+    that they replay only logits and ids are compared; there no expert is seen or forced.
     """
 
     def __init__(
@@ -40,7 +43,9 @@ class Lockstep:
         self.inherited = 0.0  # the largest relative error accepted so far
         self.given_up: set[str] = set()
         if teacher_forced:
-            self.b.recorder.force = self._force
+            teacher = Teacher(self.a, self.b)
+            self.b.recorder.force = teacher.tokens
+            self.b.recorder.force_experts = teacher.experts
 
     def run(
         self,
@@ -131,31 +136,35 @@ class Lockstep:
                     only.add(f"{op} {list(one.shape[1:])}")
                 continue
             rows_a, rows_b = tensor[rows[0]].cpu(), b.tokens.tensors[op][rows[1]].cpu()
+            if records[0].kinds[op] == EXPERTS:
+                self._level_experts(records, op, keys, rows, (rows_a, rows_b))
+                kept = [i for i, key in enumerate(keys) if key[0] not in self.given_up]
+                if len(kept) < len(keys):
+                    others = [rows[0][i] for i in kept], [rows[1][i] for i in kept]
+                    return self._compare_tokens(records, [keys[i] for i in kept], others)
             divergence = self._compare_rows(records, op, keys, rows_a, rows_b.view_as(rows_a))
-            if divergence is None:
-                continue
-            assert divergence.found is not None
-            row = divergence.found.row
-            tie = self._experts_part(records, op, rows[0][row], rows[1][row])
-            if tie is None:
+            if divergence is not None:
+                assert divergence.found is not None
+                row = divergence.found.row
                 divergence.token_errors = self._errors_of_token(records, rows[0][row], rows[1][row])
                 return divergence
-            self._near_tie(divergence.key, records, tie)
-            self._give_up(divergence.key[0])
-            kept = [i for i, key in enumerate(keys) if key[0] not in self.given_up]
-            others = [rows[0][i] for i in kept], [rows[1][i] for i in kept]
-            return self._compare_tokens(records, [keys[i] for i in kept], others)
         return None
 
-    def _experts_part(
-        self, records: tuple[StepRecord, StepRecord], op: str, row_a: int, row_b: int
-    ) -> str | None:
-        layer = layer_of(op)
-        if layer is None or records[0].kinds[op] != "mlp":
-            return None
-        gates = [record.tokens.tensors.get(f"layers.{layer}.mlp.gate") for record in records]
-        rows = [None if gate is None else gate[row] for gate, row in zip(gates, (row_a, row_b))]
-        return experts_part(self.a.llm.model_config, *rows)
+    def _level_experts(
+        self, records: tuple[StepRecord, StepRecord], op: str, keys: list[Key],
+        rows: tuple[list[int], list[int]], chosen: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Where experts [len(keys), k] part at a near tie: notes it, and writes A's over B's."""
+        gate = f"{op.rpartition('.')[0]}.gate"
+        for i in (chosen[0] != chosen[1]).any(dim=1).nonzero().flatten().tolist():
+            logits = [record.tokens.tensors.get(gate) for record in records]
+            gates = [None if one is None else one[where[i]] for one, where in zip(logits, rows)]
+            what = experts_part(self.a.llm.model_config, (gates[0], gates[1]), (chosen[0][i], chosen[1][i]))
+            if what is not None:
+                self._near_tie(keys[i], records, op, what)
+                chosen[1][i] = chosen[0][i]
+                if not self.teacher_forced:
+                    self._give_up(keys[i][0])
 
     def _compare_heads(self, records: tuple[StepRecord, StepRecord], keys: list[Key]) -> Divergence | None:
         a, b = (_row_of(record.heads) for record in records)
@@ -175,7 +184,7 @@ class Lockstep:
             gap = self._gap(logits[0][i], logits[1][i], id_a, id_b)
             if id_a != id_b and gap is not None:
                 what = f"token {id_a} or {id_b}: logits {gap:.2g} apart, less than {NEAR_TIE[self.dtype]:g}"
-                self._near_tie(key, records, what)
+                self._near_tie(key, records, SAMPLED_IDS, what)
                 if not self.teacher_forced:
                     self._give_up(key[0])
                 ids[1][i] = id_a
@@ -201,7 +210,7 @@ class Lockstep:
         largest = int(ratios.argmax())
         self.outcome.note(op, kind, float(ratios[largest]), keys[largest], limit.rms)
         if found is None:
-            if kind not in ("ids", "logits"):
+            if kind not in ("ids", EXPERTS, "logits"):
                 self.inherited = max(self.inherited, float(ratios[largest]))
             return None
         return Divergence(
@@ -232,8 +241,8 @@ class Lockstep:
 
     # ---- beside the numbers ----
 
-    def _near_tie(self, key: Key, records: tuple[StepRecord, StepRecord], what: str) -> None:
-        self.outcome.near_ties.append(NearTie((records[0].step, records[1].step), key, what))
+    def _near_tie(self, key: Key, records: tuple[StepRecord, StepRecord], op: str, what: str) -> None:
+        self.outcome.near_ties.append(NearTie((records[0].step, records[1].step), key, op, what))
 
     def _give_up(self, rid: str) -> None:
         self.given_up.add(rid)
@@ -267,17 +276,6 @@ class Lockstep:
                 )
                 return Divergence.of_run(self.outcome.labels, f"{a.rid} ended {', '.join(ends)}")
         return None
-
-    def _force(self, keys: list[Key | None], ids: torch.Tensor) -> torch.Tensor:
-        """A's tokens in place of B's. A is stepped until it has them: its batches may be others."""
-        forced = ids.clone()
-        for i, key in enumerate(keys):
-            if key is None or not self.b.is_sampled_for_real(key):
-                continue
-            while key not in self.a.sampled and self.a.has_work():
-                self.a.step()
-            forced[i] = self.a.sampled.get(key, int(ids[i]))
-        return forced
 
 
 def _row_of(rows: Rows) -> dict[Key, int]:

@@ -18,6 +18,7 @@ class NearTie(NamedTuple):
 
     steps: tuple[int, int]  # A's, B's
     key: Key
+    op: str
     what: str
 
 
@@ -98,7 +99,7 @@ class Divergence:
         assert self.tensors is not None
         if found.index:
             rows.append(("index", f"{list(found.index)} of {list(self.tensors[0].shape[1:])}"))
-        if self.kind == "ids":
+        if self.kind in ("ids", "experts"):
             rows += [("A", str(int(found.a))), ("B", str(int(found.b)))]
             return rows
         rows.append(("A", f"{found.a:.9g}"))

@@ -11,6 +11,7 @@ from torch import nn
 
 from shared import interfaces
 from shared.engine import LLM
+from shared.interfaces import TopKOutput
 from shared.types import ForwardBatch, ForwardMode, LogitsOutput, Req, SampleOutput, SamplingBatchInfo
 from shared.types.attention import AttentionLayer, BatchAttention
 
@@ -19,7 +20,10 @@ Key = tuple[str, int]
 
 Force = Callable[[list["Key | None"], torch.Tensor], torch.Tensor]
 
+ForceExperts = Callable[[str, list["Key | None"], torch.Tensor, TopKOutput], TopKOutput]
+
 INPUT_IDS, LOGITS, SAMPLED_IDS = "input_ids", "logits", "sampled_ids"
+EXPERTS = "experts"  # a kind of op: ids, the choice of a router
 
 
 @dataclass
@@ -59,9 +63,9 @@ class Recorder:
     wrapped. Names are the model's own without the leading "model.": layers.3.mlp, norm, embed_tokens.
 
     Beside the modules, for layer i: layers.i.self_attn.rotated_q (what attention is asked), .stored_k and
-    .stored_v (what the pool holds for the new tokens), .attention (what it answers). A module's result is
-    taken when it has one row for each token; a decoder layer that returns (x, residual) counts as their sum,
-    a MergedLinear as its parts.
+    .stored_v (what the pool holds for the new tokens), .attention (what it answers), and of a mixture of
+    experts layers.i.mlp.topk_ids, ascending. A module's result is taken when it has one row for each token; a
+    decoder layer that returns (x, residual) counts as their sum, a MergedLinear as its parts.
 
     A decode batch may be padded behind its requests: those rows are not looked at. While attached, the model
     runner replays nothing, so that every op is seen; with `graphs` it goes on doing so, and a step that it
@@ -71,6 +75,8 @@ class Recorder:
     def __init__(self, llm: LLM, graphs: bool = False) -> None:
         self.reqs: dict[str, Req] = {}  # every request submitted while attached
         self.force: Force | None = None  # (keys, sampled ids) -> the ids to go on with
+        # (op, keys, router logits, what was chosen) -> the experts to go on with
+        self.force_experts: ForceExperts | None = None
         self._records: list[StepRecord] = []
         self._undo: list[Callable[[], None]] = []
         self._num_steps = 0
@@ -135,6 +141,22 @@ class Recorder:
                 return normed, residual
 
             self._hide(module, "add_and_norm", watched)
+
+        elif isinstance(module, interfaces.MoE):
+            self._watch_routing(f"{name}.topk_ids", module)
+
+    def _watch_routing(self, op: str, module: interfaces.MoE) -> None:
+        choose = module.topk
+
+        def watched(router_logits: torch.Tensor, correction_bias: torch.Tensor | None = None) -> TopKOutput:
+            chosen = choose(router_logits, correction_bias)
+            self._see(op, EXPERTS, chosen.topk_ids.sort(dim=1).values)
+            if self._open is None or self.force_experts is None:
+                return chosen
+            return self.force_experts(op, self._open.tokens.keys, router_logits, chosen)
+
+        module.topk = watched  # type: ignore[assignment]
+        self._undo.append(lambda: setattr(module, "topk", choose))
 
     def _see(self, op: str, kind: str, output: Any) -> None:
         if self._open is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shared.conformance.recorder import SAMPLED_IDS, Key, Recorder, StepRecord
+from shared.conformance.routing import ChosenExperts
 from shared.engine import LLM
 from shared.output_collector import OutputCollector
 
@@ -28,6 +29,9 @@ class Side:
     num_steps: int = 0
     num_idle_steps: int = 0
 
+    def __post_init__(self) -> None:
+        self.chosen_experts = ChosenExperts(self.recorder.reqs)
+
     @property
     def dtype(self) -> torch.dtype:
         parameters = self.llm.assembly.model.parameters()
@@ -46,6 +50,7 @@ class Side:
         for record in self.recorder.take():
             self.num_steps = record.step
             self.history.append(record)
+            self.chosen_experts.note(record)
             for row, key in enumerate(record.tokens.keys):
                 if key is not None and key not in self.seen:  # a retracted request is computed twice
                     self.seen.add(key)

@@ -7,7 +7,15 @@ import math
 import pytest
 import torch
 
-from shared.conformance.closeness import GROWTH, PEAK, ROWS, allowed_between, compare_rows, error_ratio
+from shared.conformance.closeness import (
+    GROWTH,
+    INSIDE,
+    PEAK,
+    ROWS,
+    allowed_between,
+    compare_rows,
+    error_ratio,
+)
 from shared.conformance.tolerance import EXACT, TABLE, Tolerance
 
 LOOSE = Tolerance(0.1, 0.1, 0.1, "for these tests")
@@ -80,7 +88,7 @@ def test_every_kind_has_a_row_of_the_table() -> None:
             assert 0 < allowed_between(kind, dtype, 0.0).rms <= TABLE["logits"][dtype].rms
 
 
-def test_what_was_inherited_is_allowed_up_to_the_whole_model_s_error() -> None:
+def test_what_was_inherited_is_allowed_up_to_twice_the_whole_model_s_error() -> None:
     own = TABLE["norm"][torch.bfloat16]
     whole = TABLE["logits"][torch.bfloat16].rms
     exact_inputs = allowed_between("norm", torch.bfloat16, 0.0)
@@ -89,6 +97,6 @@ def test_what_was_inherited_is_allowed_up_to_the_whole_model_s_error() -> None:
     assert grown.rms == pytest.approx(own.rms + GROWTH * 0.01)
     assert grown.rtol == pytest.approx(own.rtol + GROWTH * 0.01)
     assert grown.atol == pytest.approx(own.atol + PEAK * GROWTH * 0.01)
-    assert allowed_between("norm", torch.bfloat16, 1.0).rms == whole
+    assert allowed_between("norm", torch.bfloat16, 1.0).rms == INSIDE * whole
     assert allowed_between("logits", torch.bfloat16, 1.0) == TABLE["logits"][torch.bfloat16]
     assert allowed_between("ids", torch.bfloat16, 1.0) == EXACT

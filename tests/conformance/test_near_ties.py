@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shared.conformance.recorder import SAMPLED_IDS
-from shared.conformance.routing import experts_part
 
 from .lockstep_harness import MODEL, NUM_NEW, compare, divergence_of, engine, num_tokens, plant, prompts
 
@@ -67,41 +64,3 @@ def test_with_equal_logits_there_is_no_near_tie(tmp_path: Path) -> None:
     outcome = compare(side, {"use": use})
     assert divergence_of(outcome).op == SAMPLED_IDS
     assert outcome.near_ties == []
-
-
-def test_experts_that_flip_on_an_allowed_error_are_a_near_tie(tmp_path: Path) -> None:
-    """Two experts' router logits are a millionth apart, on either side another one ahead."""
-    code = """
-        from reference import moe
-
-        class Near(moe.MoE):
-            def __init__(self, config, hidden_size):
-                super().__init__(config, hidden_size)
-                product = self.gate.forward
-
-                def gate(x):
-                    logits = product(x)
-                    logits[:, 1] = logits[:, 0] + {offset}
-                    return logits
-
-                self.gate.forward = gate
-    """
-    a, b = (
-        {"model": "tiny-moe", "use": {"moe": f"{plant(tmp_path, code.format(offset=offset), name)}:Near"}}
-        for name, offset in (("ahead.py", 1e-6), ("behind.py", -1e-6))
-    )
-    outcome = compare(a, b)
-    assert outcome.divergence is None
-    assert outcome.near_ties
-    assert all("expert [1] or [0]" in tie.what for tie in outcome.near_ties)
-
-
-def test_experts_part_only_where_the_best_differ() -> None:
-    config = engine(model="tiny-moe").model_config
-    gate = torch.tensor([0.0, 3.0, 2.0, 1.0, -1.0, 0.5, 0.2, 0.1])
-    flipped = gate.clone()
-    flipped[3] = 2.5
-    assert experts_part(config, gate, gate.flip(0).flip(0)) is None
-    assert experts_part(config, gate, flipped) == "expert [2] or [3]: router logits 1 apart"
-    assert experts_part(engine().model_config, gate, flipped) is None
-    assert experts_part(config, None, flipped) is None

@@ -42,7 +42,7 @@ def token_ids(model: str) -> list[list[int]]:
 
 
 ALL = [("tiny-dense", flags) for flags in SWITCHES + GRAPH_SWITCHES]
-ALL += [("tiny-moe", flags) for flags in SWITCHES[::3] + GRAPH_SWITCHES]
+ALL += [("tiny-moe", flags) for flags in SWITCHES[::3] + GRAPH_SWITCHES + BACKEND_SWITCHES[2:3]]
 
 
 @pytest.mark.parametrize(("model", "flags"), ALL, ids=name_of)
@@ -50,15 +50,16 @@ def test_float32_answers_are_the_references(model: str, flags: dict[str, Any]) -
     expect_answers(model, token_ids(model), **{**OPTIMIZED, **with_attention("triton"), **flags})
 
 
-BACKENDS = [("tiny-dense", backend, flags) for backend in attention_backends() for flags in BACKEND_SWITCHES]
-BACKENDS += [("tiny-moe", backend, BACKEND_SWITCHES[2]) for backend in attention_backends()]
-
-
-@pytest.mark.parametrize(("model", "backend", "flags"), BACKENDS, ids=name_of)
-def test_bfloat16_answers_part_at_near_ties_only(model: str, backend: str, flags: dict[str, Any]) -> None:
-    expected = reference_answers(model, "bfloat16")
+@pytest.mark.parametrize("flags", BACKEND_SWITCHES, ids=name_of)
+@pytest.mark.parametrize("backend", attention_backends())
+def test_bfloat16_answers_part_at_near_ties_only(backend: str, flags: dict[str, Any]) -> None:
+    """Of the dense model. In a mixture of experts rounding may send a token to another expert, after which
+    any other token is right too: to move what each op of the reference gives by up to two units in the last
+    place made up to 6 of the 8 answers of tiny-moe part, some where the two tokens' logits were 0.7 apart. Of
+    that model test_lockstep.py forces tokens and experts, and then compares all of it."""
+    expected = reference_answers("tiny-dense", "bfloat16")
     flags = {**OPTIMIZED, **with_attention(backend), **flags}
-    assert expect_near_answers(model, expected, "bfloat16", **flags) <= len(QUESTIONS) // 2
+    assert expect_near_answers("tiny-dense", expected, "bfloat16", **flags) <= len(QUESTIONS) // 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,44 @@
+"""Makes B go on with what A chose, so that a near tie is no end of the comparison."""
+
+from __future__ import annotations
+
+import torch
+
+from shared.conformance.recorder import Key
+from shared.conformance.routing import take_experts
+from shared.conformance.side import Side
+from shared.interfaces import TopKOutput
+
+
+class Teacher:
+    """A is stepped until it has what B needs: its batches may be others."""
+
+    def __init__(self, a: Side, b: Side) -> None:
+        self.a = a
+        self.b = b
+
+    def tokens(self, keys: list[Key | None], ids: torch.Tensor) -> torch.Tensor:
+        """A's tokens in place of B's."""
+        forced = ids.clone()
+        for i, key in enumerate(keys):
+            if key is None or not self.b.is_sampled_for_real(key):
+                continue
+            while key not in self.a.sampled and self.a.has_work():
+                self.a.step()
+            forced[i] = self.a.sampled.get(key, int(ids[i]))
+        return forced
+
+    def experts(
+        self, op: str, keys: list[Key | None], router_logits: torch.Tensor, own: TopKOutput
+    ) -> TopKOutput:
+        """A's experts in place of B's, wherever A has chosen some."""
+        config = self.a.llm.model_config.moe
+        assert config is not None
+        ids = torch.full((len(keys), config.num_experts_per_tok), -1)
+        for i, key in enumerate(keys):
+            while key is not None and not self.a.chosen_experts.is_decided(key) and self.a.has_work():
+                self.a.step()
+            chosen = self.a.chosen_experts.of(op, key)
+            if chosen is not None:
+                ids[i] = chosen
+        return take_experts(config, router_logits, own, ids)
