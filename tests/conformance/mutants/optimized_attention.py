@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
+from optimized.kernels.split_keys import num_split_programs
 from shared.interfaces import AttentionBackend
 
 ROOT = Path(__file__).parents[3] / "optimized"
@@ -28,7 +30,8 @@ class KernelMutant:
     changes: tuple[tuple[str, str], ...]
 
     def build(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
-        """TritonAttention over changed copies of its modules."""
+        """TritonAttention over changed copies of its modules. Everywhere with as few programs as in the
+        interpreter: on a GPU each would have a tile or none, and requests would begin where runs begin."""
         prefix = f"mutant_{self.name}_"
         for name, path in FILES.items():
             text = path.read_text()
@@ -41,7 +44,12 @@ class KernelMutant:
             (folder / f"{prefix}{name}.py").write_text(text)
         monkeypatch.syspath_prepend(str(folder))
         impl: type[AttentionBackend] = importlib.import_module(f"{prefix}triton").TritonAttention
+        monkeypatch.setattr(f"{prefix}decode_attention.num_split_programs", _as_few_as_interpreted)
         return impl
+
+
+def _as_few_as_interpreted(device: torch.device, *sizes: int) -> int:
+    return num_split_programs(torch.device("cpu"), *sizes)
 
 
 MUTANTS = (
