@@ -7,7 +7,7 @@ Without graphs (a flag, a CPU, somebody watching) the same padded batch goes thr
 kernels, so the result is the same bit for bit. Assumes that attention can be captured; else it says so once
 and launches kernel by kernel. Loses where padding is large against the batch, as in a list of few sizes.
 Everything else - prompts, batches beyond the largest size, tree verification, sampling with penalties,
-masks or log-probabilities - runs eagerly.
+masks or log-probabilities, steps whose hidden states a draft model wants - runs eagerly.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 
 from optimized.cuda_graph import CapturedCall, CudaGraphs, DecodeBuffers, SamplingKind, captured_batch_sizes
 from shared.config import EngineConfig
+from shared.hidden_capture import no_hidden_states, run_model
 from shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
 from shared.interfaces import model_runner as interface
 from shared.logprobs import input_logprobs_of
@@ -57,18 +58,21 @@ class ModelRunner(interface.ModelRunner):
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
         if forward_batch.forward_mode is ForwardMode.IDLE:
             vocab_size = self.model.config.vocab_size
-            return LogitsOutput(torch.empty(0, vocab_size, device=forward_batch.input_ids.device))
+            logits = torch.empty(0, vocab_size, device=forward_batch.input_ids.device)
+            return LogitsOutput(logits, None, no_hidden_states(self.model, self.capture_hidden))
         step = self._step_for(forward_batch)
         if step is not None:
             return LogitsOutput(self._decode(step, forward_batch))
-        plan = self.attention.plan(forward_batch)
-        hidden_states = self._hidden_states(forward_batch, plan)
+        attention = BatchAttention(
+            self.attention, self.attention.plan(forward_batch), self.kv_pool, forward_batch.out_cache_loc
+        )
+        hidden_states, captured = run_model(self.model, forward_batch, attention, self.capture_hidden)
         if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:
             logits = self.model.compute_logits(hidden_states)
         else:
             logits = self.model.compute_logits(hidden_states[forward_batch.last_token_rows])
         input_logprobs = input_logprobs_of(forward_batch, hidden_states, self.model.compute_logits)
-        return LogitsOutput(logits, input_logprobs)
+        return LogitsOutput(logits, input_logprobs, captured)
 
     def prepare(self, config: EngineConfig, sampler: Sampler, num_token_ids: int) -> None:
         device = self.kv_pool.device
@@ -109,6 +113,8 @@ class ModelRunner(interface.ModelRunner):
         fb = forward_batch
         if fb.forward_mode is not ForwardMode.DECODE or not self.batch_sizes:
             return None
+        if self.capture_hidden is not None:
+            return None  # a graph gives logits only
         if fb.batch_size > self.batch_sizes[-1] or fb.input_logprob_rows is not None:
             return None
         size = self.batch_sizes[bisect_left(self.batch_sizes, fb.batch_size)]
@@ -143,11 +149,8 @@ class ModelRunner(interface.ModelRunner):
         return logits[:bs]
 
     def _logits(self, batch: ForwardBatch, plan: Any) -> torch.Tensor:
-        return self.model.compute_logits(self._hidden_states(batch, plan))
-
-    def _hidden_states(self, batch: ForwardBatch, plan: Any) -> torch.Tensor:
         attention = BatchAttention(self.attention, plan, self.kv_pool, batch.out_cache_loc)
-        return self.model(batch.input_ids, batch.positions, attention)
+        return self.model.compute_logits(self.model(batch.input_ids, batch.positions, attention))
 
     # ---- capture ----
 

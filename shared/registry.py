@@ -42,6 +42,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "layers": {"reference": "reference.layers", "optimized": "optimized.layers"},
     "moe": {"reference": "reference.moe:MoE", "optimized": "optimized.moe:MoE"},
     "models": {"reference": "reference.models", "optimized": "optimized.models"},
+    "draft_models": {"reference": "reference.draft_models"},
     "model_runner": {
         "reference": "reference.model_runner:ModelRunner",
         "optimized": "optimized.model_runner:ModelRunner",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SUPPORTED_DTYPES = ("F64", "F32", "F16", "BF16")
+INDEX_DTYPES = ("I64", "I32", "BOOL")  # of tables that a draft model's checkpoint has beside its weights
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -22,15 +23,15 @@ class TensorInfo(NamedTuple):
         return self.end - self.start
 
 
-def read_checkpoint(folder: Path) -> dict[str, TensorInfo]:
+def read_checkpoint(folder: Path, dtypes: tuple[str, ...] = SUPPORTED_DTYPES) -> dict[str, TensorInfo]:
     """The tensors of model.safetensors, or of all the files that model.safetensors.index.json names, in the
     order in which they lie on disk. Reads headers only; whatever is wrong with a file raises `ValueError`."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; a model is a folder with config.json and *.safetensors")
     if (folder / SINGLE_FILE).is_file():
-        return read_header(folder / SINGLE_FILE)
+        return read_header(folder / SINGLE_FILE, dtypes)
     if (folder / INDEX_FILE).is_file():
-        return _read_shards(folder)
+        return _read_shards(folder, dtypes)
     others = sorted(
         path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".safetensors")
     )
@@ -38,7 +39,7 @@ def read_checkpoint(folder: Path) -> dict[str, TensorInfo]:
     raise ValueError(f"{folder}: {found}; weights must be {SINGLE_FILE}, or files named by {INDEX_FILE}")
 
 
-def _read_shards(folder: Path) -> dict[str, TensorInfo]:
+def _read_shards(folder: Path, supported: tuple[str, ...]) -> dict[str, TensorInfo]:
     index = folder / INDEX_FILE
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -58,7 +59,7 @@ def _read_shards(folder: Path) -> dict[str, TensorInfo]:
         )
     tensors: dict[str, TensorInfo] = {}
     for file in files:
-        header = read_header(folder / file)
+        header = read_header(folder / file, supported)
         indexed = {name for name, its_file in weight_map.items() if its_file == file}
         for problem, names in (
             ("lacks", indexed - header.keys()),
@@ -73,7 +74,7 @@ def _read_shards(folder: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
+def read_header(path: Path, supported: tuple[str, ...] = SUPPORTED_DTYPES) -> dict[str, TensorInfo]:
     """A safetensors file is the header's length (8 bytes, little-endian), a JSON header, and the data."""
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
@@ -99,8 +100,6 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             f"{path} is cut off or damaged: its header promises {promised:,} bytes, it has {num_bytes:,}"
         )
     for name, dtype in dtypes.items():
-        if dtype not in SUPPORTED_DTYPES:
-            raise ValueError(
-                f"{path}: {name} is of type {dtype}; supported are {', '.join(SUPPORTED_DTYPES)}"
-            )
+        if dtype not in supported:
+            raise ValueError(f"{path}: {name} is of type {dtype}; supported are {', '.join(supported)}")
     return dict(sorted(infos.items(), key=lambda item: item[1].start))

@@ -15,7 +15,7 @@ from torch import nn
 from shared.config import ModelConfig
 from shared.interfaces.layers import MergedLinear
 from shared.interfaces.moe import FusedExperts
-from shared.safetensors_file import TensorInfo, read_checkpoint
+from shared.safetensors_file import INDEX_DTYPES, SUPPORTED_DTYPES, TensorInfo, read_checkpoint
 from shared.weight_names import canonical_parts, check_shapes, expected_shapes, is_harmless
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -45,6 +45,14 @@ def iterate_weights(
     parts = [part for name, info in tensors.items() for part in canonical_parts(name, info.shape)]
     check_shapes({part.name: part.shape for part in parts}, config, str(folder))
     return _stream(tensors, on_progress)
+
+
+def iterate_draft_weights(
+    folder: str | Path, on_progress: Callable[[int, int], None] | None = None
+) -> Weights:
+    """The same of a draft model's folder. Its names are the format's affair: `DraftModel.load_weights` checks
+    them. Beside weights there may be tables of indices."""
+    return _stream(read_checkpoint(Path(folder), SUPPORTED_DTYPES + INDEX_DTYPES), on_progress)
 
 
 def _stream(tensors: Mapping[str, TensorInfo], on_progress: Callable[[int, int], None] | None) -> Weights:

@@ -111,14 +111,28 @@ class LlamaModel(nn.Module):
         self.norm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: BatchAttention
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: BatchAttention,
+        captured: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         # --8<-- [start:model-forward]
         x, residual = self.embed_tokens(input_ids), None
-        for layer in self.layers:
+        for layer_id, layer in enumerate(self.layers):
+            _capture(captured, layer_id, x, residual)
             x, residual = layer(x, residual, positions, attention)
+        _capture(captured, len(self.layers), x, residual)
         return self.norm.add_and_norm(x, residual)[0]
         # --8<-- [end:model-forward]
+
+
+def _capture(
+    captured: dict[int, torch.Tensor] | None, layer_id: int, x: torch.Tensor, residual: torch.Tensor | None
+) -> None:
+    """A copy of what goes into a layer, if somebody wants it: the layer may overwrite it."""
+    if captured is not None and layer_id in captured:
+        captured[layer_id] = x.clone() if residual is None else x + residual
 
 
 class LlamaForCausalLM(CausalLM):
@@ -130,9 +144,16 @@ class LlamaForCausalLM(CausalLM):
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: BatchAttention
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: BatchAttention,
+        captured: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        return self.model(input_ids, positions, attention)
+        return self.model(input_ids, positions, attention, captured)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.model.embed_tokens(input_ids)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head

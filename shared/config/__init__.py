@@ -1,6 +1,7 @@
 """Configuration: of the engine (flags, validated) and of a model (from a Hugging Face config.json)."""
 
+from shared.config.draft import DraftConfig, DraftFormat
 from shared.config.engine import EngineConfig
 from shared.config.model import ModelConfig, MoEConfig, RopeConfig
 
-__all__ = ["EngineConfig", "MoEConfig", "ModelConfig", "RopeConfig"]
+__all__ = ["DraftConfig", "DraftFormat", "EngineConfig", "MoEConfig", "ModelConfig", "RopeConfig"]

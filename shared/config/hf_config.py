@@ -48,6 +48,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def read_config(folder: Path) -> ModelConfig:
+    path = config_path(folder)
+    config = parse_config(read_json(path), str(path))
+    path = folder / "generation_config.json"
+    if path.is_file():
+        eos_token_ids = Fields(read_json(path), str(path)).token_ids("eos_token_id")
+        config = replace(config, eos_token_ids=config.eos_token_ids | eos_token_ids)
+    return config
+
+
+def config_path(folder: Path) -> Path:
+    """A model folder's config.json; `ValueError` when it is none."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; a model is a folder with config.json and *.safetensors")
     path = folder / "config.json"
@@ -55,12 +66,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise ValueError(
             f"{folder} has no config.json; a model is a folder with config.json and *.safetensors"
         )
-    config = parse_config(_read_json(path), str(path))
-    path = folder / "generation_config.json"
-    if path.is_file():
-        eos_token_ids = Fields(_read_json(path), str(path)).token_ids("eos_token_id")
-        config = replace(config, eos_token_ids=config.eos_token_ids | eos_token_ids)
-    return config
+    return path
 
 
 def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -100,7 +106,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
     )
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not UTF-8, or not JSON

@@ -3,6 +3,7 @@
 from shared.interfaces.attention import AttentionBackend
 from shared.interfaces.draft_tree import DraftTreeOps
 from shared.interfaces.drafter import Drafter, DrafterParts
+from shared.interfaces.draft_model import DraftModel, DraftOutput
 from shared.interfaces.layers import Layers, MergedLinear, RMSNorm, RotaryEmbedding, SiluAndMul
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
 from shared.interfaces.model import CausalLM
@@ -31,6 +32,8 @@ __all__ = [
     "DraftTreeOps",
     "Drafter",
     "DrafterParts",
+    "DraftModel",
+    "DraftOutput",
     "FusedExperts",
     "InsertResult",
     "Layers",

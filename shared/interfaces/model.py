@@ -27,10 +27,22 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attention: BatchAttention
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: BatchAttention,
+        captured: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """input_ids, positions [num_tokens] int64 -> hidden states after the final norm
-        [num_tokens, hidden_size]. Writes every layer's K and V to attention.out_cache_loc."""
+        [num_tokens, hidden_size]. Writes every layer's K and V to attention.out_cache_loc.
+
+        Under each key l of `captured` the model puts the residual stream that goes into layer l,
+        [num_tokens, hidden_size], the caller's to keep; the number of layers stands for what goes into the
+        final norm. The values that were there are not read."""
+
+    @abstractmethod
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids of any shape, int64 -> [..., hidden_size], what goes into layer 0."""
 
     @abstractmethod
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

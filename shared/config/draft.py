@@ -1,0 +1,66 @@
+"""DraftConfig: what the config.json of a draft model says, completed by its target's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shared.config.model import ModelConfig
+
+DraftFormat = Literal["eagle", "eagle3", "nextn"]
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """`model` describes the draft model's own layers; its vocab_size is that of the draft vocabulary, its
+    context_len the target's."""
+
+    draft_format: DraftFormat
+    model: ModelConfig
+    target: ModelConfig
+    target_layers: tuple[int, ...] = ()
+    """Layers of the target whose input streams the draft model takes, side by side; the number of layers
+    stands for the stream behind the last. (): the target's hidden states after the final norm."""
+
+    def __post_init__(self) -> None:
+        if self.model.hidden_size != self.target.hidden_size:
+            raise ValueError(
+                f"the draft model's hidden_size is {self.model.hidden_size}, the target's "
+                f"{self.target.hidden_size}: this draft model was made for another target"
+            )
+        if not self.model.vocab_size <= self.target.vocab_size:
+            raise ValueError(
+                f"the draft vocabulary has {self.model.vocab_size} ids, the target's {self.target.vocab_size}"
+            )
+        if any(not 0 <= layer <= self.target.num_hidden_layers for layer in self.target_layers):
+            raise ValueError(
+                f"the draft model takes the inputs of the target's layers {list(self.target_layers)}; "
+                f"they must be within 0..{self.target.num_hidden_layers}"
+            )
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Width of what the target gives."""
+        return max(len(self.target_layers), 1) * self.target.hidden_size
+
+    @classmethod
+    def from_dict(
+        cls, hf_config: Mapping[str, Any], target: ModelConfig, draft_format: DraftFormat | None = None
+    ) -> DraftConfig:
+        """Read the contents of a draft model's config.json. What it leaves out is as in the target.
+        `draft_format`: None takes it from the name under "architectures", which many checkpoints give as the
+        plain family's. Whatever is ill-typed, unsupported or does not fit the target raises `ValueError`."""
+        from shared.config.hf_draft_config import parse_draft_config
+
+        return parse_draft_config(hf_config, target, draft_format)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, target: ModelConfig, draft_format: DraftFormat | None = None
+    ) -> DraftConfig:
+        """Like `from_dict`, from a folder's config.json."""
+        from shared.config.hf_draft_config import read_draft_config
+
+        return read_draft_config(Path(folder), target, draft_format)

@@ -1,0 +1,140 @@
+"""Reads the config.json of a draft model: EAGLE, EAGLE-3 and NEXTN heads as they are published.
+
+Such a file is the one of a plain model with one layer, and a few keys more. Often it leaves keys out, and
+often "architectures" names the plain family: then the caller has to say which format it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+from shared.config.draft import DraftConfig, DraftFormat
+from shared.config.fields import Fields
+from shared.config.hf_config import FAMILIES, config_path, parse_config, read_json
+from shared.config.model import ModelConfig
+
+# Ends of the names under "architectures"; the longest that fits counts. What is before names a family.
+SUFFIXES: dict[str, DraftFormat] = {
+    "ForCausalLMEagle": "eagle",
+    "ForCausalLMEagle3": "eagle3",
+    "ForCausalLMNextN": "nextn",
+}
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+
+
+def read_draft_config(folder: Path, target: ModelConfig, draft_format: DraftFormat | None) -> DraftConfig:
+    path = config_path(folder)
+    return parse_draft_config(read_json(path), target, draft_format, str(path))
+
+
+def parse_draft_config(
+    hf_config: Mapping[str, Any],
+    target: ModelConfig,
+    draft_format: DraftFormat | None = None,
+    where: str = "config.json",
+) -> DraftConfig:
+    fields = Fields(hf_config, where)
+    family, found = _family_and_format(fields)
+    if draft_format is None:
+        if found is None:
+            raise ValueError(
+                f"{where}: architectures {hf_config['architectures']!r} does not tell the format of this draft "
+                f"model; name one of {', '.join(get_args(DraftFormat))}"
+            )
+        draft_format = found
+    elif found not in (None, draft_format):
+        raise ValueError(
+            f"{where}: architectures {hf_config['architectures']!r} is a draft model of format {found}, "
+            f"not {draft_format}"
+        )
+    model = _own_layers(fields, family, draft_format, target)
+    try:
+        return DraftConfig(draft_format, model, target, _target_layers(fields, draft_format, target))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _family_and_format(fields: Fields) -> tuple[str, DraftFormat | None]:
+    """The family of its decoder layer, and the format where the name tells."""
+    known = [f"{name.removesuffix('ForCausalLM')}{suffix}" for name in FAMILIES for suffix in SUFFIXES]
+    wanted = f"a list with one name, of a family or of its drafts, like {known[0]}, {known[1]} or {known[2]}"
+    names = fields.raw("architectures", wanted)
+    if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
+        if names[0] in FAMILIES:
+            return names[0], None
+        if names[0] in known:
+            suffix = names[0][names[0].index("ForCausalLM") :]
+            return names[0].removesuffix(suffix) + "ForCausalLM", SUFFIXES[suffix]
+    raise fields.error("architectures", wanted)
+
+
+def _own_layers(fields: Fields, family: str, draft_format: DraftFormat, target: ModelConfig) -> ModelConfig:
+    values = {key: value for key, value in fields.values.items() if value is not None}
+    if draft_format != "eagle":
+        # Formats of exactly one layer: a NEXTN layer's file may be its target's, with all of its layers.
+        values = {key: value for key, value in values.items() if key != "layer_types"}
+        values["num_hidden_layers"] = 1
+    model = parse_config(_completed(values, family, target), fields.where)
+    vocab_size = model.vocab_size
+    if draft_format == "eagle3":
+        vocab_size = fields.integer("draft_vocab_size", default=vocab_size)
+    elif vocab_size != target.vocab_size:
+        raise ValueError(f"{fields.where}: vocab_size is {vocab_size}, the target's {target.vocab_size}")
+    has_rope = any(key in fields for key in ROPE_KEYS)
+    same_heads = model.head_dim == target.head_dim
+    return replace(
+        model,
+        architecture=family.replace("ForCausalLM", _suffix(draft_format)),
+        vocab_size=vocab_size,
+        # A head is trained on short texts and says so; it drafts wherever the target is.
+        context_len=target.context_len,
+        rope=model.rope if has_rope or not same_heads else target.rope,
+    )
+
+
+def _completed(values: Mapping[str, Any], family: str, target: ModelConfig) -> dict[str, Any]:
+    """The keys of a plain model of the family; those that are missing have the target's values."""
+    inherited: dict[str, Any] = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": target.rms_norm_eps,
+        "max_position_embeddings": target.context_len,
+        "torch_dtype": str(target.dtype).removeprefix("torch."),
+    }
+    if "num_attention_heads" not in values:
+        inherited |= {
+            "num_attention_heads": target.num_qo_heads,
+            "num_key_value_heads": target.num_kv_heads,
+            "head_dim": target.head_dim,
+        }
+    if "dtype" in values:
+        del inherited["torch_dtype"]
+    return {**inherited, **values, "architectures": [family]}
+
+
+def _target_layers(fields: Fields, draft_format: DraftFormat, target: ModelConfig) -> tuple[int, ...]:
+    if draft_format != "eagle3":
+        return ()
+    eagle = Fields(fields.raw("eagle_config", "an object", default={}), f"{fields.where}, eagle_config")
+    ids = eagle.integers("eagle_aux_hidden_state_layer_ids")
+    if not ids:
+        num_layers = target.num_hidden_layers
+        ids = [1, num_layers // 2 - 1, num_layers - 4]
+        if min(ids) < 0:
+            raise ValueError(
+                f"{eagle.where}: eagle_aux_hidden_state_layer_ids is missing, and a target of {num_layers} "
+                f"layers has none of the usual ones"
+            )
+    if len(ids) < 2:
+        raise eagle.error("eagle_aux_hidden_state_layer_ids", "a list of at least 2 layers (3 are usual)")
+    # The file names layers whose outputs are taken: the inputs of the layers behind them.
+    return tuple(layer_id + 1 for layer_id in ids)
+
+
+def _suffix(draft_format: DraftFormat) -> str:
+    return next(suffix for suffix, its_format in SUFFIXES.items() if its_format == draft_format)
