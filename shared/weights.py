@@ -15,7 +15,7 @@ from torch import nn
 from shared.config import ModelConfig
 from shared.interfaces.layers import MergedLinear
 from shared.interfaces.moe import FusedExperts
-from shared.safetensors_file import INDEX_DTYPES, SUPPORTED_DTYPES, TensorInfo, read_checkpoint
+from shared.safetensors_file import TensorInfo, read_checkpoint
 from shared.weight_names import canonical_parts, check_shapes, expected_shapes, is_harmless
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -44,18 +44,11 @@ def iterate_weights(
     tensors = {name: info for name, info in read_checkpoint(folder).items() if not is_harmless(name, config)}
     parts = [part for name, info in tensors.items() for part in canonical_parts(name, info.shape)]
     check_shapes({part.name: part.shape for part in parts}, config, str(folder))
-    return _stream(tensors, on_progress)
+    return stream(tensors, on_progress)
 
 
-def iterate_draft_weights(
-    folder: str | Path, on_progress: Callable[[int, int], None] | None = None
-) -> Weights:
-    """The same of a draft model's folder. Its names are the format's affair: `DraftModel.load_weights` checks
-    them. Beside weights there may be tables of indices."""
-    return _stream(read_checkpoint(Path(folder), SUPPORTED_DTYPES + INDEX_DTYPES), on_progress)
-
-
-def _stream(tensors: Mapping[str, TensorInfo], on_progress: Callable[[int, int], None] | None) -> Weights:
+def stream(tensors: Mapping[str, TensorInfo], on_progress: Callable[[int, int], None] | None) -> Weights:
+    """Tensors of a checkpoint, file by file, those of packed experts one by one."""
     num_bytes, num_bytes_read = sum(info.num_bytes for info in tensors.values()), 0
     for path in dict.fromkeys(info.path for info in tensors.values()):
         try:
@@ -88,15 +81,21 @@ def _refuse_non_finite(name: str, tensor: torch.Tensor, path: Path) -> None:
 def dummy_weights(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> Weights:
     """Seeded random weights of the model's shapes and dtype, with which activations neither vanish nor blow
     up. A tensor depends on seed, name, shape, dtype and kind of device only, not on the others."""
+    return dummy_tensors(expected_shapes(config), config.dtype, seed, device)
+
+
+def dummy_tensors(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, seed: int, device: torch.device | str
+) -> Weights:
     device = torch.device(device)
-    for name, shape in expected_shapes(config).items():
+    for name, shape in shapes.items():
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
         if len(shape) == 2:
             mean, std = 0.0, shape[1] ** -0.5
         else:
             mean, std = 0.0 if name.endswith(".bias") else 1.0, 0.1
-        yield name, _normal(shape, config.dtype, device, mean, std, generator)
+        yield name, _normal(shape, dtype, device, mean, std, generator)
 
 
 def _normal(

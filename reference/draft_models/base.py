@@ -15,12 +15,17 @@ from shared.weights import load_weights, named_targets
 
 
 class BaseDraftModel(DraftModel):
+    embedding: torch.Tensor | None
+    head: torch.Tensor | None
+    d2t: torch.Tensor | None
+
     def __init__(self, config: DraftConfig, layers: Layers, moe: type[MoE]) -> None:
         super().__init__(config, layers, moe)
         self.config = config
-        self.embedding: torch.Tensor | None = None  # [target's vocab_size, hidden_size], of the checkpoint
-        self.head: torch.Tensor | None = None  # [vocab_size, hidden_size], of the checkpoint
-        self.d2t: torch.Tensor | None = None  # [vocab_size] int64: id in the target - id here
+        # What the checkpoint may have: [target's vocab_size, hidden_size], [vocab_size, hidden_size], and for
+        # each id here the distance to the target's, [vocab_size] int64.
+        for name in ("embedding", "head", "d2t"):
+            self.register_buffer(name, None, persistent=False)
         self.target_embed: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.target_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
 

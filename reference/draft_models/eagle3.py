@@ -1,7 +1,7 @@
-"""EAGLE-3: one decoder layer over the target's hidden states of several depths, often with a smaller vocabulary.
+"""EAGLE-3: one decoder layer over the target's hidden states of several depths; often a smaller vocabulary.
 
-Checkpoints hold fc, midlayer.* (or layers.0.*) and norm; perhaps lm_head, d2t, t2d and embed_tokens. d2t[i] is
-how far the target's id is from the draft id i; t2d says which of the target's ids have one, as d2t does.
+Checkpoints hold fc, midlayer.* (or layers.0.*) and norm; perhaps lm_head, d2t, t2d and embed_tokens. d2t[i]
+is how far the target's id is from the draft id i; t2d says which of the target's ids have one, as d2t does.
 """
 
 from __future__ import annotations

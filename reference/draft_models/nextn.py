@@ -1,8 +1,8 @@
 """NEXTN, also called MTP: the layer for the token after next that some models are trained and published with.
 
 Checkpoints name it as DeepSeek's do: layers.N.* with enorm, hnorm, eh_proj, one decoder layer,
-shared_head.norm, and perhaps copies of the target's embedding (embed_tokens) and head (shared_head.head). N is
-any one number. The decoder layer is that of one of the families here.
+shared_head.norm, and perhaps copies of the target's embedding (embed_tokens) and head (shared_head.head).
+N is any one number. The decoder layer is that of one of the families here.
 """
 
 from __future__ import annotations

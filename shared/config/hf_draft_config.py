@@ -41,8 +41,8 @@ def parse_draft_config(
     if draft_format is None:
         if found is None:
             raise ValueError(
-                f"{where}: architectures {hf_config['architectures']!r} does not tell the format of this draft "
-                f"model; name one of {', '.join(get_args(DraftFormat))}"
+                f"{where}: architectures {hf_config['architectures']!r} does not tell this draft model's "
+                f"format; name one of {', '.join(get_args(DraftFormat))}"
             )
         draft_format = found
     elif found not in (None, draft_format):
@@ -78,6 +78,8 @@ def _own_layers(fields: Fields, family: str, draft_format: DraftFormat, target: 
         values = {key: value for key, value in values.items() if key != "layer_types"}
         values["num_hidden_layers"] = 1
     model = parse_config(_completed(values, family, target), fields.where)
+    if draft_format == "eagle3" and model.moe is not None:
+        raise ValueError(f"{fields.where}: an EAGLE-3 layer of {family} would have experts; it has an MLP")
     vocab_size = model.vocab_size
     if draft_format == "eagle3":
         vocab_size = fields.integer("draft_vocab_size", default=vocab_size)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shared import registry
+from shared.config import ModelConfig
 from shared.conformance.poison import poison_
 from shared.interfaces import CausalLM
 from shared.types import ForwardBatch, ForwardMode
@@ -20,7 +21,7 @@ class ModelSession:
     that nobody has written hold NaN."""
 
     def __init__(self, model: CausalLM, num_reqs: int = 1, max_len: int = 256, page_size: int = 1) -> None:
-        config, pools = model.config, registry.load("memory_pool", "reference")
+        config, pools = self.layers_of(model), registry.load("memory_pool", "reference")
         weight = next(model.parameters())
         self.model = model
         self.device = weight.device
@@ -43,9 +44,13 @@ class ModelSession:
         self.lens = [0] * num_reqs
         self.last_locs = [-1] * num_reqs
 
+    def layers_of(self, model: CausalLM) -> ModelConfig:
+        """Describes the layers that have KV."""
+        return model.config
+
     def kv_buffers(self) -> list[torch.Tensor]:
         """K of every layer, then V of every layer."""
-        layers = range(self.model.config.num_hidden_layers)
+        layers = range(self.kv_pool.num_layers)
         return [
             *(self.kv_pool.k_buffer(layer_id) for layer_id in layers),
             *(self.kv_pool.v_buffer(layer_id) for layer_id in layers),
@@ -58,11 +63,14 @@ class ModelSession:
             logits = self.model.compute_logits(self.hidden_states(batch))
             return list(logits.split(batch.extend_seq_lens_cpu))
 
-    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+    def hidden_states(
+        self, batch: ForwardBatch, captured: dict[int, torch.Tensor] | None = None
+    ) -> torch.Tensor:
         plan = self.attention.plan(batch)
         attention = BatchAttention(self.attention, plan, self.kv_pool, batch.out_cache_loc)
+        more = () if captured is None else (captured,)  # not every model can capture
         with torch.inference_mode():
-            return self.model(batch.input_ids, batch.positions, attention)
+            return self.model(batch.input_ids, batch.positions, attention, *more)
 
     def forward_batch(self, new_ids: dict[int, Sequence[int]], **fields: Any) -> ForwardBatch:
         """Allocates the new tokens' slots. `fields`: what is not as in a plain extension or decode step."""

@@ -35,6 +35,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "layers": ("layers", "layers_rotary"),
     "moe": ("moe", "moe_experts"),
     "models": ("models", "models_weights"),
+    "draft_models": ("draft_models", "draft_models_weights"),
     "model_runner": ("model_runner", "model_runner_decode"),
     "sampler": ("sampler", "sampler_rows", "sampler_logprobs", "sampler_distribution"),
     "draft_tree": ("draft_tree", "draft_tree_verify"),

@@ -33,6 +33,7 @@ _MODULES: dict[str, tuple[type, ...]] = {
     ),
     "layers": (interfaces.RMSNorm, interfaces.RotaryEmbedding, interfaces.SiluAndMul),
     "models": (),  # classes are found by architecture
+    "draft_models": (),  # ... by format
 }
 """component that is a module -> the interfaces of which it holds a class each, under the same names"""
 

@@ -18,10 +18,11 @@ class ModelRunner(ABC):
     `is_watched`: somebody hangs on to the model's modules, or has put something around `forward` or
     `sampler.sample`. While it is True, every step calls them; nothing is replayed behind their back.
 
-    `capture_hidden`: the layers whose inputs somebody wants; may be set between any two steps. While it is not
-    None, `LogitsOutput.hidden_states` holds, for every token of the step, the residual streams that go into
-    these layers, side by side in this order, [num_tokens, len(capture_hidden) * hidden_size]; for (), the
-    hidden states after the final norm [num_tokens, hidden_size]. They are the caller's as long as the logits.
+    `capture_hidden`: the layers whose inputs somebody wants; may be set between any two steps. While it is
+    not None, `LogitsOutput.hidden_states` holds, for every token of the step, the residual streams that go
+    into these layers, side by side in this order, [num_tokens, len(capture_hidden) * hidden_size]; for (),
+    the hidden states after the final norm [num_tokens, hidden_size]. They are the caller's as long as the
+    logits are.
     """
 
     model: CausalLM

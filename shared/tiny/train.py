@@ -151,7 +151,7 @@ def new_model(config: PretrainedConfig, device: str, seed: int) -> PreTrainedMod
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device=device, dtype=dtype)
 
 
-def _run_with_progress(steps: Iterator[torch.Tensor], options: TrainOptions) -> float:
+def run_with_progress(steps: Iterator[torch.Tensor], options: TrainOptions) -> float:
     """Show loss and speed while training; returns the last loss."""
     columns = (
         TextColumn("{task.description}"),
@@ -199,9 +199,7 @@ def main(
     network = new_model(config, device, seed)
     dataset = PackedBatches((out / "tokenizer.json").read_text(), seed, options.num_steps, rows, row_len)
     start = time.monotonic()
-    loss = _run_with_progress(
-        train_steps(network, batch_loader(dataset, workers), options, compiled), options
-    )
+    loss = run_with_progress(train_steps(network, batch_loader(dataset, workers), options, compiled), options)
     seconds = time.monotonic() - start
 
     save_checkpoint(network, out)

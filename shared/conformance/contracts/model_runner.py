@@ -249,15 +249,20 @@ def verify_logits(impl: type[ModelRunner], case: Trees) -> None:
 )
 def idle(impl: type[ModelRunner], case: Example) -> None:
     session = RunnerSession(impl, model_for(dtype=torch.bfloat16))
+    hidden_size = session.model.config.hidden_size
     nothing = torch.empty(0, dtype=torch.int64, device=check_device())
     per_token = dict.fromkeys(("input_ids", "positions", "out_cache_loc"), nothing)
     per_req = dict.fromkeys(("req_pool_indices", "seq_lens", "extend_seq_lens", "extend_start_loc"), nothing)
-    output = session.run(
-        ForwardBatch(
-            forward_mode=ForwardMode.IDLE, **per_token, **per_req, seq_lens_cpu=(), extend_seq_lens_cpu=()
-        )
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.IDLE, **per_token, **per_req, seq_lens_cpu=(), extend_seq_lens_cpu=()
     )
+    output = session.run(batch)
     expect_form("logits", output.next_token_logits, like=torch.empty(0, 331, device=check_device()))
+    expect_equal("hidden states", output.hidden_states, None)
+    for layers, width in (((), hidden_size), ((0, 1), 2 * hidden_size)):
+        session.runner.capture_hidden = layers
+        like = torch.empty(0, width, dtype=torch.bfloat16, device=check_device())
+        expect_form("hidden states", session.run(batch).hidden_states, like=like)
     expect_equal("input_logprobs", output.input_logprobs, None)
     expect_true("no KV is written", all(bool(buffer.isnan().all()) for buffer in session.kv_buffers()))
 

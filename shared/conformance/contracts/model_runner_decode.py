@@ -12,7 +12,7 @@ import torch
 from shared import registry
 from shared.config import EngineConfig
 from shared.conformance.clause import agreement, contract
-from shared.conformance.compare import expect_close, expect_equal, expect_true
+from shared.conformance.compare import expect_close, expect_equal, expect_form, expect_true
 from shared.conformance.contracts.model_runner import CONFIG, model_for
 from shared.conformance.device import check_device
 from shared.conformance.model_session import ModelSession
@@ -201,6 +201,39 @@ def sampled_tokens(impl: type[ModelRunner], case: Sampling) -> None:
         given.append((sampled.next_token_ids, sampled.next_token_ids.tolist()))
     for number, (tensor, ids) in enumerate(given):
         expect_equal(f"ids of step {number} at the end", tensor.tolist(), ids)
+
+
+@contract(
+    "While capture_hidden is set, every step gives the hidden states of its tokens: for (), those that "
+    "logits are computed from; of layers, the streams into them, side by side in the order asked for. Logits "
+    "stay as they are, and so they do when it is None again.",
+    (CASES[1], CASES[4], CASES[5]),
+)
+def captured_hidden_states(impl: type[ModelRunner], case: Decoding) -> None:
+    model = model_for(case.config, case.dtype)
+    session, plain = PreparedSession(impl, model, case), PreparedSession(impl, model, case, graphs=False)
+    num_layers = model.config.num_hidden_layers
+    wanted: tuple[tuple[int, ...] | None, ...] = ((), None, (1,), (num_layers, 0, 2))
+    steps = [case.prompts(), *case.steps()]
+    for number, new_ids in enumerate(steps):
+        layers = wanted[number % len(wanted)]
+        what = f"step {number}, {len(new_ids)} requests, capture_hidden {layers}"
+        batch, plain_batch = session.forward_batch(new_ids), plain.forward_batch(new_ids)
+        session.runner.capture_hidden = layers
+        found = session.run(batch)
+        captured = dict.fromkeys(layers or (), torch.empty(0))
+        hidden_states = plain.hidden_states(plain_batch, captured)
+        if layers is None:
+            expect_equal(f"{what}: hidden states", found.hidden_states, None)
+        else:
+            parts = [captured[layer_id] for layer_id in layers] or [hidden_states]
+            expected = torch.cat(parts, dim=-1)
+            expect_form(f"{what}: hidden states", found.hidden_states, like=expected, dtype=case.dtype)
+            expect_close(
+                f"{what}: hidden states", found.hidden_states, expected, tolerance("logits", case.dtype)
+            )
+        logits = plain.run(plain_batch).next_token_logits
+        expect_close(f"{what}: logits", found.next_token_logits, logits, tolerance("logits", case.dtype))
 
 
 @contract("prepare writes the dummy page and nothing else.", CASES[1:3])

@@ -17,7 +17,7 @@ from shared.conformance.device import building
 from shared.conformance.inputs import HALF_TYPES, Inputs, type_name
 from shared.conformance.model_session import ModelSession
 from shared.conformance.poison import run_poisoned
-from shared.conformance.tolerance import tolerance
+from shared.conformance.tolerance import EXACT, tolerance
 from shared.interfaces import CausalLM
 from shared.weights import dummy_weights
 
@@ -150,6 +150,42 @@ def hidden_states_and_kv(impl: Models, case: Text, reference: Models) -> None:
             what = f"{'KV'[i // config.num_hidden_layers]} of layer {i % config.num_hidden_layers}"
             # Where nobody has written, NaN is expected.
             expect_close(what, ours, theirs, close)
+
+
+@agreement(
+    "captured gets the streams that go into the layers named, and into the final norm; hidden states and KV "
+    "are as without. They are copies: later layers do not touch them.",
+    texts(30, (13,)),
+)
+def captured_streams(impl: Models, case: Text, reference: Models) -> None:
+    config = case.model_config()
+    model, close = make_model(impl, config), tolerance("logits", torch.float32)
+    ours, plain = ModelSession(model, max_len=64), ModelSession(model, max_len=64)
+    exact = ModelSession(make_model(reference, config).double(), max_len=64)
+    layers = (*range(config.num_hidden_layers + 1),)
+    for wanted in (layers, layers[1::2]):
+        for piece in case.pieces() if wanted is layers else case.pieces()[:1]:
+            found, expected = (dict.fromkeys(wanted, torch.empty(0)) for _ in range(2))
+            hidden_states = run_poisoned(ours.hidden_states, ours.forward_batch({0: piece}), found)
+            run_poisoned(exact.hidden_states, exact.forward_batch({0: piece}), expected)
+            expect_equal("keys", sorted(found), sorted(wanted))
+            for layer_id, stream in found.items():
+                expect_form(f"into {layer_id}", stream, like=expected[layer_id], dtype=torch.float32)
+                expect_close(f"into {layer_id}", stream, expected[layer_id], close)
+            without = run_poisoned(plain.hidden_states, plain.forward_batch({0: piece}))
+            expect_close("hidden states", hidden_states, without, EXACT)
+
+
+@contract("embed gives what goes into layer 0, for ids of any shape.", texts(9))
+def embeddings(impl: Models, case: Text) -> None:
+    model = make_model(impl, case.model_config())
+    (piece,) = case.pieces()
+    session, captured = ModelSession(model, max_len=64), {0: torch.empty(0)}
+    run_poisoned(session.hidden_states, session.forward_batch({0: piece}), captured)
+    ids = torch.tensor(piece, device=session.device)
+    with torch.inference_mode():
+        expect_close("embeddings", model.embed(ids), captured[0], EXACT)
+        expect_close("in a square", model.embed(ids.view(3, 3)), captured[0].view(3, 3, -1), EXACT)
 
 
 @dataclass(frozen=True)
