@@ -1,9 +1,9 @@
 """The contracts: one abstract class per component, its docstring says what must hold."""
 
 from shared.interfaces.attention import AttentionBackend
+from shared.interfaces.draft_model import DraftModel, DraftOutput
 from shared.interfaces.draft_tree import DraftTreeOps
 from shared.interfaces.drafter import Drafter, DrafterParts
-from shared.interfaces.draft_model import DraftModel, DraftOutput
 from shared.interfaces.layers import Layers, MergedLinear, RMSNorm, RotaryEmbedding, SiluAndMul
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
 from shared.interfaces.model import CausalLM
@@ -29,11 +29,11 @@ __all__ = [
     "CacheNode",
     "CacheWatcher",
     "CausalLM",
+    "DraftModel",
+    "DraftOutput",
     "DraftTreeOps",
     "Drafter",
     "DrafterParts",
-    "DraftModel",
-    "DraftOutput",
     "FusedExperts",
     "InsertResult",
     "Layers",

@@ -152,11 +152,9 @@ def test_a_small_target_has_no_usual_layers() -> None:
         3,
         3,
     )
+    smaller = replace(target, num_hidden_layers=3, sliding_windows=())
     with pytest.raises(ValueError, match="a target of 3 layers has none of the usual ones"):
-        DraftConfig.from_dict(
-            {"architectures": ["LlamaForCausalLMEagle3"]},
-            replace(target, num_hidden_layers=3, sliding_windows=()),
-        )
+        DraftConfig.from_dict({"architectures": ["LlamaForCausalLMEagle3"]}, smaller)
 
 
 def test_files(target: ModelConfig, tmp_path: Path) -> None:

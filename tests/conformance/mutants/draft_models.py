@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch.nn import functional
 
 import reference.draft_models
 from shared.config.draft import DraftFormat
@@ -52,10 +52,7 @@ class NormsTheFirstInput:
 
     def __init__(self, config, layers, moe):
         super().__init__(config, layers, moe)
-        eps = config.model.rms_norm_eps
-        self.layers[0].input_layernorm.forward = lambda x: torch.nn.functional.rms_norm(
-            x, x.shape[-1:], eps=eps
-        )
+        self.layers[0].input_layernorm.forward = lambda x: functional.rms_norm(x, x.shape[-1:])
 
 
 @mixed_into("eagle", "nextn")
