@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -143,26 +144,25 @@ def accept_by_rejection(
     is drawn from what they leave.
     """
     first_child, sibling = tree.next_token.tolist(), tree.next_sibling.tolist()
+    drafts, target, coin = tree.token_ids.tolist(), probs.tolist(), coins.tolist()
     paths, tokens = [], []
-    for b in range(tree.batch_size):
-        path, ids, node = [0], [], 0
+    for b, bonus_coin in enumerate(bonus_coins.tolist()):
+        path, ids = [0], []
         while True:
-            left = probs[b, node].double().clone()
-            child, reached = first_child[b][node], 0.0
+            node = path[-1]
+            left, reached, child = list(target[b][node]), 0.0, first_child[b][node]
             while child >= 0:
-                token_id = int(tree.token_ids[b, child])
-                reached += float(left[token_id])
-                if float(coins[b, node]) < reached:
+                reached += left[drafts[b][child]]
+                if coin[b][node] < reached:
                     break
-                left[token_id] = 0.0
+                left[drafts[b][child]] = 0.0  # refused: not the bonus token either
                 child = sibling[b][child]
             if child < 0:
                 break
             path.append(child)
-            ids.append(token_id)
-            node = child
-        below = left.cumsum(0)
-        ids.append(int(torch.searchsorted(below, below[-1] * float(bonus_coins[b]), right=True)))
+            ids.append(drafts[b][child])
+        below = list(accumulate(left))
+        ids.append(bisect_right(below, bonus_coin * below[-1]))
         paths.append(path)
         tokens.append(ids)
     return _accepted(paths, tokens, tree, tree.num_draft_tokens - 1)
