@@ -14,7 +14,7 @@ import triton.language as tl
 @triton.jit
 def _accept_kernel(
     token_ids_ptr, parents_ptr, target_ids_ptr, node_indices_ptr, out_ids_ptr, num_accepted_ptr,
-    NUM: tl.constexpr, MAX_DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    NUM: tl.constexpr, MAX_DEPTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     nodes = tl.arange(0, BLOCK)
@@ -23,23 +23,24 @@ def _accept_kernel(
     parents = tl.load(parents_ptr + request * NUM + nodes, mask=inside, other=-1).to(tl.int32)
     targets = tl.load(target_ids_ptr + request * NUM + nodes, mask=inside, other=-1)
 
-    out = request * (MAX_DEPTH + 1)
-    node = tl.zeros([], dtype=tl.int32)
+    columns = tl.arange(0, BLOCK_D)
     target = tl.sum(tl.where(nodes == 0, targets, 0), axis=0)
-    num_accepted = tl.zeros([], dtype=tl.int64)
-    tl.store(node_indices_ptr + out, node.to(tl.int64))
-    tl.store(out_ids_ptr + out, target)
+    path = tl.where(columns == 0, 0, -1)
+    ids = tl.where(columns == 0, target, -1)
+    num_accepted = tl.zeros([], dtype=tl.int32)
     # --8<-- [start:ask-all-nodes]
-    for depth in range(1, MAX_DEPTH + 1):
-        child = tl.min(tl.where((parents == node) & (token_ids == target), nodes, BLOCK), axis=0)
-        is_accepted = child < BLOCK
-        node = tl.where(is_accepted, child, -2)  # nobody's parent: the root and padding have -1
+    child = tl.min(tl.where((parents == 0) & (token_ids == target), nodes, BLOCK), axis=0)
+    while (child < BLOCK) & (num_accepted < MAX_DEPTH):
+        num_accepted += 1
         target = tl.sum(tl.where(nodes == child, targets, 0), axis=0)
-        num_accepted += is_accepted.to(tl.int64)
-        tl.store(node_indices_ptr + out + depth, tl.where(is_accepted, child, -1).to(tl.int64))
-        tl.store(out_ids_ptr + out + depth, tl.where(is_accepted, target, -1))
+        path = tl.where(columns == num_accepted, child, path)
+        ids = tl.where(columns == num_accepted, target, ids)
+        child = tl.min(tl.where((parents == child) & (token_ids == target), nodes, BLOCK), axis=0)
     # --8<-- [end:ask-all-nodes]
-    tl.store(num_accepted_ptr + request, num_accepted)
+    out = request * (MAX_DEPTH + 1) + columns
+    tl.store(node_indices_ptr + out, path.to(tl.int64), mask=columns <= MAX_DEPTH)
+    tl.store(out_ids_ptr + out, ids, mask=columns <= MAX_DEPTH)
+    tl.store(num_accepted_ptr + request, num_accepted.to(tl.int64))
 
 
 def accept_walk(
@@ -54,6 +55,7 @@ def accept_walk(
     if bs > 0:
         _accept_kernel[(bs,)](
             token_ids, parents, target_ids, node_indices, out_ids, num_accepted,
-            NUM=num, MAX_DEPTH=max_depth, BLOCK=triton.next_power_of_2(num), num_warps=1,
+            NUM=num, MAX_DEPTH=max_depth, BLOCK=triton.next_power_of_2(num),
+            BLOCK_D=triton.next_power_of_2(max_depth + 1), num_warps=1,
         )  # fmt: skip
     return node_indices, out_ids, num_accepted

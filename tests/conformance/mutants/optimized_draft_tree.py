@@ -227,20 +227,16 @@ class MaskHidesThePrefix(Variant):
 
 @mutant_of("draft_tree")
 class AnyNodesToken(Variant):
-    """A node with the right token is accepted, whosever child it is."""
+    """A node with the right token follows, whosever child it is, if only it comes later."""
 
-    kernel, before, after = (
-        "draft_accept",
-        "(parents == node) & (token_ids == target)",
-        "(token_ids == target)",
-    )
+    kernel, before, after = "draft_accept", "(parents == child) & (token", "(nodes > child) & (token"
 
 
 @mutant_of("draft_tree")
-class PaddingFollowsTheEnd(Variant):
-    """After the walk has ended, nodes without a parent count as children."""
+class RootsAndPaddingAreChildren(Variant):
+    """Nodes without a parent count as the root's children."""
 
-    kernel, before, after = "draft_accept", "child, -2)", "child, -1)"
+    kernel, before, after = "draft_accept", "(parents == 0)", "(parents <= 0)"
 
 
 @mutant_of("draft_tree")
@@ -255,7 +251,18 @@ class SampleOfTheRoot(Variant):
 
 
 @mutant_of("draft_tree")
-class LastDepthIsLeftOut(Variant):
-    """The walk ends one short of max_depth."""
+class DepthIsOneMore(Variant):
+    """The walk goes on when max_depth is reached."""
 
-    kernel, before, after = "draft_accept", "range(1, MAX_DEPTH + 1)", "range(1, MAX_DEPTH)"
+    kernel, before, after = "draft_accept", "num_accepted < MAX_DEPTH", "num_accepted <= MAX_DEPTH"
+
+
+@mutant_of("draft_tree")
+class NoBonusToken(Variant):
+    """The last sample is not handed on."""
+
+    kernel, before, after = (
+        "draft_accept",
+        "ids, mask=columns <= MAX_DEPTH",
+        "ids, mask=columns < num_accepted",
+    )
