@@ -38,7 +38,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "draft_models": ("draft_models", "draft_models_weights"),
     "model_runner": ("model_runner", "model_runner_decode"),
     "sampler": ("sampler", "sampler_rows", "sampler_logprobs", "sampler_distribution"),
-    "draft_tree": ("draft_tree", "draft_tree_verify"),
+    "draft_tree": ("draft_tree", "draft_tree_drafting"),
 }
 """component -> the modules of shared.conformance.contracts that hold its clauses"""
 

@@ -1,227 +1,176 @@
-"""Clauses of drafting: which tokens, which beams, which nodes."""
+"""Clauses of draft trees: links, masks, and what is accepted."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
 from shared.conformance.clause import contract
-from shared.conformance.compare import expect_close, expect_equal, expect_raises, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
+from shared.conformance.compare import expect_equal, expect_true
 from shared.conformance.device import check_device
-from shared.conformance.draft_trees import (
-    Asked,
-    Drafted,
-    draft,
-    drafting,
-    expect_tree,
-    expected_tree,
-    linked,
-)
-from shared.conformance.inputs import FLOAT_TYPES, Inputs, type_name
-from shared.conformance.poison import amid_poison
-from shared.conformance.tolerance import tolerance
+from shared.conformance.draft_trees import Asked, expect_tree, expected_walk, linked, path_to_root
+from shared.conformance.inputs import Inputs
 from shared.interfaces import DraftTreeOps
-from shared.types import TopTokens
+from shared.types import DraftTree
 
 
 @dataclass(frozen=True)
-class Logits:
-    """Random logits; with ties: whole numbers. NaN surrounds them in memory."""
+class Trees:
+    """Random trees of up to num_draft_tokens nodes, over few tokens; what stands in padding is nonsense."""
 
     name: str
-    num_rows: int
-    vocab_size: int
-    k: int
-    has_ties: bool = False
-    dtype: torch.dtype = torch.float32
+    batch_size: int = 3
+    num_draft_tokens: int = 8
+    vocab_size: int = 4
+    is_chain: bool = False
+    is_full: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.k <= self.vocab_size:
-            raise ValueError("k tokens of a vocabulary")
+        if min(self.num_draft_tokens, self.vocab_size) < 1:
+            raise ValueError("a tree has a root")
 
-    def draw(self) -> torch.Tensor:
-        logits = Inputs(self.seed).normal(self.num_rows, self.vocab_size, std=2.0)
-        return amid_poison((logits.round() if self.has_ties else logits).to(self.dtype))
+    def nodes(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Token ids and parents of each tree, without padding."""
+        inputs, num = Inputs(self.seed), self.num_draft_tokens
+        sizes = inputs.integers(num, self.batch_size).tolist()
+        sizes = [num if self.is_full else 1 + size for size in sizes]
+        draws = inputs.integers(10**6, self.batch_size, num).tolist()
+        ids = inputs.integers(self.vocab_size, self.batch_size, num).tolist()
+        above = [
+            [-1, *(n - 1 if self.is_chain else draws[b][n] % n for n in range(1, size))]
+            for b, size in enumerate(sizes)
+        ]
+        return [row[:size] for row, size in zip(ids, sizes)], above
+
+    def given(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The arguments of from_parents."""
+        ids, parents = self.nodes()
+        num = self.num_draft_tokens
+        rows = [[row + [-7919] * (num - len(row)) for row in table] for table in (ids, parents)]
+        for row in rows[1]:
+            row[0] = -7919  # nobody looks at the root's parent
+        sizes = torch.tensor([len(row) for row in ids], dtype=torch.int64, device=check_device())
+        shape = (self.batch_size, num)
+        tensors = [
+            torch.tensor(table, dtype=torch.int64, device=check_device()).view(shape) for table in rows
+        ]
+        return tensors[0], tensors[1], sizes
+
+    def tree(self) -> DraftTree:
+        return linked(*self.nodes(), self.num_draft_tokens)
+
+
+TREES = (
+    Trees("only roots", 3, 1),
+    Trees("two nodes", 4, 2, seed=1),
+    Trees("small", 6, 5, seed=2),
+    Trees("eight", 5, 8, seed=3),
+    Trees("sixteen", 6, 16, seed=4),
+    Trees("seventeen, full", 4, 17, is_full=True, seed=5),
+    Trees("chains", 4, 9, is_chain=True, seed=6),
+    Trees("one long chain", 1, 33, is_chain=True, is_full=True, seed=7),
+    Trees("sixty-four", 3, 64, 3, seed=8),
+    Trees("two tokens", 8, 12, 2, seed=9),
+    Trees("nobody", 0, 4),
+)
 
 
 @contract(
-    "The k largest logits of each row come in order, ties lowest id first, with their probabilities.",
-    (
-        Logits("one token", 1, 1, 1),
-        Logits("the whole vocabulary", 3, 5, 5),
-        Logits("small", 7, 63, 4),
-        *(Logits(f"ties of {type_name(t)}", 5, 300, 8, True, t) for t in FLOAT_TYPES),
-        Logits("large", 3, 9001, 10, seed=1),
-        Logits("large, ties", 3, 4097, 10, True, seed=2),
-        Logits("no rows", 0, 7, 2),
-    ),
+    "From parents follow children, siblings in ascending order, depths, and who sees whom; padding is "
+    "cleared, whatever it held.",
+    TREES,
 )
-def top_tokens(impl: type[DraftTreeOps], case: Logits) -> None:
-    logits = case.draw()
-    top = Asked(impl).top_tokens(logits, case.k)
-    rows = logits.double().tolist()
-    ids = [sorted(range(len(row)), key=lambda i: (-row[i], i))[: case.k] for row in rows]
-    shape = (case.num_rows, case.k)
-    expect_equal("ids", top.token_ids.cpu(), torch.tensor(ids, dtype=torch.int64).view(shape))
-    probs = [[math.exp(row[i]) / sum(map(math.exp, row)) for i in best] for row, best in zip(rows, ids)]
-    expected = torch.tensor(probs, dtype=torch.float64).view(shape)
-    expect_close("probabilities", top.probs, expected, tolerance("softmax", torch.float32))
-    expect_equal("their type", top.probs.dtype, torch.float32)
+def from_parents(impl: type[DraftTreeOps], case: Trees) -> None:
+    expect_tree(Asked(impl).from_parents(*case.given()), case.tree())
 
 
 @contract(
-    "A row without a softmax gets the first ids with probability 0, and disturbs no other; logits of -inf "
-    "have probability 0.",
-    EXAMPLE,
+    "The mask has, for each request in turn, a row for each node: the whole prefix, then itself and its "
+    "ancestors.",
+    TREES,
 )
-def rows_without_softmax(impl: type[DraftTreeOps], case: Example) -> None:
-    nan, inf = math.nan, math.inf
-    rows = [
-        [1.0, nan, 3.0, 0.0],
-        [1.0, 2.0, inf, 0.0],
-        [-inf] * 4,
-        [-inf, -inf, 5.0, -inf],
-        [0.0, 1.0, 1.0, 0],
-    ]
-    top = Asked(impl).top_tokens(torch.tensor(rows, device=check_device()), 3)
-    ids = [[0, 1, 2], [0, 1, 2], [0, 1, 2], [2, 0, 1], [1, 2, 0]]
-    expect_equal("ids", top.token_ids.tolist(), ids)
-    expect_equal(
-        "probabilities of the first four", top.probs[:4].tolist(), [[0.0] * 3] * 3 + [[1.0, 0.0, 0.0]]
+def custom_mask(impl: type[DraftTreeOps], case: Trees) -> None:
+    tree, num = case.tree(), case.num_draft_tokens
+    seq_lens = num + Inputs(case.seed).integers(200, case.batch_size) * (
+        torch.arange(case.batch_size, device=check_device()) % 3 > 0
     )
-    expect_true("the last row's are its own", bool((top.probs[4] > 0.1).all()), top.probs[4].tolist())
-
-
-@contract("No k below 1 or above the vocabulary, and no tree without a root.", EXAMPLE)
-def refusals(impl: type[DraftTreeOps], case: Example) -> None:
-    logits = torch.zeros(2, 5, device=check_device())
-    for k in (0, 6):
-        expect_raises(f"k = {k} of 5", ValueError, impl().top_tokens, logits, k)
-    drafts = Drafted("")
-    steps = draft(impl(), drafts.tops())
-    expect_raises("no node", ValueError, impl().build, drafts.root_ids(), steps, 0)
-
-
-DRAFTED = (
-    Drafted("one chain", 1, 1, 1, 2),
-    Drafted("chains", 3, 1, 5, 6, seed=1),
-    Drafted("chains, not all of them", 3, 1, 5, 4, seed=2),
-    Drafted("two by two", 4, 2, 3, 8, seed=3),
-    Drafted("three wide", 5, 3, 3, 9, seed=4),
-    Drafted("four wide, ties everywhere", 3, 4, 5, 16, grid=1, seed=5),
-    Drafted("four wide, few ties", 3, 4, 5, 16, grid=9973, seed=6),
-    Drafted("five wide, one step", 2, 5, 1, 4, seed=7),
-    Drafted("wide and deep", 2, 10, 8, 60, grid=50, seed=8),
-    Drafted("exactly all candidates", 2, 3, 3, 22, seed=9),
-    Drafted("fewer candidates than nodes", 3, 2, 2, 16, seed=10),
-    Drafted("only the root", 2, 2, 2, 1, seed=11),
-    Drafted("nobody", 0, 2, 2, 4),
-)
-
-
-@contract("The first step's beams are its candidates.", DRAFTED)
-def first_beams(impl: type[DraftTreeOps], case: Drafted) -> None:
-    top = case.tops()[0]
-    beams = Asked(impl).first_beams(top)
-    numbers = torch.arange(case.top_k, device=check_device()).expand_as(top.token_ids)
-    expect_equal("token_ids", beams.token_ids, top.token_ids)
-    expect_equal("scores", beams.scores, top.probs)
-    expect_equal("parents", beams.parents, torch.zeros_like(numbers))
-    expect_equal("indices", beams.indices, numbers)
-    expect_equal("candidate_ids", beams.candidate_ids, top.token_ids)
-    expect_equal("candidate_scores", beams.candidate_scores, top.probs)
+    size = num * int(seq_lens.sum())
+    mask = Asked(impl).custom_mask(tree, seq_lens, size + 11)
+    expect_equal(
+        "form", (mask.dtype, mask.shape, mask.device), (torch.bool, (size + 11,), tree.visible.device)
+    )
+    expected = []
+    for b, seq_len in enumerate(seq_lens.tolist()):
+        parents = tree.parents[b].tolist()
+        for n in range(num):
+            path = path_to_root(parents, n)
+            expected += [
+                column - (seq_len - num) in path or column < seq_len - num for column in range(seq_len)
+            ]
+    expect_equal("mask", mask[:size].cpu(), torch.tensor(expected, dtype=torch.bool))
 
 
 @contract(
-    "Of a later step's K * K candidates the K best go on, best first, ties by lower number; each says which "
-    "beam it comes from, and all are recorded.",
-    DRAFTED,
+    "From the root on, the child that the target sampled is accepted, until there is none; the tokens are "
+    "the target's, one more than drafts were accepted.",
+    TREES,
 )
-def next_beams(impl: type[DraftTreeOps], case: Drafted) -> None:
-    tops = case.tops()
-    steps = draft(Asked(impl), tops)
-    for request in range(case.batch_size):
-        for step, (candidates, best) in zip(steps, drafting(tops, request)):
-            expect_equal("token_ids", step.token_ids[request].tolist(), [c.token_id for c in best])
-            expect_equal("scores", step.scores[request].tolist(), [c.score for c in best])
-            expect_equal("parents", step.parents[request].tolist(), [c.beam for c in best])
-            expect_equal("indices", step.indices[request].tolist(), [c.index for c in best])
-            expect_equal(
-                "candidate_ids", step.candidate_ids[request].tolist(), [c.token_id for c in candidates]
-            )
-            scores = step.candidate_scores[request].tolist()
-            expect_equal("candidate_scores", scores, [c.score for c in candidates])
+def accept(impl: type[DraftTreeOps], case: Trees) -> None:
+    tree = case.tree()
+    for draw in range(2):
+        shape = (case.batch_size, case.num_draft_tokens)
+        targets = Inputs(case.seed + draw).integers(case.vocab_size, *shape)
+        found = Asked(impl).accept(tree, targets)
+        _expect_accepted(found, expected_walk(tree, targets, case.num_draft_tokens - 1))
 
 
-@contract(
-    "The best candidates of all steps become nodes, in the order of their numbers, each below its parent; "
-    "too few of them are padded.",
-    DRAFTED,
-)
-def build(impl: type[DraftTreeOps], case: Drafted) -> None:
-    ops, tops, num = Asked(impl), case.tops(), case.num_draft_tokens
-    tree = ops.build(case.root_ids(), draft(ops, tops), num)
-    roots = case.root_ids().tolist()
-    found = [expected_tree(tops, b, roots[b], num) for b in range(case.batch_size)]
-    expect_tree(tree, linked([ids for ids, _ in found], [parents for _, parents in found], num))
+@contract("At most max_depth drafts are accepted, and the bonus follows the last of them.", TREES)
+def max_depth(impl: type[DraftTreeOps], case: Trees) -> None:
+    tree = case.tree()
+    for depth in (0, 1, 3):
+        targets = _perfect(tree)
+        _expect_accepted(Asked(impl).accept(tree, targets, depth), expected_walk(tree, targets, depth))
 
 
-@contract(
-    "No node comes without its parent, also where probabilities are 1 or 0 and scores equal the parent's.",
-    tuple(
-        Drafted(f"{width} wide, {num} nodes", 4, width, 4, num, grid=1, seed=num)
-        for width, num in ((2, 5), (3, 7), (3, 4), (4, 12))
-    ),
-)
-def no_orphans(impl: type[DraftTreeOps], case: Drafted) -> None:
-    tops = case.tops()
-    tree = impl().build(case.root_ids(), draft(impl(), tops), case.num_draft_tokens)
-    for b in range(case.batch_size):
-        candidates = [c for step, _ in drafting(tops, b) for c in step]
-        ways = {tuple(_way(c)): c.score for c in candidates}
-        parents, ids = tree.parents[b].tolist(), tree.token_ids[b].tolist()
-        for n in range(1, int(tree.num_nodes[b])):
-            expect_true("the parent comes first", 0 <= parents[n] < n, (n, parents[n]))
-            way, m = [], n
-            while m > 0:
-                way.append(ids[m])
-                m = parents[m]
-            expect_true("the way to the root was drafted", tuple(way) in ways, way)
+def _perfect(tree: DraftTree) -> torch.Tensor:
+    """Samples for which the way to the deepest node of each tree (the first of these) is accepted, if no
+    sibling of the same token comes before."""
+    targets = torch.full_like(tree.token_ids, 10**6)
+    for b in range(tree.batch_size):
+        path = path_to_root(tree.parents[b].tolist(), int(tree.depths[b].argmax()))
+        for node, parent in pairwise(path):
+            targets[b, parent] = tree.token_ids[b, node]
+    return targets
 
 
-def _way(candidate: object) -> list[int]:
-    way = []
-    while candidate is not None:
-        way.append(candidate.token_id)
-        candidate = candidate.parent
-    return way
+@contract("A draft that is right is accepted to its end.", tuple(case for case in TREES if case.is_chain))
+def perfect_chain(impl: type[DraftTreeOps], case: Trees) -> None:
+    tree = replace(case, is_chain=True).tree()
+    targets = _perfect(tree)
+    found = impl().accept(tree, targets)
+    expect_equal("accepted drafts", found.num_accepted, tree.num_nodes - 1)
+    for b, size in enumerate(tree.num_nodes.tolist()):
+        expect_equal("nodes", found.node_indices[b, :size].tolist(), list(range(size)))
+        expect_equal("tokens", found.token_ids[b, :size].tolist(), targets[b, :size].tolist())
+        expect_equal("drafts are its tokens", found.token_ids[b, : size - 1], tree.token_ids[b, 1:size])
+        expect_true("nothing follows", bool((found.token_ids[b, size:] == -1).all()))
 
 
-@contract("With one beam the tree is a chain of what was drafted.", (Drafted("chain", 4, 1, 6, 7, seed=3),))
-def one_beam_is_a_chain(impl: type[DraftTreeOps], case: Drafted) -> None:
-    case = replace(case, top_k=1, num_draft_tokens=case.num_steps + 1)
-    tops = case.tops()
-    tree = impl().build(case.root_ids(), draft(impl(), tops), case.num_draft_tokens)
-    nodes = torch.arange(case.num_draft_tokens, device=check_device()).expand_as(tree.parents)
-    expect_equal("parents", tree.parents, nodes - 1)
-    expect_equal("depths", tree.depths, nodes.contiguous())
-    drafts = torch.cat([top.token_ids.view(case.batch_size, 1) for top in tops], dim=1)
-    expect_equal("drafts", tree.token_ids[:, 1:], drafts)
-    expect_equal("visible", tree.visible[0], torch.ones_like(tree.visible[0]).tril())
+@contract("A sample of -1 ends the walk and is handed on; padding is never accepted.", TREES)
+def no_sample(impl: type[DraftTreeOps], case: Trees) -> None:
+    tree = case.tree()
+    found = impl().accept(tree, torch.full_like(tree.token_ids, -1))
+    expect_equal("accepted", found.num_accepted, torch.zeros_like(tree.num_nodes))
+    expect_equal("first tokens", found.token_ids[:, 0], torch.full_like(tree.num_nodes, -1))
+    only_roots = replace(tree, num_nodes=torch.ones_like(tree.num_nodes))
+    only_roots = impl().from_parents(only_roots.token_ids, only_roots.parents, only_roots.num_nodes)
+    found = impl().accept(only_roots, torch.zeros_like(tree.token_ids))  # padding has token 0
+    expect_equal("accepted padding", found.num_accepted, torch.zeros_like(tree.num_nodes))
 
 
-@contract(
-    "Requests do not disturb one another: a batch's trees are those of its rows.", (DRAFTED[4], DRAFTED[6])
-)
-def rows_alone(impl: type[DraftTreeOps], case: Drafted) -> None:
-    tops, roots = case.tops(), case.root_ids()
-    together = impl().build(roots, draft(impl(), tops), case.num_draft_tokens)
-    for b in range(case.batch_size):
-        own = [TopTokens(top.probs[b : b + 1], top.token_ids[b : b + 1]) for top in tops]
-        alone = impl().build(roots[b : b + 1], draft(impl(), own), case.num_draft_tokens)
-        expect_equal("token_ids", together.token_ids[b], alone.token_ids[0])
-        expect_equal("parents", together.parents[b], alone.parents[0])
+def _expect_accepted(found: object, expected: object) -> None:
+    for name in ("num_accepted", "node_indices", "token_ids"):
+        expect_equal(name, getattr(found, name), getattr(expected, name))

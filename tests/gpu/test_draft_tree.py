@@ -1,0 +1,71 @@
+"""A round of drafting and verifying in one CUDA graph: nothing waits for the device, shapes are fixed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optimized.draft_tree import DraftTreeOps
+from reference.draft_tree import DraftTreeOps as ReferenceOps
+from shared.conformance.compare import expect_equal
+from shared.conformance.draft_trees import draft, expect_tree
+from shared.interfaces import DraftTreeOps as Contract
+from shared.types import Accepted, DraftTree, TopTokens
+
+pytestmark = pytest.mark.gpu
+
+BS, K, NUM_STEPS, NUM_NODES, VOCAB_SIZE = 5, 4, 5, 16, 32000
+
+
+def make_logits(seed: int) -> list[torch.Tensor]:
+    """Whole numbers: ties are frequent."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [BS] + [BS * K] * (NUM_STEPS - 1)
+    return [torch.randint(0, 30, (n, VOCAB_SIZE), generator=generator).float().cuda() for n in rows]
+
+
+def round_of(
+    ops: Contract, logits: list[torch.Tensor], samples: torch.Tensor, seq_lens: torch.Tensor, num_entries: int
+) -> tuple[DraftTree, torch.Tensor, Accepted]:
+    tops = [ops.top_tokens(rows, K) for rows in logits]
+    shaped = [
+        top if i == 0 else TopTokens(*(tensor.view(BS, K, K) for tensor in top)) for i, top in enumerate(tops)
+    ]
+    # Probabilities of the panels differ in their last bits; eighths do not.
+    shaped = [TopTokens((top.token_ids % 8 + 1) / 8, top.token_ids) for top in shaped]
+    root_ids = torch.arange(BS, device=samples.device)
+    tree = ops.build(root_ids, draft(ops, shaped), NUM_NODES)
+    return tree, ops.custom_mask(tree, seq_lens, num_entries), ops.accept(tree, samples, NUM_STEPS)
+
+
+def test_a_round_can_be_captured() -> None:
+    logits = make_logits(0)
+    samples = torch.zeros(BS, NUM_NODES, dtype=torch.int64, device="cuda")
+    seq_lens = torch.full((BS,), NUM_NODES, device="cuda")
+    num_entries = BS * NUM_NODES * 300
+    arguments = (logits, samples, seq_lens, num_entries)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        round_of(DraftTreeOps(), *arguments)  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tree, mask, accepted = round_of(DraftTreeOps(), *arguments)
+
+    for seed in range(1, 5):
+        for buffer, values in zip(logits, make_logits(seed)):
+            buffer.copy_(values)
+        generator = torch.Generator().manual_seed(seed)
+        seq_lens.copy_(torch.randint(NUM_NODES, 300, (BS,), generator=generator))
+        graph.replay()
+        # Every node's sample is its first child's token, so that something is accepted; then the graph again.
+        first_child = tree.token_ids.gather(1, tree.next_token.clamp(min=0))
+        samples.copy_(first_child)
+        graph.replay()
+        expected_tree, expected_mask, expected = round_of(ReferenceOps(), *arguments)
+        expect_tree(tree, expected_tree)
+        size = NUM_NODES * int(seq_lens.sum())
+        expect_equal("mask", mask[:size], expected_mask[:size])
+        for ours, theirs in zip(accepted, expected):
+            expect_equal("accepted", ours, theirs)
