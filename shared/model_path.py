@@ -13,6 +13,11 @@ def builtin_models() -> list[str]:
     return sorted(p.parent.name for p in ASSETS.glob("*/model.safetensors"))
 
 
+def is_shape(model: str) -> bool:
+    """Whether it names a shape of assets/configs, which can only have random weights."""
+    return (ASSETS / "configs" / model / "config.json").is_file()
+
+
 def resolve_model_path(model: str, load_format: str = "auto") -> Path:
     """The folder that holds `model`'s config.json. Raises `ValueError` saying what was looked for, and where.
 
@@ -25,13 +30,12 @@ def resolve_model_path(model: str, load_format: str = "auto") -> Path:
         return folder
     if (ASSETS / model / "config.json").is_file():
         return ASSETS / model
-    shape = ASSETS / "configs" / model
-    if (shape / "config.json").is_file():
+    if is_shape(model):
         if load_format != "dummy":
             raise ValueError(
                 f"{model} is a shape without weights: use load_format='dummy', or name a checkpoint"
             )
-        return shape
+        return ASSETS / "configs" / model
     if folder.exists():
         raise ValueError(f"{folder} is a file; a model is a folder with config.json and *.safetensors")
     if model.count("/") == 1 and not model.startswith((".", "/", "~")):

@@ -6,16 +6,29 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 
+from shared.assembly import default_device
 from shared.bench.step_cost import Ceilings
+from shared.config import ModelConfig
 
 MIB = 2**20
 READ_BYTES = {"cuda": 4096 * MIB, "cpu": 256 * MIB, "mps": 512 * MIB}
 """Many times any cache."""
 MATRIX_SIZE = {"cuda": 8192, "cpu": 1024, "mps": 4096}
 NUM_RUNS = 10
+
+
+def device_and_dtype(flags: dict[str, Any], config: ModelConfig) -> tuple[torch.device, torch.dtype]:
+    """What an engine with these flags will use: ceilings are measured before it takes the memory."""
+    device = torch.device(flags.get("device") or default_device())
+    name = flags.get("dtype", "auto")
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return device, dtype
+    return device, torch.float32 if device.type == "cpu" else config.dtype
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:

@@ -7,15 +7,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from shared import machine
 from shared.bench.ceilings import call_times
 from shared.bench.kernel_table import KernelTime, profile_kernels
+from shared.bench.report import ceilings_as_json, header
 from shared.bench.step_cost import Ceilings, StepCost, expected_experts_hit, step_cost
 from shared.bench.step_inputs import (
     StepCase,
@@ -25,7 +25,7 @@ from shared.bench.step_inputs import (
     place_requests,
 )
 from shared.interfaces.moe import FusedExperts, TopKOutput
-from shared.model_path import ASSETS
+from shared.model_path import is_shape
 
 if TYPE_CHECKING:
     from shared.engine import LLM
@@ -82,7 +82,7 @@ def engine_flags(
         )
     batch_sizes = sorted({case.batch_size for case in cases})
     wanted: dict[str, Any] = {"model": model, "max_running_requests": batch_sizes[-1]}
-    if (ASSETS / "configs" / model / "config.json").is_file():
+    if is_shape(model):
         wanted["load_format"] = "dummy"
     decodes = sorted({case.batch_size for case in cases if case.mode == "decode"})
     if "cuda_graph_max_bs" not in flags:
@@ -240,26 +240,10 @@ def result_as_json(llm_facts: dict[str, Any], result: StepResult) -> dict[str, A
     }
 
 
-def engine_facts(llm: LLM) -> dict[str, Any]:
-    """What a result must say about the engine that gave it."""
-    return {
-        "flags": asdict(llm.config) | {"use": dict(llm.config.use)},
-        "components": llm.describe(),
-        "num_pool_tokens": llm.assembly.kv_pool.size,
-        "kv_bytes_per_token": llm.assembly.kv_pool.num_bytes_per_token,
-        "dtype": str(llm.assembly.kv_pool.dtype).removeprefix("torch."),
-    }
-
-
 def report(ceilings: Mapping[str, Ceilings], results: list[dict[str, Any]]) -> dict[str, Any]:
     """Everything that is needed to judge, repeat or compare the measurement; JSON-compatible."""
     return {
-        "benchmark": "step",
-        "versions": machine.versions(),
-        "machine": machine.facts(),
-        "ceilings": {
-            dtype: {"bytes_per_s": each.bandwidth, "flops_per_s": each.matrix_rate}
-            for dtype, each in ceilings.items()
-        },
+        **header("step"),
+        "ceilings": {dtype: ceilings_as_json(each) for dtype, each in ceilings.items()},
         "results": results,
     }

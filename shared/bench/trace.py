@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shared.timeline import Recording, Span
+
+if TYPE_CHECKING:
+    from shared.engine import LLM
 
 HOST, DEVICE = 1, 2
 """Rows of the drawing, as ids of threads."""
@@ -26,6 +31,35 @@ class Idle(NamedTuple):
     def share(self) -> float:
         whole = self.busy + self.idle
         return self.idle / whole if whole else 0.0
+
+
+@dataclass(kw_only=True)
+class Traced:
+    """A result that holds a recording of the engine at work."""
+
+    idle: Idle | None = None
+    recording: Recording | None = None
+
+    @contextmanager
+    def record(self, llm: LLM) -> Iterator[None]:
+        """The timeline is on within the block. An interrupt leaves what was recorded until then."""
+        llm.timeline.start(llm.assembly.parts.allocator.device)
+        try:
+            yield
+        finally:
+            self.recording = llm.timeline.stop()
+            self.idle = idle_time(self.recording.forward)
+
+    def idle_as_json(self) -> dict[str, float] | None:
+        if self.idle is None:
+            return None
+        return {
+            "share": self.idle.share,
+            "num_steps": self.idle.num_steps,
+            "busy_s": self.idle.busy,
+            "idle_s": self.idle.idle,
+            "longest_gap_s": self.idle.longest_gap,
+        }
 
 
 def idle_time(forward: Sequence[Span]) -> Idle:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared.commands import launch
+from shared.commands import bench_run, launch
 from shared.commands.options import EngineOptions, spread
 
 if TYPE_CHECKING:
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from shared.bench.step import StepResult
     from shared.bench.step_cost import Ceilings
     from shared.bench.step_inputs import StepCase
-
-WIDTH = 120
-"""Columns of what is written to a file or a pipe."""
 
 NUM_KERNEL_ROWS = 16
 """Rows of a kernel table that are printed; the rest is one row. The file has them all."""
@@ -64,11 +61,9 @@ def step(
     if not models:
         raise ValueError("--model names no model")
 
-    from rich.console import Console
-
     from shared.bench import step as bench
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = bench_run.console()
     ceilings: dict[str, Ceilings] = {}
     results: list[dict[str, Any]] = []
     for model in models:
@@ -113,29 +108,25 @@ def _measure_one(
     temperature: float, profile: bool, seed: int,
 ) -> tuple[list[StepResult], dict[str, Any]]:  # fmt: skip
     """The model's engine lives no longer than this call: the next one needs the memory."""
-    import torch
-
-    from shared.assembly import default_device
     from shared.bench import step as bench
-    from shared.bench.ceilings import measure_ceilings
+    from shared.bench.ceilings import device_and_dtype, measure_ceilings
+    from shared.bench.report import engine_facts
     from shared.config import ModelConfig
     from shared.model_path import resolve_model_path
 
     config = ModelConfig.from_pretrained(resolve_model_path(model, "dummy"))
     wanted = bench.engine_flags(model, cases, flags, config.context_len)
-    device = torch.device(flags.get("device") or default_device())
-    dtype_name = flags.get("dtype", "auto")
-    if dtype_name == "auto":
-        dtype_name = "float32" if device.type == "cpu" else str(config.dtype).removeprefix("torch.")
+    device, dtype = device_and_dtype(flags, config)
+    dtype_name = str(dtype).removeprefix("torch.")
     if dtype_name not in ceilings:  # before the model takes the memory
-        ceilings[dtype_name] = measure_ceilings(device, getattr(torch, dtype_name))
+        ceilings[dtype_name] = measure_ceilings(device, dtype)
     llm = launch.start_engine(wanted)
     try:
         found = bench.measure(
             llm, model, cases, ceilings[dtype_name], num_repeats=repeats, temperature=temperature,
             profile=profile, seed=seed, on_case=lambda what: print(what, file=sys.stderr),
         )  # fmt: skip
-        return found, bench.engine_facts(llm)
+        return found, engine_facts(llm)
     finally:
         del llm
         bench.free_memory(device)

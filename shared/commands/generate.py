@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared.commands import launch
+from shared.commands import bench_run, launch
 from shared.commands.answer import Answer, collect
 from shared.commands.options import EngineOptions, SamplingOptions, spread
 
@@ -36,6 +39,9 @@ def generate(
     logprobs: Annotated[bool, typer.Option("--logprobs", help="Log-probability of every token.")] = False,
     top_logprobs: Annotated[int, typer.Option(help="So many alternatives beside each.", min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each answer.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a timeline of the engine's and the device's work to this file.")
+    ] = None,
 ) -> None:
     """Answer TEXT: prints the answer, then its speed and what the prefix cache saved.
 
@@ -47,8 +53,36 @@ def generate(
     params = sampling.to_params()
     if logprobs or top_logprobs:
         params |= {"return_logprob": True, "top_logprobs_num": top_logprobs}
+    if trace is not None:
+        bench_run.check_files(None, trace)
     llm = launch.start_engine(engine.to_flags())
+    with tracing(llm, trace):
+        answer_all(llm, texts, params, system=system, raw=raw, stream=stream, as_json=as_json)
 
+
+@contextmanager
+def tracing(llm: LLM, file: Path | None) -> Iterator[None]:
+    """The file is written at the end, whatever ends it; what it shows is said on standard error."""
+    if file is None:
+        yield
+        return
+    from shared.bench.trace import Traced, write_trace
+
+    traced = Traced()
+    try:
+        with traced.record(llm):
+            yield
+    finally:
+        assert traced.recording is not None
+        idle = write_trace(file, traced.recording)
+        print(f"{file}: idle between steps {idle.share:.1%} of {idle.num_steps} steps", file=sys.stderr)
+
+
+def answer_all(
+    llm: LLM, texts: list[str], params: dict[str, Any], *, system: str | None, raw: bool, stream: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """One text after the other. Raises `typer.Exit` when an answer was interrupted or failed."""
     from shared.types import SamplingParams
 
     for index, text in enumerate(texts):

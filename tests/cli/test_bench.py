@@ -1,129 +1,200 @@
-"""The measuring itself is tested with a clock that the test moves, the rest with the built-in model."""
+"""`diptych bench offline` on the built-in model: every workload in small, its file, its errors, Ctrl-C."""
+
+from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import Result
 
-from shared.bench.offline import Workload
-from shared.bench.step_timer import time_steps
-from shared.commands.bench import parse_concurrency
+from shared.bench.workloads import Offline256
+from shared.commands.bench_offline import engines_for, make_workload, parse_range
+from shared.commands.offline_report import compare
+from shared.engine import LLM
+
+Diptych = Callable[..., Result]
+
+OFFLINE = ["bench", "offline", "--device", "cpu", "--panel", "reference", "--max-total-tokens", "2048"]
+FEW = ["--input-len", "8", "--output-len", "6", "--repeats", "2", "--no-limit"]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Machinery:
-    """Scheduler, model runner and sampler in one: a step takes 2 + (5 + 1 + 1) + 1 seconds, and one that
-    calls model and sampler by themselves 1 second less."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def step(self, in_one: bool = True) -> str:
-        self.clock.now += 2
-        if in_one:
-            self.forward_and_sample()
-        else:
-            self.forward()
-            self.sample()
-        self.clock.now += 1
-        return "output"
-
-    def forward_and_sample(self) -> None:
-        self.forward()
-        self.clock.now += 1
-        self.sample()
-
-    def forward(self) -> None:
-        self.clock.now += 5
-
-    def sample(self) -> None:
-        self.clock.now += 1
+def run(diptych: Diptych, file: Path, *options: str) -> dict[str, Any]:
+    result = diptych(*OFFLINE, *options, "--output", str(file))
+    assert result.exit_code == 0, result.output
+    data: dict[str, Any] = json.loads(file.read_text())
+    return data
 
 
-def test_step_timer_divides_a_step() -> None:
-    clock = Clock()
-    machinery = Machinery(clock)
-    synchronized = []
-    with time_steps(machinery, machinery, machinery, lambda: synchronized.append(clock()), clock) as times:
-        assert machinery.step() == "output"
-    assert (times.num_steps, times.step, times.forward, times.sample) == (1, 10.0, 5.0, 1.0)
-    assert times.model_and_sampler == 7.0
-    assert times.outside_share == pytest.approx(0.3)
-    assert synchronized == [0.0, 2.0, 2.0, 7.0, 8.0, 9.0, 9.0, 10.0]
+def test_uniform(diptych: Diptych, tmp_path: Path) -> None:
+    data = run(diptych, tmp_path / "result.json", "--concurrency", "1,3", *FEW)
+    assert [row["case"] for row in data["results"]] == ["1 at once", "3 at once"]
+    for row in data["results"]:
+        speed = row["tokens_per_s"]
+        assert 0 < speed["min"] <= speed["median"] <= speed["max"]
+        assert len(row["runs"]) == 2
+        for each in row["runs"]:
+            # One step of prefill gives the first token, five of decode the others.
+            assert each["num_steps"] == 6
+            assert each["tokens_per_s"] == pytest.approx(each["num_output_tokens"] / each["total_s"])
+        assert 0 < row["idle"]["share"] < 1
+        assert row["idle"]["num_steps"] == 6
+        assert row["components"]["scheduler"] == "reference"
+        assert row["flags"]["model"] == "tiny-dense"
+        assert (row["num_pool_tokens"], row["dtype"]) == (2048, "float32")
+    assert data["results"][0]["time_to_first_token_s"] > 0
+    assert data["results"][1]["time_to_first_token_s"] is None
+    assert data["versions"]["torch"]
+    assert data["machine"]["num_torch_threads"] == 1
+    assert data["workload"]["name"] == "uniform"
+    assert (data["workload"]["seed"], data["num_repeats"], data["num_warm_ups"]) == (0, 2, 1)
+    assert data["is_interrupted"] is False
+    assert "yardstick" not in data
 
 
-def test_step_timer_sees_model_and_sampler_by_themselves() -> None:
-    clock = Clock()
-    machinery = Machinery(clock)
-    with time_steps(machinery, machinery, machinery, clock=clock) as times:
-        machinery.step()
-        machinery.step(in_one=False)
-    assert (times.num_steps, times.step, times.forward, times.sample) == (2, 19.0, 10.0, 2.0)
-    assert times.model_and_sampler == 13.0
+def test_offline_256_in_small(diptych: Diptych, tmp_path: Path) -> None:
+    trace, plot = tmp_path / "trace.json", tmp_path / "plot.svg"
+    options = ["--num-requests", "5", "--input-len", "4-9", "--output-len", "3-6", "--repeats", "1"]
+    files = ["--trace", str(trace), "--plot", str(plot)]
+    data = run(diptych, tmp_path / "r.json", "--workload", "offline-256", *options, *files)
+    [row] = data["results"]
+    assert row["num_requests"] == 5
+    limit = row["limit"]
+    assert limit["share"] == pytest.approx(row["tokens_per_s"]["median"] / limit["tokens_per_s"])
+    assert data["ceilings"]["bytes_per_s"] > 1e8
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names.count("extend") == 1
+    assert names.count("schedule") == row["idle"]["num_steps"]
+    assert plot.read_text().startswith("<?xml")
 
 
-def test_step_timer_leaves_no_trace() -> None:
-    machinery = Machinery(Clock())
-    with pytest.raises(RuntimeError), time_steps(machinery, machinery, machinery):
-        raise RuntimeError
-    assert set(vars(machinery)) == {"clock"}
+def test_shared_prefix_with_and_without_cache(diptych: Diptych, tmp_path: Path) -> None:
+    numbers = ["--groups", "2", "--group-size", "3", "--shared-len", "24", "--max-running-requests", "1"]
+    result = diptych(*OFFLINE, "--workload", "shared-prefix", *numbers, *FEW, "-o", str(tmp_path / "r.json"))
+    assert result.exit_code == 0, result.output
+    assert "times the throughput with the radix cache" in result.output
+    without, with_cache = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert (without["case"], with_cache["case"]) == (
+        "2 groups of 3, without radix cache",
+        "2 groups of 3, with radix cache",
+    )
+    assert (without["flags"]["disable_radix_cache"], with_cache["flags"]["disable_radix_cache"]) == (
+        True,
+        False,
+    )
+    assert (without["hit_rate"], without["ideal_hit_rate"]) == (0, 0)
+    assert with_cache["hit_rate"] == with_cache["ideal_hit_rate"] == pytest.approx(4 * 24 / (6 * 32))
 
 
-def test_prompts_are_distinct_from_the_first_token_on() -> None:
-    prompts = Workload(input_len=5).prompts(16, vocab_size=100)
-    assert len({prompt[0] for prompt in prompts}) == 16
-    assert {len(prompt) for prompt in prompts} == {5}
-    assert prompts == Workload(input_len=5).prompts(16, vocab_size=100)
-    assert prompts != Workload(input_len=5, seed=1).prompts(16, vocab_size=100)
+def test_long_prompts_in_small(diptych: Diptych, tmp_path: Path) -> None:
+    plot = tmp_path / "gaps.png"
+    numbers = ["--num-requests", "2", "--input-len", "8", "--output-len", "300", "--long-len", "64"]
+    numbers += ["--long-output-len", "2", "--interval", "0.05", "--seconds", "0.2", "--repeats", "1"]
+    numbers += ["--warm-ups", "0", "--plot", str(plot)]
+    data = run(diptych, tmp_path / "r.json", "--workload", "long-prompts", *numbers)
+    [row] = data["results"]
+    [repeat] = row["runs"]
+    assert repeat["without"]["num_arrivals"] == 0
+    assert 1 <= repeat["with_arrivals"]["num_arrivals"] <= 4
+    gaps = [repeat[name]["gaps_s"] for name in ("without", "with_arrivals")]
+    assert row["p99_ratio"] == pytest.approx(gaps[1]["p99"] / gaps[0]["p99"])
+    assert all(0 < each["p50"] <= each["p90"] <= each["p99"] <= each["longest"] for each in gaps)
+    assert plot.stat().st_size > 0
+
+
+def test_ctrl_c_keeps_what_was_complete(
+    diptych: Diptych, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """6 steps a run: the second repeat is interrupted, behind the warm-up and the first."""
+    steps = iter(range(1, 1000))
+    step = LLM.step
+
+    def interrupted(self: LLM) -> bool:
+        if self.scheduler.has_work() and next(steps) == 15:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(LLM, "step", interrupted)
+    file = tmp_path / "result.json"
+    result = diptych(*OFFLINE, "--concurrency", "2,3", *FEW, "-o", str(file))
+    assert result.exit_code == 130, result.output
+    data = json.loads(file.read_text())
+    assert data["is_interrupted"] is True
+    assert [len(row["runs"]) for row in data["results"]] == [1]
+    assert "2 at once" in result.output
+
+
+def test_ctrl_c_before_anything_was_complete(
+    diptych: Diptych, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: LLM) -> bool:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "step", interrupted)
+    file = tmp_path / "result.json"
+    result = diptych(*OFFLINE, "--concurrency", "2", *FEW, "-o", str(file))
+    assert result.exit_code == 130
+    assert "before the first repeat" in result.output
+    assert json.loads(file.read_text())["results"] == []
 
 
 @pytest.mark.parametrize(
-    "bad", [{"output_len": 0}, {"concurrency": ()}, {"concurrency": (0,)}, {"num_repeats": 0}]
+    ("options", "message"),
+    [
+        (
+            ["--workload", "offline"],
+            "--workload must be one of offline-256, shared-prefix, long-prompts, uniform",
+        ),
+        (["--groups", "3"], "--groups is no number of uniform; it has --concurrency, --input-len"),
+        (["--workload", "offline-256", "--concurrency", "3"], "--concurrency is no number of offline-256"),
+        (["--input-len", "3-"], "--input-len takes a number or two with - between them, got '3-'"),
+        (["--output-len", "0"], "output_len must be a length of at least 1"),
+        (["--concurrency", "1;16"], "--concurrency takes numbers separated by ',', got '1;16'"),
+        (["--trace", "no/such/folder/trace.json"], "for trace.json"),
+        (["--context-len", "64", "--output-len", "600", "--no-limit"], "must fit into the context (64)"),
+    ],
 )
-def test_workload_refuses_nonsense(bad: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        Workload(**bad)  # type: ignore[arg-type]
-
-
-def test_concurrency_is_a_list_of_numbers() -> None:
-    assert parse_concurrency("1,16") == (1, 16)
-    with pytest.raises(ValueError, match="'1;16'"):
-        parse_concurrency("1;16")
-
-
-def test_bench_offline_measures_the_built_in_model(diptych: Callable[..., Result], tmp_path: Path) -> None:
-    file = tmp_path / "result.json"
-    options = ["--concurrency", "1,3", "--input-len", "8", "--output-len", "6", "--repeats", "2"]
-    result = diptych("bench", "offline", *options, "--output", str(file))
-    assert result.exit_code == 0, result.output
-    data = json.loads(file.read_text())
-    assert [row["concurrency"] for row in data["results"]] == [1, 3]
-    for row in data["results"]:
-        speed = row["tokens_per_s"]
-        assert len(speed["runs"]) == 2
-        assert 0 < speed["min"] <= speed["median"] <= speed["max"]
-        assert 0 < row["outside_share"] < 1
-        # One step of prefill gives the first token, five of decode the others.
-        assert row["steps"]["num_steps"] == 6
-    assert data["results"][0]["time_to_first_token_s"] > 0
-    assert data["results"][1]["time_to_first_token_s"] is None
-    assert data["flags"]["model"] == "tiny-dense"
-    assert data["components"]["scheduler"] == "reference"
-    assert data["versions"]["torch"]
-    assert data["machine"]["num_torch_threads"] == 1
-
-
-def test_bench_offline_refuses_what_does_not_fit(diptych: Callable[..., Result]) -> None:
-    options = ["--concurrency", "1", "--input-len", "8", "--output-len", "600", "--context-len", "64"]
-    result = diptych("bench", "offline", *options)
+def test_wrong_options_are_one_line(diptych: Diptych, options: list[str], message: str) -> None:
+    result = diptych(*OFFLINE, *options)
     assert result.exit_code == 2
-    assert "must fit into the context (64)" in result.stderr.splitlines()[-1]
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+
+
+def test_a_plot_without_matplotlib_is_refused_before_measuring(
+    diptych: Diptych, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = diptych(*OFFLINE, "--plot", str(tmp_path / "plot.svg"))
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == ["error: --plot needs matplotlib: pip install 'diptych[plots]'"]
+
+
+def test_numbers_take_the_place_of_the_workloads_own() -> None:
+    assert make_workload("offline-256", {"num_requests": None, "seed": None}) == Offline256()
+    assert make_workload("offline-256", {"seed": 4, "input_len": (3, 5)}) == Offline256(
+        seed=4, input_len=(3, 5)
+    )
+    assert parse_range("--input-len", "100-1024") == (100, 1024)
+    assert parse_range("--input-len", "7") == (7, 7)
+
+
+def test_shared_prefix_starts_two_engines_unless_the_cache_is_off() -> None:
+    shared_prefix = make_workload("shared-prefix", {})
+    assert engines_for(shared_prefix, {}) == [{"disable_radix_cache": True}, {}]
+    assert engines_for(shared_prefix, {"disable_radix_cache": True}) == [{}]
+    assert engines_for(Offline256(), {}) == [{}]
+
+
+def test_the_table_is_compared_with(capsys: pytest.CaptureFixture[str]) -> None:
+    from shared.bench.yardstick import ROWS
+    from shared.commands.bench_run import console
+
+    found = compare(console(), 10_329.0, ROWS["Qwen3-8B"])
+    assert (round(found["of_limit"], 3), round(found["of_best_peer"], 3)) == (0.796, 1.1)
+    assert capsys.readouterr().out.startswith("0.80 of limit (12,975 in the table), 1.10 of best peer (vLLM")

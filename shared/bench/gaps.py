@@ -1,0 +1,95 @@
+"""When tokens came: the first one of each request, and the gaps between one piece of news and the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from shared.output_collector import OutputCollector
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Between the two nearest ranks in proportion, as numpy has it."""
+    if not values:
+        raise ValueError(f"the {percent}th percentile of nothing")
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+class Gap(NamedTuple):
+    """A request's news at `end`, its last one before at `start`."""
+
+    start: float
+    end: float
+    num_tokens: int  # that came at the end: more than one with speculation
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class GapMeter:
+    """Looks at requests after each step."""
+
+    def __init__(self, collectors: Sequence[OutputCollector] = ()) -> None:
+        self.collectors: list[OutputCollector] = []
+        self.first_times: list[float | None] = []
+        self.last_times: list[float] = []
+        self.num_seen: list[int] = []
+        self.gaps: list[Gap] = []
+        for collector in collectors:
+            self.add(collector)
+
+    def add(self, collector: OutputCollector) -> None:
+        self.collectors.append(collector)
+        self.first_times.append(None)
+        self.last_times.append(0.0)
+        self.num_seen.append(0)
+
+    def look(self, now: float) -> None:
+        for i, collector in enumerate(self.collectors):
+            num_new = collector.num_output_tokens - self.num_seen[i]
+            if not num_new:
+                continue
+            if self.first_times[i] is None:
+                self.first_times[i] = now
+            else:
+                self.gaps.append(Gap(self.last_times[i], now, num_new))
+            self.last_times[i] = now
+            self.num_seen[i] += num_new
+
+    def steady_gaps(self) -> list[Gap]:
+        """While all requests decode: from the last one's first token to the first one's last."""
+        begin = max(time for time in self.first_times if time is not None)
+        end = min(self.last_times)
+        return [gap for gap in self.gaps if gap.start >= begin and gap.end <= end]
+
+
+class Spread(NamedTuple):
+    """Of gaps, in seconds. `per_token` divides their sum by the tokens that came."""
+
+    num_gaps: int
+    per_token: float
+    p50: float
+    p90: float
+    p99: float
+    longest: float
+
+
+def spread_of(gaps: Sequence[Gap]) -> Spread:
+    seconds = [gap.seconds for gap in gaps]
+    if not seconds:
+        raise ValueError("no gap was measured: each request must give several tokens while all others decode")
+    return Spread(
+        len(seconds),
+        sum(seconds) / sum(gap.num_tokens for gap in gaps),
+        percentile(seconds, 50),
+        percentile(seconds, 90),
+        percentile(seconds, 99),
+        max(seconds),
+    )

@@ -1,0 +1,163 @@
+"""A few streams through the whole engine: the first token, the gaps between the others, and what the engine
+adds to the time of a bare step."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shared.bench.drive import Clock, OnTokens, Sampling, check_fits, check_whole, flush, submitted
+from shared.bench.gaps import Gap, GapMeter, Spread, percentile, spread_of
+from shared.bench.offline import OnRun
+from shared.bench.step import step_of, time_step
+from shared.bench.step_inputs import StepCase, fill_pool
+from shared.bench.trace import Traced
+from shared.bench.workloads import Request, Uniform
+
+if TYPE_CHECKING:
+    from shared.engine import LLM
+
+
+@dataclass(frozen=True)
+class Streams:
+    """So many requests at once, of equal lengths."""
+
+    concurrency: int = 1
+    input_len: int = 512
+    output_len: int = 128
+    temperature: float = 0.6
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"concurrency": 1, "input_len": 1, "output_len": 3}
+        for name, number in least.items():
+            if getattr(self, name) < number:
+                raise ValueError(f"{name} must be at least {number}, got {getattr(self, name)}")
+
+    def requests(self, vocab_size: int) -> list[Request]:
+        """Without a common prefix."""
+        lens = (self.input_len, self.input_len), (self.output_len, self.output_len)
+        return Uniform((self.concurrency,), *lens, self.temperature, self.seed).cases(vocab_size)[0].requests
+
+    @property
+    def mean_context_len(self) -> int:
+        """Tokens of a request after a decode step, on average over the steps."""
+        return self.input_len + self.output_len // 2
+
+
+class StreamRun(NamedTuple):
+    """Seconds. Gaps are those while all requests decode."""
+
+    times_to_first_token: list[float]
+    gaps: list[Gap]
+    total_time: float
+
+    @property
+    def spread(self) -> Spread:
+        return spread_of(self.gaps)
+
+
+@dataclass
+class LatencyResult(Traced):
+    """Grows while it is measured: an interrupt leaves what was complete."""
+
+    streams: Streams
+    runs: list[StreamRun] = field(default_factory=list)
+    limit: float | None = None  # seconds for a token of each request
+    step_time: float | None = None  # of a bare step, in the same process
+
+    @property
+    def time_per_token(self) -> float:
+        """Seconds, median of the runs."""
+        return statistics.median(run.spread.per_token for run in self.runs)
+
+    @property
+    def time_to_first_token(self) -> float:
+        """Median of the requests, and of the runs."""
+        return statistics.median(percentile(run.times_to_first_token, 50) for run in self.runs)
+
+    def gap(self, name: str) -> float:
+        """A field of `Spread`, median of the runs."""
+        return statistics.median([float(run.spread._asdict()[name]) for run in self.runs])
+
+    @property
+    def overhead(self) -> float | None:
+        """What the engine adds to a bare step, as a share of the step."""
+        return None if self.step_time is None else self.time_per_token / self.step_time - 1
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "concurrency": self.streams.concurrency,
+            "input_len": self.streams.input_len,
+            "output_len": self.streams.output_len,
+            "time_to_first_token_s": self.time_to_first_token,
+            "time_per_token_s": self.time_per_token,
+            "gaps_s": {name: self.gap(name) for name in ("p50", "p90", "p99", "longest")},
+            "step_s": self.step_time,
+            "step_context_len": self.streams.mean_context_len,
+            "overhead": self.overhead,
+            "limit_s": self.limit,
+            "idle": self.idle_as_json(),
+            "runs": [
+                {
+                    "times_to_first_token_s": run.times_to_first_token,
+                    "gaps_s": run.spread._asdict(),
+                    "total_s": run.total_time,
+                }
+                for run in self.runs
+            ],
+        }
+
+
+def measure(
+    llm: LLM,
+    result: LatencyResult,
+    *,
+    num_repeats: int = 3,
+    num_warm_ups: int = 1,
+    on_run: OnRun = lambda what, num_tokens: None,
+    clock: Clock = time.perf_counter,
+) -> None:
+    """Fills in the runs. The one with the timeline comes last, and its times do not count."""
+    streams = result.streams
+    requests = streams.requests(llm.model_config.vocab_size)
+
+    def run(what: str) -> StreamRun:
+        what = f"{streams.concurrency} at once: {what}"
+        return run_streams(
+            llm, streams, requests, clock, on_run(what, streams.concurrency * streams.output_len)
+        )
+
+    for _ in range(num_warm_ups):
+        run("warm-up")
+    for repeat in range(num_repeats):
+        result.runs.append(run(f"{repeat + 1} of {num_repeats}"))
+    with result.record(llm):
+        run("timeline")
+
+
+def run_streams(
+    llm: LLM, streams: Streams, requests: list[Request], clock: Clock, on_tokens: OnTokens | None = None
+) -> StreamRun:
+    check_fits(llm, requests)
+    with submitted(llm, requests, Sampling(streams.temperature, streams.seed), clock) as (collectors, start):
+        meter = GapMeter(collectors)
+        while llm.step():
+            meter.look(clock())
+            if on_tokens is not None:
+                on_tokens(sum(meter.num_seen))
+    check_whole(collectors, requests)
+    firsts = [time - start for time in meter.first_times if time is not None]
+    return StreamRun(firsts, meter.steady_gaps(), max(meter.last_times) - start)
+
+
+def measure_step(llm: LLM, streams: Streams, num_repeats: int = 30) -> float:
+    """Seconds of the bare step of the same batch at the mean context, median. Overwrites the pool."""
+    flush(llm)
+    fill_pool(llm, streams.seed)
+    case = StepCase("decode", streams.concurrency, streams.mean_context_len)
+    with step_of(llm, case, streams.temperature, streams.seed) as step:
+        times, _ = time_step(step, llm.assembly.parts.allocator.device, num_repeats)
+    return statistics.median(times)

@@ -1,0 +1,90 @@
+"""The least time that a whole workload can take: what bandwidth and matrix rate allow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shared.bench.step_cost import Ceilings, expected_experts_hit, step_cost
+from shared.bench.workloads import Request
+from shared.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Seconds. Prefill: the products of all prompts at the matrix rate. Decode: in each step all weights (of
+    experts those that uniform routing leads one to expect) and the KV of all running requests once, at the
+    bandwidth. All requests run together: with fewer at once, weights would be read more often."""
+
+    prefill: float
+    decode: float
+    num_output_tokens: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_output_tokens / (self.prefill + self.decode)
+
+
+def workload_limit(
+    config: ModelConfig, requests: Sequence[Request], dtype: torch.dtype, ceilings: Ceilings
+) -> Limit:
+    """Of prompts that share nothing."""
+    prompt_lens = [len(request.prompt) for request in requests]
+    prefill = step_cost(config, prompt_lens, prompt_lens, dtype).flops
+    weights = _WeightBytes(config, dtype)
+    kv_bytes_of = _KvBytes(config, dtype, max(len(r.prompt) + r.output_len for r in requests))
+    ends = Counter(request.output_len for request in requests)
+    num_running, num_bytes = len(requests), 0.0
+    live = sorted(requests, key=lambda request: request.output_len)
+    # The prompt's own step gives the first token; step n, from 1 on, gives the one behind it.
+    for n in range(1, max(ends)):
+        num_running -= ends[n]
+        running = live[len(live) - num_running :]
+        num_bytes += weights(num_running) + kv_bytes_of(len(request.prompt) + n for request in running)
+    return Limit(
+        prefill / ceilings.matrix_rate,
+        num_bytes / ceilings.bandwidth,
+        sum(request.output_len for request in requests),
+    )
+
+
+def stream_limit(
+    config: ModelConfig, batch_size: int, context_len: int, dtype: torch.dtype, ceilings: Ceilings
+) -> float:
+    """Seconds for a token of each of so many requests: a step's bytes at the bandwidth."""
+    cost = step_cost(config, [context_len] * batch_size, [1] * batch_size, dtype)
+    return cost.num_bytes / ceilings.bandwidth
+
+
+class _WeightBytes:
+    """By batch size. The experts that are hit enter linearly, so two costs tell all."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        def at(num_experts: float) -> float:
+            return step_cost(config, [1], [1], dtype, num_experts_hit=num_experts).weight_bytes
+
+        self.config = config
+        self.without_experts = at(0)
+        self.of_expert = at(1) - self.without_experts
+
+    def __call__(self, batch_size: int) -> float:
+        hit = expected_experts_hit(self.config, batch_size) if self.config.moe is not None else 0.0
+        return self.without_experts + hit * self.of_expert
+
+
+class _KvBytes:
+    """Of one step, all layers together, for requests of these lengths after it."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, max_len: int) -> None:
+        windows = Counter(config.sliding_window(layer_id) for layer_id in range(config.num_hidden_layers))
+        of_token = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+        self.of_len = [
+            of_token * sum(n * (seq_len if w < 0 else min(seq_len, w + 1)) for w, n in windows.items())
+            for seq_len in range(max_len + 1)
+        ]
+
+    def __call__(self, seq_lens: Iterable[int]) -> float:
+        return sum(map(self.of_len.__getitem__, seq_lens))

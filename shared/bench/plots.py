@@ -1,0 +1,63 @@
+"""Drawings of results, with matplotlib, which is optional."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def require_matplotlib() -> None:
+    """Asked before something is measured, not after."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ImportError("--plot needs matplotlib: pip install 'diptych[plots]'") from None
+
+
+def plot_speeds(
+    file: Path, title: str, speeds: Mapping[str, Sequence[float]], marks: Mapping[str, float]
+) -> None:
+    """A bar for each case (median), a dot for each repeat, a line for each mark: the limit, other engines."""
+    figure, axes = _figure(title)
+    for i, runs in enumerate(speeds.values()):
+        axes.bar(i, statistics.median(runs), width=0.6, color="tab:blue", alpha=0.6)
+        axes.plot([i] * len(runs), runs, "o", color="tab:blue", markersize=4)
+    for (label, value), color in zip(marks.items(), ("black", "tab:orange", "tab:green", "tab:red")):
+        axes.axhline(value, color=color, linestyle="--", linewidth=1, label=label)
+    axes.set_xticks(range(len(speeds)), list(speeds))
+    axes.set_xlim(-0.8, len(speeds) - 0.2)
+    axes.set_ylabel("output tokens/s")
+    axes.set_ylim(bottom=0)
+    if marks:
+        axes.legend()
+    figure.savefig(file)
+
+
+def plot_gaps(file: Path, title: str, gaps: Mapping[str, Sequence[float]]) -> None:
+    """Share of the gaps between tokens that are at most so long, one line for each name."""
+    figure, axes = _figure(title)
+    for label, seconds in gaps.items():
+        ordered = sorted(seconds)
+        shares = [(i + 1) / len(ordered) for i in range(len(ordered))]
+        axes.step([1000 * each for each in ordered], shares, where="post", label=label)
+    axes.set_xscale("log")
+    axes.set_xlabel("gap between tokens, ms")
+    axes.set_ylabel("share of gaps")
+    axes.legend()
+    figure.savefig(file)
+
+
+def _figure(title: str) -> tuple[Any, Axes]:
+    # Not pyplot: no window, no state of the process.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    return figure, axes

@@ -1,0 +1,37 @@
+"""What result files have in common: where and with what something was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shared import machine
+from shared.bench.step_cost import Ceilings
+
+if TYPE_CHECKING:
+    from shared.engine import LLM
+
+
+def header(benchmark: str) -> dict[str, Any]:
+    return {"benchmark": benchmark, "versions": machine.versions(), "machine": machine.facts()}
+
+
+def engine_facts(llm: LLM) -> dict[str, Any]:
+    """What a result must say about the engine that gave it."""
+    return {
+        "flags": asdict(llm.config) | {"use": dict(llm.config.use)},
+        "components": llm.describe(),
+        "num_pool_tokens": llm.assembly.kv_pool.size,
+        "kv_bytes_per_token": llm.assembly.kv_pool.num_bytes_per_token,
+        "dtype": str(llm.assembly.kv_pool.dtype).removeprefix("torch."),
+    }
+
+
+def ceilings_as_json(ceilings: Ceilings) -> dict[str, float]:
+    return {"bytes_per_s": ceilings.bandwidth, "flops_per_s": ceilings.matrix_rate}
+
+
+def write_json(file: Path, report: dict[str, Any]) -> None:
+    file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,219 @@
+"""`diptych bench offline`: how many tokens a second the whole engine gives, by workload."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared.commands import bench_run, launch, offline_report
+from shared.commands.options import EngineOptions, integers, spread
+
+if TYPE_CHECKING:
+    from shared.bench.long_prompts import LongPromptsResult
+    from shared.bench.offline import CaseResult
+    from shared.bench.step_cost import Ceilings
+    from shared.bench.workloads import LongPrompts, Offline256, SharedPrefix, Uniform, Workload
+    from shared.engine import LLM
+
+NUMBERS, MEASURING = "Numbers of the workload", "Measuring"
+
+
+def _number(text: str, **more: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel=NUMBERS, show_default=False, **more)
+
+
+def _measuring(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=MEASURING, **more)
+
+
+@spread
+def offline(
+    *,
+    engine: EngineOptions,
+    workload: Annotated[
+        str, typer.Option(help="offline-256, shared-prefix, long-prompts or uniform.")
+    ] = "uniform",
+    num_requests: Annotated[int | None, _number("Requests (offline-256, long-prompts).")] = None,
+    concurrency: Annotated[
+        str | None, _number("Requests at once; several runs separated by commas (uniform).")
+    ] = None,
+    input_len: Annotated[
+        str | None, _number("Prompt tokens of a request, of its own: N, or N-M.", metavar="N[-M]")
+    ] = None,
+    output_len: Annotated[str | None, _number("Output tokens: N, or N-M.", metavar="N[-M]")] = None,
+    groups: Annotated[int | None, _number("Groups that share a prefix (shared-prefix).")] = None,
+    group_size: Annotated[int | None, _number("Requests of a group (shared-prefix).")] = None,
+    shared_len: Annotated[int | None, _number("Tokens that a group shares (shared-prefix).")] = None,
+    long_len: Annotated[int | None, _number("Tokens of a long prompt (long-prompts).")] = None,
+    long_output_len: Annotated[int | None, _number("Output tokens behind one (long-prompts).")] = None,
+    interval: Annotated[float | None, _number("Seconds between long prompts (long-prompts).")] = None,
+    seconds: Annotated[float | None, _number("Of measuring, each time (long-prompts).")] = None,
+    temperature: Annotated[float | None, _number("0: greedy.")] = None,
+    seed: Annotated[int | None, _number("Of prompts, lengths and sampling. Default: 0.")] = None,
+    repeats: Annotated[
+        int, _measuring("Measurements of each case; the table shows their median.", min=1)
+    ] = 3,
+    warm_ups: Annotated[int, _measuring("Runs before, which do not count.", min=0)] = 1,
+    limit: Annotated[bool, _measuring("Measure what the device can do, and compare with it.")] = True,
+    trace: Annotated[
+        Path | None, _measuring("Write the timeline of one more run of the last case to this file.")
+    ] = None,
+    plot: Annotated[Path | None, _measuring("Draw the results into this file (.svg, .png).")] = None,
+    output: Annotated[
+        Path | None, _measuring("Write everything to this JSON file.", "--output", "-o")
+    ] = None,
+) -> None:
+    """Throughput of the whole engine, from an empty prefix cache, with random prompts and without an end of
+    sequence: against the device's limit and, on the table's GPU, against other engines.
+
+    \b
+    offline-256    256 requests of 100 to 1,024 prompt tokens, and as many of output
+    shared-prefix  64 groups of 16 requests that share 2,048 tokens, with and without the cache
+    long-prompts   gaps between the tokens of 32 requests while prompts of 8,192 tokens arrive
+    uniform        requests of equal lengths, several numbers of them
+    """
+    chosen = make_workload(
+        workload,
+        {
+            "num_requests": num_requests,
+            "concurrency": None if concurrency is None else integers("--concurrency", concurrency),
+            "input_len": parse_range("--input-len", input_len),
+            "output_len": parse_range("--output-len", output_len),
+            "groups": groups,
+            "group_size": group_size,
+            "shared_len": shared_len,
+            "long_len": long_len,
+            "long_output_len": long_output_len,
+            "interval": interval,
+            "seconds": seconds,
+            "temperature": temperature,
+            "seed": seed,
+        },
+    )
+    bench_run.check_files(plot, trace, output)
+    flags = bench_run.with_dummy_weights(engine.to_flags())
+
+    from shared.bench import report
+
+    data: dict[str, Any] = report.header("offline") | {
+        "workload": {"name": chosen.name} | asdict(chosen),
+        "num_repeats": repeats,
+        "num_warm_ups": warm_ups,
+    }
+    measurement = Measurement(chosen, repeats, warm_ups)
+    with measurement.progress:
+        if limit and chosen.name in ("offline-256", "uniform"):
+            measurement.ceilings = bench_run.ceilings_of(flags)
+            data["ceilings"] = report.ceilings_as_json(measurement.ceilings)
+        for changes in engines_for(chosen, flags):
+            measurement.run(flags | changes)
+    data["is_interrupted"] = measurement.progress.is_interrupted
+    offline_report.finish(measurement, data, trace=trace, plot=plot, output=output)
+    if measurement.progress.is_interrupted:
+        raise typer.Exit(130)  # as a shell reports an interrupted program
+
+
+class Measurement:
+    """One workload on one engine, or two. Keeps what was complete when it is interrupted."""
+
+    def __init__(self, workload: Workload, num_repeats: int, num_warm_ups: int) -> None:
+        self.workload = workload
+        self.num_repeats = num_repeats
+        self.num_warm_ups = num_warm_ups
+        self.ceilings: Ceilings | None = None
+        self.progress = bench_run.Progress()
+        self.results: list[tuple[CaseResult | LongPromptsResult, dict[str, Any]]] = []  # and the engine
+
+    def run(self, flags: dict[str, Any]) -> None:
+        """The engine lives no longer than this call: the next one needs the memory."""
+        from shared.bench.report import engine_facts
+        from shared.bench.step import free_memory
+        from shared.bench.workloads import LongPrompts
+
+        llm = launch.start_engine(flags)
+        facts, device = engine_facts(llm), llm.assembly.parts.allocator.device
+        try:
+            if isinstance(self.workload, LongPrompts):
+                self._run_long_prompts(llm, self.workload, facts)
+            else:
+                self._run_cases(llm, self.workload, facts)
+        finally:
+            del llm
+            free_memory(device)
+
+    def _run_long_prompts(self, llm: LLM, workload: LongPrompts, facts: dict[str, Any]) -> None:
+        from shared.bench import long_prompts
+
+        result = long_prompts.LongPromptsResult()
+        self.results.append((result, facts))
+        long_prompts.measure(
+            llm, workload, result, num_repeats=self.num_repeats, num_warm_ups=self.num_warm_ups,
+            on_run=self.progress.on_run,
+        )  # fmt: skip
+
+    def _run_cases(
+        self, llm: LLM, workload: Offline256 | SharedPrefix | Uniform, facts: dict[str, Any]
+    ) -> None:
+        from shared.bench import offline
+        from shared.bench.drive import Sampling
+        from shared.bench.limit import workload_limit
+        from shared.bench.workloads import SharedPrefix
+
+        for case in workload.cases(llm.model_config.vocab_size):
+            result = offline.CaseResult(case, case.name)
+            if isinstance(workload, SharedPrefix):
+                has_cache = not llm.config.disable_radix_cache
+                result.label = f"{case.name}, {'with' if has_cache else 'without'} radix cache"
+                ideal = workload.ideal_hit_rate(case.requests, llm.config.page_size)
+                result.ideal_hit_rate = ideal if has_cache else 0.0
+            if self.ceilings is not None:
+                dtype = llm.assembly.kv_pool.dtype
+                result.limit = workload_limit(llm.model_config, case.requests, dtype, self.ceilings)
+            self.results.append((result, facts))
+            sampling = Sampling(workload.temperature, workload.seed)
+            offline.measure(
+                llm, result, sampling, num_repeats=self.num_repeats, num_warm_ups=self.num_warm_ups,
+                on_run=self.progress.on_run,
+            )  # fmt: skip
+
+
+def make_workload(name: str, numbers: dict[str, Any]) -> Workload:
+    """With the numbers that were given (not None) in place of its own."""
+    from shared.bench.workloads import WORKLOADS
+
+    if name not in WORKLOADS:
+        raise ValueError(f"--workload must be one of {', '.join(WORKLOADS)}, got {name!r}")
+    given = {field: value for field, value in numbers.items() if value is not None}
+    own = [field.name for field in fields(WORKLOADS[name])]
+    foreign = [field for field in given if field not in own]
+    if foreign:
+        raise ValueError(
+            f"{', '.join(map(option_of, foreign))} is no number of {name}; it has "
+            f"{', '.join(map(option_of, own))}"
+        )
+    return WORKLOADS[name](**given)
+
+
+def option_of(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def parse_range(option: str, text: str | None) -> tuple[int, int] | None:
+    """ "100-1024", or "32" for 32-32."""
+    if text is None:
+        return None
+    least, separator, greatest = text.partition("-")
+    try:
+        return int(least), int(greatest if separator else least)
+    except ValueError:
+        raise ValueError(f"{option} takes a number or two with - between them, got {text!r}") from None
+
+
+def engines_for(workload: Workload, flags: dict[str, Any]) -> list[dict[str, Any]]:
+    """Changes to the flags, one for each engine. shared-prefix: without the prefix cache, then with it."""
+    if workload.name == "shared-prefix" and not flags.get("disable_radix_cache"):
+        return [{"disable_radix_cache": True}, {}]
+    return [{}]

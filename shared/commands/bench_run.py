@@ -1,0 +1,98 @@
+"""What the benchmarks of the whole engine share: their flags, a bar, and the end of a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shared.bench.step_cost import Ceilings
+    from shared.bench.trace import Idle
+    from shared.timeline import Recording
+
+WIDTH = 120
+"""Columns of what is written to a file or a pipe."""
+
+
+def check_files(plot: Path | None, *others: Path | None) -> None:
+    """Before something is measured: can the results be kept?"""
+    for file in (plot, *others):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ValueError(f"no folder {file.absolute().parent} for {file.name}")
+    if plot is not None:
+        from shared.bench.plots import require_matplotlib
+
+        require_matplotlib()
+
+
+def with_dummy_weights(flags: dict[str, Any]) -> dict[str, Any]:
+    """A name of shared/assets/configs stands for random weights of that shape."""
+    from shared.model_path import is_shape
+
+    return ({"load_format": "dummy"} if is_shape(str(flags.get("model", ""))) else {}) | flags
+
+
+def ceilings_of(flags: dict[str, Any]) -> Ceilings:
+    """Measured now, for the device and the type that an engine with these flags will use."""
+    from shared.bench.ceilings import device_and_dtype, measure_ceilings
+    from shared.config import EngineConfig, ModelConfig
+    from shared.model_path import resolve_model_path
+
+    config = EngineConfig().updated(**flags)
+    print("measuring what the device can do", file=sys.stderr)
+    model_config = ModelConfig.from_pretrained(resolve_model_path(config.model, config.load_format))
+    return measure_ceilings(*device_and_dtype(flags, model_config))
+
+
+class Progress:
+    """On a terminal a bar, elsewhere a line for each run. Around the measuring: Ctrl-C ends that, not the
+    program, so that what was complete can be reported."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+        self.is_interrupted = False
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> bool:
+        self.close()
+        self.is_interrupted = kind is KeyboardInterrupt
+        return self.is_interrupted
+
+    def on_run(self, what: str, num_tokens: int | None = None) -> Callable[[int], None] | None:
+        self.close()
+        if not sys.stderr.isatty():
+            print(what, file=sys.stderr)
+            return None
+        from tqdm import tqdm
+
+        self.bar = bar = tqdm(total=num_tokens, desc=what, unit="tok", leave=False)
+        return lambda so_far: bar.update(so_far - bar.n)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+def save_trace(file: Path | None, recording: Recording | None) -> None:
+    if file is not None and recording is not None:
+        from shared.bench.trace import write_trace
+
+        write_trace(file, recording)
+        print(f"timeline written to {file}; open it in https://ui.perfetto.dev")
+
+
+def idle_text(idle: Idle | None) -> str:
+    return "" if idle is None else f"{idle.share:.1%} ({idle.num_steps} steps)"
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH)

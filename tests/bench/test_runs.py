@@ -1,0 +1,261 @@
+"""Runs, gaps and their figures on an engine whose every step takes a known time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from timed_engine import TimedEngine
+
+from shared.bench import latency, long_prompts, offline
+from shared.bench.drive import Sampling, run_to_end
+from shared.bench.gaps import Gap, GapMeter, percentile, spread_of
+from shared.bench.latency import LatencyResult, Streams, run_streams
+from shared.bench.long_prompts import LongPromptsResult, Repeat, Window, run_window
+from shared.bench.offline import CaseResult
+from shared.bench.workloads import Case, LongPrompts, Request
+
+SAMPLING = Sampling(0.6, 3)
+
+
+def requests(*lens: tuple[int, int]) -> list[Request]:
+    return [Request([i] * prompt_len, output_len) for i, (prompt_len, output_len) in enumerate(lens)]
+
+
+# ---- one run ----
+
+
+def test_a_run_counts_tokens_and_time() -> None:
+    llm = TimedEngine()
+    seen: list[int] = []
+    run = run_to_end(llm, requests((100, 5), (300, 3)), SAMPLING, llm.clock, seen.append)  # type: ignore[arg-type]
+    # Two prompts, then four steps: the second request leaves after two of them.
+    assert run.total_time == pytest.approx(0.1 + 0.3 + 4 * 0.01)
+    assert (run.num_output_tokens, run.num_prompt_tokens, run.num_steps) == (8, 400, 6)
+    assert run.tokens_per_second == pytest.approx(8 / 0.44)
+    assert run.time_to_first_token is None
+    assert seen == [1, 2, 4, 6, 7, 8]
+    assert llm.num_flushes == 1
+
+
+def test_a_single_request_has_a_first_token() -> None:
+    llm = TimedEngine()
+    run = run_to_end(llm, requests((100, 5)), SAMPLING, llm.clock)  # type: ignore[arg-type]
+    assert run.time_to_first_token == pytest.approx(0.1)
+
+
+def test_answers_that_are_too_short_are_an_error() -> None:
+    llm = TimedEngine(fails=True)
+    with pytest.raises(ValueError, match="r1 gave 2 tokens instead of 5"):
+        run_to_end(llm, requests((10, 5)), SAMPLING, llm.clock)  # type: ignore[arg-type]
+
+
+def test_what_does_not_fit_is_refused_before_anything_runs() -> None:
+    llm = TimedEngine()
+    with pytest.raises(ValueError, match=r"9990 \+ 11 tokens must fit into the context \(10000\)"):
+        run_to_end(llm, requests((9990, 11)), SAMPLING, llm.clock)  # type: ignore[arg-type]
+    run_to_end(llm, requests((9990, 10)), SAMPLING, llm.clock)  # type: ignore[arg-type]
+    llm.submit([1], llm.submit([1], None)[0].params)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="busy"):
+        run_to_end(llm, requests((10, 5)), SAMPLING, llm.clock)  # type: ignore[arg-type]
+
+
+def test_an_interrupt_leaves_the_engine_idle_and_the_complete_repeats() -> None:
+    """A run has 1 + 4 steps; the third one, after the warm-up, is interrupted."""
+    llm = TimedEngine(interrupt_at=13)
+    result = CaseResult(Case("case", requests((10, 5))), "case")
+    with pytest.raises(KeyboardInterrupt):
+        offline.measure(llm, result, SAMPLING, clock=llm.clock)  # type: ignore[arg-type]
+    assert len(result.runs) == 1
+    assert (list(llm.waiting), llm.running) == ([], [])
+    assert result.as_json()["tokens_per_s"]["median"] == pytest.approx(5 / 0.05)
+
+
+def test_repeats_follow_a_warm_up_from_an_empty_cache_and_precede_the_timeline() -> None:
+    llm = TimedEngine()
+    names: list[tuple[str, int]] = []
+    was_on: list[bool] = []
+
+    def on_run(what: str, num_tokens: int) -> None:
+        names.append((what, num_tokens))
+        was_on.append(llm.timeline.is_on)
+
+    result = CaseResult(Case("case", requests((10, 5), (10, 2))), "x")
+    offline.measure(
+        llm, result, SAMPLING, num_repeats=2, num_warm_ups=1, on_run=on_run, clock=llm.clock
+    )  # type: ignore[arg-type]  # fmt: skip
+    assert names == [("x: warm-up", 7), ("x: 1 of 2", 7), ("x: 2 of 2", 7), ("x: timeline", 7)]
+    assert was_on == [False, False, False, True]
+    assert (len(result.runs), llm.num_flushes) == (2, 4)
+    assert result.recording is not None
+
+
+# ---- gaps ----
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 10, 101])
+@pytest.mark.parametrize("percent", [0, 50, 90, 99, 100])
+def test_percentiles_are_those_of_numpy(number: int, percent: float) -> None:
+    values = list(np.random.default_rng(number).normal(size=number))
+    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+
+
+def test_percentile_of_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="99"):
+        percentile([], 99)
+
+
+def test_gaps_are_from_news_to_news() -> None:
+    llm = TimedEngine(tokens_a_step=2)
+    collectors = [llm.submit([0] * n, params(9))[0] for n in (10, 20)]
+    meter = GapMeter(collectors)  # type: ignore[arg-type]
+    start = llm.clock.now
+    for _ in range(4):
+        llm.step()
+        meter.look(llm.clock.now)
+        meter.look(llm.clock.now)  # nothing new: no gap
+    gaps = [(round(gap.start - start, 6), round(gap.end - start, 6), gap.num_tokens) for gap in meter.gaps]
+    # First tokens at 0.01 and 0.03; then both at 0.04 and 0.05, two tokens each.
+    assert gaps == [(0.01, 0.04, 2), (0.03, 0.04, 2), (0.04, 0.05, 2), (0.04, 0.05, 2)]
+    assert [gap.start - start for gap in meter.steady_gaps()] == pytest.approx([0.03, 0.04, 0.04])
+
+
+def test_spread_of_gaps() -> None:
+    spread = spread_of([Gap(0, seconds, tokens) for seconds, tokens in ((1, 1), (2, 2), (3, 1), (6, 4))])
+    assert spread == pytest.approx((4, 12 / 8, 2.5, 5.1, 5.91, 6))
+    with pytest.raises(ValueError, match="no gap"):
+        spread_of([])
+
+
+def params(output_len: int) -> Any:
+    from shared.types import SamplingParams
+
+    return SamplingParams(max_new_tokens=output_len)
+
+
+# ---- streams ----
+
+
+def test_a_single_stream() -> None:
+    llm = TimedEngine()
+    streams = Streams(1, 100, 11)
+    run = run_streams(llm, streams, streams.requests(1000), llm.clock)  # type: ignore[arg-type]
+    assert run.times_to_first_token == pytest.approx([0.1])
+    assert len(run.gaps) == 10
+    assert run.spread.per_token == pytest.approx(0.01)
+    assert run.total_time == pytest.approx(0.1 + 10 * 0.01)
+
+
+def test_streams_at_once_are_compared_while_all_decode() -> None:
+    """The first of three waits for the others' prompts: that is no gap between tokens of decoding."""
+    llm = TimedEngine()
+    streams = Streams(3, 100, 6)
+    run = run_streams(llm, streams, streams.requests(1000), llm.clock)  # type: ignore[arg-type]
+    assert run.times_to_first_token == pytest.approx([0.1, 0.2, 0.3])
+    assert [gap.seconds for gap in run.gaps] == pytest.approx([0.01] * 13)  # the last prompt's gap is whole
+
+
+def test_what_the_engine_adds_to_a_step() -> None:
+    llm = TimedEngine()
+    result = LatencyResult(Streams(1, 100, 11), limit=0.002)
+    latency.measure(llm, result, num_repeats=2, clock=llm.clock)  # type: ignore[arg-type]
+    assert len(result.runs) == 2
+    assert result.overhead is None
+    result.step_time = 0.008
+    assert result.overhead == pytest.approx(0.25)
+    data = result.as_json()
+    assert data["time_per_token_s"] == pytest.approx(0.01)
+    assert data["gaps_s"]["p99"] == pytest.approx(0.01)
+    assert data["time_to_first_token_s"] == pytest.approx(0.1)
+
+
+def test_the_bare_step_is_that_of_the_mean_context() -> None:
+    """Token 1 comes from the prompt; tokens 2 to 11 are made over 101 to 110 tokens."""
+    assert Streams(1, 100, 11).mean_context_len == pytest.approx(sum(range(101, 111)) / 10, abs=0.5)
+
+
+@pytest.mark.parametrize("bad", ["concurrency", "input_len", "output_len"])
+def test_streams_refuse_nonsense(bad: str) -> None:
+    with pytest.raises(ValueError, match=bad):
+        Streams(**{bad: 0})
+
+
+# ---- long prompts ----
+
+LONG = LongPrompts(
+    num_requests=2, input_len=(10, 10), output_len=(1000, 1000), long_len=500, long_output_len=3,
+    interval=1.0, seconds=3.0,
+)  # fmt: skip
+
+
+def window_of(llm: TimedEngine, workload: LongPrompts, is_arriving: bool) -> Window:
+    running, long = (case.requests for case in workload.cases(1000))
+    return run_window(llm, workload, running, long if is_arriving else [], llm.clock)  # type: ignore[arg-type]
+
+
+def test_without_arrivals_gaps_are_steps() -> None:
+    window = window_of(TimedEngine(), LONG, False)
+    assert window.seconds == pytest.approx(3.0, abs=0.011)
+    assert [gap.seconds for gap in window.gaps] == pytest.approx([0.01] * len(window.gaps))
+    assert len(window.gaps) == pytest.approx(600, abs=2)
+    assert (window.num_arrivals, window.times_to_first_token) == (0, [])
+
+
+def test_a_long_prompt_stops_everybody_for_its_prefill() -> None:
+    window = window_of(TimedEngine(), LONG, True)
+    assert window.num_arrivals == 3
+    long = [gap.seconds for gap in window.gaps if gap.seconds > 0.02]
+    assert long == pytest.approx([0.51] * 6)  # two requests, three times: prefill, then a step
+    assert window.times_to_first_token == pytest.approx([0.5] * 3, abs=0.011)
+    assert window.spread.p50 == pytest.approx(0.01)
+    assert window.spread.longest == pytest.approx(0.51)
+
+
+def test_arrivals_keep_their_times_when_the_engine_is_late() -> None:
+    """Prefills of 1.5 s, one due each second: the third waits for the first two."""
+    window = window_of(TimedEngine(seconds_a_prompt_token=0.003), LONG, True)
+    assert window.times_to_first_token[0] == pytest.approx(1.5)
+    assert window.times_to_first_token[1] == pytest.approx(2.0, abs=0.02)
+
+
+def test_a_window_ends_when_a_running_request_does() -> None:
+    workload = LongPrompts(num_requests=2, input_len=(10, 10), output_len=(20, 20), seconds=3.0)
+    window = window_of(TimedEngine(), workload, False)
+    assert window.seconds == pytest.approx(0.18, abs=1e-6)  # tokens 3 to 20
+
+
+def test_nobody_is_left_behind_a_window() -> None:
+    llm = TimedEngine()
+    window_of(llm, LONG, True)
+    assert (list(llm.waiting), llm.running) == ([], [])
+    late = TimedEngine(interrupt_at=100)
+    with pytest.raises(KeyboardInterrupt):
+        window_of(late, LONG, True)
+    assert (list(late.waiting), late.running) == ([], [])
+
+
+def test_the_ratio_is_with_over_without() -> None:
+    def window(*seconds: float) -> Window:
+        return Window(3.0, [Gap(0, each, 1) for each in seconds], 3, [0.5])
+
+    result = LongPromptsResult([Repeat(window(1, 1), window(3, 3)), Repeat(window(2, 2), window(1, 1))])
+    result.repeats.append(Repeat(window(1), window(2)))
+    assert [repeat.p99_ratio for repeat in result.repeats] == [3, 0.5, 2]
+    assert result.p99_ratio == 2
+    assert result.as_json()["runs"][0]["with_arrivals"]["gaps_s"]["p99"] == 3
+
+
+def test_long_prompts_are_measured_with_and_without_in_turn() -> None:
+    llm = TimedEngine()
+    result = LongPromptsResult()
+    names: list[str] = []
+    long_prompts.measure(
+        llm, LONG, result, num_repeats=2, num_warm_ups=0, on_run=names.append, clock=llm.clock
+    )  # type: ignore[arg-type]  # fmt: skip
+    assert [("without" in name, "with long" in name) for name in names] == [
+        (True, False), (False, True), (True, False), (False, True), (False, True),
+    ]  # fmt: skip
+    assert len(result.repeats) == 2
+    assert llm.num_flushes == 5
+    assert result.p99_ratio == pytest.approx(0.51 / 0.01, rel=0.05)

@@ -1,0 +1,112 @@
+"""`diptych bench latency` on the built-in model, and the timeline of `generate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from shared.bench.yardstick import ROWS
+from shared.commands.bench_latency import compare
+from shared.commands.bench_run import console
+from shared.engine import LLM
+
+Diptych = Callable[..., Result]
+
+ENGINE = ["--device", "cpu", "--panel", "reference", "--max-total-tokens", "1024"]
+LATENCY = ["bench", "latency", *ENGINE, "--input-len", "12", "--output-len", "6"]
+
+
+def test_latency_of_some_streams(diptych: Diptych, tmp_path: Path) -> None:
+    file, trace, plot = (tmp_path / name for name in ("r.json", "trace.json", "plot.svg"))
+    options = ["--concurrency", "1,3", "--repeats", "2", "--step", "--trace", str(trace), "--plot", str(plot)]
+    result = diptych(*LATENCY, *options, "-o", str(file))
+    assert result.exit_code == 0, result.output
+    data = json.loads(file.read_text())
+    assert [row["concurrency"] for row in data["results"]] == [1, 3]
+    for row in data["results"]:
+        gaps = row["gaps_s"]
+        assert 0 < gaps["p50"] <= gaps["p90"] <= gaps["p99"] <= gaps["longest"]
+        assert row["time_to_first_token_s"] > 0
+        assert row["overhead"] == pytest.approx(row["time_per_token_s"] / row["step_s"] - 1)
+        assert row["step_context_len"] == 15
+        assert row["limit_s"] > 0
+        assert [run["gaps_s"]["num_gaps"] for run in row["runs"]] == [5 * row["concurrency"]] * 2
+        assert row["idle"]["num_steps"] == 6
+    assert data["flags"]["max_total_tokens"] == 1024
+    assert data["num_pool_tokens"] == 1024
+    assert data["ceilings"]["flops_per_s"] > 0
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+    assert (names.count("extend"), names.count("decode")) == (1, 5)
+    assert plot.read_text().startswith("<?xml")
+
+
+def test_on_a_cpu_the_bare_step_is_measured_only_when_asked_for(diptych: Diptych, tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    result = diptych(*LATENCY, "--repeats", "1", "--warm-ups", "0", "--no-limit", "-o", str(file))
+    assert result.exit_code == 0, result.output
+    [row] = json.loads(file.read_text())["results"]
+    assert (row["step_s"], row["overhead"], row["limit_s"]) == (None, None, None)
+
+
+def test_ctrl_c_keeps_what_was_complete(
+    diptych: Diptych, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = iter(range(1, 1000))
+    step = LLM.step
+
+    def interrupted(self: LLM) -> bool:
+        if self.scheduler.has_work() and next(steps) == 15:  # 6 steps a run
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(LLM, "step", interrupted)
+    file = tmp_path / "r.json"
+    result = diptych(*LATENCY, "--no-limit", "-o", str(file))
+    assert result.exit_code == 130, result.output
+    data = json.loads(file.read_text())
+    assert data["is_interrupted"] is True
+    assert [len(row["runs"]) for row in data["results"]] == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--concurrency", "1;2"], "--concurrency takes numbers separated by ',', got '1;2'"),
+        (["--concurrency", "0"], "concurrency must be at least 1, got 0"),
+        (["--output-len", "2"], "output_len must be at least 3, got 2"),
+        (["--output-len", "5000", "--no-limit"], "must fit into the context (2048)"),
+        (["--output", "no/such/folder/r.json"], "for r.json"),
+    ],
+)
+def test_wrong_options_are_one_line(diptych: Diptych, options: list[str], message: str) -> None:
+    result = diptych(*LATENCY, *options)
+    assert result.exit_code == 2
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+
+
+def test_the_table_is_compared_with_in_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    found = compare(console(), 0.0041, ROWS["Qwen3-8B"])
+    assert (round(found["of_limit"], 3), round(found["of_best_peer"], 3)) == (0.863, 1.256)
+    assert "0.86 of limit (3.54 ms in the table), 1.26 of best peer (SGLang" in capsys.readouterr().out
+
+
+def test_generate_writes_a_timeline(diptych: Diptych, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    result = diptych("generate", *ENGINE, "-n", "4", "--ignore-eos", "--trace", str(file), "Hello", "Who?")
+    assert result.exit_code == 0, result.output
+    assert "idle between steps" in result.stderr.splitlines()[-1]
+    names = [event["name"] for event in json.loads(file.read_text())["traceEvents"]]
+    assert (names.count("extend"), names.count("decode"), names.count("receive")) == (2, 6, 2)
+    assert {"schedule", "prepare", "launch", "process results", "detokenise", "free_tokens"} <= set(names)
+
+
+def test_generate_refuses_a_timeline_that_cannot_be_kept(diptych: Diptych) -> None:
+    result = diptych("generate", "--trace", "no/such/folder/trace.json", "Hello")
+    assert result.exit_code == 2
+    assert "for trace.json" in result.stderr
