@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shared.bench.drive import Clock, Sampling, check_fits, submit, submitted
+from shared.bench.drive import Clock, Sampling, check_fits, check_whole, submit, submitted
 from shared.bench.gaps import Gap, GapMeter, Spread, spread_of
 from shared.bench.trace import Traced
 from shared.bench.workloads import LongPrompts, Request
@@ -102,19 +102,22 @@ def measure(
 def run_window(
     llm: LLM, workload: LongPrompts, running: Sequence[Request], arriving: Sequence[Request], clock: Clock
 ) -> Window:
-    """`arriving` come one each `interval`, the first at the beginning."""
+    """`arriving` come one each `interval`, the first at the beginning. A gap that lasts beyond the end is
+    waited for."""
     sampling = Sampling(workload.temperature, workload.seed)
     with submitted(llm, running, sampling, clock) as (collectors, _):
         meter = GapMeter(collectors)
         while min(meter.num_seen) < 2:  # the first token came while other prompts were computed
-            llm.step()
+            if not llm.step():
+                check_whole(collectors, running)  # somebody failed: it says who
             meter.look(clock())
         start = now = clock()
         meter.gaps.clear()
         dues = [start + i * workload.interval for i in range(len(arriving))]
         long = GapMeter()
         try:
-            while now < start + workload.seconds and not any(c.is_finished for c in collectors):
+            end = start + workload.seconds
+            while min(meter.last_times) < end and not any(c.is_finished for c in collectors):
                 while len(long.collectors) < len(arriving) and dues[len(long.collectors)] <= now:
                     long.add(submit(llm, arriving[len(long.collectors)], sampling))
                 llm.step()

@@ -165,6 +165,8 @@ def _check(workload: Workload) -> None:
     for name, value in vars(workload).items():
         if name in ("input_len", "output_len") and not 1 <= value[0] <= value[1]:
             raise ValueError(f"{name} must be a length of at least 1, or two in order, got {value}")
+        if name == "output_len" and isinstance(workload, LongPrompts) and value[0] < 3:
+            raise ValueError(f"output_len of requests that decode must be at least 3, got {value}")
         if name == "concurrency" and (not value or min(value) < 1):
             raise ValueError(f"concurrency must list numbers of at least 1, got {value}")
         if name in ("interval", "seconds") and not value > 0:

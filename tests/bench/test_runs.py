@@ -46,7 +46,7 @@ def test_a_single_request_has_a_first_token() -> None:
 
 
 def test_answers_that_are_too_short_are_an_error() -> None:
-    llm = TimedEngine(fails=True)
+    llm = TimedEngine(longest=2)
     with pytest.raises(ValueError, match="r1 gave 2 tokens instead of 5"):
         run_to_end(llm, requests((10, 5)), SAMPLING, llm.clock)  # type: ignore[arg-type]
 
@@ -219,6 +219,13 @@ def test_arrivals_keep_their_times_when_the_engine_is_late() -> None:
     assert window.times_to_first_token[1] == pytest.approx(2.0, abs=0.02)
 
 
+def test_a_gap_that_outlasts_the_window_is_whole() -> None:
+    """Prefills of 5 s, in a window of 3 s: nobody gets a token before all three are done."""
+    window = window_of(TimedEngine(seconds_a_prompt_token=0.01), LONG, True)
+    assert [gap.seconds for gap in window.gaps] == pytest.approx([15.01] * 2)
+    assert window.num_arrivals == 3
+
+
 def test_a_window_ends_when_a_running_request_does() -> None:
     workload = LongPrompts(num_requests=2, input_len=(10, 10), output_len=(20, 20), seconds=3.0)
     window = window_of(TimedEngine(), workload, False)
@@ -233,6 +240,11 @@ def test_nobody_is_left_behind_a_window() -> None:
     with pytest.raises(KeyboardInterrupt):
         window_of(late, LONG, True)
     assert (list(late.waiting), late.running) == ([], [])
+
+
+def test_a_running_request_that_fails_is_named() -> None:
+    with pytest.raises(ValueError, match="r1 gave 1 tokens instead of 1000"):
+        window_of(TimedEngine(longest=1), LONG, True)
 
 
 def test_the_ratio_is_with_over_without() -> None:

@@ -99,6 +99,7 @@ def test_long_prompts_arrive_as_long_as_is_measured(seconds: float, interval: fl
         ("uniform", {"concurrency": (2, 0)}),
         ("shared-prefix", {"shared_len": 0}),
         ("long-prompts", {"interval": 0.0}),
+        ("long-prompts", {"output_len": (2, 5)}),
     ],
 )
 def test_nonsense_is_refused_by_name(name: str, bad: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ class TimedEngine:
     seconds_a_decode: float = 0.01
     tokens_a_step: int = 1
     interrupt_at: int | None = None
-    fails: bool = False
+    longest: int = 100_000  # answers end here, whatever was asked for
     prompts: list[list[int]] = field(default_factory=list)
     num_flushes: int = 0
 
@@ -82,7 +82,7 @@ class TimedEngine:
         return True
 
     def _give(self, collector: Collector, num_tokens: int) -> None:
-        longest = 2 if self.fails else collector.params.max_new_tokens
+        longest = min(self.longest, collector.params.max_new_tokens)
         num_tokens = min(num_tokens, longest - collector.num_output_tokens)
         collector.num_output_tokens += num_tokens
         self.num_generated += num_tokens
