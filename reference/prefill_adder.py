@@ -9,7 +9,6 @@ from shared.interfaces import (
     AddReqResult,
     PrefillBudget,
     PrefixCache,
-    RadixKey,
     TokenToKVPoolAllocator,
 )
 from shared.interfaces import prefill_adder as interface
@@ -34,7 +33,8 @@ class PrefillAdder(interface.PrefillAdder):
 
         # --8<-- [start:prefill-budgets]
         num_mixed = budget.num_mixed_decode_tokens
-        self.reserved_tokens = num_mixed + sum(self._reservation(req) for req in running)
+        self.reserved_tokens = num_mixed + budget.num_reserved_tokens
+        self.reserved_tokens += sum(self._reservation(req) for req in running)
         self.rem_input_tokens = budget.max_prefill_tokens - num_mixed
         self.rem_chunk_tokens = (
             None if budget.chunked_prefill_size is None else budget.chunked_prefill_size - num_mixed
@@ -66,8 +66,7 @@ class PrefillAdder(interface.PrefillAdder):
 
     # --8<-- [start:add-one-req]
     def add_one_req(self, req: Req) -> AddReqResult:
-        key = RadixKey(req.all_ids[: req.max_prefix_len], req.extra_key)
-        match = self.tree_cache.match_prefix(key)
+        match = self.tree_cache.match_prefix(self.tree_cache.prefix_key(req))
         remaining = req.num_tokens - len(match.device_indices)
         if not self._fits(req, remaining):
             return AddReqResult.NO_TOKEN

@@ -70,13 +70,15 @@ class SchedulePolicy(interface.SchedulePolicy):
     def _match_prefixes(self, queue: list[Req]) -> tuple[dict[str, int], dict[str, int], frozenset[str]]:
         """Per rid: cached tokens and the node where the match ends; and who shares a prefix that a request
         before it in the queue is about to compute."""
-        scratch = type(self.tree_cache)(page_size=self.tree_cache.page_size)
+        scratch = type(self.tree_cache)(
+            page_size=self.tree_cache.page_size, is_bigram=self.tree_cache.is_bigram
+        )
         matched_len: dict[str, int] = {}
         node_of: dict[str, int] = {}
         deprioritized: set[str] = set()
         for req in queue:
             token_ids = req.all_ids
-            key = RadixKey(token_ids, req.extra_key)
+            key = RadixKey(token_ids, req.extra_key, self.tree_cache.is_bigram)
             match = self.tree_cache.match_prefix(key)
             matched_len[req.rid] = len(match.device_indices)
             node_of[req.rid] = self.tree_cache.node_id(match.last_node)

@@ -11,6 +11,7 @@ from reference.schedule_batch import (
     prepare_for_decode,
     prepare_for_extend,
 )
+from reference.speculative import Speculator
 from shared.config import EngineConfig, ModelConfig
 from shared.conformance.invariants import check_invariants
 from shared.finish import check_finished
@@ -33,10 +34,12 @@ from shared.types import (
     FinishLength,
     FinishReason,
     ForwardBatch,
+    ForwardMode,
     LogitsOutput,
     Req,
     SampleOutput,
     ScheduleBatch,
+    SpeculationStats,
     StepOutput,
     TokenLogprob,
 )
@@ -56,10 +59,12 @@ class Scheduler(interface.Scheduler):
         self.outputs: list[StepOutput] = []  # news for the next return of step()
         self.batch_is_full = False  # no memory for more requests until somebody leaves
         self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
+        self.speculator = Speculator(config, self.context_len, parts) if parts.drafter is not None else None
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
+        self.num_accepted_tokens = 0  # by speculation
         self.num_retractions = 0
 
     # ---- requests come and go ----
@@ -142,6 +147,7 @@ class Scheduler(interface.Scheduler):
                 chunked_prefill_size=self.config.chunked_prefill_size,
                 new_token_ratio=self.new_token_ratio.current,
                 num_mixed_decode_tokens=len(self.running) if self.config.enable_mixed_chunk else 0,
+                num_reserved_tokens=self.speculator.num_reserved(self.running) if self.speculator else 0,
             ),
             self.parts.tree_cache,
             self.parts.allocator,
@@ -204,6 +210,9 @@ class Scheduler(interface.Scheduler):
     def _get_batch_decode(self) -> ScheduleBatch | None:
         if not self.running:
             return None
+        if self.speculator is not None and self.speculator.can_prepare(self.running):
+            self.new_token_ratio.decay()
+            return self.speculator.prepare(self.running)
         if self._has_memory_to_decode():
             self.new_token_ratio.decay()
         else:
@@ -234,6 +243,9 @@ class Scheduler(interface.Scheduler):
 
     # --8<-- [start:run-batch]
     def run_batch(self, batch: ScheduleBatch) -> tuple[ForwardBatch, LogitsOutput, SampleOutput]:
+        if batch.forward_mode is ForwardMode.TARGET_VERIFY:
+            assert self.speculator is not None
+            return self.speculator.run(batch)
         num_token_ids = self.parts.num_token_ids
         with self.parts.timeline.span("prepare"):
             forward_batch = make_forward_batch(batch, self.parts.allocator.device)
@@ -242,6 +254,8 @@ class Scheduler(interface.Scheduler):
             logits_output, sample_output = self.parts.model_runner.forward_and_sample(
                 forward_batch, self.parts.sampler, info, num_token_ids
             )
+        if self.speculator is not None:
+            self.speculator.extend(batch.reqs, forward_batch, logits_output, sample_output)
         return forward_batch, logits_output, sample_output
         # --8<-- [end:run-batch]
 
@@ -258,36 +272,42 @@ class Scheduler(interface.Scheduler):
         logprobs = to_token_logprobs(sample_output.next_token_ids, sample_output.logprobs)
         num_extend = batch.batch_size - batch.num_decode_reqs
         collect_input_logprobs(batch.reqs[:num_extend], forward_batch, logits_output.input_logprobs)
+        is_verify = batch.forward_mode is ForwardMode.TARGET_VERIFY  # a token behind each one that was kept
+        end = 0
         for i, req in enumerate(batch.reqs):
+            start, end = end, end + (forward_batch.extend_seq_lens_cpu[i] if is_verify else 1)
             if req.num_pending_chunks:
                 req.num_pending_chunks -= 1  # its prompt is not complete: the sampled token means nothing
                 self.parts.tree_cache.cache_unfinished_req(req)
                 continue
-            self._append_token(req, next_token_ids[i], logprobs[i] if logprobs else None)
+            self._append_tokens(req, next_token_ids[start:end], logprobs[start:end])
             if not req.finished and i < num_extend:
                 self.parts.tree_cache.cache_unfinished_req(req)
                 self.running.append(req)
 
     # --8<-- [end:process-batch-result]
 
-    def _append_token(self, req: Req, token_id: int, logprob: TokenLogprob | None) -> None:
+    def _append_tokens(self, req: Req, token_ids: list[int], logprobs: list[TokenLogprob]) -> None:
         if req.max_new_tokens == 0:  # only the prompt's log-probabilities or its KV were wanted
             self._finish(req, FinishLength(0))
             return
-        wants_logprob = req.sampling_params.return_logprob and logprob is not None
-        req.output_ids.append(token_id)
-        if wants_logprob:
-            req.output_logprobs.append(cut_top(logprob, req))
-        check_finished(req, 1, self.parts.decode_text, self.parts.num_token_ids)
-        num_before = len(req.output_ids) - 1
-        if req.finished_reason is not None:
-            assert req.finished_len is not None
-            del req.output_ids[req.finished_len :]  # a NaN's id is no output
+        num_before = len(req.output_ids)
+        req.output_ids += token_ids
+        if req.sampling_params.return_logprob:
+            req.output_logprobs += [cut_top(logprob, req) for logprob in logprobs]
+        check_finished(req, len(token_ids), self.parts.decode_text, self.parts.num_token_ids)
+        if req.finished_len is not None:
+            del req.output_ids[req.finished_len :]  # behind its end, or a NaN's id: no output
             del req.output_logprobs[req.finished_len :]
-            self._finish(req, req.finished_reason, len(req.output_ids) - num_before)
+            req.kv_committed_len = min(req.kv_committed_len, req.num_tokens - 1)
+        num_new = len(req.output_ids) - num_before
+        req.num_accepted_tokens += max(num_new - 1, 0)
+        self.num_accepted_tokens += max(num_new - 1, 0)
+        self.num_generated_tokens += num_new
+        if req.finished_reason is not None:
+            self._finish(req, req.finished_reason, num_new)
         else:
-            self.outputs.append(req.step_output(num_new_tokens=1))
-        self.num_generated_tokens += len(req.output_ids) - num_before
+            self.outputs.append(req.step_output(num_new))
 
     # ---- the end of a request, or of its turn ----
 
@@ -317,6 +337,8 @@ class Scheduler(interface.Scheduler):
             self.waiting_queue.remove(req)
         if req.req_pool_idx is not None:
             self.parts.tree_cache.cache_finished_req(req, is_insert)
+        if self.parts.drafter is not None:
+            self.parts.drafter.forget(req)
 
     def _fail(self, batch: ScheduleBatch, error: BaseException) -> None:
         for req in batch.reqs:
@@ -354,6 +376,9 @@ class Scheduler(interface.Scheduler):
             num_generated_tokens=self.num_generated_tokens,
             num_retractions=self.num_retractions,
             new_token_ratio=self.new_token_ratio.current,
+            speculation=self.speculator.stats(self.num_accepted_tokens)
+            if self.speculator is not None
+            else SpeculationStats(),
         )
 
     def _check_invariants(self) -> None:

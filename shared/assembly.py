@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +12,12 @@ import torch
 
 from shared import registry
 from shared.config import EngineConfig, ModelConfig
-from shared.interfaces import CausalLM, Scheduler, SchedulerParts, TokenToKVPool
-from shared.kv_sizing import MemoryPlan, free_gpu_memory, plan_memory
-from shared.loading_bar import LoadingBar
+from shared.config.speculation import check_windows
+from shared.interfaces import CausalLM, Drafter, DrafterParts, Scheduler, SchedulerParts, TokenToKVPool
+from shared.kv_sizing import MemoryPlan, free_gpu_memory, num_speculative_slots, plan_memory
+from shared.load_model import load_model
 from shared.model_path import resolve_model_path
 from shared.tokenizer import Tokenizer
-from shared.weights import dummy_weights, iterate_weights
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,20 @@ class Assembly:
     scheduler: Scheduler
 
 
-def assemble(config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> Assembly:
-    """Everything that can be wrong with the configuration, the model's files or the tokenizer is found, and
+def assemble(
+    config: EngineConfig,
+    clock: Callable[[], float] = time.monotonic,
+    replace: Mapping[str, Any] | None = None,
+) -> Assembly:
+    """`replace`: component -> what to take for it in place of what the registry has.
+
+    Everything that can be wrong with the configuration, the model's files or the tokenizer is found, and
     raised as `ValueError`, before memory for weights or pools is taken."""
     folder = resolve_model_path(config.model, config.load_format)
     model_config = ModelConfig.from_pretrained(folder)
     config = resolve_config(config, model_config)
     assert config.panel is not None
-    if config.speculative is not None:
-        raise ValueError(f"speculative={config.speculative}: no scheduler here can speculate yet")
+    check_windows(config, model_config)
     selection = registry.select(config.panel, config.use)
     registry.check_device(selection, str(config.device))
     if config.disable_radix_cache:
@@ -53,29 +57,29 @@ def assemble(config: EngineConfig, clock: Callable[[], float] = time.monotonic) 
     device, dtype = torch.device(str(config.device)), _dtype(config, model_config)
 
     def component(name: str) -> Any:
-        return registry.load(name, selection[name])
+        return (replace or {}).get(name) or registry.load(name, selection[name])
 
     free_before = free_gpu_memory(device)
-    if config.load_format == "dummy":
-        weights = dummy_weights(model_config, config.random_seed, device)
-    else:
-        # The checkpoint's headers are checked here, before the model takes memory.
-        weights = iterate_weights(folder, model_config, LoadingBar().update)
-    with _building(device, dtype):
-        model_class = component("models").model_class(model_config.architecture)
-        model = model_class(model_config, component("layers"), component("moe"))
-    model.load_weights(weights)
-    model.eval()
+    model = load_model(folder, model_config, config, component, device, dtype)
+    num_token_ids = min(
+        model_config.vocab_size, tokenizer.vocab_size if tokenizer is not None else model_config.vocab_size
+    )
+    drafter: Drafter | None = None
+    if config.speculative is not None:
+        drafter_parts = DrafterParts(model, model_config, component, device, dtype, num_token_ids)
+        drafter = drafter_class(component("drafter"), config)(config, drafter_parts)
 
     pools = component("memory_pool")
     free_gpu_memory(device)  # what loading took for a while is not the weights'
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    memory = plan_memory(config, model_config, dtype, device, free_before, weight_bytes)
+    draft_bytes = drafter.num_kv_bytes_per_token if drafter is not None else 0
+    memory = plan_memory(config, model_config, dtype, device, free_before, weight_bytes, draft_bytes)
     num_tokens = memory.num_tokens
     if device.type == "cuda":
         print_memory(memory)
     assert config.context_len is not None
-    req_to_token_pool = pools.ReqToTokenPool(config.max_running_requests + 1, config.context_len, device)
+    row_len = config.context_len + num_speculative_slots(config, drafter)
+    req_to_token_pool = pools.ReqToTokenPool(config.max_running_requests + 1, row_len, device)
     allocator = pools.TokenToKVPoolAllocator(num_tokens, config.page_size, device)
     kv_pool = pools.TokenToKVPool(
         num_tokens,
@@ -87,9 +91,15 @@ def assemble(config: EngineConfig, clock: Callable[[], float] = time.monotonic) 
         device,
     )
     cache_component = "chunk_cache" if config.disable_radix_cache else "radix_cache"
-    tree_cache = registry.load(cache_component, selection[cache_component])(
-        config.page_size, allocator, req_to_token_pool, config.eviction_policy
+    tree_cache = component(cache_component)(
+        config.page_size,
+        allocator,
+        req_to_token_pool,
+        config.eviction_policy,
+        is_bigram=drafter is not None and drafter.is_bigram,
     )
+    if drafter is not None:
+        drafter.allocate(req_to_token_pool, num_tokens)
     attention = component("attention")(req_to_token_pool, kv_pool)
     parts = SchedulerParts(
         model_runner=component("model_runner")(model, attention, kv_pool),
@@ -99,12 +109,12 @@ def assemble(config: EngineConfig, clock: Callable[[], float] = time.monotonic) 
         tree_cache=tree_cache,
         policy=component("schedule_policy")(config, tree_cache),
         prefill_adder=component("prefill_adder"),
-        num_token_ids=min(
-            model_config.vocab_size,
-            tokenizer.vocab_size if tokenizer is not None else model_config.vocab_size,
-        ),
+        num_token_ids=num_token_ids,
         decode_text=tokenizer.decode if tokenizer is not None else _no_text,
         clock=clock,
+        drafter=drafter,
+        draft_tree=component("draft_tree")() if drafter is not None else None,
+        kv_pool=kv_pool,
     )
     parts.model_runner.prepare(config, parts.sampler, parts.num_token_ids)
     scheduler = component("scheduler")(config, model_config, parts)
@@ -156,6 +166,14 @@ def default_panel(device: str) -> str:
     return "optimized" if device.startswith("cuda") and registry.has_optimized() else "reference"
 
 
+def drafter_class(implementation: Any, config: EngineConfig) -> type[Drafter]:
+    """A panel's module knows one for each algorithm; somebody's own is a class."""
+    if isinstance(implementation, type):
+        return implementation
+    chosen: type[Drafter] = implementation.drafter_class(config.speculative)
+    return chosen
+
+
 def _dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
@@ -175,15 +193,3 @@ def _load_tokenizer(config: EngineConfig, folder: Any) -> Tokenizer | None:
 
 def _no_text(token_ids: list[int]) -> str:
     raise ValueError("this model has no tokenizer: stop strings and regexes need one")
-
-
-@contextlib.contextmanager
-def _building(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """New parameters go to this device and have this dtype; both settings are undone afterwards."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            yield
-    finally:
-        torch.set_default_dtype(before)

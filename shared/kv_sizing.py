@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
-from shared.config import EngineConfig, ModelConfig
+from shared.config import EngineConfig, ModelConfig, draft_shape
+from shared.interfaces import Drafter
 from shared.logprobs import LOGPROB_ROWS
 
 MAX_CPU_TOKENS = 65_536
@@ -55,6 +56,15 @@ class MemoryPlan:
         return rows
 
 
+def num_speculative_slots(config: EngineConfig, drafter: Drafter | None) -> int:
+    """Slots that a request takes behind its committed ones while it speculates: for drafting, then for the
+    tree. A row of req_to_token is so much longer than the context."""
+    if drafter is None:
+        return 0
+    shape = draft_shape(config)
+    return max(drafter.num_slots(shape), shape.num_draft_tokens)
+
+
 def kv_bytes_per_token(model_config: ModelConfig, dtype: torch.dtype) -> int:
     per_layer = 2 * model_config.num_kv_heads * model_config.head_dim
     return per_layer * model_config.num_hidden_layers * dtype.itemsize
@@ -76,10 +86,12 @@ def plan_memory(
     device: torch.device,
     free_before: int = 0,
     weights: int = 0,
+    draft_bytes_per_token: int = 0,
 ) -> MemoryPlan:
     """The flag if given, else what fits *after* the weights are loaded, at most what all running requests
-    can fill; in whole pages. `free_before`: of the GPU, before the weights came; `weights`: their bytes."""
-    bytes_per_token = kv_bytes_per_token(model_config, dtype)
+    can fill; in whole pages. `free_before`: of the GPU, before the weights came; `weights`: their bytes;
+    `draft_bytes_per_token`: what a slot takes in a drafter's own pool."""
+    bytes_per_token = kv_bytes_per_token(model_config, dtype) + draft_bytes_per_token
     free, total, reserved = 0, 0, {}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -135,7 +147,8 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
         mlp = max(routed, mlp if len(model.moe_layers) < model.num_hidden_layers else 0)
     # Residual, norm, result, and a norm's float32; of attention and MLP the larger: never both at once.
     per_token = (3 * model.hidden_size + max(attention, mlp)) * dtype.itemsize + 8 * model.hidden_size
-    num_rows = max(config.max_running_requests, LOGPROB_ROWS)
+    num_nodes = draft_shape(config).num_draft_tokens if config.speculative is not None else 1
+    num_rows = max(config.max_running_requests * num_nodes, LOGPROB_ROWS)
     num_graphs = 0 if config.disable_cuda_graph else len(config.cuda_graph_bs or range(NUM_GRAPHS))
     return {
         "activations": num_tokens * per_token,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shared.detokenizer import IncrementalDetokenizer
 from shared.tokenizer import Tokenizer
-from shared.types import FinishReason, GenerateOutput, Req, StepOutput, TokenLogprob
+from shared.types import FinishReason, GenerateOutput, Req, SpeculationStats, StepOutput, TokenLogprob
 
 
 class OutputCollector:
@@ -24,6 +24,7 @@ class OutputCollector:
         self.finish_reason: FinishReason | None = None
         self.num_cached_tokens = 0
         self.num_retractions = 0
+        self.speculation = SpeculationStats()
         self.output_logprobs: list[TokenLogprob] = []
         self.input_logprobs: list[TokenLogprob] = []
         self._num_taken = 0
@@ -45,6 +46,7 @@ class OutputCollector:
         self.input_logprobs = output.input_logprobs
         self.num_cached_tokens = output.num_cached_tokens
         self.num_retractions = output.num_retractions
+        self.speculation = output.speculation
         self.finish_reason = output.finished_reason
         if self.detokenizer is not None:
             self.text += self.detokenizer.append(output.new_token_ids, output.finished_reason)
@@ -75,4 +77,5 @@ class OutputCollector:
             num_retractions=self.num_retractions,
             output_logprobs=logprobs,
             input_logprobs=self.input_logprobs,
+            speculation=self.speculation,
         )

@@ -48,6 +48,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "optimized": "optimized.model_runner:ModelRunner",
     },
     "sampler": {"reference": "reference.sampler:Sampler", "optimized": "optimized.sampler:Sampler"},
+    "drafter": {"reference": "reference.drafters"},
     "draft_tree": {
         "reference": "reference.draft_tree:DraftTreeOps",
         "optimized": "optimized.draft_tree:DraftTreeOps",

@@ -3,5 +3,14 @@
 from shared.config.draft import DraftConfig, DraftFormat
 from shared.config.engine import EngineConfig
 from shared.config.model import ModelConfig, MoEConfig, RopeConfig
+from shared.config.speculation import draft_shape
 
-__all__ = ["DraftConfig", "DraftFormat", "EngineConfig", "MoEConfig", "ModelConfig", "RopeConfig"]
+__all__ = [
+    "DraftConfig",
+    "DraftFormat",
+    "EngineConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "RopeConfig",
+    "draft_shape",
+]

@@ -8,6 +8,7 @@ from shared.types.speculation import DraftShape
 
 if TYPE_CHECKING:
     from shared.config.engine import EngineConfig
+    from shared.config.model import ModelConfig
 
 DEFAULT_SHAPES: dict[str, DraftShape] = {
     "eagle": DraftShape(5, 4, 16),
@@ -68,3 +69,15 @@ def check_speculation(config: EngineConfig) -> None:
         raise ValueError(f"{what} with {drafted}: a chain of that depth has exactly {shape.max_nodes} nodes")
     if shape.num_draft_tokens > shape.max_nodes:
         raise ValueError(f"{what}: {drafted} give at most {shape.max_nodes} nodes, the newest token included")
+
+
+def check_windows(config: EngineConfig, model_config: ModelConfig) -> None:
+    """Raise `ValueError` for trees over layers with a sliding window: a window counts slots back from a
+    token's own, and in a tree siblings lie between a node and its ancestors."""
+    if config.speculative is None or draft_shape(config).top_k == 1:
+        return
+    if any(model_config.sliding_window(layer) >= 0 for layer in range(model_config.num_hidden_layers)):
+        raise ValueError(
+            f"speculative_topk={draft_shape(config).top_k}: layers with a sliding window verify chains only; "
+            "set speculative_topk=1"
+        )

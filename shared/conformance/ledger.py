@@ -14,18 +14,27 @@ import torch
 
 from shared.interfaces import ReqToTokenPool
 from shared.interfaces import model_runner as interface
-from shared.types import ForwardBatch, LogitsOutput
+from shared.types import ForwardBatch, ForwardMode, LogitsOutput
 
 POISON = -1
 """What a slot holds that nobody has written: reading it is an error."""
 
 
-def next_token(history: Sequence[int], vocab_size: int) -> int:
-    """A token that depends on every token before it, and on their order."""
+def history_hash(history: Sequence[int]) -> int:
+    """Depends on every token, and on their order."""
     h = 17
     for token in history:
-        h = (h * 31 + token + 1) % 1_000_003
-    return h % vocab_size
+        h = _hash_step(h, token)
+    return h
+
+
+def _hash_step(h: int, token: int) -> int:
+    return (h * 31 + token + 1) % 1_000_003
+
+
+def next_token(history: Sequence[int], vocab_size: int) -> int:
+    """A token that depends on every token before it, and on their order."""
+    return history_hash(history) % vocab_size
 
 
 def expected_tokens(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
@@ -38,7 +47,7 @@ def expected_tokens(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> 
 
 class LedgerModelRunner(interface.ModelRunner):
     """`nan_token`: a history that ends with this token gives NaN logits. `fail_token`: a batch that holds
-    it raises. Both stay away from other requests' rows."""
+    it raises. Both stay away from other requests' rows. A token's hidden state is the hash of its history."""
 
     def __init__(
         self,
@@ -47,7 +56,9 @@ class LedgerModelRunner(interface.ModelRunner):
         vocab_size: int,
         nan_token: int | None = None,
         fail_token: int | None = None,
+        context_len: int = 1 << 30,
     ) -> None:
+        self.context_len = context_len
         self.req_to_token_pool = req_to_token_pool
         self.vocab_size = vocab_size
         self.nan_token = nan_token
@@ -64,22 +75,68 @@ class LedgerModelRunner(interface.ModelRunner):
         self.ledger[fb.out_cache_loc] = fb.input_ids
         self.num_computed_tokens += fb.num_tokens
 
-        logits = torch.full((fb.batch_size, self.vocab_size), -10.0)
+        hashes: list[int] = []  # of every token's history
         starts = fb.extend_start_loc.tolist()
+        mask_start = 0
         for i, (row, seq_len) in enumerate(zip(fb.req_pool_indices.tolist(), fb.seq_lens_cpu)):
             slots = self.req_to_token_pool.req_to_token[row, :seq_len].long()
-            history = self.ledger[slots]
             extend_len = fb.extend_seq_lens_cpu[i]
             own = slice(starts[i], starts[i] + extend_len)
             assert torch.equal(slots[-extend_len:], fb.out_cache_loc[own]), (
                 "a row does not name its new slots"
             )
-            assert torch.equal(fb.positions[own], torch.arange(seq_len - extend_len, seq_len)), (
-                "wrong positions"
-            )
-            assert int(history.min()) != POISON, "a slot was read that nobody has written"
-            if self.nan_token is not None and int(history[-1]) == self.nan_token:
-                logits[i] = torch.nan
+            positions = fb.positions[own].tolist()
+            if fb.custom_mask is None:
+                hashes += self._causal(slots, positions)
             else:
-                logits[i, next_token(history.tolist(), self.vocab_size)] = 10.0
-        return LogitsOutput(logits)
+                mask = fb.custom_mask[mask_start : mask_start + extend_len * seq_len].view(extend_len, -1)
+                hashes += self._masked(slots, positions, mask)
+                mask_start += extend_len * seq_len
+
+        rows = range(fb.num_tokens)
+        if fb.forward_mode is not ForwardMode.TARGET_VERIFY:
+            rows = fb.last_token_rows.tolist()
+        logits = torch.full((len(rows), self.vocab_size), -10.0)
+        for i, row in enumerate(rows):
+            logits[i, hashes[row] % self.vocab_size] = 10.0
+            if self.nan_token is not None and int(fb.input_ids[row]) == self.nan_token:
+                logits[i] = torch.nan
+        hidden_states = torch.tensor(hashes, dtype=torch.float64)[:, None]
+        return LogitsOutput(logits, hidden_states=hidden_states)
+
+    def _causal(self, slots: torch.Tensor, positions: list[int]) -> list[int]:
+        history = self._read(slots)
+        start = len(history) - len(positions)
+        right = list(range(start, len(history)))
+        num_nodes = next((n for n in range(1, len(right)) if positions[n] == start), len(right))
+        assert positions[num_nodes:] == [start] * (len(right) - num_nodes)  # padding of a verified chain
+        self._check_positions(positions[:num_nodes], right[:num_nodes])
+        hashes = [history_hash(history[:start])]
+        for token in history[start:]:
+            hashes.append(_hash_step(hashes[-1], token))
+        return hashes[1:]
+
+    def _masked(self, slots: torch.Tensor, positions: list[int], mask: torch.Tensor) -> list[int]:
+        """Ancestors stand in front of their descendants: the visible slots in order are a history."""
+        histories = [self._read(slots[visible]) for visible in mask]
+        self._check_positions(positions, [len(history) - 1 for history in histories])
+        return [history_hash(history) for history in histories]
+
+    def _read(self, slots: torch.Tensor) -> list[int]:
+        history: list[int] = self.ledger[slots].tolist()
+        assert min(history) != POISON, "a slot was read that nobody has written"
+        return history
+
+    def _check_positions(self, positions: list[int], right: list[int]) -> None:
+        last = self.context_len - 1
+        assert positions == [min(position, last) for position in right], f"positions {positions}, not {right}"
+
+
+class LedgerKVPool:
+    """The one thing that schedulers do to a KV pool, done to a ledger."""
+
+    def __init__(self, ledger: torch.Tensor) -> None:
+        self.ledger = ledger
+
+    def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
+        self.ledger[target_slots] = self.ledger[source_slots]

@@ -11,9 +11,11 @@ from shared import registry
 from shared.config import EngineConfig, ModelConfig, RopeConfig
 from shared.conformance.compare import Mismatch, expect_equal, expect_true
 from shared.conformance.invariants import check_idle, check_invariants
-from shared.conformance.ledger import LedgerModelRunner, expected_tokens
+from shared.conformance.ledger import LedgerKVPool, LedgerModelRunner, expected_tokens
+from shared.conformance.ledger_drafter import Guess, LedgerDrafter
 from shared.interfaces import SchedulerParts
-from shared.types import FinishReason, Req, SamplingParams, StepOutput
+from shared.kv_sizing import num_speculative_slots
+from shared.types import DraftShape, FinishReason, Req, SamplingParams, StepOutput
 
 VOCAB_SIZE = 61
 
@@ -44,9 +46,19 @@ def model_config(context_len: int) -> ModelConfig:
     )
 
 
+def shape_flags(shape: DraftShape) -> dict[str, Any]:
+    """As flags of the engine. (The ledger drafter stands for every algorithm.)"""
+    return {
+        "speculative": "ngram",
+        "speculative_num_steps": shape.num_steps,
+        "speculative_topk": shape.top_k,
+        "speculative_num_draft_tokens": shape.num_draft_tokens,
+    }
+
+
 class SchedulerHarness:
     """Drives one scheduler and collects what it says. `replace`: component -> class (memory_pool: module) to
-    use in place of the reference's."""
+    use in place of the reference's. `guess`: speculate, and draft what it says."""
 
     def __init__(
         self,
@@ -56,6 +68,7 @@ class SchedulerHarness:
         replace: Mapping[str, Any] | None = None,
         nan_token: int | None = None,
         fail_token: int | None = None,
+        guess: Guess | None = None,
         **flags: Any,
     ) -> None:
         def component(name: str) -> Any:
@@ -64,18 +77,26 @@ class SchedulerHarness:
         flags.setdefault("max_running_requests", 16)
         self.config = EngineConfig(context_len=context_len, max_total_tokens=pool_tokens, **flags)
         pools, page_size = component("memory_pool"), self.config.page_size
+        self.drafter = LedgerDrafter(self.config, guess, VOCAB_SIZE) if guess is not None else None
+        num_extra = num_speculative_slots(self.config, self.drafter)
         self.req_to_token_pool = pools.ReqToTokenPool(
-            self.config.max_running_requests + 1, context_len, "cpu"
+            self.config.max_running_requests + 1, context_len + num_extra, "cpu"
         )
         self.allocator = pools.TokenToKVPoolAllocator(pool_tokens, page_size, "cpu")
         tree_cache = component("chunk_cache" if self.config.disable_radix_cache else "radix_cache")
         self.tree_cache = tree_cache(
-            page_size, self.allocator, self.req_to_token_pool, self.config.eviction_policy
+            page_size,
+            self.allocator,
+            self.req_to_token_pool,
+            self.config.eviction_policy,
+            is_bigram=self.drafter is not None and self.drafter.is_bigram,
         )
         self.clock = FakeClock()
         self.model_runner = LedgerModelRunner(
-            self.req_to_token_pool, pool_tokens + page_size, VOCAB_SIZE, nan_token, fail_token
+            self.req_to_token_pool, pool_tokens + page_size, VOCAB_SIZE, nan_token, fail_token, context_len
         )
+        if self.drafter is not None:
+            self.drafter.allocate(self.req_to_token_pool, pool_tokens + page_size)
         parts = SchedulerParts(
             model_runner=self.model_runner,
             sampler=component("sampler")(),
@@ -87,6 +108,9 @@ class SchedulerHarness:
             num_token_ids=VOCAB_SIZE,
             decode_text=lambda ids: "".join(f"<{i}>" for i in ids),
             clock=self.clock,
+            drafter=self.drafter,
+            draft_tree=component("draft_tree")() if self.drafter is not None else None,
+            kv_pool=LedgerKVPool(self.model_runner.ledger),  # type: ignore[arg-type]
         )
         self.scheduler = component("scheduler")(self.config, model_config(context_len), parts)
         self.reqs: dict[str, Req] = {}
@@ -110,8 +134,8 @@ class SchedulerHarness:
         req = Req(
             rid=rid,
             origin_input_ids=list(prompt),
-            sampling_params=SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **params),
-            seed=0,
+            sampling_params=SamplingParams(max_new_tokens=max_new_tokens, **{"temperature": 0.0, **params}),
+            seed=params.get("seed") or 0,
             eos_token_ids=eos,
             priority=priority,
             extra_key=extra_key,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from shared.conformance.compare import Mismatch, expect_equal
-from shared.conformance.scheduler_harness import SchedulerHarness
-from shared.types import FinishAbort, FinishLength
+from shared.conformance.ledger_drafter import erratic
+from shared.conformance.scheduler_harness import SchedulerHarness, shape_flags
+from shared.types import DraftShape, FinishAbort, FinishLength
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key")
 CONTEXT_LEN = 64
@@ -35,6 +36,17 @@ class Action:
 
 
 @dataclass(frozen=True)
+class Drafts:
+    """Speculation with trees of this shape; `seed` makes them."""
+
+    shape: DraftShape
+    seed: int
+
+    def flags(self) -> dict[str, Any]:
+        return {"guess": erratic(self.seed), **shape_flags(self.shape)}
+
+
+@dataclass(frozen=True)
 class Schedule:
     name: str
     actions: tuple[Action, ...]
@@ -51,14 +63,16 @@ class Schedule:
     schedule_conservativeness: float = 1.0
     in_batch_prefix_check_threshold: int = 32
     in_batch_prefix_deprioritize_threshold: int = 32
+    drafts: Drafts | None = None  # None: no speculation
 
     def __post_init__(self) -> None:
         if self.page_size not in (1, 2, 4, 8, 16) or self.pool_pages_of_16 < 3:
             raise ValueError("the pool holds at least the longest prompt, in whole pages")
 
     def flags(self) -> dict[str, Any]:
-        own = ("name", "actions", "pool_pages_of_16")
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
+        own = ("name", "actions", "pool_pages_of_16", "drafts")
+        flags = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
+        return flags if self.drafts is None else flags | self.drafts.flags()
 
 
 def random_schedule(seed: int, num_actions: int = 40) -> Schedule:
@@ -82,6 +96,20 @@ def random_schedule(seed: int, num_actions: int = 40) -> Schedule:
         schedule_conservativeness=rng.choice([0.1, 1.0]),
         in_batch_prefix_check_threshold=rng.choice([0, 32]),
         in_batch_prefix_deprioritize_threshold=rng.choice([4, 32]),
+    )
+
+
+def random_speculation(seed: int) -> Schedule:
+    """The same with drafts: random trees, of which random nodes are right."""
+    rng = random.Random(f"drafts {seed}")
+    num_steps, top_k = rng.choice([1, 3, 5]), rng.choice([1, 2, 4])
+    most = DraftShape(num_steps, top_k, 0).max_nodes
+    shape = DraftShape(num_steps, top_k, most if top_k == 1 else min(rng.choice([2, 8, 16]), most))
+    return replace(
+        random_schedule(seed),
+        name=f"random schedule {seed}, {shape}",
+        enable_mixed_chunk=False,
+        drafts=Drafts(shape, seed),
     )
 
 

@@ -20,7 +20,7 @@ from shared.conformance.time_limit import time_limit as limit_time
 CONTRACTS: dict[str, tuple[str, ...]] = {
     "schedule_policy": ("schedule_policy", "schedule_policy_passes"),
     "prefill_adder": ("prefill_adder",),
-    "scheduler": ("scheduler", "scheduler_limits"),
+    "scheduler": ("scheduler", "scheduler_limits", "scheduler_speculation", "speculation_limits"),
     "memory_pool": ("memory_pool", "kv_pool", "allocator", "allocator_free", "allocator_sequences"),
     "radix_cache": (
         "radix_cache",
@@ -38,6 +38,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "draft_models": ("draft_models", "draft_models_weights"),
     "model_runner": ("model_runner", "model_runner_decode"),
     "sampler": ("sampler", "sampler_rows", "sampler_logprobs", "sampler_distribution"),
+    "drafter": ("drafter",),
     "draft_tree": ("draft_tree", "draft_tree_drafting"),
 }
 """component -> the modules of shared.conformance.contracts that hold its clauses"""

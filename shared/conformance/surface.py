@@ -34,6 +34,7 @@ _MODULES: dict[str, tuple[type, ...]] = {
     "layers": (interfaces.RMSNorm, interfaces.RotaryEmbedding, interfaces.SiluAndMul),
     "models": (),  # classes are found by architecture
     "draft_models": (),  # ... by format
+    "drafter": (),  # ... by algorithm; or it is a class
 }
 """component that is a module -> the interfaces of which it holds a class each, under the same names"""
 

@@ -79,7 +79,7 @@ class Drafter(ABC):
         hidden_states: of all tokens of the batch, one row each, as `hidden_layers` asks. next_token_ids [bs]:
         the token at position seq_len: what was sampled, but behind a chunk that is not the prompt's last the
         prompt's next token. (A request that is about to end is extended as well: its KV is cached. Nothing is
-        drafted for it.) The tokens before are `req.all_ids[:seq_len]`.
+        drafted for it.) The batch's own tokens may not be in `req.output_ids` yet.
 
         Afterwards the drafter's KV is complete for [0, seq_len): it overwrites what it wrote there itself
         while drafting. KV of a prefix from the prefix cache is there already."""

@@ -23,23 +23,26 @@ class AddReqResult(Enum):
 
 @dataclass(frozen=True)
 class PrefillBudget:
-    """Limits of one step. `num_mixed_decode_tokens`: decode tokens that share the step (mixed chunks)."""
+    """Limits of one step. `num_mixed_decode_tokens`: decode tokens that share the step (mixed chunks).
+    `num_reserved_tokens`: to be left free for running requests' drafts."""
 
     page_size: int
     max_prefill_tokens: int
     chunked_prefill_size: int | None
     new_token_ratio: float
     num_mixed_decode_tokens: int = 0
+    num_reserved_tokens: int = 0
 
 
 class PrefillAdder(ABC):
     """Fills one prefill step. Built anew for each step; results are in the attributes.
 
     Budgets, in tokens:
-    - rem_total = available + evictable - reserved. Reserved at the start: num_mixed_decode_tokens, plus for
-      every running request min(tokens it may still produce, CLIP_MAX_NEW_TOKENS) * new_token_ratio; each
-      request added reserves its extension (in whole pages) and, when it is added to its end, its clipped
-      max_new_tokens unscaled. A request cut into a chunk reserves no output.
+    - rem_total = available + evictable - reserved. Reserved at the start: num_mixed_decode_tokens and
+      num_reserved_tokens, plus for every running request min(tokens it may still produce,
+      CLIP_MAX_NEW_TOKENS) * new_token_ratio; each request added reserves its extension (in whole pages) and,
+      when it is added to its end, its clipped max_new_tokens unscaled. A request cut into a chunk reserves
+      no output.
     - rem_input = max_prefill_tokens - num_mixed_decode_tokens, less what was added (in whole pages).
     - rem_chunk = chunked_prefill_size - num_mixed_decode_tokens, less what was added; None: unlimited.
 

@@ -84,6 +84,7 @@ class PrefixCache(ABC):
 
     page_size: int
     disable: bool = False  # a cache that never finds anything
+    is_bigram: bool = False  # requests are kept under bigrams; as the constructor was told
 
     @abstractmethod
     def __init__(
@@ -95,6 +96,11 @@ class PrefixCache(ABC):
         is_bigram: bool = False,
     ) -> None:
         """A cache that uses them refuses a page_size below 1 and an unknown policy (`ValueError`)."""
+
+    def prefix_key(self, req: Req) -> RadixKey:
+        """What a request's prefix is looked up by: entries of at most its first max_prefix_len tokens."""
+        num_tokens = req.max_prefix_len + self.is_bigram  # the last pair's second token follows them
+        return RadixKey(req.all_ids[:num_tokens], req.extra_key, self.is_bigram)
 
     @abstractmethod
     def match_prefix(self, key: RadixKey) -> MatchResult:

@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shared.config import EngineConfig, ModelConfig
-from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from shared.interfaces.draft_tree import DraftTreeOps
+from shared.interfaces.drafter import Drafter
+from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
 from shared.interfaces.model_runner import ModelRunner
 from shared.interfaces.prefill_adder import PrefillAdder
 from shared.interfaces.prefix_cache import PrefixCache
 from shared.interfaces.sampler import Sampler
 from shared.interfaces.schedule_policy import SchedulePolicy
 from shared.timeline import Timeline
-from shared.types import Req, StepOutput
+from shared.types import Req, SpeculationStats, StepOutput
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class SchedulerParts:
     num_token_ids: int  # ids [0, this) have a token; the model's head may have more rows: padding
     decode_text: Callable[[list[int]], str]  # ids to text, special tokens included (for stop strings)
     clock: Callable[[], float]  # seconds, monotonic
+    drafter: Drafter | None = None  # None: no speculation; else the next two are needed as well
+    draft_tree: DraftTreeOps | None = None
+    kv_pool: TokenToKVPool | None = None  # the target's
     timeline: Timeline = field(default_factory=Timeline)  # off, unless somebody records the steps
 
 
@@ -44,6 +49,7 @@ class SchedulerStats(NamedTuple):
     num_generated_tokens: int
     num_retractions: int
     new_token_ratio: float
+    speculation: SpeculationStats = SpeculationStats()
 
 
 @dataclass
@@ -60,6 +66,11 @@ class Scheduler(ABC):
 
     A request enters by `add_request` and leaves by exactly one StepOutput with a finished_reason; then it
     owns nothing. Nothing a request does can disturb another one.
+
+    With a drafter (`SchedulerParts.drafter`) a decode step verifies drafts where memory allows, and gives a
+    request one token or more. The answers are the same: text, reasons to finish, log-probabilities, at any
+    temperature and with every parameter. The drafter is told what its contract says. A scheduler that cannot
+    speculate refuses a drafter (`ValueError`).
     """
 
     @abstractmethod

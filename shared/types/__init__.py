@@ -16,6 +16,7 @@ from shared.types.outputs import (
     LogitsOutput,
     LogprobsOutput,
     SampleOutput,
+    SpeculationStats,
     StepOutput,
     TokenLogprob,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "SamplingBatchInfo",
     "SamplingParams",
     "ScheduleBatch",
+    "SpeculationStats",
     "StepOutput",
     "TokenLogprob",
     "TopTokens",

@@ -43,6 +43,33 @@ class SampleOutput(NamedTuple):
     logprobs: LogprobsOutput | None = None  # [bs] rows, when any request of the batch asks for them
 
 
+class SpeculationStats(NamedTuple):
+    """What speculation brought, for one request or for all. The bonus token is the one that a step gives even
+    if no draft is accepted."""
+
+    num_verifications: int = 0  # of a tree, by one forward pass of the target
+    num_drafted_tokens: int = 0  # the trees' depths: what would have been accepted at best
+    num_accepted_tokens: int = 0  # drafts that became output
+
+    @property
+    def acceptance_length(self) -> float:
+        """Drafts accepted per verification, the bonus token not counted."""
+        return self.num_accepted_tokens / max(self.num_verifications, 1)
+
+    @property
+    def acceptance_length_with_bonus(self) -> float:
+        """Output tokens per verification."""
+        return self.acceptance_length + (self.num_verifications > 0)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Drafts accepted, as a share of the trees' depths."""
+        return self.num_accepted_tokens / max(self.num_drafted_tokens, 1)
+
+
+NO_SPECULATION = SpeculationStats()
+
+
 @dataclass(frozen=True)
 class StepOutput:
     """News about one request from one scheduler step. Exactly one of a request's StepOutputs has a
@@ -56,6 +83,7 @@ class StepOutput:
     input_logprobs: list[TokenLogprob] = field(default_factory=list)  # all, once the prompt is computed
     num_cached_tokens: int = 0
     num_retractions: int = 0
+    speculation: SpeculationStats = NO_SPECULATION
 
 
 @dataclass(frozen=True)
@@ -73,3 +101,4 @@ class GenerateOutput:
     num_retractions: int = 0
     output_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
+    speculation: SpeculationStats = NO_SPECULATION

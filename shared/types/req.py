@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shared.types.finish import FinishReason
-from shared.types.outputs import StepOutput, TokenLogprob
+from shared.types.outputs import SpeculationStats, StepOutput, TokenLogprob
 from shared.types.sampling_params import SamplingParams
 
 
@@ -56,6 +56,9 @@ class Req:
     is_retracted: bool = False  # waiting again after it was thrown out of the running batch
     num_retractions: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_verifications: int = 0  # steps in which drafts were verified
+    num_drafted_tokens: int = 0  # the depths of their trees, as far as the output could still go
+    num_accepted_tokens: int = 0  # output tokens beyond the one that every step gives
     queue_start_time: float = 0.0
     run_start_time: float | None = None
 
@@ -108,7 +111,12 @@ class Req:
             input_logprobs=self.input_logprobs,
             num_cached_tokens=self.num_cached_tokens,
             num_retractions=self.num_retractions,
+            speculation=self.speculation,
         )
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        return SpeculationStats(self.num_verifications, self.num_drafted_tokens, self.num_accepted_tokens)
 
     def reset_for_retraction(self) -> None:
         """Forget everything about memory; tokens, log-probabilities and seed stay."""

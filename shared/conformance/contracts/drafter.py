@@ -1,0 +1,169 @@
+"""Clauses of drafters: on the built-in model, what they guess are trees, and answers stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from shared.assembly import Assembly, assemble, drafter_class
+from shared.config import EngineConfig
+from shared.conformance.clause import contract
+from shared.conformance.compare import expect_equal, expect_true
+from shared.conformance.invariants import check_idle, check_invariants
+from shared.interfaces import Drafter
+from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req, SamplingParams, StepOutput
+
+PROMPTS = (
+    "Count from 3 to 20.",
+    "Repeat this sentence: Mara has the red kite. Bo has the blue drum.",
+    "Say the word kite 9 times.",
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    algorithm: str
+    shape: DraftShape
+    page_size: int = 1
+    chunk: int | None = None
+    max_new_tokens: int = 24
+
+    def flags(self) -> dict[str, Any]:
+        flags: dict[str, Any] = {
+            "speculative": self.algorithm,
+            "speculative_num_steps": self.shape.num_steps,
+            "speculative_topk": self.shape.top_k,
+            "speculative_num_draft_tokens": self.shape.num_draft_tokens,
+        }
+        return flags | {"speculative_draft_model": "tiny-dense"} if self.algorithm == "standalone" else flags
+
+
+SETTINGS = tuple(
+    Setting(f"{algorithm}, {'/'.join(map(str, shape))}, page {p}, chunk {chunk}", algorithm, shape, p, chunk)
+    for algorithm in ("ngram", "standalone")
+    for shape, p, chunk in (
+        (DraftShape(3, 1, 4), 1, None),
+        (DraftShape(5, 4, 16), 1, 16),
+        (DraftShape(3, 2, 8), 16, None),
+        (DraftShape(1, 4, 5), 4, 12),
+    )
+)
+
+
+def watched(impl: type[Drafter]) -> type[Drafter]:
+    """The same drafter, with what its contract says about trees checked at every call."""
+
+    class Watched(impl):  # type: ignore[misc, valid-type]
+        def extend(
+            self,
+            reqs: Sequence[Req],
+            forward_batch: ForwardBatch,
+            hidden_states: torch.Tensor | None,
+            next_token_ids: torch.Tensor,
+        ) -> None:
+            rows = self.rows.req_to_token.clone()
+            super().extend(reqs, forward_batch, hidden_states, next_token_ids)
+            expect_equal("req_to_token after extend", self.rows.req_to_token, rows)
+
+        def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+            rows = self.rows.req_to_token.clone()
+            tree: DraftTree = super().draft(batch, shape)
+            expect_equal("req_to_token after draft", self.rows.req_to_token, rows)
+            expect_equal("trees", (tree.batch_size, tree.num_draft_tokens), (len(batch.reqs), shape[2]))
+            expect_equal("roots", tree.token_ids[:, 0], batch.root_ids)
+            expect_true("no tree is too deep", int(tree.depths.amax()) <= shape.num_steps, tree.depths)
+            ids = tree.token_ids
+            is_token = (ids >= 0) & (ids < self.parts_of_world.num_token_ids)
+            expect_true("every node is a token", bool(is_token.all()), ids)
+            return tree
+
+        def allocate(self, req_to_token_pool: Any, num_slots: int) -> None:
+            self.rows = req_to_token_pool
+            super().allocate(req_to_token_pool, num_slots)
+
+        def __init__(self, config: EngineConfig, parts: Any) -> None:
+            self.parts_of_world = parts
+            super().__init__(config, parts)
+
+    return Watched
+
+
+def world(impl: Any, setting: Setting | None, **flags: Any) -> Assembly:
+    """The built-in model on a CPU, with or without speculation."""
+    config = EngineConfig(
+        model="tiny-dense", panel="reference", device="cpu", max_total_tokens=1024, context_len=256
+    )
+    if setting is None:
+        return assemble(config.updated(**flags))
+    config = config.updated(
+        page_size=setting.page_size, chunked_prefill_size=setting.chunk, **setting.flags(), **flags
+    )
+    return assemble(config, replace={"drafter": watched(drafter_class(impl, config))})
+
+
+def answers(assembly: Assembly, max_new_tokens: int, **params: Any) -> dict[str, list[int]]:
+    """Of all prompts, answered twice: the second time prefixes come from the cache."""
+    scheduler, parts = assembly.scheduler, assembly.parts
+    assert assembly.tokenizer is not None
+    outputs: list[StepOutput] = []
+    ids: dict[str, list[int]] = {}
+    for i, prompt in enumerate(PROMPTS * 2):
+        req = Req(
+            rid=f"r{i}",
+            origin_input_ids=assembly.tokenizer.chat([{"role": "user", "content": prompt}]),
+            sampling_params=SamplingParams(
+                max_new_tokens=max_new_tokens, **{"temperature": 0.0, "ignore_eos": True, **params}
+            ),
+            seed=i,
+        )
+        ids[req.rid] = req.output_ids
+        scheduler.add_request(req)
+        if i % len(PROMPTS) == len(PROMPTS) - 1:
+            while scheduler.has_work():
+                outputs += scheduler.step()
+                check_invariants(
+                    scheduler.state(), parts.allocator, parts.req_to_token_pool, parts.tree_cache
+                )
+    check_idle(parts.allocator, parts.req_to_token_pool, parts.tree_cache)
+    errors = [o.finished_reason for o in outputs if o.finished_reason and o.finished_reason.kind == "error"]
+    expect_equal("errors", errors, [])
+    return ids
+
+
+@cache
+def answers_alone(max_new_tokens: int, temperature: float) -> dict[str, list[int]]:
+    return answers(world(None, None), max_new_tokens, temperature=temperature)
+
+
+@contract("It guesses trees, and leaves greedy answers as they are.", SETTINGS)
+def greedy_answers(impl: Any, case: Setting) -> None:
+    expected = answers_alone(case.max_new_tokens, 0.0)
+    expect_equal("answers", answers(world(impl, case), case.max_new_tokens), expected)
+
+
+@contract("It leaves sampled answers as they are.", SETTINGS[::4])
+def sampled_answers(impl: Any, case: Setting) -> None:
+    expected = answers_alone(case.max_new_tokens, 1.0)
+    expect_equal("answers", answers(world(impl, case), case.max_new_tokens, temperature=1.0), expected)
+
+
+@contract(
+    "Drafting with the target itself is right every time: positions, slots and KV line up.",
+    tuple(setting for setting in SETTINGS if setting.algorithm == "standalone"),
+)
+def target_as_draft(impl: Any, case: Setting) -> None:
+    if isinstance(impl, type):
+        return  # one drafter, whatever its model
+    assembly = world(impl, case)
+    answers(assembly, case.max_new_tokens)
+    stats = assembly.scheduler.stats().speculation
+    expect_true("something was drafted", stats.num_drafted_tokens > 0)
+    if case.shape.top_k == 1 or case.shape.num_steps == 1:
+        expect_equal("accepted drafts", stats.num_accepted_tokens, stats.num_drafted_tokens)
+    else:  # where the next token is uncertain, the likeliest whole continuation may start with another one
+        expect_true("nine in ten are accepted", stats.acceptance_rate >= 0.9, stats)

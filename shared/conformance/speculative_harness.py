@@ -1,0 +1,31 @@
+"""Schedulers with the ledger drafter: what the clauses about speculation have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared.conformance.ledger_drafter import Guess
+from shared.conformance.scheduler_harness import SchedulerHarness, shape_flags
+from shared.interfaces import Scheduler
+from shared.types import DraftShape
+
+PROMPT = [5, 7, 11, 13, 17, 19, 23]
+CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(5, 2, 11)
+
+
+def shape_of(num_steps: int, top_k: int, num_draft_tokens: int) -> DraftShape:
+    """With as many nodes, as far as the other two numbers allow: a chain's follow from its depth."""
+    most = DraftShape(num_steps, top_k, 0).max_nodes
+    return DraftShape(num_steps, top_k, most if top_k == 1 else min(num_draft_tokens, most))
+
+
+def harness_for(
+    impl: type[Scheduler], guess: Guess, shape: DraftShape, **options: Any
+) -> SchedulerHarness | None:
+    """None: the scheduler does not speculate, and says so."""
+    try:
+        return SchedulerHarness(
+            replace={"scheduler": impl}, guess=guess, **{"pool_tokens": 640, **options, **shape_flags(shape)}
+        )
+    except ValueError:
+        return None
