@@ -116,6 +116,8 @@ def assemble(
         draft_tree=component("draft_tree")() if drafter is not None else None,
         kv_pool=kv_pool,
     )
+    if drafter is not None:
+        parts.model_runner.capture_hidden = drafter.hidden_layers
     parts.model_runner.prepare(config, parts.sampler, parts.num_token_ids)
     scheduler = component("scheduler")(config, model_config, parts)
     config = config.updated(max_total_tokens=num_tokens)
