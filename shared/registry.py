@@ -31,7 +31,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "optimized": "optimized.radix_cache:RadixCache",
     },
     "chunk_cache": {"reference": "reference.chunk_cache:ChunkCache"},
-    "memory_pool": {"reference": "reference.memory_pool"},
+    "memory_pool": {"reference": "reference.memory_pool", "optimized": "optimized.memory_pool"},
     "attention": {
         "reference": "reference.attention:TorchAttention",
         "optimized": "optimized.attention.default:DefaultAttention",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_raises
 from shared.conformance.contracts.allocator import PAGE_SIZES, allocator_of, slots
@@ -25,6 +27,10 @@ def free_whole_pages(impl: Any, case: PageSize) -> None:
     expect_equal("after no slot", allocator.available_size(), 3 * page_size)
     again = allocator.alloc(3 * page_size)
     expect_equal("slots handed out again", sorted(again.tolist()), sorted(taken[: 3 * page_size].tolist()))
+    first, second = again[0], again[page_size]
+    allocator.free(torch.stack([first, second, first + page_size - 1]))
+    expect_equal("after two pages, one of them named twice", allocator.available_size(), 2 * page_size)
+    expect_equal("how many are free", len(allocator.free_slots()), 2 * page_size)
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,8 @@ def restore_undoes(impl: Any, case: PageSize) -> None:
     allocator.alloc(page_size)
     allocator.restore_state(state)
     expect_equal("free slots after it once more", allocator.free_slots().tolist(), expected)
+    for slot in expected[:: case.page_size]:
+        expect_raises(f"free() of slot {slot} after it", AssertionError, allocator.free, slots(slot))
     allocator.free(kept)  # handed out before: still handed out
     allocator.free(dropped)
     expect_equal("available_size() when all came back", allocator.available_size(), 8 * page_size)

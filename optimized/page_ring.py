@@ -1,0 +1,101 @@
+"""Which pages are free, in arrays: a batch's pages are taken and given back at once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.int64]
+
+
+class PagesState(NamedTuple):
+    ring: Array
+    head: int
+    num_free: int
+    is_used: npt.NDArray[np.bool_]
+    group: tuple[Array, ...] | None
+
+
+class PageRing:
+    """Pages 1..num_pages, handed out first in, first out. Each is in exactly one of: the ring's `num_free`
+    entries from `_head` on, those whose `_is_used` is set, the open group."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.num_free = num_pages
+        self._ring: Array = np.arange(1, num_pages + 1)
+        self._head = 0
+        self._is_used = np.zeros(num_pages + 1, np.bool_)
+        self._group: list[Array] | None = None  # pages freed while a group is open
+        self._stamps = np.zeros(num_pages + 1, np.int64)  # what it holds between two calls does not matter
+
+    def take(self, num_pages: int) -> Array | None:
+        """None, and nothing taken, when fewer are free."""
+        if num_pages > self.num_free:
+            return None
+        pages = self._first(num_pages)
+        self._head = (self._head + num_pages) % self.num_pages
+        self.num_free -= num_pages
+        self._is_used[pages] = True
+        return pages
+
+    def free(self, pages: Array) -> None:
+        """Any of them may be there several times; all must be handed out (`AssertionError`)."""
+        pages = pages[
+            np.concatenate([[True], pages[1:] != pages[:-1]])
+        ]  # equal ones mostly follow each other
+        is_page = (pages >= 1) & (pages <= self.num_pages)
+        is_out = is_page & self._is_used[np.where(is_page, pages, 0)]
+        assert is_out.all(), f"pages {sorted(set(pages[~is_out].tolist()))} are not handed out"
+        pages = self._first_of_each(pages)
+        self._is_used[pages] = False
+        if self._group is None:
+            self._append(pages)
+        else:
+            self._group.append(pages)
+
+    def begin_group(self) -> None:
+        assert self._group is None, "free groups do not nest"
+        self._group = []
+
+    def end_group(self) -> None:
+        assert self._group is not None, "no free group is open"
+        for pages in self._group:
+            self._append(pages)
+        self._group = None
+
+    def free_pages(self) -> Array:
+        return self._first(self.num_free)
+
+    def backup(self) -> PagesState:
+        group = None if self._group is None else tuple(self._group)
+        return PagesState(self._ring.copy(), self._head, self.num_free, self._is_used.copy(), group)
+
+    def restore(self, state: PagesState) -> None:
+        self._ring = state.ring.copy()
+        self._head = state.head
+        self.num_free = state.num_free
+        self._is_used = state.is_used.copy()
+        self._group = None if state.group is None else list(state.group)
+
+    def _first(self, num_pages: int) -> Array:
+        """A copy of the ring's first so many."""
+        end = self._head + num_pages
+        if end <= self.num_pages:
+            return self._ring[self._head : end].copy()
+        return np.concatenate([self._ring[self._head :], self._ring[: end - self.num_pages]])
+
+    def _append(self, pages: Array) -> None:
+        tail = (self._head + self.num_free) % self.num_pages
+        num_before_end = min(len(pages), self.num_pages - tail)
+        self._ring[tail : tail + num_before_end] = pages[:num_before_end]
+        self._ring[: len(pages) - num_before_end] = pages[num_before_end:]
+        self.num_free += len(pages)
+
+    def _first_of_each(self, pages: Array) -> Array:
+        """Distinct pages, in the order in which they come first."""
+        order = np.arange(len(pages))
+        self._stamps[pages[::-1]] = order[::-1]  # of several values for one place the last one stays
+        return pages[self._stamps[pages] == order]

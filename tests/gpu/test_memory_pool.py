@@ -1,0 +1,98 @@
+"""The optimized pools on a GPU: a step's calls wait for nothing, and device and host hold the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from optimized import memory_pool
+from optimized.radix_cache import RadixCache
+from reference.schedule_batch import prepare_for_decode, prepare_for_extend
+from shared.interfaces import RadixKey
+from shared.types import Req, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def no_synchronization() -> Iterator[None]:
+    torch.cuda.init()
+    torch.ones(1, device="cuda").item()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.usefixtures("no_synchronization")
+def test_lives_of_requests_wait_for_nothing(page_size: int) -> None:
+    """Admission with a cached prefix, prefill, decoding, the end, eviction."""
+    rows = memory_pool.ReqToTokenPool(8, 512, "cuda")
+    allocator = memory_pool.TokenToKVPoolAllocator(64 * 16, page_size, "cuda")
+    tree = RadixCache(page_size, allocator, rows)
+    for turn in range(6):
+        reqs = []
+        for i in range(4):
+            tokens = [*range(64), turn * 10 + i, *range(20)]
+            req = Req(f"{turn}-{i}", tokens, SamplingParams(), seed=0)
+            match = tree.match_prefix(RadixKey(tokens[:-1]))
+            tree.inc_lock_ref(match.last_node)
+            req.last_node, req.prefix_indices = match.last_node, match.device_indices
+            req.cache_protected_len = len(match.device_indices)
+            req.fill_ids, req.extend_input_len = tokens, len(tokens) - len(match.device_indices)
+            reqs.append(req)
+        prepare_for_extend(reqs, rows, allocator, tree)
+        for req in reqs:
+            tree.cache_unfinished_req(req)
+            req.output_ids.append(1)
+        for _ in range(20):
+            prepare_for_decode(reqs, rows, allocator)
+            for req in reqs:
+                req.output_ids.append(1)
+        for req in reqs[1:]:
+            tree.cache_finished_req(req)
+        with allowed():
+            row = rows.req_to_token[reqs[0].req_pool_idx, : reqs[0].kv_committed_len]
+            assert row.tolist() == rows.read(reqs[0].req_pool_idx, 0, len(row)).tolist()
+        tree.cache_finished_req(reqs[0], is_insert=False)
+    tree.evict(tree.evictable_size())
+    assert allocator.available_size() == allocator.size
+
+
+class allowed:
+    """A look at the device, on purpose."""
+
+    def __enter__(self) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+
+@pytest.mark.usefixtures("no_synchronization")
+def test_move_waits_for_nothing_and_takes_slots_of_the_host() -> None:
+    pool = memory_pool.TokenToKVPool(64, 4, 3, 2, 64, torch.bfloat16, "cuda")
+    pool.k_buffer(1).copy_(torch.arange(68, device="cuda", dtype=torch.bfloat16)[:, None, None])
+    pool.move(torch.tensor([5, 6, 7]), torch.tensor([4, 5, 6]))
+    with allowed():
+        assert pool.k_buffer(1)[4:9, 0, 0].tolist() == [4, 4, 5, 6, 8]
+        assert not pool.k_buffer(0).any()
+
+
+def test_the_same_answers_as_on_the_references_pools() -> None:
+    from shared.conformance.switches import prompts
+
+    from .harness import optimized
+
+    params = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
+    answers = []
+    for choice in ("reference", "optimized"):
+        use = {"memory_pool": choice}
+        llm = optimized("tiny-dense", use=use, page_size=16, check_invariants=True, dtype="float32")
+        assert llm.describe()["memory_pool"] == choice
+        outputs = llm.generate(prompts(llm), params, progress=False)
+        answers.append([output.output_ids for output in outputs])
+    assert answers[0] == answers[1]
