@@ -115,7 +115,7 @@ class LongPrompts:
     name: ClassVar[str] = "long-prompts"
     num_requests: int = 32
     input_len: Range = (512, 512)
-    output_len: Range = (4096, 4096)  # long enough to go on to the end
+    output_len: Range = (16_384, 16_384)  # long enough to go on to the end
     long_len: int = 8192
     long_output_len: int = 16
     interval: float = 1.0  # seconds from one long prompt to the next

@@ -237,3 +237,21 @@ def test_a_gpu_tells_when_it_worked() -> None:
     assert recording.host[-1].end < recording.forward[-1].end, "the host ran ahead"
     assert all(span.end - span.start > 1e-3 for span in recording.forward)
     assert idle_time(recording.forward).share < 0.02
+
+
+@pytest.mark.gpu
+def test_an_engine_on_a_gpu_waits_for_no_event_before_the_end() -> None:
+    """A step's work on the device begins behind its launch, and ends before its tokens are on the host."""
+    llm = LLM(model="tiny-dense", device="cuda", max_total_tokens=4096)
+    for _ in range(2):  # the first time, kernels are compiled
+        llm.timeline.start(llm.assembly.parts.allocator.device)
+        llm.generate(["Hello", "Who?"], SamplingParams(max_new_tokens=20, ignore_eos=True), progress=False)
+        recording = llm.timeline.stop()
+    launches = [span for span in recording.host if span.name == "launch"]
+    assert len(launches) == len(recording.forward) >= 20
+    slack = 1e-4  # of two clocks
+    for launch, forward in zip(launches, recording.forward):
+        assert launch.start - slack < forward.start <= forward.end
+    assert recording.forward[-1].end < recording.host[-1].end + slack
+    assert 0 <= idle_time(recording.forward).share < 1
+    check_trace(chrome_trace(recording))

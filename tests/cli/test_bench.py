@@ -13,6 +13,7 @@ from typer.testing import Result
 
 from shared.bench.workloads import Offline256
 from shared.commands.bench_offline import engines_for, make_workload, parse_range
+from shared.commands.bench_run import Progress
 from shared.commands.offline_report import compare
 from shared.engine import LLM
 
@@ -173,6 +174,25 @@ def test_a_plot_without_matplotlib_is_refused_before_measuring(
     result = diptych(*OFFLINE, "--plot", str(tmp_path / "plot.svg"))
     assert result.exit_code == 2
     assert result.stderr.splitlines() == ["error: --plot needs matplotlib: pip install 'diptych[plots]'"]
+
+
+def test_a_terminal_sees_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with Progress() as progress:
+        on_tokens = progress.on_run("warm-up", 40)
+        assert on_tokens is not None
+        on_tokens(10)
+        on_tokens(25)
+        assert (progress.bar.n, progress.bar.total) == (25, 40)
+        progress.on_run("1 of 3", 40)
+        assert progress.bar.n == 0
+    assert progress.bar is None
+
+
+def test_another_error_than_an_interrupt_is_not_swallowed() -> None:
+    with pytest.raises(ValueError, match="x"), Progress() as progress:
+        raise ValueError("x")
+    assert not progress.is_interrupted
 
 
 def test_numbers_take_the_place_of_the_workloads_own() -> None:
