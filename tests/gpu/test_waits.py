@@ -1,0 +1,52 @@
+"""The host launches a step and goes on: while the device is still busy with something else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from shared.bench.step import step_of
+from shared.bench.step_inputs import StepCase, fill_pool
+
+from .harness import MODELS, attention_backends, optimized
+
+pytestmark = pytest.mark.gpu
+
+CASES = (StepCase("prefill", 2, 0, 300), StepCase("prefill", 3, 100, 30), StepCase("decode", 4, 100))
+BUSY_CYCLES = 4_000_000_000
+"""Two seconds or so: launching a step of a tiny model takes some hundredths."""
+
+
+@contextmanager
+def refusing_to_wait() -> Iterator[None]:
+    """What PyTorch knows to wait raises, and says where. It knows neither events nor other libraries."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that not everything is found
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backend", attention_backends())
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_is_launched_without_waiting(model: str, graphs: bool, backend: str) -> None:
+    llm = optimized(model, backend, disable_cuda_graph=not graphs)
+    fill_pool(llm)
+    for case in CASES:
+        with step_of(llm, case, 0.8, 0) as step:
+            step()  # compiles, and makes what later steps share
+            torch.cuda.synchronize()
+            torch.cuda._sleep(BUSY_CYCLES)
+            busy = torch.cuda.Event()
+            busy.record()
+            with refusing_to_wait():
+                step()
+            assert not busy.query(), f"{case}: the host waited for the device"
+            torch.cuda.synchronize()
