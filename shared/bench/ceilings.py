@@ -87,3 +87,23 @@ def call_times(
             event.record()
         torch.cuda.synchronize()
     return [start.elapsed_time(end) / 1000 for start, end in pairwise(events)]
+
+
+def launch_times(
+    call: Callable[[], object],
+    device: torch.device,
+    num_runs: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Seconds that the host takes for each call, on a device that has nothing else to do: behind many calls
+    it would also wait for a place in their queue, however little it does itself."""
+    times = []
+    for _ in range(num_runs):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elif device.type == "mps":
+            torch.mps.synchronize()
+        start = clock()
+        call()
+        times.append(clock() - start)
+    return times

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shared.bench.ceilings import call_times
+from shared.bench.ceilings import call_times, launch_times
 from shared.bench.kernel_table import KernelTime, profile_kernels
 from shared.bench.report import ceilings_as_json, header
 from shared.bench.step_cost import Ceilings, StepCost, expected_experts_hit, step_cost
@@ -34,6 +33,7 @@ NUM_WARM_UP = 3
 SECONDS_PER_CASE = 3.0
 """After so long a case has enough repeats, however many were asked for (at least MIN_REPEATS)."""
 MIN_REPEATS = 5
+MAX_LAUNCHES = 10
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StepResult:
     model: str
     case: StepCase
     times: tuple[float, ...]
-    host_time: float  # what the host takes to launch a step, median; hidden where it is below the step's
+    host_time: float  # of launching a step on an idle device, median; hidden where it is below the step's
     cost: StepCost
     ceilings: Ceilings
     num_experts_hit: float | None  # distinct experts of a layer, on average; None: no experts
@@ -150,19 +150,12 @@ def step_of(llm: LLM, case: StepCase, temperature: float, seed: int) -> Iterator
 def time_step(
     step: Callable[[], object], device: torch.device, num_repeats: int
 ) -> tuple[list[float], list[float]]:
-    """(seconds of each step when they follow each other, seconds that the host took to launch each)."""
+    """(seconds of each step when they follow each other, seconds that the host takes to launch each)."""
     for _ in range(NUM_WARM_UP):
         step()
     once = max(call_times(step, device, 1)[0], 1e-9)
     num_repeats = min(num_repeats, max(MIN_REPEATS, int(SECONDS_PER_CASE / once)))
-    host_times: list[float] = []
-
-    def timed() -> None:
-        start = time.perf_counter()
-        step()
-        host_times.append(time.perf_counter() - start)
-
-    return call_times(timed, device, num_repeats), host_times
+    return call_times(step, device, num_repeats), launch_times(step, device, min(num_repeats, MAX_LAUNCHES))
 
 
 def num_experts_hit(llm: LLM, case: StepCase, step: Callable[[], object]) -> tuple[float | None, bool]:

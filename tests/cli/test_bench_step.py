@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import Result
 
+from shared.bench.ceilings import launch_times
 from shared.bench.kernel_table import GAPS, KernelTime, kernel_table, readable_name
 from shared.bench.step import engine_flags, step_of
 from shared.bench.step_inputs import StepCase, fill_pool, make_forward_batch, place_requests
@@ -61,6 +62,22 @@ def test_steps_give_finite_logits_and_give_their_rows_back() -> None:
         assert torch.isfinite(logits.next_token_logits).all()
         assert (sampled.next_token_ids >= 0).all()
     assert llm.assembly.parts.req_to_token_pool.available_size() == before
+
+
+def test_launches_are_timed_without_what_was_launched_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def wait(device: torch.device) -> None:
+        nonlocal now
+        now += 100.0
+
+    def launch() -> None:
+        nonlocal now
+        now += 2.0
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    assert launch_times(launch, torch.device("cuda"), 3, lambda: now) == [2.0] * 3
+    assert now == 306.0
 
 
 def test_prefill_tokens_are_dealt_out_evenly() -> None:
