@@ -32,7 +32,8 @@ def _link_kernel(
     while tl.max(ancestors, axis=0) >= 0:
         visible |= others == ancestors[:, None]
         depths += (ancestors >= 0).to(tl.int32)
-        ancestors = tl.load(parents_ptr + first + ancestors, mask=ancestors > 0, other=-1).to(tl.int32)
+        above = tl.load(parents_ptr + first + ancestors, mask=ancestors > 0, other=-1).to(tl.int32)
+        ancestors = tl.minimum(above, ancestors - 1)  # as promised; a loop of parents would never end here
     # --8<-- [end:climb-to-the-root]
 
     # [n, m]: m is a child of n; m is a later child of n's parent
