@@ -7,6 +7,9 @@ from importlib import import_module
 from shared.interfaces import Drafter
 
 DRAFTERS = {
+    "eagle": "reference.eagle:EagleDrafter",
+    "eagle3": "reference.eagle:EagleDrafter",
+    "nextn": "reference.eagle:EagleDrafter",
     "standalone": "reference.standalone:StandaloneDrafter",
     "ngram": "reference.ngram:NgramDrafter",
 }
