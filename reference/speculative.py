@@ -95,7 +95,8 @@ class Speculator:
         """What was kept: as an extension by the accepted nodes of each request, and a token sampled behind
         each of these."""
         draft_batch = self._draft_batch(batch.reqs)
-        tree = self.drafter.draft(draft_batch, self.shape)
+        with self.parts.timeline.span("draft"):
+            tree = self.drafter.draft(draft_batch, self.shape)
         positions = tree.positions(draft_batch.seq_lens)  # siblings share one, though their slots do not
         forward_batch = self._verify_batch(batch, tree, positions)
         info = self._node_sampling_info(batch.reqs, tree)
