@@ -1,10 +1,10 @@
 """Which waiting requests fit into this step: the same budgets, looked at no more often than they change.
 
 Differs from reference: what running requests reserve is summed as an array, and only once somebody is to be
-added: a step that only goes on with a cut prompt sums nothing. A request's tokens are put together once. And
-memory is not looked at again after the lock of a request that found nothing in the cache: locking the root
-changes nothing. Assumes, like the reference, that a request's prompt and output do not change during a step.
-It never loses; with a handful of running requests it gains nothing.
+added: a step that only goes on with a cut prompt sums nothing. And memory is not looked at again after the
+lock of a request that found nothing in the cache: locking the root changes nothing. Assumes, like the
+reference, that a request's prompt and output do not change during a step. It never loses; with a handful of
+running requests it gains nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from shared.interfaces import (
     AddReqResult,
     PrefillBudget,
     PrefixCache,
-    RadixKey,
     TokenToKVPoolAllocator,
 )
 from shared.interfaces import prefill_adder as interface
@@ -42,7 +41,8 @@ class PrefillAdder(interface.PrefillAdder):
         self.new_chunked_req: Req | None = None
 
         num_mixed = budget.num_mixed_decode_tokens
-        self.charged_tokens = num_mixed  # reserved by what is not running, and less for those preempted
+        # Reserved by what is not running, and less for those preempted.
+        self.charged_tokens = num_mixed + budget.num_reserved_tokens
         self._reserved_by_running: int | None = None  # None: not summed yet
         self.rem_input_tokens = budget.max_prefill_tokens - num_mixed
         self.rem_chunk_tokens = (
@@ -66,7 +66,7 @@ class PrefillAdder(interface.PrefillAdder):
         extend_len = self._truncate(remaining, limit)
         if extend_len == 0:
             return req
-        self._extend(req, req.all_ids, extend_len)
+        self._extend(req, extend_len)
         if extend_len < remaining:
             self._charge(extend_len, max_new_tokens=0)
             return req
@@ -74,10 +74,9 @@ class PrefillAdder(interface.PrefillAdder):
         return None
 
     def add_one_req(self, req: Req) -> AddReqResult:
-        token_ids = req.all_ids
-        match = self.tree_cache.match_prefix(RadixKey(token_ids[: req.max_prefix_len], req.extra_key))
+        match = self.tree_cache.match_prefix(self.tree_cache.prefix_key(req))
         matched_len = len(match.device_indices)
-        remaining = len(token_ids) - matched_len
+        remaining = req.num_tokens - matched_len
         if not self._fits(req, remaining):
             return AddReqResult.NO_TOKEN
         if self._ceil(remaining) >= self.rem_input_tokens and self.can_run_list:
@@ -93,7 +92,7 @@ class PrefillAdder(interface.PrefillAdder):
         req.last_node = match.last_node
         req.prefix_indices = match.device_indices
         req.cache_protected_len = matched_len
-        self._extend(req, token_ids, extend_len)
+        self._extend(req, extend_len)
         if extend_len < remaining:
             self.new_chunked_req = req
             self._charge(extend_len, max_new_tokens=0)
@@ -146,9 +145,8 @@ class PrefillAdder(interface.PrefillAdder):
             return remaining
         return max(limit // self.page_size, 0) * self.page_size
 
-    def _extend(self, req: Req, token_ids: list[int], extend_len: int) -> None:
-        end = len(req.prefix_indices) + extend_len
-        req.fill_ids = token_ids if end == len(token_ids) else token_ids[:end]  # ours: all_ids is a copy
+    def _extend(self, req: Req, extend_len: int) -> None:
+        req.fill_ids = req.all_ids[: len(req.prefix_indices) + extend_len]
         req.extend_input_len = extend_len
         self.can_run_list.append(req)
 

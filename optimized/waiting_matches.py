@@ -42,7 +42,11 @@ class WaitingMatches(CacheWatcher):
         self.tree_cache = tree_cache
         self.check_threshold = config.in_batch_prefix_check_threshold
         page_size = tree_cache.page_size
-        self.shared_len = -(-config.in_batch_prefix_deprioritize_threshold // page_size) * page_size
+        # Tokens of a page, and of a prefix that is worth waiting for: of bigrams one more.
+        self.page_len = page_size + tree_cache.is_bigram
+        self.shares_anything = config.in_batch_prefix_deprioritize_threshold <= 0
+        num_shared = -(-config.in_batch_prefix_deprioritize_threshold // page_size) * page_size
+        self.shared_len = num_shared + tree_cache.is_bigram
         self.is_depth_first = is_depth_first
         self.is_told = tree_cache.watch(self)
         self.clear()
@@ -102,16 +106,17 @@ class WaitingMatches(CacheWatcher):
 
     def _match(self, req: Req, ticket: int) -> None:
         token_ids = req.all_ids
-        found = self.tree_cache.match_prefix(RadixKey(token_ids, req.extra_key))
+        key = RadixKey(token_ids, req.extra_key, self.tree_cache.is_bigram)
+        found = self.tree_cache.match_prefix(key)
         matched_len, node = len(found.device_indices), found.last_node
-        page = token_ids[matched_len : matched_len + self.tree_cache.page_size]
-        next_page = (req.extra_key, *page) if len(page) == self.tree_cache.page_size else None
+        page = token_ids[matched_len : matched_len + self.page_len]
+        next_page = (req.extra_key, *page) if len(page) == self.page_len else None
         match = Match(ticket, matched_len, node, self.tree_cache.node_id(node), next_page, None)
         self.by_req[req] = match
         self.by_ticket[ticket] = req
         self._ending_at.setdefault(node, {}).setdefault(next_page, {})[req] = None
         if matched_len <= self.check_threshold:
-            if self.shared_len <= 0:
+            if self.shares_anything:
                 self.put_off.add(req.rid)
             elif len(token_ids) >= self.shared_len:
                 match.shared_prefix = (req.extra_key, *token_ids[: self.shared_len])

@@ -54,7 +54,12 @@ class World:
         chunk = rng.choice([None, None, 16, 32, 50])
         self.adder = impl(
             PrefillBudget(
-                page_size, rng.choice([16, 60, 1000]), chunk, rng.choice([0.0, 0.13, 0.7, 1.0]), num_mixed
+                page_size,
+                rng.choice([16, 60, 1000]),
+                chunk,
+                rng.choice([0.0, 0.13, 0.7, 1.0]),
+                num_mixed,
+                rng.choice([0, 9]),
             ),
             self.tree,
             self.allocator,

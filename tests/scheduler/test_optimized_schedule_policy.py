@@ -27,7 +27,7 @@ class World:
     def __init__(self, policy: Policy, rng: random.Random) -> None:
         self.rng = rng
         self.allocator = TokenToKVPoolAllocator(64 * policy.page_size, policy.page_size, "cpu")
-        self.tree = RadixCache(policy.page_size, self.allocator)
+        self.tree = RadixCache(policy.page_size, self.allocator, is_bigram=policy.is_bigram)
         self.policies: list[Any] = [
             impl(policy.config(), self.tree) for impl in (SchedulePolicy, ReferencePolicy)
         ]
@@ -38,7 +38,7 @@ class World:
 
     def random_key(self) -> RadixKey:
         made = random_req(self.rng, 0)
-        return RadixKey(made.all_ids, made.extra_key)
+        return RadixKey(made.all_ids, made.extra_key, self.tree.is_bigram)
 
     def join(self) -> None:
         self.queue.append(random_req(self.rng, self.num_made))

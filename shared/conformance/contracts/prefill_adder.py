@@ -52,7 +52,7 @@ def running(max_new: int = 10, num_output: int = 1, **fields: object) -> Req:
 
 
 @contract(
-    "Running requests reserve what they may still produce, clipped and scaled; mixed decode tokens count.",
+    "Running requests reserve what they may still produce, clipped and scaled; mixed tokens and drafts count.",
     EXAMPLE,
 )
 def initial_budgets(impl: type[PrefillAdder], case: Example) -> None:
@@ -62,8 +62,9 @@ def initial_budgets(impl: type[PrefillAdder], case: Example) -> None:
         max_prefill_tokens=500,
         chunked_prefill_size=64,
         num_mixed_decode_tokens=2,
+        num_reserved_tokens=300,
     )
-    expect_equal("rem_total_tokens", adder.rem_total_tokens, 10_000 - 2 - 50 - 2048)
+    expect_equal("rem_total_tokens", adder.rem_total_tokens, 10_000 - 2 - 300 - 50 - 2048)
     expect_equal("rem_input_tokens", adder.rem_input_tokens, 498)
     expect_equal("rem_chunk_tokens", adder.rem_chunk_tokens, 62)
 

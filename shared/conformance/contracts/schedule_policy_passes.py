@@ -24,13 +24,15 @@ PREFIX_LENS = (0, 3, 8, 12, 40)
 
 @dataclass(frozen=True)
 class Policy:
-    """`by_priority`: with priority scheduling. `tree`: whose radix cache; one can be watched, one cannot."""
+    """`by_priority`: with priority scheduling. `tree`: whose radix cache; one can be watched, one cannot.
+    `is_bigram`: it holds pairs of tokens, for a draft model."""
 
     name: str
     policy: str
     by_priority: bool = False
     page_size: int = 1
     tree: str = "reference"
+    is_bigram: bool = False
 
     def config(self) -> EngineConfig:
         return EngineConfig(
@@ -44,7 +46,7 @@ class Policy:
     def make_tree(self) -> PrefixCache:
         """What is evicted first does not depend on who was matched: a policy may match or not."""
         implementation = registry.load("radix_cache", self.tree)
-        tree: PrefixCache = implementation(self.page_size, eviction_policy="fifo")
+        tree: PrefixCache = implementation(self.page_size, eviction_policy="fifo", is_bigram=self.is_bigram)
         return tree
 
 
@@ -55,9 +57,15 @@ PLAIN = tuple(
     if policy not in ("lpm", "dfs-weight") and (not by_priority or policy in ("fcfs", "lof"))
 )
 CACHE_AWARE = tuple(
-    Policy(f"{policy}, page {page_size}, {tree} tree", policy, page_size=page_size, tree=tree)
+    Policy(
+        f"{policy}, page {page_size}, {tree} tree{' of pairs' * is_bigram}",
+        policy,
+        page_size=page_size,
+        tree=tree,
+        is_bigram=is_bigram,
+    )
     for policy in ("lpm", "dfs-weight")
-    for page_size in (1, 4)
+    for page_size, is_bigram in ((1, False), (4, False), (4, True))
     for tree in ("reference", "optimized")
 )
 EVERY_POLICY = PLAIN + CACHE_AWARE
@@ -175,7 +183,8 @@ class Run:
 
     def _cache(self, event: Event) -> None:
         made = random_req(random.Random(event.which), 0)
-        self.tree.insert(RadixKey(made.all_ids, made.extra_key), torch.arange(len(made.all_ids)))
+        key = RadixKey(made.all_ids, made.extra_key, self.case.policy.is_bigram)
+        self.tree.insert(key, torch.arange(len(key)))
 
     def _evict(self, event: Event) -> None:
         self.tree.evict(event.which % 30)

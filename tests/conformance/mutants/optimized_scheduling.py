@@ -114,10 +114,7 @@ class SharersCrossNamespaces(
 
 @mutant_of("schedule_policy")
 class SharersOfHalfAPage(
-    matches_with(
-        "-(-config.in_batch_prefix_deprioritize_threshold // page_size) * page_size",
-        "config.in_batch_prefix_deprioritize_threshold - 1",
-    )
+    matches_with("self.shared_len = num_shared + tree_cache.is_bigram", "self.shared_len = num_shared - 1")
 ):
     """One token less in common is enough to be put off."""
 
@@ -130,6 +127,13 @@ class LeadersStayPutOff(matches_with("self.put_off.discard(self.by_ticket[ticket
 @mutant_of("schedule_policy")
 class CachedPrefixesArePutOff(matches_with("if matched_len <= self.check_threshold:", "if True:")):
     """Requests wait for a prefix that the cache has."""
+
+
+@mutant_of("schedule_policy")
+class PairsAreTokens(
+    matches_with("self.page_len = page_size + tree_cache.is_bigram", "self.page_len = page_size")
+):
+    """In a cache of pairs of tokens, pages are looked for by one token too few."""
 
 
 # The adder
@@ -153,7 +157,7 @@ class PreemptedStillReserve(
 
 
 @mutant_of("prefill_adder")
-class FillsAllOfIt(adder_with("token_ids if end == len(token_ids) else token_ids[:end]", "token_ids")):
+class FillsAllOfIt(adder_with("req.all_ids[: len(req.prefix_indices) + extend_len]", "req.all_ids")):
     """A request that is cut gets all of its tokens to fill."""
 
 
