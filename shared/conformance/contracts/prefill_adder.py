@@ -52,7 +52,7 @@ def running(max_new: int = 10, num_output: int = 1, **fields: object) -> Req:
 
 
 @contract(
-    "Running requests reserve what they may still produce, clipped and scaled; mixed tokens and drafts count.",
+    "Running requests reserve what they may still produce, clipped and scaled; mixed tokens, drafts count.",
     EXAMPLE,
 )
 def initial_budgets(impl: type[PrefillAdder], case: Example) -> None:
