@@ -121,6 +121,15 @@ def test_gaps_are_from_news_to_news() -> None:
     assert [gap.start - start for gap in meter.steady_gaps()] == pytest.approx([0.03, 0.04, 0.04])
 
 
+def test_steady_gaps_end_with_the_first_to_end() -> None:
+    llm = TimedEngine()
+    meter = GapMeter([llm.submit([0] * 10, params(n))[0] for n in (3, 8)])  # type: ignore[misc]
+    while llm.step():
+        meter.look(llm.clock.now)
+    assert len(meter.gaps) == 2 + 7
+    assert len(meter.steady_gaps()) == 1 + 2  # the first one's first gap holds the other's prompt
+
+
 def test_spread_of_gaps() -> None:
     spread = spread_of([Gap(0, seconds, tokens) for seconds, tokens in ((1, 1), (2, 2), (3, 1), (6, 4))])
     assert spread == pytest.approx((4, 12 / 8, 2.5, 5.1, 5.91, 6))

@@ -190,6 +190,18 @@ def test_the_file_keeps_the_rules_of_its_format(tmp_path: Path) -> None:
     ]
 
 
+def test_of_spans_that_start_at_once_the_outer_comes_first() -> None:
+    clock = Clock()
+    timeline = Timeline(clock)
+    timeline.start(CPU)
+    with timeline.span("outer"):
+        with timeline.span("inner"):
+            clock.now += 1
+        clock.now += 1
+    spans = check_trace(chrome_trace(timeline.stop()))
+    assert [span["name"] for span in spans] == ["outer", "inner"]
+
+
 @pytest.mark.parametrize(
     "spans", [[(0, 10), (5, 10)], [(0, 10), (2, 3), (2.5, 4)]], ids=["across the end", "across a sibling"]
 )
