@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shared.types import GenerateOutput, TokenLogprob
+    from shared.types import GenerateOutput, SpeculationStats, TokenLogprob
 
 
 @dataclass
@@ -23,6 +23,7 @@ class Answer:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_retractions: int = 0
+    speculation: SpeculationStats | None = None
     num_first_tokens: int = 0  # tokens of the piece that came first
     time_to_first_token: float | None = None
     total_time: float = 0.0
@@ -34,6 +35,8 @@ class Answer:
         self.num_prompt_tokens = piece.num_prompt_tokens
         self.num_cached_tokens = piece.num_cached_tokens
         self.num_retractions = piece.num_retractions
+        if piece.speculation.num_verifications:
+            self.speculation = piece.speculation
         if self.time_to_first_token is None and piece.output_ids:
             self.time_to_first_token = elapsed
             self.num_first_tokens = len(piece.output_ids)
@@ -60,6 +63,13 @@ class Answer:
         parts.append(f"{self.num_cached_tokens} of them from the prefix cache")
         if self.num_retractions:
             parts.append(f"retracted {self.num_retractions} times")
+        if self.speculation is not None:
+            stats = self.speculation
+            parts.append(
+                f"{stats.acceptance_length_with_bonus:.2f} tokens per verification"
+                f" ({stats.acceptance_length:.2f} without the bonus token),"
+                f" {stats.acceptance_rate:.0%} of drafts accepted"
+            )
         if self.finish_reason in ("abort", "error"):
             parts.append(f"{self.finish_reason}: {self.finish_message or 'interrupted'}")
         return ", ".join(parts)
@@ -78,6 +88,14 @@ class Answer:
             "total_time_s": self.total_time,
             "tokens_per_s": self.tokens_per_second,
         }
+        if self.speculation is not None:
+            stats = self.speculation
+            values["speculation"] = {
+                **stats._asdict(),
+                "acceptance_length": stats.acceptance_length,
+                "acceptance_length_with_bonus": stats.acceptance_length_with_bonus,
+                "acceptance_rate": stats.acceptance_rate,
+            }
         if self.finish_message:
             values["finish_message"] = self.finish_message
         if self.output_logprobs:
