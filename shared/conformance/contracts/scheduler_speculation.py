@@ -96,16 +96,6 @@ def acceptance(impl: type[Scheduler], case: Guessing) -> None:
     harness.expect_idle()
 
 
-@contract(
-    "Under any schedule of arrivals, aborts and retractions, with the invariants after every step.",
-    tuple(random_speculation(seed) for seed in range(NUM_RANDOM_SCHEDULES)),
-)
-def any_schedule_of_drafts(impl: type[Scheduler], case: Schedule) -> None:
-    assert case.drafts is not None
-    if harness_for(impl, silent, case.drafts.shape) is not None:
-        run_schedule(case, {"scheduler": impl})
-
-
 @dataclass(frozen=True)
 class Chunks:
     name: str
@@ -196,3 +186,13 @@ def sampling_parameters(impl: type[Scheduler], case: Params) -> None:
         harness = harness_for(impl, guess, TREE, page_size=4)
         if harness is not None:
             expect_equal("tokens and log-probabilities", run(harness), expected)
+
+
+@contract(
+    "Under any schedule of arrivals, aborts and retractions, with the invariants after every step.",
+    tuple(random_speculation(seed) for seed in range(NUM_RANDOM_SCHEDULES)),
+)
+def any_schedule_of_drafts(impl: type[Scheduler], case: Schedule) -> None:
+    assert case.drafts is not None
+    if harness_for(impl, silent, case.drafts.shape) is not None:
+        run_schedule(case, {"scheduler": impl})

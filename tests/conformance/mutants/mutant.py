@@ -10,11 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mutant:
-    """`impl` stands in for the component: a class, or for components that are modules, a namespace."""
+    """`impl` stands in for the component: a class, or for components that are modules, a namespace. `first`:
+    modules of the contract whose clauses are tried before the others, where it is known who catches it."""
 
     component: str
     name: str
     impl: Any
+    first: tuple[str, ...] = ()
 
 
 def mutant_of(component: str) -> Callable[[Any], Mutant]:
