@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 
 from reference.schedule_batch import evict_for
+from shared.adaptive_shape import AdaptiveShape
 from shared.config import EngineConfig, draft_shape
 from shared.interfaces import SchedulerParts
 from shared.kv_sizing import num_speculative_slots
@@ -49,6 +50,7 @@ class Speculator:
         self.drafter = parts.drafter
         self.draft_tree = parts.draft_tree
         self.shape = draft_shape(config)
+        self.adaptive_shape = AdaptiveShape(self.shape) if config.speculative_auto else None
         self.num_verifications = 0
         self.num_drafted_tokens = 0
         self.num_slots = num_speculative_slots(config, self.drafter)
@@ -107,8 +109,11 @@ class Speculator:
         target_ids = sampled.next_token_ids.view(tree.batch_size, tree.num_draft_tokens)
         accepted = self.draft_tree.accept(tree, target_ids)
         paths = _paths(accepted)
-        self._count(batch.reqs, tree)
-        return self._keep(batch, forward_batch, paths, logits_output, sampled)
+        self._count(batch.reqs, tree, paths)
+        kept = self._keep(batch, forward_batch, paths, logits_output, sampled)
+        if self.adaptive_shape is not None:
+            self.shape = self.adaptive_shape.current  # from the next step on
+        return kept
 
     # --8<-- [end:speculative-step]
 
@@ -241,13 +246,15 @@ class Speculator:
             req.kv_allocated_len = req.kv_committed_len
         return kept
 
-    def _count(self, reqs: list[Req], tree: DraftTree) -> None:
-        for req, depth in zip(reqs, tree.depths.amax(dim=1).tolist()):
+    def _count(self, reqs: list[Req], tree: DraftTree, paths: list[list[int]]) -> None:
+        for req, path, depth in zip(reqs, paths, tree.depths.amax(dim=1).tolist()):
             num_drafted = min(depth, _num_tokens_left(req) - 1)
             req.num_verifications += 1
             req.num_drafted_tokens += num_drafted
             self.num_verifications += 1
             self.num_drafted_tokens += num_drafted
+            if self.adaptive_shape is not None:
+                self.adaptive_shape.record(num_drafted, min(len(path) - 1, num_drafted))
 
     def _tensor(self, values: Sequence[int | None]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.parts.allocator.device)

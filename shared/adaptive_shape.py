@@ -1,0 +1,57 @@
+"""How much to draft, from how much of it was accepted lately (`speculative_auto`)."""
+
+from __future__ import annotations
+
+from shared.types import DraftShape
+
+WINDOW = 32
+"""Verifications after which the shape is looked at again: few enough to follow a change of the text."""
+DEEPER, SHALLOWER = 2 / 3, 1 / 3
+"""Shares of the drafted depth. Above the one deeper drafts would mostly be accepted too, below the other most
+of the drafting is for nothing; between them the shape stays, so that it does not swing."""
+
+
+class AdaptiveShape:
+    """Shapes of 1, 2, 4 ... steps, up to the configured one, with nodes in proportion. It starts with the
+    largest, and after each WINDOW verifications goes one up, one down, or stays. The same verifications give
+    the same shapes; and no shape changes an answer."""
+
+    def __init__(self, largest: DraftShape) -> None:
+        self.shapes = shapes_up_to(largest)
+        self.level = len(self.shapes) - 1
+        self._clear()
+
+    @property
+    def current(self) -> DraftShape:
+        return self.shapes[self.level]
+
+    def record(self, num_drafted: int, num_accepted: int) -> None:
+        """One verification. (A tree without a draft says nothing about depth.)"""
+        if num_drafted == 0:
+            return
+        self.num_verifications += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        if self.num_verifications < WINDOW:
+            return
+        rate = self.num_accepted / self.num_drafted
+        if rate > DEEPER:
+            self.level = min(self.level + 1, len(self.shapes) - 1)
+        elif rate < SHALLOWER:
+            self.level = max(self.level - 1, 0)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.num_verifications = self.num_drafted = self.num_accepted = 0
+
+
+def shapes_up_to(largest: DraftShape) -> list[DraftShape]:
+    shapes = []
+    num_steps = 1
+    while num_steps < largest.num_steps:
+        most = DraftShape(num_steps, largest.top_k, 0).max_nodes
+        num_drafts = -(-(largest.num_draft_tokens - 1) * num_steps // largest.num_steps)
+        num_nodes = most if largest.top_k == 1 else min(1 + num_drafts, most)
+        shapes.append(DraftShape(num_steps, largest.top_k, num_nodes))
+        num_steps *= 2
+    return [*shapes, largest]
