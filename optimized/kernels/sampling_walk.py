@@ -153,7 +153,7 @@ def is_kept(
     kept = (count < top_k) & (tl.exp(pivot.to(tl.float64)) >= min_p)
     if kept & (top_p < 1.0):
         kept = mass < top_p * total
-        if tl.abs(mass - top_p * total) <= EPSILON * total:
+        if tl.abs(mass - top_p * total) <= total * EPSILON:
             _, exact_mass, exact_total = mass_before(
                 logits_ptr, vocab_size, readable, largest, temperature, pivot, pivot_id, EXACT=True
             )
