@@ -109,7 +109,7 @@ class EngineOptions:
         ),
     ] = None
     speculative_draft_model: Annotated[
-        str | None, _option(SPECULATION, "Folder or id of the draft model (nextn: default --model).")
+        str | None, _option(SPECULATION, "Folder or id of the draft model.")
     ] = None
     speculative_num_steps: Annotated[
         int | None, _option(SPECULATION, "Deepest draft. Default: by algorithm.")

@@ -61,7 +61,7 @@ class EngineConfig:
 
     # Speculative decoding (not together with mixed chunks)
     speculative: SpeculativeAlgorithm | None = None  # what drafts; None: no speculation
-    speculative_draft_model: str | None = None  # a folder or id; nextn: default the model itself
+    speculative_draft_model: str | None = None  # a folder or id; ngram has none
     speculative_num_steps: int | None = None  # deepest draft; default: by algorithm
     speculative_topk: int | None = None  # beams kept while drafting; 1: a chain
     speculative_num_draft_tokens: int | None = None  # nodes of a verified tree; 1 + num_steps for a chain

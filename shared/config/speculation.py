@@ -18,8 +18,7 @@ DEFAULT_SHAPES: dict[str, DraftShape] = {
     "ngram": DraftShape(8, 4, 12),
 }
 
-NEEDS_DRAFT_MODEL = ("eagle", "eagle3", "standalone")
-"""(nextn's draft layers may be in the target's own checkpoint.)"""
+NEEDS_DRAFT_MODEL = ("eagle", "eagle3", "nextn", "standalone")
 
 
 def draft_shape(config: EngineConfig) -> DraftShape:

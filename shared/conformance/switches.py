@@ -62,6 +62,22 @@ SWITCHES: tuple[dict[str, Any], ...] = (
 )
 """flags of EngineConfig; the rest as it comes"""
 
+NGRAM, STANDALONE = (
+    {"speculative": "ngram"},
+    {"speculative": "standalone", "speculative_draft_model": "tiny-dense"},
+)
+TREES = {"speculative_num_steps": 5, "speculative_topk": 4, "speculative_num_draft_tokens": 16}
+
+SPECULATION_SWITCHES: tuple[dict[str, Any], ...] = (
+    NGRAM,
+    {**NGRAM, "speculative_topk": 1, "page_size": 16, "chunked_prefill_size": 64},
+    {**NGRAM, "max_total_tokens": 256, "schedule_conservativeness": 0.01},  # memory is short: retraction
+    STANDALONE,
+    {**STANDALONE, **TREES, "page_size": 4, "chunked_prefill_size": 7},
+    {**STANDALONE, **TREES, "speculative_auto": True, "disable_radix_cache": True},
+)
+"""Those of speculative decoding, for schedulers that speculate."""
+
 GRAPH_SWITCHES: tuple[dict[str, Any], ...] = (
     {"disable_cuda_graph": True},
     {"cuda_graph_bs": (3, 8)},  # every batch but two is padded

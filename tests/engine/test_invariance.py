@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from shared.conformance.switches import GREEDY, SWITCHES, answers_alone, expect_answers, prompts
+from shared.conformance.switches import (
+    GREEDY,
+    NGRAM,
+    SPECULATION_SWITCHES,
+    SWITCHES,
+    answers_alone,
+    expect_answers,
+    prompts,
+)
 from shared.engine import LLM
 from shared.model_path import ASSETS
 from shared.types import SamplingParams
@@ -28,7 +36,9 @@ def alone(model: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "flags", SWITCHES, ids=lambda flags: ",".join(f"{k}={v}" for k, v in flags.items()) or "default"
+    "flags",
+    SWITCHES + SPECULATION_SWITCHES,
+    ids=lambda flags: ",".join(f"{k}={v}" for k, v in flags.items()) or "default",
 )
 def test_a_switch_changes_nothing(model: str, alone: list[list[int]], flags: dict[str, Any]) -> None:
     expect_answers(model, alone, **REFERENCE, **flags)
@@ -42,16 +52,19 @@ def test_a_warm_cache_changes_nothing(model: str, alone: list[list[int]]) -> Non
     assert all(o.num_cached_tokens == o.num_prompt_tokens - 1 for o in outputs)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("seed", "speculates"), [(0, False), (1, False), (2, False), (3, False), (4, True), (5, True)]
+)
 def test_arrival_order_mates_and_forced_retraction_change_nothing(
-    model: str, alone: list[list[int]], seed: int
+    model: str, alone: list[list[int]], seed: int, speculates: bool
 ) -> None:
     """Requests arrive in random order between steps; running ones are thrown out at random; and half of the
     mates are noise: sampled, penalised, aborted on the way."""
     rng = random.Random(seed)
     llm = LLM(
         model=model, device="cpu", panel="reference", check_invariants=True, chunked_prefill_size=32,
-        page_size=rng.choice([1, 4]), enable_mixed_chunk=rng.random() < 0.5,
+        page_size=rng.choice([1, 4]), enable_mixed_chunk=rng.random() < 0.5 and not speculates,
+        **(NGRAM if speculates else {}),
     )  # fmt: skip
     todo = [(i, ids) for i, ids in enumerate(prompts(llm))]
     rng.shuffle(todo)

@@ -21,7 +21,7 @@ def shape(**flags: Any) -> DraftShape:
         ({}, (8, 4, 12)),
         ({"speculative": "eagle3", "speculative_draft_model": "x"}, (5, 4, 16)),
         ({"speculative": "standalone", "speculative_draft_model": "x"}, (3, 1, 4)),
-        ({"speculative": "nextn", "speculative_num_steps": 1}, (1, 1, 2)),
+        ({"speculative": "nextn", "speculative_draft_model": "x", "speculative_num_steps": 1}, (1, 1, 2)),
         ({"speculative_topk": 1}, (8, 1, 9)),
         ({"speculative_topk": 1, "speculative_num_draft_tokens": 6}, (5, 1, 6)),
         ({"speculative_topk": 1, "speculative_num_steps": 5}, (5, 1, 6)),
