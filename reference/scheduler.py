@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from reference.new_token_ratio import NewTokenRatio
-from reference.schedule_batch import (
-    evict_for,
-    make_forward_batch,
-    mix,
-    num_tokens_to_decode,
-    prepare_for_decode,
-    prepare_for_extend,
-)
+from reference.schedule_batch import make_forward_batch
 from reference.speculative import Speculator
 from shared.config import EngineConfig, ModelConfig
 from shared.conformance.invariants import check_invariants
@@ -26,8 +18,16 @@ from shared.interfaces import (
 )
 from shared.interfaces import scheduler as interface
 from shared.logprobs import to_token_logprobs
+from shared.new_token_ratio import NewTokenRatio
 from shared.request_limits import admit, least_wanted, overdue
 from shared.sampling_batch import make_sampling_batch_info
+from shared.step_memory import (
+    evict_for,
+    mix,
+    num_tokens_to_decode,
+    prepare_for_decode,
+    prepare_for_extend,
+)
 from shared.types import (
     FinishAbort,
     FinishError,
@@ -269,7 +269,7 @@ class Scheduler(interface.Scheduler):
     ) -> None:
         with self.parts.timeline.span("wait for tokens"):
             next_token_ids = sample_output.next_token_ids.tolist()
-        logprobs = to_token_logprobs(sample_output.next_token_ids, sample_output.logprobs)
+        logprobs = to_token_logprobs(next_token_ids, sample_output.logprobs)
         num_extend = batch.batch_size - batch.num_decode_reqs
         collect_input_logprobs(batch.reqs[:num_extend], forward_batch, logits_output.input_logprobs)
         is_verify = batch.forward_mode is ForwardMode.TARGET_VERIFY  # a token behind each one that was kept

@@ -7,13 +7,13 @@ from itertools import accumulate
 
 import torch
 
-from reference.schedule_batch import evict_for
 from shared.adaptive_shape import AdaptiveShape
 from shared.config import EngineConfig, draft_shape
 from shared.interfaces import SchedulerParts
 from shared.kv_sizing import num_speculative_slots
 from shared.node_sampling import expand_to_nodes, make_early_bans
 from shared.sampling_batch import make_sampling_batch_info
+from shared.step_memory import evict_for
 from shared.types import (
     Accepted,
     DraftBatch,

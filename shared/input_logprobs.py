@@ -37,16 +37,25 @@ def collect_input_logprobs(
     extending: Sequence[Req], forward_batch: ForwardBatch, output: LogprobsOutput | None
 ) -> None:
     """Hand each request what the step found about its prompt."""
-    found: list[TokenLogprob] = []
-    if output is not None:
-        assert forward_batch.input_logprob_ids is not None
-        found = to_token_logprobs(forward_batch.input_logprob_ids, output)
+    token_ids = [] if output is None else forward_batch.input_logprob_ids.tolist()
+    counts = [len(input_logprob_positions(req)) for req in extending]
+    hand_out_input_logprobs(extending, counts, token_ids, output)
+
+
+def hand_out_input_logprobs(
+    extending: Sequence[Req | None],
+    counts: Sequence[int],
+    token_ids: Sequence[int],
+    output: LogprobsOutput | None,
+) -> None:
+    """The first counts[0] of what was found are the first request's, and so on; None: it left meanwhile."""
+    found = to_token_logprobs(token_ids, output)
     start = 0
-    for req in extending:
-        num_found = len(input_logprob_positions(req))
-        if req.next_input_logprob == 0:
+    for req, num_found in zip(extending, counts):
+        if req is not None and req.next_input_logprob == 0:
             req.input_logprobs.append(TokenLogprob(req.origin_input_ids[0], None))
-        req.input_logprobs += [cut_top(entry, req) for entry in found[start : start + num_found]]
+        if req is not None:
+            req.input_logprobs += [cut_top(entry, req) for entry in found[start : start + num_found]]
         start += num_found
     assert start == len(found)
 

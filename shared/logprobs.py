@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -53,11 +53,11 @@ def input_logprobs_of(
     return LogprobsOutput(*(torch.cat(parts) for parts in zip(*pieces)))
 
 
-def to_token_logprobs(token_ids: torch.Tensor, output: LogprobsOutput | None) -> list[TokenLogprob]:
+def to_token_logprobs(token_ids: Sequence[int], output: LogprobsOutput | None) -> list[TokenLogprob]:
     """One TokenLogprob for each of the n rows, with as many alternatives as `output` has (none for None)."""
     if output is None:
         return []
-    rows = zip(token_ids.tolist(), output.token_logprobs.tolist())
+    rows = zip(token_ids, output.token_logprobs.tolist())
     if output.top_ids.shape[1] == 0:
         return [TokenLogprob(token_id, logprob) for token_id, logprob in rows]
     tops = zip(output.top_ids.tolist(), output.top_logprobs.tolist())

@@ -17,7 +17,10 @@ from typing import Any
 PANELS = ("reference", "optimized")
 
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
-    "scheduler": {"reference": "reference.scheduler:Scheduler"},
+    "scheduler": {
+        "reference": "reference.scheduler:Scheduler",
+        "optimized": "optimized.scheduler:Scheduler",
+    },
     "schedule_policy": {
         "reference": "reference.schedule_policy:SchedulePolicy",
         "optimized": "optimized.schedule_policy:SchedulePolicy",
@@ -59,7 +62,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
 NEEDS_CUDA: dict[str, tuple[str, ...]] = {"attention": ("flashinfer", "fa3")}
 """component -> choices that run on CUDA GPUs only. (Triton's kernels run in its interpreter, too.)"""
 
-OPT_IN: dict[str, tuple[str, ...]] = {"memory_pool": ("optimized",)}
+OPT_IN: dict[str, tuple[str, ...]] = {"scheduler": ("optimized",), "memory_pool": ("optimized",)}
 """component -> panels that have it and do not take it by themselves: not tried on a GPU yet"""
 
 PAIRS: dict[str, str] = {"attention": "optimized.attention.hybrid:hybrid_of"}

@@ -9,13 +9,22 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from shared.noise import hash_noise
+from shared.to_device import copy_to_device, to_device
 from shared.types import Req, SamplingBatchInfo, SamplingParams
 
 
 def make_sampling_batch_info(
-    reqs: Sequence[Req], vocab_size: int, device: torch.device | str
+    reqs: Sequence[Req],
+    vocab_size: int,
+    device: torch.device | str,
+    num_in_flight: Sequence[int] | None = None,
 ) -> SamplingBatchInfo:
-    """`vocab_size`: the columns of the logits, those that have a token."""
+    """`vocab_size`: the columns of the logits, those that have a token. `num_in_flight`: of each request, how
+    many tokens were sampled that its output_ids do not have yet. They count for min_new_tokens; in
+    output_counts they are missing, and a vocab_mask cannot be made without them."""
+    num_outputs = [len(req.output_ids) for req in reqs]
+    if num_in_flight is not None:
+        num_outputs = [known + coming for known, coming in zip(num_outputs, num_in_flight)]
     params = [req.sampling_params for req in reqs]
     greedy = [p.is_greedy for p in params]
     temperatures, top_ps, min_ps, top_ks = [], [], [], []
@@ -28,8 +37,8 @@ def make_sampling_batch_info(
         top_ps.append(top_p)
         min_ps.append(min_p)
         top_ks.append(top_k)
-    floats = torch.tensor([temperatures, top_ps, min_ps], dtype=torch.float32).to(device)
-    ints = torch.tensor([top_ks, [req.seed for req in reqs], greedy], dtype=torch.int64).to(device)
+    floats = to_device([temperatures, top_ps, min_ps], torch.float32, device)
+    ints = to_device([top_ks, [req.seed for req in reqs], greedy], torch.int64, device)
     return SamplingBatchInfo(
         temperatures=floats[0],
         top_ps=floats[1],
@@ -40,7 +49,8 @@ def make_sampling_batch_info(
         is_all_greedy=all(greedy),
         needs_filter=needs_filter,
         logit_bias=_logit_bias(reqs, vocab_size, device),
-        banned=_banned(reqs, vocab_size, device),
+        banned=_banned(reqs, num_outputs, vocab_size, device),
+        vocab_mask=_vocab_mask(reqs, vocab_size, device),
         **_penalties(reqs, vocab_size, device),
         return_logprob=any(p.return_logprob for p in params),
         num_top_logprobs=min(max((p.top_logprobs_num for p in params), default=0), vocab_size),
@@ -73,15 +83,17 @@ def _logit_bias(reqs: Sequence[Req], vocab_size: int, device: torch.device | str
         return None
     rows, ids, values = zip(*entries)
     logit_bias = torch.zeros(len(reqs), vocab_size, dtype=torch.float32, device=device)
-    logit_bias[_on(rows, device), _on(ids, device)] = torch.tensor(values, dtype=torch.float32).to(device)
+    logit_bias[_on(rows, device), _on(ids, device)] = to_device(values, torch.float32, device)
     return logit_bias
 
 
-def _banned(reqs: Sequence[Req], vocab_size: int, device: torch.device | str) -> torch.Tensor | None:
+def _banned(
+    reqs: Sequence[Req], num_outputs: Sequence[int], vocab_size: int, device: torch.device | str
+) -> torch.Tensor | None:
     entries = [
         (row, token_id)
         for row, req in enumerate(reqs)
-        for token_id in _banned_ids(req)
+        for token_id in _banned_ids(req, num_outputs[row])
         if token_id < vocab_size
     ]
     if not entries:
@@ -92,12 +104,22 @@ def _banned(reqs: Sequence[Req], vocab_size: int, device: torch.device | str) ->
     return banned
 
 
-def _banned_ids(req: Req) -> Iterable[int]:
+def _vocab_mask(reqs: Sequence[Req], vocab_size: int, device: torch.device | str) -> torch.Tensor | None:
+    if all(req.grammar is None for req in reqs):
+        return None
+    mask = torch.full((len(reqs), -(-vocab_size // 32)), -1, dtype=torch.int32)
+    for row, req in enumerate(reqs):
+        if req.grammar is not None and not req.finished:
+            mask[row] = req.grammar.next_tokens(req.output_ids, vocab_size)
+    return copy_to_device(mask, device)
+
+
+def _banned_ids(req: Req, num_outputs: int) -> Iterable[int]:
     """Stop tokens while the output is shorter than min_new_tokens. With ignore_eos nothing stops at them,
     so they stay allowed."""
     params = req.sampling_params
     ids = [token_id for token_id, bias in params.logit_bias.items() if bias == -math.inf]
-    if len(req.output_ids) < params.min_new_tokens and not params.ignore_eos:
+    if num_outputs < params.min_new_tokens and not params.ignore_eos:
         ids += req.eos_token_ids
         ids += params.stop_token_ids
     return ids
@@ -120,7 +142,7 @@ def _penalties(
     ):
         values = [getattr(req.sampling_params, name.replace("penalties", "penalty")) for req in reqs]
         if any(value != neutral for value in values):
-            info[name] = torch.tensor(values, dtype=torch.float32).to(device)
+            info[name] = to_device(values, torch.float32, device)
     if "repetition_penalties" in info:
         prompts = [
             req.origin_input_ids if req.sampling_params.repetition_penalty != 1.0 else () for req in reqs
@@ -140,4 +162,4 @@ def _counts(
 
 
 def _on(ids: Sequence[int], device: torch.device | str) -> torch.Tensor:
-    return torch.tensor(ids, dtype=torch.int64).to(device)
+    return to_device(ids, torch.int64, device)

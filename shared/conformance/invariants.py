@@ -173,9 +173,13 @@ class _Audit:
         free = self.allocator.free_slots().cpu()
         if len(free) != self.allocator.available_size():
             self.fail(f"the allocator lists {len(free)} free slots")
-        in_tree = [self._in_pages(f"node {node.node_id}", 0, node.slots) for node in self.nodes.values()]
-        private = [self._private_slots(req) for req in self.live]
-        owned = torch.cat([free, *in_tree, *private])
+        others: list[int] = []
+        for node in self.nodes.values():
+            self._expect_pages(f"node {node.node_id}", 0, node.slots)
+            others += node.slots
+        for req in self.live:
+            others += self._private_slots(req)
+        owned = torch.cat([free, torch.tensor(others, dtype=torch.int64)])
         first, last = self.allocator.page_size, self.allocator.size + self.allocator.page_size - 1
         outside = owned[(owned < first) | (owned > last)]
         if len(outside) > 0:
@@ -187,22 +191,21 @@ class _Audit:
                 shown = ", ".join(map(str, slots[:NUM_SLOTS_SHOWN]))
                 self.fail(f"{len(slots)} slots {problem}: {shown}{' ...' * (len(slots) > NUM_SLOTS_SHOWN)}")
 
-    def _private_slots(self, req: Req) -> torch.Tensor:
+    def _private_slots(self, req: Req) -> list[int]:
         """All slots of the pages that a request owns, also those behind its last token."""
         start, end, page_size = req.cache_protected_len, req.kv_allocated_len, self.allocator.page_size
-        slots = self.req_to_token_pool.read(req.req_pool_idx, start, end).cpu()
-        slots = self._in_pages(f"{req.rid}'s row", start, slots.tolist())
-        return (slots[::page_size, None] + torch.arange(page_size)).flatten()
+        slots = self.req_to_token_pool.read(req.req_pool_idx, start, end).tolist()
+        self._expect_pages(f"{req.rid}'s row", start, slots)
+        num_missing = -len(slots) % page_size
+        return slots + [slots[-1] + 1 + i for i in range(num_missing)] if slots else []
 
-    def _in_pages(self, name: str, start: int, slots: list[int]) -> torch.Tensor:
-        """Slots of the positions from `start` on, which must fill pages from their first slot, in order."""
+    def _expect_pages(self, name: str, start: int, slots: list[int]) -> None:
+        """Slots of the positions from `start` on must fill pages from their first slot, in order."""
         page_size = self.allocator.page_size
-        tensor = torch.tensor(slots, dtype=torch.int64)
-        offset_in_page = torch.arange(start, start + len(slots)) % page_size
-        page_starts = tensor - offset_in_page
-        is_whole = page_starts % page_size == 0
-        is_whole[1:] &= (page_starts[1:] == page_starts[:-1]) | (offset_in_page[1:] == 0)
-        if not bool(is_whole.all()):
-            wrong = int((~is_whole).nonzero()[0])
-            self.fail(f"{name}: position {start + wrong} is slot {slots[wrong]}: not in its page's order")
-        return tensor
+        if page_size == 1:
+            return
+        for i, slot in enumerate(slots):
+            offset = (start + i) % page_size
+            in_order = slot % page_size == offset and (i == 0 or offset == 0 or slot == slots[i - 1] + 1)
+            if not in_order:
+                self.fail(f"{name}: position {start + i} is slot {slot}: not in its page's order")

@@ -3,7 +3,7 @@
 It keeps in each slot the token that was written there. A forward pass reads every request's whole history
 back through req_to_token, as attention would, and the next token is a hash of that history. So a slot
 that is freed too early, written twice, or mapped to the wrong position changes the output; and the right
-output of a prompt is known without any engine (`expected_tokens`).
+output of a prompt is known without any engine (`expected_tokens`; of requests that sample: `answer_alone`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from shared.interfaces import ReqToTokenPool
 from shared.interfaces import model_runner as interface
+from shared.logprobs import logprobs_of
 from shared.types import ForwardBatch, ForwardMode, LogitsOutput
 
 POISON = -1
@@ -37,6 +38,21 @@ def next_token(history: Sequence[int], vocab_size: int) -> int:
     return history_hash(history) % vocab_size
 
 
+def certain_logits(h: int, vocab_size: int) -> torch.Tensor:
+    """`next_token` of a history with this hash wins, whatever else is asked for."""
+    logits = torch.full((vocab_size,), -10.0)
+    logits[h % vocab_size] = 10.0
+    return logits
+
+
+def spread_logits(h: int, vocab_size: int) -> torch.Tensor:
+    """In [0, 3), all of them depending on the whole history: temperature, penalties and masks matter."""
+    x = h * vocab_size + torch.arange(vocab_size) + 1
+    for multiplier in (48_271, 69_621):
+        x = x * multiplier % (2**31 - 1)
+    return x % 10_007 / 10_007 * 3.0
+
+
 def expected_tokens(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
     """The output that any correct scheduler produces for a prompt."""
     history = list(prompt)
@@ -47,7 +63,10 @@ def expected_tokens(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> 
 
 class LedgerModelRunner(interface.ModelRunner):
     """`nan_token`: a history that ends with this token gives NaN logits. `fail_token`: a batch that holds
-    it raises. Both stay away from other requests' rows. A token's hidden state is the hash of its history."""
+    it raises. Both stay away from other requests' rows. A token's hidden state is the hash of its history.
+
+    `is_late`: batches run later than they were formed. Rows of requests that left meanwhile belong to others,
+    and what is read there means nothing."""
 
     def __init__(
         self,
@@ -57,7 +76,10 @@ class LedgerModelRunner(interface.ModelRunner):
         nan_token: int | None = None,
         fail_token: int | None = None,
         context_len: int = 1 << 30,
+        is_spread: bool = False,
     ) -> None:
+        self.is_late = False
+        self.logits_of = spread_logits if is_spread else certain_logits
         self.context_len = context_len
         self.req_to_token_pool = req_to_token_pool
         self.vocab_size = vocab_size
@@ -82,7 +104,7 @@ class LedgerModelRunner(interface.ModelRunner):
             slots = self.req_to_token_pool.req_to_token[row, :seq_len].long()
             extend_len = fb.extend_seq_lens_cpu[i]
             own = slice(starts[i], starts[i] + extend_len)
-            assert torch.equal(slots[-extend_len:], fb.out_cache_loc[own]), (
+            assert self.is_late or torch.equal(slots[-extend_len:], fb.out_cache_loc[own]), (
                 "a row does not name its new slots"
             )
             positions = fb.positions[own].tolist()
@@ -96,13 +118,26 @@ class LedgerModelRunner(interface.ModelRunner):
         rows = range(fb.num_tokens)
         if fb.forward_mode is not ForwardMode.TARGET_VERIFY:
             rows = fb.last_token_rows.tolist()
-        logits = torch.full((len(rows), self.vocab_size), -10.0)
-        for i, row in enumerate(rows):
-            logits[i, hashes[row] % self.vocab_size] = 10.0
-            if self.nan_token is not None and int(fb.input_ids[row]) == self.nan_token:
-                logits[i] = torch.nan
+
+        def logits_at(rows: Sequence[int]) -> torch.Tensor:
+            return torch.stack([self._logits(hashes[row], int(fb.input_ids[row])) for row in rows])
+
         hidden_states = torch.tensor(hashes, dtype=torch.float64)[:, None]
-        return LogitsOutput(logits, hidden_states=hidden_states)
+        output = LogitsOutput(logits_at(rows), hidden_states=hidden_states)
+        if fb.input_logprob_rows is None:
+            return output
+        assert fb.input_logprob_ids is not None
+        logits = logits_at(fb.input_logprob_rows.tolist())
+        found = logprobs_of(logits, fb.input_logprob_ids, fb.num_top_input_logprobs)
+        return output._replace(input_logprobs=found)
+
+    def logits_after(self, history: Sequence[int]) -> torch.Tensor:
+        return self._logits(history_hash(history), history[-1])
+
+    def _logits(self, h: int, last_token: int) -> torch.Tensor:
+        if self.nan_token is not None and last_token == self.nan_token:
+            return torch.full((self.vocab_size,), torch.nan)
+        return self.logits_of(h, self.vocab_size)
 
     def _causal(self, slots: torch.Tensor, positions: list[int]) -> list[int]:
         history = self._read(slots)
@@ -124,7 +159,7 @@ class LedgerModelRunner(interface.ModelRunner):
 
     def _read(self, slots: torch.Tensor) -> list[int]:
         history: list[int] = self.ledger[slots].tolist()
-        assert min(history) != POISON, "a slot was read that nobody has written"
+        assert self.is_late or min(history) != POISON, "a slot was read that nobody has written"
         return history
 
     def _check_positions(self, positions: list[int], right: list[int]) -> None:

@@ -9,15 +9,20 @@ import torch
 
 from shared import registry
 from shared.config import EngineConfig, ModelConfig, RopeConfig
+from shared.conformance.answer_alone import answer_alone
 from shared.conformance.compare import Mismatch, expect_equal, expect_true
 from shared.conformance.invariants import check_idle, check_invariants
 from shared.conformance.ledger import LedgerKVPool, LedgerModelRunner, expected_tokens
 from shared.conformance.ledger_drafter import Guess, LedgerDrafter
-from shared.interfaces import SchedulerParts
+from shared.interfaces import Grammar, SchedulerParts
 from shared.kv_sizing import num_speculative_slots
-from shared.types import DraftShape, FinishReason, Req, SamplingParams, StepOutput
+from shared.types import DraftShape, FinishAbort, FinishReason, Req, SamplingParams, StepOutput, TokenLogprob
 
 VOCAB_SIZE = 61
+
+
+def decode_text(token_ids: Sequence[int]) -> str:
+    return "".join(f"<{i}>" for i in token_ids)
 
 
 class FakeClock:
@@ -69,6 +74,7 @@ class SchedulerHarness:
         nan_token: int | None = None,
         fail_token: int | None = None,
         guess: Guess | None = None,
+        is_spread: bool = False,
         **flags: Any,
     ) -> None:
         def component(name: str) -> Any:
@@ -93,20 +99,27 @@ class SchedulerHarness:
         )
         self.clock = FakeClock()
         self.model_runner = LedgerModelRunner(
-            self.req_to_token_pool, pool_tokens + page_size, VOCAB_SIZE, nan_token, fail_token, context_len
+            self.req_to_token_pool,
+            pool_tokens + page_size,
+            VOCAB_SIZE,
+            nan_token,
+            fail_token,
+            context_len,
+            is_spread,
         )
         if self.drafter is not None:
             self.drafter.allocate(self.req_to_token_pool, pool_tokens + page_size)
+        self.sampler = component("sampler")()
         parts = SchedulerParts(
             model_runner=self.model_runner,
-            sampler=component("sampler")(),
+            sampler=self.sampler,
             req_to_token_pool=self.req_to_token_pool,
             allocator=self.allocator,
             tree_cache=self.tree_cache,
             policy=component("schedule_policy")(self.config, self.tree_cache),
             prefill_adder=component("prefill_adder"),
             num_token_ids=VOCAB_SIZE,
-            decode_text=lambda ids: "".join(f"<{i}>" for i in ids),
+            decode_text=decode_text,
             clock=self.clock,
             drafter=self.drafter,
             draft_tree=component("draft_tree")() if self.drafter is not None else None,
@@ -115,6 +128,7 @@ class SchedulerHarness:
         self.scheduler = component("scheduler")(self.config, model_config(context_len), parts)
         self.reqs: dict[str, Req] = {}
         self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.ended: dict[str, FinishReason] = {}
         self.log: list[StepOutput] = []
 
@@ -128,6 +142,7 @@ class SchedulerHarness:
         extra_key: str | None = None,
         routing_key: str | None = None,
         eos: frozenset[int] = frozenset(),
+        grammar: Grammar | None = None,
         **params: Any,
     ) -> str:
         rid = rid or f"r{len(self.reqs)}"
@@ -137,6 +152,7 @@ class SchedulerHarness:
             sampling_params=SamplingParams(max_new_tokens=max_new_tokens, **{"temperature": 0.0, **params}),
             seed=params.get("seed") or 0,
             eos_token_ids=eos,
+            grammar=grammar,
             priority=priority,
             extra_key=extra_key,
             routing_key=routing_key,
@@ -144,6 +160,7 @@ class SchedulerHarness:
         self.scheduler.add_request(req)
         self.reqs[rid] = req
         self.tokens[rid] = []
+        self.logprobs[rid] = []
         return rid
 
     def step(self) -> list[StepOutput]:
@@ -153,6 +170,7 @@ class SchedulerHarness:
         for output in outputs:
             expect_true(f"{output.rid} is silent after its end", output.rid not in self.ended)
             self.tokens[output.rid] += output.new_token_ids
+            self.logprobs[output.rid] += output.output_logprobs
             expect_equal(
                 f"{output.rid}'s num_output_tokens", output.num_output_tokens, len(self.tokens[output.rid])
             )
@@ -172,6 +190,21 @@ class SchedulerHarness:
         """The request produced exactly the tokens that its prompt implies."""
         prompt = self.reqs[rid].origin_input_ids
         expect_equal(f"{rid}'s tokens", self.tokens[rid], expected_tokens(prompt, num_tokens, VOCAB_SIZE))
+
+    def expect_what_it_gets_alone(self, rid: str, may_be_aborted: bool = False) -> None:
+        """The same tokens, log-probabilities and end, or the first of them until it was aborted."""
+        req, reason = self.reqs[rid], self.ended.get(rid)
+        sampler = registry.load("sampler", "reference")()
+        alone = answer_alone(req, self.model_runner.logits_after, sampler, decode_text, VOCAB_SIZE)
+        num_tokens, num_input = len(alone.output_ids), len(alone.input_logprobs)
+        if may_be_aborted and isinstance(reason, FinishAbort):
+            num_tokens, num_input = len(self.tokens[rid]), len(req.input_logprobs)
+        else:
+            expect_equal(f"how {rid} ends", reason, alone.finished_reason)
+        expect_equal(f"{rid}'s tokens", self.tokens[rid], alone.output_ids[:num_tokens])
+        expect_equal(f"{rid}'s logprobs", self.logprobs[rid], alone.output_logprobs[:num_tokens])
+        wanted = alone.input_logprobs[:num_input]
+        expect_equal(f"logprobs of {rid}'s prompt", req.input_logprobs, wanted)
 
     def expect_idle(self) -> None:
         """Everything came back: what is not free is in the tree, and evictable."""

@@ -1,19 +1,21 @@
 """Random schedules: who arrives when, who is aborted or thrown out, under which configuration.
 
-Any correct scheduler gives every request the tokens that its prompt implies, whatever the schedule. A
-schedule is a value, so a failing one can be made smaller.
+Any correct scheduler gives every request the tokens that its prompt implies, whatever the schedule; where
+they sample, penalise, stop, or want log-probabilities, what each would get alone. A schedule is a value, so a
+failing one can be made smaller.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from shared.conformance.answer_alone import EveryThird
 from shared.conformance.compare import Mismatch, expect_equal
 from shared.conformance.ledger_drafter import erratic
-from shared.conformance.scheduler_harness import SchedulerHarness, shape_flags
+from shared.conformance.scheduler_harness import VOCAB_SIZE, SchedulerHarness, shape_flags
 from shared.types import DraftShape, FinishAbort, FinishLength
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key")
@@ -31,6 +33,9 @@ class Action:
     extra_key: str | None = None
     priority: int = 0
     routing_key: str | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)  # of SamplingParams
+    eos: frozenset[int] = frozenset()
+    has_grammar: bool = False
     which: int = 0
     num_steps: int = 1
 
@@ -64,6 +69,8 @@ class Schedule:
     in_batch_prefix_check_threshold: int = 32
     in_batch_prefix_deprioritize_threshold: int = 32
     drafts: Drafts | None = None  # None: no speculation
+    is_spread: bool = False  # logits close together: what requests ask of the sampler matters
+    nan_token: int | None = None
 
     def __post_init__(self) -> None:
         if self.page_size not in (1, 2, 4, 8, 16) or self.pool_pages_of_16 < 3:
@@ -75,14 +82,15 @@ class Schedule:
         return flags if self.drafts is None else flags | self.drafts.flags()
 
 
-def random_schedule(seed: int, num_actions: int = 40) -> Schedule:
-    """Prompts of three different tokens, so that prefixes are shared often."""
+def random_schedule(seed: int, num_actions: int = 40, is_spread: bool = False) -> Schedule:
+    """Prompts of three different tokens, so that prefixes are shared often. `is_spread`: requests ask all
+    that can be asked."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 1, 4, 16])
     policy = rng.choice(POLICIES)
     return Schedule(
         name=f"random schedule {seed}",
-        actions=tuple(_random_action(rng) for _ in range(num_actions)),
+        actions=tuple(_random_action(rng, is_spread) for _ in range(num_actions)),
         page_size=page_size,
         pool_pages_of_16=rng.choice([3, 6, 12]),
         chunked_prefill_size=rng.choice([None, page_size, 16, 23]),
@@ -96,6 +104,8 @@ def random_schedule(seed: int, num_actions: int = 40) -> Schedule:
         schedule_conservativeness=rng.choice([0.1, 1.0]),
         in_batch_prefix_check_threshold=rng.choice([0, 32]),
         in_batch_prefix_deprioritize_threshold=rng.choice([4, 32]),
+        is_spread=is_spread,
+        nan_token=rng.choice([None, None, 7]) if is_spread else None,
     )
 
 
@@ -113,7 +123,7 @@ def random_speculation(seed: int) -> Schedule:
     )
 
 
-def _random_action(rng: random.Random) -> Action:
+def _random_action(rng: random.Random, is_spread: bool) -> Action:
     kind = rng.choices(["submit", "step", "abort", "retract", "flush"], weights=[10, 10, 2, 2, 1])[0]
     if kind == "submit":
         return Action(
@@ -123,8 +133,31 @@ def _random_action(rng: random.Random) -> Action:
             extra_key=rng.choice([None, None, "a"]),
             priority=rng.choice([0, 0, 5, 20, 40]),
             routing_key=rng.choice([None, "x", "y"]),
+            **(_random_wishes(rng) if is_spread else {}),
         )
     return Action(kind, which=rng.randrange(100), num_steps=rng.randint(1, 6))  # type: ignore[arg-type]
+
+
+def _random_wishes(rng: random.Random) -> dict[str, Any]:
+    """Of a request with a prompt of at least one token and up to 30 output tokens."""
+    params: dict[str, Any] = {"temperature": rng.choice([0.0, 0.7, 1.5])}
+    params["seed"] = rng.randrange(2**40)
+    params["top_k"] = rng.choice([-1, -1, 5])
+    params["top_p"] = rng.choice([1.0, 1.0, 0.8])
+    if rng.random() < 0.4:
+        params["frequency_penalty"] = rng.choice([0.0, 1.3])
+        params["presence_penalty"] = rng.choice([0.0, 0.9])
+        params["repetition_penalty"] = rng.choice([1.0, 1.8])
+    if rng.random() < 0.3:
+        params["logit_bias"] = {rng.randrange(VOCAB_SIZE): rng.choice([2.0, -float("inf")])}
+    if rng.random() < 0.3:
+        params["return_logprob"] = True
+        params["top_logprobs_num"] = rng.choice([0, 2])
+        params["logprob_start_len"] = rng.choice([-1, 0])
+    if rng.random() < 0.3:
+        params["stop"] = rng.choice([("<1",), ("2><3",), ("<4><", "9>")])
+    eos = frozenset(rng.sample(range(VOCAB_SIZE), 5)) if rng.random() < 0.5 else frozenset()
+    return {"params": params, "eos": eos, "has_grammar": rng.random() < 0.15}
 
 
 def run_schedule(schedule: Schedule, replace: Mapping[str, Any] | None = None) -> None:
@@ -142,7 +175,9 @@ def run_schedule(schedule: Schedule, replace: Mapping[str, Any] | None = None) -
     harness.run(max_steps=200 + 300 * len(harness.reqs))
     for rid, req in harness.reqs.items():
         reason = harness.ended.get(rid)
-        if isinstance(reason, FinishAbort) and rid in aborted:
+        if schedule.is_spread:
+            harness.expect_what_it_gets_alone(rid, may_be_aborted=rid in aborted)
+        elif isinstance(reason, FinishAbort) and rid in aborted:
             harness.expect(rid, len(harness.tokens[rid]))
         elif isinstance(reason, FinishLength):
             harness.expect(rid, req.max_new_tokens)
@@ -161,6 +196,9 @@ def _play(action: Action, harness: SchedulerHarness, aborted: set[str]) -> None:
             extra_key=action.extra_key,
             priority=action.priority,
             routing_key=action.routing_key,
+            eos=action.eos,
+            grammar=EveryThird() if action.has_grammar else None,
+            **action.params,
         )
     elif action.kind == "step":
         for _ in range(action.num_steps):

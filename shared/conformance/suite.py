@@ -20,7 +20,14 @@ from shared.conformance.time_limit import time_limit as limit_time
 CONTRACTS: dict[str, tuple[str, ...]] = {
     "schedule_policy": ("schedule_policy", "schedule_policy_passes"),
     "prefill_adder": ("prefill_adder",),
-    "scheduler": ("scheduler", "scheduler_limits", "scheduler_speculation", "speculation_limits"),
+    "scheduler": (
+        "scheduler",
+        "scheduler_limits",
+        "scheduler_answers",
+        "scheduler_failures",
+        "scheduler_speculation",
+        "speculation_limits",
+    ),
     "memory_pool": ("memory_pool", "kv_pool", "allocator", "allocator_free", "allocator_sequences"),
     "radix_cache": (
         "radix_cache",

@@ -4,6 +4,7 @@ from shared.interfaces.attention import AttentionBackend
 from shared.interfaces.draft_model import DraftModel, DraftOutput
 from shared.interfaces.draft_tree import DraftTreeOps
 from shared.interfaces.drafter import Drafter, DrafterParts
+from shared.interfaces.grammar import Grammar
 from shared.interfaces.layers import Layers, MergedLinear, RMSNorm, RotaryEmbedding, SiluAndMul
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
 from shared.interfaces.model import CausalLM
@@ -35,6 +36,7 @@ __all__ = [
     "Drafter",
     "DrafterParts",
     "FusedExperts",
+    "Grammar",
     "InsertResult",
     "Layers",
     "MatchResult",

@@ -108,7 +108,8 @@ class TokenToKVPoolAllocator(ABC):
     ) -> torch.Tensor | None:
         """Slots for requests that grow from prefix_lens[i] to seq_lens[i] tokens, concatenated in order.
 
-        last_locs[i] is the slot of token prefix_lens[i] - 1 (-1 for an empty prefix), and
+        last_locs[i] is the slot of token prefix_lens[i] - 1 (-1 for an empty prefix;
+        where a prefix ends with its page, -1 will do as well), and
         (last_locs[i] + 1) % page_size == prefix_lens[i] % page_size. Each request first fills the rest of
         its last page (last_loc + 1 ...), then takes new pages in order: consecutive positions of a page
         are consecutive slots. New pages: sum of ceil(seq / page) - ceil(prefix / page). None, and nothing

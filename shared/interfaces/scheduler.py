@@ -57,7 +57,8 @@ class SchedulerState:
     """Who is where; for checkers, statistics and drawings. A request is in exactly one of the places."""
 
     waiting_queue: list[Req] = field(default_factory=list)
-    running: list[Req] = field(default_factory=list)  # decoding, or prefilled in the last step
+    # Decoding, or prefilled in the last step; the newest token of each may still be under way.
+    running: list[Req] = field(default_factory=list)
     chunked_req: Req | None = None  # prompt cut, goes on in the next step
 
 
@@ -98,9 +99,10 @@ class Scheduler(ABC):
 
     @abstractmethod
     def step(self) -> list[StepOutput]:
-        """Run one batch, if there is anything to run, and report. Every request with work gets a step
-        within a bounded number of calls. An exception from the model ends the requests of that batch with
-        FinishError and leaves the others alone."""
+        """Launch one batch, if there is anything to run, and report what is known: of this batch, or of the
+        one before while this one runs. Every request with work gets a step within a bounded number of
+        calls. An exception from the model ends the requests of that batch with FinishError, after the tokens
+        of the batch before, and leaves the others alone."""
 
     @abstractmethod
     def has_work(self) -> bool:

@@ -33,6 +33,7 @@ class Req:
     extra_key: str | None = None  # namespace in the prefix cache: different keys never share a prefix
     priority: int = 0  # larger is more important
     routing_key: str | None = None
+    grammar: Any = None  # shared.interfaces.Grammar: which tokens may come next; None: any
     arrival_time: float = 0.0  # seconds, by the scheduler's clock
     max_new_tokens: int = -1  # sampling_params.max_new_tokens, clamped so that prompt + output fits
 

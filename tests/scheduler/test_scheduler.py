@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from reference.new_token_ratio import DECAY_STEPS, NewTokenRatio
 from shared.conformance.scheduler_harness import SchedulerHarness
+from shared.new_token_ratio import DECAY_STEPS, NewTokenRatio
 
 
 def test_new_token_ratio_falls_while_all_goes_well_and_rises_on_retraction() -> None:

@@ -1,0 +1,147 @@
+"""Batches between their launch and the processing of their results.
+
+The host forms a batch from what it knows, launches it, and comes back for its results later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, TypeVar
+
+from optimized.future_map import FutureMap, count_in_flight
+from optimized.schedule_batch import name_tokens
+from optimized.streams import Pending, streams_for
+from shared.input_logprobs import hand_out_input_logprobs, input_logprob_positions
+from shared.interfaces import SchedulerParts
+from shared.sampling_batch import make_sampling_batch_info
+from shared.types import ForwardBatch, LogitsOutput, LogprobsOutput, Req, SampleOutput, ScheduleBatch
+
+_Any = TypeVar("_Any")
+
+
+@dataclass
+class BatchInFlight:
+    """A batch between its launch and the processing of its results.
+
+    `rows` shrinks: a request that is thrown out or ends takes its row along, and whatever the batch computes
+    for it is dropped.
+    """
+
+    batch: ScheduleBatch
+    forward_batch: ForwardBatch
+    chunked_req: Req | None  # one whose prompt goes on: its token means nothing
+    first_place: int  # in the FutureMap, of the first row's token
+    results: Pending | None = None  # None: sampling has not begun
+    logits_output: LogitsOutput | None = None  # only until then
+    rows: dict[Req, int] = field(init=False)
+    _input_logprob_ids: dict[Req, list[int]] = field(init=False)  # asked for by each extending row
+    _kept: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rows = {req: row for row, req in enumerate(self.batch.reqs)}
+        extending = self.batch.reqs[: self.batch.batch_size - self.batch.num_decode_reqs]
+        # Now: when results come, the request may be at its next chunk.
+        self._input_logprob_ids = {
+            req: [req.origin_input_ids[i] for i in input_logprob_positions(req)] for req in extending
+        }
+
+    def keep(self, value: _Any) -> _Any:
+        """Something that the device may read until the results are there."""
+        self._kept.append(value)
+        return value
+
+    def place_of(self, req: Req) -> int | None:
+        """Where the request's next token will be; None if this batch gives it none."""
+        row = self.rows.get(req)
+        return None if row is None or req is self.chunked_req else self.first_place + row
+
+    def hand_out_input_logprobs(self, output: LogprobsOutput | None) -> None:
+        ids = self._input_logprob_ids
+        extending = [req if req in self.rows else None for req in ids]
+        counts = [len(wanted) for wanted in ids.values()]
+        hand_out_input_logprobs(extending, counts, list(chain.from_iterable(ids.values())), output)
+
+
+class Pipeline:
+    """Oldest first. Between two steps of the scheduler it holds at most one batch, whose tokens the next one
+    decodes from."""
+
+    def __init__(self, parts: SchedulerParts) -> None:
+        self.parts = parts
+        self.device = parts.allocator.device
+        self.streams = streams_for(self.device)
+        # A batch has at most a row for every request, and one for the prompt that is being computed.
+        self.future_map = FutureMap(parts.req_to_token_pool.size, self.device)
+        self.batches: deque[BatchInFlight] = deque()
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def place_of(self, req: Req) -> int | None:
+        """Where the token is that the request decodes from next; None: the host knows it."""
+        return self.batches[-1].place_of(req) if self.batches else None
+
+    def num_in_flight(self, req: Req) -> int:
+        """Tokens of the request that the host does not know yet."""
+        return int(self.place_of(req) is not None)
+
+    def drop(self, req: Req) -> None:
+        """Whatever is computed for the request is not wanted any more."""
+        for batch in self.batches:
+            batch.rows.pop(req, None)
+
+    def launch(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:
+        parts, num_token_ids = self.parts, self.parts.num_token_ids
+        named = name_tokens(batch, self.place_of, self.device)
+        num_in_flight = [self.num_in_flight(req) for req in batch.reqs]
+        launched = BatchInFlight(batch, named, chunked_req, self.future_map.take(batch.batch_size))
+        if any(req.grammar is not None and n for req, n in zip(batch.reqs, num_in_flight)):
+            self.streams.launch(lambda: self._forward(launched))
+        else:
+            info = make_sampling_batch_info(batch.reqs, num_token_ids, self.device, num_in_flight)
+
+            def forward_and_sample() -> tuple[LogitsOutput, SampleOutput]:
+                resolved = launched.keep(self.future_map.resolve(named))
+                count_in_flight(launched.keep(info), named, resolved)
+                with parts.timeline.forward(resolved):
+                    outputs = parts.model_runner.forward_and_sample(
+                        resolved, parts.sampler, info, num_token_ids
+                    )
+                return self._sampled(launched, *outputs)
+
+            launched.results = self.streams.launch(forward_and_sample)
+        self.batches.append(launched)
+
+    # --8<-- [start:sample-late]
+    def _forward(self, launched: BatchInFlight) -> None:
+        """Without sampling: the grammar of some request has to see the token before."""
+        resolved = launched.keep(self.future_map.resolve(launched.forward_batch))
+        with self.parts.timeline.forward(resolved):
+            launched.logits_output = self.parts.model_runner.forward(resolved)
+
+    def sample(self, launched: BatchInFlight) -> None:
+        """Now that every token before is known. The logits are lent until the next forward pass."""
+        parts, num_token_ids = self.parts, self.parts.num_token_ids
+        info = make_sampling_batch_info(launched.batch.reqs, num_token_ids, self.device)
+
+        def sample() -> tuple[LogitsOutput, SampleOutput]:
+            logits_output, launched.logits_output = launched.logits_output, None
+            assert logits_output is not None
+            logits = logits_output.next_token_logits[:, :num_token_ids]
+            positions = launched.forward_batch.seq_lens - 1
+            sample_output = parts.sampler.sample(logits, launched.keep(info), positions)
+            return self._sampled(launched, logits_output, sample_output)
+
+        launched.results = self.streams.launch(sample)
+
+    # --8<-- [end:sample-late]
+
+    def _sampled(
+        self, launched: BatchInFlight, logits_output: LogitsOutput, sample_output: SampleOutput
+    ) -> tuple[LogitsOutput, SampleOutput]:
+        """What goes to the host: not the logits. The tokens stay on the device as well."""
+        self.future_map.store(launched.first_place, sample_output.next_token_ids)
+        nothing = logits_output.next_token_logits[:0]
+        return LogitsOutput(nothing, logits_output.input_logprobs), sample_output

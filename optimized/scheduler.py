@@ -1,0 +1,402 @@
+"""Continuous batching, one batch ahead: batch N+1 is formed and launched before N's results are read.
+
+Differs from reference: the GPU goes from batch to batch without waiting for the host, which forms the next
+one and processes the last one meanwhile. A request decodes from a token that the host does not know yet
+(optimized/future_map.py). If that token ends it, one token too many was computed: its row is dropped, and its
+slot freed with the others; an end by length is known ahead. A prompt is cached when it is launched: whoever
+finds it there runs behind it. Loses a step's overlap when memory is short, and the sampler's where a grammar
+has to see token N before N+1 is sampled. News come one step later than in the reference.
+"""
+
+from __future__ import annotations
+
+from optimized.pipeline import BatchInFlight, Pipeline
+from shared.config import EngineConfig, ModelConfig
+from shared.conformance.invariants import check_invariants
+from shared.finish import check_finished
+from shared.input_logprobs import cut_top
+from shared.interfaces import (
+    AddReqResult,
+    PrefillAdder,
+    PrefillBudget,
+    SchedulerParts,
+    SchedulerState,
+    SchedulerStats,
+)
+from shared.interfaces import scheduler as interface
+from shared.logprobs import to_token_logprobs
+from shared.new_token_ratio import NewTokenRatio
+from shared.request_limits import admit, least_wanted, overdue
+from shared.step_memory import (
+    evict_for,
+    mix,
+    num_tokens_to_decode,
+    prepare_for_decode,
+    prepare_for_extend,
+)
+from shared.types import (
+    FinishAbort,
+    FinishError,
+    FinishLength,
+    FinishReason,
+    ForwardBatch,
+    LogitsOutput,
+    Req,
+    SampleOutput,
+    ScheduleBatch,
+    StepOutput,
+    TokenLogprob,
+)
+from shared.waiting_queue import WaitingQueue
+
+
+class Scheduler(interface.Scheduler):
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> None:
+        if parts.drafter is not None:
+            raise ValueError("scheduler=optimized does not speculate yet; scheduler=reference does")
+        self.config = config
+        self.model_config = model_config
+        self.parts = parts
+        self.context_len = config.context_len or model_config.context_len
+        self.pipeline = Pipeline(parts)
+        self.waiting_queue = WaitingQueue()
+        self.running: list[Req] = []
+        self.chunked_req: Req | None = None
+        self.live: dict[str, Req] = {}
+        self.outputs: list[StepOutput] = []  # news for the next return of step()
+        self.batch_is_full = False  # no memory for more requests until somebody leaves
+        self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
+        self.num_steps = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
+        self.num_retractions = 0
+
+    # ---- requests come and go ----
+
+    def add_request(self, req: Req) -> None:
+        if req.rid in self.live:
+            raise ValueError(f"request id {req.rid!r} is in use")
+        admit(req, self.model_config.vocab_size, self.context_len, self.parts.allocator.size)
+        req.arrival_time = req.queue_start_time = self.parts.clock()
+        self.live[req.rid] = req
+        self.waiting_queue.append(req)
+        if self.config.enable_priority_scheduling:
+            self.batch_is_full = False  # it may preempt
+        limit = self.config.max_queued_requests
+        if limit is not None and len(self.waiting_queue) > limit:
+            turned_away = least_wanted(self.waiting_queue, self.config.enable_priority_scheduling)
+            self._finish(turned_away, FinishAbort(f"the queue is full ({limit} waiting)", 503))
+
+    def abort(self, rid: str) -> bool:
+        req = self.live.get(rid)
+        if req is None:
+            return False
+        self._finish(req, FinishAbort("aborted"))
+        return True
+
+    def retract(self, rid: str) -> bool:
+        req = self.live.get(rid)
+        if req is None or req.req_pool_idx is None:
+            return False
+        self._retract(req)
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self.live or self.outputs)
+
+    # --8<-- [start:overlap-step]
+    def step(self) -> list[StepOutput]:
+        self._finish_overdue()
+        self._catch_up(num_left=1)
+        with self.parts.timeline.span("schedule"):
+            batch = self.get_next_batch_to_run()
+        is_launched = batch is not None and self._launch(batch)
+        self._catch_up(num_left=1 if is_launched else 0)
+        if not self.live:
+            self._catch_up(num_left=0)  # rows of ended requests: once nobody is left, nothing runs
+        if self.config.check_invariants:
+            self._check_invariants()
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    # --8<-- [end:overlap-step]
+
+    def _catch_up(self, num_left: int) -> None:
+        """Process batches until at most so many are in flight, the oldest first. Between two steps one is; an
+        interrupt while waiting can leave two."""
+        while len(self.pipeline) > num_left:
+            oldest = self.pipeline.batches[0]
+            if oldest.results is None:
+                self._sample_late(oldest)
+                continue
+            with self.parts.timeline.span("wait for tokens"):
+                result = oldest.results.wait()
+            self.pipeline.batches.popleft()
+            with self.parts.timeline.span("process results"):
+                self.process_batch_result(oldest, oldest.forward_batch, *result)
+        if self.pipeline and self.pipeline.batches[0].results is None:
+            self._sample_late(self.pipeline.batches[0])
+
+    # ---- which batch ----
+
+    def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        """Prefill comes first: a waiting request costs latency, and a larger running batch is efficient."""
+        prefill = self._get_new_batch_prefill()
+        if prefill is None:
+            return self._get_batch_decode()
+        if self.config.enable_mixed_chunk and self._decodable() and self._has_memory_to_decode():
+            return mix(prefill, self._prepare_for_decode())
+        return prefill
+
+    def _get_new_batch_prefill(self) -> ScheduleBatch | None:
+        if self.chunked_req is None and (self.batch_is_full or not self.waiting_queue):
+            return None
+        decodable = self._decodable()
+        adder = self.parts.prefill_adder(
+            PrefillBudget(
+                page_size=self.config.page_size,
+                max_prefill_tokens=self.config.max_prefill_tokens,
+                chunked_prefill_size=self.config.chunked_prefill_size,
+                new_token_ratio=self.new_token_ratio.current,
+                num_mixed_decode_tokens=len(decodable) if self.config.enable_mixed_chunk else 0,
+            ),
+            self.parts.tree_cache,
+            self.parts.allocator,
+            decodable,
+        )
+        if self.chunked_req is not None:
+            self.chunked_req = adder.add_chunked_req(self.chunked_req)
+        if self.chunked_req is None and not self.batch_is_full:
+            self._add_waiting(adder)
+        if not adder.can_run_list:
+            return None
+
+        for req in adder.can_run_list:
+            if req.run_start_time is None:  # its first admission
+                req.run_start_time = self.parts.clock()
+                req.num_cached_tokens = len(req.prefix_indices)
+                self.num_prompt_tokens += len(req.origin_input_ids)
+                self.num_cached_tokens += req.num_cached_tokens
+            req.is_retracted = False
+        if adder.new_chunked_req is not None:
+            self.chunked_req = adder.new_chunked_req
+        parts = self.parts
+        return prepare_for_extend(
+            adder.can_run_list, parts.req_to_token_pool, parts.allocator, parts.tree_cache
+        )
+
+    def _add_waiting(self, adder: PrefillAdder) -> None:
+        order, deprioritized = self.parts.policy.order(self.waiting_queue, self.running)
+        for req in order:
+            if req.rid in deprioritized and adder.can_run_list:
+                break  # one step later it finds its prefix in the cache
+            if self._num_rows_in_use(adder) >= self.config.max_running_requests:
+                result = AddReqResult.NO_TOKEN
+            else:
+                result = adder.add_one_req(req)
+            if result is AddReqResult.NO_TOKEN and self._preempt_for(req, adder):
+                result = adder.add_one_req(req)
+            if result is not AddReqResult.CONTINUE:
+                # After an addition it is worth another try: the next step's budget reserves for what was
+                # added now only the expected output, not the longest.
+                self.batch_is_full = result is AddReqResult.NO_TOKEN and not adder.can_run_list
+                break
+            self.waiting_queue.remove(req)
+            if adder.new_chunked_req is not None:
+                break
+
+    def _num_rows_in_use(self, adder: PrefillAdder) -> int:
+        return len(self.running) + len(adder.can_run_list)
+
+    def _preempt_for(self, req: Req, adder: PrefillAdder) -> bool:
+        if not self.config.enable_priority_scheduling:
+            return False
+        victims = adder.preempt_to_schedule(req, self.config.priority_preemption_threshold)
+        for victim in victims:
+            self._retract(victim)
+        return bool(victims)
+
+    def _get_batch_decode(self) -> ScheduleBatch | None:
+        if not self._decodable():
+            return None
+        if self._has_memory_to_decode():
+            self.new_token_ratio.decay()
+        elif self.pipeline:
+            return None  # it may end somebody: see, before somebody is thrown out
+        else:
+            self._retract_to_decode()
+        return self._prepare_for_decode()
+
+    def _decodable(self) -> list[Req]:
+        """Running requests that may produce a token beyond the one in flight: an end by length is known."""
+        return [
+            req
+            for req in self.running
+            if len(req.output_ids) + self.pipeline.num_in_flight(req) < req.max_new_tokens
+        ]
+
+    def _prepare_for_decode(self) -> ScheduleBatch:
+        return prepare_for_decode(self._decodable(), self.parts.req_to_token_pool, self.parts.allocator)
+
+    def _has_memory_to_decode(self) -> bool:
+        num_tokens = num_tokens_to_decode(self._decodable(), self.config.page_size)
+        return evict_for(num_tokens, self.parts.tree_cache, self.parts.allocator)
+
+    def _retract_to_decode(self) -> None:
+        """Throw out requests until the others can go on: those with the fewest output tokens lose the least
+        work, and among them a long prompt frees the most. The last one stays; a prompt that is being
+        computed gives way to it, and alone it fits, because submission checked that."""
+        candidates = sorted(self.running, key=lambda req: (-len(req.output_ids), len(req.origin_input_ids)))
+        while not self._has_memory_to_decode():
+            if len(candidates) > 1:
+                self._retract(candidates.pop())
+            else:
+                assert self.chunked_req is not None, "one request alone does not fit: submission checks this"
+                self._retract(self.chunked_req)
+        self.new_token_ratio.raise_after_retraction(self.running)
+
+    # ---- run it ----
+
+    def _launch(self, batch: ScheduleBatch) -> bool:
+        """False when the model refuses it."""
+        self.num_steps += 1
+        try:
+            self.run_batch(batch)
+        except BaseException as error:
+            self._fail(batch, error)
+            if not isinstance(error, Exception):
+                raise  # an interrupt: the batch is lost, the engine is not
+            return False
+        for req in batch.reqs[: batch.batch_size - batch.num_decode_reqs]:
+            self.parts.tree_cache.cache_unfinished_req(req)
+            if req is not self.chunked_req:
+                self.running.append(req)
+        return True
+
+    def run_batch(self, batch: ScheduleBatch) -> None:
+        self.pipeline.launch(batch, self.chunked_req)
+
+    def _sample_late(self, batch: BatchInFlight) -> None:
+        try:
+            self.pipeline.sample(batch)
+        except BaseException as error:
+            self.pipeline.batches.remove(batch)
+            self._fail(batch.batch, error)
+            if not isinstance(error, Exception):
+                raise
+
+    def process_batch_result(
+        self,
+        batch: BatchInFlight,
+        forward_batch: ForwardBatch,
+        logits_output: LogitsOutput,
+        sample_output: SampleOutput,
+    ) -> None:
+        """Of the requests that have stayed. `forward_batch` is as long as its lists on the host say."""
+        assert sample_output.next_token_ids.shape == (forward_batch.batch_size,)
+        next_token_ids = sample_output.next_token_ids.tolist()
+        logprobs = to_token_logprobs(next_token_ids, sample_output.logprobs)
+        batch.hand_out_input_logprobs(logits_output.input_logprobs)
+        for req, row in batch.rows.items():
+            if req is not batch.chunked_req:  # its prompt is not complete: the sampled token means nothing
+                self._append_token(req, next_token_ids[row], logprobs[row] if logprobs else None)
+
+    def _append_token(self, req: Req, token_id: int, logprob: TokenLogprob | None) -> None:
+        if req.max_new_tokens == 0:  # only the prompt's log-probabilities or its KV were wanted
+            self._finish(req, FinishLength(0))
+            return
+        wants_logprob = req.sampling_params.return_logprob and logprob is not None
+        req.output_ids.append(token_id)
+        if wants_logprob:
+            req.output_logprobs.append(cut_top(logprob, req))
+        check_finished(req, 1, self.parts.decode_text, self.parts.num_token_ids)
+        num_before = len(req.output_ids) - 1
+        if req.finished_reason is not None:
+            assert req.finished_len is not None
+            del req.output_ids[req.finished_len :]  # a NaN's id is no output
+            del req.output_logprobs[req.finished_len :]
+            self._finish(req, req.finished_reason, len(req.output_ids) - num_before)
+        else:
+            self.outputs.append(req.step_output(num_new_tokens=1))
+        self.num_generated_tokens += len(req.output_ids) - num_before
+
+    # ---- the end of a request, or of its turn ----
+
+    def _finish(self, req: Req, reason: FinishReason, num_new_tokens: int = 0) -> None:
+        """Release everything and report: the one place where a request ends."""
+        req.finished_reason = reason
+        self._release(req, is_insert=not isinstance(reason, FinishError))
+        del self.live[req.rid]
+        self.batch_is_full = False
+        self.outputs.append(req.step_output(num_new_tokens))
+
+    def _retract(self, req: Req) -> None:
+        self._release(req, is_insert=False)
+        req.reset_for_retraction()
+        req.queue_start_time = self.parts.clock()
+        self.waiting_queue.append(req)
+        self.num_retractions += 1
+        self.batch_is_full = False
+
+    def _release(self, req: Req, is_insert: bool) -> None:
+        """Take the request out of wherever it is, and give its memory back."""
+        if req is self.chunked_req:
+            self.chunked_req = None
+        elif req in self.running:
+            self.running.remove(req)
+        elif req in self.waiting_queue:
+            self.waiting_queue.remove(req)
+        if req.req_pool_idx is not None:
+            self.parts.tree_cache.cache_finished_req(req, is_insert)
+        self.pipeline.drop(req)
+
+    def _fail(self, batch: ScheduleBatch, error: BaseException) -> None:
+        """The batch before is processed first: whom it ends has ended well, but nothing of this batch's KV
+        may be found."""
+        for req in batch.reqs[batch.batch_size - batch.num_decode_reqs :]:
+            if req.req_pool_idx is not None:
+                req.kv_committed_len -= 1
+        self._catch_up(num_left=0)
+        for req in batch.reqs:
+            if not req.finished:
+                self._finish(req, FinishError(f"{type(error).__name__}: {error}"))
+
+    def _finish_overdue(self) -> None:
+        if self.config.waiting_timeout is None and self.config.running_timeout is None:
+            return
+        now = self.parts.clock()
+        for req in list(self.live.values()):
+            reason = overdue(req, self.config, now)
+            if reason is not None:
+                self._finish(req, reason)
+
+    # ---- looking in ----
+
+    def flush_cache(self) -> bool:
+        if self.live:
+            return False
+        self._catch_up(num_left=0)
+        self.parts.tree_cache.reset()
+        self.parts.allocator.clear()
+        self.parts.req_to_token_pool.clear()
+        return True
+
+    def state(self) -> SchedulerState:
+        return SchedulerState(list(self.waiting_queue), list(self.running), self.chunked_req)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_waiting=len(self.waiting_queue),
+            num_running=len(self.running) + (self.chunked_req is not None),
+            num_steps=self.num_steps,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            num_retractions=self.num_retractions,
+            new_token_ratio=self.new_token_ratio.current,
+        )
+
+    def _check_invariants(self) -> None:
+        parts = self.parts
+        check_invariants(self.state(), parts.allocator, parts.req_to_token_pool, parts.tree_cache)

@@ -1,0 +1,102 @@
+"""Where a batch runs while the host forms the next one.
+
+The scheduler works on the stream that its caller is on: slots, rows of req_to_token, the tensors of a batch.
+Models run on a second one, and only there are KV, logits and future tokens read or written. Each launch waits
+for what was scheduled before it, never the other way round; the host waits only for a batch's results.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Work = Callable[[], Any]
+"""Queues a batch on the device, and returns the tensors that the host wants: one, or tuples of them."""
+
+
+class Pending(ABC):
+    """What a launch will have brought to the host."""
+
+    @abstractmethod
+    def wait(self) -> Any:
+        """The work's tensors, on the CPU."""
+
+
+class Streams(ABC):
+    @abstractmethod
+    def launch(self, work: Work) -> Pending:
+        """Run `work` behind everything launched before. What it raises is raised here."""
+
+
+class OneStream(Streams):
+    """A device that does one thing at a time (CPU, MPS): the same order of work, without the overlap."""
+
+    def launch(self, work: Work) -> Pending:
+        return Done(work())
+
+
+class Done(Pending):
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def wait(self) -> Any:
+        return map_tensors(torch.Tensor.cpu, self.result)
+
+
+class TwoStreams(Streams):
+    """A CUDA GPU. Whoever launches keeps the tensors that `work` reads until its results are there: the
+    allocator of memory knows only of the stream on which a tensor was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.forward_stream = torch.cuda.Stream(device)
+
+    # --8<-- [start:launch-on-a-stream]
+    def launch(self, work: Work) -> Pending:
+        self.forward_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.forward_stream):
+            try:
+                result = map_tensors(_start_copy, work())
+            except BaseException:
+                self.forward_stream.synchronize()  # nobody keeps the tensors of a batch that fails
+                raise
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return Arriving(result, arrived)
+
+    # --8<-- [end:launch-on-a-stream]
+
+
+class Arriving(Pending):
+    def __init__(self, result: Any, arrived: torch.cuda.Event) -> None:
+        self.result = result
+        self.arrived = arrived
+
+    def wait(self) -> Any:
+        self.arrived.synchronize()
+        return self.result
+
+
+def streams_for(device: torch.device) -> Streams:
+    return TwoStreams(device) if device.type == "cuda" else OneStream()
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value` with every tensor replaced: one of them, None, or a named tuple of such."""
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    values = (map_tensors(function, item) for item in value)
+    return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
+
+
+def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """On its way into page-locked memory; that of an empty tensor would be of no bytes."""
+    if tensor.numel() == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return target.copy_(tensor, non_blocking=True)

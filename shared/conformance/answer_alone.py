@@ -1,0 +1,70 @@
+"""What a request gets when nobody else is there: no scheduler, no batch, no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from shared.finish import check_finished
+from shared.input_logprobs import cut_top
+from shared.interfaces import Grammar, Sampler
+from shared.logprobs import logprobs_of, to_token_logprobs
+from shared.sampling_batch import make_sampling_batch_info
+from shared.types import FinishLength, Req, TokenLogprob
+
+LogitsOf = Callable[[Sequence[int]], torch.Tensor]
+"""A history's next-token logits, [vocab_size]"""
+
+
+def answer_alone(
+    req: Req, logits_of: LogitsOf, sampler: Sampler, decode_text: Callable[[list[int]], str], vocab_size: int
+) -> Req:
+    """A new request that asks what `req` asked and has its whole answer: ids, log-probabilities, reason."""
+    alone = replace(
+        req, output_ids=[], output_logprobs=[], input_logprobs=[], finished_reason=None, finished_len=None
+    )
+    params = alone.sampling_params
+    prompt = alone.origin_input_ids
+    if params.logprob_start_len >= 0:
+        alone.input_logprobs = [
+            _input_logprob(alone, position, logits_of)
+            for position in range(params.logprob_start_len, len(prompt))
+        ]
+    if alone.max_new_tokens == 0:
+        alone.finished_reason = FinishLength(0)
+    while not alone.finished:
+        info = make_sampling_batch_info([alone], vocab_size, "cpu")
+        position = torch.tensor([alone.num_tokens - 1])
+        output = sampler.sample(logits_of(alone.all_ids)[None], info, position)
+        alone.output_ids += output.next_token_ids.tolist()
+        if params.return_logprob:
+            found = to_token_logprobs(alone.output_ids[-1:], output.logprobs)
+            alone.output_logprobs += [cut_top(entry, alone) for entry in found]
+        check_finished(alone, 1, decode_text, vocab_size)
+    del alone.output_ids[alone.finished_len :]
+    del alone.output_logprobs[alone.finished_len :]
+    return alone
+
+
+def _input_logprob(req: Req, position: int, logits_of: LogitsOf) -> TokenLogprob:
+    token_id = req.origin_input_ids[position]
+    if position == 0:
+        return TokenLogprob(token_id, None)
+    logits = logits_of(req.origin_input_ids[:position])[None]
+    output = logprobs_of(logits, torch.tensor([token_id]), req.sampling_params.top_logprobs_num)
+    return to_token_logprobs([token_id], output)[0]
+
+
+class EveryThird(Grammar):
+    """A third of all tokens is forbidden, and which one depends on all tokens before."""
+
+    def next_tokens(self, output_ids: Sequence[int], vocab_size: int) -> torch.Tensor:
+        forbidden = sum((i + 1) * token_id for i, token_id in enumerate(output_ids)) % 3
+        bits = [token_id % 3 != forbidden for token_id in range(vocab_size)]
+        words = [
+            sum(bit << i for i, bit in enumerate(bits[start : start + 32]))
+            for start in range(0, vocab_size, 32)
+        ]
+        return torch.tensor(words, dtype=torch.int64).to(torch.int32)

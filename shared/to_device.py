@@ -1,0 +1,39 @@
+"""Numbers from the host to the device, without waiting for it.
+
+A copy to a GPU starts from page-locked memory. The allocator of that memory keeps it until the copy is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+ALIGNMENT = 2
+"""int64 numbers: kernels are compiled once more for addresses that are no multiple of 16 bytes."""
+
+
+def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """A tensor of numbers, or of rows of numbers."""
+    return copy_to_device(torch.tensor(values, dtype=dtype), device)
+
+
+def copy_to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    if torch.device(device).type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    if tensor.numel() > 0:  # there is no page-locked memory of no bytes
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def vectors_to_device(vectors: Sequence[Sequence[int]], device: torch.device | str) -> list[torch.Tensor]:
+    """Each an int64 tensor, all of them in one copy."""
+    flat: list[int] = []
+    starts: list[int] = []
+    for vector in vectors:
+        flat += [0] * (-len(flat) % ALIGNMENT)
+        starts.append(len(flat))
+        flat += vector
+    tensor = to_device(flat, torch.int64, device)
+    return [tensor[start : start + len(vector)] for start, vector in zip(starts, vectors)]

@@ -1,0 +1,275 @@
+"""Planted bugs in the overlapping scheduler: words of its sources, changed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import optimized.scheduler
+from tests.conformance.mutants.mutant import mutant_of
+
+FOLDER = Path(optimized.scheduler.__file__).parent
+FILES = ("future_map", "streams", "schedule_batch", "pipeline", "scheduler")
+"""In the order in which they import each other"""
+
+
+def changed(file: str, before: str, after: str) -> Any:
+    """The Scheduler of sources in one of which `before`, which is there once, became `after`."""
+    names = [f"optimized.{name}" for name in FILES]
+    originals = {name: sys.modules[name] for name in names}
+    try:
+        for name, module_name in zip(FILES, names):
+            source = (FOLDER / f"{name}.py").read_text("utf-8")
+            if name == file:
+                assert source.count(before) == 1, f"{source.count(before)} times: {before!r}"
+                source = source.replace(before, after)
+            module = sys.modules[module_name] = ModuleType(module_name)
+            exec(compile(source, f"{name}.py", "exec"), module.__dict__)
+        return module.Scheduler
+    finally:
+        sys.modules.update(originals)
+
+
+# The ring
+
+
+@mutant_of("scheduler")
+class PlacesCountFromZero(changed("future_map", "first = self._num_taken + 1", "first = self._num_taken")):
+    """Place 0 has no negative: its token is taken for the id 0."""
+
+
+@mutant_of("scheduler")
+class StoresOnePlaceFurther(
+    changed("future_map", "self.token_ids[first : first +", "self.token_ids[first + 1 : first + 1 +")
+):
+    """Tokens are written one place beside the one that was promised."""
+
+
+@mutant_of("scheduler")
+class StraddlesTheEnd(
+    changed(
+        "future_map",
+        "self.token_ids[first : first + len(next_token_ids)] =",
+        "self.token_ids[torch.arange(first, first + len(next_token_ids)) % self.limit] =",
+    )
+):
+    """Places beyond the limit are written at the front, and read where they were promised."""
+
+
+@mutant_of("scheduler")
+class FeedsWhatIsNoToken(changed("future_map", "next_token_ids.clamp(min=0)", "next_token_ids")):
+    """After NaN, the id -1 goes into the model."""
+
+
+@mutant_of("scheduler")
+class EveryBatchAtTheFront(
+    changed("pipeline", "self.future_map.store(launched.first_place,", "self.future_map.store(1,")
+):
+    """All batches store their tokens in the first places."""
+
+
+# Tokens in flight
+
+
+@mutant_of("scheduler")
+class SurplusStepCounts(changed("scheduler", "        self.pipeline.drop(req)\n", "")):
+    """What was computed for a request after its end is taken for output."""
+
+
+@mutant_of("scheduler")
+class RetractedTokenCounts(
+    changed(
+        "scheduler", "        self.pipeline.drop(req)\n", "        req.finished and self.pipeline.drop(req)\n"
+    )
+):
+    """A request that was thrown out and came back gets the token of before, and then the same once more."""
+
+
+@mutant_of("scheduler")
+class FreesTheSurplusSlotAgain(
+    changed(
+        "scheduler",
+        "        self.pipeline.drop(req)\n",
+        """        for batch in self.pipeline.batches:
+            row = batch.rows.pop(req, None)
+            if row is not None and batch.batch.forward_mode.is_decode:
+                self.parts.allocator.free(batch.batch.out_cache_loc[row : row + 1])
+""",
+    )
+):
+    """The slot of the step in flight is freed with the request's others, and once more."""
+
+
+@mutant_of("scheduler")
+class EndByLengthComesUnexpected(
+    changed("scheduler", "len(req.output_ids) + self.pipeline.num_in_flight(req)", "len(req.output_ids)")
+):
+    """A request whose last token is in flight takes part in one step more."""
+
+
+@mutant_of("scheduler")
+class CountsMissTheTokenInFlight(
+    changed("pipeline", "count_in_flight(launched.keep(info), named, resolved)", "launched.keep(info)")
+):
+    """Penalties lag one token behind."""
+
+
+@mutant_of("scheduler")
+class MinimumMissesTheTokenInFlight(
+    changed(
+        "pipeline",
+        "(batch.reqs, num_token_ids, self.device, num_in_flight)",
+        "(batch.reqs, num_token_ids, self.device)",
+    )
+):
+    """Stop tokens are banned for one token more than min_new_tokens."""
+
+
+@mutant_of("scheduler")
+class GrammarMissesTheTokenInFlight(changed("pipeline", "req.grammar is not None and n for", "False for")):
+    """The mask of a batch is made before the token before it is known."""
+
+
+@mutant_of("scheduler")
+class DecodesFromTheTokenBefore(
+    changed("schedule_batch", "if place is None else -place", "if True else -place")
+):
+    """The input of a decode step is the newest token that the host knows."""
+
+
+@mutant_of("scheduler")
+class ChunksGiveTokens(
+    changed("pipeline", "None if row is None or req is self.chunked_req else", "None if row is None else")
+):
+    """The token sampled in the middle of a prompt counts as being in flight."""
+
+
+@mutant_of("scheduler")
+class AsksWhoIsChunkedNow(
+    changed("scheduler", "if req is not batch.chunked_req:", "if req is not self.chunked_req:")
+):
+    """Whether a prompt was complete is decided when results come: the next chunk may be launched by then."""
+
+
+@mutant_of("scheduler")
+class ChunksAreCachedWhenResultsCome(
+    changed(
+        "scheduler",
+        """            self.parts.tree_cache.cache_unfinished_req(req)
+            if req is not self.chunked_req:
+""",
+        """            if req is not self.chunked_req:
+                self.parts.tree_cache.cache_unfinished_req(req)
+""",
+    )
+):
+    """A chunk begins where the one before it began."""
+
+
+@mutant_of("scheduler")
+class SharesTheListOfRequests(
+    changed(
+        "scheduler",
+        "for req, row in batch.rows.items():",
+        "for row, req in enumerate(r for r in self.running[: batch.batch.batch_size] if r in batch.rows):",
+    )
+):
+    """A batch's rows are told from the list of running requests as it is when results come."""
+
+
+@mutant_of("scheduler")
+class ProcessesTheNewestFirst(
+    changed("scheduler", "oldest = self.pipeline.batches[0]", "oldest = self.pipeline.batches[-1]")
+):
+    """Results are taken in the wrong order."""
+
+
+@mutant_of("scheduler")
+class AbortWaitsForTheToken(
+    changed(
+        "scheduler",
+        """        self._finish(req, FinishAbort("aborted"))
+        return True
+""",
+        """        if self.pipeline.num_in_flight(req):
+            req.to_finish = FinishAbort("aborted")
+        else:
+            self._finish(req, FinishAbort("aborted"))
+        return True
+""",
+    )
+):
+    """An abort is a wish that is looked at when the token in flight has come: two steps late."""
+
+
+# What is left behind
+
+
+@mutant_of("scheduler")
+class CachesWhatTheModelDidNotCompute(changed("scheduler", "req.kv_committed_len -= 1", "pass")):
+    """A request that ended before the model failed leaves a slot in the cache that nobody wrote."""
+
+
+@mutant_of("scheduler")
+class FailureHidesTheBatchBefore(
+    changed(
+        "scheduler",
+        """        self._catch_up(num_left=0)
+        for req in batch.reqs:
+""",
+        """        for req in batch.reqs:
+""",
+    )
+):
+    """Tokens that were under way when the model failed are lost."""
+
+
+@mutant_of("scheduler")
+class LateSamplingFailsAlone(
+    changed(
+        "scheduler",
+        """            self.pipeline.batches.remove(batch)
+            self._fail(batch.batch, error)
+""",
+        """            self.pipeline.batches.remove(batch)
+""",
+    )
+):
+    """A grammar that fails loses its batch, and nobody is told."""
+
+
+@mutant_of("scheduler")
+class LosesALeaversLogprobs(
+    changed(
+        "pipeline",
+        "extending = [req if req in self.rows else None for req in ids]",
+        "extending = [req for req in ids if req in self.rows]",
+    )
+):
+    """A request that left takes no log-probabilities along: the next one gets them."""
+
+
+@mutant_of("scheduler")
+class CountsLogprobsWhenResultsCome(
+    changed(
+        "pipeline",
+        "counts = [len(wanted) for wanted in ids.values()]",
+        "counts = [len(input_logprob_positions(req)) for req in ids]",
+    )
+):
+    """How much a chunk tells of its prompt is counted when the next chunk is under way."""
+
+
+@mutant_of("scheduler")
+class RetractsBeforeItLooks(
+    changed(
+        "scheduler",
+        """        elif self.pipeline:
+            return None  # it may end somebody: see, before somebody is thrown out
+""",
+        "",
+    )
+):
+    """Who is thrown out is decided while the batch in flight may be about to end somebody."""

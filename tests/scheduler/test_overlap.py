@@ -1,0 +1,226 @@
+"""The overlapping scheduler beyond its contract: the order of things, the ring, and a device that is slow."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from optimized.future_map import FutureMap
+from optimized.scheduler import Scheduler
+from optimized.streams import OneStream, Pending, Work
+from shared.conformance.clause import Clause
+from shared.conformance.compare import Mismatch
+from shared.conformance.contracts.scheduler import PROMPT
+from shared.conformance.invariants import InvariantViolation
+from shared.conformance.ledger_drafter import perfect
+from shared.conformance.scheduler_harness import SchedulerHarness, shape_flags
+from shared.conformance.schedules import random_schedule, run_schedule
+from shared.conformance.suite import clauses_of
+from shared.conformance.switches import answers_alone, expect_answers
+from shared.types import DraftShape
+from tests.conformance.mutants.optimized_scheduler import changed
+
+from .late_streams import LateScheduler, UnsteadyScheduler, make_late
+
+RAISING = {
+    "failing-forward",
+    "failing-sampler",
+    "failing-grammar",
+    "fails-in-the-middle",
+    "reports-before-it-fails",
+}
+"""A model raises when it is launched: on the late device nothing runs at that time."""
+
+MANY = {"any-schedule", "any-schedule-of-any-requests", "any-schedule-of-drafts", "any-shape", "any-moment"}
+"""Clauses of many cases: random ones are tried below, with seeds of their own."""
+
+CASES = [(clause, case) for clause in clauses_of("scheduler") for case in clause.cases]
+FEW = [(clause, case) for clause, case in CASES if clause.name not in MANY | RAISING]
+
+
+def harness_for(impl: type[Scheduler] = Scheduler, **options: Any) -> SchedulerHarness:
+    return SchedulerHarness(replace={"scheduler": impl}, **options)
+
+
+# ---- order ----
+
+
+class Recording(OneStream):
+    """Notes when a batch is launched, and when somebody asks for its results."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.num_launches = 0
+
+    def launch(self, work: Work) -> Pending:
+        self.num_launches += 1
+        number, pending = self.num_launches, super().launch(work)
+        self.events.append(("launch", number))
+        return Noting(self, number, pending)
+
+
+class Noting(Pending):
+    def __init__(self, streams: Recording, number: int, pending: Pending) -> None:
+        self.streams, self.number, self.pending = streams, number, pending
+
+    def wait(self) -> Any:
+        self.streams.events.append(("wait", self.number))
+        return self.pending.wait()
+
+
+def test_a_batch_is_launched_before_the_results_of_the_one_before_are_asked_for() -> None:
+    harness = harness_for()
+    streams = harness.scheduler.pipeline.streams = Recording()
+    harness.submit(PROMPT, 5)
+    harness.run()
+    expected = [("launch", 1)]
+    for number in range(1, 5):
+        expected += [("launch", number + 1), ("wait", number)]
+    assert streams.events == [*expected, ("wait", 5)], "an end by length is known: no sixth batch"
+
+
+def test_one_surplus_step_after_a_stop_token() -> None:
+    harness = harness_for()
+    rid = harness.submit(PROMPT, 20)
+    harness.run()
+    tokens, num_computed = harness.tokens[rid], harness.model_runner.num_computed_tokens
+    assert tokens[3] not in tokens[:3]
+    harness = harness_for()
+    streams = harness.scheduler.pipeline.streams = Recording()
+    rid = harness.submit(PROMPT, 20, eos=frozenset([tokens[3]]))
+    harness.run()
+    assert harness.tokens[rid] == tokens[:4]
+    assert streams.num_launches == 5
+    assert harness.model_runner.num_computed_tokens == num_computed - (20 - 5)
+    assert not harness.scheduler.pipeline, "nothing runs when nobody is left"
+    harness.expect_idle()
+
+
+def test_an_interrupt_while_waiting_loses_nothing() -> None:
+    class Interrupted(Noting):
+        def wait(self) -> Any:
+            if self.number == 3 and self.streams.events[-1] != ("interrupt", 3):
+                self.streams.events.append(("interrupt", 3))
+                raise KeyboardInterrupt
+            return super().wait()
+
+    class Interrupting(Recording):
+        def launch(self, work: Work) -> Pending:
+            noting = super().launch(work)
+            return Interrupted(self, noting.number, noting.pending)
+
+    harness = harness_for(is_spread=True)
+    harness.scheduler.pipeline.streams = Interrupting()
+    rids = [harness.submit(PROMPT, 8, frequency_penalty=1.0), harness.submit([3, 4], 6)]
+    harness.step()
+    harness.step()
+    harness.step()
+    with pytest.raises(KeyboardInterrupt):
+        harness.step()
+    assert len(harness.scheduler.pipeline) == 2
+    harness.run()
+    for rid in rids:
+        harness.expect_what_it_gets_alone(rid)
+    harness.expect_idle()
+
+
+def test_a_drafter_is_refused() -> None:
+    with pytest.raises(ValueError, match="scheduler=optimized does not speculate"):
+        harness_for(guess=perfect, **shape_flags(DraftShape(3, 1, 4)))
+
+
+# ---- the ring ----
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(1, 5), st.integers(0, 4), st.lists(st.integers(1, 5), max_size=60))
+def test_places_of_two_batches_never_meet_and_no_batch_is_torn(
+    max_batch_size: int, extra: int, sizes: list[int]
+) -> None:
+    ring = FutureMap(max_batch_size, torch.device("cpu"), limit=2 * max_batch_size + extra)
+    last: range = range(0)
+    for number, size in enumerate(sizes):
+        size = min(size, max_batch_size)
+        first = ring.take(size)
+        places = range(first, first + size)
+        assert places.start >= 1
+        assert places.stop <= len(ring.token_ids)
+        assert not set(places) & set(last)
+        ring.store(first, torch.arange(size) + 100 * number)
+        assert ring.token_ids[places.start : places.stop].tolist() == [100 * number + i for i in range(size)]
+        last = places
+
+
+def test_a_ring_too_small_for_two_batches_is_refused() -> None:
+    with pytest.raises(AssertionError, match="7 places do not hold two of 4"):
+        FutureMap(4, torch.device("cpu"), limit=7)
+
+
+# ---- a slow device ----
+
+
+@pytest.mark.parametrize("impl", [LateScheduler, UnsteadyScheduler])
+def test_the_contract_holds_on_a_slow_device(impl: type[Scheduler]) -> None:
+    for clause, case in FEW:
+        run(clause, impl, case)
+
+
+def run(clause: Clause, impl: type[Scheduler], case: Any) -> None:
+    try:
+        clause.run(impl, case, None)
+    except Exception as error:
+        raise AssertionError(f"{clause.name}, {case.name}: {error}") from error
+
+
+@pytest.mark.parametrize("impl", [LateScheduler, UnsteadyScheduler])
+def test_any_schedule_on_a_slow_device(impl: type[Scheduler]) -> None:
+    for seed in range(100, 106):
+        run_schedule(random_schedule(seed, is_spread=True), {"scheduler": impl})
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32), st.sampled_from([Scheduler, UnsteadyScheduler]))
+def test_any_schedule_of_any_requests(seed: int, impl: type[Scheduler]) -> None:
+    """Raise max_examples and drop derandomize to hunt."""
+    run_schedule(random_schedule(seed, is_spread=True), {"scheduler": impl})
+
+
+def test_a_slow_device_shows_what_is_made_too_late() -> None:
+    """Counts that are made when the batch runs: the host may know the token in flight by then."""
+    make_info = "info = make_sampling_batch_info(batch.reqs, num_token_ids, self.device, num_in_flight)"
+    start = "def forward_and_sample() -> tuple[LogitsOutput, SampleOutput]:"
+    before = f"            {make_info}\n\n            {start}\n"
+    bad = changed("pipeline", before, f"            {start}\n                {make_info}\n")
+
+    class Late(bad):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            make_late(self, random.Random(1))
+
+    def run_all() -> None:
+        for seed in range(40):
+            run_schedule(random_schedule(seed, is_spread=True), {"scheduler": Late})
+
+    with pytest.raises((Mismatch, InvariantViolation)):
+        run_all()
+
+
+# ---- a model that answers ----
+
+FLAGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"chunked_prefill_size": 7, "enable_mixed_chunk": True, "max_running_requests": 4},
+    {"max_total_tokens": 256, "schedule_conservativeness": 0.01, "page_size": 16},  # memory is short
+)
+OPTIMIZED = {"device": "cpu", "panel": "reference", "use": {"scheduler": "optimized"}}
+
+
+def test_answers_of_a_model_are_the_references() -> None:
+    alone = answers_alone("tiny-dense", device="cpu", panel="reference")
+    for flags in FLAGS:
+        expect_answers("tiny-dense", alone, **OPTIMIZED, **flags)
