@@ -32,7 +32,6 @@ class LedgerDrafter(interface.Drafter):
         self.vocab_size = vocab_size
         self.draft_tree = registry.load("draft_tree", "reference")()
         self.known: set[str] = set()
-        self.num_drafts = 0
 
     def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
         self.req_to_token_pool = req_to_token_pool
@@ -67,7 +66,6 @@ class LedgerDrafter(interface.Drafter):
             self.known.add(req.rid)
 
     def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
-        self.num_drafts += 1
         used: set[int] = set()
         token_ids, parents, num_nodes = [], [], []
         for i, req in enumerate(batch.reqs):

@@ -69,10 +69,8 @@ NGRAM, STANDALONE = (
 TREES = {"speculative_num_steps": 5, "speculative_topk": 4, "speculative_num_draft_tokens": 16}
 
 SPECULATION_SWITCHES: tuple[dict[str, Any], ...] = (
-    NGRAM,
     {**NGRAM, "speculative_topk": 1, "page_size": 16, "chunked_prefill_size": 64},
     {**NGRAM, "max_total_tokens": 256, "schedule_conservativeness": 0.01},  # memory is short: retraction
-    STANDALONE,
     {**STANDALONE, **TREES, "page_size": 4, "chunked_prefill_size": 7},
     {**STANDALONE, **TREES, "speculative_auto": True, "disable_radix_cache": True},
 )

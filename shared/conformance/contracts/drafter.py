@@ -31,7 +31,7 @@ class Setting:
     shape: DraftShape
     page_size: int = 1
     chunk: int | None = None
-    max_new_tokens: int = 24
+    max_new_tokens: int = 16
 
     def flags(self) -> dict[str, Any]:
         flags: dict[str, Any] = {

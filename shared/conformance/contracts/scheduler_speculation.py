@@ -19,7 +19,7 @@ from shared.conformance.speculative_harness import CHAIN, PROMPT, TREE, harness_
 from shared.interfaces import Scheduler
 from shared.types import DraftShape, SpeculationStats
 
-NUM_RANDOM_SCHEDULES = 40
+NUM_RANDOM_SCHEDULES = 24
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ MUTANTS = [
         "self._group = None",
     ),
     ring_with(
-        "BackupIsNoCopy",
+        "BackupSharesItsCounts",
         "What happens after a backup changes it.",
         "PagesState(self._ring.copy(), self._head, self.num_free, self._is_used.copy(), group)",
         "PagesState(self._ring, self._head, self.num_free, self._is_used, group)",
