@@ -40,8 +40,9 @@ class EagleDrafter(interface.Drafter):
         assert config.context_len is not None
         self.config = config
         self.parts = parts
-        folder = _draft_folder(config)
+        assert config.speculative_draft_model is not None
         assert config.speculative in ("eagle", "eagle3", "nextn")
+        folder = resolve_model_path(config.speculative_draft_model, config.load_format)
         self.draft_config = DraftConfig.from_pretrained(folder, parts.model_config, config.speculative)
         self.model = _load(folder, self.draft_config, config, parts)
         check_windows(config, self.draft_config.model)
@@ -75,6 +76,7 @@ class EagleDrafter(interface.Drafter):
     def num_slots(self, shape: DraftShape) -> int:
         return (shape.num_steps - 1) * shape.top_k  # no step follows the last beams
 
+    # --8<-- [start:eagle-extend]
     def extend(
         self,
         reqs: Sequence[Req],
@@ -90,6 +92,9 @@ class EagleDrafter(interface.Drafter):
         rows = zip(output.hidden_states[last], output.next_hidden_states[last])
         self.last_rows |= {req.rid: LastRow(*row) for req, row in zip(reqs, rows)}
 
+    # --8<-- [end:eagle-extend]
+
+    # --8<-- [start:eagle-draft]
     def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
         bs, k = batch.batch_size, shape.top_k
         last_rows = [self.last_rows[req.rid] for req in batch.reqs]
@@ -106,6 +111,8 @@ class EagleDrafter(interface.Drafter):
             parents = torch.arange(bs, device=top.token_ids.device)[:, None] * k + steps[-1].parents
             hidden_states = output.next_hidden_states[parents.flatten()]
         return self.draft_tree.build(batch.root_ids, steps, shape.num_draft_tokens)
+
+    # --8<-- [end:eagle-draft]
 
     def forget(self, req: Req) -> None:
         self.last_rows.pop(req.rid, None)
@@ -131,15 +138,6 @@ class EagleDrafter(interface.Drafter):
     def _context_len(self) -> int:
         assert self.config.context_len is not None
         return self.config.context_len
-
-
-def _draft_folder(config: EngineConfig) -> Path:
-    if config.speculative_draft_model is None:
-        raise ValueError(
-            f"speculative={config.speculative} needs speculative_draft_model: a folder with nothing but the "
-            "draft model's layers"
-        )
-    return resolve_model_path(config.speculative_draft_model, config.load_format)
 
 
 def _load(folder: Path, draft_config: DraftConfig, config: EngineConfig, parts: DrafterParts) -> DraftModel:

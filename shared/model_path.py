@@ -9,8 +9,8 @@ WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 def builtin_models() -> list[str]:
-    """Names of the models that come with the project."""
-    return sorted(p.parent.name for p in ASSETS.glob("*/model.safetensors"))
+    """Names of the models that come with the project. (A draft model has no tokenizer of its own.)"""
+    return sorted(p.parent.name for p in ASSETS.glob("*/tokenizer.json"))
 
 
 def is_shape(model: str) -> bool:

@@ -78,6 +78,7 @@ class Eagle3Model(BaseDraftModel):
         hidden_states: torch.Tensor,
         attention: BatchAttention,
     ) -> DraftOutput:
+        # --8<-- [start:eagle3-forward]
         if hidden_states.shape[-1] == self.config.target_hidden_size:
             hidden_states = self.fc(hidden_states)
         else:
@@ -86,3 +87,4 @@ class Eagle3Model(BaseDraftModel):
         x, residual = self.norm.add_and_norm(x, residual)
         # Drafting goes on from what has not been normed: it is then again a sum of what layers gave.
         return DraftOutput(hidden_states=x, next_hidden_states=residual)
+        # --8<-- [end:eagle3-forward]

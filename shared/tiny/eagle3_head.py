@@ -79,6 +79,7 @@ class Eagle3Head(nn.Module):
 
         results, is_drafted = [], slots.is_slot
         branch: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of the drafted slots, by step
+        # --8<-- [start:training-time-test]
         for step in range(num_steps):
             if step > 0:
                 hidden = hidden.roll(1, dims=1)
@@ -89,6 +90,7 @@ class Eagle3Head(nn.Module):
             hidden = self.midlayer(embeds, hidden, positions, keys, values, mask, branch)
             logits = self.lm_head(self.norm(hidden[is_drafted]))
             results.append((logits.float().log_softmax(-1), is_drafted))
+        # --8<-- [end:training-time-test]
         return results
 
 

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
+from shared.tiny.acceptance import save_card
 from shared.tiny.corpus import held_out_questions
 from shared.tiny.eagle3_head import Eagle3Head, Eagle3Shape, Slots, at_slots, find_slots
 from shared.tiny.exchange import Message
@@ -199,10 +200,42 @@ def save_head(head: Eagle3Head, target: PreTrainedModel, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def record_of(
+    command: str, head: Eagle3Head, options: TrainOptions, num_steps: int, draft_steps: int
+) -> dict[str, Any]:
+    """What training.json says before anything is measured; `num_steps` of the schedule were made."""
+    is_gpu = head.fc.weight.is_cuda
+    return {
+        "name": "eagle3",
+        "command": command,
+        "device": f"one {torch.cuda.get_device_name()}" if is_gpu else "one core of a busy CPU",
+        "torch": torch.__version__,
+        "num_tokens": num_steps * options.num_rows * options.row_len,
+        "row_len": options.row_len,
+        "draft_steps": draft_steps,
+        "num_parameters": sum(parameter.numel() for parameter in head.parameters()),
+    }
+
+
+def finish(
+    head: Eagle3Head, target: PreTrainedModel, folder: Path, record: dict[str, Any], num_questions: int
+) -> None:
+    """Write the head, measure what was written (weights rounded to bfloat16, run in float32), record it."""
+    save_head(head, target, folder)
+    head.load_state_dict({name: each.to(torch.bfloat16) for name, each in head.state_dict().items()})
+    questions = held_out_batch(TARGET, num_questions, record["row_len"])
+    held_out = evaluate(head, target, questions, num_steps=5)
+    record = {**record, "held_out": {"num_questions": num_questions, "steps": held_out}}
+    (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    save_card(folder)
+    for step, means in enumerate(held_out, start=1):
+        typer.echo(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in means.items()))
+
+
 def main(
     out: Annotated[Path, typer.Option(help="the folder to write")],
-    target: Annotated[Path, typer.Option(help="the model folder to train it for")] = TARGET,
-    steps: Annotated[int, typer.Option(help="optimizer steps")] = 1500,
+    steps: Annotated[int, typer.Option(help="optimizer steps of the schedule")] = 1500,
+    stop_after: Annotated[int, typer.Option(help="of these, make so many; 0: all")] = 0,
     rows: Annotated[int, typer.Option(help="packed rows a step")] = 2,
     row_len: Annotated[int, typer.Option(help="tokens a row")] = 1024,
     draft_steps: Annotated[int, typer.Option(help="how deep drafts are unrolled in training")] = 4,
@@ -211,41 +244,27 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda if there is one")] = "",
     questions: Annotated[int, typer.Option(help="held-out questions to measure with")] = 100,
 ) -> None:
-    """Train the EAGLE-3 head of a built-in model and measure it on held-out questions."""
+    """Train the EAGLE-3 head of the built-in dense model and measure it on held-out questions."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    network = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).to(device).eval()
+    network = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).to(device).eval()
     network.requires_grad_(False)
     head = new_head(network, seed)
     options = TrainOptions(steps, rows, row_len, learning_rate, seed=seed)
-    dataset = PackedBatches((target / "tokenizer.json").read_text(), seed, steps, rows, row_len)
+    num_steps = min(stop_after or steps, steps)
+    dataset = PackedBatches((TARGET / "tokenizer.json").read_text(), seed, num_steps, rows, row_len)
     workers = max(1, (os.cpu_count() or 2) - 2) if device == "cuda" else 0
     start = time.monotonic()
-    loss = run_with_progress(
-        train_steps(head, network, batch_loader(dataset, workers), options, draft_steps), options
-    )
+    losses = train_steps(head, network, batch_loader(dataset, workers), options, draft_steps)
+    loss = run_with_progress(losses, options)
     seconds = time.monotonic() - start
-
-    save_head(head, network, out)
-    # Measured is what was written: weights rounded to bfloat16, run in float32.
-    head.load_state_dict({name: each.to(torch.bfloat16) for name, each in head.state_dict().items()})
-    held_out = evaluate(head, network, held_out_batch(target, questions, row_len), num_steps=5)
-    record = {
-        "name": "eagle3",
-        "command": (
-            f"python -m shared.tiny.train_eagle3 --out {out} --steps {steps} --rows {rows} "
-            f"--row-len {row_len} --draft-steps {draft_steps} --learning-rate {learning_rate} --seed {seed}"
-        ),
-        "device": f"one {torch.cuda.get_device_name()}" if device == "cuda" else "one core of a CPU",
-        "torch": torch.__version__,
-        "seconds": round(seconds, 1),
-        "num_tokens": steps * rows * row_len,
-        "num_parameters": sum(parameter.numel() for parameter in head.parameters()),
-        "final_loss": round(loss, 5),
-        "held_out": {"num_questions": questions, "steps": held_out},
-    }
-    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
-    for step, means in enumerate(held_out, start=1):
-        typer.echo(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in means.items()))
+    command = (
+        f"python -m shared.tiny.train_eagle3 --out {out} --steps {steps} --stop-after {num_steps} "
+        f"--rows {rows} --row-len {row_len} --draft-steps {draft_steps} --learning-rate {learning_rate} "
+        f"--seed {seed}"
+    )
+    record = record_of(command, head, options, num_steps, draft_steps)
+    record |= {"seconds": round(seconds, 1), "final_loss": round(loss, 5)}
+    finish(head, network, out, record, questions)
 
 
 if __name__ == "__main__":

@@ -189,6 +189,9 @@ def test_a_draft_model_that_does_not_fit_is_refused(head: tuple[str, Path]) -> N
         engine((other, head[1]), DraftShape(3, 1, 4))
 
 
-def test_nextn_wants_its_layer_in_a_folder_of_its_own() -> None:
-    with pytest.raises(ValueError, match="needs speculative_draft_model"):
-        LLM(model="tiny-dense", panel="reference", device="cpu", speculative="nextn")
+def test_a_dummy_draft_model_needs_a_config_only(head: tuple[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((head[1] / "config.json").read_text())
+    llm = engine((head[0], tmp_path), DraftShape(3, 2, 6), load_format="dummy")
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    assert len(output.output_ids) == 4
+    assert drafter_of(llm).model.d2t is None or head[0] == "eagle3"

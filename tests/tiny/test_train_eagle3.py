@@ -133,10 +133,10 @@ def test_drafted_is_what_the_assistant_says_after_its_first_token(target: PreTra
 
 
 def test_training_lowers_the_loss_at_every_depth(target: PreTrainedModel) -> None:
-    head, held_out = new_head(target, seed=0), held_out_batch(TARGET, 8, 512)
+    head, held_out = new_head(target, seed=0), held_out_batch(TARGET, 4, 256)
     before = evaluate(head, target, held_out, NUM_STEPS)
-    options = TrainOptions(num_steps=12, num_rows=2, row_len=160, learning_rate=3e-3)
-    losses = [float(loss) for loss in train_steps(head, target, batches(12), options, num_draft_steps=3)]
+    options = TrainOptions(num_steps=10, num_rows=2, row_len=160, learning_rate=3e-3)
+    losses = [float(loss) for loss in train_steps(head, target, batches(10), options, num_draft_steps=3)]
     assert losses[-1] < losses[0] - 1.0
     after = evaluate(head, target, held_out, NUM_STEPS)
     assert all(b["loss"] < a["loss"] - 1.0 for a, b in zip(before, after))

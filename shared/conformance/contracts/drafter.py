@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shared import registry
 from shared.assembly import Assembly, assemble, drafter_class
 from shared.config import EngineConfig
 from shared.conformance.clause import contract
@@ -22,6 +23,9 @@ PROMPTS = (
     "Repeat this sentence: Mara has the red kite. Bo has the blue drum.",
     "Say the word kite 9 times.",
 )
+
+
+DRAFT_MODELS = {"standalone": "tiny-dense", "eagle3": "tiny-dense-eagle3"}
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,14 @@ class Setting:
             "speculative_topk": self.shape.top_k,
             "speculative_num_draft_tokens": self.shape.num_draft_tokens,
         }
-        return flags | {"speculative_draft_model": "tiny-dense"} if self.algorithm == "standalone" else flags
+        if self.algorithm in DRAFT_MODELS:
+            flags["speculative_draft_model"] = DRAFT_MODELS[self.algorithm]
+        return flags
 
 
 SETTINGS = tuple(
     Setting(f"{algorithm}, {'/'.join(map(str, shape))}, page {p}, chunk {chunk}", algorithm, shape, p, chunk)
-    for algorithm in ("ngram", "standalone")
+    for algorithm in ("ngram", "standalone", "eagle3")
     for shape, p, chunk in (
         (DraftShape(3, 1, 4), 1, None),
         (DraftShape(5, 4, 16), 1, 16),
@@ -53,6 +59,20 @@ SETTINGS = tuple(
         (DraftShape(1, 4, 5), 4, 12),
     )
 )
+
+
+Branches = set[tuple[tuple[int, ...], tuple[int, ...]]]
+"""A request's tokens, and drafts from its root down to a node."""
+
+
+def branches_of(reqs: Sequence[Req], tree: DraftTree) -> Branches:
+    branches: Branches = set()
+    for i, req in enumerate(reqs):
+        paths: list[tuple[int, ...]] = [()]
+        for token_id, parent in list(zip(tree.token_ids[i].tolist(), tree.parents[i].tolist()))[1:]:
+            paths.append((*paths[max(parent, 0)], token_id))
+        branches |= {(tuple(req.all_ids), path) for path in paths[1 : int(tree.num_nodes[i])]}
+    return branches
 
 
 def watched(impl: type[Drafter]) -> type[Drafter]:
@@ -80,6 +100,7 @@ def watched(impl: type[Drafter]) -> type[Drafter]:
             ids = tree.token_ids
             is_token = (ids >= 0) & (ids < self.parts_of_world.num_token_ids)
             expect_true("every node is a token", bool(is_token.all()), ids)
+            self.branches |= branches_of(batch.reqs, tree)
             return tree
 
         def allocate(self, req_to_token_pool: Any, num_slots: int) -> None:
@@ -88,6 +109,7 @@ def watched(impl: type[Drafter]) -> type[Drafter]:
 
         def __init__(self, config: EngineConfig, parts: Any) -> None:
             self.parts_of_world = parts
+            self.branches: Branches = set()
             super().__init__(config, parts)
 
     return Watched
@@ -120,6 +142,7 @@ def answers(assembly: Assembly, max_new_tokens: int, **params: Any) -> dict[str,
                 max_new_tokens=max_new_tokens, **{"temperature": 0.0, "ignore_eos": True, **params}
             ),
             seed=i,
+            eos_token_ids=assembly.model_config.eos_token_ids,
         )
         ids[req.rid] = req.output_ids
         scheduler.add_request(req)
@@ -138,6 +161,46 @@ def answers(assembly: Assembly, max_new_tokens: int, **params: Any) -> dict[str,
 @cache
 def answers_alone(max_new_tokens: int, temperature: float) -> dict[str, list[int]]:
     return answers(world(None, None), max_new_tokens, temperature=temperature)
+
+
+TRAINED = Setting("eagle3, trained", "eagle3", DraftShape(5, 4, 16), page_size=4, chunk=12, max_new_tokens=60)
+"""The built-in head, on what it was trained for: answers that end where they end."""
+
+LOWEST_ACCEPTANCE = 3.0
+"""Tokens per verification, the bonus token included."""
+
+
+def guesses_of(impl: Any) -> tuple[float, Branches]:
+    """Tokens per verification, and all that was drafted."""
+    assembly = world(impl, TRAINED)
+    answers(assembly, TRAINED.max_new_tokens, ignore_eos=False)
+    drafter: Any = assembly.parts.drafter
+    return assembly.scheduler.stats().speculation.acceptance_length_with_bonus, drafter.branches
+
+
+@cache
+def guesses_of_the_reference() -> tuple[float, Branches]:
+    return guesses_of(registry.load("drafter", "reference"))
+
+
+@contract(
+    "With a trained draft model it drafts the reference's trees, and as much is accepted, each to one part "
+    "in fifty: what reads other hidden states, at other positions or past its ancestors, guesses well still.",
+    (TRAINED,),
+)
+def trained_drafts(impl: Any, case: Setting) -> None:
+    if isinstance(impl, type):
+        return  # one drafter, whatever its model
+    acceptance, branches = guesses_of(impl)
+    expected_acceptance, expected = guesses_of_the_reference()
+    expect_true("the reference is good", expected_acceptance >= LOWEST_ACCEPTANCE, expected_acceptance)
+    share = len(branches & expected) / len(branches | expected)
+    expect_true("the branches are the same", share >= 0.98, share)
+    expect_true(
+        f"acceptance near {expected_acceptance:.3f}",
+        abs(acceptance - expected_acceptance) <= 0.02 * expected_acceptance,
+        acceptance,
+    )
 
 
 @contract("It guesses trees, and leaves greedy answers as they are.", SETTINGS)
