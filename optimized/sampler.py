@@ -6,7 +6,7 @@ before it is next. So no row is sorted, and only what reaches a bound found on t
 Sums and noise are float32 with known errors; where a decision is closer than these, float64 makes it anew, so
 tokens equal the reference's. What remains: a sum of float64 terms that meets top_p to the last bits may round
 to the other side, for it is added up in another order. Needs Triton. Loses to the reference for no batch that
-was measured; rows that keep tens of thousands of tokens pay a pass over the row for each token dropped.
+was measured; rows that keep tens of thousands of tokens pay a pass over them for each one that top_p drops.
 """
 
 from __future__ import annotations

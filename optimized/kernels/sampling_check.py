@@ -4,8 +4,10 @@ Floor: one read of these rows' logits; for batches without any, an empty launch.
 
 Shape: a fixed number of programs deals out the slices of the undecided rows, so that a batch without any
 costs a launch and one load. For each slice they count and add up the tokens before the proposal, the best of
-all, and before a second token, which is likely to be the best of those before it. The program that finishes a
-row's last slice adds the slices up in their order and decides. Rows that drop the proposal walk on.
+all, and before a second token, which is likely to be the best of those before it. Where min_p drops the
+proposal, nothing need be counted: instead they find the best token of each slice that min_p may keep. The
+program that finishes a row's last slice puts the slices together in their order and decides. Rows that drop
+the proposal walk on.
 """
 
 from __future__ import annotations
@@ -17,27 +19,31 @@ import triton.language as tl
 from optimized.kernels.sampling_noise import gumbel64, noise_state, scaled_logits
 from optimized.kernels.sampling_pick import MULTIPROCESSORS, Picked, floor_of
 from optimized.kernels.sampling_scan import WIDTH, Scan, readable_columns
-from optimized.kernels.sampling_walk import is_before, is_kept, lost, walk
+from optimized.kernels.sampling_walk import best_of_slice, is_before, is_kept, lost, walk
 from shared.types import SamplingBatchInfo
 
 
 @triton.jit
 def _settle(
     logits_ptr, counts_ptr, masses_ptr, slice_best_ptr, num_slices, vocab_size, readable, slice_size,
-    largest, temperature, total, state, top_k, top_p, min_p, first, first_id, second_id,
+    largest, temperature, total, state, top_k, top_p, min_p, first, first_id, second_id, is_dropped,
     SLICES: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row, from its slices' counts and masses."""
+    """The token of a row, from its slices' counts and masses; where min_p drops the first proposal, from the
+    slices' best tokens alone."""
     slices = tl.arange(0, SLICES)
     is_slice = slices < num_slices
     counts = tl.load(counts_ptr + slices, mask=is_slice, other=0)
     masses = masses_ptr + 2 * slices
-    mass = tl.sum(tl.load(masses, mask=is_slice, other=0.0).to(tl.float64), axis=0)
     token_id = first_id
-    if not is_kept(
-        logits_ptr, vocab_size, readable, largest, temperature, total, top_k, top_p, min_p,
-        first, first_id, tl.sum(counts & 0xFFFF, axis=0), mass,
-    ):  # fmt: skip
+    kept = False
+    if not is_dropped:
+        mass = tl.sum(tl.load(masses, mask=is_slice, other=0.0).to(tl.float64), axis=0)
+        kept = is_kept(
+            logits_ptr, vocab_size, readable, largest, temperature, total, top_k, top_p, min_p,
+            first, first_id, tl.sum(counts & 0xFFFF, axis=0), mass,
+        )  # fmt: skip
+    if not kept:
         floor = floor_of(min_p)
         marked = tl.load(slice_best_ptr + slices, mask=is_slice, other=vocab_size)
         ids = tl.where(marked < 0, ~marked, marked)
@@ -45,11 +51,13 @@ def _settle(
         s = scaled_logits(logits, largest, temperature)
         scores = s.to(tl.float64) + gumbel64(state, ids)
         is_stale = (marked < 0) | lost(s, ids, first, first_id, floor, vocab_size)
-        mass = tl.sum(tl.load(masses + 1, mask=is_slice, other=0.0).to(tl.float64), axis=0)
+        known_mass = tl.sum(tl.load(masses + 1, mask=is_slice, other=0.0).to(tl.float64), axis=0)
+        known_count = tl.where(is_dropped, 1, tl.sum(counts >> 16, axis=0))
+        known_id = tl.where(is_dropped, -1, second_id)
         token_id = walk(
             logits_ptr, vocab_size, readable, slice_size, largest, temperature, total, state,
             top_k, top_p, min_p, floor, first, first_id, slices, is_stale, s, ids, scores,
-            second_id, tl.sum(counts >> 16, axis=0), mass,
+            known_id, known_count, known_mass,
         )  # fmt: skip
     return token_id
 
@@ -76,27 +84,36 @@ def _check_kernel(
             row_ptr = logits_ptr + row * row_stride
             largest = tl.load(largest_ptr + row)
             temperature = tl.load(temperatures_ptr + row)
-            ids = piece * SIZE + tl.arange(0, SIZE)
-            logits = tl.load(row_ptr + ids, mask=ids < readable, other=float("-inf"))
-            s = scaled_logits(tl.where(ids < vocab_size, logits, float("-inf")), largest, temperature)
-            weights = tl.exp(s)
-            before_first = is_before(s, ids, first, first_id)
-            before_second = is_before(s, ids, second, second_id)
-            counts = tl.sum(before_first.to(tl.int32) + (before_second.to(tl.int32) << 16), axis=0)
+            state = noise_state(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+            min_p = tl.load(min_ps_ptr + row)
+            is_dropped = tl.exp(first.to(tl.float64)) < min_p
             at = row * num_slices + piece
-            tl.store(counts_ptr + at, counts)
-            tl.store(masses_ptr + 2 * at, tl.sum(tl.where(before_first, weights, 0.0), axis=0))
-            tl.store(masses_ptr + 2 * at + 1, tl.sum(tl.where(before_second, weights, 0.0), axis=0))
+            if is_dropped:
+                best_id = best_of_slice(
+                    row_ptr, vocab_size, piece * SIZE, SIZE, largest, temperature, state,
+                    first, first_id, floor_of(min_p),
+                )  # fmt: skip
+                tl.store(slice_best_ptr + at, best_id)
+            else:
+                ids = piece * SIZE + tl.arange(0, SIZE)
+                logits = tl.load(row_ptr + ids, mask=ids < readable, other=float("-inf"))
+                s = scaled_logits(tl.where(ids < vocab_size, logits, float("-inf")), largest, temperature)
+                weights = tl.exp(s)
+                before_first = is_before(s, ids, first, first_id)
+                before_second = is_before(s, ids, second, second_id)
+                counts = tl.sum(before_first.to(tl.int32) + (before_second.to(tl.int32) << 16), axis=0)
+                tl.store(counts_ptr + at, counts)
+                tl.store(masses_ptr + 2 * at, tl.sum(tl.where(before_first, weights, 0.0), axis=0))
+                tl.store(masses_ptr + 2 * at + 1, tl.sum(tl.where(before_second, weights, 0.0), axis=0))
             tl.debug_barrier()
             if tl.atomic_add(counters_ptr + row, 1, sem="acq_rel") == num_slices - 1:
                 token_id = _settle(
                     row_ptr, counts_ptr + row * num_slices, masses_ptr + 2 * row * num_slices,
                     slice_best_ptr + row * num_slices, num_slices, vocab_size, readable, SIZE,
                     largest, temperature, tl.load(totals_ptr + row).to(tl.float64),
-                    noise_state(tl.load(seeds_ptr + row), tl.load(positions_ptr + row)),
-                    tl.minimum(tl.load(top_ks_ptr + row), vocab_size).to(tl.int32),
-                    tl.load(top_ps_ptr + row).to(tl.float64), tl.load(min_ps_ptr + row),
-                    first, first_id, second_id, SLICES,
+                    state, tl.minimum(tl.load(top_ks_ptr + row), vocab_size).to(tl.int32),
+                    tl.load(top_ps_ptr + row).to(tl.float64), min_p,
+                    first, first_id, second_id, is_dropped, SLICES,
                 )  # fmt: skip
                 tl.store(token_ids_ptr + row, token_id.to(tl.int64))
 

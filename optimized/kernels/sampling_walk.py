@@ -102,6 +102,23 @@ def _best_of_slice(
 
 
 @triton.jit
+def best_of_slice(
+    logits_ptr, vocab_size, first, size, largest, temperature, state, pivot, pivot_id, floor
+):  # fmt: skip
+    """-> the id of the token with the best score among those of a slice that are before the pivot and have
+    s >= floor, vocab_size if there is none."""
+    best_id, num_near = _best_of_slice(
+        logits_ptr, vocab_size, first, size, largest, temperature, state, pivot, pivot_id, floor, EXACT=False
+    )
+    if num_near > 1:
+        best_id, _ = _best_of_slice(
+            logits_ptr, vocab_size, first, size, largest, temperature, state, pivot, pivot_id, floor,
+            EXACT=True,
+        )  # fmt: skip
+    return best_id
+
+
+@triton.jit
 def refresh(
     logits_ptr, vocab_size, slice_size, largest, temperature, state, pivot, pivot_id, floor,
     slices, is_stale, s, ids, scores,
@@ -110,16 +127,10 @@ def refresh(
     others' are it already. -> s, ids and float64 scores [slices]; vocab_size and -inf where there is none."""
     while tl.max(is_stale.to(tl.int32), axis=0) > 0:
         piece = lowest_id(is_stale, slices, 0)
-        first = piece * slice_size
-        best_id, num_near = _best_of_slice(
-            logits_ptr, vocab_size, first, slice_size, largest, temperature, state, pivot, pivot_id, floor,
-            EXACT=False,
+        best_id = best_of_slice(
+            logits_ptr, vocab_size, piece * slice_size, slice_size, largest, temperature, state,
+            pivot, pivot_id, floor,
         )  # fmt: skip
-        if num_near > 1:
-            best_id, _ = _best_of_slice(
-                logits_ptr, vocab_size, first, slice_size, largest, temperature, state, pivot, pivot_id,
-                floor, EXACT=True,
-            )  # fmt: skip
         logit = tl.load(logits_ptr + best_id, mask=best_id < vocab_size, other=float("-inf"))
         best_s = scaled_logits(logit, largest, temperature)
         is_piece = slices == piece
@@ -176,7 +187,8 @@ def walk(
         )  # fmt: skip
         pivot, pivot_id = best_token(s, ids, scores)
         count, mass = known_count, known_mass
-        if pivot_id != known_id:
+        # Where min_p is the only filter, neither matters.
+        if (pivot_id != known_id) & ((top_k < vocab_size) | (top_p < 1.0)):
             count, mass, _ = mass_before(
                 logits_ptr, vocab_size, readable, largest, temperature, pivot, pivot_id, EXACT=False
             )

@@ -150,6 +150,21 @@ def test_ways_that_are_seldom_taken_lead_to_the_same_tokens(way: str) -> None:
         expect_equal("top_ids", top_ids[good], expected[good])
 
 
+@pytest.mark.parametrize("more", [{}, {"top_ps": 0.8}, {"top_ks": 6000}], ids=["alone", "top-p", "top-k"])
+def test_flat_rows_under_min_p(more: dict[str, float]) -> None:
+    """More tokens are kept than are gathered, and a third of the proposals is dropped."""
+    num_rows, vocab_size = 24, 9001
+    logits = Inputs(1).normal(num_rows, vocab_size, std=0.3)
+    logits[::3] = (logits[::3] * 20).round() / 20  # ties
+    info = plain_info(num_rows, vocab_size, min_ps=0.3, **more)
+    positions = torch.arange(num_rows, device=logits.device)
+    free = ReferenceSampler().sample(logits, replace(info, needs_filter=False), positions).next_token_ids
+    weights = (logits - logits.amax(dim=1, keepdim=True)).exp()
+    assert ((weights >= 0.3).sum(dim=1) > 2048).sum() > 20
+    assert (weights.gather(1, free[:, None]) < 0.3).sum() > 4
+    expect_same_tokens(Sampler, logits, info, positions)
+
+
 @pytest.mark.parametrize("vocab_size", [129, 5003])
 def test_against_loops_in_float64(vocab_size: int) -> None:
     asks = [*KINDS, *ADJUSTED]

@@ -124,6 +124,16 @@ class ScoresOfSlicesAreNotComparable(Variant):
 
 
 @mutant_of("sampler")
+class OneSliceForAll(Variant):
+    """Where min_p drops the proposal, every slice's best token is looked for in the first one."""
+
+    changes = (
+        Change("gather", "MAX_GROUPS = tl.constexpr(1024)", "MAX_GROUPS = tl.constexpr(0)"),
+        Change("check", "piece * SIZE, SIZE", "0 * SIZE, SIZE"),
+    )
+
+
+@mutant_of("sampler")
 class FloorAboveMinP(Variant):
     """Tokens that min_p keeps by a narrow margin are not gathered."""
 
