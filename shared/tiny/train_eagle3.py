@@ -1,4 +1,5 @@
-"""Train the EAGLE-3 head of the built-in dense model: in minutes on one GPU, in half an hour on a CPU.
+"""Train the EAGLE-3 head of the built-in dense model: some twenty minutes of one CPU core. (Written for a GPU
+too, where it has not been tried yet.)
 
 python -m shared.tiny.train_eagle3 --out shared/assets/tiny-dense-eagle3
 """
@@ -49,11 +50,11 @@ class Losses(NamedTuple):
     top4: list[torch.Tensor]  # ... among its best four
 
 
-def head_shape(target: PreTrainedModel, intermediate_size: int = INTERMEDIATE_SIZE) -> Eagle3Shape:
+def head_shape(target: PreTrainedModel) -> Eagle3Shape:
     config = target.config
     return Eagle3Shape(
         hidden_size=config.hidden_size,
-        intermediate_size=intermediate_size,
+        intermediate_size=INTERMEDIATE_SIZE,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,

@@ -1,8 +1,8 @@
 """The built-in EAGLE-3 head is what its card says: in the public format, trained, and accepted that often."""
 
 import json
+from pathlib import Path
 
-import pytest
 import torch
 
 from shared.config import DraftConfig, ModelConfig
@@ -35,7 +35,7 @@ def test_it_is_no_model_of_its_own() -> None:
     assert builtin_models() == ["tiny-dense", "tiny-moe"]
 
 
-def test_card_and_record_agree(tmp_path: pytest.TempPathFactory) -> None:
+def test_card_and_record_agree(tmp_path: Path) -> None:
     for name in ("training.json", "config.json"):
         (tmp_path / name).write_text((FOLDER / name).read_text())
     save_card(tmp_path)
