@@ -184,8 +184,8 @@ def guesses_of_the_reference() -> tuple[float, Branches]:
 
 
 @contract(
-    "With a trained draft model it drafts the reference's trees, to one branch in fifty, and within a hundredth "
-    "as much is accepted: what reads other hidden states, or at other positions, guesses well still.",
+    "With a trained draft model it drafts the reference's trees, to one branch in fifty, and as much is "
+    "accepted, to a hundredth: what reads other hidden states, or at other positions, guesses well still.",
     (TRAINED,),
 )
 def trained_drafts(impl: Any, case: Setting) -> None:
