@@ -65,7 +65,10 @@ def diff(
         bool, typer.Option("--ignore-eos", help="Go on to --max-new-tokens whatever is sampled.")
     ] = False,
     teacher_forced: Annotated[
-        bool, typer.Option("--teacher-forced", help="B goes on with A's tokens: look beyond a near tie.")
+        bool,
+        typer.Option(
+            "--teacher-forced", help="B goes on with A's tokens and experts: look beyond a near tie."
+        ),
     ] = False,
     strict_schedule: Annotated[
         bool, typer.Option("--strict-schedule", help="Batches that are not the same are a divergence.")

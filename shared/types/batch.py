@@ -43,10 +43,6 @@ class ScheduleBatch:
     def batch_size(self) -> int:
         return len(self.reqs)
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.reqs
-
 
 @dataclass(frozen=True)
 class ForwardBatch:
