@@ -243,10 +243,9 @@ class RadixCache(interface.PrefixCache):
         n, piece_len = self.page_size + key.is_bigram, COMPARE_LEN
         while n < num_tokens:
             piece = _as_array(key.token_ids[start + n : start + min(n + piece_len, num_tokens)])
-            differs = piece != child.tokens[n : n + len(piece)]
-            first = int(differs.argmax())
-            if differs[first]:
-                n += first
+            stored = child.tokens[n : n + len(piece)]
+            if piece.tobytes() != stored.tobytes():  # quicker than element by element, and mostly equal
+                n += int((piece != stored).argmax())
                 break
             n += len(piece)
             piece_len *= 2

@@ -16,7 +16,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 from optimized.waiting_matches import WaitingMatches
 from shared.config import EngineConfig
@@ -34,38 +33,38 @@ class SchedulePolicy(interface.SchedulePolicy):
         self.config = config
         self.tree_cache = tree_cache
         self.rng = random.Random(config.random_seed)
-        self._queue: WaitingQueue | None = None  # the one that is followed
-        self._follower: Follower | None = None
         self._by_key = SortedQueue(self._sort_key)
         self._by_route = RoutedQueue()
         self._matches: WaitingMatches | None = None
         if config.schedule_policy in ("lpm", "dfs-weight") and not tree_cache.disable:
             is_depth_first = config.schedule_policy == "dfs-weight"
             self._matches = WaitingMatches(config, tree_cache, is_depth_first)
+        # What is kept, and for which queue: one of the above, the others are empty.
+        self._index: SortedQueue | RoutedQueue | WaitingMatches = self._by_key
+        self._queue: WaitingQueue | None = None
+        self._follower: Follower | None = None
 
     def order(self, waiting_queue: Sequence[Req], running: Sequence[Req]) -> PolicyResult:
+        """What is given is read where it is kept: that changes in the next pass, not before."""
         policy = self._effective_policy(len(waiting_queue))
         if policy in ("lpm", "dfs-weight"):
             return self._cache_aware_order(policy, waiting_queue)
-        if self._matches is not None:
-            self._forget(self._matches)  # of so many, nobody needs them
-        if policy == "lof" or (policy == "fcfs" and self.config.enable_priority_scheduling):
-            self._follow(waiting_queue, self._by_key)
-            return PolicyResult(iter(self._by_key.reqs), frozenset())  # updated in the next pass
-        if policy == "random":
-            return PolicyResult(self._shuffled(list(waiting_queue)), frozenset())
         if policy == "routing-key":
-            queue = self._follow(waiting_queue, self._by_route)
+            self._follow(waiting_queue, self._by_route)
             counts = Counter(req.routing_key for req in running if req.routing_key is not None)
-            return PolicyResult(self._by_route.order(queue, counts), frozenset())
-        return PolicyResult(list(waiting_queue), frozenset())
+            return PolicyResult(self._by_route.order(counts), frozenset())
+        self._follow(waiting_queue, self._by_key)
+        reqs = self._by_key.reqs
+        return PolicyResult(self._shuffled(reqs) if policy == "random" else iter(reqs), frozenset())
 
-    def _shuffled(self, queue: list[Req]) -> Iterator[Req]:
-        """Each place draws from those who are left: whoever stops early has drawn no more than was needed."""
-        for i in range(len(queue)):
-            j = self.rng.randrange(i, len(queue))
-            queue[i], queue[j] = queue[j], queue[i]
-            yield queue[i]
+    def _shuffled(self, reqs: list[Req]) -> Iterator[Req]:
+        """Each place draws from those who are left. Nobody is moved: `moved` has who would be elsewhere."""
+        moved: dict[int, Req] = {}
+        for i in range(len(reqs)):
+            j = self.rng.randrange(i, len(reqs))
+            drawn = moved.get(j, reqs[j])
+            moved[j] = moved.pop(i, reqs[i])
+            yield drawn
 
     def _effective_policy(self, num_waiting: int) -> str:
         policy = self.config.schedule_policy
@@ -78,33 +77,30 @@ class SchedulePolicy(interface.SchedulePolicy):
     def _cache_aware_order(self, policy: str, waiting_queue: Sequence[Req]) -> PolicyResult:
         matches = self._matches
         assert matches is not None
-        queue = self._follow(waiting_queue, matches)
+        self._follow(waiting_queue, matches)
         if policy == "dfs-weight":
             return PolicyResult(matches.depth_first(), matches.put_off)
-        ranks = {req: (req.rid in matches.put_off, -matches.by_req[req].matched_len) for req in queue}
-        return PolicyResult(sorted(queue, key=ranks.__getitem__), matches.put_off)
+        ranks = {req: (req.rid in matches.put_off, -matches.by_req[req].matched_len) for req in waiting_queue}
+        return PolicyResult(sorted(waiting_queue, key=ranks.__getitem__), matches.put_off)
 
-    def _follow(self, waiting_queue: Sequence[Req], index: Any) -> WaitingQueue:
-        """Bring what is kept for a queue up to date with it. A plain sequence is a new queue each time."""
+    def _follow(
+        self, waiting_queue: Sequence[Req], index: SortedQueue | RoutedQueue | WaitingMatches
+    ) -> None:
+        """Bring the index up to date with a queue. A plain sequence is a new queue each time."""
         is_queue = isinstance(waiting_queue, WaitingQueue)
         queue = waiting_queue if is_queue else WaitingQueue(waiting_queue)
-        if queue is not self._queue:
-            self._forget(index)
-            self._queue, self._follower = queue, queue.follow()
+        if queue is not self._queue or index is not self._index:
+            self._index.clear()
+            if self._queue is not None and self._follower is not None:
+                self._queue.unfollow(self._follower)
+            self._index, self._queue, self._follower = index, queue, queue.follow()
         assert self._follower is not None
         index.update(self._follower.take())
-        return queue
-
-    def _forget(self, index: Any) -> None:
-        index.clear()
-        if self._queue is not None and self._follower is not None:
-            self._queue.unfollow(self._follower)
-        self._queue = self._follower = None
 
     def _sort_key(self, req: Req) -> tuple[float, float]:
-        priority = -req.priority if self.config.enable_priority_scheduling else 0
-        is_lof = self.config.schedule_policy == "lof"
-        return priority, -req.max_new_tokens if is_lof else req.queue_start_time
+        by_priority, policy = self.config.enable_priority_scheduling, self.config.schedule_policy
+        second = {"lof": -req.max_new_tokens, "fcfs": req.queue_start_time if by_priority else 0}
+        return -req.priority if by_priority else 0, second.get(policy, 0)
 
 
 class SortedQueue:
@@ -131,23 +127,24 @@ class SortedQueue:
 
 
 class RoutedQueue:
-    """Waiting requests by routing key, each key's in the order of the queue."""
+    """Waiting requests by routing key, each key's in the order of the queue; and all of them."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
+        self._everyone = SortedQueue(lambda req: (0, 0))
         self._waiting: dict[str | None, dict[Req, None]] = {}
 
     def update(self, changes: Changes) -> None:
+        self._everyone.update(changes)
         for req in changes.left:
             del self._waiting[req.routing_key][req]
         for req in changes.joined:  # these come last: their tickets are the newest
             self._waiting.setdefault(req.routing_key, {})[req] = None
 
-    def order(self, queue: Sequence[Req], counts: Counter[str | None]) -> Iterator[Req]:
+    def order(self, counts: Counter[str | None]) -> Iterator[Req]:
         """First those whose key is running, the most frequent first, then by key; behind them the others."""
         most_frequent = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
-        with_key = [list(self._waiting.get(key, ())) for key, _ in most_frequent]
-        others = filter(lambda req: req.routing_key not in counts, list(queue))
-        return chain(*with_key, others)
+        with_key = chain.from_iterable(self._waiting.get(key, ()) for key, _ in most_frequent)
+        return chain(with_key, (req for req in self._everyone.reqs if req.routing_key not in counts))

@@ -52,6 +52,26 @@ def plot_gaps(file: Path, title: str, gaps: Mapping[str, Sequence[float]]) -> No
     figure.savefig(file)
 
 
+def plot_growth(
+    file: Path,
+    title: str,
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    what: str,
+    cost: str,
+) -> None:
+    """A line for each name, both axes logarithmic: equal slopes are equal powers."""
+    figure, axes = _figure(title)
+    for label, points in lines.items():
+        x, y = zip(*points)
+        axes.plot(x, y, "o--" if "reference" in label else "o-", label=label, markersize=3)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel(what)
+    axes.set_ylabel(cost)
+    axes.legend(fontsize="x-small")
+    figure.savefig(file)
+
+
 def _figure(title: str) -> tuple[Any, Axes]:
     # Not pyplot: no window, no state of the process.
     from matplotlib.figure import Figure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from shared.commands import bench_latency, bench_offline, bench_step
+from shared.commands import bench_latency, bench_offline, bench_prefix_cache, bench_scheduling, bench_step
 
 app = typer.Typer(help="Measure the engine.", no_args_is_help=True)
 
@@ -17,3 +17,5 @@ def _group() -> None:
 app.command("step")(bench_step.step)
 app.command("offline")(bench_offline.offline)
 app.command("latency")(bench_latency.latency)
+app.command("prefix-cache")(bench_prefix_cache.prefix_cache)
+app.command("scheduling")(bench_scheduling.scheduling)

@@ -4,7 +4,7 @@ None means "not given": defaults live in `EngineConfig` and `SamplingParams`, wh
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_type_hints
 
@@ -233,6 +233,14 @@ def integers(option: str, text: str, separator: str = ",") -> tuple[int, ...]:
         return tuple(int(piece) for piece in text.split(separator))
     except ValueError:
         raise ValueError(f"{option} takes numbers separated by {separator!r}, got {text!r}") from None
+
+
+def names_among(option: str, text: str, allowed: Sequence[str]) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    wrong = [name for name in names if name not in allowed]
+    if wrong or not names:
+        raise ValueError(f"{option} takes {', '.join(allowed)}, separated by commas, got {text!r}")
+    return names
 
 
 def _given(options: EngineOptions | SamplingOptions) -> dict[str, Any]:

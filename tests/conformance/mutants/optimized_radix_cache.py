@@ -106,7 +106,9 @@ class MatchesPastTheEnd(changed("n += len(piece)", "n += piece_len")):
 
 
 @mutant_of("radix_cache")
-class MissesTheFirstDifference(changed("if differs[first]:", "if first > 0:")):
+class MissesTheFirstDifference(
+    changed("if piece.tobytes() != stored.tobytes():", "if piece[1:].tobytes() != stored[1:].tobytes():")
+):
     """A piece that differs in its first token counts as equal."""
 
 

@@ -56,7 +56,7 @@ class RareRoutesFirst(policy_with("(-item[1], str(item[0]))", "(item[1], str(ite
 
 
 @mutant_of("schedule_policy")
-class OthersTwice(policy_with("req.routing_key not in counts", "True")):
+class OthersTwice(policy_with("if req.routing_key not in counts", "")):
     """Requests whose key is running are given again with the others."""
 
 

@@ -1,0 +1,122 @@
+"""What a call of the prefix cache costs, by what is in the tree: cached tokens, depth, page size."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared import registry
+from shared.interfaces import PrefixCache, RadixKey
+
+CLOCK = time.thread_time
+"""The processor's time: what others do on the machine counts only by what they push out of its caches."""
+
+OPERATIONS = ("match", "insert", "evict")
+
+TOKENS = range(1000, 2000)
+
+
+@dataclass(frozen=True)
+class CacheCase:
+    """A tree of so many tokens: sequences of `sequence_len`, `depth` nodes each, with nothing in common."""
+
+    panel: str
+    num_tokens: int
+    sequence_len: int = 1024
+    depth: int = 1
+    page_size: int = 1
+
+
+@dataclass(frozen=True)
+class CacheResult:
+    """Seconds of each call. match: a whole sequence, with a token behind it. insert: a sequence of which the
+    last node is new. evict: one node, the one that was used last the longest ago."""
+
+    case: CacheCase
+    times: dict[str, tuple[float, ...]]
+
+    def least(self, operation: str) -> float:
+        """What a call costs when nothing else wants the processor."""
+        return min(self.times[operation])
+
+    def median(self, operation: str) -> float:
+        return statistics.median(self.times[operation])
+
+
+class FullCache:
+    """A tree as the case wants it. Whatever is done to it, it keeps its size."""
+
+    def __init__(self, case: CacheCase, seed: int = 0) -> None:
+        if case.sequence_len % (case.depth * case.page_size) != 0:
+            raise ValueError(
+                f"a sequence of {case.sequence_len} tokens has no {case.depth} nodes of whole pages of "
+                f"{case.page_size}"
+            )
+        self.rng = random.Random(seed)
+        self.node_len = case.sequence_len // case.depth
+        self.tree: PrefixCache = registry.load("radix_cache", case.panel)(case.page_size)
+        self.slots = torch.arange(case.sequence_len)
+        self.num_made = 0
+        self.case = case
+        self.by_last_use: deque[list[int]] = deque()  # the sequences in the tree, the one to evict first
+        while len(self.by_last_use) * case.sequence_len < case.num_tokens:
+            self.insert_upper_nodes(self.new_sequence())
+            self.insert(self.by_last_use[-1])
+
+    def new_sequence(self) -> list[int]:
+        """Unlike all others from its first token on."""
+        self.num_made += 1
+        sequence = [self.num_made, *self.rng.choices(TOKENS, k=self.case.sequence_len - 1)]
+        self.by_last_use.append(sequence)
+        return sequence
+
+    def insert_upper_nodes(self, sequence: list[int]) -> None:
+        for depth in range(1, self.case.depth):
+            self.insert(sequence[: depth * self.node_len])
+
+    def insert(self, tokens: list[int]) -> None:
+        self.tree.insert(RadixKey(tokens), self.slots[: len(tokens)])
+
+    def cycle(self) -> dict[str, float]:
+        """Seconds of one call of each kind."""
+        times = {}
+        known = self.by_last_use[0]
+        key = RadixKey(as_another_request_has_it([*known, -1]))
+        times["match"] = _seconds(lambda: self.tree.match_prefix(key))
+        self.by_last_use.rotate(-1)
+
+        new = self.new_sequence()
+        self.insert_upper_nodes(new)
+        new = as_another_request_has_it(new)
+        times["insert"] = _seconds(lambda: self.insert(new))
+
+        times["evict"] = _seconds(lambda: self.tree.evict(1))
+        num_tokens = self.tree.evict(self.case.sequence_len - self.node_len)
+        assert num_tokens == self.case.sequence_len - self.node_len, "one sequence and no more"
+        self.by_last_use.popleft()
+        return times
+
+
+def as_another_request_has_it(tokens: list[int]) -> list[int]:
+    """Equal numbers, and other objects: Python compares an object with itself without looking at it."""
+    copied: list[int] = torch.tensor(tokens).tolist()
+    return copied
+
+
+def measure(case: CacheCase, num_repeats: int) -> CacheResult:
+    full = FullCache(case)
+    cycles = [full.cycle() for _ in range(num_repeats)]
+    return CacheResult(case, {name: tuple(times[name] for times in cycles) for name in OPERATIONS})
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    start = CLOCK()
+    call()
+    return CLOCK() - start

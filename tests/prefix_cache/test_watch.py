@@ -1,0 +1,82 @@
+"""A cache that can be watched tells of every change of its tree, and of nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable
+from typing import Any
+
+import pytest
+import torch
+
+from optimized.radix_cache import RadixCache
+from reference.chunk_cache import ChunkCache
+from reference.radix_cache import RadixCache as ReferenceCache
+from shared.interfaces import CacheWatcher, RadixKey
+
+
+class Mirror(CacheWatcher):
+    """The tree's nodes, by what it was told: each with the one above it."""
+
+    def __init__(self, cache: RadixCache) -> None:
+        self.cache = cache
+        assert cache.watch(self)
+        self.reset()
+
+    def inserted(self, parent: Any, key: Hashable) -> None:
+        (leaf,) = [child for child_key, child in parent.children.items() if child_key == key]
+        self.parents[leaf] = parent
+
+    def split(self, upper: Any, lower: Any) -> None:
+        self.parents[upper] = self.parents[lower]
+        self.parents[lower] = upper
+
+    def removed(self, leaf: Any) -> None:
+        assert leaf not in self.parents.values(), "it has children"
+        del self.parents[leaf]
+
+    def reset(self) -> None:
+        self.parents: dict[Any, Any] = {}
+
+    def check(self) -> None:
+        told = {(node.node_id, above.node_id) for node, above in self.parents.items()}
+        assert told == {(node.node_id, node.parent_id) for node in self.cache.nodes()}
+        for node, above in self.parents.items():
+            assert self.cache.parent(node) is above
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_watcher_knows_the_tree(page_size: int, seed: int) -> None:
+    rng = random.Random(seed)
+    cache = RadixCache(page_size)
+    mirrors = [Mirror(cache)]
+    assert cache.parent(cache.root) is None
+    for step in range(300):
+        tokens = rng.choices([0, 1], k=rng.randint(0, 5 * page_size))
+        key = RadixKey(tokens, rng.choice([None, "a"]), is_bigram=rng.random() < 0.2)
+        kind = rng.choices(["insert", "match", "evict", "reset"], [6, 3, 2, 0.1])[0]
+        if kind == "insert":
+            cache.insert(key, torch.arange(len(key)))
+        elif kind == "match":
+            cache.match_prefix(key)
+        elif kind == "evict":
+            cache.evict(rng.randint(1, 8))
+        else:
+            cache.reset()
+            mirrors.append(Mirror(cache))
+        mirrors[step % len(mirrors)].check()
+    for mirror in mirrors:
+        mirror.check()
+
+
+@pytest.mark.parametrize("impl", [ReferenceCache, ChunkCache])
+def test_others_say_that_they_tell_nobody(impl: Any) -> None:
+    cache = impl(1)
+
+    class Silence(CacheWatcher):
+        inserted = split = removed = reset = None
+
+    assert cache.watch(Silence()) is False
+    with pytest.raises(NotImplementedError, match="cannot be watched"):
+        cache.parent(None)
