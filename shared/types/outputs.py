@@ -49,7 +49,7 @@ class SpeculationStats(NamedTuple):
 
     num_verifications: int = 0  # of a tree, by one forward pass of the target
     num_drafted_tokens: int = 0  # the trees' depths: what would have been accepted at best
-    num_accepted_tokens: int = 0  # drafts that became output
+    num_accepted_tokens: int = 0  # output tokens beyond the one that each verification gives
 
     @property
     def acceptance_length(self) -> float:

@@ -1,10 +1,12 @@
 """Times of an answer, with a clock that the test moves."""
 
+from dataclasses import replace
+
 import pytest
 from fake_engine import FakeLLM
 
 from shared.commands.answer import Answer, collect
-from shared.types import FinishLength, GenerateOutput, SamplingParams
+from shared.types import FinishLength, GenerateOutput, SamplingParams, SpeculationStats
 
 
 def piece(ids: list[int], finish: FinishLength | None = None) -> GenerateOutput:
@@ -30,6 +32,24 @@ def test_single_token_has_no_speed() -> None:
     answer.add(piece([1], FinishLength(1)), 2.0)
     assert answer.tokens_per_second is None
     assert "tokens/s" not in answer.summary()
+
+
+def test_acceptance_is_told_with_and_without_the_bonus_token() -> None:
+    answer = Answer()
+    answer.add(replace(piece([1, 2], FinishLength(2)), speculation=SpeculationStats(4, 12, 6)), 2.0)
+    assert "2.50 tokens per verification (1.50 without the bonus token), 50% of drafts" in answer.summary()
+    assert answer.as_dict()["speculation"] == {
+        "num_verifications": 4,
+        "num_drafted_tokens": 12,
+        "num_accepted_tokens": 6,
+        "acceptance_length": 1.5,
+        "acceptance_length_with_bonus": 2.5,
+        "acceptance_rate": 0.5,
+    }
+    plain = Answer()
+    plain.add(piece([1], FinishLength(1)), 2.0)
+    assert "verification" not in plain.summary()
+    assert "speculation" not in plain.as_dict()
 
 
 def test_pieces_without_tokens_do_not_start_the_clock() -> None:

@@ -16,7 +16,17 @@ from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
 from shared.conformance.invariants import check_idle, check_invariants
 from shared.interfaces import Drafter
-from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req, SamplingParams, StepOutput
+from shared.types import (
+    DraftBatch,
+    DraftShape,
+    DraftTree,
+    ForwardBatch,
+    ForwardMode,
+    LogitsOutput,
+    Req,
+    SamplingParams,
+    StepOutput,
+)
 
 PROMPTS = (
     "Count from 3 to 20.",
@@ -101,6 +111,7 @@ def watched(impl: type[Drafter]) -> type[Drafter]:
             is_token = (ids >= 0) & (ids < self.parts_of_world.num_token_ids)
             expect_true("every node is a token", bool(is_token.all()), ids)
             self.branches |= branches_of(batch.reqs, tree)
+            self.last_tree = tree
             return tree
 
         def allocate(self, req_to_token_pool: Any, num_slots: int) -> None:
@@ -230,3 +241,33 @@ def target_as_draft(impl: Any, case: Setting) -> None:
         expect_equal("accepted drafts", stats.num_accepted_tokens, stats.num_drafted_tokens)
     else:  # where the next token is uncertain, the likeliest whole continuation may start with another one
         expect_true("nine in ten are accepted", stats.acceptance_rate >= 0.9, stats)
+
+
+@contract(
+    "Drafting with the target itself, each node is among the likeliest after its own ancestors, as the target"
+    " sees them: no beam sees another one.",
+    tuple(setting for setting in SETTINGS if setting.algorithm == "standalone" and setting.shape.top_k > 1),
+)
+def beams_are_alone(impl: Any, case: Setting) -> None:
+    if isinstance(impl, type):
+        return
+    assembly = world(impl, case)
+    runner, drafter = assembly.parts.model_runner, assembly.parts.drafter
+    forward = runner.forward
+
+    def verified(forward_batch: ForwardBatch) -> LogitsOutput:
+        output = forward(forward_batch)
+        if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:
+            tree: DraftTree = drafter.last_tree  # type: ignore[union-attr]
+            num_token_ids = assembly.parts.num_token_ids
+            logits = output.next_token_logits[:, :num_token_ids].view(*tree.token_ids.shape, -1)
+            parents = tree.parents.clamp(min=0)[:, :, None].expand_as(logits)
+            after_parent = logits.gather(1, parents)
+            least = after_parent.topk(case.shape.top_k, dim=-1).values[..., -1]
+            own = after_parent.gather(2, tree.token_ids[:, :, None])[..., 0]
+            is_likely = own >= least - 1e-3  # float32 sums in another order
+            expect_true("nodes are likely", bool((is_likely | (tree.parents < 0)).all()), is_likely)
+        return output
+
+    runner.forward = verified  # type: ignore[method-assign]
+    answers(assembly, case.max_new_tokens)

@@ -1,0 +1,99 @@
+"""Planted bugs in drafters."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import reference.standalone
+from reference.draft_beams import BeamSteps
+from reference.drafters import drafter_class
+from reference.ngram import NgramDrafter
+from reference.standalone import StandaloneDrafter
+from shared.interfaces import Drafter
+from shared.types import DraftBatch, DraftShape, DraftTree
+from tests.conformance.mutants.mutant import Mutant
+
+
+def drafter(algorithm: str):
+    """Turns a drafter into one that stands behind the algorithm; the others stay."""
+
+    def make(impl: type[Drafter]) -> Mutant:
+        assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
+        module = SimpleNamespace(
+            drafter_class=lambda wanted: impl if wanted == algorithm else drafter_class(wanted)
+        )
+        return Mutant("drafter", impl.__name__, module)
+
+    return make
+
+
+@drafter("standalone")
+class ReadsNothing(StandaloneDrafter):
+    """The draft model never reads what the target keeps."""
+
+    def extend(self, reqs, forward_batch, hidden_states, next_token_ids) -> None:
+        pass
+
+
+@drafter("standalone")
+class ReadsPromptsOnly(StandaloneDrafter):
+    """What was drafted and accepted is not read again, though it may have moved."""
+
+    def extend(self, reqs, forward_batch, hidden_states, next_token_ids) -> None:
+        if any(not req.output_ids for req in reqs):
+            super().extend(reqs, forward_batch, hidden_states, next_token_ids)
+
+
+@drafter("standalone")
+class BeamsBesideTheirPlace(StandaloneDrafter):
+    """Beams are computed one position too early, over the newest token's slot."""
+
+    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        reference.standalone.BeamSteps = lambda batch, num_before, *rest: BeamSteps(batch, 0, *rest)
+        try:
+            return super().draft(batch, shape)
+        finally:
+            reference.standalone.BeamSteps = BeamSteps
+
+
+class SeesSiblings(BeamSteps):
+    def _mask(self, k, seq_lens_cpu):
+        self.visible = self.visible | True
+        return super()._mask(k, seq_lens_cpu)
+
+
+@drafter("standalone")
+class BeamsSeeEachOther(StandaloneDrafter):
+    """A beam sees all drafts of the steps before, not just its ancestors, and its siblings."""
+
+    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        reference.standalone.BeamSteps = SeesSiblings
+        try:
+            return super().draft(batch, shape)
+        finally:
+            reference.standalone.BeamSteps = BeamSteps
+
+
+@drafter("ngram")
+class DraftsTooDeep(NgramDrafter):
+    """Trees are as deep as there are nodes."""
+
+    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        return super().draft(batch, shape._replace(num_steps=shape.num_draft_tokens))
+
+
+@drafter("ngram")
+class WritesIntoTheRow(NgramDrafter):
+    """A row of req_to_token is used as scratch space."""
+
+    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        self.rows.req_to_token[batch.req_pool_indices, batch.seq_lens] += 1
+        return super().draft(batch, shape)
+
+
+@drafter("ngram")
+class DraftsFewerNodes(NgramDrafter):
+    """Trees have as many nodes as were found, without padding to the shape's."""
+
+    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        return super().draft(batch, shape._replace(num_draft_tokens=2))
