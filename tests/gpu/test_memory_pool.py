@@ -9,8 +9,8 @@ import torch
 
 from optimized import memory_pool
 from optimized.radix_cache import RadixCache
-from reference.schedule_batch import prepare_for_decode, prepare_for_extend
 from shared.interfaces import RadixKey
+from shared.step_memory import prepare_for_decode, prepare_for_extend
 from shared.types import Req, SamplingParams
 
 pytestmark = pytest.mark.gpu
