@@ -57,10 +57,10 @@ def test_conversion_for_answers() -> None:
         torch.tensor([[-0.5, -1.0], [-0.25, -2.0]]),
         torch.tensor([[3, 4], [5, 6]]),
     )
-    assert to_token_logprobs(torch.tensor([4, 6]), output) == [
+    assert to_token_logprobs([4, 6], output) == [
         TokenLogprob(4, -1.0, ((3, -0.5), (4, -1.0))),
         TokenLogprob(6, -2.0, ((5, -0.25), (6, -2.0))),
     ]
     without = LogprobsOutput(output.token_logprobs, torch.empty(2, 0), torch.empty(2, 0, dtype=torch.int64))
-    assert to_token_logprobs(torch.tensor([4, 6]), without) == [TokenLogprob(4, -1.0), TokenLogprob(6, -2.0)]
-    assert to_token_logprobs(torch.tensor([4, 6]), None) == []
+    assert to_token_logprobs([4, 6], without) == [TokenLogprob(4, -1.0), TokenLogprob(6, -2.0)]
+    assert to_token_logprobs([4, 6], None) == []
