@@ -23,6 +23,8 @@ def _link_kernel(
     others = nodes[None, :]
     has_parent = (nodes > 0) & (nodes < num_nodes)
     parents = tl.load(parents_ptr + first + nodes, mask=has_parent, other=-1).to(tl.int32)
+    # Parents come before their children. If they do not: climbing ends, nothing is read out of bounds.
+    parents = tl.minimum(parents, nodes - 1)
     token_ids = tl.load(token_ids_ptr + first + nodes, mask=nodes < num_nodes, other=0)
 
     # --8<-- [start:climb-to-the-root]
@@ -33,7 +35,7 @@ def _link_kernel(
         visible |= others == ancestors[:, None]
         depths += (ancestors >= 0).to(tl.int32)
         above = tl.load(parents_ptr + first + ancestors, mask=ancestors > 0, other=-1).to(tl.int32)
-        ancestors = tl.minimum(above, ancestors - 1)  # as promised; a loop of parents would never end here
+        ancestors = tl.minimum(above, ancestors - 1)
     # --8<-- [end:climb-to-the-root]
 
     # [n, m]: m is a child of n; m is a later child of n's parent
