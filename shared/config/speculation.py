@@ -56,7 +56,10 @@ def check_speculation(config: EngineConfig) -> None:
             "prompts or verifies drafts"
         )
     if config.speculative in NEEDS_DRAFT_MODEL and config.speculative_draft_model is None:
-        raise ValueError(f"speculative={config.speculative} needs speculative_draft_model")
+        raise ValueError(
+            f"speculative={config.speculative} needs speculative_draft_model: a local folder, a Hugging Face "
+            "id, or a built-in one (tiny-dense-eagle3, an eagle3 head for tiny-dense)"
+        )
     if config.speculative == "ngram" and config.speculative_draft_model is not None:
         raise ValueError("speculative=ngram drafts without a model: drop speculative_draft_model")
     shape = draft_shape(config)
