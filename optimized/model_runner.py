@@ -83,6 +83,9 @@ class ModelRunner(interface.ModelRunner):
         graphs = None if config.disable_cuda_graph else self._graphs(device)
         if graphs is None:
             return
+        if self.capture_hidden is not None:
+            _warn("a draft model wants hidden states, and a graph gives logits only")
+            return
         if not self.attention.supports_cuda_graph:
             _warn(f"{type(self.attention).__name__} does not run in CUDA graphs")
             return

@@ -177,6 +177,18 @@ def test_a_backend_without_graphs_is_said_once_and_works() -> None:
     assert session.runner.num_graph_replays == 0
 
 
+def test_hidden_states_for_a_draft_model_are_said_to_do_without_graphs() -> None:
+    class Watched(FakeGraphsRunner):
+        capture_hidden = ()
+
+    with pytest.warns(RuntimeWarning, match="a draft model wants hidden states"):
+        session = PreparedSession(Watched, model_for(), FEW)
+    session.prefill(FEW)
+    output = session.run(session.forward_batch({0: [1], 1: [2], 2: [3]}))
+    assert output.hidden_states is not None
+    assert session.runner._steps == {}
+
+
 def test_a_model_that_waits_for_the_gpu_is_said_and_works(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self, function):
         raise RuntimeError("called a synchronizing CUDA operation")
