@@ -13,7 +13,7 @@ from shared.interfaces import SchedulerParts
 from shared.kv_sizing import num_speculative_slots
 from shared.node_sampling import expand_to_nodes, make_early_bans
 from shared.sampling_batch import make_sampling_batch_info
-from shared.step_memory import evict_for
+from shared.step_memory import evict_for, rows_of
 from shared.types import (
     Accepted,
     DraftBatch,
@@ -79,14 +79,14 @@ class Speculator:
         """Slots behind each request's committed ones."""
         pool = self.parts.req_to_token_pool
         starts = [req.kv_committed_len for req in reqs]
-        last_locs = [int(pool.read(req.req_pool_idx, n - 1, n)) for req, n in zip(reqs, starts)]
+        rows = rows_of(reqs)
+        last_locs = pool.read_each(rows, [start - 1 for start in starts])
         slots = self.parts.allocator.alloc_extend(starts, [n + self.num_slots for n in starts], last_locs)
         assert slots is not None, "no slots for drafts: the caller checks this"
-        slots = slots.view(len(reqs), self.num_slots)
-        for i, req in enumerate(reqs):
-            assert req.req_pool_idx is not None
-            pool.write(req.req_pool_idx, req.kv_committed_len, slots[i])
+        pool.write_ragged(rows, starts, [self.num_slots] * len(reqs), slots)
+        for req in reqs:
             req.kv_allocated_len = req.kv_committed_len + self.num_slots
+        slots = slots.view(len(reqs), self.num_slots)
         num_nodes = self.shape.num_draft_tokens
         return ScheduleBatch(
             list(reqs), ForwardMode.TARGET_VERIFY, len(reqs), out_cache_loc=slots[:, :num_nodes].flatten()

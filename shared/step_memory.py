@@ -55,7 +55,7 @@ def prepare_for_extend(
     slots = allocator.alloc_extend(prefix_lens, seq_lens, last_locs)
     assert slots is not None, "no slots for an extension: admission checks this"
     extend_lens = [seq_len - prefix_len for prefix_len, seq_len in zip(prefix_lens, seq_lens)]
-    req_to_token_pool.write_ragged(_rows(reqs), prefix_lens, extend_lens, slots)
+    req_to_token_pool.write_ragged(rows_of(reqs), prefix_lens, extend_lens, slots)
     for req, seq_len in zip(reqs, seq_lens):
         req.kv_committed_len = req.kv_allocated_len = seq_len
     # --8<-- [end:slots-for-an-extension]
@@ -66,7 +66,7 @@ def prepare_for_decode(
     reqs: list[Req], req_to_token_pool: ReqToTokenPool, allocator: TokenToKVPoolAllocator
 ) -> ScheduleBatch:
     """One slot for each request's newest token. The caller has made sure that there is room."""
-    rows, positions = _rows(reqs), [req.kv_committed_len for req in reqs]
+    rows, positions = rows_of(reqs), [req.kv_committed_len for req in reqs]
     last_locs = req_to_token_pool.read_each(rows, [position - 1 for position in positions])
     slots = allocator.alloc_decode([position + 1 for position in positions], last_locs)
     assert slots is not None, "no slots to decode: the caller checks this"
@@ -77,7 +77,7 @@ def prepare_for_decode(
     return ScheduleBatch(list(reqs), ForwardMode.DECODE, len(reqs), out_cache_loc=slots)
 
 
-def _rows(reqs: Sequence[Req]) -> list[int]:
+def rows_of(reqs: Sequence[Req]) -> list[int]:
     """The rows of requests that have one."""
     rows = [req.req_pool_idx for req in reqs]
     assert None not in rows
