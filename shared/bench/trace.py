@@ -107,25 +107,3 @@ def _name(row: int, what: str, name: str) -> dict[str, Any]:
 
 def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-def host_shares(recording: Recording) -> dict[str, float]:
-    """Seconds of each kind of span, what lies inside it not counted again."""
-    totals: dict[str, float] = {}
-    for span, inner in _with_inner(recording.host):
-        own = span.end - span.start - sum(each.end - each.start for each in inner)
-        totals[span.name] = totals.get(span.name, 0.0) + own
-    return totals
-
-
-def _with_inner(spans: Sequence[Span]) -> list[tuple[Span, list[Span]]]:
-    """Each span and those directly inside it. They come in the order of their ends, inner before outer."""
-    found: list[tuple[Span, list[Span]]] = []
-    open_spans: list[Span] = []
-    for span in spans:
-        inner = []
-        while open_spans and open_spans[-1].start >= span.start:
-            inner.append(open_spans.pop())
-        found.append((span, inner))
-        open_spans.append(span)
-    return found

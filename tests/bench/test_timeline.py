@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.bench.trace import chrome_trace, host_shares, idle_time, write_trace
+from shared.bench.trace import chrome_trace, idle_time, write_trace
 from shared.conformance.scheduler_harness import SchedulerHarness
 from shared.engine import LLM
 from shared.timeline import Recording, Span, Timeline
@@ -101,10 +101,6 @@ def test_steps_that_overlap_are_no_gap() -> None:
     spans = [Span("a", 0, 10, {}), Span("b", 12, 14, {}), Span("c", 4, 8, {}), Span("d", 13, 20, {})]
     idle = idle_time(spans)
     assert (idle.busy, idle.idle, idle.longest_gap) == (18, 2, 2)
-
-
-def test_seconds_of_the_host_are_counted_once() -> None:
-    assert host_shares(record()) == {"match": 3, "schedule": 3, "launch": 14}
 
 
 def test_nothing_is_recorded_while_it_is_off() -> None:
