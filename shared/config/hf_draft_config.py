@@ -82,6 +82,11 @@ def _own_layers(fields: Fields, family: str, draft_format: DraftFormat, target: 
         raise ValueError(f"{fields.where}: an EAGLE-3 layer of {family} would have experts; it has an MLP")
     vocab_size = model.vocab_size
     if draft_format == "eagle3":
+        if fields.values.get("norm_before_residual"):
+            raise ValueError(
+                f"{fields.where}: norm_before_residual is true; supported are EAGLE-3 heads whose residual "
+                "stream is not normed"
+            )
         vocab_size = fields.integer("draft_vocab_size", default=vocab_size)
     elif vocab_size != target.vocab_size:
         raise ValueError(f"{fields.where}: vocab_size is {vocab_size}, the target's {target.vocab_size}")

@@ -165,3 +165,9 @@ def test_files(target: ModelConfig, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         DraftConfig.from_pretrained(tmp_path, target)
+
+
+def test_a_normed_residual_stream_is_refused(target: ModelConfig) -> None:
+    assert DraftConfig.from_dict({**EAGLE3, "norm_before_residual": False}, target).draft_format == "eagle3"
+    with pytest.raises(ValueError, match="norm_before_residual is true"):
+        DraftConfig.from_dict({**EAGLE3, "norm_before_residual": True}, target)
