@@ -62,7 +62,11 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
 NEEDS_CUDA: dict[str, tuple[str, ...]] = {"attention": ("flashinfer", "fa3")}
 """component -> choices that run on CUDA GPUs only. (Triton's kernels run in its interpreter, too.)"""
 
-OPT_IN: dict[str, tuple[str, ...]] = {"scheduler": ("optimized",), "memory_pool": ("optimized",)}
+OPT_IN: dict[str, tuple[str, ...]] = {
+    "scheduler": ("optimized",),
+    "memory_pool": ("optimized",),
+    "draft_tree": ("optimized",),
+}
 """component -> panels that have it and do not take it by themselves: not tried on a GPU yet"""
 
 PAIRS: dict[str, str] = {"attention": "optimized.attention.hybrid:hybrid_of"}
