@@ -9,6 +9,7 @@ from typing import Any
 
 from shared.assembly import assemble
 from shared.config import EngineConfig
+from shared.garbage import old_objects_aside
 from shared.output_collector import OutputCollector
 from shared.sampling_batch import derive_seed
 from shared.types import GenerateOutput, Req, SamplingParams
@@ -62,7 +63,8 @@ class LLM:
                 if not is_single and names.get("rid") is not None:
                     names["rid"] = f"{names['rid']}-{i}"
                 collectors += self.submit(prompt, params[i], **names)
-            self._run(collectors, progress)
+            with old_objects_aside():
+                self._run(collectors, progress)
         except BaseException:
             for collector in collectors:
                 self.abort(collector.rid)

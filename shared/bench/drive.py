@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from shared.bench.workloads import Request
+from shared.garbage import old_objects_aside
 from shared.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ def submitted(
     try:
         for request in requests:
             collectors.append(submit(llm, request, sampling))
-        yield collectors, start
+        with old_objects_aside():  # as `LLM.generate` does
+            yield collectors, start
     finally:
         for collector in collectors:
             if not collector.is_finished:
