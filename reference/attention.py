@@ -125,6 +125,13 @@ class TorchAttention(interface.AttentionBackend):
                 rows_of_mask = forward_batch.custom_mask[mask_start:mask_end].view(num_queries, seq_len)
                 custom_mask[i, :, :seq_len] = rows_of_mask
                 mask_start = mask_end
+        if forward_batch.tree_mask is not None:
+            tree_mask = forward_batch.tree_mask[first:last]
+            columns = key_positions - (seq_lens - tree_mask.shape[2])  # below 0: before the tree
+            in_tree = columns.clamp(0, tree_mask.shape[2] - 1)[:, None].expand(-1, num_queries, -1)
+            custom_mask = (tree_mask.gather(2, in_tree) | (columns < 0)[:, None]) & (
+                key_positions < seq_lens
+            )[:, None]
         return AttentionBlock(
             token_start=token_start,
             num_queries=num_queries,

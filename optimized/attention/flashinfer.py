@@ -12,7 +12,7 @@ reach its neighbours: they load whole tiles, and 0 * NaN is NaN.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -25,6 +25,7 @@ from optimized.attention.flashinfer_wrappers import (
     make_wrapper,
 )
 from optimized.attention.page_tables import HostTable, PageTable
+from optimized.kernels.draft_mask import flatten_mask
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from shared.types import ForwardBatch
@@ -82,10 +83,16 @@ class FlashInferAttention(interface.AttentionBackend):
             raise ValueError(f"device {device.type}: not supported; FlashInfer supports cuda")
 
     def plan(self, forward_batch: ForwardBatch) -> FlashInferPlan:
+        if forward_batch.tree_mask is not None:
+            num_each, lens = forward_batch.tree_mask.shape[1], forward_batch.seq_lens_cpu
+            mask = torch.empty(num_each * sum(lens), dtype=torch.bool, device=self.kv_pool.device)
+            flatten_mask(forward_batch.tree_mask, forward_batch.seq_lens, mask)
+            forward_batch = replace(forward_batch, custom_mask=mask, tree_mask=None)
         return FlashInferPlan(forward_batch)
 
     def plan_for_graph(self, forward_batch: ForwardBatch, max_seq_len: int) -> FlashInferPlan:
         """Layers are planned for when they run outside of a capture: so run once before it."""
+        self._refuse_unless(forward_batch.tree_mask is None, "tree_mask in a CUDA graph", "custom_mask")
         return FlashInferPlan(forward_batch, max_seq_len)
 
     def replan(self, plan: FlashInferPlan, forward_batch: ForwardBatch) -> None:

@@ -1,9 +1,10 @@
-"""Attention by two Triton kernels: one for decoding, one for everything else.
+"""Attention by three Triton kernels: for decoding, for drafts, and for everything else.
 
 Differs from reference: K and V are read from the pool's slots inside the kernels, and scores never reach
 memory. A plan holds only the batch's tensors: grids follow from shapes, and which program works on what is
 decided on the device. So one plan serves a CUDA graph for good. Extending is slower than FlashAttention 3
-on Hopper GPUs; verifying few drafts of few long requests does not fill the GPU.
+on Hopper GPUs. Drafts whose mask is flat (`custom_mask`), of requests of unequal width or in layers with a
+window, are taken for a prompt's: few of them do not fill the GPU.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from triton.runtime.jit import JITFunction
 
 from optimized.kernels.decode_attention import _decode_kernel, decode_attention
 from optimized.kernels.extend_attention import extend_attention
+from optimized.kernels.tree_attention import tree_attention
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
-from shared.types import ForwardBatch
+from shared.types import ForwardBatch, ForwardMode
 from shared.types.attention import AttentionLayer
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -29,6 +31,13 @@ MAX_HEAD_DIM = 256
 class TritonPlan:
     forward_batch: ForwardBatch
     counters: torch.Tensor  # int32, zeros between launches: see decode_attention
+
+    @property
+    def is_tree(self) -> bool:
+        """Drafts in a fixed shape: equally many of each request, and no flat mask."""
+        batch = self.forward_batch
+        is_verify = batch.forward_mode is ForwardMode.TARGET_VERIFY and batch.custom_mask is None
+        return is_verify and len(set(batch.extend_seq_lens_cpu)) == 1
 
 
 class TritonAttention(interface.AttentionBackend):
@@ -84,6 +93,11 @@ class TritonAttention(interface.AttentionBackend):
         }
         if batch.forward_mode.is_decode and batch.custom_mask is None:
             return decode_attention(q, k_buffer, v_buffer, *where, plan.counters, **options)
+        if plan.is_tree and layer.sliding_window < 0:
+            del options["sliding_window"]
+            return tree_attention(q, k_buffer, v_buffer, *where, **options, tree_mask=batch.tree_mask)
+        if batch.tree_mask is not None:
+            raise ValueError("a sliding_window under a tree_mask: TritonAttention supports one of them")
         options["custom_mask"] = batch.custom_mask
         new_tokens = (batch.extend_seq_lens, batch.extend_start_loc)
         return extend_attention(q, k_buffer, v_buffer, *where, *new_tokens, **options)

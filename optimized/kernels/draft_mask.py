@@ -18,7 +18,7 @@ NUM_PROGRAMS = 512
 @triton.jit(do_not_specialize=["batch_size"])
 def _mask_kernel(
     visible_ptr, seq_lens_ptr, mask_ptr, batch_size,
-    NUM: tl.constexpr, BATCH_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    NUM: tl.constexpr, TAIL: tl.constexpr, BATCH_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     request, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     requests = tl.arange(0, BATCH_BLOCK)
@@ -26,21 +26,21 @@ def _mask_kernel(
     seq_len = tl.load(seq_lens_ptr + request)
     for block in range(part, tl.cdiv(seq_len * NUM, BLOCK), tl.num_programs(1)):
         entries = block * BLOCK + tl.arange(0, BLOCK)
-        node, column = entries // seq_len, entries % seq_len - (seq_len - NUM)
+        node, column = entries // seq_len, entries % seq_len - (seq_len - TAIL)
         inside = node < NUM
         seen = tl.load(
-            visible_ptr + (request * NUM + node) * NUM + column, mask=inside & (column >= 0), other=1
+            visible_ptr + (request * NUM + node) * TAIL + column, mask=inside & (column >= 0), other=1
         )
         tl.store(mask_ptr + first + entries, seen, mask=inside)
 
 
 def flatten_mask(visible: torch.Tensor, seq_lens: torch.Tensor, mask: torch.Tensor) -> None:
-    """visible [bs, N, N] bool, seq_lens [bs] -> mask, bool, long enough."""
-    bs, num = visible.shape[:2]
+    """visible [bs, N, M] bool (of the last M positions), seq_lens [bs] -> mask, bool, long enough."""
+    bs, num, num_last = visible.shape
     assert visible.is_contiguous()
     if bs > 0:
         num_parts = min(triton.cdiv(NUM_PROGRAMS, bs), triton.cdiv(mask.shape[0], BLOCK))
         _mask_kernel[(bs, num_parts)](
             visible.view(torch.uint8), seq_lens, mask.view(torch.uint8), bs,
-            NUM=num, BATCH_BLOCK=triton.next_power_of_2(bs), BLOCK=BLOCK,
+            NUM=num, TAIL=num_last, BATCH_BLOCK=triton.next_power_of_2(bs), BLOCK=BLOCK,
         )  # fmt: skip

@@ -31,7 +31,8 @@ class AttentionCase:
     """`requests`: (cached tokens, new tokens) of each. `scale` multiplies head_dim ** -0.5. `sinks`: one
     logit a head, repeated. `mask`: "tree" lets each new token see its ancestors among the new ones and all
     cached tokens, "chain" is a tree without branches, "random" lets it see some, "blind" some rows nothing.
-    `is_prefill`: EXTEND though each request has one new token."""
+    `is_prefill`: EXTEND though each request has one new token. `tail`: the mask is given as a tree_mask of
+    the last so many positions."""
 
     name: str
     requests: tuple[tuple[int, int], ...]
@@ -46,6 +47,7 @@ class AttentionCase:
     sinks: tuple[float, ...] = ()
     mask: Mask = "causal"
     is_prefill: bool = False
+    tail: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -86,6 +88,7 @@ class AttentionCase:
             "logit_cap": self.logit_cap > 0,
             "sinks": bool(self.sinks),
             "custom_mask": self.mask != "causal",
+            "tree_mask": self.tail is not None,
         }
         return [name for name, is_unusual in found.items() if is_unusual]
 
@@ -160,7 +163,9 @@ class AttentionBatch:
         empty = tensor([])
         extend_seq_lens = [end - start for _, start, end in spans]
         positions = tensor([p for _, start, end in spans for p in range(start, end)])
-        masks = [mask.flatten() for mask in self.masks if mask is not None]
+        masks = [mask for mask in self.masks if mask is not None]
+        flat = torch.cat([mask.flatten() for mask in masks]).to(device) if masks else None
+        tail = self.case.tail
         return ForwardBatch(
             forward_mode=forward_mode,
             input_ids=torch.zeros_like(positions),
@@ -172,7 +177,10 @@ class AttentionBatch:
             extend_start_loc=tensor(extend_seq_lens).cumsum(0) - tensor(extend_seq_lens),
             seq_lens_cpu=tuple(end for _, _, end in spans),
             extend_seq_lens_cpu=tuple(extend_seq_lens),
-            custom_mask=torch.cat(masks).to(device) if masks else None,
+            custom_mask=flat if tail is None else None,
+            tree_mask=None
+            if tail is None
+            else torch.stack([last_columns(mask, tail) for mask in masks]).to(device),
         )
 
     def rows_of(self, spans: list[Span]) -> list[int]:
@@ -259,6 +267,11 @@ def tree_mask(parents: list[int], prefix_len: int) -> torch.Tensor:
             mask[node, prefix_len + ancestor] = True
             ancestor = parents[ancestor]
     return mask
+
+
+def last_columns(mask: torch.Tensor, num: int) -> torch.Tensor:
+    """So many of a mask's columns, with some that stand for nothing in front where it has fewer."""
+    return torch.nn.functional.pad(mask, (max(num - mask.shape[1], 0), 0), value=True)[:, -num:].contiguous()
 
 
 def run_or_refuse(impl: type[AttentionBackend], batch: AttentionBatch) -> torch.Tensor | None:

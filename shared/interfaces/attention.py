@@ -18,8 +18,9 @@ class AttentionBackend(ABC):
     Token t of request i sits at position p = seq_lens[i] - extend_seq_lens[i] + (its index in the
     request). It sees the KV of positions j of its own request, read from slot
     req_to_token[req_pool_indices[i], j], where
-    - `custom_mask` is None: j <= p (causal);
-    - `custom_mask` is given: the mask's row of the token is True at column j;
+    - there is no mask: j <= p (causal);
+    - `custom_mask` or `tree_mask` is given: the mask's row of the token is True at column j, or, of a
+      tree_mask [bs, n, m], at column j - (seq_lens[i] - m) where that is not negative;
     - the layer has a sliding window w >= 0: also j >= p - w.
     A token always sees at least itself in a causal batch. A masked token that sees nothing gets zeros.
 
@@ -32,8 +33,8 @@ class AttentionBackend(ABC):
 
     Every backend takes float16 and bfloat16, head_dim 64 and 128, 1, 2, 4 and 8 query heads a KV head, and
     any page size, causal and without extras. What else it cannot do (dtype, head_dim, num_qo_heads,
-    sliding_window, logit_cap, sinks, custom_mask) it refuses by a `ValueError` that names that and what it
-    supports: from the constructor, `plan` or `run`, as soon as it knows.
+    sliding_window, logit_cap, sinks, custom_mask, tree_mask) it refuses by a `ValueError` that names that and
+    what it supports: from the constructor, `plan` or `run`, as soon as it knows.
 
     CUDA graphs are optional. A backend with `supports_cuda_graph` gives, by `plan_for_graph`, a plan whose
     `run` may be captured once and replayed for other batches of the same shapes, each after a `replan`.

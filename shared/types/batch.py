@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
 
 import torch
 
@@ -65,11 +64,14 @@ class ForwardBatch:
     # TARGET_VERIFY: bool, for each request the row-major [extend_seq_len, seq_len] block of who sees whom
     # (True: visible), flattened and concatenated. None: causal.
     custom_mask: torch.Tensor | None = None
+    # The same in a fixed shape, in its place: bool [bs, n, m] where every request computes n tokens, m >= n.
+    # All of them see everything before the request's last m positions, and of those what the mask says.
+    # (Its first columns stand for nothing where a request is shorter than m.)
+    tree_mask: torch.Tensor | None = None
     # Rows (token indices of this batch) whose logits give a prompt token's log-probability, and that token.
     input_logprob_rows: torch.Tensor | None = None  # [n] int64
     input_logprob_ids: torch.Tensor | None = None  # [n] int64
     num_top_input_logprobs: int = 0
-    spec_info: Any = None  # what a draft or verify step carries beyond tokens
 
     def __post_init__(self) -> None:
         num_tokens, bs = self.input_ids.shape[0], self.req_pool_indices.shape[0]
@@ -84,6 +86,9 @@ class ForwardBatch:
         assert len(self.seq_lens_cpu) == bs
         assert len(self.extend_seq_lens_cpu) == bs
         assert sum(self.extend_seq_lens_cpu) == num_tokens
+        if self.tree_mask is not None:
+            assert self.custom_mask is None
+            assert self.tree_mask.shape[:2] == (bs, num_tokens // max(bs, 1)), f"{self.tree_mask.shape}"
 
     @property
     def batch_size(self) -> int:

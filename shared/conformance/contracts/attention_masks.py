@@ -19,6 +19,18 @@ from shared.interfaces import AttentionBackend
 
 TREES = AttentionCase("trees", ((11, 7), (0, 7), (26, 7)), mask="tree")
 LARGE_TREES = AttentionCase("large trees", ((130, 60), (17, 60)), mask="tree", seed=1)
+COMPACT = (
+    replace(TREES, name="trees, in a fixed shape", tail=7),
+    replace(TREES, name="beams behind earlier ones", requests=((11, 7), (40, 7), (26, 7)), tail=16),
+    replace(TREES, name="shorter than the mask", requests=((3, 4), (0, 4), (9, 4)), tail=8, page_size=4),
+    replace(LARGE_TREES, name="large trees, in a fixed shape", tail=60, num_qo_heads=8, seed=2),
+    replace(LARGE_TREES, name="a long prefix", requests=((1100, 5),), tail=5, page_size=16),
+)
+COMPACT_EXTRAS = (
+    replace(COMPACT[0], name="cap", logit_cap=5.0),
+    replace(COMPACT[0], name="window", sliding_window=9),
+    replace(COMPACT[0], name="head_dim 80", head_dim=80),
+)
 RAGGED = AttentionCase("ragged masks", ((12, 2), (1, 30), (150, 11), (0, 5)), mask="random")
 BLIND = AttentionCase("blind rows", ((3, 4), (7, 2), (0, 3)), mask="blind")
 
@@ -40,6 +52,19 @@ def extras(case: AttentionCase) -> tuple[AttentionCase, ...]:
     (*extras(TREES), *extras(LARGE_TREES)),
 )
 def trees(impl: type[AttentionBackend], case: AttentionCase) -> None:
+    expect_attention(impl, case)
+
+
+@contract(
+    "A mask in a fixed shape says the same: all see what is in front of its columns, of these what it says.",
+    (
+        *COMPACT,
+        *(replace(case, name=f"{case.name}, bfloat16", dtype=torch.bfloat16) for case in COMPACT),
+        *(replace(case, name=f"{case.name}, sinks", sinks=SINKS) for case in COMPACT),
+        *COMPACT_EXTRAS,
+    ),
+)
+def fixed_shape(impl: type[AttentionBackend], case: AttentionCase) -> None:
     expect_attention(impl, case)
 
 
