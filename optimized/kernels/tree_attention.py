@@ -93,7 +93,6 @@ def _tree_kernel(
         v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
         v = tl.load(v_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
         acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
-    # --8<-- [start:under-the-tree-mask]
     for start in range(whole_end, key_end, BLOCK_N):
         positions = start + offs_n
         # Beyond the end, the last key is read again: it is live, and its score is masked.
@@ -114,7 +113,6 @@ def _tree_kernel(
         v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
         v = tl.load(v_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
         acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
-    # --8<-- [end:under-the-tree-mask]
 
     NUM_HEADS = num_kv_heads * GROUP
     out_rows = q_rows * NUM_HEADS + heads
@@ -168,7 +166,7 @@ def _tile(rows: int, block_d: int, is_float32: bool) -> dict[str, int]:
     elif is_float32:
         sizes = (min(rows, 16 if block_d > 128 else 32), 32, 4, 2)
     else:
-        sizes = (min(rows, 64), 32 if block_d > 128 else 64, 4, 3)
+        sizes = (min(rows, 64), 32 if block_d > 128 else 64, 4, 5)
     return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), sizes))
 
 

@@ -15,7 +15,7 @@ from shared.interfaces import AttentionBackend
 ROOT = Path(__file__).parents[3] / "optimized"
 FILES = {
     name: ROOT / "kernels" / f"{name}.py"
-    for name in ("paged_softmax", "split_keys", "decode_attention", "extend_attention")
+    for name in ("paged_softmax", "split_keys", "decode_attention", "extend_attention", "tree_attention")
 } | {"triton": ROOT / "attention" / "triton.py"}
 
 
@@ -44,7 +44,8 @@ class KernelMutant:
             (folder / f"{prefix}{name}.py").write_text(text)
         monkeypatch.syspath_prepend(str(folder))
         impl: type[AttentionBackend] = importlib.import_module(f"{prefix}triton").TritonAttention
-        monkeypatch.setattr(f"{prefix}decode_attention.num_split_programs", _as_few_as_interpreted)
+        for name in ("decode_attention", "tree_attention"):
+            monkeypatch.setattr(f"{prefix}{name}.num_split_programs", _as_few_as_interpreted)
         return impl
 
 
@@ -53,6 +54,30 @@ def _as_few_as_interpreted(device: torch.device, *sizes: int) -> int:
 
 
 MUTANTS = (
+    KernelMutant(
+        "tree_sees_siblings",
+        "fixed-shape",
+        "tree_attention",
+        (("sees = sees | (columns < 0)[None, :]", "sees = sees | (columns < TAIL)[None, :]"),),
+    ),
+    KernelMutant(
+        "tree_of_another_request",
+        "fixed-shape",
+        "tree_attention",
+        (("entries = (q_rows * TAIL)", "entries = (tokens * TAIL)"),),
+    ),
+    KernelMutant(
+        "parts_of_a_tree_without_weights",
+        "fixed-shape",
+        "tree_attention",
+        (("tl.sum(values * factors[:, None], 0)", "tl.sum(values, 0)"),),
+    ),
+    KernelMutant(
+        "prefix_of_a_tree_too_long",
+        "fixed-shape",
+        "tree_attention",
+        (("tl.maximum(tail_start, 0) // BLOCK_N", "tl.maximum(seq_len, 0) // BLOCK_N"),),
+    ),
     KernelMutant(
         "decode_window_off_by_one",
         "sliding-window",
