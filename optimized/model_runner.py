@@ -45,6 +45,7 @@ class ModelRunner(interface.ModelRunner):
     def __init__(self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool) -> None:
         self.model = model
         self.attention = attention
+        self.takes_bounds = attention.takes_bounds
         self.kv_pool = kv_pool
         self.batch_sizes: tuple[int, ...] = ()  # to which decode batches are padded
         self.num_graph_replays = 0  # of the model

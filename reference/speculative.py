@@ -86,21 +86,17 @@ class Speculator:
         pool.write_ragged(rows, starts, [self.num_slots] * len(reqs), slots)
         for req in reqs:
             req.kv_allocated_len = req.kv_committed_len + self.num_slots
-        slots = slots.view(len(reqs), self.num_slots)
-        num_nodes = self.shape.num_draft_tokens
-        return ScheduleBatch(
-            list(reqs), ForwardMode.TARGET_VERIFY, len(reqs), out_cache_loc=slots[:, :num_nodes].flatten()
-        )
+        return ScheduleBatch(list(reqs), ForwardMode.TARGET_VERIFY, len(reqs), out_cache_loc=slots)
 
     # --8<-- [start:speculative-step]
     def run(self, batch: ScheduleBatch) -> tuple[ForwardBatch, LogitsOutput, SampleOutput]:
         """What was kept: as an extension by the accepted nodes of each request, and a token sampled behind
         each of these."""
-        draft_batch = self._draft_batch(batch.reqs)
+        draft_batch = self._draft_batch(batch)
         with self.parts.timeline.span("draft"):
             tree = self.drafter.draft(draft_batch, self.shape)
         positions = tree.positions(draft_batch.seq_lens)  # siblings share one, though their slots do not
-        forward_batch = self._verify_batch(batch, tree, positions)
+        forward_batch = self._verify_batch(draft_batch, tree, positions)
         info = self._node_sampling_info(batch.reqs, tree)
         with self.parts.timeline.forward(forward_batch):
             logits_output = self.parts.model_runner.forward(forward_batch)
@@ -136,7 +132,9 @@ class Speculator:
 
     # ---- the pieces of a step ----
 
-    def _draft_batch(self, reqs: list[Req]) -> DraftBatch:
+    def _draft_batch(self, batch: ScheduleBatch) -> DraftBatch:
+        assert batch.out_cache_loc is not None
+        reqs = batch.reqs
         seq_lens = [req.kv_committed_len for req in reqs]
         return DraftBatch(
             reqs=list(reqs),
@@ -144,7 +142,7 @@ class Speculator:
             req_pool_indices=self._tensor([req.req_pool_idx for req in reqs]),
             seq_lens=self._tensor(seq_lens),
             seq_lens_cpu=tuple(seq_lens),
-            num_slots=self.num_slots,
+            slots=batch.out_cache_loc.to(self.parts.allocator.device).view(len(reqs), self.num_slots),
         )
 
     def _node_sampling_info(self, reqs: list[Req], tree: DraftTree) -> SamplingBatchInfo:
@@ -152,22 +150,21 @@ class Speculator:
         info = make_sampling_batch_info(reqs, num_token_ids, device)
         return expand_to_nodes(info, tree, make_early_bans(reqs, num_token_ids, device))
 
-    def _verify_batch(self, batch: ScheduleBatch, tree: DraftTree, positions: torch.Tensor) -> ForwardBatch:
+    def _verify_batch(self, batch: DraftBatch, tree: DraftTree, positions: torch.Tensor) -> ForwardBatch:
         bs, num_nodes = tree.token_ids.shape
-        seq_lens_cpu = [req.kv_committed_len + num_nodes for req in batch.reqs]
-        seq_lens = self._tensor(seq_lens_cpu)
+        seq_lens_cpu = [seq_len + num_nodes for seq_len in batch.seq_lens_cpu]
+        seq_lens = batch.seq_lens + num_nodes
         custom_mask = None  # a chain is causal as it is
         if self.shape.top_k > 1:
             custom_mask = self.draft_tree.custom_mask(tree, seq_lens, num_nodes * sum(seq_lens_cpu))
-        assert batch.out_cache_loc is not None
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             input_ids=tree.token_ids.flatten(),
             # A node behind the context's end has no position of its own, and its token is never kept.
             positions=positions.clamp(max=self.context_len - 1),
-            req_pool_indices=self._tensor([req.req_pool_idx for req in batch.reqs]),
+            req_pool_indices=batch.req_pool_indices,
             seq_lens=seq_lens,
-            out_cache_loc=batch.out_cache_loc,
+            out_cache_loc=batch.slots[:, :num_nodes].flatten(),
             extend_seq_lens=torch.full_like(seq_lens, num_nodes),
             extend_start_loc=torch.arange(bs, device=seq_lens.device) * num_nodes,
             seq_lens_cpu=tuple(seq_lens_cpu),

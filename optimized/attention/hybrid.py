@@ -36,6 +36,7 @@ class HybridAttention(interface.AttentionBackend):
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
         self.prefill_backend, self.decode_backend = self._backends(req_to_token_pool, kv_pool)
         self.supports_cuda_graph = self.decode_backend.supports_cuda_graph
+        self.takes_bounds = self.decode_backend.takes_bounds
 
     def plan(self, forward_batch: ForwardBatch) -> HybridPlan:
         backend = self._backend_for(forward_batch)

@@ -46,6 +46,7 @@ class TritonAttention(interface.AttentionBackend):
     is where scales multiply."""
 
     supports_cuda_graph = True
+    takes_bounds = True
 
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
         if kv_pool.dtype not in DTYPES:

@@ -100,7 +100,10 @@ class LedgerModelRunner(interface.ModelRunner):
         hashes: list[int] = []  # of every token's history
         starts = fb.extend_start_loc.tolist()
         mask_start = 0
-        for i, (row, seq_len) in enumerate(zip(fb.req_pool_indices.tolist(), fb.seq_lens_cpu)):
+        for i, (row, seq_len) in enumerate(zip(fb.req_pool_indices.tolist(), fb.seq_lens.tolist())):
+            assert seq_len <= fb.seq_lens_cpu[i], (
+                f"{seq_len} tokens: more than the {fb.seq_lens_cpu[i]} at most"
+            )
             slots = self.req_to_token_pool.req_to_token[row, :seq_len].long()
             extend_len = fb.extend_seq_lens_cpu[i]
             own = slice(starts[i], starts[i] + extend_len)
@@ -108,7 +111,11 @@ class LedgerModelRunner(interface.ModelRunner):
                 "a row does not name its new slots"
             )
             positions = fb.positions[own].tolist()
-            if fb.custom_mask is None:
+            if fb.tree_mask is not None:
+                before = seq_len - fb.tree_mask.shape[2]
+                mask = torch.nn.functional.pad(fb.tree_mask[i], (before, 0), value=True)
+                hashes += self._masked(slots, positions, mask)
+            elif fb.custom_mask is None:
                 hashes += self._causal(slots, positions)
             else:
                 mask = fb.custom_mask[mask_start : mask_start + extend_len * seq_len].view(extend_len, -1)

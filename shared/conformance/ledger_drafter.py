@@ -77,6 +77,7 @@ class LedgerDrafter(interface.Drafter):
             self._expect_kv(req, req.all_ids)
             assert batch.num_slots >= self.num_slots(shape)
             lent = self.req_to_token_pool.read(req.req_pool_idx, seq_len, seq_len + batch.num_slots).tolist()
+            assert batch.slots[i].tolist() == lent, "a row does not name the slots that are lent"
             used.update(lent)
             for slot in lent:
                 self.kv[slot] = (-1, -1, -1)

@@ -41,6 +41,9 @@ class AttentionBackend(ABC):
     """
 
     supports_cuda_graph: bool = False
+    takes_bounds: bool = False
+    """In TARGET_VERIFY batches without a custom_mask, `seq_lens_cpu` may be upper bounds: lengths are
+    told from the tensors."""
 
     @abstractmethod
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None: ...

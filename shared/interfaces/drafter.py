@@ -48,6 +48,11 @@ class Drafter(ABC):
     is_bigram: bool = False
     """Its KV at position i depends on token i + 1 too, so the prefix cache matches pairs of tokens."""
 
+    runs_ahead: bool = False
+    """It can be called for a step before the host knows what came of the one before: it looks at tensors, not
+    at `req.output_ids`, and takes lengths on the host for upper bounds. Else whoever speculates waits for
+    each step to end before it asks for the next drafts."""
+
     num_kv_bytes_per_token: int = 0
     """What one slot takes in its pool; known once it is made."""
 
@@ -80,6 +85,11 @@ class Drafter(ABC):
         the token at position seq_len: what was sampled, but behind a chunk that is not the prompt's last the
         prompt's next token. (A request that is about to end is extended as well: its KV is cached. Nothing is
         drafted for it.) The batch's own tokens may not be in `req.output_ids` yet.
+
+        For a drafter that runs ahead, what follows a verification is of one size: of each request
+        min(num_steps + 1, num_draft_tokens) rows, the first `forward_batch.num_kept` of them accepted. The
+        rest is padding, with slots of the request's own behind them. What is written there is overwritten
+        before it is read; and seq_len - extend_seq_len is where the accepted tokens begin, as ever.
 
         Afterwards the drafter's KV is complete for [0, seq_len): it overwrites what it wrote there itself
         while drafting. KV of a prefix from the prefix cache is there already."""

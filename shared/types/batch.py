@@ -72,6 +72,8 @@ class ForwardBatch:
     input_logprob_rows: torch.Tensor | None = None  # [n] int64
     input_logprob_ids: torch.Tensor | None = None  # [n] int64
     num_top_input_logprobs: int = 0
+    # [bs] int64: of each request's tokens only so many first ones are tokens, the rest is padding. None: all.
+    num_kept: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         num_tokens, bs = self.input_ids.shape[0], self.req_pool_indices.shape[0]
@@ -101,7 +103,8 @@ class ForwardBatch:
     @property
     def last_token_rows(self) -> torch.Tensor:
         """[bs] int64, the row of each request's last token."""
-        return self.extend_start_loc + self.extend_seq_lens - 1
+        num_tokens = self.extend_seq_lens if self.num_kept is None else self.num_kept
+        return self.extend_start_loc + num_tokens - 1
 
 
 @dataclass(frozen=True)

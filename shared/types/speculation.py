@@ -27,9 +27,12 @@ class DraftShape(NamedTuple):
 class DraftBatch:
     """Requests to draft for, in the order in which their trees are wanted; tensors on the target's device.
 
-    Request i has n = seq_lens_cpu[i] tokens with KV, in the target's pool and in the drafter's. Its newest
-    token, root_ids[i], stands at position n and has none. `req_to_token[row, n : n + num_slots]` are slots
-    that nobody else owns: the drafter may use them until `draft` returns; then the target does.
+    Request i has n = seq_lens[i] tokens with KV, in the target's pool and in the drafter's. Its newest token,
+    root_ids[i], stands at position n and has none. slots[i] are `req_to_token[row, n : n + num_slots]`, and
+    nobody else's: the drafter may use them until `draft` returns; then the target does.
+
+    For a drafter that runs ahead, `seq_lens_cpu` are upper bounds. And it writes to `slots` as they stand
+    here: the device may come to a batch when a request of it has ended, and its row is another's.
     """
 
     reqs: list[Req]
@@ -37,7 +40,11 @@ class DraftBatch:
     req_pool_indices: torch.Tensor  # [bs] int64, rows of req_to_token
     seq_lens: torch.Tensor  # [bs] int64
     seq_lens_cpu: tuple[int, ...]
-    num_slots: int
+    slots: torch.Tensor  # [bs, num_slots] int64
+
+    @property
+    def num_slots(self) -> int:
+        return self.slots.shape[1]
 
     @property
     def batch_size(self) -> int:
