@@ -1,23 +1,25 @@
 """Which waiting requests fit into this step: the same budgets, looked at no more often than they change.
 
 Differs from reference: what running requests reserve is summed as an array, and only once somebody is to be
-added: a step that only goes on with a cut prompt sums nothing. And memory is not looked at again after the
-lock of a request that found nothing in the cache: locking the root changes nothing. Assumes, like the
-reference, that a request's prompt and output do not change during a step. It never loses; with a handful of
-running requests it gains nothing.
+added: a step that only goes on with a cut prompt sums nothing. Memory is not looked at again after the lock
+of a request that found nothing in the cache: locking the root changes nothing. Who computes a prefix now is
+looked up in a dictionary. Assumes, like the reference, that prompts and outputs do not change during a step.
+It never loses; with a handful of running requests it gains nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from shared.interfaces import (
     CLIP_MAX_NEW_TOKENS,
+    MAX_WAITS,
     AddReqResult,
     PrefillBudget,
     PrefixCache,
+    RadixKey,
     TokenToKVPoolAllocator,
 )
 from shared.interfaces import prefill_adder as interface
@@ -39,6 +41,11 @@ class PrefillAdder(interface.PrefillAdder):
         self.running = list(running)
         self.can_run_list: list[Req] = []
         self.new_chunked_req: Req | None = None
+        self.num_waits = 0
+        threshold = None if tree_cache.disable else budget.in_batch_prefix_threshold
+        self.worth_waiting = None if threshold is None else self._ceil(max(threshold, 1))
+        # Who was added, by the first tokens that it computes, as many as are worth waiting for.
+        self._computing: dict[Hashable, list[Req]] = {}
 
         num_mixed = budget.num_mixed_decode_tokens
         # Reserved by what is not running, and less for those preempted.
@@ -74,8 +81,12 @@ class PrefillAdder(interface.PrefillAdder):
         return None
 
     def add_one_req(self, req: Req) -> AddReqResult:
-        match = self.tree_cache.match_prefix(self.tree_cache.prefix_key(req))
+        key = self.tree_cache.prefix_key(req)
+        match = self.tree_cache.match_prefix(key)
         matched_len = len(match.device_indices)
+        if self._is_computed_now(key, matched_len):
+            self.num_waits += 1
+            return AddReqResult.WAIT if self.num_waits <= MAX_WAITS else AddReqResult.OTHER
         remaining = req.num_tokens - matched_len
         if not self._fits(req, remaining):
             return AddReqResult.NO_TOKEN
@@ -123,6 +134,19 @@ class PrefillAdder(interface.PrefillAdder):
     def _room(self) -> int:
         return self.allocator.available_size() + self.tree_cache.evictable_size()
 
+    def _is_computed_now(self, key: RadixKey, matched_len: int) -> bool:
+        """Whether one that was added leaves enough in the cache that the key goes on with."""
+        first = self._first_computed(key.token_ids, key.extra_key, matched_len)
+        before = key.token_ids[:matched_len]
+        return any(other.fill_ids[:matched_len] == before for other in self._computing.get(first, ()))
+
+    def _first_computed(self, token_ids: list[int], extra_key: str | None, start: int) -> Hashable:
+        """Equal for those that go on alike behind `start`, None where that is too short to wait for."""
+        if self.worth_waiting is None:
+            return None
+        end = start + self.worth_waiting + self.tree_cache.is_bigram
+        return (extra_key, start, *token_ids[start:end]) if len(token_ids) >= end else None
+
     def _sum_reservations(self) -> int:
         num_left = np.fromiter(
             (req.max_new_tokens - len(req.output_ids) for req in self.running), np.int64, len(self.running)
@@ -146,9 +170,13 @@ class PrefillAdder(interface.PrefillAdder):
         return max(limit // self.page_size, 0) * self.page_size
 
     def _extend(self, req: Req, extend_len: int) -> None:
-        req.fill_ids = req.all_ids[: len(req.prefix_indices) + extend_len]
+        prefix_len = len(req.prefix_indices)
+        req.fill_ids = req.all_ids[: prefix_len + extend_len]
         req.extend_input_len = extend_len
         self.can_run_list.append(req)
+        first = self._first_computed(req.fill_ids, req.extra_key, prefix_len)
+        if first is not None:
+            self._computing.setdefault(first, []).append(req)
 
     def _charge(self, extend_len: int, max_new_tokens: int) -> None:
         num_tokens = self._ceil(extend_len)

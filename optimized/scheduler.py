@@ -154,13 +154,7 @@ class Scheduler(interface.Scheduler):
             return None
         decodable = self._decodable()
         adder = self.parts.prefill_adder(
-            PrefillBudget(
-                page_size=self.config.page_size,
-                max_prefill_tokens=self.config.max_prefill_tokens,
-                chunked_prefill_size=self.config.chunked_prefill_size,
-                new_token_ratio=self.new_token_ratio.current,
-                num_mixed_decode_tokens=len(decodable) if self.config.enable_mixed_chunk else 0,
-            ),
+            PrefillBudget.of_step(self.config, self.new_token_ratio.current, len(decodable)),
             self.parts.tree_cache,
             self.parts.allocator,
             decodable,
@@ -195,6 +189,8 @@ class Scheduler(interface.Scheduler):
                 result = AddReqResult.NO_TOKEN
             else:
                 result = adder.add_one_req(req)
+            if result is AddReqResult.WAIT:
+                continue
             if result is AddReqResult.NO_TOKEN and self._preempt_for(req, adder):
                 result = adder.add_one_req(req)
             if result is not AddReqResult.CONTINUE:

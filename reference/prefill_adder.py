@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from shared.interfaces import (
     CLIP_MAX_NEW_TOKENS,
+    MAX_WAITS,
     AddReqResult,
     PrefillBudget,
     PrefixCache,
+    RadixKey,
     TokenToKVPoolAllocator,
 )
 from shared.interfaces import prefill_adder as interface
@@ -30,6 +32,9 @@ class PrefillAdder(interface.PrefillAdder):
         self.running = list(running)
         self.can_run_list: list[Req] = []
         self.new_chunked_req: Req | None = None
+        self.num_waits = 0
+        threshold = None if tree_cache.disable else budget.in_batch_prefix_threshold
+        self.worth_waiting = None if threshold is None else self._ceil(max(threshold, 1))
 
         # --8<-- [start:prefill-budgets]
         num_mixed = budget.num_mixed_decode_tokens
@@ -66,7 +71,11 @@ class PrefillAdder(interface.PrefillAdder):
 
     # --8<-- [start:add-one-req]
     def add_one_req(self, req: Req) -> AddReqResult:
-        match = self.tree_cache.match_prefix(self.tree_cache.prefix_key(req))
+        key = self.tree_cache.prefix_key(req)
+        match = self.tree_cache.match_prefix(key)
+        if self._is_computed_now(key, len(match.device_indices)):
+            self.num_waits += 1
+            return AddReqResult.WAIT if self.num_waits <= MAX_WAITS else AddReqResult.OTHER
         remaining = req.num_tokens - len(match.device_indices)
         if not self._fits(req, remaining):
             return AddReqResult.NO_TOKEN
@@ -109,6 +118,18 @@ class PrefillAdder(interface.PrefillAdder):
             self.running.remove(victim)
             self.reserved_tokens -= self._reservation(victim)
         return victims
+
+    def _is_computed_now(self, key: RadixKey, matched_len: int) -> bool:
+        """Whether one that was added leaves enough in the cache that the key goes on with."""
+        if self.worth_waiting is None or len(key) < matched_len + self.worth_waiting:
+            return False
+        wanted = key.token_ids[: matched_len + self.worth_waiting + key.is_bigram]
+        return any(
+            len(other.prefix_indices) == matched_len
+            and other.extra_key == key.extra_key
+            and other.fill_ids[: len(wanted)] == wanted
+            for other in self.can_run_list
+        )
 
     def _reservation(self, req: Req) -> int:
         return int(_clipped_max_new(req) * self.new_token_ratio)

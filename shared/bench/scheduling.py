@@ -118,6 +118,7 @@ class Rehearsal:
                 max_prefill_tokens=self.config.max_prefill_tokens,
                 chunked_prefill_size=None,
                 new_token_ratio=0.1,
+                in_batch_prefix_threshold=self.config.in_batch_prefix_deprioritize_threshold,
             ),
             self.tree,
             self.allocator,
@@ -129,7 +130,10 @@ class Rehearsal:
                 break
             if len(self.running) + len(adder.can_run_list) >= self.case.num_running:
                 break
-            if adder.add_one_req(req) is not AddReqResult.CONTINUE:
+            result = adder.add_one_req(req)
+            if result is AddReqResult.WAIT:
+                continue
+            if result is not AddReqResult.CONTINUE:
                 break
             self.waiting_queue.remove(req)
         admitted: Sequence[Req] = adder.can_run_list

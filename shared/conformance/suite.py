@@ -19,7 +19,7 @@ from shared.conformance.time_limit import time_limit as limit_time
 
 CONTRACTS: dict[str, tuple[str, ...]] = {
     "schedule_policy": ("schedule_policy", "schedule_policy_passes"),
-    "prefill_adder": ("prefill_adder",),
+    "prefill_adder": ("prefill_adder", "prefill_adder_waits"),
     "scheduler": (
         "scheduler",
         "scheduler_limits",

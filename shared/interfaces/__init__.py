@@ -10,7 +10,13 @@ from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenTo
 from shared.interfaces.model import CausalLM
 from shared.interfaces.model_runner import ModelRunner
 from shared.interfaces.moe import FusedExperts, MoE, TopK, TopKOutput
-from shared.interfaces.prefill_adder import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder, PrefillBudget
+from shared.interfaces.prefill_adder import (
+    CLIP_MAX_NEW_TOKENS,
+    MAX_WAITS,
+    AddReqResult,
+    PrefillAdder,
+    PrefillBudget,
+)
 from shared.interfaces.prefix_cache import (
     CacheNode,
     CacheWatcher,
@@ -25,6 +31,7 @@ from shared.interfaces.scheduler import Scheduler, SchedulerParts, SchedulerStat
 
 __all__ = [
     "CLIP_MAX_NEW_TOKENS",
+    "MAX_WAITS",
     "AddReqResult",
     "AttentionBackend",
     "CacheNode",

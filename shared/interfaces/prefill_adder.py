@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from shared.config import EngineConfig
 from shared.interfaces.memory_pool import TokenToKVPoolAllocator
 from shared.interfaces.prefix_cache import PrefixCache
 from shared.types import Req
@@ -14,17 +15,23 @@ from shared.types import Req
 CLIP_MAX_NEW_TOKENS = 4096
 """The most output tokens that admission reserves for: a huge max_new_tokens would starve everybody else."""
 
+MAX_WAITS = 128
+"""Requests that one step lets wait for a prefix: to look at more of the queue costs more than a fuller step
+saves."""
+
 
 class AddReqResult(Enum):
     CONTINUE = auto()  # added; more may follow
     NO_TOKEN = auto()  # the KV pool has no room for it: stop, and do not try again before memory is freed
     OTHER = auto()  # this step's budget of prompt tokens is spent: stop
+    WAIT = auto()  # this step computes its prefix for another one: pass over it until the next step
 
 
 @dataclass(frozen=True)
 class PrefillBudget:
     """Limits of one step. `num_mixed_decode_tokens`: decode tokens that share the step (mixed chunks).
-    `num_reserved_tokens`: to be left free for running requests' drafts."""
+    `num_reserved_tokens`: to be left free for running requests' drafts. `in_batch_prefix_threshold`: tokens
+    of a prefix that are worth waiting for; None: nobody waits."""
 
     page_size: int
     max_prefill_tokens: int
@@ -32,6 +39,22 @@ class PrefillBudget:
     new_token_ratio: float
     num_mixed_decode_tokens: int = 0
     num_reserved_tokens: int = 0
+    in_batch_prefix_threshold: int | None = None
+
+    @classmethod
+    def of_step(
+        cls, config: EngineConfig, new_token_ratio: float, num_running: int, num_reserved_tokens: int = 0
+    ) -> PrefillBudget:
+        """`num_running`: requests that would decode in this step."""
+        return cls(
+            page_size=config.page_size,
+            max_prefill_tokens=config.max_prefill_tokens,
+            chunked_prefill_size=config.chunked_prefill_size,
+            new_token_ratio=new_token_ratio,
+            num_mixed_decode_tokens=num_running if config.enable_mixed_chunk else 0,
+            num_reserved_tokens=num_reserved_tokens,
+            in_batch_prefix_threshold=config.in_batch_prefix_deprioritize_threshold,
+        )
 
 
 class PrefillAdder(ABC):
@@ -76,6 +99,10 @@ class PrefillAdder(ABC):
     def add_one_req(self, req: Req) -> AddReqResult:
         """Try to add a waiting request: match its prefix (at most req.max_prefix_len tokens), then
 
+        - a request that was added before found as much of its own prefix in the cache, and computes now at
+          least in_batch_prefix_threshold tokens behind it (at least one, in whole pages) that this one's
+          prefix goes on with: WAIT. In the next step they are in the cache. Of one step that is the answer
+          MAX_WAITS times, after that OTHER. A disabled cache has nobody wait;
         - extension + clipped max_new_tokens >= rem_total, before or after the prefix is locked: NO_TOKEN
           (locking shrinks what is evictable). A lone request, nothing running and nothing added, needs only
           its own tokens to fit;

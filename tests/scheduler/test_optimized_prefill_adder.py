@@ -60,6 +60,7 @@ class World:
                 rng.choice([0.0, 0.13, 0.7, 1.0]),
                 num_mixed,
                 rng.choice([0, 9]),
+                rng.choice([None, 0, 3, 20]),
             ),
             self.tree,
             self.allocator,

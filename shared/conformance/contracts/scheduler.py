@@ -229,11 +229,31 @@ def failing_forward(impl: type[Scheduler], case: Example) -> None:
     harness.expect_idle()
 
 
-@contract("A prefix that several new requests share is computed once (lpm).", EXAMPLE)
-def in_batch_prefix(impl: type[Scheduler], case: Example) -> None:
+@dataclass(frozen=True)
+class Policy:
+    name: str
+    chunked_prefill_size: int | None = None
+
+
+@contract(
+    "A prefix that several new requests share is computed once, whatever the policy; nobody else waits.",
+    (Policy("fcfs"), Policy("lpm"), Policy("dfs-weight"), Policy("random"), Policy("fcfs", 24)),
+)
+def in_batch_prefix(impl: type[Scheduler], case: Policy) -> None:
     prefix = [(i * 3) % 50 + 1 for i in range(40)]
-    harness = harness_for(impl, schedule_policy="lpm")
+    chunk = case.chunked_prefill_size
+    harness = harness_for(
+        impl,
+        schedule_policy=case.name,
+        chunked_prefill_size=chunk,
+        in_batch_prefix_deprioritize_threshold=8,
+    )
     rids = [harness.submit([*prefix, i], 3) for i in range(6)]
+    rids.append(harness.submit([59, *prefix], 3))
+    if chunk is None:
+        harness.step()
+        alone = [rid for rid in rids if harness.reqs[rid].req_pool_idx is not None]
+        expect_equal("who is computed first", (len(alone), rids[-1] in alone), (2, True))
     harness.run()
     for rid in rids:
         harness.expect(rid, 3)

@@ -157,10 +157,32 @@ class PreemptedStillReserve(
 
 
 @mutant_of("prefill_adder")
-class FillsAllOfIt(adder_with("req.all_ids[: len(req.prefix_indices) + extend_len]", "req.all_ids")):
+class FillsAllOfIt(adder_with("req.all_ids[: prefix_len + extend_len]", "req.all_ids")):
     """A request that is cut gets all of its tokens to fill."""
 
 
 @mutant_of("prefill_adder")
 class ForgetsToCharge(adder_with("self.charged_tokens += num_tokens + max_new_tokens", "pass")):
     """What is added reserves nothing."""
+
+
+@mutant_of("prefill_adder")
+class WaitsAcrossNamespaces(adder_with("(extra_key, start, *token_ids", "(start, *token_ids")):
+    """Requests of different namespaces wait for each other."""
+
+
+@mutant_of("prefill_adder")
+class ForgetsTheCachedPart(adder_with("other.fill_ids[:matched_len] == before", "True")):
+    """Requests that go on alike behind different prefixes wait for each other."""
+
+
+@mutant_of("prefill_adder")
+class WaitsForPartOfAPage(adder_with("self._ceil(max(threshold, 1))", "max(threshold, 1)")):
+    """Less than a page is waited for, and never found in the cache."""
+
+
+@mutant_of("prefill_adder")
+class ChunkedPrefixesAreMissed(
+    adder_with("first = self._first_computed(req.fill_ids", "first = self._first_computed(req.all_ids")
+):
+    """A request waits for tokens behind the end of a chunk."""

@@ -205,6 +205,48 @@ class ReservesAllOfMaxNewTokens(PrefillAdder):
         return int((req.max_new_tokens - len(req.output_ids)) * self.new_token_ratio)
 
 
+@mutant_of("prefill_adder")
+class ComputesPrefixesAgain(PrefillAdder):
+    """Nobody waits for a prefix that this step computes."""
+
+    def _is_computed_now(self, key: RadixKey, matched_len: int) -> bool:
+        return False
+
+
+@mutant_of("prefill_adder")
+class WaitsForItsLastToken(PrefillAdder):
+    """What a request must compute in any case is waited for too."""
+
+    def add_one_req(self, req: Req) -> AddReqResult:
+        if self._is_computed_now(RadixKey(req.all_ids, req.extra_key), 0):
+            return AddReqResult.WAIT
+        return super().add_one_req(req)
+
+
+@mutant_of("prefill_adder")
+class LetsEverybodyWait(PrefillAdder):
+    """However many wait, the queue is walked on."""
+
+    def add_one_req(self, req: Req) -> AddReqResult:
+        self.num_waits = 0
+        return super().add_one_req(req)
+
+
+@mutant_of("scheduler")
+class StopsAtWhoWaits(Scheduler):
+    """A request that waits for a prefix keeps everybody behind it from being tried."""
+
+    def _add_waiting(self, adder: PrefillAdder) -> None:
+        add_one_req = adder.add_one_req
+
+        def stopping(req: Req) -> AddReqResult:
+            result = add_one_req(req)
+            return AddReqResult.OTHER if result is AddReqResult.WAIT else result
+
+        adder.add_one_req = stopping
+        super()._add_waiting(adder)
+
+
 @mutant_of("schedule_policy")
 class UnstableOrder(SchedulePolicy):
     """Ties do not keep the queue's order."""
