@@ -27,6 +27,11 @@ class FutureMap:
         self.max_batch_size = max_batch_size
         self.token_ids = torch.zeros(self.limit + max_batch_size + 1, dtype=torch.int64, device=device)
         self._num_taken = 0
+        self._tokens_of = tokens_of
+        if device.type == "cuda":
+            from optimized.kernels import future_tokens
+
+            self._tokens_of = future_tokens.tokens_of
 
     # --8<-- [start:future-places]
     def take(self, batch_size: int) -> int:
@@ -39,18 +44,19 @@ class FutureMap:
         return first
 
     def resolve(self, forward_batch: ForwardBatch) -> ForwardBatch:
-        """The batch with tokens for names."""
-        ids = forward_batch.input_ids
-        return replace(
-            forward_batch, input_ids=torch.where(ids < 0, self.token_ids[(-ids).clamp(min=0)], ids)
-        )
+        """The batch with tokens for names. An id that is none (-1, after NaN) becomes 0: its request has
+        ended, and nobody looks at the row that decodes from it."""
+        return replace(forward_batch, input_ids=self._tokens_of(forward_batch.input_ids, self.token_ids))
 
     def store(self, first: int, next_token_ids: torch.Tensor) -> None:
-        """An id that is none (-1, after NaN) becomes 0: its request has ended, and nobody looks at the row
-        that decodes from it."""
-        self.token_ids[first : first + len(next_token_ids)] = next_token_ids.clamp(min=0)
+        self.token_ids[first : first + next_token_ids.shape[0]].copy_(next_token_ids)
 
     # --8<-- [end:future-places]
+
+
+def tokens_of(ids: torch.Tensor, ring: torch.Tensor) -> torch.Tensor:
+    """As the kernel of this name: ids, those below zero being the negatives of places in the ring."""
+    return torch.where(ids < 0, ring[(-ids).clamp(min=0)].clamp(min=0), ids)
 
 
 def count_in_flight(info: SamplingBatchInfo, named: ForwardBatch, resolved: ForwardBatch) -> None:

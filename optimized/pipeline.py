@@ -6,6 +6,7 @@ The host forms a batch from what it knows, launches it, and comes back for its r
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
@@ -16,7 +17,15 @@ from optimized.streams import Pending, streams_for
 from shared.input_logprobs import hand_out_input_logprobs, input_logprob_positions
 from shared.interfaces import SchedulerParts
 from shared.sampling_batch import make_sampling_batch_info
-from shared.types import ForwardBatch, LogitsOutput, LogprobsOutput, Req, SampleOutput, ScheduleBatch
+from shared.types import (
+    ForwardBatch,
+    LogitsOutput,
+    LogprobsOutput,
+    Req,
+    SampleOutput,
+    SamplingBatchInfo,
+    ScheduleBatch,
+)
 
 _Any = TypeVar("_Any")
 
@@ -75,6 +84,7 @@ class Pipeline:
         # A batch has at most a row for every request, and one for the prompt that is being computed.
         self.future_map = FutureMap(parts.req_to_token_pool.size, self.device)
         self.batches: deque[BatchInFlight] = deque()
+        self._last_info: tuple[list[Req], SamplingBatchInfo] | None = None  # that can be used again
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -83,9 +93,10 @@ class Pipeline:
         """Where the token is that the request decodes from next; None: the host knows it."""
         return self.batches[-1].place_of(req) if self.batches else None
 
-    def num_in_flight(self, req: Req) -> int:
-        """Tokens of the request that the host does not know yet."""
-        return int(self.place_of(req) is not None)
+    def places_of(self, reqs: Sequence[Req]) -> list[int | None]:
+        if not self.batches:
+            return [None] * len(reqs)
+        return list(map(self.batches[-1].place_of, reqs))
 
     def drop(self, req: Req) -> None:
         """Whatever is computed for the request is not wanted any more."""
@@ -94,13 +105,14 @@ class Pipeline:
 
     def launch(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:
         parts, num_token_ids = self.parts, self.parts.num_token_ids
-        named = name_tokens(batch, self.place_of, self.device)
-        num_in_flight = [self.num_in_flight(req) for req in batch.reqs]
+        places = self.places_of(batch.reqs)
+        num_in_flight = [int(place is not None) for place in places]  # tokens that the host does not know yet
+        named = name_tokens(batch, places, self.device)
         launched = BatchInFlight(batch, named, chunked_req, self.future_map.take(batch.batch_size))
         if any(req.grammar is not None and n for req, n in zip(batch.reqs, num_in_flight)):
             self.streams.launch(lambda: self._forward(launched))
         else:
-            info = make_sampling_batch_info(batch.reqs, num_token_ids, self.device, num_in_flight)
+            info = self._sampling_info(batch.reqs, num_in_flight)
 
             def forward_and_sample() -> tuple[LogitsOutput, SampleOutput]:
                 resolved = launched.keep(self.future_map.resolve(named))
@@ -113,6 +125,17 @@ class Pipeline:
 
             launched.results = self.streams.launch(forward_and_sample)
         self.batches.append(launched)
+
+    def _sampling_info(self, reqs: list[Req], num_in_flight: list[int]) -> SamplingBatchInfo:
+        """That of the batch before if the requests are the same and nothing depends on their outputs."""
+        if self._last_info is not None and self._last_info[0] == reqs:
+            return self._last_info[1]
+        info = make_sampling_batch_info(reqs, self.parts.num_token_ids, self.device, num_in_flight)
+        changes = any(tensor is not None for tensor in (info.banned, info.vocab_mask, info.output_counts))
+        # min_new_tokens: a ban that has ended begins again for a request that loses its tokens in flight.
+        may_change = changes or any(req.sampling_params.min_new_tokens for req in reqs)
+        self._last_info = None if may_change else (reqs, info)
+        return info
 
     # --8<-- [start:sample-late]
     def _forward(self, launched: BatchInFlight) -> None:

@@ -6,31 +6,29 @@ not known yet is named by its place in the FutureMap (optimized/future_map.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 
 from shared.input_logprobs import input_logprob_rows
-from shared.to_device import copy_to_device, vectors_to_device
-from shared.types import ForwardBatch, Req, ScheduleBatch
+from shared.to_device import ALIGNMENT, copy_to_device, pinned, vectors_to_device
+from shared.types import ForwardBatch, ForwardMode, ScheduleBatch
 
 
-def name_tokens(
-    batch: ScheduleBatch, place_of: Callable[[Req], int | None], device: torch.device
-) -> ForwardBatch:
-    """The batch as tensors; input ids below zero are places in the FutureMap. Call it once memory is
+def name_tokens(batch: ScheduleBatch, places: Sequence[int | None], device: torch.device) -> ForwardBatch:
+    """The batch as tensors; input ids below zero are `places` in the FutureMap. Call it once memory is
     allocated and before any result is processed."""
     assert batch.out_cache_loc is not None
+    if batch.forward_mode is ForwardMode.DECODE:
+        return _decode_batch(batch, places, device)
     num_extend = batch.batch_size - batch.num_decode_reqs
     extending, decoding = batch.reqs[:num_extend], batch.reqs[num_extend:]
 
     input_ids: list[int] = []
     for req in extending:
         input_ids += req.fill_ids[len(req.prefix_indices) :]
-    for req in decoding:
-        place = place_of(req)
-        input_ids.append(req.output_ids[-1] if place is None else -place)
+    input_ids += _names(batch, places)
     seq_lens = [req.kv_committed_len for req in batch.reqs]
     extend_seq_lens = [req.extend_input_len for req in extending] + [1] * len(decoding)
     start_locs = [0, *accumulate(extend_seq_lens)][:-1]
@@ -47,13 +45,10 @@ def name_tokens(
         ],
         device,
     )
-    if extending:
-        before = starts - (lens - extend_lens)  # row of the batch minus position
-        num_tokens = len(input_ids)
-        positions = torch.arange(num_tokens, device=device)
-        positions = positions - before.repeat_interleave(extend_lens, output_size=num_tokens)
-    else:
-        positions = lens - 1
+    before = starts - (lens - extend_lens)  # row of the batch minus position
+    num_tokens = len(input_ids)
+    positions = torch.arange(num_tokens, device=device)
+    positions = positions - before.repeat_interleave(extend_lens, output_size=num_tokens)
     return ForwardBatch(
         forward_mode=batch.forward_mode,
         input_ids=ids,
@@ -69,3 +64,43 @@ def name_tokens(
         input_logprob_ids=wanted[1] if logprob_rows else None,
         num_top_input_logprobs=max((req.sampling_params.top_logprobs_num for req in extending), default=0),
     )
+
+
+def _decode_batch(batch: ScheduleBatch, places: Sequence[int | None], device: torch.device) -> ForwardBatch:
+    """Everything in one copy: the host has as little time as the step of a small model takes."""
+    bs, slots = batch.batch_size, batch.out_cache_loc
+    assert slots is not None
+    seq_lens = [req.kv_committed_len for req in batch.reqs]
+    numbers = pinned(7, -(-bs // ALIGNMENT) * ALIGNMENT, device=device)
+    ids, positions, rows, lens, slots_row, extend_lens, starts = numbers.numpy()[:, :bs]
+    ids[:] = _names(batch, places)
+    lens[:] = seq_lens
+    positions[:] = lens - 1
+    rows[:] = [req.req_pool_idx for req in batch.reqs]
+    extend_lens[:] = 1
+    starts[:] = range(bs)
+    is_on_host = not slots.is_cuda
+    if is_on_host:
+        slots_row[:] = slots.numpy()
+    vectors = numbers.to(device, non_blocking=True)[:, :bs].unbind()
+    return ForwardBatch(
+        forward_mode=batch.forward_mode,
+        input_ids=vectors[0],
+        positions=vectors[1],
+        req_pool_indices=vectors[2],
+        seq_lens=vectors[3],
+        out_cache_loc=vectors[4] if is_on_host else slots,
+        extend_seq_lens=vectors[5],
+        extend_start_loc=vectors[6],
+        seq_lens_cpu=tuple(seq_lens),
+        extend_seq_lens_cpu=(1,) * bs,
+    )
+
+
+def _names(batch: ScheduleBatch, places: Sequence[int | None]) -> list[int]:
+    """Input ids of the requests that decode: the last ones of the batch."""
+    first = batch.batch_size - batch.num_decode_reqs
+    return [
+        req.output_ids[-1] if place is None else -place
+        for req, place in zip(batch.reqs[first:], places[first:])
+    ]

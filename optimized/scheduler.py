@@ -145,8 +145,9 @@ class Scheduler(interface.Scheduler):
         prefill = self._get_new_batch_prefill()
         if prefill is None:
             return self._get_batch_decode()
-        if self.config.enable_mixed_chunk and self._decodable() and self._has_memory_to_decode():
-            return mix(prefill, self._prepare_for_decode())
+        decodable = self._decodable() if self.config.enable_mixed_chunk else []
+        if decodable and self._has_memory_to_decode(decodable):
+            return mix(prefill, self._prepare_for_decode(decodable))
         return prefill
 
     def _get_new_batch_prefill(self) -> ScheduleBatch | None:
@@ -214,43 +215,46 @@ class Scheduler(interface.Scheduler):
         return bool(victims)
 
     def _get_batch_decode(self) -> ScheduleBatch | None:
-        if not self._decodable():
+        decodable = self._decodable()
+        if not decodable:
             return None
-        if self._has_memory_to_decode():
+        if self._has_memory_to_decode(decodable):
             self.new_token_ratio.decay()
         elif self.pipeline:
             return None  # it may end somebody: see, before somebody is thrown out
         else:
-            self._retract_to_decode()
-        return self._prepare_for_decode()
+            decodable = self._retract_to_decode()
+        return self._prepare_for_decode(decodable)
 
     def _decodable(self) -> list[Req]:
         """Running requests that may produce a token beyond the one in flight: an end by length is known."""
+        places = self.pipeline.places_of(self.running)
         return [
             req
-            for req in self.running
-            if len(req.output_ids) + self.pipeline.num_in_flight(req) < req.max_new_tokens
+            for req, place in zip(self.running, places)
+            if len(req.output_ids) + (place is not None) < req.max_new_tokens
         ]
 
-    def _prepare_for_decode(self) -> ScheduleBatch:
-        return prepare_for_decode(self._decodable(), self.parts.req_to_token_pool, self.parts.allocator)
+    def _prepare_for_decode(self, decodable: list[Req]) -> ScheduleBatch:
+        return prepare_for_decode(decodable, self.parts.req_to_token_pool, self.parts.allocator)
 
-    def _has_memory_to_decode(self) -> bool:
-        num_tokens = num_tokens_to_decode(self._decodable(), self.config.page_size)
+    def _has_memory_to_decode(self, decodable: list[Req]) -> bool:
+        num_tokens = num_tokens_to_decode(decodable, self.config.page_size)
         return evict_for(num_tokens, self.parts.tree_cache, self.parts.allocator)
 
-    def _retract_to_decode(self) -> None:
+    def _retract_to_decode(self) -> list[Req]:
         """Throw out requests until the others can go on: those with the fewest output tokens lose the least
         work, and among them a long prompt frees the most. The last one stays; a prompt that is being
-        computed gives way to it, and alone it fits, because submission checked that."""
+        computed gives way to it, and alone it fits, because submission checked that. Returns who goes on."""
         candidates = sorted(self.running, key=lambda req: (-len(req.output_ids), len(req.origin_input_ids)))
-        while not self._has_memory_to_decode():
+        while not self._has_memory_to_decode(decodable := self._decodable()):
             if len(candidates) > 1:
                 self._retract(candidates.pop())
             else:
                 assert self.chunked_req is not None, "one request alone does not fit: submission checks this"
                 self._retract(self.chunked_req)
         self.new_token_ratio.raise_after_retraction(self.running)
+        return decodable
 
     # ---- run it ----
 

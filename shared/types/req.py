@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shared.types.finish import FinishReason
-from shared.types.outputs import SpeculationStats, StepOutput, TokenLogprob
+from shared.types.outputs import NO_SPECULATION, SpeculationStats, StepOutput, TokenLogprob
 from shared.types.sampling_params import SamplingParams
 
 
@@ -102,17 +102,18 @@ class Req:
 
     def step_output(self, num_new_tokens: int) -> StepOutput:
         """The news about this request: its last so many output ids, and its end if it has come."""
-        start = len(self.output_ids) - num_new_tokens
+        num_tokens = len(self.output_ids)
+        start = num_tokens - num_new_tokens
         return StepOutput(
             rid=self.rid,
             new_token_ids=self.output_ids[start:],
-            num_output_tokens=len(self.output_ids),
+            num_output_tokens=num_tokens,
             finished_reason=self.finished_reason,
-            output_logprobs=self.output_logprobs[start:] if self.sampling_params.return_logprob else [],
+            output_logprobs=self.output_logprobs[start:] if self.output_logprobs else [],
             input_logprobs=self.input_logprobs,
             num_cached_tokens=self.num_cached_tokens,
             num_retractions=self.num_retractions,
-            speculation=self.speculation,
+            speculation=self.speculation if self.num_verifications else NO_SPECULATION,
         )
 
     @property

@@ -77,6 +77,19 @@ def min_new_tokens(impl: type[Scheduler], case: Example) -> None:
         expect_equal(f"{rid} has at least {i} tokens", num_tokens >= i, True)
 
 
+@contract(
+    "A request that is thrown out short of min_new_tokens comes back with its stop tokens banned.", EXAMPLE
+)
+def min_new_tokens_after_retraction(impl: type[Scheduler], case: Example) -> None:
+    for num_steps in range(2, 9):
+        harness = harness_for(impl, is_spread=True)
+        rid = harness.submit(PROMPT, 12, eos=frozenset(range(VOCAB_SIZE)), min_new_tokens=5)
+        for _ in range(num_steps):
+            harness.step()
+        harness.scheduler.retract(rid)
+        _expect_all(harness, [rid])
+
+
 class Asked(EveryThird):
     """Remembers what it was asked about."""
 

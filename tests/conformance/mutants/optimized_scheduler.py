@@ -42,7 +42,7 @@ class PlacesCountFromZero(changed("future_map", "first = self._num_taken + 1", "
 
 @mutant_of("scheduler")
 class StoresOnePlaceFurther(
-    changed("future_map", "self.token_ids[first : first +", "self.token_ids[first + 1 : first + 1 +")
+    changed("future_map", "self.token_ids[first : first +", "self.token_ids[first + 1 : 1 + first +")
 ):
     """Tokens are written one place beside the one that was promised."""
 
@@ -51,15 +51,15 @@ class StoresOnePlaceFurther(
 class StraddlesTheEnd(
     changed(
         "future_map",
-        "self.token_ids[first : first + len(next_token_ids)] =",
-        "self.token_ids[torch.arange(first, first + len(next_token_ids)) % self.limit] =",
+        "self.token_ids[first : first + next_token_ids.shape[0]].copy_(next_token_ids)",
+        "self.token_ids[torch.arange(first, first + len(next_token_ids)) % self.limit] = next_token_ids",
     )
 ):
     """Places beyond the limit are written at the front, and read where they were promised."""
 
 
 @mutant_of("scheduler")
-class FeedsWhatIsNoToken(changed("future_map", "next_token_ids.clamp(min=0)", "next_token_ids")):
+class FeedsWhatIsNoToken(changed("future_map", "clamp(min=0)].clamp(min=0)", "clamp(min=0)]")):
     """After NaN, the id -1 goes into the model."""
 
 
@@ -104,7 +104,7 @@ class FreesTheSurplusSlotAgain(
 
 @mutant_of("scheduler")
 class EndByLengthComesUnexpected(
-    changed("scheduler", "len(req.output_ids) + self.pipeline.num_in_flight(req)", "len(req.output_ids)")
+    changed("scheduler", "len(req.output_ids) + (place is not None)", "len(req.output_ids)")
 ):
     """A request whose last token is in flight takes part in one step more."""
 
@@ -120,11 +120,23 @@ class CountsMissTheTokenInFlight(
 class MinimumMissesTheTokenInFlight(
     changed(
         "pipeline",
-        "(batch.reqs, num_token_ids, self.device, num_in_flight)",
-        "(batch.reqs, num_token_ids, self.device)",
+        "(reqs, self.parts.num_token_ids, self.device, num_in_flight)",
+        "(reqs, self.parts.num_token_ids, self.device)",
     )
 ):
     """Stop tokens are banned for one token more than min_new_tokens."""
+
+
+@mutant_of("scheduler")
+class SamplesAsOthersDid(
+    changed("pipeline", "self._last_info[0] == reqs", "len(self._last_info[0]) == len(reqs)")
+):
+    """A batch is sampled with the parameters of another one of its size."""
+
+
+@mutant_of("scheduler")
+class SamplesAsBefore(changed("pipeline", "None if may_change else (reqs, info)", "(reqs, info)")):
+    """Counts and bans stay as they were while the requests are the same."""
 
 
 @mutant_of("scheduler")
@@ -193,7 +205,7 @@ class AbortWaitsForTheToken(
         """        self._finish(req, FinishAbort("aborted"))
         return True
 """,
-        """        if self.pipeline.num_in_flight(req):
+        """        if self.pipeline.place_of(req):
             req.to_finish = FinishAbort("aborted")
         else:
             self._finish(req, FinishAbort("aborted"))
