@@ -103,12 +103,15 @@ class DecodeBuffers:
         self.bools = PaddedVectors({"is_greedy": True}, max_bs, torch.bool, device)
         self.ones = torch.ones(max_bs, dtype=torch.int64, device=device)
         self.numbers = torch.arange(max_bs, device=device)
+        self._loaded: tuple[SamplingBatchInfo, int] | None = None  # whose parameters are there, to which size
 
     def load(self, forward_batch: ForwardBatch, size: int, info: SamplingBatchInfo | None = None) -> None:
-        """`info` only where sampling looks at it."""
+        """`info` only where sampling looks at it; that of the step before is there already."""
         fb = forward_batch
         ints = [fb.input_ids, fb.positions, fb.req_pool_indices, fb.seq_lens, fb.out_cache_loc]
-        if info is not None:
+        is_there = self._loaded is not None and self._loaded[0] is info and self._loaded[1] == size
+        if info is not None and not is_there:
+            self._loaded = info, size
             ints += [info.top_ks, info.seeds]
             self.floats.load([info.temperatures, info.top_ps, info.min_ps], size)
             self.bools.load([info.is_greedy], size)
@@ -117,6 +120,7 @@ class DecodeBuffers:
     def padding_batch(self, size: int) -> ForwardBatch:
         """The first `size` rows, all of padding until something is loaded."""
         self.ints.values.copy_(self.ints.padding)
+        self._loaded = None
         inputs = list(self.ints.rows)[:5]
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,

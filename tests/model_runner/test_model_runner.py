@@ -92,6 +92,36 @@ def test_a_batch_is_followed_by_padding_whatever_was_there() -> None:
     assert buffers.bools.head("is_greedy", 4).tolist() == [False, False, False, True]
 
 
+def test_parameters_of_sampling_are_loaded_when_they_change() -> None:
+    session = PreparedSession(FakeGraphsRunner, model_for(), FEW)
+    batch = session.forward_batch({0: [5], 3: [6], 1: [7]})
+    buffers = DecodeBuffers(8, torch.device("cpu"))
+    infos = [
+        make_sampling_batch_info(
+            [Req("r", [1], SamplingParams(temperature=t, top_k=9), seed) for seed in (11, 12, 13)], 300, "cpu"
+        )
+        for t in (2.0, 3.0)
+    ]
+
+    def temperatures() -> list[float]:
+        return buffers.floats.head("temperatures", 4).tolist()
+
+    buffers.load(batch, 4, infos[0])
+    buffers.floats.values.fill_(77)
+    buffers.load(batch, 4, infos[0])
+    assert temperatures() == [77, 77, 77, 77], "they were there"
+    buffers.load(batch, 4)
+    buffers.load(batch, 4, infos[1])
+    assert temperatures() == [3.0, 3.0, 3.0, 1.0]
+    buffers.floats.values.fill_(77)
+    buffers.load(batch, 8, infos[1])
+    assert temperatures() == [3.0, 3.0, 3.0, 1.0], "another size has other padding"
+    buffers.padding_batch(4)
+    assert buffers.ints.head("seeds", 4).tolist() == [0, 0, 0, 0]
+    buffers.load(batch, 8, infos[1])
+    assert buffers.ints.head("seeds", 4).tolist() == [11, 12, 13, 0], "padding was over them"
+
+
 @pytest.mark.parametrize(
     ("params", "kind"),
     [

@@ -68,6 +68,15 @@ class KeepsSeeds(WithOwnLoad):
 
 
 @mutant_of("model_runner")
+class KeepsParameters(WithOwnLoad):
+    """Parameters of sampling are copied once for each size."""
+
+    def load(self, right, batch, size, info=None):
+        seen = self.__dict__.setdefault("seen", {})
+        right(batch, size, info and seen.setdefault((batch.batch_size, size), info))
+
+
+@mutant_of("model_runner")
 class LeavesOldRows(WithOwnLoad):
     """Behind a batch stands the rest of a larger one before it."""
 
