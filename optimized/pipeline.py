@@ -6,7 +6,7 @@ The host forms a batch from what it knows, launches it, and comes back for its r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ _Any = TypeVar("_Any")
 
 
 @dataclass
-class BatchInFlight:
+class InFlight:
     """A batch between its launch and the processing of its results.
 
     `rows` shrinks: a request that is thrown out or ends takes its row along, and whatever the batch computes
@@ -39,22 +39,13 @@ class BatchInFlight:
     """
 
     batch: ScheduleBatch
-    forward_batch: ForwardBatch
-    chunked_req: Req | None  # one whose prompt goes on: its token means nothing
     first_place: int  # in the FutureMap, of the first row's token
-    results: Pending | None = None  # None: sampling has not begun
-    logits_output: LogitsOutput | None = None  # only until then
+    results: Pending | None = field(default=None, init=False)  # None: sampling has not begun
     rows: dict[Req, int] = field(init=False)
-    _input_logprob_ids: dict[Req, list[int]] = field(init=False)  # asked for by each extending row
-    _kept: list[Any] = field(default_factory=list)
+    _kept: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.rows = {req: row for row, req in enumerate(self.batch.reqs)}
-        extending = self.batch.reqs[: self.batch.batch_size - self.batch.num_decode_reqs]
-        # Now: when results come, the request may be at its next chunk.
-        self._input_logprob_ids = {
-            req: [req.origin_input_ids[i] for i in input_logprob_positions(req)] for req in extending
-        }
 
     def keep(self, value: _Any) -> _Any:
         """Something that the device may read until the results are there."""
@@ -64,13 +55,37 @@ class BatchInFlight:
     def place_of(self, req: Req) -> int | None:
         """Where the request's next token will be; None if this batch gives it none."""
         row = self.rows.get(req)
-        return None if row is None or req is self.chunked_req else self.first_place + row
+        return None if row is None else self.first_place + row
+
+
+@dataclass
+class BatchInFlight(InFlight):
+    """One of prompts, or of a plain decode step. (Rounds of speculation: optimized/speculative.py.)"""
+
+    forward_batch: ForwardBatch
+    chunked_req: Req | None  # one whose prompt goes on: its token means nothing
+    logits_output: LogitsOutput | None = field(default=None, init=False)  # only until it is sampled from
+    _input_logprob_ids: dict[Req, list[int]] = field(init=False)  # asked for by each extending row
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        extending = self.batch.reqs[: self.batch.batch_size - self.batch.num_decode_reqs]
+        # Now: when results come, the request may be at its next chunk.
+        self._input_logprob_ids = {
+            req: [req.origin_input_ids[i] for i in input_logprob_positions(req)] for req in extending
+        }
+
+    def place_of(self, req: Req) -> int | None:
+        return None if req is self.chunked_req else super().place_of(req)
 
     def hand_out_input_logprobs(self, output: LogprobsOutput | None) -> None:
         ids = self._input_logprob_ids
         extending = [req if req in self.rows else None for req in ids]
         counts = [len(wanted) for wanted in ids.values()]
         hand_out_input_logprobs(extending, counts, list(chain.from_iterable(ids.values())), output)
+
+
+Extension = Callable[[ForwardBatch, LogitsOutput, SampleOutput], None]
 
 
 class Pipeline:
@@ -83,7 +98,9 @@ class Pipeline:
         self.streams = streams_for(self.device)
         # A batch has at most a row for every request, and one for the prompt that is being computed.
         self.future_map = FutureMap(parts.req_to_token_pool.size, self.device)
-        self.batches: deque[BatchInFlight] = deque()
+        self.batches: deque[InFlight] = deque()
+        # Where somebody speculates: made when a batch is launched, called when it was sampled.
+        self.extension_of: Callable[[BatchInFlight], Extension] | None = None
         self._last_info: tuple[list[Req], SamplingBatchInfo] | None = None  # that can be used again
 
     def __len__(self) -> int:
@@ -108,10 +125,11 @@ class Pipeline:
         places = self.places_of(batch.reqs)
         num_in_flight = [int(place is not None) for place in places]  # tokens that the host does not know yet
         named = name_tokens(batch, places, self.device)
-        launched = BatchInFlight(batch, named, chunked_req, self.future_map.take(batch.batch_size))
+        launched = BatchInFlight(batch, self.future_map.take(batch.batch_size), named, chunked_req)
         if any(req.grammar is not None and n for req, n in zip(batch.reqs, num_in_flight)):
             self.streams.launch(lambda: self._forward(launched))
         else:
+            extend = self.extension_of(launched) if self.extension_of is not None else None
             info = self._sampling_info(batch.reqs, num_in_flight)
 
             def forward_and_sample() -> tuple[LogitsOutput, SampleOutput]:
@@ -121,6 +139,8 @@ class Pipeline:
                     outputs = parts.model_runner.forward_and_sample(
                         resolved, parts.sampler, info, num_token_ids
                     )
+                if extend is not None:
+                    extend(resolved, *outputs)
                 return self._sampled(launched, *outputs)
 
             launched.results = self.streams.launch(forward_and_sample)

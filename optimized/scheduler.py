@@ -10,11 +10,12 @@ has to see token N before N+1 is sampled. News come one step later than in the r
 
 from __future__ import annotations
 
-from optimized.pipeline import BatchInFlight, Pipeline
+from optimized.pipeline import BatchInFlight, InFlight, Pipeline
+from optimized.speculative import Speculator
+from optimized.speculative_round import Outcome, RoundInFlight
+from shared.append_tokens import append_tokens
 from shared.config import EngineConfig, ModelConfig
 from shared.conformance.invariants import check_invariants
-from shared.finish import check_finished
-from shared.input_logprobs import cut_top
 from shared.interfaces import (
     AddReqResult,
     PrefillAdder,
@@ -26,7 +27,8 @@ from shared.interfaces import (
 from shared.interfaces import scheduler as interface
 from shared.logprobs import to_token_logprobs
 from shared.new_token_ratio import NewTokenRatio
-from shared.request_limits import admit, least_wanted, overdue
+from shared.request_limits import admit, all_overdue, least_wanted
+from shared.scheduler_counts import SchedulerCounts
 from shared.step_memory import (
     evict_for,
     mix,
@@ -37,13 +39,14 @@ from shared.step_memory import (
 from shared.types import (
     FinishAbort,
     FinishError,
-    FinishLength,
     FinishReason,
     ForwardBatch,
+    ForwardMode,
     LogitsOutput,
     Req,
     SampleOutput,
     ScheduleBatch,
+    SpeculationStats,
     StepOutput,
     TokenLogprob,
 )
@@ -52,13 +55,12 @@ from shared.waiting_queue import WaitingQueue
 
 class Scheduler(interface.Scheduler):
     def __init__(self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> None:
-        if parts.drafter is not None:
-            raise ValueError("scheduler=optimized does not speculate yet; scheduler=reference does")
         self.config = config
         self.model_config = model_config
         self.parts = parts
         self.context_len = config.context_len or model_config.context_len
-        self.pipeline = Pipeline(parts)
+        self.speculator = Speculator(config, self.context_len, parts) if parts.drafter is not None else None
+        self.pipeline = Pipeline(parts) if self.speculator is None else self.speculator.pipeline
         self.waiting_queue = WaitingQueue()
         self.running: list[Req] = []
         self.chunked_req: Req | None = None
@@ -66,11 +68,7 @@ class Scheduler(interface.Scheduler):
         self.outputs: list[StepOutput] = []  # news for the next return of step()
         self.batch_is_full = False  # no memory for more requests until somebody leaves
         self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
-        self.num_steps = 0
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_generated_tokens = 0
-        self.num_retractions = 0
+        self.counts = SchedulerCounts()
 
     # ---- requests come and go ----
 
@@ -107,12 +105,14 @@ class Scheduler(interface.Scheduler):
 
     # --8<-- [start:overlap-step]
     def step(self) -> list[StepOutput]:
-        self._finish_overdue()
-        self._catch_up(num_left=1)
+        for req, reason in all_overdue(self.live.values(), self.config, self.parts.clock):
+            self._finish(req, reason)
+        num_ahead = 1 if self.speculator is None else self.speculator.num_ahead(self.running)
+        self._catch_up(num_left=num_ahead)
         with self.parts.timeline.span("schedule"):
             batch = self.get_next_batch_to_run()
         is_launched = batch is not None and self._launch(batch)
-        self._catch_up(num_left=1 if is_launched else 0)
+        self._catch_up(num_left=num_ahead if is_launched else 0)
         if not self.live:
             self._catch_up(num_left=0)  # rows of ended requests: once nobody is left, nothing runs
         if self.config.check_invariants:
@@ -134,7 +134,10 @@ class Scheduler(interface.Scheduler):
                 result = oldest.results.wait()
             self.pipeline.batches.popleft()
             with self.parts.timeline.span("process results"):
-                self.process_batch_result(oldest, oldest.forward_batch, *result)
+                if isinstance(oldest, RoundInFlight):
+                    self._process_round(oldest, result)
+                elif isinstance(oldest, BatchInFlight):
+                    self.process_batch_result(oldest, oldest.forward_batch, *result)
         if self.pipeline and self.pipeline.batches[0].results is None:
             self._sample_late(self.pipeline.batches[0])
 
@@ -154,8 +157,9 @@ class Scheduler(interface.Scheduler):
         if self.chunked_req is None and (self.batch_is_full or not self.waiting_queue):
             return None
         decodable = self._decodable()
+        num_reserved = self.speculator.num_reserved(decodable) if self.speculator else 0
         adder = self.parts.prefill_adder(
-            PrefillBudget.of_step(self.config, self.new_token_ratio.current, len(decodable)),
+            PrefillBudget.of_step(self.config, self.new_token_ratio.current, len(decodable), num_reserved),
             self.parts.tree_cache,
             self.parts.allocator,
             decodable,
@@ -168,12 +172,7 @@ class Scheduler(interface.Scheduler):
             return None
 
         for req in adder.can_run_list:
-            if req.run_start_time is None:  # its first admission
-                req.run_start_time = self.parts.clock()
-                req.num_cached_tokens = len(req.prefix_indices)
-                self.num_prompt_tokens += len(req.origin_input_ids)
-                self.num_cached_tokens += req.num_cached_tokens
-            req.is_retracted = False
+            self.counts.admit(req, self.parts.clock())
         if adder.new_chunked_req is not None:
             self.chunked_req = adder.new_chunked_req
         parts = self.parts
@@ -186,7 +185,7 @@ class Scheduler(interface.Scheduler):
         for req in order:
             if req.rid in deprioritized and adder.can_run_list:
                 break  # one step later it finds its prefix in the cache
-            if self._num_rows_in_use(adder) >= self.config.max_running_requests:
+            if len(self.running) + len(adder.can_run_list) >= self.config.max_running_requests:
                 result = AddReqResult.NO_TOKEN
             else:
                 result = adder.add_one_req(req)
@@ -203,9 +202,6 @@ class Scheduler(interface.Scheduler):
             if adder.new_chunked_req is not None:
                 break
 
-    def _num_rows_in_use(self, adder: PrefillAdder) -> int:
-        return len(self.running) + len(adder.can_run_list)
-
     def _preempt_for(self, req: Req, adder: PrefillAdder) -> bool:
         if not self.config.enable_priority_scheduling:
             return False
@@ -218,6 +214,13 @@ class Scheduler(interface.Scheduler):
         decodable = self._decodable()
         if not decodable:
             return None
+        if self.speculator is not None:
+            if self.speculator.can_prepare(decodable):
+                self.new_token_ratio.decay()
+                return self.speculator.prepare(decodable)
+            if any(map(self.speculator.is_in_round, decodable)):
+                return None  # a plain step has to know where it goes on
+            self.speculator.give_back(decodable)
         if self._has_memory_to_decode(decodable):
             self.new_token_ratio.decay()
         elif self.pipeline:
@@ -260,7 +263,7 @@ class Scheduler(interface.Scheduler):
 
     def _launch(self, batch: ScheduleBatch) -> bool:
         """False when the model refuses it."""
-        self.num_steps += 1
+        self.counts.num_steps += 1
         try:
             self.run_batch(batch)
         except BaseException as error:
@@ -275,9 +278,14 @@ class Scheduler(interface.Scheduler):
         return True
 
     def run_batch(self, batch: ScheduleBatch) -> None:
-        self.pipeline.launch(batch, self.chunked_req)
+        if batch.forward_mode is ForwardMode.TARGET_VERIFY:
+            assert self.speculator is not None
+            self.speculator.run(batch)
+        else:
+            self.pipeline.launch(batch, self.chunked_req)
 
-    def _sample_late(self, batch: BatchInFlight) -> None:
+    def _sample_late(self, batch: InFlight) -> None:
+        assert isinstance(batch, BatchInFlight)
         try:
             self.pipeline.sample(batch)
         except BaseException as error:
@@ -300,26 +308,29 @@ class Scheduler(interface.Scheduler):
         batch.hand_out_input_logprobs(logits_output.input_logprobs)
         for req, row in batch.rows.items():
             if req is not batch.chunked_req:  # its prompt is not complete: the sampled token means nothing
-                self._append_token(req, next_token_ids[row], logprobs[row] if logprobs else None)
+                self._append_tokens(req, next_token_ids[row : row + 1], logprobs[row : row + 1])
 
-    def _append_token(self, req: Req, token_id: int, logprob: TokenLogprob | None) -> None:
-        if req.max_new_tokens == 0:  # only the prompt's log-probabilities or its KV were wanted
-            self._finish(req, FinishLength(0))
+    def _process_round(self, launched: RoundInFlight, outcome: Outcome) -> None:
+        assert self.speculator is not None
+        try:
+            tokens = self.speculator.finish(launched, outcome)
+        except BaseException as error:
+            self._fail(launched.batch, error)
+            if not isinstance(error, Exception):
+                raise
             return
-        wants_logprob = req.sampling_params.return_logprob and logprob is not None
-        req.output_ids.append(token_id)
-        if wants_logprob:
-            req.output_logprobs.append(cut_top(logprob, req))
-        check_finished(req, 1, self.parts.decode_text, self.parts.num_token_ids)
-        num_before = len(req.output_ids) - 1
+        for req, token_ids, logprobs in tokens:
+            self._append_tokens(req, token_ids, logprobs)
+
+    def _append_tokens(self, req: Req, token_ids: list[int], logprobs: list[TokenLogprob]) -> None:
+        num_new = append_tokens(req, token_ids, logprobs, self.parts.decode_text, self.parts.num_token_ids)
+        if num_new > 0:
+            req.kv_committed_len -= len(token_ids) - num_new  # what was accepted behind its end
+        self.counts.add_output(req, num_new)
         if req.finished_reason is not None:
-            assert req.finished_len is not None
-            del req.output_ids[req.finished_len :]  # a NaN's id is no output
-            del req.output_logprobs[req.finished_len :]
-            self._finish(req, req.finished_reason, len(req.output_ids) - num_before)
+            self._finish(req, req.finished_reason, num_new)
         else:
-            self.outputs.append(req.step_output(num_new_tokens=1))
-        self.num_generated_tokens += len(req.output_ids) - num_before
+            self.outputs.append(req.step_output(num_new))
 
     # ---- the end of a request, or of its turn ----
 
@@ -336,7 +347,7 @@ class Scheduler(interface.Scheduler):
         req.reset_for_retraction()
         req.queue_start_time = self.parts.clock()
         self.waiting_queue.append(req)
-        self.num_retractions += 1
+        self.counts.num_retractions += 1
         self.batch_is_full = False
 
     def _release(self, req: Req, is_insert: bool) -> None:
@@ -350,26 +361,20 @@ class Scheduler(interface.Scheduler):
         if req.req_pool_idx is not None:
             self.parts.tree_cache.cache_finished_req(req, is_insert)
         self.pipeline.drop(req)
+        if self.parts.drafter is not None:
+            self.parts.drafter.forget(req)
 
     def _fail(self, batch: ScheduleBatch, error: BaseException) -> None:
         """The batch before is processed first: whom it ends has ended well, but nothing of this batch's KV
         may be found."""
-        for req in batch.reqs[batch.batch_size - batch.num_decode_reqs :]:
+        decoding = batch.reqs[batch.batch_size - batch.num_decode_reqs :]
+        for req in decoding if batch.forward_mode is not ForwardMode.TARGET_VERIFY else []:
             if req.req_pool_idx is not None:
                 req.kv_committed_len -= 1
         self._catch_up(num_left=0)
         for req in batch.reqs:
             if not req.finished:
                 self._finish(req, FinishError(f"{type(error).__name__}: {error}"))
-
-    def _finish_overdue(self) -> None:
-        if self.config.waiting_timeout is None and self.config.running_timeout is None:
-            return
-        now = self.parts.clock()
-        for req in list(self.live.values()):
-            reason = overdue(req, self.config, now)
-            if reason is not None:
-                self._finish(req, reason)
 
     # ---- looking in ----
 
@@ -386,16 +391,10 @@ class Scheduler(interface.Scheduler):
         return SchedulerState(list(self.waiting_queue), list(self.running), self.chunked_req)
 
     def stats(self) -> SchedulerStats:
-        return SchedulerStats(
-            num_waiting=len(self.waiting_queue),
-            num_running=len(self.running) + (self.chunked_req is not None),
-            num_steps=self.num_steps,
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens,
-            num_generated_tokens=self.num_generated_tokens,
-            num_retractions=self.num_retractions,
-            new_token_ratio=self.new_token_ratio.current,
-        )
+        speculation = SpeculationStats()
+        if self.speculator is not None:
+            speculation = self.speculator.stats(self.counts.num_accepted_tokens)
+        return self.counts.stats(self.state(), self.new_token_ratio.current, speculation)
 
     def _check_invariants(self) -> None:
         parts = self.parts

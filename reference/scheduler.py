@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from reference.schedule_batch import make_forward_batch
 from reference.speculative import Speculator
+from shared.append_tokens import append_tokens
 from shared.config import EngineConfig, ModelConfig
 from shared.conformance.invariants import check_invariants
-from shared.finish import check_finished
-from shared.input_logprobs import collect_input_logprobs, cut_top
+from shared.input_logprobs import collect_input_logprobs
 from shared.interfaces import (
     AddReqResult,
     PrefillAdder,
@@ -19,8 +19,9 @@ from shared.interfaces import (
 from shared.interfaces import scheduler as interface
 from shared.logprobs import to_token_logprobs
 from shared.new_token_ratio import NewTokenRatio
-from shared.request_limits import admit, least_wanted, overdue
+from shared.request_limits import admit, all_overdue, least_wanted
 from shared.sampling_batch import make_sampling_batch_info
+from shared.scheduler_counts import SchedulerCounts
 from shared.step_memory import (
     evict_for,
     mix,
@@ -31,7 +32,6 @@ from shared.step_memory import (
 from shared.types import (
     FinishAbort,
     FinishError,
-    FinishLength,
     FinishReason,
     ForwardBatch,
     ForwardMode,
@@ -60,12 +60,7 @@ class Scheduler(interface.Scheduler):
         self.batch_is_full = False  # no memory for more requests until somebody leaves
         self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
         self.speculator = Speculator(config, self.context_len, parts) if parts.drafter is not None else None
-        self.num_steps = 0
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_generated_tokens = 0
-        self.num_accepted_tokens = 0  # by speculation
-        self.num_retractions = 0
+        self.counts = SchedulerCounts()
 
     # ---- requests come and go ----
 
@@ -102,11 +97,12 @@ class Scheduler(interface.Scheduler):
 
     # --8<-- [start:scheduler-step]
     def step(self) -> list[StepOutput]:
-        self._finish_overdue()
+        for req, reason in all_overdue(self.live.values(), self.config, self.parts.clock):
+            self._finish(req, reason)
         with self.parts.timeline.span("schedule"):
             batch = self.get_next_batch_to_run()
         if batch is not None:
-            self.num_steps += 1
+            self.counts.num_steps += 1
             try:
                 result = self.run_batch(batch)
             except BaseException as error:
@@ -159,12 +155,7 @@ class Scheduler(interface.Scheduler):
             return None
 
         for req in adder.can_run_list:
-            if req.run_start_time is None:  # its first admission
-                req.run_start_time = self.parts.clock()
-                req.num_cached_tokens = len(req.prefix_indices)
-                self.num_prompt_tokens += len(req.origin_input_ids)
-                self.num_cached_tokens += req.num_cached_tokens
-            req.is_retracted = False
+            self.counts.admit(req, self.parts.clock())
         if adder.new_chunked_req is not None:
             self.chunked_req = adder.new_chunked_req
         if self.chunked_req in adder.can_run_list:
@@ -179,7 +170,7 @@ class Scheduler(interface.Scheduler):
         for req in order:
             if req.rid in deprioritized and adder.can_run_list:
                 break  # one step later it finds its prefix in the cache
-            if self._num_rows_in_use(adder) >= self.config.max_running_requests:
+            if len(self.running) + len(adder.can_run_list) >= self.config.max_running_requests:
                 result = AddReqResult.NO_TOKEN
             else:
                 result = adder.add_one_req(req)
@@ -195,9 +186,6 @@ class Scheduler(interface.Scheduler):
             self.waiting_queue.remove(req)
             if adder.new_chunked_req is not None:
                 break
-
-    def _num_rows_in_use(self, adder: PrefillAdder) -> int:
-        return len(self.running) + len(adder.can_run_list)
 
     def _preempt_for(self, req: Req, adder: PrefillAdder) -> bool:
         if not self.config.enable_priority_scheduling:
@@ -288,22 +276,10 @@ class Scheduler(interface.Scheduler):
     # --8<-- [end:process-batch-result]
 
     def _append_tokens(self, req: Req, token_ids: list[int], logprobs: list[TokenLogprob]) -> None:
-        if req.max_new_tokens == 0:  # only the prompt's log-probabilities or its KV were wanted
-            self._finish(req, FinishLength(0))
-            return
-        num_before = len(req.output_ids)
-        req.output_ids += token_ids
-        if req.sampling_params.return_logprob:
-            req.output_logprobs += [cut_top(logprob, req) for logprob in logprobs]
-        check_finished(req, len(token_ids), self.parts.decode_text, self.parts.num_token_ids)
-        if req.finished_len is not None:
-            del req.output_ids[req.finished_len :]  # behind its end, or a NaN's id: no output
-            del req.output_logprobs[req.finished_len :]
-            req.kv_committed_len = min(req.kv_committed_len, req.num_tokens - 1)
-        num_new = len(req.output_ids) - num_before
-        req.num_accepted_tokens += max(num_new - 1, 0)
-        self.num_accepted_tokens += max(num_new - 1, 0)
-        self.num_generated_tokens += num_new
+        num_new = append_tokens(req, token_ids, logprobs, self.parts.decode_text, self.parts.num_token_ids)
+        if num_new > 0:
+            req.kv_committed_len -= len(token_ids) - num_new  # what was accepted behind its end
+        self.counts.add_output(req, num_new)
         if req.finished_reason is not None:
             self._finish(req, req.finished_reason, num_new)
         else:
@@ -324,7 +300,7 @@ class Scheduler(interface.Scheduler):
         req.reset_for_retraction()
         req.queue_start_time = self.parts.clock()
         self.waiting_queue.append(req)
-        self.num_retractions += 1
+        self.counts.num_retractions += 1
         self.batch_is_full = False
 
     def _release(self, req: Req, is_insert: bool) -> None:
@@ -344,15 +320,6 @@ class Scheduler(interface.Scheduler):
         for req in batch.reqs:
             self._finish(req, FinishError(f"{type(error).__name__}: {error}"))
 
-    def _finish_overdue(self) -> None:
-        if self.config.waiting_timeout is None and self.config.running_timeout is None:
-            return
-        now = self.parts.clock()
-        for req in list(self.live.values()):
-            reason = overdue(req, self.config, now)
-            if reason is not None:
-                self._finish(req, reason)
-
     # ---- looking in ----
 
     def flush_cache(self) -> bool:
@@ -367,19 +334,10 @@ class Scheduler(interface.Scheduler):
         return SchedulerState(list(self.waiting_queue), list(self.running), self.chunked_req)
 
     def stats(self) -> SchedulerStats:
-        return SchedulerStats(
-            num_waiting=len(self.waiting_queue),
-            num_running=len(self.running) + (self.chunked_req is not None),
-            num_steps=self.num_steps,
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens,
-            num_generated_tokens=self.num_generated_tokens,
-            num_retractions=self.num_retractions,
-            new_token_ratio=self.new_token_ratio.current,
-            speculation=self.speculator.stats(self.num_accepted_tokens)
-            if self.speculator is not None
-            else SpeculationStats(),
-        )
+        speculation = SpeculationStats()
+        if self.speculator is not None:
+            speculation = self.speculator.stats(self.counts.num_accepted_tokens)
+        return self.counts.stats(self.state(), self.new_token_ratio.current, speculation)
 
     def _check_invariants(self) -> None:
         parts = self.parts

@@ -11,7 +11,7 @@ from shared.adaptive_shape import AdaptiveShape
 from shared.config import EngineConfig, draft_shape
 from shared.interfaces import SchedulerParts
 from shared.kv_sizing import num_speculative_slots
-from shared.node_sampling import expand_to_nodes, make_early_bans
+from shared.node_sampling import expand_to_nodes, make_early_bans, with_grammars
 from shared.sampling_batch import make_sampling_batch_info
 from shared.step_memory import evict_for, rows_of
 from shared.types import (
@@ -148,7 +148,8 @@ class Speculator:
     def _node_sampling_info(self, reqs: list[Req], tree: DraftTree) -> SamplingBatchInfo:
         num_token_ids, device = self.parts.num_token_ids, self.parts.allocator.device
         info = make_sampling_batch_info(reqs, num_token_ids, device)
-        return expand_to_nodes(info, tree, make_early_bans(reqs, num_token_ids, device))
+        info = expand_to_nodes(info, tree, make_early_bans(reqs, num_token_ids, device))
+        return with_grammars(info, reqs, tree, num_token_ids)
 
     def _verify_batch(self, batch: DraftBatch, tree: DraftTree, positions: torch.Tensor) -> ForwardBatch:
         bs, num_nodes = tree.token_ids.shape

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from shared.to_device import copy_to_device, to_device
 from shared.types import DraftTree, Req, SamplingBatchInfo
 
 
@@ -38,7 +39,8 @@ def make_early_bans(reqs: Sequence[Req], vocab_size: int, device: torch.device |
         return None
     banned = torch.zeros(len(reqs), vocab_size, dtype=torch.bool)
     banned[tuple(torch.tensor(entries).T)] = True
-    return EarlyBans(banned.to(device), torch.tensor(left).clamp(min=0).to(device))
+    num_left = to_device([max(n, 0) for n in left], torch.int64, device)
+    return EarlyBans(copy_to_device(banned, device), num_left)
 
 
 def expand_to_nodes(
@@ -48,8 +50,7 @@ def expand_to_nodes(
 
     The root counts as written in `info` already. Penalties count a node's own way from the root as well;
     `early_bans` end at the depth where min_new_tokens is reached. Noise needs the nodes' positions
-    (`DraftTree.positions`). A vocab_mask is repeated: where it depends on the text, replace it by one with a
-    row for each node.
+    (`DraftTree.positions`). A vocab_mask is repeated, and is right for the root: see `with_grammars`.
     """
     num = tree.num_draft_tokens
     # --8<-- [start:expand-to-nodes]
@@ -70,3 +71,27 @@ def expand_to_nodes(
         rows["banned"] = rows["banned"] & ~lifted.flatten(0, 1)
     # --8<-- [end:expand-to-nodes]
     return replace(info, **rows)
+
+
+def with_grammars(
+    info: SamplingBatchInfo, reqs: Sequence[Req], tree: DraftTree, vocab_size: int
+) -> SamplingBatchInfo:
+    """`info` of nodes with what grammars allow behind each of them. Waits for the tree where there is one.
+    Nobody is asked about a text that is not allowed itself: what is sampled behind it is never looked at."""
+    if info.vocab_mask is None:
+        return info
+    masks = info.vocab_mask.cpu().view(tree.batch_size, tree.num_draft_tokens, -1).clone()
+    token_ids, parents, num_nodes = tree.token_ids.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
+    for row, req in enumerate(reqs):
+        if req.grammar is None:
+            continue
+        texts: list[list[int] | None] = [req.output_ids]
+        for node in range(1, num_nodes[row]):
+            token_id, parent = token_ids[row][node], parents[row][node]
+            word = int(masks[row, parent, token_id // 32])
+            before = texts[parent]
+            is_allowed = before is not None and word >> token_id % 32 & 1
+            texts.append([*before, token_id] if is_allowed else None)
+            if is_allowed:
+                masks[row, node] = req.grammar.next_tokens(texts[node], vocab_size)
+    return replace(info, vocab_mask=copy_to_device(masks.flatten(0, 1), info.vocab_mask.device))

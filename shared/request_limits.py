@@ -3,7 +3,7 @@ long."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from shared.config import EngineConfig
 from shared.types import FinishAbort, Req
@@ -51,7 +51,18 @@ def least_wanted(waiting_queue: Sequence[Req], by_priority: bool) -> Req:
     return min(reversed(waiting_queue), key=lambda req: req.priority)
 
 
-def overdue(req: Req, config: EngineConfig, now: float) -> FinishAbort | None:
+def all_overdue(
+    reqs: Iterable[Req], config: EngineConfig, clock: Callable[[], float]
+) -> list[tuple[Req, FinishAbort]]:
+    """Who has waited, or run, longer than it may, and so ends."""
+    if config.waiting_timeout is None and config.running_timeout is None:
+        return []
+    now = clock()
+    reasons = [(req, _overdue(req, config, now)) for req in reqs]
+    return [(req, reason) for req, reason in reasons if reason is not None]
+
+
+def _overdue(req: Req, config: EngineConfig, now: float) -> FinishAbort | None:
     """A reason to end a request that has waited, or run, longer than it may."""
     if req.req_pool_idx is None:
         if config.waiting_timeout is not None and now - req.queue_start_time > config.waiting_timeout:

@@ -70,3 +70,5 @@ class UnsteadyScheduler(Scheduler):
 def make_late(scheduler: Scheduler, rng: random.Random | None = None) -> None:
     scheduler.pipeline.streams = LateStreams(rng)
     scheduler.parts.model_runner.is_late = True
+    if scheduler.parts.drafter is not None:
+        scheduler.parts.drafter.is_late = True

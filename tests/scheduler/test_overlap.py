@@ -17,12 +17,10 @@ from shared.conformance.clause import Clause
 from shared.conformance.compare import Mismatch
 from shared.conformance.contracts.scheduler import PROMPT
 from shared.conformance.invariants import InvariantViolation
-from shared.conformance.ledger_drafter import perfect
-from shared.conformance.scheduler_harness import SchedulerHarness, shape_flags
+from shared.conformance.scheduler_harness import SchedulerHarness
 from shared.conformance.schedules import random_schedule, run_schedule
 from shared.conformance.suite import clauses_of
 from shared.conformance.switches import answers_alone, expect_answers
-from shared.types import DraftShape
 from tests.conformance.mutants.optimized_scheduler import changed
 
 from .late_streams import LateScheduler, UnsteadyScheduler, make_late
@@ -33,6 +31,7 @@ RAISING = {
     "failing-grammar",
     "fails-in-the-middle",
     "reports-before-it-fails",
+    "failure-inside",
 }
 """A model raises when it is launched: on the late device nothing runs at that time."""
 
@@ -127,11 +126,6 @@ def test_an_interrupt_while_waiting_loses_nothing() -> None:
     for rid in rids:
         harness.expect_what_it_gets_alone(rid)
     harness.expect_idle()
-
-
-def test_a_drafter_is_refused() -> None:
-    with pytest.raises(ValueError, match="scheduler=optimized does not speculate"):
-        harness_for(guess=perfect, **shape_flags(DraftShape(3, 1, 4)))
 
 
 # ---- the ring ----

@@ -11,7 +11,10 @@ import optimized.scheduler
 from tests.conformance.mutants.mutant import mutant_of
 
 FOLDER = Path(optimized.scheduler.__file__).parent
-FILES = ("future_map", "streams", "schedule_batch", "pipeline", "scheduler")
+FILES = (
+    *("future_map", "future_runs", "streams", "schedule_batch", "pipeline"),
+    *("speculative_round", "speculative", "scheduler"),
+)
 """In the order in which they import each other"""
 
 
@@ -153,7 +156,7 @@ class DecodesFromTheTokenBefore(
 
 @mutant_of("scheduler")
 class ChunksGiveTokens(
-    changed("pipeline", "None if row is None or req is self.chunked_req else", "None if row is None else")
+    changed("pipeline", "return None if req is self.chunked_req else super()", "return super()")
 ):
     """The token sampled in the middle of a prompt counts as being in flight."""
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-import reference.scheduler
+import shared.append_tokens
 from reference.scheduler import Scheduler
 from reference.speculative import Speculator
 from shared.types import ForwardBatch, LogitsOutput, Req, SampleOutput, ScheduleBatch, TokenLogprob
@@ -198,18 +198,18 @@ class KeepsTokensBehindTheEnd(Scheduler):
     """What was accepted behind a stop token is output too."""
 
     def _append_tokens(self, req: Req, token_ids: list[int], logprobs: list[TokenLogprob]) -> None:
-        check = reference.scheduler.check_finished
+        check = shared.append_tokens.check_finished
 
         def keeps_all(req, *args):
             check(req, *args)
             if req.finished_len is not None:
                 req.finished_len = len(req.output_ids)
 
-        reference.scheduler.check_finished = keeps_all
+        shared.append_tokens.check_finished = keeps_all
         try:
             super()._append_tokens(req, token_ids, logprobs)
         finally:
-            reference.scheduler.check_finished = check
+            shared.append_tokens.check_finished = check
 
 
 @of_scheduler
