@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shared.commands import bench, chat, check, diff, doctor, generate
+from shared.commands import bench, chat, check, diff, doctor, generate, soak
 
 
 class _OneLineErrors(TyperGroup):
@@ -36,6 +36,7 @@ app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
 app.command("check")(check.check)
 app.command("diff")(diff.diff)
+app.command("soak")(soak.soak)
 app.add_typer(bench.app, name="bench")
 
 

@@ -78,7 +78,9 @@ class LLM:
         """Answer one prompt piece by piece; with n > 1 the pieces of all samples, told apart by `index`. The
         request is submitted (and bad input raised) at the call. Dropping the iterator aborts it."""
         collectors = self.submit(prompt, sampling_params or SamplingParams(), **request)
-        return self._stream(collectors)
+        pieces = self._stream(collectors)
+        next(pieces)  # a generator that was never begun would not clean up when it is dropped
+        return pieces
 
     def submit(
         self,
@@ -172,7 +174,9 @@ class LLM:
                 bar.set_postfix(tokens=sum(c.num_output_tokens for c in collectors))
 
     def _stream(self, collectors: list[OutputCollector]) -> Iterator[GenerateOutput]:
+        """Gives one piece that means nothing before the others."""
         try:
+            yield collectors[0].whole()
             # --8<-- [start:stream-loop]
             while True:
                 for collector in collectors:

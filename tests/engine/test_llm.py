@@ -102,13 +102,17 @@ class TestStream:
                 texts[i] += piece.text if piece else ""
         assert texts == expected
 
-    def test_dropping_it_aborts_the_request(self, llm: LLM) -> None:
-        stream = llm.stream("a b c", SamplingParams(max_new_tokens=500, ignore_eos=True))
-        next(stream)
+    @pytest.mark.parametrize("num_read", [0, 1])
+    def test_dropping_it_aborts_the_request(self, llm: LLM, num_read: int) -> None:
+        stream = llm.stream("a b c", SamplingParams(max_new_tokens=500, ignore_eos=True), rid="dropped")
+        for _ in range(num_read):
+            next(stream)
         stream.close()
+        assert not llm.abort("dropped")
+        stats = llm.stats()
+        assert (stats.num_waiting, stats.num_running) == (0, 0)
         while llm.step():
             pass
-        assert llm.stats().num_running == 0
 
     def test_bad_input_is_raised_at_the_call(self, llm: LLM) -> None:
         with pytest.raises(ValueError, match="the prompt is empty"):

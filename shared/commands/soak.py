@@ -1,0 +1,59 @@
+"""`diptych soak`: a whole engine under random load, for as long as one likes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from shared.commands.options import EngineOptions, spread
+
+
+@spread
+def soak(
+    *,
+    engine: EngineOptions,
+    seconds: Annotated[
+        float, typer.Option(help="Begin no round after so long.", rich_help_panel="Load")
+    ] = 60.0,
+    seed: Annotated[int, typer.Option(help="Of the first round.", rich_help_panel="Load")] = 0,
+    acts: Annotated[
+        int, typer.Option(min=1, help="What happens in a round, aside from its end.", rich_help_panel="Load")
+    ] = 120,
+) -> None:
+    """Rounds of random flags and random requests, streamed, aborted, dropped and thrown out, with all
+    invariants checked after every step and each answer compared with what it is alone. In float32; flags that
+    are given hold in every round.
+
+    Exit status 0: nothing was wrong; 1: a round failed. `--seed N --seconds 0` repeats round N.
+    """
+    from rich.console import Console
+
+    from shared.conformance.soak import Soak, Tally
+
+    soak = Soak(engine.to_flags(), acts)
+    console = Console(stderr=True, highlight=False)
+    start, number, total = time.perf_counter(), seed, Tally()
+    try:
+        while number == seed or time.perf_counter() - start < seconds:
+            with console.status(f"round {number}: {sentence(total)}"):
+                total = total.plus(soak.round(number))
+            number += 1
+    except KeyboardInterrupt:
+        print(f"interrupted after {number - seed} rounds: {sentence(total)}")
+        raise typer.Exit(130) from None
+    except AssertionError as error:  # of a comparison, an invariant, or the engine's own
+        print(f"round {number} failed after {number - seed} good ones", file=sys.stderr)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"repeat it with --seed {number} --seconds 0", file=sys.stderr)
+        raise typer.Exit(1) from None
+    print(f"{number - seed} rounds: {sentence(total)}")
+
+
+def sentence(tally: Any) -> str:
+    return (
+        f"{tally.num_requests} answers, {tally.num_cut} of them cut short, in {tally.num_steps} steps, "
+        f"{tally.num_retractions} retractions, {tally.num_near_ties} near ties"
+    )

@@ -1,0 +1,110 @@
+"""Random load on a whole engine: some rounds that hold, and bugs that a round sees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from reference.sampler import Sampler
+from reference.scheduler import Scheduler
+from shared.conformance.compare import Mismatch
+from shared.conformance.invariants import InvariantViolation
+from shared.conformance.random_load import Question
+from shared.conformance.soak import Soak, Tally
+from shared.types import GenerateOutput, Req, SamplingParams
+
+HOST_PARTS = ("scheduler", "memory_pool", "radix_cache", "schedule_policy", "prefill_adder")
+OPTIMIZED = dict.fromkeys(HOST_PARTS, "optimized")
+CPU = {"model": "tiny-dense", "device": "cpu", "panel": "reference"}
+
+
+def play(soak: Soak, num_rounds: int) -> Tally:
+    total = Tally()
+    for seed in range(4, 4 + num_rounds):
+        total = total.plus(soak.round(seed))
+    return total
+
+
+@pytest.mark.parametrize("use", [{}, OPTIMIZED], ids=["reference", "optimized"])
+def test_rounds_hold(use: dict[str, str]) -> None:
+    total = play(Soak({**CPU, "use": use}, num_acts=50), num_rounds=2)
+    assert total.num_requests > 25
+    assert total.num_retractions > 0
+    assert 0 < total.num_cut < total.num_requests / 2
+    assert total.num_near_ties <= 1
+
+
+def test_a_round_follows_from_its_seed() -> None:
+    soak = Soak(CPU, num_acts=25)
+    assert soak.round(7) == soak.round(7) != soak.round(8)
+
+
+class SecondBest(Sampler):
+    num_calls = 0
+
+    def sample(self, logits: Any, info: Any, positions: Any) -> Any:
+        output = super().sample(logits, info, positions)
+        SecondBest.num_calls += 1
+        if SecondBest.num_calls == 9:
+            output.next_token_ids[0] = logits[0].topk(3).indices[2]
+        return output
+
+
+class KeepsTheRetractedToken(Scheduler):
+    def _retract(self, req: Req) -> None:
+        super()._retract(req)
+        if len(req.output_ids) > 1:
+            req.output_ids.pop()
+
+
+class LeaksOnAbort(Scheduler):
+    def abort(self, rid: str) -> bool:
+        req = self.live.get(rid)
+        if req is not None and req in self.running:
+            self.running.remove(req)
+            req.req_pool_idx = None
+        return super().abort(rid)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        {"sampler": f"{__name__}:{SecondBest.__name__}"},
+        {"scheduler": f"{__name__}:{KeepsTheRetractedToken.__name__}"},
+        {"scheduler": f"{__name__}:{LeaksOnAbort.__name__}"},
+    ],
+    ids=["wrong token", "lost token", "leak"],
+)
+def test_bugs_are_seen(use: dict[str, str]) -> None:
+    soak = Soak({**CPU, "use": use}, num_acts=50)
+    with pytest.raises((Mismatch, InvariantViolation)):
+        play(soak, num_rounds=6)
+
+
+def test_near_ties_are_told_from_wrong_tokens() -> None:
+    soak = Soak(CPU)
+    params = SamplingParams(max_new_tokens=1, temperature=0.0, return_logprob=True, top_logprobs_num=2)
+    question = Question([5, 6, 7], params, {})
+    (_, best), (other, second) = ask(soak, question).output_logprobs[0].top
+    for distance, is_near in ((5e-4, True), (5e-2, False)):
+        bias = best - second - distance  # `other` nearly wins, or not so nearly
+        asked = replace(question, params=replace(params, logit_bias={other: bias}))
+        alone = ask(soak, asked)
+        got = replace(alone, output_ids=[other])
+        assert alone.output_ids != got.output_ids
+        if is_near:
+            soak._expect_near_tie(asked, got, alone)
+        else:
+            with pytest.raises(Mismatch, match="token 0"):
+                soak._expect_near_tie(asked, got, alone)
+
+
+def ask(soak: Soak, question: Question) -> GenerateOutput:
+    return soak._answers_alone(question, question.params)[0]
+
+
+def test_half_types_are_refused() -> None:
+    with pytest.raises(ValueError, match="dtype=bfloat16"):
+        Soak({**CPU, "dtype": "bfloat16"})

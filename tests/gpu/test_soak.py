@@ -1,0 +1,19 @@
+"""Random load on the optimized panel: some rounds. `diptych soak` goes on for longer."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.conformance.soak import Soak, Tally
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])
+def test_rounds_hold(model: str) -> None:
+    use = {"scheduler": "optimized", "memory_pool": "optimized"}
+    soak, total = Soak({"model": model, "device": "cuda", "panel": "optimized", "use": use}), Tally()
+    for seed in range(3):
+        total = total.plus(soak.round(seed))
+    assert total.num_requests > 60
+    assert total.num_retractions > 0
+    assert 0 < total.num_cut < total.num_requests / 2
