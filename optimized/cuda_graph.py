@@ -131,6 +131,10 @@ class DecodeBuffers:
             extend_seq_lens_cpu=(1,) * size,
         )
 
+    def padding_lens(self, num: int) -> tuple[int, ...]:
+        """Of so many requests of padding."""
+        return (1,) * num
+
     def sampling_info(self, kind: SamplingKind, size: int) -> SamplingBatchInfo:
         return SamplingBatchInfo(
             **{name: self.ints.head(name, size) for name in ("top_ks", "seeds")},
@@ -221,6 +225,23 @@ class _Borrower:
 
     def __init__(self, memory: dict[str, Any]) -> None:
         self.__cuda_array_interface__ = memory
+
+
+def try_to_capture(
+    graphs: CudaGraphs, doing: str, what: str, function: Callable[[], torch.Tensor]
+) -> CapturedCall | None:
+    """None, and a word about it, where `what` waits for the device in the midst of `doing`."""
+    try:
+        return graphs.capture(function)
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        warn_of_launches(doing, f"{what} makes the host wait for the GPU")
+        return None
+
+
+def warn_of_launches(doing: str, reason: str) -> None:
+    warnings.warn(f"{doing} launches kernel by kernel: {reason}", RuntimeWarning, stacklevel=4)
 
 
 @contextlib.contextmanager

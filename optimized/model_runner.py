@@ -1,28 +1,37 @@
-"""Runs one ForwardBatch; a decode batch by replaying a CUDA graph.
+"""Runs one ForwardBatch; a batch that decodes or verifies drafts by replaying a CUDA graph.
 
-Differs from reference: decode batches are padded to one of a list of sizes; for each size the model is
+Differs from reference: such batches are padded to one of a list of sizes; for each size the model is
 captured in a graph, and the sampler in one more for each kind of sampling. A step is then one copy of the
 batch into fixed buffers, a `replan` of attention and two launches, however many kernels the model has.
+Trees (verify_graph.py) are those of the configured width; hidden states for a draft model are left in a
+buffer of the runner's.
 Without graphs (a flag, a CPU, somebody watching) the same padded batch goes through the same plan and
 kernels, so the result is the same bit for bit. Assumes that attention can be captured; else it says so once
 and launches kernel by kernel. Loses where padding is large against the batch, as in a list of few sizes.
-Everything else - prompts, batches beyond the largest size, tree verification, sampling with penalties,
-masks or log-probabilities, steps whose hidden states a draft model wants - runs eagerly.
+Everything else - prompts, batches beyond the largest size, sampling with penalties, masks or
+log-probabilities - runs eagerly.
 """
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
-from optimized.cuda_graph import CapturedCall, CudaGraphs, DecodeBuffers, SamplingKind, captured_batch_sizes
-from shared.config import EngineConfig
+from optimized.cuda_graph import (
+    CapturedCall,
+    CudaGraphs,
+    DecodeBuffers,
+    SamplingKind,
+    captured_batch_sizes,
+    try_to_capture,
+    warn_of_launches,
+)
+from optimized.verify_graph import VerifyBuffers, verify_batch_sizes
+from shared.config import EngineConfig, draft_shape
 from shared.hidden_capture import no_hidden_states, run_model
 from shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
 from shared.interfaces import model_runner as interface
@@ -33,9 +42,10 @@ from shared.types.attention import BatchAttention
 
 @dataclass
 class DecodeStep:
-    """A decode step of one size, over the runner's buffers."""
+    """A decode or verify step of one size, over the runner's buffers."""
 
     batch: ForwardBatch
+    buffers: DecodeBuffers | VerifyBuffers
     plan: Any = None  # None: attention plans anew in each step
     replay_model: CapturedCall | None = None
     replay_sampler: dict[SamplingKind, CapturedCall] = field(default_factory=dict)
@@ -48,9 +58,13 @@ class ModelRunner(interface.ModelRunner):
         self.takes_bounds = attention.takes_bounds
         self.kv_pool = kv_pool
         self.batch_sizes: tuple[int, ...] = ()  # to which decode batches are padded
+        self.verify_batch_sizes: tuple[int, ...] = ()
         self.num_graph_replays = 0  # of the model
         self.num_sampler_replays = 0
         self._steps: dict[int, DecodeStep] = {}  # by batch size
+        self._verify_steps: dict[int, DecodeStep] = {}
+        self._hidden: torch.Tensor | None = None  # where replays leave hidden states
+        self._captured_hidden: tuple[int, ...] | None = None
         self._captured_for: tuple[Sampler, int] | None = None
         self._last: CapturedCall | None = None  # whose logits are lent out
         self._check_lent = False
@@ -63,7 +77,7 @@ class ModelRunner(interface.ModelRunner):
             return LogitsOutput(logits, None, no_hidden_states(self.model, self.capture_hidden))
         step = self._step_for(forward_batch)
         if step is not None:
-            return LogitsOutput(self._decode(step, forward_batch))
+            return self._decode(step, forward_batch)
         attention = BatchAttention(
             self.attention, self.attention.plan(forward_batch), self.kv_pool, forward_batch.out_cache_loc
         )
@@ -81,14 +95,16 @@ class ModelRunner(interface.ModelRunner):
         self._max_seq_len = config.context_len or self.model.config.context_len
         self._check_lent = config.check_invariants
         self._buffers = DecodeBuffers(self.batch_sizes[-1], device)
+        if config.speculative is not None and self.attention.takes_bounds:
+            self.verify_batch_sizes = verify_batch_sizes(config)
+            shape, most = draft_shape(config), max(self.verify_batch_sizes, default=0)
+            self._verify_buffers = VerifyBuffers(most, shape.num_draft_tokens, shape.top_k > 1, device)
+            self._max_seq_len += shape.num_draft_tokens
         graphs = None if config.disable_cuda_graph else self._graphs(device)
         if graphs is None:
             return
-        if self.capture_hidden is not None:
-            _warn("a draft model wants hidden states, and a graph gives logits only")
-            return
         if not self.attention.supports_cuda_graph:
-            _warn(f"{type(self.attention).__name__} does not run in CUDA graphs")
+            warn_of_launches("decoding", f"{type(self.attention).__name__} does not run in CUDA graphs")
             return
         self._capture_all(graphs, sampler, num_token_ids)
 
@@ -104,57 +120,72 @@ class ModelRunner(interface.ModelRunner):
             or self._captured_for != (sampler, num_token_ids)
         ):
             return super().forward_and_sample(forward_batch, sampler, info, num_token_ids)
-        logits = self._decode(step, forward_batch, None if kind is SamplingKind.GREEDY else info)
+        output = self._decode(step, forward_batch, None if kind is SamplingKind.GREEDY else info)
         next_token_ids = step.replay_sampler[kind]()
         self.num_sampler_replays += 1
         # A copy: the next step writes to the same place, perhaps while these are on their way to the host.
-        return LogitsOutput(logits), SampleOutput(next_token_ids[: forward_batch.batch_size].clone())
+        return output, SampleOutput(next_token_ids[: forward_batch.num_tokens].clone())
 
     # ---- one decode step ----
 
     def _step_for(self, forward_batch: ForwardBatch) -> DecodeStep | None:
         """The step that the batch fits into; None when it is to run as it is."""
         fb = forward_batch
-        if fb.forward_mode is not ForwardMode.DECODE or not self.batch_sizes:
+        if fb.input_logprob_rows is not None:
             return None
-        if self.capture_hidden is not None:
-            return None  # a graph gives logits only
-        if fb.batch_size > self.batch_sizes[-1] or fb.input_logprob_rows is not None:
+        if fb.forward_mode is ForwardMode.DECODE:
+            sizes, steps = self.batch_sizes, self._steps
+        elif fb.forward_mode is ForwardMode.TARGET_VERIFY and self.verify_batch_sizes:
+            sizes = self.verify_batch_sizes if self._verify_buffers.fits(fb) else ()
+            steps = self._verify_steps
+        else:
             return None
-        size = self.batch_sizes[bisect_left(self.batch_sizes, fb.batch_size)]
-        if size not in self._steps:
-            self._steps[size] = self._make_step(size)
-        return self._steps[size]
+        if not sizes or fb.batch_size > sizes[-1]:
+            return None
+        size = sizes[bisect_left(sizes, fb.batch_size)]
+        if size not in steps:
+            buffers = self._buffers if steps is self._steps else self._verify_buffers
+            steps[size] = self._make_step(buffers, size)
+        return steps[size]
 
-    def _make_step(self, size: int) -> DecodeStep:
-        batch = self._buffers.padding_batch(size)
+    def _make_step(self, buffers: DecodeBuffers | VerifyBuffers, size: int) -> DecodeStep:
+        batch = buffers.padding_batch(size)
         if not self.attention.supports_cuda_graph:
-            return DecodeStep(batch)
-        return DecodeStep(batch, self.attention.plan_for_graph(batch, self._max_seq_len))
+            return DecodeStep(batch, buffers)
+        return DecodeStep(batch, buffers, self.attention.plan_for_graph(batch, self._max_seq_len))
 
     def _decode(
         self, step: DecodeStep, forward_batch: ForwardBatch, info: SamplingBatchInfo | None = None
-    ) -> torch.Tensor:
-        """Logits of a batch [bs, vocab_size]; those of the rows of padding are cut off."""
+    ) -> LogitsOutput:
+        """The output of a batch; the rows of padding are cut off."""
         assert not (self._check_lent and self._last is not None and self._last.is_lent), (
             "somebody holds the logits of an earlier step, which the next one overwrites: copy them"
         )
-        bs, size = forward_batch.batch_size, step.batch.batch_size
-        self._buffers.load(forward_batch, size, info)
-        batch = replace(step.batch, seq_lens_cpu=forward_batch.seq_lens_cpu + (1,) * (size - bs))
-        if step.plan is None:
-            return self._logits(batch, self.attention.plan(batch))[:bs]
-        self.attention.replan(step.plan, batch)
-        if step.replay_model is None or self.is_watched:
-            return self._logits(batch, step.plan)[:bs]
-        logits = step.replay_model()
-        self._last = step.replay_model
-        self.num_graph_replays += 1
-        return logits[:bs]
+        num_tokens, size = forward_batch.num_tokens, step.batch.batch_size
+        step.buffers.load(forward_batch, size, info)
+        padding = step.buffers.padding_lens(size - forward_batch.batch_size)
+        batch = replace(step.batch, seq_lens_cpu=forward_batch.seq_lens_cpu + padding)
+        plan = step.plan
+        if plan is None:
+            plan = self.attention.plan(batch)
+        else:
+            self.attention.replan(plan, batch)
+        is_replayable = step.replay_model is not None and self._captured_hidden == self.capture_hidden
+        if step.replay_model is None or not is_replayable or self.is_watched:
+            logits, hidden_states = self._run(batch, plan)
+        else:
+            logits, hidden_states = step.replay_model(), self._hidden
+            self._last = step.replay_model
+            self.num_graph_replays += 1
+        return LogitsOutput(
+            logits[:num_tokens], None, None if hidden_states is None else hidden_states[:num_tokens]
+        )
 
-    def _logits(self, batch: ForwardBatch, plan: Any) -> torch.Tensor:
+    def _run(self, batch: ForwardBatch, plan: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits of every token, and the hidden states that somebody wants."""
         attention = BatchAttention(self.attention, plan, self.kv_pool, batch.out_cache_loc)
-        return self.model.compute_logits(self.model(batch.input_ids, batch.positions, attention))
+        hidden_states, captured = run_model(self.model, batch, attention, self.capture_hidden)
+        return self.model.compute_logits(hidden_states), captured
 
     # ---- capture ----
 
@@ -163,46 +194,59 @@ class ModelRunner(interface.ModelRunner):
 
     @torch.inference_mode()
     def _capture_all(self, graphs: CudaGraphs, sampler: Sampler, num_token_ids: int) -> None:
+        """The largest first: those that verify drafts have more tokens."""
+        self._captured_hidden = self.capture_hidden
+        self._hidden = no_hidden_states(self.model, self.capture_hidden)
+        wanted = [(self._verify_buffers, size) for size in self.verify_batch_sizes[::-1]]
         kinds = list(SamplingKind)
-        sizes: Iterable[int] = self.batch_sizes[::-1]
-        for size in tqdm(sizes, desc="capture CUDA graphs", unit="size", leave=False, delay=1.0):
-            step = self._make_step(size)
-            replay = _try_to_capture(graphs, "the model", lambda s=step: self._logits(s.batch, s.plan))
-            if replay is None:
+        if self._hidden is not None:
+            num_tokens = max([self.batch_sizes[-1], *(b.num_nodes * size for b, size in wanted)])
+            self._hidden = self._hidden.new_zeros(num_tokens, self._hidden.shape[1])
+        wanted += [(self._buffers, size) for size in self.batch_sizes[::-1]]
+        for buffers, size in tqdm(wanted, desc="capture CUDA graphs", unit="size", leave=False, delay=1.0):
+            step = self._make_step(buffers, size)
+            if not self._capture(graphs, step, kinds, sampler, num_token_ids):
                 return
-            logits = replay.output
-            assert logits is not None
-            for kind in list(kinds):
-                info = self._buffers.sampling_info(kind, size)
-
-                def sample(logits=logits, info=info, step=step) -> torch.Tensor:
-                    cut = logits[:, :num_token_ids]
-                    return sampler.sample(cut, info, step.batch.seq_lens - 1).next_token_ids
-
-                sampled = _try_to_capture(graphs, f"{kind.name.lower()} sampling", sample)
-                if sampled is None:
-                    kinds.remove(kind)
-                else:
-                    step.replay_sampler[kind] = sampled
-            # Now logits may overwrite each other: they are the widest tensors of all.
-            replay.give_up_output(track=self._check_lent)
-            step.replay_model = replay
-            self._steps[size] = step
+            (self._steps if buffers is self._buffers else self._verify_steps)[size] = step
         self._captured_for = sampler, num_token_ids
         torch.cuda.empty_cache()
 
+    def _capture(
+        self,
+        graphs: CudaGraphs,
+        step: DecodeStep,
+        kinds: list[SamplingKind],
+        sampler: Sampler,
+        num_token_ids: int,
+    ) -> bool:
+        """Whether the model could be captured. `kinds` loses those of sampling that could not."""
 
-def _try_to_capture(
-    graphs: CudaGraphs, what: str, function: Callable[[], torch.Tensor]
-) -> CapturedCall | None:
-    try:
-        return graphs.capture(function)
-    except RuntimeError as error:
-        if "synchroniz" not in str(error):
-            raise
-        _warn(f"{what} makes the host wait for the GPU")
-        return None
+        def run() -> torch.Tensor:
+            logits, hidden_states = self._run(step.batch, step.plan)
+            if hidden_states is not None:
+                assert self._hidden is not None
+                self._hidden[: len(hidden_states)].copy_(hidden_states)
+            return logits
 
+        replay = try_to_capture(graphs, "decoding", "the model", run)
+        if replay is None:
+            return False
+        logits = replay.output
+        assert logits is not None
+        for kind in list(kinds):
+            info = step.buffers.sampling_info(kind, step.batch.batch_size)
 
-def _warn(reason: str) -> None:
-    warnings.warn(f"decoding launches kernel by kernel: {reason}", RuntimeWarning, stacklevel=4)
+            def sample(info: SamplingBatchInfo = info) -> torch.Tensor:
+                return sampler.sample(
+                    logits[:, :num_token_ids], info, step.batch.sampled_positions
+                ).next_token_ids
+
+            sampled = try_to_capture(graphs, "decoding", f"{kind.name.lower()} sampling", sample)
+            if sampled is None:
+                kinds.remove(kind)
+            else:
+                step.replay_sampler[kind] = sampled
+        # Now logits may overwrite each other: they are the widest tensors of all.
+        replay.give_up_output(track=self._check_lent)
+        step.replay_model = replay
+        return True

@@ -50,11 +50,11 @@ class ModelRunner(ABC):
     def forward_and_sample(
         self, forward_batch: ForwardBatch, sampler: Sampler, info: SamplingBatchInfo, num_token_ids: int
     ) -> tuple[LogitsOutput, SampleOutput]:
-        """`forward`, and from its logits a token for each request: the same results as below, whichever way
-        they are computed. Rows of the model's head beyond `num_token_ids` are padding and must never be
-        sampled. What was sampled is the caller's to keep."""
+        """`forward`, and a token for each row of its logits (TARGET_VERIFY: for every node): the same results
+        as below, whichever way they are computed. Rows of the model's head beyond `num_token_ids` are padding
+        and must never be sampled. What was sampled is the caller's to keep."""
         # --8<-- [start:forward-and-sample]
         logits_output = self.forward(forward_batch)
         logits = logits_output.next_token_logits[:, :num_token_ids]
-        return logits_output, sampler.sample(logits, info, forward_batch.seq_lens - 1)
+        return logits_output, sampler.sample(logits, info, forward_batch.sampled_positions)
         # --8<-- [end:forward-and-sample]

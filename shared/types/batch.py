@@ -106,6 +106,12 @@ class ForwardBatch:
         num_tokens = self.extend_seq_lens if self.num_kept is None else self.num_kept
         return self.extend_start_loc + num_tokens - 1
 
+    @property
+    def sampled_positions(self) -> torch.Tensor:
+        """int64, of the tokens after which one is sampled, a row of the logits each."""
+        is_verify = self.forward_mode is ForwardMode.TARGET_VERIFY
+        return self.positions if is_verify else self.seq_lens - 1
+
 
 @dataclass(frozen=True)
 class SamplingBatchInfo:

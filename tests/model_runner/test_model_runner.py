@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from optimized.cuda_graph import DecodeBuffers, SamplingKind, captured_batch_sizes
+from optimized.verify_graph import verify_batch_sizes
 from shared import registry
 from shared.config import EngineConfig
 from shared.conformance.contracts import model_runner_decode as clauses
+from shared.conformance.contracts import model_runner_verify as verify_clauses
 from shared.conformance.contracts.model_runner import model_for
 from shared.conformance.contracts.model_runner_decode import Decoding, PreparedSession
 from shared.conformance.suite import check_implementation, clauses_of
@@ -207,16 +209,41 @@ def test_a_backend_without_graphs_is_said_once_and_works() -> None:
     assert session.runner.num_graph_replays == 0
 
 
-def test_hidden_states_for_a_draft_model_are_said_to_do_without_graphs() -> None:
-    class Watched(FakeGraphsRunner):
-        capture_hidden = ()
+def test_trees_of_the_configured_size_are_replayed() -> None:
+    for case, num_replays in ((verify_clauses.CASES[0], 7), (verify_clauses.CASES[3], 1)):
+        session = PreparedSession(FakeGraphsRunner, model_for(), case)
+        session.prefill(case)
+        assert session.runner.verify_batch_sizes == case.sizes
+        for (batch,) in case.batches(session):
+            session.run(batch)
+        # Not those of 5 requests. Of the other size: the one that decodes.
+        assert session.runner.num_graph_replays == num_replays, case.name
 
-    with pytest.warns(RuntimeWarning, match="a draft model wants hidden states"):
-        session = PreparedSession(Watched, model_for(), FEW)
+
+def test_trees_are_captured_as_far_as_their_nodes_are_few() -> None:
+    flags = {"speculative": "ngram", "speculative_topk": 4, "speculative_num_draft_tokens": 12}
+    assert verify_batch_sizes(EngineConfig(**flags)) == (1, 2, 4, 8, 12, 16, 24, 32, 40)
+    assert verify_batch_sizes(EngineConfig(**flags, cuda_graph_bs=(2, 100))) == (2,)
+    assert verify_batch_sizes(EngineConfig(**flags, cuda_graph_bs=(100,))) == ()
+
+
+def test_hidden_states_come_out_of_graphs_too() -> None:
+    class Watched(FakeGraphsRunner):
+        capture_hidden = (1, 0)
+
+    session = PreparedSession(Watched, model_for(), FEW)
+    plain = PreparedSession(Watched, model_for(), FEW, graphs=False)
     session.prefill(FEW)
-    output = session.run(session.forward_batch({0: [1], 1: [2], 2: [3]}))
-    assert output.hidden_states is not None
-    assert session.runner._steps == {}
+    plain.prefill(FEW)
+    for number, new_ids in enumerate(FEW.steps()):
+        found, expected = (s.run(s.forward_batch(new_ids)).hidden_states for s in (session, plain))
+        assert torch.equal(found, expected), number
+    assert session.runner.num_graph_replays == 4  # of 5 requests there is no graph
+    # Somebody wants others: they are not what was captured.
+    session.runner.capture_hidden = plain.runner.capture_hidden = ()
+    found, expected = (s.run(s.forward_batch({0: [1]})).hidden_states for s in (session, plain))
+    assert torch.equal(found, expected)
+    assert session.runner.num_graph_replays == 4
 
 
 def test_a_model_that_waits_for_the_gpu_is_said_and_works(monkeypatch: pytest.MonkeyPatch) -> None:

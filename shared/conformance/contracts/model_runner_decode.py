@@ -50,6 +50,10 @@ class Decoding:
     def num_reqs(self) -> int:
         return max(self.batch_sizes)
 
+    def flags(self) -> dict[str, Any]:
+        """Of the engine's configuration, beside what follows from the fields."""
+        return {}
+
     def prompts(self) -> dict[int, list[int]]:
         """A long one, one of a token, and what lies between."""
         dice = random.Random(self.seed)
@@ -77,7 +81,14 @@ CASES = (
 class PreparedSession(ModelSession):
     """A runner in the state in which an engine uses it. `graphs`: as far as it knows any."""
 
-    def __init__(self, impl: type[ModelRunner], model: CausalLM, case: Decoding, graphs: bool = True) -> None:
+    def __init__(
+        self,
+        impl: type[ModelRunner],
+        model: CausalLM,
+        case: Decoding,
+        graphs: bool = True,
+        capture_hidden: tuple[int, ...] | None = None,
+    ) -> None:
         super().__init__(model, case.num_reqs, MAX_LEN, case.page_size)
         self.attention = attention_for_graphs(self.kv_pool.dtype)(self.req_to_token_pool, self.kv_pool)
         is_fast = self.device.type == "cuda" and "optimized" in registry.choices("sampler")
@@ -88,8 +99,11 @@ class PreparedSession(ModelSession):
             page_size=case.page_size,
             cuda_graph_bs=case.sizes,
             disable_cuda_graph=not graphs,
+            **case.flags(),
         )
         self.runner = impl(model, self.attention, self.kv_pool)
+        if capture_hidden is not None:
+            self.runner.capture_hidden = capture_hidden
         self.runner.prepare(self.config, self.sampler, NUM_TOKEN_IDS)
 
     def prefill(self, case: Decoding) -> torch.Tensor:

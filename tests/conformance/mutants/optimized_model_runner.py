@@ -59,6 +59,42 @@ class KeepsPositions(WithOwnLoad):
         self.keep("positions", right, batch, size, info)
 
 
+class WithOwnTrees(FakeGraphsRunner):
+    """Of verify steps only a part is copied."""
+
+    def prepare(self, config, sampler, num_token_ids):
+        super().prepare(config, sampler, num_token_ids)
+        if not self.verify_batch_sizes:
+            return
+        right, kept = self._verify_buffers.load, self.kept(self._verify_buffers)
+
+        def load(*args: Any) -> None:
+            before = kept.clone()
+            right(*args)
+            kept.copy_(before)
+
+        self._verify_buffers.load = load
+
+    def kept(self, buffers: Any) -> torch.Tensor:
+        raise AssertionError("a mutant says what")
+
+
+@mutant_of("model_runner")
+class KeepsTreeMask(WithOwnTrees):
+    """Nodes see whom they saw when the graph was captured: themselves."""
+
+    def kept(self, buffers):
+        return buffers.tree_mask if buffers.tree_mask is not None else torch.empty(0)
+
+
+@mutant_of("model_runner")
+class KeepsNodePositions(WithOwnTrees):
+    """Nodes are rotated to the position of padding."""
+
+    def kept(self, buffers):
+        return buffers.node_ints.head("positions", buffers.node_ints.values.shape[1])
+
+
 @mutant_of("model_runner")
 class KeepsSeeds(WithOwnLoad):
     """Seeds are never copied."""
