@@ -51,7 +51,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "optimized": "optimized.model_runner:ModelRunner",
     },
     "sampler": {"reference": "reference.sampler:Sampler", "optimized": "optimized.sampler:Sampler"},
-    "drafter": {"reference": "reference.drafters"},
+    "drafter": {"reference": "reference.drafters", "optimized": "optimized.drafters"},
     "draft_tree": {
         "reference": "reference.draft_tree:DraftTreeOps",
         "optimized": "optimized.draft_tree:DraftTreeOps",
@@ -65,6 +65,7 @@ NEEDS_CUDA: dict[str, tuple[str, ...]] = {"attention": ("flashinfer", "fa3")}
 OPT_IN: dict[str, tuple[str, ...]] = {
     "scheduler": ("optimized",),
     "memory_pool": ("optimized",),
+    "drafter": ("optimized",),
     "draft_tree": ("optimized",),
 }
 """component -> panels that have it and do not take it by themselves: not tried on a GPU yet"""

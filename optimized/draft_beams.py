@@ -1,0 +1,62 @@
+"""A model's drafting steps, K beams of a request at once, each seeing just its own ancestors.
+
+Differs from reference: a step's mask has a column for each beam so far and none for what is before them, so
+its size follows from the step's number alone, as that of everything else; and tokens go to the slots that the
+batch lends. So steps are made without waiting for the device, and can be captured in a CUDA graph. Assumes
+attention that takes a `tree_mask`. Loses nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shared.interfaces import ReqToTokenPool
+from shared.types import Beams, DraftBatch, ForwardBatch, ForwardMode
+
+
+class BeamSteps:
+    """Makes the ForwardBatch of one step after the other.
+
+    A request's drafts stand in its row behind its seq_len tokens with KV: first `num_before` that the drafter
+    has computed already (a language model has, its newest token: 1), then the K beams of each step. So slots
+    follow one another step by step, and say nothing about positions: all beams of a step share one.
+    """
+
+    def __init__(
+        self, batch: DraftBatch, num_before: int, req_to_token_pool: ReqToTokenPool, context_len: int
+    ) -> None:
+        self.batch = batch
+        self.context_len = context_len
+        self.num_visible = num_before  # behind seq_len, by every beam
+        self.num_steps = 0
+        self.seq_lens = batch.seq_lens + num_before
+        # [bs, K, K * num_steps]: which earlier beams, and itself, each beam of the last step sees
+        self.visible = torch.empty(len(batch.seq_lens), 0, 0, dtype=torch.bool, device=batch.seq_lens.device)
+
+    def next(self, beams: Beams) -> ForwardBatch:
+        """The step that computes `beams`, the latest. Its tokens are request by request, K each."""
+        bs, k = beams.token_ids.shape
+        device = beams.token_ids.device
+        positions = (self.seq_lens + self.num_steps).clamp(max=self.context_len - 1)
+        own = torch.eye(k, dtype=torch.bool, device=device).expand(bs, k, k)
+        if self.num_steps > 0:
+            parents = beams.parents[:, :, None].expand(-1, -1, self.visible.shape[2])
+            own = torch.cat([self.visible.gather(1, parents), own], dim=2)
+        self.visible = own
+        first = self.num_visible + self.num_steps * k
+        self.num_steps += 1
+        num_drafts = self.num_steps * k
+        return ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            input_ids=beams.token_ids.flatten(),
+            # Drafts behind the context's end are never kept.
+            positions=positions[:, None].expand(bs, k).reshape(-1),
+            req_pool_indices=self.batch.req_pool_indices,
+            seq_lens=self.seq_lens + num_drafts,
+            out_cache_loc=self.batch.slots[:, first : first + k].reshape(-1),
+            extend_seq_lens=torch.full_like(self.seq_lens, k),
+            extend_start_loc=torch.arange(bs, device=device) * k,
+            seq_lens_cpu=tuple(n + self.num_visible + num_drafts for n in self.batch.seq_lens_cpu),
+            extend_seq_lens_cpu=(k,) * bs,
+            tree_mask=own.contiguous() if k > 1 else None,  # a chain is causal as it is
+        )
