@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.config import ModelConfig, MoEConfig, RopeConfig
+from shared.config import DraftConfig, ModelConfig, MoEConfig, RopeConfig
 from shared.weight_names import expected_shapes
 
 PUBLISHED = Path(__file__).parents[2] / "shared" / "assets" / "configs"
@@ -120,6 +120,8 @@ EXPECTED = {
         eos_token_ids=frozenset([151643]),
     ),
 }
+DRAFT_MODELS = {"Qwen3-8B-eagle3": ("Qwen3-8B", 32000, (2, 18, 33))}
+"""name -> its target, the size of its vocabulary, and the layers whose inputs it takes"""
 # As the publishers state them.
 NUM_PARAMETERS = {
     "Qwen3-0.6B": 596_049_920,
@@ -139,7 +141,20 @@ def test_published_configs(name: str) -> None:
 
 
 def test_every_published_config_is_known() -> None:
-    assert {path.name for path in PUBLISHED.iterdir()} == set(EXPECTED)
+    assert {path.name for path in PUBLISHED.iterdir()} == {*EXPECTED, *DRAFT_MODELS}
+
+
+@pytest.mark.parametrize("name", DRAFT_MODELS)
+def test_shapes_of_draft_models_fit_their_targets(name: str) -> None:
+    """Heads as they are published: one layer of the target's shape, over a part of its vocabulary."""
+    target, vocab_size, layers = DRAFT_MODELS[name]
+    config = DraftConfig.from_pretrained(PUBLISHED / name, EXPECTED[target])
+    assert config.draft_format == "eagle3"
+    assert config.model.vocab_size == vocab_size
+    assert config.target_layers == layers
+    same = ("hidden_size", "num_qo_heads", "num_kv_heads", "head_dim", "intermediate_size", "rope", "dtype")
+    for field in same:
+        assert getattr(config.model, field) == getattr(config.target, field), field
 
 
 @pytest.mark.parametrize("name", NUM_PARAMETERS)

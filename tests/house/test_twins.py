@@ -45,7 +45,6 @@ def test_every_optimized_component_has_a_twin() -> None:
     own = {"kernels", "cuda_graph.py", "attention", "waiting_matches.py", "page_ring.py"}
     own |= {"future_map.py", "future_runs.py", "pipeline.py", "speculative_round.py", "streams.py"}
     own |= {"draft_graphs.py", "verify_graph.py"}
-    own |= {"future_map.py", "pipeline.py", "streams.py"}
     for path in (ROOT / "optimized").rglob("*.py"):
         name = path.relative_to(ROOT / "optimized")
         if path.name != "__init__.py" and name.parts[0] not in own:

@@ -1,0 +1,154 @@
+"""The time of a round of speculation - draft, verify, accept, tell the drafter - against a plain decode step.
+
+The pieces are those that a scheduler calls, on the engine's own components, for requests of a given length;
+what the scheduler itself does for a round is not in here. With random weights next to nothing is accepted: a
+round takes as long whatever it accepts, so its price is measured here, and what it brings elsewhere.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from shared.bench.step import step_of, time_step
+from shared.bench.step_inputs import StepCase, fill_pool, make_sampling_info, place_requests
+from shared.config import draft_shape
+from shared.node_sampling import expand_to_nodes
+from shared.types import (
+    DraftBatch,
+    DraftShape,
+    ForwardBatch,
+    ForwardMode,
+    LogitsOutput,
+    Req,
+    SampleOutput,
+    SamplingParams,
+)
+
+if TYPE_CHECKING:
+    from shared.engine import LLM
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """One measured case. Seconds, medians; the device's unless said otherwise."""
+
+    batch_size: int
+    context_len: int  # tokens with KV before the round
+    shape: DraftShape
+    decode: float  # a plain step of the same requests
+    pieces: dict[str, float]
+    round: float  # all pieces, one after the other
+    host: float  # of launching a round on an idle device; hidden where it is below the round's
+
+    @property
+    def ratio(self) -> float:
+        """Plain steps that a round costs: accept more tokens than this, or do not speculate."""
+        return self.round / self.decode
+
+
+def measure_round(llm: LLM, batch_size: int, context_len: int, num_repeats: int = 30) -> RoundResult:
+    """On an engine that speculates and is idle. The KV pool is overwritten."""
+    if not llm.flush_cache():
+        raise ValueError("the engine is busy: a benchmark needs it for itself")
+    if llm.assembly.parts.drafter is None:
+        raise ValueError("the engine does not speculate: set speculative=eagle3 or another algorithm")
+    fill_pool(llm)
+    device = llm.assembly.parts.allocator.device
+    with step_of(llm, StepCase("decode", batch_size, context_len + 1), 0.0, 0) as step:
+        decode = statistics.median(time_step(step, device, num_repeats)[0])
+    with pieces_of(llm, batch_size, context_len) as pieces:
+        times = {
+            name: statistics.median(time_step(call, device, num_repeats)[0]) for name, call in pieces.items()
+        }
+
+        def whole() -> None:
+            for call in pieces.values():
+                call()
+
+        rounds, hosts = time_step(whole, device, num_repeats)
+    shape = draft_shape(llm.config)
+    whole_time, host_time = statistics.median(rounds), statistics.median(hosts)
+    return RoundResult(batch_size, context_len, shape, decode, times, whole_time, host_time)
+
+
+@contextmanager
+def pieces_of(llm: LLM, batch_size: int, context_len: int) -> Iterator[dict[str, Callable[[], object]]]:
+    """The pieces of a round of greedy requests, in their order, each as something to call again and again."""
+    parts, shape = llm.assembly.parts, draft_shape(llm.config)
+    drafter, draft_tree = parts.drafter, parts.draft_tree
+    assert drafter is not None
+    assert draft_tree is not None
+    num_nodes, num_kept = shape.num_draft_tokens, min(shape.num_steps + 1, shape.num_draft_tokens)
+    num_slots = max(drafter.num_slots(shape), num_nodes)
+    case = StepCase("decode", batch_size, context_len + num_slots)
+    rows = place_requests(llm, case)
+    try:
+        batch = _draft_batch(llm, rows, context_len, num_slots)
+        tree = drafter.draft(batch, shape)
+        positions = tree.positions(batch.seq_lens)
+        tree_mask = tree.visible.clone() if shape.top_k > 1 else None
+        nodes = _tokens(ForwardMode.TARGET_VERIFY, batch, tree.token_ids.clone(), positions)
+        verified = replace(nodes, tree_mask=tree_mask)
+        info = expand_to_nodes(make_sampling_info(llm, case, 0.0), tree)
+
+        def verify() -> tuple[LogitsOutput, SampleOutput]:
+            return parts.model_runner.forward_and_sample(verified, parts.sampler, info, parts.num_token_ids)
+
+        output, sampled = verify()
+        target_ids = sampled.next_token_ids.view(batch_size, num_nodes)
+        path = batch.seq_lens[:, None] + torch.arange(num_kept, device=positions.device)
+        kept = _tokens(ForwardMode.EXTEND, batch, nodes.input_ids.view(-1, num_nodes)[:, :num_kept], path)
+        if drafter.runs_ahead:
+            kept = replace(kept, num_kept=torch.full_like(batch.seq_lens, num_kept))
+        hidden_states = output.hidden_states
+        if hidden_states is not None:
+            hidden_states = hidden_states[: kept.num_tokens].clone()
+        yield {
+            "draft": lambda: drafter.draft(batch, shape),
+            "verify": verify,
+            "accept": lambda: draft_tree.accept(tree, target_ids, num_kept - 1),
+            "extend": lambda: drafter.extend(batch.reqs, kept, hidden_states, batch.root_ids),
+        }
+    finally:
+        parts.req_to_token_pool.free(rows)
+
+
+def _draft_batch(llm: LLM, rows: list[int], context_len: int, num_slots: int) -> DraftBatch:
+    """Requests of so many tokens with KV, and slots behind them."""
+    parts = llm.assembly.parts
+    bs, pool, device = len(rows), parts.req_to_token_pool, parts.allocator.device
+    slots = torch.stack([pool.read(row, context_len, context_len + num_slots) for row in rows])
+    params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+    return DraftBatch(
+        reqs=[Req(f"round-{i}", [0], params, i) for i in range(bs)],
+        root_ids=torch.randint(parts.num_token_ids, (bs,), device=device),
+        req_pool_indices=torch.tensor(rows, device=device),
+        seq_lens=torch.full((bs,), context_len, device=device),
+        seq_lens_cpu=(context_len,) * bs,
+        slots=slots,
+    )
+
+
+def _tokens(
+    mode: ForwardMode, batch: DraftBatch, input_ids: torch.Tensor, positions: torch.Tensor
+) -> ForwardBatch:
+    """The step that computes input_ids [bs, n], at the first n slots behind each request."""
+    bs, num_each = input_ids.shape
+    return ForwardBatch(
+        forward_mode=mode,
+        input_ids=input_ids.flatten(),
+        positions=positions.flatten(),
+        req_pool_indices=batch.req_pool_indices,
+        seq_lens=batch.seq_lens + num_each,
+        out_cache_loc=batch.slots[:, :num_each].flatten(),
+        extend_seq_lens=torch.full_like(batch.seq_lens, num_each),
+        extend_start_loc=torch.arange(bs, device=input_ids.device) * num_each,
+        seq_lens_cpu=tuple(n + num_each for n in batch.seq_lens_cpu),
+        extend_seq_lens_cpu=(num_each,) * bs,
+    )
