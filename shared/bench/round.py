@@ -8,10 +8,10 @@ round takes as long whatever it accepts, so its price is measured here, and what
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -52,6 +52,12 @@ class RoundResult:
         return self.round / self.decode
 
 
+def engine_flags(batches: Sequence[int], flags: dict[str, Any]) -> dict[str, Any]:
+    """What an engine that runs these cases needs; `flags` that the user gave win."""
+    graphs = {} if "cuda_graph_max_bs" in flags else {"cuda_graph_bs": tuple(sorted(set(batches)))}
+    return {"max_running_requests": max(batches), **graphs, **flags}
+
+
 def measure_round(llm: LLM, batch_size: int, context_len: int, num_repeats: int = 30) -> RoundResult:
     """On an engine that speculates and is idle. The KV pool is overwritten."""
     if not llm.flush_cache():
@@ -88,8 +94,12 @@ def pieces_of(llm: LLM, batch_size: int, context_len: int) -> Iterator[dict[str,
     num_slots = max(drafter.num_slots(shape), num_nodes)
     case = StepCase("decode", batch_size, context_len + num_slots)
     rows = place_requests(llm, case)
+    batch = _draft_batch(llm, rows, context_len, num_slots)
     try:
-        batch = _draft_batch(llm, rows, context_len, num_slots)
+        before = _draft_batch(llm, rows, context_len - 1, 1)
+        newest = _tokens(ForwardMode.EXTEND, before, before.root_ids[:, None], before.seq_lens)
+        told = parts.model_runner.forward(newest).hidden_states
+        drafter.extend(batch.reqs, newest, told, batch.root_ids)
         tree = drafter.draft(batch, shape)
         positions = tree.positions(batch.seq_lens)
         tree_mask = tree.visible.clone() if shape.top_k > 1 else None
@@ -116,6 +126,8 @@ def pieces_of(llm: LLM, batch_size: int, context_len: int) -> Iterator[dict[str,
             "extend": lambda: drafter.extend(batch.reqs, kept, hidden_states, batch.root_ids),
         }
     finally:
+        for req in batch.reqs:
+            drafter.forget(req)
         parts.req_to_token_pool.free(rows)
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from shared.commands import bench_latency, bench_offline, bench_prefix_cache, bench_scheduling, bench_step
+from shared.commands import (
+    bench_latency,
+    bench_offline,
+    bench_prefix_cache,
+    bench_round,
+    bench_scheduling,
+    bench_step,
+)
 
 app = typer.Typer(help="Measure the engine.", no_args_is_help=True)
 
@@ -15,6 +22,7 @@ def _group() -> None:
 
 
 app.command("step")(bench_step.step)
+app.command("round")(bench_round.round_)
 app.command("offline")(bench_offline.offline)
 app.command("latency")(bench_latency.latency)
 app.command("prefix-cache")(bench_prefix_cache.prefix_cache)
