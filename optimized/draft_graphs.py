@@ -95,10 +95,8 @@ class DraftGraphs:
         self.num_replays += 1
         return True
 
-    def draft_batch(self, size: int) -> DraftBatch:
-        """The first `size` rows, all of padding until something is loaded."""
-        for vectors in (self.draft_ints, self.slots):
-            vectors.values.copy_(vectors.padding)
+    def buffers_of_draft(self, size: int) -> DraftBatch:
+        """The first `size` rows: padding until something is loaded."""
         return DraftBatch(
             reqs=[],
             **{name: self.draft_ints.head(name, size) for name in self.draft_ints.rows},
@@ -106,10 +104,8 @@ class DraftGraphs:
             slots=self.slots.head("slots", size * self.num_slots).view(size, self.num_slots),
         )
 
-    def extend_batch(self, size: int) -> tuple[ForwardBatch, torch.Tensor, torch.Tensor]:
+    def buffers_of_extend(self, size: int) -> tuple[ForwardBatch, torch.Tensor, torch.Tensor]:
         """The same of an extension: the batch, the hidden states, and the tokens that come next."""
-        for vectors in (self.extend_ints, self.token_ints):
-            vectors.values.copy_(vectors.padding)
         num_tokens = size * self.num_rows
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
@@ -128,7 +124,7 @@ class DraftGraphs:
             return
         sizes: Iterable[int] = self.batch_sizes[::-1]
         for size in tqdm(sizes, desc="capture CUDA graphs of drafts", unit="size", leave=False, delay=1.0):
-            draft_batch, extend_batch = self.draft_batch(size), self.extend_batch(size)
+            draft_batch, extend_batch = self.buffers_of_draft(size), self.buffers_of_extend(size)
             trees: list[DraftTree] = []
 
             def draft_all(batch: DraftBatch = draft_batch, trees: list[DraftTree] = trees) -> torch.Tensor:

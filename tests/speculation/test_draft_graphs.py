@@ -114,7 +114,7 @@ def _batch(drafter: Any, bs: int) -> DraftBatch:
 def test_extensions_of_ragged_batches_are_launched() -> None:
     """A prompt, and what a scheduler that waits says of an accepted path."""
     drafter: Any = engine(FakeGraphsDrafter).parts.drafter
-    forward_batch, hidden_states, next_token_ids = drafter.graphs.extend_batch(2)
+    forward_batch, hidden_states, next_token_ids = drafter.graphs.buffers_of_extend(2)
     ragged = ForwardBatch(**{**vars(forward_batch), "num_kept": None})
     assert not drafter.graphs.extend(ragged, hidden_states, next_token_ids)
     assert drafter.graphs.extend(forward_batch, hidden_states, next_token_ids)

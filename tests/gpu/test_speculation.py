@@ -1,0 +1,101 @@
+"""Speculation in CUDA graphs on a GPU: the text of no speculation, and replays that are what is launched."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from shared.bench.round import pieces_of
+from shared.bench.step_inputs import fill_pool
+from shared.conformance.switches import expect_answers
+from shared.engine import LLM
+from shared.types import DraftTree
+
+from .harness import OPTIMIZED, name_of, optimized, reference_answers
+
+pytestmark = pytest.mark.gpu
+
+USE = {"attention": "triton", "drafter": "optimized", "draft_tree": "optimized"}
+OVERLAPPED = {**USE, "scheduler": "optimized", "memory_pool": "optimized"}
+EAGLE = {"speculative": "eagle3", "speculative_draft_model": "tiny-dense-eagle3"}
+SHAPES: tuple[dict[str, Any], ...] = (
+    {},
+    {"speculative_topk": 1, "speculative_num_steps": 4},
+    {"speculative_topk": 2, "speculative_num_steps": 3, "speculative_num_draft_tokens": 8, "page_size": 16},
+    {"disable_cuda_graph": True},
+)
+
+
+def speculating(**flags: Any) -> LLM:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*kernel by kernel")  # everything can be captured
+        return optimized("tiny-dense", **{"use": USE, **EAGLE, **flags})
+
+
+@pytest.mark.parametrize("flags", SHAPES, ids=name_of)
+@pytest.mark.parametrize("use", [USE, OVERLAPPED], ids=["in sequence", "overlapped"])
+def test_float32_answers_are_the_references(use: dict[str, str], flags: dict[str, Any]) -> None:
+    expected = [output.output_ids for output in reference_answers("tiny-dense")]
+    expect_answers("tiny-dense", expected, **{**OPTIMIZED, **EAGLE, "use": use, **flags})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=name_of)
+def test_replays_are_what_is_launched(shape: dict[str, Any], dtype: str) -> None:
+    """Bit for bit, at sizes with and without padding, one after the other."""
+    llm = speculating(**shape, dtype=dtype)
+    fill_pool(llm)
+    parts = llm.assembly.parts
+    drafter: Any = parts.drafter
+    for buffer in (drafter.kv_pool.k_buffer(0), drafter.kv_pool.v_buffer(0), *drafter.last_rows):
+        buffer.normal_()
+    for bs in (8, 3, 1, 5):
+        with pieces_of(llm, bs, 200) as pieces:
+            num_before = drafter.graphs.num_replays, parts.model_runner.num_graph_replays
+            before = [values.clone() for values in drafter.last_rows]
+            drafted: Any = pieces["draft"]()
+            tree = {name: values.clone() for name, values in vars(drafted).items()}
+            pieces["extend"]()
+            extended = [values[1:].clone() for values in drafter.last_rows]
+            output, sampled = pieces["verify"]()  # type: ignore[misc]
+            verified = [
+                output.next_token_logits.clone(),
+                output.hidden_states.clone(),
+                sampled.next_token_ids,
+            ]
+            assert drafter.graphs.num_replays == num_before[0] + 2
+            assert parts.model_runner.num_graph_replays == num_before[1] + 1
+
+            size = next(size for size in drafter.graphs.batch_sizes if size >= bs)
+            for values, old in zip(drafter.last_rows, before):
+                values.copy_(old)
+            launched: DraftTree = drafter._draft(drafter.graphs.buffers_of_draft(size), drafter.graphs.shape)
+            for name, values in vars(launched).items():
+                assert torch.equal(values[:bs], tree[name]), (bs, name)
+            drafter._extend(*drafter.graphs.buffers_of_extend(size))
+            for found, expected in zip(drafter.last_rows, extended):
+                assert torch.equal(found[1:], expected), bs
+            parts.model_runner.is_watched = True
+            output, sampled = pieces["verify"]()  # type: ignore[misc]
+            parts.model_runner.is_watched = False
+            eager = output.next_token_logits, output.hidden_states, sampled.next_token_ids
+            for found, expected in zip(verified, eager):
+                assert torch.equal(found, expected), bs
+
+
+def test_a_round_waits_for_nothing() -> None:
+    llm = speculating()
+    with pieces_of(llm, 3, 200) as pieces:
+        for call in pieces.values():
+            call()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)
+        busy = torch.cuda.Event()
+        busy.record()
+        for call in pieces.values():
+            call()
+        assert not busy.query(), "the host waited for the device"
+        torch.cuda.synchronize()
