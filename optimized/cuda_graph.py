@@ -17,8 +17,13 @@ from typing import Any
 
 import torch
 
+from optimized.lent_memory import Borrower, Memory
 from shared.config import EngineConfig
 from shared.types import ForwardBatch, ForwardMode, SamplingBatchInfo
+
+Replay = Callable[[], None]
+Cut = Callable[[list[torch.Tensor]], tuple[Replay, list[torch.Tensor]]]
+"""What a function calls that is captured in pieces: see `Recording.cut`."""
 
 DEFAULT_MAX_BS = 512
 """Beyond, a step takes longer than launching its kernels: a graph saves nothing."""
@@ -157,21 +162,56 @@ class CudaGraphs:
     def capture(self, function: Callable[[], torch.Tensor]) -> CapturedCall:
         """Runs it once before: kernels are compiled and loaded, libraries set up. Nothing may wait for the
         device, neither here nor then: `RuntimeError`."""
+        self._rehearse(function)
+        with self._capturing() as recording:
+            output = function()
+        return CapturedCall(recording.graph, output)
+
+    def capture_pieces(self, function: Callable[[Cut], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+        """The same for a function that calls `cut` where something is to be launched between two graphs.
+        Replays the last one; its output, too, is lent."""
+        self._rehearse(lambda: function(lambda tensors: (_nothing, tensors)))
+        with self._capturing() as recording:
+            output = function(recording.cut)
+        return recording.graph.replay, Memory.of(output).as_tensor()
+
+    def _rehearse(self, function: Callable[[], torch.Tensor]) -> None:
         function()
         with _refusing_to_wait():
             function()
         torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
+
+    @contextlib.contextmanager
+    def _capturing(self) -> Iterator[Recording]:
+        recording = Recording(self.pool)
         with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            recording.begin()
             try:
-                output = function()
+                yield recording
             except BaseException:
                 with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
+                    recording.graph.capture_end()
                 raise
-            graph.capture_end()
-        return CapturedCall(graph, output)
+            recording.graph.capture_end()
+
+
+class Recording:
+    """What goes on in a capture: the graph that is under way."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+
+    def begin(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+
+    def cut(self, tensors: list[torch.Tensor]) -> tuple[Replay, list[torch.Tensor]]:
+        """Ends the graph and begins another. Gives the first one's replay, and its `tensors` as they are
+        lent after it: later pieces and other graphs write there."""
+        self.graph.capture_end()
+        replay, lent = self.graph.replay, [Memory.of(tensor).as_tensor() for tensor in tensors]
+        self.begin()
+        return replay, lent
 
 
 class CapturedCall:
@@ -200,19 +240,12 @@ class CapturedCall:
         """`track`: each call lends another tensor, so that the last one's end is seen."""
         output = self.output
         assert output is not None
-        assert output.dtype == torch.float32
-        memory = {
-            "data": (output.data_ptr(), False),
-            "shape": tuple(output.shape),
-            "strides": tuple(4 * stride for stride in output.stride()),
-            "typestr": "<f4",
-            "version": 3,
-        }
+        memory = Memory.of(output)
 
         def lend() -> torch.Tensor:
-            borrower = _Borrower(memory)
+            borrower = Borrower(memory)
             self._borrower = weakref.ref(borrower)
-            return torch.as_tensor(borrower)
+            return memory.as_tensor(borrower)
 
         alias = lend()
         self._borrower = lambda: None
@@ -220,11 +253,8 @@ class CapturedCall:
         self.output = None
 
 
-class _Borrower:
-    """Memory that a tensor may be made of; alive as long as that tensor's storage."""
-
-    def __init__(self, memory: dict[str, Any]) -> None:
-        self.__cuda_array_interface__ = memory
+def _nothing() -> None:
+    pass
 
 
 def try_to_capture(

@@ -8,8 +8,9 @@ buffer of the runner's.
 Without graphs (a flag, a CPU, somebody watching) the same padded batch goes through the same plan and
 kernels, so the result is the same bit for bit. Assumes that attention can be captured; else it says so once
 and launches kernel by kernel. Loses where padding is large against the batch, as in a list of few sizes.
-Everything else - prompts, batches beyond the largest size, sampling with penalties, masks or
-log-probabilities - runs eagerly.
+Steps of prompts are replayed in pieces (extend_graph.py), unless somebody wants hidden states of them.
+Everything else - batches beyond the largest size, sampling with penalties, masks or log-probabilities - runs
+eagerly.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from optimized.cuda_graph import (
     try_to_capture,
     warn_of_launches,
 )
+from optimized.extend_graph import ExtendSteps, captured_token_counts
 from optimized.verify_graph import VerifyBuffers, verify_batch_sizes
 from shared.config import EngineConfig, draft_shape
 from shared.hidden_capture import no_hidden_states, run_model
@@ -63,6 +65,7 @@ class ModelRunner(interface.ModelRunner):
         self.num_sampler_replays = 0
         self._steps: dict[int, DecodeStep] = {}  # by batch size
         self._verify_steps: dict[int, DecodeStep] = {}
+        self._extend: ExtendSteps | None = None
         self._hidden: torch.Tensor | None = None  # where replays leave hidden states
         self._captured_hidden: tuple[int, ...] | None = None
         self._captured_for: tuple[Sampler, int] | None = None
@@ -78,10 +81,7 @@ class ModelRunner(interface.ModelRunner):
         step = self._step_for(forward_batch)
         if step is not None:
             return self._decode(step, forward_batch)
-        attention = BatchAttention(
-            self.attention, self.attention.plan(forward_batch), self.kv_pool, forward_batch.out_cache_loc
-        )
-        hidden_states, captured = run_model(self.model, forward_batch, attention, self.capture_hidden)
+        hidden_states, captured = self._hidden_states(forward_batch)
         if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:
             logits = self.model.compute_logits(hidden_states)
         else:
@@ -89,8 +89,22 @@ class ModelRunner(interface.ModelRunner):
         input_logprobs = input_logprobs_of(forward_batch, hidden_states, self.model.compute_logits)
         return LogitsOutput(logits, input_logprobs, captured)
 
+    @property
+    def num_extend_replays(self) -> int:
+        return 0 if self._extend is None else self._extend.num_replays
+
+    def _hidden_states(self, forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.capture_hidden is None and self._extend is not None and self._extend.takes(forward_batch):
+            return self._extend.hidden_states(forward_batch, replay=not self.is_watched), None
+        attention = BatchAttention(
+            self.attention, self.attention.plan(forward_batch), self.kv_pool, forward_batch.out_cache_loc
+        )
+        return run_model(self.model, forward_batch, attention, self.capture_hidden)
+
     def prepare(self, config: EngineConfig, sampler: Sampler, num_token_ids: int) -> None:
         device = self.kv_pool.device
+        sizes = captured_token_counts(config, self.model.config)
+        self._extend = ExtendSteps(self.model, self.attention, self.kv_pool, sizes)
         self.batch_sizes = captured_batch_sizes(config)
         self._max_seq_len = config.context_len or self.model.config.context_len
         self._check_lent = config.check_invariants
@@ -103,10 +117,14 @@ class ModelRunner(interface.ModelRunner):
         graphs = None if config.disable_cuda_graph else self._graphs(device)
         if graphs is None:
             return
-        if not self.attention.supports_cuda_graph:
+        if self.attention.supports_cuda_graph:
+            self._capture_all(graphs, sampler, num_token_ids)
+        else:
             warn_of_launches("decoding", f"{type(self.attention).__name__} does not run in CUDA graphs")
-            return
-        self._capture_all(graphs, sampler, num_token_ids)
+        if self.capture_hidden is None:
+            self._extend.capture_all(graphs)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def forward_and_sample(
@@ -209,7 +227,6 @@ class ModelRunner(interface.ModelRunner):
                 return
             (self._steps if buffers is self._buffers else self._verify_steps)[size] = step
         self._captured_for = sampler, num_token_ids
-        torch.cuda.empty_cache()
 
     def _capture(
         self,

@@ -25,6 +25,8 @@ BYTES_PER_LOGIT = 24
 BYTES_PER_GRAPH = 16 * 2**20
 """What CUDA keeps for the kernels of a captured step, beside the tensors that all graphs share."""
 NUM_GRAPHS = 36
+EXTEND_GRAPHS = 512 * 2**20
+"""Of prompts, for as many tokens as are captured by default: the larger a model, the fewer."""
 
 
 @dataclass(frozen=True)
@@ -149,11 +151,15 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
     per_token = (3 * model.hidden_size + max(attention, mlp)) * dtype.itemsize + 8 * model.hidden_size
     num_nodes = draft_shape(config).num_draft_tokens if config.speculative is not None else 1
     num_rows = max(config.max_running_requests * num_nodes, LOGPROB_ROWS)
-    num_graphs = 0 if config.disable_cuda_graph else len(config.cuda_graph_bs or range(NUM_GRAPHS))
+    graphs = 0
+    if not config.disable_cuda_graph:
+        graphs = len(config.cuda_graph_bs or range(NUM_GRAPHS)) * BYTES_PER_GRAPH
+        if config.cuda_graph_max_tokens != 0:
+            graphs += max(min(config.cuda_graph_max_tokens or 0, num_tokens) * per_token, EXTEND_GRAPHS)
     return {
         "activations": num_tokens * per_token,
         "logits": num_rows * model.vocab_size * BYTES_PER_LOGIT,
-        "graphs": num_graphs * BYTES_PER_GRAPH,
+        "graphs": graphs,
         "libraries": LIBRARIES,
     }
 

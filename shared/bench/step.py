@@ -73,8 +73,8 @@ class StepResult:
 def engine_flags(
     model: str, cases: Sequence[StepCase], flags: dict[str, Any], context_len_of_model: int
 ) -> dict[str, Any]:
-    """What an engine that runs these cases needs: room for the largest batch, and CUDA graphs for the batch
-    sizes asked for alone. `flags` that the user gave win."""
+    """What an engine that runs these cases needs: room for the largest batch, and CUDA graphs for what is
+    asked for alone. `flags` that the user gave win."""
     longest = max(max(case.seq_lens) for case in cases)
     if longest > context_len_of_model:
         raise ValueError(
@@ -86,7 +86,9 @@ def engine_flags(
         wanted["load_format"] = "dummy"
     decodes = sorted({case.batch_size for case in cases if case.mode == "decode"})
     if "cuda_graph_max_bs" not in flags:
-        wanted |= {"cuda_graph_bs": tuple(decodes)} if decodes else {"disable_cuda_graph": True}
+        wanted["cuda_graph_bs"] = tuple(decodes) or (1,)
+    if all(case.mode == "decode" for case in cases):
+        wanted["cuda_graph_max_tokens"] = 0
     return wanted | flags
 
 
@@ -191,7 +193,8 @@ def num_experts_hit(llm: LLM, case: StepCase, step: Callable[[], object]) -> tup
 
 def num_graph_replays(llm: LLM) -> int:
     """Of a model runner that counts them; any other replays nothing that we know of."""
-    return int(getattr(llm.assembly.parts.model_runner, "num_graph_replays", 0))
+    runner = llm.assembly.parts.model_runner
+    return sum(int(getattr(runner, name, 0)) for name in ("num_graph_replays", "num_extend_replays"))
 
 
 def free_memory(device: torch.device) -> None:

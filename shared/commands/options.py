@@ -141,6 +141,12 @@ class EngineOptions:
             metavar="N,N,...",
         ),
     ] = None
+    cuda_graph_max_tokens: Annotated[
+        int | None,
+        _option(
+            GRAPHS, "Largest captured step of prompts, in tokens; 0: none. Default: by the model's size."
+        ),
+    ] = None
 
     check_invariants: Annotated[
         bool | None, _option(SCHEDULING, "Check every pool after every step (slow).", "--check-invariants")

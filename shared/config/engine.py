@@ -71,6 +71,7 @@ class EngineConfig:
     disable_cuda_graph: bool = False  # decode by launching every kernel anew
     cuda_graph_max_bs: int | None = None  # largest captured batch; default: max_running_requests, at most 512
     cuda_graph_bs: tuple[int, ...] | None = None  # captured batch sizes; default: 1, 2, 4, 8, 12, 16, 24 ...
+    cuda_graph_max_tokens: int | None = None  # largest captured step of prompts, 0: none; default: by model
 
     check_invariants: bool = False  # after every step: slow, for tests and debugging
 
@@ -91,6 +92,8 @@ class EngineConfig:
             ):
                 raise ValueError(f"{name} must be an integer >= 1{' or None' * optional}, got {value!r}")
         self._check_cuda_graph_bs()
+        if self.cuda_graph_max_tokens is not None and self.cuda_graph_max_tokens < 0:
+            raise ValueError(f"cuda_graph_max_tokens must be >= 0 or None, got {self.cuda_graph_max_tokens}")
         check_speculation(self)
         if not 0.0 < self.mem_fraction_static < 1.0:
             raise ValueError(f"mem_fraction_static must be in (0, 1), got {self.mem_fraction_static!r}")

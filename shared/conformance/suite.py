@@ -43,7 +43,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "moe": ("moe", "moe_experts"),
     "models": ("models", "models_weights"),
     "draft_models": ("draft_models", "draft_models_weights"),
-    "model_runner": ("model_runner", "model_runner_decode", "model_runner_verify"),
+    "model_runner": ("model_runner", "model_runner_decode", "model_runner_verify", "model_runner_extend"),
     "sampler": ("sampler", "sampler_rows", "sampler_logprobs", "sampler_distribution"),
     "drafter": ("drafter",),
     "draft_tree": ("draft_tree", "draft_tree_drafting"),

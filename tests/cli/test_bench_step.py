@@ -91,9 +91,10 @@ def test_an_engine_gets_room_for_the_largest_case() -> None:
     assert [(case.batch_size, case.context_len) for case in cases] == [(2, 16), (2, 32), (8, 16), (8, 32)]
     flags = engine_flags("Qwen3-8B", cases, {"panel": "reference"}, 40960)
     assert (flags["load_format"], flags["max_running_requests"], flags["panel"]) == ("dummy", 8, "reference")
-    assert flags["cuda_graph_bs"] == (2, 8)  # and no graph that nobody asked for
+    assert (flags["cuda_graph_bs"], flags["cuda_graph_max_tokens"]) == ((2, 8), 0)  # graphs of these alone
     prefill = engine_flags("Qwen3-8B", make_cases("prefill", "2", None, "64"), {}, 40960)
-    assert prefill["disable_cuda_graph"]
+    assert prefill["cuda_graph_bs"] == (1,)
+    assert "cuda_graph_max_tokens" not in prefill
     assert "load_format" not in engine_flags("tiny-dense", cases, {}, 2048)
     assert engine_flags("tiny-dense", cases, {"max_running_requests": 64}, 2048)["max_running_requests"] == 64
     with pytest.raises(ValueError, match="32 tokens exceeds its 31 positions"):

@@ -81,6 +81,14 @@ def test_what_steps_need_grows_with_them(qwen3_8b: ModelConfig) -> None:
     assert reserve(max_running_requests=1024)["logits"] == 2 * plain["logits"]
     assert reserve(disable_cuda_graph=True)["graphs"] == 0
     assert reserve(cuda_graph_bs=(1, 2))["graphs"] < plain["graphs"]
+    assert reserve(cuda_graph_max_tokens=0)["graphs"] < plain["graphs"]
+    assert reserve(cuda_graph_max_tokens=16)["graphs"] == plain["graphs"]
+    more = reserve(cuda_graph_max_tokens=8192)["graphs"]
+    assert (
+        plain["graphs"]
+        < more
+        == reserve(cuda_graph_max_tokens=10**6, chunked_prefill_size=8192 - 256)["graphs"]
+    )
 
 
 def test_the_arithmetic_is_told(monkeypatch: pytest.MonkeyPatch, qwen3_8b: ModelConfig) -> None:
@@ -91,7 +99,7 @@ def test_the_arithmetic_is_told(monkeypatch: pytest.MonkeyPatch, qwen3_8b: Model
     rows = plan.rows()
     assert rows["GPU memory"] == "140.00 GiB: 136.00 GiB free before the weights, 120.00 GiB after"
     assert rows["weights"] == "15.00 GiB"
-    assert rows["kept for steps"].startswith("4.33 GiB (activations 1.03 GiB, logits")
+    assert rows["kept for steps"].startswith("4.83 GiB (activations 1.03 GiB, logits")
     assert rows["KV pool"].startswith("720,896 tokens of 144 KiB: 99.00 GiB (of 140.0 GiB on the GPU")
 
 

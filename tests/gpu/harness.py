@@ -12,8 +12,13 @@ from shared.types import GenerateOutput
 
 MODELS = ("tiny-dense", "tiny-moe")
 REFERENCE = {"device": "cuda", "panel": "reference"}
-OPTIMIZED = {"device": "cuda", "panel": "optimized", "max_running_requests": 8}
-"""Few requests at once: few graphs to capture."""
+OPTIMIZED = {
+    "device": "cuda",
+    "panel": "optimized",
+    "max_running_requests": 8,
+    "cuda_graph_max_tokens": 256,
+}
+"""Few requests at once, and few tokens: few graphs to capture."""
 
 
 def attention_backends() -> list[str]:

@@ -44,7 +44,7 @@ def test_every_optimized_component_has_a_twin() -> None:
     """What has no twin is a kernel, or machinery that only the optimized panel needs."""
     own = {"kernels", "cuda_graph.py", "attention", "waiting_matches.py", "page_ring.py"}
     own |= {"future_map.py", "future_runs.py", "pipeline.py", "speculative_round.py", "streams.py"}
-    own |= {"draft_graphs.py", "verify_graph.py"}
+    own |= {"draft_graphs.py", "extend_graph.py", "lent_memory.py", "verify_graph.py"}
     for path in (ROOT / "optimized").rglob("*.py"):
         name = path.relative_to(ROOT / "optimized")
         if path.name != "__init__.py" and name.parts[0] not in own:

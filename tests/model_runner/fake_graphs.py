@@ -6,10 +6,12 @@ outputs that were given up lie on top of each other.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
 
+from optimized.cuda_graph import Cut, Replay
 from optimized.model_runner import ModelRunner
 
 POOL_SIZE = 1 << 16
@@ -21,6 +23,10 @@ class FakeGraphs:
 
     def capture(self, function: Callable[[], torch.Tensor]) -> FakeCall:
         return FakeCall(self, function)
+
+    def capture_pieces(self, function: Callable[[Cut], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+        pieces = FakePieces(function)
+        return pieces.replay, pieces.output
 
 
 class FakeCall:
@@ -39,6 +45,53 @@ class FakeCall:
         # At the pool's end: two sizes then differ in every row, not only behind the smaller one.
         self.memory.set_(self.graphs.pool[POOL_SIZE - size :].view(self.memory.shape))
         self.output = None
+
+
+class FakePieces:
+    """The function runs again in a thread of its own, which stops at each `cut` until the next replay."""
+
+    def __init__(self, function: Callable[[Cut], torch.Tensor]) -> None:
+        self.function = function
+        self.cuts: list[list[torch.Tensor]] = []  # what each one lent
+        self.output = function(self._cut_at_capture).clone()
+        self.thread: threading.Thread | None = None
+        self.may_run, self.has_stopped = threading.Semaphore(0), threading.Semaphore(0)
+
+    def _cut_at_capture(self, tensors: list[torch.Tensor]) -> tuple[Replay, list[torch.Tensor]]:
+        lent = [tensor.clone() for tensor in tensors]
+        self.cuts.append(lent)
+        return self.replay, lent
+
+    def replay(self) -> None:
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run_again, daemon=True)
+            self.thread.start()
+        self.may_run.release()
+        self.has_stopped.acquire()
+        if self.error is not None:
+            raise self.error
+
+    @torch.inference_mode()
+    def _run_again(self) -> None:
+        cuts = iter(self.cuts)
+        self.error: BaseException | None = None
+
+        def cut(tensors: list[torch.Tensor]) -> tuple[Replay, list[torch.Tensor]]:
+            lent = next(cuts)
+            for memory, tensor in zip(lent, tensors, strict=True):
+                memory.copy_(tensor)
+            self.has_stopped.release()
+            self.may_run.acquire()
+            return self.replay, lent
+
+        self.may_run.acquire()
+        try:
+            self.output.copy_(self.function(cut))
+            assert next(cuts, None) is None
+        except BaseException as error:
+            self.error = error
+        self.thread = None
+        self.has_stopped.release()
 
 
 class FakeGraphsRunner(ModelRunner):

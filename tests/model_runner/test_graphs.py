@@ -24,7 +24,12 @@ SIZES = (1, 2, 4, 8, 16, 24)
 
 def engine(model: str, backend: str, **flags: Any) -> LLM:
     use = {} if backend == "default" else {"attention": backend}
-    plain = {"max_total_tokens": 16384, "max_running_requests": 25, "cuda_graph_bs": SIZES}
+    plain = {
+        "max_total_tokens": 16384,
+        "max_running_requests": 25,
+        "cuda_graph_bs": SIZES,
+        "cuda_graph_max_tokens": 256,
+    }
     return LLM(model=model, panel="optimized", device="cuda", use=use, **{**plain, **flags})
 
 

@@ -30,12 +30,13 @@ NUM_TOKEN_IDS = 300  # of a head of 331 rows
 @dataclass(frozen=True)
 class Decoding:
     """Requests that have a prompt, then steps that decode so many of them, others each time. `sizes`: those
-    captured, where graphs are used at all."""
+    captured, where graphs are used at all; `max_tokens`: of a captured step of prompts."""
 
     name: str
     batch_sizes: tuple[int, ...]
     sizes: tuple[int, ...] = (1, 2, 4, 8)
     page_size: int = 1
+    max_tokens: int = 64
     config: str = CONFIG
     dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -98,6 +99,7 @@ class PreparedSession(ModelSession):
             max_running_requests=case.num_reqs,
             page_size=case.page_size,
             cuda_graph_bs=case.sizes,
+            cuda_graph_max_tokens=case.max_tokens,
             disable_cuda_graph=not graphs,
             **case.flags(),
         )

@@ -282,3 +282,73 @@ class WarmsUpInALiveSlot(FakeGraphsRunner):
         super().prepare(config, sampler, num_token_ids)
         for layer_id in range(self.model.config.num_hidden_layers):
             self.kv_pool.k_buffer(layer_id)[self.kv_pool.page_size] = 0.0
+
+
+class WithOwnExtend(FakeGraphsRunner):
+    """Runs steps of prompts otherwise."""
+
+    def prepare(self, config, sampler, num_token_ids):
+        super().prepare(config, sampler, num_token_ids)
+        assert self._extend is not None
+        self._right = self._extend._load, self._extend.hidden_states
+        self._extend._load = self.load_tokens
+        self._extend.hidden_states = self.hidden_states_of
+
+    def load_tokens(self, batch: ForwardBatch, size: int) -> None:
+        self._right[0](batch, size)
+
+    def hidden_states_of(self, batch: ForwardBatch, replay: bool) -> torch.Tensor:
+        return self._right[1](batch, replay)
+
+
+@mutant_of("model_runner")
+class LeavesOldTokens(WithOwnExtend):
+    """Behind a step's tokens stands the rest of a larger one, which writes to its slots again."""
+
+    def load_tokens(self, batch, size):
+        super().load_tokens(batch, batch.num_tokens)
+
+
+@mutant_of("model_runner")
+class KeepsPositionsOfPrompts(WithOwnExtend):
+    """Tokens of prompts are rotated to the positions of the step before."""
+
+    def load_tokens(self, batch, size):
+        before = self._extend._inputs[1].clone()
+        super().load_tokens(batch, size)
+        self._extend._inputs[1].copy_(before)
+
+
+@mutant_of("model_runner")
+class GivesTheLastRows(WithOwnExtend):
+    """Hidden states are counted from the end of the padding."""
+
+    def hidden_states_of(self, batch, replay):
+        given = super().hidden_states_of(batch, replay)
+        sizes = self._extend.sizes
+        num_padding = sizes[bisect_left(sizes, batch.num_tokens)] - batch.num_tokens
+        start = given.storage_offset() + num_padding * given.stride(0)
+        return given.as_strided(given.shape, given.stride(), start)
+
+
+@mutant_of("model_runner")
+class CutsToTheSmallerSize(WithOwnExtend):
+    """What a step has beyond a size is not computed."""
+
+    def hidden_states_of(self, batch, replay):
+        given = super().hidden_states_of(batch, replay).clone()
+        smaller = [size for size in self._extend.sizes if size < batch.num_tokens]
+        given[max(smaller, default=batch.num_tokens) :] = 0.0
+        return given
+
+
+@mutant_of("model_runner")
+class ForgetsAttentionOfReplays(FakeGraphsRunner):
+    """Behind the first piece, attention is what an earlier step left."""
+
+    def prepare(self, config, sampler, num_token_ids):
+        super().prepare(config, sampler, num_token_ids)
+        assert self._extend is not None
+        for pieces in self._extend._pieces.values():
+            for piece in pieces.up_to_attention[1:]:
+                piece.layer = pieces.up_to_attention[0].layer

@@ -1,0 +1,199 @@
+"""Steps of prompts in pieces of graphs: on a CPU with graphs played, on a GPU bit by bit."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from optimized.extend_graph import MAX_LAYER_FLOPS, captured_token_counts, flops_per_token
+from shared.bench.step import step_of
+from shared.bench.step_inputs import StepCase, fill_pool
+from shared.config import EngineConfig, ModelConfig
+from shared.conformance.contracts.model_runner import model_for
+from shared.conformance.contracts.model_runner_decode import PreparedSession
+from shared.conformance.contracts.model_runner_extend import CASES
+from shared.engine import LLM
+from shared.model_path import ASSETS
+from shared.types import ForwardMode, SamplingParams
+
+from .fake_graphs import FakeGraphs, FakeGraphsRunner
+
+# ---- which numbers of tokens
+
+
+def shape(name: str) -> ModelConfig:
+    return ModelConfig.from_pretrained(ASSETS / "configs" / name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ({"cuda_graph_max_tokens": 0}, ()),
+        ({"cuda_graph_max_tokens": 64}, (16, 32, 64)),
+        ({"cuda_graph_max_tokens": 100}, (16, 32, 64)),
+        ({"chunked_prefill_size": 100}, (16, 32, 64, 100)),
+        ({"chunked_prefill_size": 7}, (7,)),
+        (
+            {"chunked_prefill_size": 100, "enable_mixed_chunk": True, "max_running_requests": 40},
+            (16, 32, 64, 128, 140),
+        ),
+        ({"chunked_prefill_size": None, "max_prefill_tokens": 9, "context_len": 70}, (16, 32, 64, 70)),
+    ],
+)  # fmt: skip
+def test_sizes_follow_the_flags(flags: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    assert captured_token_counts(EngineConfig(**flags), shape("Qwen3-0.6B")) == sizes
+
+
+def test_larger_models_are_captured_for_fewer_tokens() -> None:
+    largest = {}
+    for name in ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B"):
+        sizes = captured_token_counts(EngineConfig(chunked_prefill_size=16384), shape(name))
+        assert sizes[-1] * flops_per_token(shape(name)) <= MAX_LAYER_FLOPS
+        largest[name] = sizes[-1]
+    assert largest["Qwen3-8B"] < largest["Qwen3-30B-A3B"] < largest["Qwen3-0.6B"] < 16384
+
+
+def test_a_wrong_limit_is_named() -> None:
+    with pytest.raises(ValueError, match="cuda_graph_max_tokens must be >= 0 or None, got -1"):
+        EngineConfig(cuda_graph_max_tokens=-1)
+
+
+# ---- graphs played on a CPU
+
+
+def test_what_is_replayed_and_what_is_not() -> None:
+    session = PreparedSession(FakeGraphsRunner, model_for(), CASES[1])
+    steps = session.runner._extend
+    assert steps.sizes == (16, 32, 64)
+    num_layers = session.model.config.num_hidden_layers
+    assert {len(pieces.up_to_attention) for pieces in steps._pieces.values()} == {num_layers}
+    ids = iter(range(1000))
+
+    def num_replays(lens: dict[int, int], mode: ForwardMode) -> int:
+        before = steps.num_replays
+        session.run(
+            session.forward_batch(
+                {i: [next(ids) % 331 for _ in range(n)] for i, n in lens.items()}, forward_mode=mode
+            )
+        )
+        return steps.num_replays - before
+
+    assert num_replays({0: 40, 1: 24}, ForwardMode.EXTEND) == 1
+    assert num_replays({0: 1}, ForwardMode.EXTEND) == 1
+    assert num_replays({0: 1, 2: 5}, ForwardMode.MIXED) == 1
+    assert num_replays({3: 65}, ForwardMode.EXTEND) == 0
+    assert num_replays({0: 1, 3: 1}, ForwardMode.DECODE) == 0
+    session.runner.is_watched = True
+    assert num_replays({0: 4}, ForwardMode.EXTEND) == 0
+    session.runner.is_watched, session.runner.capture_hidden = False, ()
+    assert num_replays({0: 4}, ForwardMode.EXTEND) == 0
+    session.runner.capture_hidden = None
+    assert num_replays({0: 4}, ForwardMode.EXTEND) == 1
+
+
+def test_padding_is_the_same_token_everywhere() -> None:
+    """So that an MoE sends it to few experts, and a NaN of an earlier step spreads nowhere."""
+    session = PreparedSession(FakeGraphsRunner, model_for("mixtral"), CASES[4])
+    steps, seen = session.runner._extend, []
+    layer = session.model.model.layers[-1]
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    steps._heads.fill_(torch.nan)
+    steps._inputs.fill_(7)
+    session.run(session.forward_batch({0: [1, 2, 3], 1: [4, 5]}, forward_mode=ForwardMode.EXTEND))
+    assert seen[-1].shape[0] == 16
+    assert bool(seen[-1].isfinite().all())
+    assert torch.equal(seen[-1][5:], seen[-1][5:6].expand(11, -1))
+
+
+def test_a_model_that_waits_for_the_gpu_is_said_and_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self, function):
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(FakeGraphs, "capture_pieces", refuse)
+    with pytest.warns(RuntimeWarning, match="prefill launches kernel by kernel: the model makes"):
+        session = PreparedSession(FakeGraphsRunner, model_for(), CASES[0])
+    session.run(session.forward_batch({0: [1, 2, 3]}, forward_mode=ForwardMode.EXTEND))
+    assert session.runner._extend.num_replays == 0
+
+
+def test_attention_without_graphs_does_for_prompts() -> None:
+    class NoGraphs(FakeGraphsRunner):
+        def __init__(self, model, attention, kv_pool) -> None:
+            super().__init__(model, attention, kv_pool)
+            attention.supports_cuda_graph = False
+
+    with pytest.warns(RuntimeWarning, match="ReplannedAttention does not run in CUDA graphs"):
+        session = PreparedSession(NoGraphs, model_for(), CASES[0])
+    session.run(session.forward_batch({0: [1, 2, 3]}, forward_mode=ForwardMode.EXTEND))
+    assert session.runner._extend.num_replays == 1
+
+
+# ---- on a GPU
+
+
+def gpu_engine(model: str, backend: str | None, **flags: Any) -> LLM:
+    use = {} if backend is None else {"attention": backend}
+    plain = {
+        "max_total_tokens": 8192,
+        "max_running_requests": 16,
+        "cuda_graph_bs": (1,),
+        "cuda_graph_max_tokens": 512,
+    }
+    return LLM(model=model, panel="optimized", device="cuda", use=use, **{**plain, **flags})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [None, "triton", "flashinfer", "reference"])
+@pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])
+def test_replaying_changes_no_bit(model: str, backend: str | None) -> None:
+    """At the edges of every size, largest first and in any order, over poisoned padding."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the reference's attention decodes without graphs
+        replayed, launched = (gpu_engine(model, backend, disable_cuda_graph=off) for off in (False, True))
+    steps = replayed.assembly.parts.model_runner._extend
+    sizes = steps.sizes
+    counts = [n for size in sizes[::-1] for n in (size, size - 1, size // 2 + 1)]
+    random.Random(0).shuffle(counts)
+    for llm in (replayed, launched):
+        fill_pool(llm)
+    for number, num_tokens in enumerate([sizes[-1], *counts]):
+        case = StepCase("prefill", min(num_tokens, 1 + number % 5), 50 * (number % 3), num_tokens)
+        steps._heads.fill_(torch.nan)
+        results = []
+        for llm in (replayed, launched):
+            with step_of(llm, case, 0.0, number) as step:
+                results.append(step())  # type: ignore[arg-type]
+        (a, ids), (b, expected) = results
+        assert torch.equal(a.next_token_logits, b.next_token_logits), case
+        assert torch.equal(ids.next_token_ids, expected.next_token_ids), case
+    assert steps.num_replays == 1 + len(counts)
+    assert launched.assembly.parts.model_runner._extend.num_replays == 0
+    pools = [llm.assembly.kv_pool for llm in (replayed, launched)]
+    for layer_id in range(pools[0].num_layers):
+        for a, b in ((p.k_buffer(layer_id) for p in pools), (p.v_buffer(layer_id) for p in pools)):
+            assert torch.equal(a[pools[0].page_size :], b[pools[0].page_size :])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", [{}, {"enable_mixed_chunk": True, "chunked_prefill_size": 96}], ids=str)
+def test_answers_are_the_same(flags: dict[str, Any]) -> None:
+    dice = random.Random(3)
+    prompts = [[dice.randrange(256) for _ in range(dice.randint(1, 150))] for _ in range(30)]
+    params = SamplingParams(
+        max_new_tokens=12, temperature=0.0, ignore_eos=True, return_logprob=True, logprob_start_len=0
+    )
+    answers = []
+    for off in (False, True):
+        llm = gpu_engine("tiny-dense", None, disable_cuda_graph=off, check_invariants=True, **flags)
+        answers.append(llm.generate(prompts, params, progress=False))
+        assert (llm.assembly.parts.model_runner._extend.num_replays > 0) != off
+    for a, b in zip(*answers, strict=True):
+        assert (a.output_ids, a.output_logprobs, a.input_logprobs) == (
+            b.output_ids,
+            b.output_logprobs,
+            b.input_logprobs,
+        )
