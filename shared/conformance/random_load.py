@@ -22,14 +22,18 @@ TEXTS = (
 
 NGRAM: dict[str, Any] = {"speculative": "ngram"}
 STANDALONE: dict[str, Any] = {"speculative": "standalone", "speculative_draft_model": "tiny-dense"}
+EAGLE3: dict[str, Any] = {"speculative": "eagle3", "speculative_draft_model": "tiny-dense-eagle3"}
 TREE = {"speculative_num_steps": 4, "speculative_topk": 2, "speculative_num_draft_tokens": 8}
 
 
-def random_flags(rng: random.Random, speculates: bool) -> dict[str, Any]:
-    """Of an engine whose memory is short, or is not. `speculates`: drafts too, in some rounds."""
+def random_flags(rng: random.Random, model: str) -> dict[str, Any]:
+    """Of an engine whose memory is short, or is not; in some rounds with drafts."""
     page_size = rng.choice([1, 1, 4, 16])
     policy = rng.choice(["fcfs", "fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"])
-    speculation = rng.choice([NGRAM, STANDALONE, {**STANDALONE, **TREE}]) if speculates else {}
+    drafts = [NGRAM, STANDALONE, {**STANDALONE, **TREE}]
+    if model == "tiny-dense":  # which has a head
+        drafts += [EAGLE3, {**EAGLE3, **TREE}]
+    speculation = rng.choice(drafts) if rng.random() < 0.3 else {}
     return {
         "page_size": page_size,
         "max_total_tokens": rng.choice(POOL_TOKENS),

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shared import registry
-from shared.assembly import default_panel
 from shared.conformance.compare import Mismatch, expect_equal, expect_true
 from shared.conformance.invariants import check_idle
 from shared.conformance.random_load import Question, random_act, random_flags, random_question
@@ -94,7 +92,7 @@ class Soak:
     def round(self, seed: int) -> Tally:
         """Raises `Mismatch` or `InvariantViolation`."""
         rng = random.Random(seed)
-        flags = {**random_flags(rng, speculates=self._can_speculate() and rng.random() < 0.3), **self.flags}
+        flags = {**random_flags(rng, self.alone.config.model), **self.flags}
         llm = LLM(**flags)
         played = Round(llm, rng)
         for _ in range(self.num_acts):
@@ -105,10 +103,6 @@ class Soak:
         answers = [answer for asked in played.asked for answer in asked.answers()]
         num_cut = sum(_is_cut(answer) for answer in answers)
         return Tally(len(answers), stats.num_steps, stats.num_retractions, num_cut, num_near_ties)
-
-    def _can_speculate(self) -> bool:
-        panel = self.flags.get("panel") or default_panel(str(self.alone.config.device))
-        return registry.select(panel, self.flags.get("use", {}))["scheduler"] != "optimized"
 
     def _compare(self, asked: Asked) -> int:
         """Returns how many answers departed at a near tie."""
