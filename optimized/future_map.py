@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from shared.types import ForwardBatch, SamplingBatchInfo
+from shared.types import ForwardBatch, ForwardMode, SamplingBatchInfo
 
 NUM_BATCHES = 4
 """Batches that the ring holds. Two would do: a place is read by the next batch or by none."""
@@ -46,6 +46,8 @@ class FutureMap:
     def resolve(self, forward_batch: ForwardBatch) -> ForwardBatch:
         """The batch with tokens for names. An id that is none (-1, after NaN) becomes 0: its request has
         ended, and nobody looks at the row that decodes from it."""
+        if forward_batch.forward_mode is ForwardMode.EXTEND:
+            return forward_batch  # prompts are known
         return replace(forward_batch, input_ids=self._tokens_of(forward_batch.input_ids, self.token_ids))
 
     def store(self, first: int, next_token_ids: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ class Tokenizer:
         self.eos_token_ids: frozenset[int] = frozenset(() if eos is None else (eos,))
         # Ids are below this. A model's vocab_size may be larger: rows of padding without a token.
         self.vocab_size: int = max(hf_tokenizer.get_vocab().values()) + 1
+        self._decoder = _plain_decoder(hf_tokenizer)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Tokenizer:
@@ -44,6 +45,9 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The exact text: no space before a comma is "cleaned up", whatever the tokenizer's configuration.
         Bytes that form no character become U+FFFD; an id without a token becomes nothing."""
+        if self._decoder is not None:
+            text: str = self._decoder.decode(ids, skip_special_tokens=skip_special_tokens)
+            return text
         return self.hf_tokenizer.decode(
             ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -80,3 +84,13 @@ class Tokenizer:
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling, in which bytes may be encoded; for text use `decode`."""
         return self.hf_tokenizer.convert_ids_to_tokens(token_id)
+
+
+def _plain_decoder(hf_tokenizer: Any) -> Any:
+    """What decodes below `transformers`, whose own part takes three times as long: each step decodes every
+    request. None where the class does more than to call it."""
+    from transformers import PreTrainedTokenizerFast as Plain
+
+    kind = type(hf_tokenizer)
+    is_plain = isinstance(hf_tokenizer, Plain) and kind.decode is Plain.decode
+    return hf_tokenizer.backend_tokenizer if is_plain and kind._decode is Plain._decode else None

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from shared.tokenizer import Tokenizer
 from tests.tokenizer.make import EOS, START, TEXTS, byte_level
@@ -35,6 +36,17 @@ def test_what_it_says_about_its_ids() -> None:
     assert tokenizer.token_to_id("no such token") is None
     assert tokenizer.id_to_token(tokenizer.vocab_size - 1) is not None
     assert tokenizer.decode([tokenizer.vocab_size + 5]) == ""
+
+
+def test_a_class_that_decodes_in_its_own_way_does_so() -> None:
+    class Loud(PreTrainedTokenizerFast):
+        def _decode(self, *args: object, **options: object) -> str:
+            return super()._decode(*args, **options).upper()
+
+    plain = byte_level()
+    ids = plain.encode("hello")
+    assert plain.decode(ids) == "hello"
+    assert Tokenizer(Loud(tokenizer_object=plain.hf_tokenizer.backend_tokenizer)).decode(ids) == "HELLO"
 
 
 def test_chat() -> None:
