@@ -1,8 +1,10 @@
 """Tokens that are not known yet: names on the host, values on the device.
 
 A batch is launched before the one before it has ended. The token that it decodes from exists on the device
-only, or not even there: so its input id is the negative of a place in a ring, where the device looks it up
-when the batch starts. All of this runs on one stream, in the order of the launches.
+only, or not even there: so its input id is the name of a place in a ring, where the device looks it up when
+the batch starts. A name is the place counted from the ring's end, as Python does it, so it is below zero; and
+a batch of names becomes a batch of tokens by one indexing. All of this runs on one stream, in the order of
+the launches.
 """
 
 from __future__ import annotations
@@ -18,20 +20,16 @@ NUM_BATCHES = 4
 
 
 class FutureMap:
-    """Places are counted from 1: there is no negative 0. A batch's places follow each other: one that would
-    begin beyond `limit` begins at 1, and one that begins before it may end behind it."""
+    """Places are counted from 1. A batch's places follow each other: one that would begin beyond `limit`
+    begins at 1, and one that begins before it may end behind it."""
 
     def __init__(self, max_batch_size: int, device: torch.device, limit: int | None = None) -> None:
         self.limit = NUM_BATCHES * max_batch_size if limit is None else limit
         assert self.limit >= 2 * max_batch_size, f"{self.limit} places do not hold two of {max_batch_size}"
         self.max_batch_size = max_batch_size
-        self.token_ids = torch.zeros(self.limit + max_batch_size + 1, dtype=torch.int64, device=device)
+        self.size = self.limit + max_batch_size + 1
+        self.token_ids = torch.zeros(self.size, dtype=torch.int64, device=device)
         self._num_taken = 0
-        self._tokens_of = tokens_of
-        if device.type == "cuda":
-            from optimized.kernels import future_tokens
-
-            self._tokens_of = future_tokens.tokens_of
 
     # --8<-- [start:future-places]
     def take(self, batch_size: int) -> int:
@@ -43,22 +41,24 @@ class FutureMap:
             self._num_taken = 0
         return first
 
-    def resolve(self, forward_batch: ForwardBatch) -> ForwardBatch:
-        """The batch with tokens for names. An id that is none (-1, after NaN) becomes 0: its request has
-        ended, and nobody looks at the row that decodes from it."""
+    def name_of(self, place: int) -> int:
+        return place - self.size
+
+    def resolve(self, forward_batch: ForwardBatch, has_ids: bool = True) -> ForwardBatch:
+        """The batch with tokens for names. `has_ids`: not all of its input ids are names."""
         if forward_batch.forward_mode is ForwardMode.EXTEND:
             return forward_batch  # prompts are known
-        return replace(forward_batch, input_ids=self._tokens_of(forward_batch.input_ids, self.token_ids))
+        ids = forward_batch.input_ids
+        tokens = self.token_ids[ids.clamp(max=-1) if has_ids else ids]
+        return replace(forward_batch, input_ids=torch.where(ids < 0, tokens, ids) if has_ids else tokens)
 
     def store(self, first: int, next_token_ids: torch.Tensor) -> None:
-        self.token_ids[first : first + next_token_ids.shape[0]].copy_(next_token_ids)
+        """An id that is none (-1, after NaN) becomes 0: its request has ended, and nobody looks at the row
+        that decodes from it."""
+        places = self.token_ids[first : first + next_token_ids.shape[0]]
+        torch.clamp(next_token_ids, min=0, out=places)
 
     # --8<-- [end:future-places]
-
-
-def tokens_of(ids: torch.Tensor, ring: torch.Tensor) -> torch.Tensor:
-    """As the kernel of this name: ids, those below zero being the negatives of places in the ring."""
-    return torch.where(ids < 0, ring[(-ids).clamp(min=0)].clamp(min=0), ids)
 
 
 def count_in_flight(info: SamplingBatchInfo, named: ForwardBatch, resolved: ForwardBatch) -> None:

@@ -101,8 +101,9 @@ class ReqToTokenPool(interface.ReqToTokenPool):
         is_cuda = table.device.type == "cuda"
         # Page-locked memory is not given to anybody else before the copy is done: its allocator sees to that.
         staged = torch.empty(where.nbytes + values.nbytes, dtype=torch.uint8, pin_memory=is_cuda)
-        staged[: where.nbytes] = torch.from_numpy(where).view(torch.uint8)
-        staged[where.nbytes :] = torch.from_numpy(values).view(torch.uint8)
+        numbers = staged.numpy()
+        numbers[: where.nbytes].view(np.int64)[:] = where
+        numbers[where.nbytes :].view(np.int32)[:] = values
         sent = staged.to(table.device, non_blocking=is_cuda)
         indices, slots = sent[: where.nbytes].view(torch.int64), sent[where.nbytes :].view(torch.int32)
         table.view(-1).index_copy_(0, indices, slots)

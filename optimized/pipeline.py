@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
 
+import torch
+
 from optimized.future_map import FutureMap, count_in_flight
 from optimized.schedule_batch import name_tokens
 from optimized.streams import Pending, streams_for
@@ -99,6 +101,7 @@ class Pipeline:
         # A batch has at most a row for every request, and one for the prompt that is being computed.
         self.future_map = FutureMap(parts.req_to_token_pool.size, self.device)
         self.batches: deque[InFlight] = deque()
+        self._no_logits = torch.empty(0)
         # Where somebody speculates: made when a batch is launched, called when it was sampled.
         self.extension_of: Callable[[BatchInFlight], Extension] | None = None
         self._last_info: tuple[list[Req], SamplingBatchInfo] | None = None  # that can be used again
@@ -124,7 +127,8 @@ class Pipeline:
         parts, num_token_ids = self.parts, self.parts.num_token_ids
         places = self.places_of(batch.reqs)
         num_in_flight = [int(place is not None) for place in places]  # tokens that the host does not know yet
-        named = name_tokens(batch, places, self.device)
+        names = [None if place is None else self.future_map.name_of(place) for place in places]
+        named = name_tokens(batch, names, self.device)
         launched = BatchInFlight(batch, self.future_map.take(batch.batch_size), named, chunked_req)
         if any(req.grammar is not None and n for req, n in zip(batch.reqs, num_in_flight)):
             self.streams.launch(lambda: self._forward(launched))
@@ -133,7 +137,7 @@ class Pipeline:
             info = self._sampling_info(batch.reqs, num_in_flight)
 
             def forward_and_sample() -> tuple[LogitsOutput, SampleOutput]:
-                resolved = launched.keep(self.future_map.resolve(named))
+                resolved = launched.keep(self.future_map.resolve(named, has_ids=None in names))
                 count_in_flight(launched.keep(info), named, resolved)
                 with parts.timeline.forward(resolved):
                     outputs = parts.model_runner.forward_and_sample(
@@ -186,5 +190,4 @@ class Pipeline:
     ) -> tuple[LogitsOutput, SampleOutput]:
         """What goes to the host: not the logits. The tokens stay on the device as well."""
         self.future_map.store(launched.first_place, sample_output.next_token_ids)
-        nothing = logits_output.next_token_logits[:0]
-        return LogitsOutput(nothing, logits_output.input_logprobs), sample_output
+        return LogitsOutput(self._no_logits, logits_output.input_logprobs), sample_output

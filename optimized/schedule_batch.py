@@ -1,7 +1,7 @@
 """The ForwardBatch that describes a step's tokens.
 
 Differs from reference: nothing waits for the device. A batch's numbers go over in one copy; a token that is
-not known yet is named by its place in the FutureMap (optimized/future_map.py).
+not known yet has a name in the FutureMap (optimized/future_map.py).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from shared.to_device import ALIGNMENT, copy_to_device, pinned, vectors_to_devic
 from shared.types import ForwardBatch, ForwardMode, ScheduleBatch
 
 
-def name_tokens(batch: ScheduleBatch, places: Sequence[int | None], device: torch.device) -> ForwardBatch:
-    """The batch as tensors; input ids below zero are `places` in the FutureMap. Call it once memory is
+def name_tokens(batch: ScheduleBatch, names: Sequence[int | None], device: torch.device) -> ForwardBatch:
+    """The batch as tensors; input ids below zero are `names` in the FutureMap. Call it once memory is
     allocated and before any result is processed."""
     assert batch.out_cache_loc is not None
     if batch.forward_mode is ForwardMode.DECODE:
-        return _decode_batch(batch, places, device)
+        return _decode_batch(batch, names, device)
     num_extend = batch.batch_size - batch.num_decode_reqs
     extending, decoding = batch.reqs[:num_extend], batch.reqs[num_extend:]
 
     input_ids: list[int] = []
     for req in extending:
         input_ids += req.fill_ids[len(req.prefix_indices) :]
-    input_ids += _names(batch, places)
+    input_ids += _decoded_ids(batch, names)
     seq_lens = [req.kv_committed_len for req in batch.reqs]
     extend_seq_lens = [req.extend_input_len for req in extending] + [1] * len(decoding)
     start_locs = [0, *accumulate(extend_seq_lens)][:-1]
@@ -66,14 +66,14 @@ def name_tokens(batch: ScheduleBatch, places: Sequence[int | None], device: torc
     )
 
 
-def _decode_batch(batch: ScheduleBatch, places: Sequence[int | None], device: torch.device) -> ForwardBatch:
+def _decode_batch(batch: ScheduleBatch, names: Sequence[int | None], device: torch.device) -> ForwardBatch:
     """Everything in one copy: the host has as little time as the step of a small model takes."""
     bs, slots = batch.batch_size, batch.out_cache_loc
     assert slots is not None
     seq_lens = [req.kv_committed_len for req in batch.reqs]
     numbers = pinned(7, -(-bs // ALIGNMENT) * ALIGNMENT, device=device)
     ids, positions, rows, lens, slots_row, extend_lens, starts = numbers.numpy()[:, :bs]
-    ids[:] = _names(batch, places)
+    ids[:] = _decoded_ids(batch, names)
     lens[:] = seq_lens
     positions[:] = lens - 1
     rows[:] = [req.req_pool_idx for req in batch.reqs]
@@ -97,10 +97,9 @@ def _decode_batch(batch: ScheduleBatch, places: Sequence[int | None], device: to
     )
 
 
-def _names(batch: ScheduleBatch, places: Sequence[int | None]) -> list[int]:
+def _decoded_ids(batch: ScheduleBatch, names: Sequence[int | None]) -> list[int]:
     """Input ids of the requests that decode: the last ones of the batch."""
     first = batch.batch_size - batch.num_decode_reqs
     return [
-        req.output_ids[-1] if place is None else -place
-        for req, place in zip(batch.reqs[first:], places[first:])
+        req.output_ids[-1] if name is None else name for req, name in zip(batch.reqs[first:], names[first:])
     ]

@@ -53,10 +53,12 @@ class TwoStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.forward_stream = torch.cuda.Stream(device)
+        self.scheduled = torch.cuda.Event()
 
     # --8<-- [start:launch-on-a-stream]
     def launch(self, work: Work) -> Pending:
-        self.forward_stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.scheduled.record(torch.cuda.current_stream(self.device))
+        self.forward_stream.wait_event(self.scheduled)
         with torch.cuda.stream(self.forward_stream):
             try:
                 result = map_tensors(_start_copy, work())
@@ -96,6 +98,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
     """On its way into page-locked memory; that of an empty tensor would be of no bytes."""
+    if not tensor.is_cuda:
+        return tensor
     if tensor.numel() == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -146,7 +146,9 @@ def test_places_of_two_batches_never_meet_and_no_batch_is_torn(
         assert places.stop <= len(ring.token_ids)
         assert not set(places) & set(last)
         ring.store(first, torch.arange(size) + 100 * number)
-        assert ring.token_ids[places.start : places.stop].tolist() == [100 * number + i for i in range(size)]
+        names = [ring.name_of(place) for place in places]
+        assert max(names) < 0, "what is not below zero is an id"
+        assert ring.token_ids[names].tolist() == [100 * number + i for i in range(size)]
         last = places
 
 

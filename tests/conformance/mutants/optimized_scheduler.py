@@ -39,13 +39,17 @@ def changed(file: str, before: str, after: str) -> Any:
 
 
 @mutant_of("scheduler")
-class PlacesCountFromZero(changed("future_map", "first = self._num_taken + 1", "first = self._num_taken")):
-    """Place 0 has no negative: its token is taken for the id 0."""
+class NamesAreIds(changed("future_map", "return place - self.size", "return place")):
+    """A place is taken for an id."""
 
 
 @mutant_of("scheduler")
 class StoresOnePlaceFurther(
-    changed("future_map", "self.token_ids[first : first +", "self.token_ids[first + 1 : 1 + first +")
+    changed(
+        "future_map",
+        "places = self.token_ids[first : first +",
+        "places = self.token_ids[first + 1 : 1 + first +",
+    )
 ):
     """Tokens are written one place beside the one that was promised."""
 
@@ -54,15 +58,15 @@ class StoresOnePlaceFurther(
 class StraddlesTheEnd(
     changed(
         "future_map",
-        "self.token_ids[first : first + next_token_ids.shape[0]].copy_(next_token_ids)",
-        "self.token_ids[torch.arange(first, first + len(next_token_ids)) % self.limit] = next_token_ids",
+        "torch.clamp(next_token_ids, min=0, out=places)",
+        "self.token_ids[torch.arange(first, first + len(places)) % self.limit] = next_token_ids.clamp(min=0)",
     )
 ):
     """Places beyond the limit are written at the front, and read where they were promised."""
 
 
 @mutant_of("scheduler")
-class FeedsWhatIsNoToken(changed("future_map", "clamp(min=0)].clamp(min=0)", "clamp(min=0)]")):
+class FeedsWhatIsNoToken(changed("future_map", "min=0, out=places", "min=-1, out=places")):
     """After NaN, the id -1 goes into the model."""
 
 
@@ -148,9 +152,7 @@ class GrammarMissesTheTokenInFlight(changed("pipeline", "req.grammar is not None
 
 
 @mutant_of("scheduler")
-class DecodesFromTheTokenBefore(
-    changed("schedule_batch", "if place is None else -place", "if True else -place")
-):
+class DecodesFromTheTokenBefore(changed("schedule_batch", "if name is None else name", "if True else name")):
     """The input of a decode step is the newest token that the host knows."""
 
 
