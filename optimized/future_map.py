@@ -31,6 +31,9 @@ class FutureMap:
         self.token_ids = torch.zeros(self.size, dtype=torch.int64, device=device)
         self._num_taken = 0
 
+    def name_of(self, place: int) -> int:
+        return place - self.size
+
     # --8<-- [start:future-places]
     def take(self, batch_size: int) -> int:
         """The first of so many places, in which the batch's tokens will be."""
@@ -40,9 +43,6 @@ class FutureMap:
         if self._num_taken >= self.limit:
             self._num_taken = 0
         return first
-
-    def name_of(self, place: int) -> int:
-        return place - self.size
 
     def resolve(self, forward_batch: ForwardBatch, has_ids: bool = True) -> ForwardBatch:
         """The batch with tokens for names. `has_ids`: not all of its input ids are names."""

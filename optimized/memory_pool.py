@@ -159,6 +159,9 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
 
     def alloc_decode(self, seq_lens: Sequence[int], last_locs: Sequence[int]) -> torch.Tensor | None:
         assert len(seq_lens) == len(last_locs)
+        if self.page_size == 1:  # each token has a page of its own, whatever is before it
+            pages = self._pages.take(len(seq_lens))
+            return None if pages is None else torch.from_numpy(pages)
         seqs, lasts = _array(seq_lens), _array(last_locs)
         self._check_growth(seqs - 1, seqs, lasts)
         begins_page = (seqs - 1) % self.page_size == 0

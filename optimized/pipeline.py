@@ -127,8 +127,9 @@ class Pipeline:
         parts, num_token_ids = self.parts, self.parts.num_token_ids
         places = self.places_of(batch.reqs)
         num_in_flight = [int(place is not None) for place in places]  # tokens that the host does not know yet
-        names = [None if place is None else self.future_map.name_of(place) for place in places]
-        named = name_tokens(batch, names, self.device)
+        with parts.timeline.span("prepare"):
+            names = [None if place is None else self.future_map.name_of(place) for place in places]
+            named = name_tokens(batch, names, self.device)
         launched = BatchInFlight(batch, self.future_map.take(batch.batch_size), named, chunked_req)
         if any(req.grammar is not None and n for req, n in zip(batch.reqs, num_in_flight)):
             self.streams.launch(lambda: self._forward(launched))
