@@ -167,15 +167,17 @@ class CudaGraphs:
             output = function()
         return CapturedCall(recording.graph, output)
 
-    def capture_pieces(self, function: Callable[[Cut], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+    def capture_pieces(
+        self, function: Callable[[Cut], list[torch.Tensor]]
+    ) -> tuple[Replay, list[torch.Tensor]]:
         """The same for a function that calls `cut` where something is to be launched between two graphs.
-        Replays the last one; its output, too, is lent."""
+        Replays the last one; its outputs, too, are lent."""
         self._rehearse(lambda: function(lambda tensors: (_nothing, tensors)))
         with self._capturing() as recording:
-            output = function(recording.cut)
-        return recording.graph.replay, Memory.of(output).as_tensor()
+            outputs = function(recording.cut)
+        return recording.graph.replay, [Memory.of(output).as_tensor() for output in outputs]
 
-    def _rehearse(self, function: Callable[[], torch.Tensor]) -> None:
+    def _rehearse(self, function: Callable[[], object]) -> None:
         function()
         with _refusing_to_wait():
             function()

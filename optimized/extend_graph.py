@@ -23,8 +23,9 @@ from tqdm.auto import tqdm
 
 from optimized.cuda_graph import CudaGraphs, Cut, warn_of_launches
 from shared.config import EngineConfig, ModelConfig
+from shared.hidden_capture import run_model
 from shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
-from shared.types import ForwardBatch
+from shared.types import ForwardBatch, ForwardMode
 from shared.types.attention import AttentionLayer, BatchAttention
 
 MAX_LAYER_FLOPS = 400e9
@@ -77,14 +78,14 @@ class Pieces:
 
     up_to_attention: list[Piece]
     replay_rest: Callable[[], None]
-    hidden_states: torch.Tensor  # lent until any other graph is replayed
+    outputs: list[torch.Tensor]  # lent until any other graph is replayed
 
-    def __call__(self, attention: AttentionBackend, plan: Any) -> torch.Tensor:
+    def __call__(self, attention: AttentionBackend, plan: Any) -> list[torch.Tensor]:
         for piece in self.up_to_attention:
             piece.replay()
             attention.run(piece.q, piece.layer, plan, k=piece.k, v=piece.v)
         self.replay_rest()
-        return self.hidden_states
+        return self.outputs
 
 
 class RealRows(AttentionBackend):
@@ -158,7 +159,9 @@ class ExtendSteps:
         config = model.config
         like = next(model.parameters())
         self._heads = like.new_zeros(largest, config.num_qo_heads, config.head_dim)
-        self._pieces: dict[int, Pieces] = {}  # by size
+        self._batches: dict[int, ForwardBatch] = {}  # by size
+        self._pieces: dict[int, Pieces] = {}
+        self._captured_layers: tuple[int, ...] | None = None  # whose inputs the pieces give
 
     def takes(self, batch: ForwardBatch) -> bool:
         return (
@@ -168,17 +171,21 @@ class ExtendSteps:
             and batch.num_tokens <= self.sizes[-1]
         )
 
-    def hidden_states(self, batch: ForwardBatch, replay: bool) -> torch.Tensor:
-        """Of every token, after the final norm; lent until the next step of any kind. `replay`: if it can."""
+    def run(
+        self, batch: ForwardBatch, layers: tuple[int, ...] | None, replay: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `run_model` gives, lent until the next step of any kind. `replay`: if it can."""
         n = batch.num_tokens
         size = self.sizes[bisect_left(self.sizes, n)]
         self._load(batch, size)
         attention = RealRows(self.attention, n, self._heads[:size])
         plan = attention.plan(batch)
-        if replay and size in self._pieces:
+        if replay and size in self._pieces and layers == self._captured_layers:
+            outputs = self._pieces[size](attention, plan)
             self.num_replays += 1
-            return self._pieces[size](attention, plan)[:n]
-        return self._run_model(size, attention, plan)[:n]
+        else:
+            outputs = self._run_model(size, attention, plan, layers)
+        return outputs[0][:n], outputs[1][:n] if len(outputs) > 1 else None
 
     def _load(self, batch: ForwardBatch, size: int) -> None:
         n = batch.num_tokens
@@ -187,8 +194,9 @@ class ExtendSteps:
         self._inputs[:, n:size].zero_()
 
     @torch.inference_mode()
-    def capture_all(self, graphs: CudaGraphs) -> None:
+    def capture_all(self, graphs: CudaGraphs, layers: tuple[int, ...] | None) -> None:
         """Largest first: the memory of each serves the smaller ones after it."""
+        self._captured_layers = layers
         for size in tqdm(
             self.sizes[::-1], desc="capture CUDA graphs of prompts", unit="size", leave=False, delay=1.0
         ):
@@ -204,13 +212,29 @@ class ExtendSteps:
         self._inputs.zero_()
         last: list[CutHere] = []
 
-        def run(cut: Cut) -> torch.Tensor:
+        def run(cut: Cut) -> list[torch.Tensor]:
             last[:] = [CutHere(cut, self._heads[:size])]
-            return self._run_model(size, last[0], None)
+            return self._run_model(size, last[0], None, self._captured_layers)
 
-        replay_rest, hidden_states = graphs.capture_pieces(run)
-        return Pieces(last[0].pieces, replay_rest, hidden_states)
+        replay_rest, outputs = graphs.capture_pieces(run)
+        return Pieces(last[0].pieces, replay_rest, outputs)
 
-    def _run_model(self, size: int, attention: AttentionBackend, plan: Any) -> torch.Tensor:
+    def _run_model(
+        self, size: int, attention: AttentionBackend, plan: Any, layers: tuple[int, ...] | None
+    ) -> list[torch.Tensor]:
+        """Hidden states, and those that somebody wants."""
+        batch = self._batches.get(size)
+        if batch is None:
+            batch = self._batches[size] = self._batch(size)
+        handle = BatchAttention(attention, plan, self.kv_pool, batch.out_cache_loc)
+        hidden_states, captured = run_model(self.model, batch, handle, layers)
+        return [hidden_states] if captured is None else [hidden_states, captured]
+
+    def _batch(self, size: int) -> ForwardBatch:
+        """The buffers' first tokens, as if they were one request's: nobody but the model looks at it."""
         input_ids, positions, out_cache_loc = self._inputs[:, :size]
-        return self.model(input_ids, positions, BatchAttention(attention, plan, self.kv_pool, out_cache_loc))
+        zero = torch.zeros(1, dtype=torch.int64, device=self._inputs.device)
+        lens = zero + size
+        return ForwardBatch(
+            ForwardMode.EXTEND, input_ids, positions, zero, lens, out_cache_loc, lens, zero, (size,), (size,)
+        )

@@ -8,9 +8,8 @@ buffer of the runner's.
 Without graphs (a flag, a CPU, somebody watching) the same padded batch goes through the same plan and
 kernels, so the result is the same bit for bit. Assumes that attention can be captured; else it says so once
 and launches kernel by kernel. Loses where padding is large against the batch, as in a list of few sizes.
-Steps of prompts are replayed in pieces (extend_graph.py), unless somebody wants hidden states of them.
-Everything else - batches beyond the largest size, sampling with penalties, masks or log-probabilities - runs
-eagerly.
+Steps of prompts are replayed in pieces (extend_graph.py). Everything else - batches beyond the largest size,
+sampling with penalties, masks or log-probabilities - runs eagerly.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ class ModelRunner(interface.ModelRunner):
         return 0 if self._extend is None else self._extend.num_replays
 
     def _hidden_states(self, forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.capture_hidden is None and self._extend is not None and self._extend.takes(forward_batch):
-            return self._extend.hidden_states(forward_batch, replay=not self.is_watched), None
+        if self._extend is not None and self._extend.takes(forward_batch):
+            return self._extend.run(forward_batch, self.capture_hidden, replay=not self.is_watched)
         attention = BatchAttention(
             self.attention, self.attention.plan(forward_batch), self.kv_pool, forward_batch.out_cache_loc
         )
@@ -121,8 +120,7 @@ class ModelRunner(interface.ModelRunner):
             self._capture_all(graphs, sampler, num_token_ids)
         else:
             warn_of_launches("decoding", f"{type(self.attention).__name__} does not run in CUDA graphs")
-        if self.capture_hidden is None:
-            self._extend.capture_all(graphs)
+        self._extend.capture_all(graphs, self.capture_hidden)
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -24,9 +24,11 @@ class FakeGraphs:
     def capture(self, function: Callable[[], torch.Tensor]) -> FakeCall:
         return FakeCall(self, function)
 
-    def capture_pieces(self, function: Callable[[Cut], torch.Tensor]) -> tuple[Replay, torch.Tensor]:
+    def capture_pieces(
+        self, function: Callable[[Cut], list[torch.Tensor]]
+    ) -> tuple[Replay, list[torch.Tensor]]:
         pieces = FakePieces(function)
-        return pieces.replay, pieces.output
+        return pieces.replay, pieces.outputs
 
 
 class FakeCall:
@@ -50,10 +52,10 @@ class FakeCall:
 class FakePieces:
     """The function runs again in a thread of its own, which stops at each `cut` until the next replay."""
 
-    def __init__(self, function: Callable[[Cut], torch.Tensor]) -> None:
+    def __init__(self, function: Callable[[Cut], list[torch.Tensor]]) -> None:
         self.function = function
         self.cuts: list[list[torch.Tensor]] = []  # what each one lent
-        self.output = function(self._cut_at_capture).clone()
+        self.outputs = [output.clone() for output in function(self._cut_at_capture)]
         self.thread: threading.Thread | None = None
         self.may_run, self.has_stopped = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -86,7 +88,8 @@ class FakePieces:
 
         self.may_run.acquire()
         try:
-            self.output.copy_(self.function(cut))
+            for memory, output in zip(self.outputs, self.function(cut), strict=True):
+                memory.copy_(output)
             assert next(cuts, None) is None
         except BaseException as error:
             self.error = error

@@ -24,6 +24,7 @@ class Extending(Decoding):
     each, one that decodes: it reads the KV that was written."""
 
     token_counts: tuple[int, ...] = ()
+    capture_hidden: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,6 +56,8 @@ CASES = (
     Extending("pages of 16", (9,), token_counts=EDGES, page_size=16),
     Extending("windows", (5,), token_counts=(20, 7, 70), config="qwen3-layer-types"),
     Extending("experts", (5,), token_counts=(20, 7, 40), config="mixtral"),
+    Extending("hidden states", (5,), token_counts=(40, 7, 16), capture_hidden=()),
+    Extending("hidden states of layers", (5,), token_counts=(40, 7, 16, 64, 70), capture_hidden=(2, 0)),
     Extending("bfloat16", (9,), token_counts=EDGES, dtype=torch.bfloat16),
 )
 
@@ -81,24 +84,34 @@ def batch_of(
 )
 def extend_graphs_change_nothing(impl: type[ModelRunner], case: Extending) -> None:
     model = model_for(case.config, case.dtype)
-    replayed, launched = (PreparedSession(impl, model, case, graphs) for graphs in (True, False))
+    replayed, launched = (
+        PreparedSession(impl, model, case, graphs, case.capture_hidden) for graphs in (True, False)
+    )
     for number, (mode, new_ids) in enumerate(case.schedule()):
         found, expected = (s.run(batch_of(s, mode, new_ids, number)) for s in (replayed, launched))
         what = f"step {number}, {mode.name} of {sum(map(len, new_ids.values()))} tokens"
         expect_equal(f"{what}: logits", found.next_token_logits, expected.next_token_logits)
+        expect_equal(f"{what}: hidden states", found.hidden_states, expected.hidden_states)
         for ours, theirs in zip(found.input_logprobs or (), expected.input_logprobs or ()):
             expect_equal(f"{what}: log-probabilities", ours, theirs)
 
 
-@agreement("Steps of prompts of every number of tokens give each request's own logits.", CASES)
+@agreement(
+    "Steps of prompts of every number of tokens give each request's own logits, and hidden states.", CASES
+)
 def extend_logits(impl: type[ModelRunner], case: Extending, reference: type[ModelRunner]) -> None:
-    ours = PreparedSession(impl, model_for(case.config, case.dtype), case)
-    exact = PreparedSession(reference, model_for(case.config, case.dtype).double(), case)
+    layers = case.capture_hidden
+    ours = PreparedSession(impl, model_for(case.config, case.dtype), case, capture_hidden=layers)
+    exact = PreparedSession(
+        reference, model_for(case.config, case.dtype).double(), case, capture_hidden=layers
+    )
     close = tolerance("logits", case.dtype)
     for number, (mode, new_ids) in enumerate(case.schedule()):
         found, expected = (s.run(batch_of(s, mode, new_ids, number)) for s in (ours, exact))
         what = f"step {number}, {mode.name} of {sum(map(len, new_ids.values()))} tokens"
         expect_close(what, found.next_token_logits, expected.next_token_logits, close)
+        if layers is not None:
+            expect_close(f"{what}: hidden states", found.hidden_states, expected.hidden_states, close)
         if expected.input_logprobs is not None:
             assert found.input_logprobs is not None
             expect_close(

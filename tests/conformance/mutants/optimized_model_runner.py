@@ -290,15 +290,17 @@ class WithOwnExtend(FakeGraphsRunner):
     def prepare(self, config, sampler, num_token_ids):
         super().prepare(config, sampler, num_token_ids)
         assert self._extend is not None
-        self._right = self._extend._load, self._extend.hidden_states
+        self._right = self._extend._load, self._extend.run
         self._extend._load = self.load_tokens
-        self._extend.hidden_states = self.hidden_states_of
+        self._extend.run = self.run_prompts
 
     def load_tokens(self, batch: ForwardBatch, size: int) -> None:
         self._right[0](batch, size)
 
-    def hidden_states_of(self, batch: ForwardBatch, replay: bool) -> torch.Tensor:
-        return self._right[1](batch, replay)
+    def run_prompts(
+        self, batch: ForwardBatch, layers: tuple[int, ...] | None, replay: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._right[1](batch, layers, replay)
 
 
 @mutant_of("model_runner")
@@ -323,23 +325,24 @@ class KeepsPositionsOfPrompts(WithOwnExtend):
 class GivesTheLastRows(WithOwnExtend):
     """Hidden states are counted from the end of the padding."""
 
-    def hidden_states_of(self, batch, replay):
-        given = super().hidden_states_of(batch, replay)
+    def run_prompts(self, batch, layers, replay):
+        given, captured = super().run_prompts(batch, layers, replay)
         sizes = self._extend.sizes
         num_padding = sizes[bisect_left(sizes, batch.num_tokens)] - batch.num_tokens
         start = given.storage_offset() + num_padding * given.stride(0)
-        return given.as_strided(given.shape, given.stride(), start)
+        return given.as_strided(given.shape, given.stride(), start), captured
 
 
 @mutant_of("model_runner")
 class CutsToTheSmallerSize(WithOwnExtend):
     """What a step has beyond a size is not computed."""
 
-    def hidden_states_of(self, batch, replay):
-        given = super().hidden_states_of(batch, replay).clone()
+    def run_prompts(self, batch, layers, replay):
+        given, captured = super().run_prompts(batch, layers, replay)
+        given = given.clone()
         smaller = [size for size in self._extend.sizes if size < batch.num_tokens]
         given[max(smaller, default=batch.num_tokens) :] = 0.0
-        return given
+        return given, captured
 
 
 @mutant_of("model_runner")
@@ -352,3 +355,13 @@ class ForgetsAttentionOfReplays(FakeGraphsRunner):
         for pieces in self._extend._pieces.values():
             for piece in pieces.up_to_attention[1:]:
                 piece.layer = pieces.up_to_attention[0].layer
+
+
+@mutant_of("model_runner")
+class GivesHiddenStatesOfTheCapture(WithOwnExtend):
+    """Replays although other layers are wanted than those that were captured."""
+
+    def run_prompts(self, batch, layers, replay):
+        if layers is None:
+            return super().run_prompts(batch, layers, replay)
+        return super().run_prompts(batch, self._extend._captured_layers, replay)
