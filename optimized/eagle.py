@@ -132,6 +132,7 @@ class EagleDrafter(interface.Drafter):
 
     @torch.inference_mode()
     def _draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        # --8<-- [start:draft-in-a-graph]
         bs, k = len(batch.root_ids), shape.top_k
         top = self._top_tokens(self.last_rows.hidden_states[batch.req_pool_indices], k)
         steps = [self.draft_tree.first_beams(top)]
@@ -146,6 +147,7 @@ class EagleDrafter(interface.Drafter):
             steps.append(self.draft_tree.next_beams(steps[-1], by_beam))
             hidden_states = output.next_hidden_states[(first_beams + steps[-1].parents).flatten()]
         return self.draft_tree.build(batch.root_ids, steps, shape.num_draft_tokens)
+        # --8<-- [end:draft-in-a-graph]
 
     def _forward(
         self, forward_batch: ForwardBatch, input_ids: torch.Tensor, hidden_states: torch.Tensor
