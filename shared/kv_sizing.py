@@ -154,6 +154,8 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
     graphs = 0
     if not config.disable_cuda_graph:
         graphs = len(config.cuda_graph_bs or range(NUM_GRAPHS)) * BYTES_PER_GRAPH
+        if config.speculative is not None:
+            graphs *= 4  # decoding, verifying, drafting, telling the drafter
         if config.cuda_graph_max_tokens != 0:
             graphs += max(min(config.cuda_graph_max_tokens or 0, num_tokens) * per_token, EXTEND_GRAPHS)
     return {

@@ -46,7 +46,7 @@ def _normalised(acc, largest, total, sinks, HAS_SINKS: tl.constexpr):
     return acc / tl.where(total == 0.0, 1.0, total)  # a row that sees nothing gives zeros
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _tree_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, sinks_ptr, mask_ptr,
     req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
@@ -130,7 +130,7 @@ def _tree_kernel(
         tl.store(sums_ptr + first + out_rows, total, mask=live_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _merge_kernel(
     out_ptr, sinks_ptr, seq_lens_ptr, parts_ptr, maxima_ptr, sums_ptr, num_parts,
     NUM_QUERIES: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
