@@ -200,7 +200,7 @@ class LLM:
             if self.tokenizer is None:
                 raise ValueError("this model has no tokenizer: give the prompt as token ids")
             return self.tokenizer.encode(prompt)
-        if not isinstance(prompt, (list, tuple)) or not all(type(t) is int for t in prompt):
+        if not isinstance(prompt, (list, tuple)) or not set(map(type, prompt)) <= {int}:
             raise ValueError(
                 f"a prompt is a text or a list of token ids, got {type(prompt).__name__}: {prompt!r:.80}"
             )
