@@ -108,9 +108,9 @@ class Rounds:
             bans = bans._replace(num_left=bans.num_left - run_lens)
         info = with_grammars(expand_to_nodes(info, tree, bans), reqs, tree, self.parts.num_token_ids)
         with self.parts.timeline.forward(forward_batch):
-            logits_output = self.parts.model_runner.forward(forward_batch)
-            logits = logits_output.next_token_logits[:, : self.parts.num_token_ids]
-            sampled = self.parts.sampler.sample(logits, info, positions)
+            logits_output, sampled = self.parts.model_runner.forward_and_sample(
+                forward_batch, self.parts.sampler, info, self.parts.num_token_ids
+            )
         target_ids = sampled.next_token_ids.view(tree.batch_size, tree.num_draft_tokens)
         accepted = self.draft_tree.accept(tree, target_ids, launched.max_kept - 1)
         return self._keep(launched, draft_batch, tree, accepted, logits_output, sampled)

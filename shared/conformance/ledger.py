@@ -25,11 +25,11 @@ def history_hash(history: Sequence[int]) -> int:
     """Depends on every token, and on their order."""
     h = 17
     for token in history:
-        h = _hash_step(h, token)
+        h = hash_step(h, token)
     return h
 
 
-def _hash_step(h: int, token: int) -> int:
+def hash_step(h: int, token: int) -> int:
     return (h * 31 + token + 1) % 1_000_003
 
 
@@ -53,6 +53,11 @@ def spread_logits(h: int, vocab_size: int) -> torch.Tensor:
     return x % 10_007 / 10_007 * 3.0
 
 
+def likeliest_token(history: Sequence[int], vocab_size: int) -> int:
+    """By `spread_logits`."""
+    return int(spread_logits(history_hash(history), vocab_size).argmax())
+
+
 def expected_tokens(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
     """The output that any correct scheduler produces for a prompt."""
     history = list(prompt)
@@ -67,6 +72,8 @@ class LedgerModelRunner(interface.ModelRunner):
 
     `is_late`: batches run later than they were formed. Rows of requests that left meanwhile belong to others,
     and what is read there means nothing."""
+
+    takes_bounds = True
 
     def __init__(
         self,
@@ -155,7 +162,7 @@ class LedgerModelRunner(interface.ModelRunner):
         self._check_positions(positions[:num_nodes], right[:num_nodes])
         hashes = [history_hash(history[:start])]
         for token in history[start:]:
-            hashes.append(_hash_step(hashes[-1], token))
+            hashes.append(hash_step(hashes[-1], token))
         return hashes[1:]
 
     def _masked(self, slots: torch.Tensor, positions: list[int], mask: torch.Tensor) -> list[int]:

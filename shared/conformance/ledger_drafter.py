@@ -10,7 +10,7 @@ import torch
 
 from shared import registry
 from shared.config import EngineConfig
-from shared.conformance.ledger import history_hash, next_token
+from shared.conformance.ledger import history_hash, likeliest_token, next_token
 from shared.interfaces import ReqToTokenPool
 from shared.interfaces import drafter as interface
 from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req
@@ -161,9 +161,10 @@ def right_for(num_accepted: int) -> Guess:
     return guess
 
 
-def erratic(seed: int) -> Guess:
+def erratic(seed: int, is_spread: bool = False) -> Guess:
     """Random trees of random sizes, right at random nodes; now and then a draft stands among its siblings
-    twice."""
+    twice. `is_spread`: right is what is likeliest where nothing is certain."""
+    right = likeliest_token if is_spread else next_token
 
     def guess(tokens: list[int], shape: DraftShape, vocab_size: int) -> tuple[list[int], list[int]]:
         rng = random.Random(f"{seed} {tokens}")
@@ -175,7 +176,7 @@ def erratic(seed: int) -> Guess:
                 parent = len(ids)
             else:
                 parent = rng.choice([n for n, depth in enumerate(depths) if depth < shape.num_steps][-4:])
-            token = next_token(histories[parent], vocab_size)
+            token = right(histories[parent], vocab_size)
             if rng.random() < 0.3:
                 token = rng.randrange(vocab_size)
             ids.append(token)

@@ -9,6 +9,7 @@ import torch
 
 from shared import registry
 from shared.config import EngineConfig, ModelConfig, RopeConfig
+from shared.conformance.ahead_drafter import AheadDrafter
 from shared.conformance.answer_alone import answer_alone
 from shared.conformance.compare import Mismatch, expect_equal, expect_true
 from shared.conformance.invariants import check_idle, check_invariants
@@ -63,7 +64,8 @@ def shape_flags(shape: DraftShape) -> dict[str, Any]:
 
 class SchedulerHarness:
     """Drives one scheduler and collects what it says. `replace`: component -> class (memory_pool: module) to
-    use in place of the reference's. `guess`: speculate, and draft what it says."""
+    use in place of the reference's. `guess`: speculate, and draft what it says; `runs_ahead`: before the host
+    knows for what text."""
 
     def __init__(
         self,
@@ -74,6 +76,7 @@ class SchedulerHarness:
         nan_token: int | None = None,
         fail_token: int | None = None,
         guess: Guess | None = None,
+        runs_ahead: bool = False,
         is_spread: bool = False,
         **flags: Any,
     ) -> None:
@@ -83,7 +86,8 @@ class SchedulerHarness:
         flags.setdefault("max_running_requests", 16)
         self.config = EngineConfig(context_len=context_len, max_total_tokens=pool_tokens, **flags)
         pools, page_size = component("memory_pool"), self.config.page_size
-        self.drafter = LedgerDrafter(self.config, guess, VOCAB_SIZE) if guess is not None else None
+        drafter = AheadDrafter if runs_ahead else LedgerDrafter
+        self.drafter = drafter(self.config, guess, VOCAB_SIZE) if guess is not None else None
         num_extra = num_speculative_slots(self.config, self.drafter)
         self.req_to_token_pool = pools.ReqToTokenPool(
             self.config.max_running_requests + 1, context_len + num_extra, "cpu"

@@ -46,9 +46,14 @@ class Drafts:
 
     shape: DraftShape
     seed: int
+    runs_ahead: bool = False
 
-    def flags(self) -> dict[str, Any]:
-        return {"guess": erratic(self.seed), **shape_flags(self.shape)}
+    def flags(self, is_spread: bool = False) -> dict[str, Any]:
+        return {
+            "guess": erratic(self.seed, is_spread),
+            "runs_ahead": self.runs_ahead,
+            **shape_flags(self.shape),
+        }
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Schedule:
     def flags(self) -> dict[str, Any]:
         own = ("name", "actions", "pool_pages_of_16", "drafts")
         flags = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
-        return flags if self.drafts is None else flags | self.drafts.flags()
+        return flags if self.drafts is None else flags | self.drafts.flags(self.is_spread)
 
 
 def random_schedule(seed: int, num_actions: int = 40, is_spread: bool = False) -> Schedule:
@@ -109,17 +114,17 @@ def random_schedule(seed: int, num_actions: int = 40, is_spread: bool = False) -
     )
 
 
-def random_speculation(seed: int) -> Schedule:
+def random_speculation(seed: int, runs_ahead: bool = False, is_spread: bool = False) -> Schedule:
     """The same with drafts: random trees, of which random nodes are right."""
     rng = random.Random(f"drafts {seed}")
     num_steps, top_k = rng.choice([1, 3, 5]), rng.choice([1, 2, 4])
     most = DraftShape(num_steps, top_k, 0).max_nodes
     shape = DraftShape(num_steps, top_k, most if top_k == 1 else min(rng.choice([2, 8, 16]), most))
     return replace(
-        random_schedule(seed),
-        name=f"random schedule {seed}, {shape}",
+        random_schedule(seed, is_spread=is_spread),
+        name=f"random schedule {seed}, {shape}{', ahead' * runs_ahead}",
         enable_mixed_chunk=False,
-        drafts=Drafts(shape, seed),
+        drafts=Drafts(shape, seed, runs_ahead),
     )
 
 

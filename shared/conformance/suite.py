@@ -27,6 +27,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "scheduler_failures",
         "scheduler_speculation",
         "speculation_limits",
+        "speculation_ahead",
     ),
     "memory_pool": ("memory_pool", "kv_pool", "allocator", "allocator_free", "allocator_sequences"),
     "radix_cache": (

@@ -86,10 +86,10 @@ class Drafter(ABC):
         prompt's next token. (A request that is about to end is extended as well: its KV is cached. Nothing is
         drafted for it.) The batch's own tokens may not be in `req.output_ids` yet.
 
-        For a drafter that runs ahead, what follows a verification is of one size: of each request
-        min(num_steps + 1, num_draft_tokens) rows, the first `forward_batch.num_kept` of them accepted. The
-        rest is padding, with slots of the request's own behind them. What is written there is overwritten
-        before it is read; and seq_len - extend_seq_len is where the accepted tokens begin, as ever.
+        A drafter that runs ahead may be given more after a verification: min(num_steps + 1, num_draft_tokens)
+        rows of each request, the first `forward_batch.num_kept` of them accepted. The rest is padding, with
+        slots of the request's own behind them. What is written there is overwritten before it is read; and
+        seq_len - extend_seq_len is where the accepted tokens begin, as ever.
 
         Afterwards the drafter's KV is complete for [0, seq_len): it overwrites what it wrote there itself
         while drafting. KV of a prefix from the prefix cache is there already."""

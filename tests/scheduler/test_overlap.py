@@ -35,7 +35,14 @@ RAISING = {
 }
 """A model raises when it is launched: on the late device nothing runs at that time."""
 
-MANY = {"any-schedule", "any-schedule-of-any-requests", "any-schedule-of-drafts", "any-shape", "any-moment"}
+MANY = {
+    "any-schedule",
+    "any-schedule-of-any-requests",
+    "any-schedule-of-drafts",
+    "any-schedule-ahead",
+    "any-shape",
+    "any-moment",
+}
 """Clauses of many cases: random ones are tried below, with seeds of their own."""
 
 CASES = [(clause, case) for clause in clauses_of("scheduler") for case in clause.cases]

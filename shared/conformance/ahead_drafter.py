@@ -1,0 +1,101 @@
+"""The ledger drafter that runs ahead: it looks at tensors only, and knows a request by what is in its KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shared.conformance.ledger import hash_step, history_hash
+from shared.conformance.ledger_drafter import LedgerDrafter
+from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req
+
+SCRIBBLE = (-1, -1, -1)
+
+
+class AheadDrafter(LedgerDrafter):
+    """Drafts from the tokens that its KV says a request has. That KV is complete and consistent for whoever
+    goes on; who has ended may be computed once more, behind the last token that it may have.
+
+    `is_late`: rows may be another's by then, and nothing can be asserted of them."""
+
+    runs_ahead = True
+
+    def extend(
+        self,
+        reqs: Sequence[Req],
+        forward_batch: ForwardBatch,
+        hidden_states: torch.Tensor | None,
+        next_token_ids: torch.Tensor,
+    ) -> None:
+        assert hidden_states is not None
+        assert hidden_states.shape[0] == forward_batch.num_tokens
+        assert len(reqs) == forward_batch.batch_size
+        tokens, hidden = forward_batch.input_ids.tolist(), hidden_states[:, 0].long().tolist()
+        slots, starts = forward_batch.out_cache_loc.tolist(), forward_batch.extend_start_loc.tolist()
+        lens = forward_batch.extend_seq_lens.tolist()
+        num_kept = lens if forward_batch.num_kept is None else forward_batch.num_kept.tolist()
+        assert len(set(slots)) == len(slots), "a slot is written twice"
+        for i, last in enumerate(next_token_ids.tolist()):
+            assert last >= 0
+            assert 1 <= num_kept[i] <= lens[i]
+            own = range(starts[i], starts[i] + num_kept[i])
+            for j, after in zip(own, [*(tokens[j] for j in own[1:]), last]):
+                self.kv[slots[j]] = (tokens[j], after, hidden[j])
+            for j in range(own.stop, starts[i] + lens[i]):
+                self.kv[slots[j]] = SCRIBBLE
+        for i, req in enumerate(reqs):
+            num_tokens = int(forward_batch.seq_lens[i]) - lens[i] + num_kept[i]
+            self._history(req, int(forward_batch.req_pool_indices[i]), num_tokens)
+
+    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        seq_lens, rows, roots = (
+            batch.seq_lens.tolist(),
+            batch.req_pool_indices.tolist(),
+            batch.root_ids.tolist(),
+        )
+        histories = [self._history(*each) for each in zip(batch.reqs, rows, seq_lens)]
+        token_ids, parents, num_nodes = [], [], []
+        lent = batch.slots.flatten().tolist()
+        assert self.is_late or len(set(lent)) == len(lent), "a slot is lent twice"
+        assert batch.num_slots >= self.num_slots(shape)
+        for slot in lent:
+            self.kv[slot] = SCRIBBLE
+        for i, (req, history) in enumerate(zip(batch.reqs, histories)):
+            assert seq_lens[i] <= batch.seq_lens_cpu[i], "the host's bound is none"
+            ids: list[int] = []
+            above: list[int] = []
+            if history is not None:
+                assert self.is_late or self.has_ended(req, seq_lens[i]) or history[-1] == roots[i]
+                ids, above = self.guess([*history[:-1], roots[i]], shape, self.vocab_size)
+            num_padding = shape.num_draft_tokens - 1 - len(ids)
+            num_nodes.append(1 + len(ids))
+            token_ids.append([roots[i], *ids, *[0] * num_padding])
+            parents.append([0, *above, *[0] * num_padding])
+        for each in zip(batch.reqs, rows, seq_lens):
+            self._history(*each)  # nobody's KV was in the slots lent to another
+        return self.draft_tree.from_parents(*map(torch.tensor, (token_ids, parents, num_nodes)))
+
+    def forget(self, req: Req) -> None:
+        pass  # nothing is kept by rid
+
+    def has_ended(self, req: Req, num_tokens: int) -> bool:
+        """With so much KV it has all the tokens that it may have."""
+        return num_tokens >= len(req.origin_input_ids) + req.max_new_tokens - 1
+
+    def _history(self, req: Req, row: int, num_tokens: int) -> list[int] | None:
+        """The tokens that have KV, of a request that goes on, and the token after them."""
+        slots = self.req_to_token_pool.req_to_token[row, :num_tokens].tolist()
+        history: list[int] = []
+        h, after = history_hash([]), None
+        for j, slot in enumerate(slots):
+            entry = self.kv[slot] or SCRIBBLE
+            h = hash_step(h, entry[0])
+            if entry[2] != h or after not in (None, entry[0]):
+                assert self.is_late or self.has_ended(req, num_tokens), (
+                    f"{req.rid}: draft KV of position {j} of {num_tokens} is {entry}, and {after} was to come"
+                )
+                return None
+            after = entry[1]
+            history.append(entry[0])
+        return [*history, after]

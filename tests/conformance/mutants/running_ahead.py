@@ -1,0 +1,259 @@
+"""Planted bugs in rounds that are launched ahead: words of their sources, changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from reference.speculative import Speculator
+from shared.node_sampling import expand_to_nodes, make_early_bans
+from shared.sampling_batch import make_sampling_batch_info
+from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.optimized_scheduler import changed
+from tests.conformance.mutants.speculation import speculating
+
+AHEAD = ("speculation_ahead",)
+
+
+def ahead(impl: type[Any]) -> Mutant:
+    assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
+    return Mutant("scheduler", impl.__name__, impl, AHEAD)
+
+
+def asking_grammars(impl: type[Speculator]) -> Mutant:
+    return replace(speculating(impl), first=AHEAD)
+
+
+# Where a round begins
+
+
+@ahead
+class BeginsWhereTheHostKnows(
+    changed("speculative_round", "seq_lens=starts.kv_lens + num_new", "seq_lens=starts.kv_lens")
+):
+    """The KV of the round in flight does not count."""
+
+
+@ahead
+class WritesWhereTheRoundBeforeDid(
+    changed(
+        "speculative_round",
+        "columns = num_new[:, None] + torch.arange(self.num_slots, device=self.device)",
+        "columns = 0 * num_new[:, None] + torch.arange(self.num_slots, device=self.device)",
+    )
+):
+    """The slots are those of the round in flight."""
+
+
+@ahead
+class EveryBatchAddsKV(
+    changed(
+        "speculative_round",
+        "torch.minimum(starts.is_round * run_lens,",
+        "torch.minimum((starts.places > 0) * run_lens,",
+    )
+):
+    """KV of a prefill in flight, which the host counts already, is counted again."""
+
+
+@ahead
+class NobodyEndsByLength(
+    changed(
+        "speculative_round",
+        "torch.minimum(starts.is_round * run_lens, starts.last_starts - starts.kv_lens)",
+        "starts.is_round * run_lens",
+    )
+):
+    """Who has all its tokens begins a round behind the slots that it owns."""
+
+
+@ahead
+class RootsThatTheHostKnows(
+    changed(
+        "speculative_round",
+        "torch.where(starts.places > 0, newest,",
+        "torch.where(starts.places < 0, newest,",
+    )
+):
+    """A round in flight gives no root."""
+
+
+@ahead
+class BoundOfAPlainStep(
+    changed("speculative", "req.kv_committed_len + self.max_kept", "req.kv_committed_len + 1")
+):
+    """Slots are allocated as if a round gave one token."""
+
+
+@ahead
+class SlotsForTheTreeOnly(
+    changed("speculative", "return self._bound(req) + self.num_slots", "return self._bound(req) + 1")
+):
+    """A round has one slot to draft in."""
+
+
+# What is in flight
+
+
+@ahead
+class CountsMissTheRun(changed("speculative_round", "        count_runs(info, runs)\n", "")):
+    """Penalties do not know the tokens of the round in flight."""
+
+
+@ahead
+class CountsOneTokenOfTheRun(
+    changed("speculative_round", "count_runs(info, runs)", "count_runs(info, runs[:, :1])")
+):
+    """Penalties know the first token of the round in flight."""
+
+
+@ahead
+class BansMissTheRun(
+    changed("speculative_round", "num_left=bans.num_left - run_lens", "num_left=bans.num_left")
+):
+    """Stop tokens are banned for as many tokens more as are in flight."""
+
+
+@ahead
+class LeavesOldTokensBehindTheRun(
+    changed("future_runs", "        self.token_ids[first : first + bs, n:] = -1\n", "")
+):
+    """Behind a plain step's token stand those of an older round."""
+
+
+@ahead
+class StoresNoLengths(
+    changed("future_runs", "self.lens[first : first + bs] = lens", "self.lens[first : first + bs] = 1")
+):
+    """Every round gives one token, as far as the next one knows."""
+
+
+# What is kept
+
+
+@ahead
+class AcceptedKVStaysWhereItIs(
+    changed("speculative_round", "if launched.shape.top_k > 1:", "if launched.shape.top_k > 100:")
+):
+    """Nodes of a tree are not moved behind the root."""
+
+
+@ahead
+class PaddingOverwritesWithTheRoot(
+    changed(
+        "speculative_round",
+        "        sources = torch.where(nodes[:, 1:] >= 0, sources, targets)\n",
+        "        targets = torch.where(nodes[:, 1:] >= 0, targets, targets.roll(1, 1))\n",
+    )
+):
+    """What stands behind a path is moved over it."""
+
+
+@ahead
+class TellsOfPadding(changed("speculative_round", "num_kept=num_kept),", "num_kept=None),")):
+    """The drafter takes padding for accepted tokens."""
+
+
+@ahead
+class TellsHiddenStatesOfTheFirstNodes(
+    changed(
+        "speculative_round",
+        "hidden_states[rows],",
+        "hidden_states[(first + positions * 0 + torch.arange(width)).flatten()],",
+    )
+):
+    """The drafter gets the hidden states of as many first nodes."""
+
+
+@ahead
+class CommitsOneToken(
+    changed("speculative", "req.kv_committed_len += num_kept", "req.kv_committed_len += 1")
+):
+    """The host counts one token of a round."""
+
+
+@ahead
+class KeepsWhatIsBehindTheEnd(
+    changed("scheduler", "req.kv_committed_len -= len(token_ids) - num_new", "req.kv_committed_len -= 0")
+):
+    """KV of tokens behind a stop token is cached under no tokens."""
+
+
+@ahead
+class ForgetsItsSurplus(
+    changed(
+        "speculative",
+        "            req.kv_committed_len += num_kept\n",
+        """            req.kv_committed_len += num_kept
+            req.kv_allocated_len = req.kv_committed_len
+""",
+    )
+):
+    """After each round the slots behind the KV are nobody's."""
+
+
+@ahead
+class FreesUnderARound(
+    changed(
+        "speculative",
+        "            req.kv_committed_len += num_kept\n",
+        """            req.kv_committed_len += num_kept
+            start, end = _ceil(req.kv_committed_len, self.parts.allocator.page_size), req.kv_allocated_len
+            if start < end:
+                self.parts.allocator.free(self.parts.req_to_token_pool.read(req.req_pool_idx, start, end))
+            req.kv_allocated_len = req.kv_committed_len
+""",
+    )
+):
+    """Surplus slots are given back while the next round, already launched, writes to them."""
+
+
+# Who may run ahead
+
+
+@ahead
+class GrammarsRunAhead(changed("speculative", "all(req.grammar is None for req in running)", "True")):
+    """A grammar is asked about a text without the round in flight."""
+
+
+@ahead
+class EverybodyRunsAhead(
+    changed(
+        "speculative_round",
+        "self.drafter.runs_ahead and parts.model_runner.takes_bounds",
+        "True",
+    )
+):
+    """A drafter that looks at tokens on the host is asked before they are there."""
+
+
+@ahead
+class PlainStepsInTheDark(
+    changed(
+        "scheduler",
+        """            if any(map(self.speculator.is_in_round, decodable)):
+                return None  # a plain step has to know where it goes on
+            self.speculator.give_back(decodable)
+""",
+        """            self.speculator.give_back([r for r in decodable if not self.speculator.is_in_round(r)])
+""",
+    )
+):
+    """A plain step follows a round before it is known how much that kept."""
+
+
+@ahead
+class PlainStepsKeepTheSurplus(
+    changed("scheduler", "            self.speculator.give_back(decodable)\n", "")
+):
+    """A plain step takes one more slot, where the request had some."""
+
+
+@asking_grammars
+class GrammarOfTheRoot(Speculator):
+    """At every node of a tree the tokens are allowed that may follow the root."""
+
+    def _node_sampling_info(self, reqs, tree):
+        num_token_ids = self.parts.num_token_ids
+        info = make_sampling_batch_info(reqs, num_token_ids, "cpu")
+        return expand_to_nodes(info, tree, make_early_bans(reqs, num_token_ids, "cpu"))
