@@ -50,7 +50,7 @@ class BeamSteps:
             forward_mode=ForwardMode.TARGET_VERIFY,
             input_ids=beams.token_ids.flatten(),
             # Drafts behind the context's end are never kept.
-            positions=positions[:, None].expand(bs, k).reshape(-1),
+            positions=positions.repeat_interleave(k, output_size=bs * k),
             req_pool_indices=self.batch.req_pool_indices,
             seq_lens=self.seq_lens + num_drafts,
             out_cache_loc=self.batch.slots[:, first : first + k].reshape(-1),

@@ -166,6 +166,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> t
     positions and cos_sin as in qk_norm_rope_store."""
     num_tokens, num_heads, head_dim = x.shape
     assert x.stride(2) == 1
+    assert positions.is_contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tiles, grid = _tiles(num_tokens, (num_heads,), head_dim, cos_sin.shape[1])
     _rotate_kernel[grid](
@@ -223,6 +224,8 @@ def qk_norm_rope_store(
     num_tokens, rotary_dim = qkv.shape[0], cos_sin.shape[1]
     assert qkv.shape[1] == (num_qo_heads + 2 * num_kv_heads) * head_dim
     assert qkv.stride(1) == k_buffer.stride(2) == v_buffer.stride(2) == 1
+    assert positions.is_contiguous()
+    assert out_cache_loc.is_contiguous()
     assert (q_weight is None) == (k_weight is None)
     q = torch.empty(num_tokens, num_qo_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     tiles, grid = _tiles(num_tokens, (num_qo_heads, num_kv_heads, num_kv_heads), head_dim, rotary_dim)
