@@ -2,8 +2,9 @@
 
 Differs from reference: weights that multiply the same input are one matrix (q, k and v; gate and up), and a
 norm, an activation or a sum is computed by the product or the kernel beside it, so that hidden states cross
-the memory's bus once less. For a few tokens the products are GEMVs that take the norm and the sum in; for
-more, cuBLAS. Assumes that Triton runs here, on a GPU or in its interpreter; refuses float64.
+the memory's bus once less. For a few tokens the products are GEMVs that take the norm and the sum in, for
+some dozens kernels of their own where these are faster, else cuBLAS. Assumes that Triton runs here, on a GPU
+or in its interpreter; refuses float64.
 
 A fused form is taken only where every layer in it is this file's own: a norm or a rotation of somebody else's
 is called as what it is.
@@ -169,7 +170,7 @@ class MLP(nn.Module):
 
 
 def is_few(x: torch.Tensor) -> bool:
-    """Whether the products of x are memory-bound beyond what cuBLAS is made for."""
+    """Whether another kernel than cuBLAS's may be the fastest for the products of x."""
     return 0 < x.shape[0] <= skinny_linear.MAX_TOKENS
 
 

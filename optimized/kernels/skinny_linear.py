@@ -16,8 +16,12 @@ from optimized.kernels.rms_norm import rms_norm
 from optimized.kernels.silu_and_mul import silu_and_mul
 from optimized.kernels.skinny_gemm import gemm
 from optimized.kernels.skinny_gemv import gemv
+from optimized.kernels.tiled_gemm import has_descriptors, tiled_gemm
 
-MAX_TOKENS = 16
+MAX_TOKENS = 64
+MOST_ROWS = 65536
+"""Of products within a layer: heads have more, and cuBLAS is near their floor."""
+PRODUCTS = {"gemv": gemv, "gemm": gemm, "tiled": tiled_gemm}
 
 
 def linear(
@@ -34,7 +38,7 @@ def linear(
             return F.linear(x, weight, bias).to(out_dtype or x.dtype)
         return torch.mm(x, weight.T, out_dtype=out_dtype)
     y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype, device=x.device)
-    (gemv if kernel == "gemv" else gemm)(x, weight, y, bias=bias)
+    PRODUCTS[kernel](x, weight, y, bias=bias)
     return y
 
 
@@ -58,10 +62,14 @@ def norm_linear_silu(
 ) -> torch.Tensor:
     """silu(gate) * up of rms_norm(h), rounded once. gate_up_weight [2 * n, in_features] has gate's rows first
     -> [num_tokens, n]."""
-    if kernel_for(h, gate_up_weight) != "gemv":
+    kernel = kernel_for(h, gate_up_weight, gated=True)
+    if kernel in ("gemm", "cublas"):
         return silu_and_mul(F.linear(rms_norm(h, norm_weight, eps), gate_up_weight))
     y = torch.empty(h.shape[0], gate_up_weight.shape[0] // 2, dtype=h.dtype, device=h.device)
-    gemv(h, gate_up_weight, y, norm=(norm_weight, eps), gated=True)
+    if kernel == "gemv":
+        gemv(h, gate_up_weight, y, norm=(norm_weight, eps), gated=True)
+    else:
+        tiled_gemm(rms_norm(h, norm_weight, eps), gate_up_weight, y, gated=True)
     return y
 
 
@@ -74,19 +82,23 @@ def linear_add(
     if kernel == "cublas":
         residual.addmm_(x, weight.T)
         return residual if bias is None else residual.add_(bias)
-    (gemv if kernel == "gemv" else gemm)(x, weight, residual, bias=bias, residual=residual)
+    PRODUCTS[kernel](x, weight, residual, bias=bias, residual=residual)
     return residual
 
 
-def kernel_for(x: torch.Tensor, weight: torch.Tensor) -> str:
-    """Of "gemv", "gemm" and "cublas" the fastest for so many tokens, as measured on an H200:
-    docs/measurements/decode-batch-1.md. cuBLAS comes near the floor where rows are long and many."""
+def kernel_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> str:
+    """Of "gemv", "gemm", "tiled" and "cublas" the fastest for so many tokens, as measured on an H200:
+    docs/measurements/decode-batch-1.md, docs/measurements/products.md."""
     num_tokens, size = x.shape
-    if num_tokens == 1:
+    is_short = size <= 3072
+    if num_tokens == 1 or (num_tokens <= 4 and is_short):
         return "gemv"
-    if size > 3072:
+    if x.dtype not in (torch.float16, torch.bfloat16):
         return "cublas"
-    if num_tokens <= 4:
-        return "gemv"
-    is_half = x.dtype in (torch.float16, torch.bfloat16)
-    return "gemm" if num_tokens <= MAX_TOKENS and is_half and len(weight) <= 8192 else "cublas"
+    if num_tokens <= 16 and is_short:
+        return "gemm" if len(weight) <= 8192 else "cublas"
+    if not 1024 <= len(weight) <= MOST_ROWS or not has_descriptors(x, weight):
+        return "cublas"
+    if num_tokens > 32 and (gated or (not is_short and weight.numel() <= 2**24)):
+        return "cublas"
+    return "tiled"

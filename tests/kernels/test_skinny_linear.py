@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from optimized.kernels import skinny_gemm, skinny_gemv, skinny_linear
+from optimized.kernels import skinny_gemm, skinny_gemv, skinny_linear, tiled_gemm
 from shared.conformance.compare import Mismatch, expect_close, expect_equal
 from shared.conformance.device import check_device
 from shared.conformance.inputs import FLOAT_TYPES, HALF_TYPES, Inputs, type_name
@@ -33,6 +33,8 @@ class Case:
     plan: tuple[int, ...] | None = None
     """What the kernel's `plan` returns instead of its own choice."""
     dtype: torch.dtype = torch.float32
+    margin: int = 3
+    """Of poison around its matrices: with 8, rows begin at multiples of 16 bytes."""
 
 
 CASES = [
@@ -47,13 +49,18 @@ CASES = [
     Case("gemm", 2, 70, 96),
     Case("gemm", 16, 33, 320),
     Case("gemm", 9, 16, 1100),
+    Case("tiled", 3, 70, 96),
+    Case("tiled", 20, 1, 328),
+    Case("tiled", 33, 70, 1),
+    Case("tiled", 5, 70, 328, margin=8),
+    Case("tiled", 64, 130, 200, margin=8),
     Case("cublas", 3, 70, 96),
 ]
 
 
 def name_of(case: Case) -> str:
-    plan = "" if case.plan is None else "-plan"
-    return f"{case.kernel}-{case.num_tokens}x{case.in_features}to{case.out_features}{plan}"
+    kind = "-plan" if case.plan else "-aligned" if case.margin == 8 else ""
+    return f"{case.kernel}-{case.num_tokens}x{case.in_features}to{case.out_features}{kind}"
 
 
 def close(dtype: torch.dtype, *kinds: str) -> Tolerance:
@@ -71,10 +78,10 @@ class Data:
     def __init__(self, case: Case, rows: int | None = None) -> None:
         inputs, dtype = Inputs(0), case.dtype
         n, k, m = case.out_features if rows is None else rows, case.in_features, case.num_tokens
-        self.x = amid_poison(inputs.normal(m, k, dtype=dtype, std=0.1))
+        self.x = amid_poison(inputs.normal(m, k, dtype=dtype, std=0.1), case.margin)
         self.norm_weight = inputs.normal(k, dtype=dtype, mean=1.0, std=0.3)
-        self.weight = amid_poison(inputs.normal(n, k, dtype=dtype, std=10 * k**-0.5))
-        self.normed_weight = amid_poison(self.weight / 10)
+        self.weight = amid_poison(inputs.normal(n, k, dtype=dtype, std=10 * k**-0.5), case.margin)
+        self.normed_weight = amid_poison(self.weight / 10, case.margin)
         self.bias = inputs.normal(n, dtype=dtype)
         # As far around as a program reaches.
         self.around = poisoned((m + 65, n + 65), dtype, check_device())
@@ -156,18 +163,18 @@ def test_against_float64(case: Case, check: Check, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 @pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=type_name)
-@pytest.mark.parametrize("kernel", ["gemv", "gemm", "cublas"])
+@pytest.mark.parametrize("kernel", ["gemv", "gemm", "tiled", "cublas"])
 def test_every_type(kernel: str, dtype: torch.dtype, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kernel != "gemm" or dtype != torch.float32:
+    if kernel not in ("gemm", "tiled") or dtype != torch.float32:
         run(check, Case(kernel, 2, 33, 320, dtype=dtype), monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=type_name)
-@pytest.mark.parametrize("kernel", ["gemv", "gemm"])
+@pytest.mark.parametrize("kernel", ["gemv", "gemm", "tiled"])
 def test_float32_results_of_half_inputs_are_not_rounded_on_the_way(
     kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skinny_linear, "kernel_for", lambda *_: kernel)
+    monkeypatch.setattr(skinny_linear, "kernel_for", lambda *_, **__: kernel)
     data = Data(Case(kernel, 2, 33, 320, dtype=dtype))
     y = run_poisoned(skinny_linear.linear, data.x, data.weight, None, torch.float32)
     assert y.dtype == torch.float32
@@ -175,16 +182,16 @@ def test_float32_results_of_half_inputs_are_not_rounded_on_the_way(
 
 
 def test_gates_of_great_size_do_not_make_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skinny_linear, "kernel_for", lambda *_: "gemv")
+    monkeypatch.setattr(skinny_linear, "kernel_for", lambda *_, **__: "gemv")
     weight = torch.tensor([[-1000.0], [2.0]], device=check_device())
     h = torch.ones(1, 1, device=check_device())
     y = run_poisoned(skinny_linear.norm_linear_silu, h, torch.ones_like(h[0]), 0.0, weight)
     expect_equal("activation", y, torch.zeros_like(h))
 
 
-@pytest.mark.parametrize("kernel", ["gemv", "gemm"])
+@pytest.mark.parametrize("kernel", ["gemv", "gemm", "tiled"])
 def test_a_token_of_nan_or_infinity_stays_alone(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skinny_linear, "kernel_for", lambda *_: kernel)
+    monkeypatch.setattr(skinny_linear, "kernel_for", lambda *_, **__: kernel)
     case = Case(kernel, 3, 20, 100, dtype=torch.float16)
     data = Data(case)
     expected = data.product()
@@ -194,18 +201,20 @@ def test_a_token_of_nan_or_infinity_stays_alone(kernel: str, monkeypatch: pytest
     assert not torch.isfinite(y[[0, 2]]).any()
 
 
-def test_one_token_and_few_tokens_of_short_rows_are_not_left_to_the_library() -> None:
-    short, long = torch.empty(64, 1024), torch.empty(64, 4096)
-    chosen = {
-        dtype: [
-            skinny_linear.kernel_for(torch.empty(num_tokens, weight.shape[1], dtype=dtype), weight)
-            for weight in (short, long)
-            for num_tokens in (1, 4, 5, skinny_linear.MAX_TOKENS)
-        ]
-        for dtype in (torch.float32, torch.bfloat16)
-    }
-    assert chosen[torch.bfloat16] == ["gemv", "gemv", "gemm", "gemm", "gemv", "cublas", "cublas", "cublas"]
-    assert chosen[torch.float32] == ["gemv", "gemv", "cublas", "cublas", "gemv", "cublas", "cublas", "cublas"]
+def test_the_kernel_by_shape_and_tokens() -> None:
+    def chosen(out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16) -> list[str]:
+        weight = torch.empty(out_features, in_features, dtype=dtype)
+        xs = [torch.empty(num_tokens, in_features, dtype=dtype) for num_tokens in (1, 4, 5, 17, 33, 64)]
+        assert skinny_linear.kernel_for(xs[-1], weight, gated=True) == "cublas"
+        return [skinny_linear.kernel_for(x, weight) for x in xs]
+
+    assert chosen(2048, 1024) == ["gemv", "gemv", "gemm", "tiled", "tiled", "tiled"]
+    assert chosen(6144, 4096) == ["gemv", "tiled", "tiled", "tiled", "tiled", "tiled"]
+    assert chosen(4096, 4096) == ["gemv", "tiled", "tiled", "tiled", "cublas", "cublas"]
+    # Of rows that no descriptor takes, of other types, of routers and of heads.
+    assert chosen(2048, 4100) == ["gemv"] + 5 * ["cublas"]
+    assert chosen(2048, 1024, torch.float32) == ["gemv", "gemv"] + 4 * ["cublas"]
+    assert chosen(128, 4096) == chosen(skinny_linear.MOST_ROWS + 1, 3080) == ["gemv"] + 5 * ["cublas"]
 
 
 @pytest.mark.gpu
@@ -218,6 +227,10 @@ def test_one_token_and_few_tokens_of_short_rows_are_not_left_to_the_library() ->
         Case("gemv", 1, 1536, 4096),
         Case("gemv", 1, 640, 17408),
         Case("gemm", 16, 1024, 2048),
+        Case("tiled", 13, 1024, 4096, margin=8),
+        Case("tiled", 32, 1030, 4096, margin=8),
+        Case("tiled", 61, 1024, 12288, margin=8),
+        Case("tiled", 61, 1024, 4096),
     ],
     ids=name_of,
 )
@@ -235,10 +248,11 @@ class Mutant(NamedTuple):
     case: Case
 
 
-GEMV, TAILS, GEMM = (
+GEMV, TAILS, GEMM, TILED = (
     Case("gemv", 2, 33, 320),
     Case("gemv", 1, 37, 1500, (4, 4, 1, 2)),
     Case("gemm", 5, 33, 320),
+    Case("tiled", 5, 33, 100),
 )
 MUTANTS = {
     "the norm forgets eps": Mutant("gemv", "/ SIZE + eps)", "/ SIZE)", check_norm_linear, GEMV),
@@ -284,13 +298,25 @@ MUTANTS = {
     "gemm: the sum of one warp is left out": Mutant(
         "gemm", "tl.sum(sums, 0)", "tl.sum(sums, 0) - tl.min(sums, 0)", check_linear, GEMM
     ),
+    "tiled: up is gate": Mutant("tiled_gemm", "out + row", "row", check_norm_linear_silu, TILED),
+    "tiled: tokens beyond the last are written": Mutant(
+        "tiled_gemm", "element_ty), mask=mask)", "element_ty), mask=(offs_t >= 0) & (offs_o < out))",
+        check_linear_add, TILED,
+    ),
+    "tiled: the last columns are not masked": Mutant(
+        "tiled_gemm", "(offs_k < size)", "(offs_k >= 0)", check_linear, TILED
+    ),
+    "tiled: the last tile of columns is left out": Mutant(
+        "tiled_gemm", "range(0, size, STEP)", "range(0, size - STEP, STEP)", check_linear,
+        Case("tiled", 5, 33, 520, margin=8),
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mutant = MUTANTS[name]
-    source = {"gemv": skinny_gemv, "gemm": skinny_gemm}[mutant.kernel]
+    source = {"gemv": skinny_gemv, "gemm": skinny_gemm, "tiled_gemm": tiled_gemm}[mutant.kernel]
     text = Path(str(source.__file__)).read_text("utf-8")
     assert mutant.old in text
     path = tmp_path / "mutant.py"
@@ -304,5 +330,6 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_
     case = replace(mutant.case, dtype=torch.bfloat16)
     run(mutant.check, case, monkeypatch)
     monkeypatch.setattr(skinny_linear, mutant.kernel, getattr(module, mutant.kernel))
+    monkeypatch.setitem(skinny_linear.PRODUCTS, mutant.case.kernel, getattr(module, mutant.kernel))
     with pytest.raises((Mismatch, AssertionError)):
         run(mutant.check, case, monkeypatch)

@@ -1,0 +1,136 @@
+"""A matrix of weights times up to 64 tokens' hidden states, and what stands after it: SwiGLU, or the sum with
+the residual stream.
+
+Floor: the weights' bytes, out_features * in_features * itemsize, over the memory's bandwidth.
+
+Shape: a program computes ROWS outputs of all tokens, each whole, so nothing is added up across programs. The
+weights are the side that the tensor cores want 64 rows of, so that few tokens waste nothing; for SwiGLU a
+program takes the same rows of gate and of up. Weights and x come by tensor descriptor where sizes allow it
+(the copy engine fills shared memory), in as many stages as a multiprocessor holds: x is read again by every
+program, from the L2 cache, and at 64 tokens that is as many bytes as the weights.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from optimized.kernels.portable import INTERPRETED, pdl_options, rounded
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+MAX_TOKENS = 64
+ROWS = 64
+WARPS = 4
+
+
+class Plan(NamedTuple):
+    tokens: int
+    step: int
+    """Columns of a tile."""
+    stages: int
+
+
+@triton.jit
+def _tile(matrix, row, k, num_rows, size, stride, ROWS: tl.constexpr, STEP: tl.constexpr,
+          USE_TMA: tl.constexpr):  # fmt: skip
+    """[ROWS, STEP] of a matrix [num_rows, size], zeros beyond it."""
+    if USE_TMA:
+        tile = matrix.load([row, k])
+    else:
+        rows, offs_k = row + tl.arange(0, ROWS), k + tl.arange(0, STEP)
+        mask = (rows < num_rows)[:, None] & (offs_k < size)[None, :]
+        tile = tl.load(matrix + rows.to(tl.int64)[:, None] * stride + offs_k[None, :], mask=mask, other=0.0)
+    if _INTERPRETED:  # it cannot multiply bfloat16
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _tiled_gemm_kernel(
+    x, weight, bias_ptr, residual_ptr, y_ptr,
+    num_tokens, out, size, stride_x, stride_weight, stride_residual, stride_y,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    USE_TMA: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS
+    num_rows = out * 2 if GATED else out
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    y = tl.zeros([ROWS, TOKENS], tl.float32)
+    up = tl.zeros([ROWS, TOKENS], tl.float32)
+    for k in range(0, size, STEP):
+        tokens = _tile(x, 0, k, num_tokens, size, stride_x, TOKENS, STEP, USE_TMA).T
+        y = tl.dot(_tile(weight, row, k, num_rows, size, stride_weight, ROWS, STEP, USE_TMA), tokens, y)
+        if GATED:
+            up_tile = _tile(weight, out + row, k, num_rows, size, stride_weight, ROWS, STEP, USE_TMA)
+            up = tl.dot(up_tile, tokens, up)
+    if GATED:
+        # Far on the left exp(-gate) is infinite, and the quotient 0.
+        y = y / (1.0 + tl.exp(-y)) * up
+
+    y = y.T
+    offs_t, offs_o = tl.arange(0, TOKENS)[:, None], row + tl.arange(0, ROWS)[None, :]
+    mask = (offs_t < num_tokens) & (offs_o < out)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + offs_o, mask=offs_o < out, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + offs_t * stride_residual + offs_o, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offs_t * stride_y + offs_o, rounded(y, y_ptr.dtype.element_ty), mask=mask)
+
+
+def tiled_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+) -> None:
+    """y = act(x @ weightᵀ) + bias + residual, rounded once; y may be the residual. x is of a half type.
+
+    x [num_tokens <= MAX_TOKENS, size], y [num_tokens, out]. Gated: weight holds the gate's rows, then as many
+    of up, and act is silu(gate) * up."""
+    num_tokens, size = x.shape
+    out = y.shape[1]
+    assert num_tokens <= MAX_TOKENS
+    assert weight.shape == ((2 if gated else 1) * out, size)
+    assert x.stride(1) == 1 == weight.stride(1) == y.stride(1)
+    assert residual is None or residual.stride(1) == 1
+    tokens, step, stages = plan(num_tokens, gated)
+    use_tma = has_descriptors(x, weight)
+    _tiled_gemm_kernel[(triton.cdiv(out, ROWS),)](
+        TensorDescriptor.from_tensor(x, [tokens, step]) if use_tma else x,
+        TensorDescriptor.from_tensor(weight, [ROWS, step]) if use_tma else weight,
+        x if bias is None else bias, x if residual is None else residual, y,
+        num_tokens, out, size,
+        x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), y.stride(0),
+        TOKENS=tokens, ROWS=ROWS, STEP=step,
+        GATED=gated, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, USE_TMA=use_tma,
+        num_warps=WARPS, num_stages=stages, **pdl_options(x),
+    )  # fmt: skip
+
+
+def has_descriptors(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the copy engine can bring both: Hopper and later, rows that begin at multiples of 16 bytes."""
+    has_engine = INTERPRETED or pdl_options(x)["USE_PDL"]
+    return has_engine and all(
+        (matrix.data_ptr() | matrix.stride(0) * matrix.element_size()) % 16 == 0 for matrix in (x, weight)
+    )
+
+
+def plan(num_tokens: int, gated: bool) -> Plan:
+    """Measured on an H200 in whole layers (docs/measurements/products.md): about 200 KB of stages, so that a
+    multiprocessor holds one program."""
+    if num_tokens <= 16:
+        return Plan(16, 128, 5) if gated else Plan(16, 256, 5)
+    if num_tokens <= 32:
+        return Plan(32, 128, 5) if gated else Plan(32, 256, 4)
+    return Plan(64, 64, 8) if gated else Plan(64, 128, 7)
