@@ -53,7 +53,7 @@ class BeamSteps:
             positions=positions.repeat_interleave(k, output_size=bs * k),
             req_pool_indices=self.batch.req_pool_indices,
             seq_lens=self.seq_lens + num_drafts,
-            out_cache_loc=self.batch.slots[:, first : first + k].reshape(-1),
+            out_cache_loc=self.batch.slots[:, first : first + k].contiguous().view(-1),
             extend_seq_lens=torch.full_like(self.seq_lens, k),
             extend_start_loc=torch.arange(bs, device=device) * k,
             seq_lens_cpu=tuple(n + self.num_visible + num_drafts for n in self.batch.seq_lens_cpu),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from optimized.draft_beams import BeamSteps
 from optimized.eagle import EagleDrafter
 from shared import registry
 from shared.assembly import Assembly, assemble
@@ -17,7 +18,7 @@ from shared.config import EngineConfig
 from shared.conformance.contracts import drafter as clauses
 from shared.conformance.contracts.drafter import Setting
 from shared.conformance.replanned_attention import attention_for_graphs
-from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch
+from shared.types import Beams, DraftBatch, DraftShape, DraftTree, ForwardBatch
 from tests.model_runner.fake_graphs import FakeGraphs
 
 SHAPE = DraftShape(3, 2, 6)
@@ -131,3 +132,22 @@ def test_attention_that_cannot_be_captured_is_said_once() -> None:
         assert clauses.answers(assembly, 8) == expected
     drafter: Any = assembly.parts.drafter
     assert drafter.graphs.num_replays == 0
+
+
+@pytest.mark.parametrize("bs", [1, 3])
+@pytest.mark.parametrize("k", [1, 3])
+def test_steps_are_made_of_contiguous_tensors(bs: int, k: int) -> None:
+    """Kernels count on it; an expanded tensor of one request is flattened without a copy."""
+    ids = torch.arange(bs * k).view(bs, k)
+    beams = Beams(ids, torch.ones(bs, k), torch.zeros_like(ids), ids, ids, torch.ones(bs, k))
+    zeros = torch.zeros(bs, dtype=torch.int64)
+    slots = torch.arange(100, 100 + 4 * k * bs).view(bs, 4 * k)
+    batch = DraftBatch([], zeros, zeros, zeros + torch.arange(7, 7 + bs), (9,) * bs, slots[:, : 3 * k])
+    pool = registry.load("memory_pool", "reference").ReqToTokenPool(2, 50, torch.device("cpu"))
+    steps = BeamSteps(batch, 0, pool, 9)
+    for step in range(3):
+        forward_batch = steps.next(beams)
+        for name, value in vars(forward_batch).items():
+            assert not isinstance(value, torch.Tensor) or value.is_contiguous(), name
+        assert forward_batch.positions.tolist() == [min(7 + i + step, 8) for i in range(bs) for _ in range(k)]
+        assert torch.equal(forward_batch.out_cache_loc.view(bs, k), slots[:, step * k : step * k + k])
