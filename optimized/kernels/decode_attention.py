@@ -20,16 +20,25 @@ from optimized.kernels.paged_softmax import accumulate, scores_of, slots_at
 from optimized.kernels.portable import pdl_options
 from optimized.kernels.split_keys import (
     deal_tiles,
-    finish_or_merge,
+    finish,
+    leave_part,
+    merge_if_last,
     num_split_programs,
-    prefetch_first_tile,
+    prefetch_tile,
     split_sizes,
     split_workspace,
 )
 
-FEW_REQUESTS = 16
-"""Up to as many, one program a multiprocessor takes large tiles: fewer parts to merge. Beyond, two take
-smaller ones: one works while the other goes from request to request."""
+FEW_REQUESTS = 64
+"""Up to as many, one program a multiprocessor takes large tiles: fewer steps of the softmax, and fewer parts
+to merge. Beyond, two take smaller ones: one works while the other goes from request to request."""
+
+
+@triton.jit
+def _keys_of(request, seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, stride_row):
+    """How many keys a request has, and the row of their slots."""
+    seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
+    return seq_len, req_to_token_ptr + tl.load(req_pool_indices_ptr + request) * stride_row
 
 
 @triton.jit(do_not_specialize=["batch_size", "window"])
@@ -41,52 +50,53 @@ def _decode_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr,
     MERGED_G: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
+    PRECISION: tl.constexpr, USE_PDL: tl.constexpr, Q_EACH_TILE: tl.constexpr,
 ):  # fmt: skip
     head, program = tl.program_id(0), tl.program_id(1)
     num_kv_heads, num_programs = tl.num_programs(0), tl.num_programs(1)
     if USE_PDL:
         # The kernel behind this one may read its weights meanwhile.
         tl.extra.cuda.gdc_launch_dependents()
-    run_start, run_end, run_len, first_request, last_request, tiles_start = deal_tiles(
+    run_start, run_end, run_len, first_request, first_start = deal_tiles(
         seq_lens_ptr, batch_size, window, program, num_programs, BLOCK_N, BLOCK_BS, HAS_WINDOW
     )
-    offs_g, offs_d, offs_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    in_dim = offs_d < HEAD_DIM
-    mask_q = (offs_g < GROUP)[:, None] & in_dim[None, :]
-    k_head, v_head = k_ptr + head * stride_k_head, v_ptr + head * stride_v_head
-    if run_start < run_end and USE_PDL:
-        # Lengths, rows of slots and all keys but the newest are from before this step: no need to wait.
-        prefetch_first_tile(
-            seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, k_head, v_head,
-            first_request, run_start - tiles_start, window, stride_row, stride_k, stride_v,
-            HEAD_DIM, PAGE_SIZE, BLOCK_N, HAS_WINDOW,
-        )  # fmt: skip
-        tl.extra.cuda.gdc_wait()
-
-    for i in range(first_request, last_request + 1):
-        seq_len = tl.load(seq_lens_ptr + i).to(tl.int32)
-        row_ptr = req_to_token_ptr + tl.load(req_pool_indices_ptr + i) * stride_row
+    if run_start < run_end:
+        offs_g, offs_d, offs_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+        in_dim = offs_d < HEAD_DIM
+        mask_q = (offs_g < GROUP)[:, None] & in_dim[None, :]
+        q_heads = q_ptr + (head * GROUP + offs_g)[:, None] * stride_q_head + offs_d[None, :]
+        k_head, v_head = k_ptr + head * stride_k_head, v_ptr + head * stride_v_head
+        out_head, sinks_ptr = out_ptr + head * GROUP * HEAD_DIM, sinks_ptr + head * GROUP
+        stride_out = num_kv_heads * GROUP * HEAD_DIM
+        request, tiles_start = first_request, first_start
+        seq_len, slots_ptr = _keys_of(
+            request, seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, stride_row
+        )
         first_key = 0
         if HAS_WINDOW:
             first_key = tl.maximum(seq_len - 1 - window, 0)
-        first_tile = first_key // BLOCK_N
-        tiles_end = tiles_start + tl.cdiv(seq_len, BLOCK_N) - first_tile
-        tile_start, tile_end = tl.maximum(run_start, tiles_start), tl.minimum(run_end, tiles_end)
-        key_start = (first_tile + tile_start - tiles_start) * BLOCK_N
-        key_end = tl.minimum((first_tile + tile_end - tiles_start) * BLOCK_N, seq_len)
-
-        q_tile = q_ptr + i * stride_q + (head * GROUP + offs_g)[:, None] * stride_q_head + offs_d[None, :]
-        q = tl.load(q_tile, mask=mask_q, other=0.0)
+        start = (first_key // BLOCK_N + run_start - tiles_start) * BLOCK_N
+        first_end = tiles_start + tl.cdiv(seq_len, BLOCK_N) - first_key // BLOCK_N
+        if USE_PDL:
+            # Lengths, rows of slots and all keys but the newest are from before this step: no need to wait.
+            prefetch_tile(
+                slots_ptr, start, seq_len, k_head, v_head, stride_k, stride_v, HEAD_DIM, PAGE_SIZE, BLOCK_N
+            )
+            tl.extra.cuda.gdc_wait()
+        if not Q_EACH_TILE:
+            q = tl.load(q_heads + request * stride_q, mask=mask_q, other=0.0)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
-        # --8<-- [start:decode-loop]
-        for start in range(key_start, key_end, BLOCK_N):
+        # One loop over all requests of the run: reads of the next one's keys are under way at the end of one.
+        for tile in range(run_start, run_end):
+            # --8<-- [start:decode-loop]
+            if Q_EACH_TILE:
+                q = tl.load(q_heads + request * stride_q, mask=mask_q, other=0.0)
             # Beyond the ends, the key at the end is read again: it is live, and its score is masked.
             positions = start + offs_n
             nearest = tl.maximum(tl.minimum(positions, seq_len - 1), first_key)
-            slots = slots_at(row_ptr, nearest, PAGE_SIZE)
+            slots = slots_at(slots_ptr, nearest, PAGE_SIZE)
             k_tile = k_head + slots[:, None] * stride_k + offs_d[None, :]
             k = tl.load(k_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
             scores = scores_of(q, k, scale, logit_cap, HAS_CAP, PRECISION)
@@ -94,15 +104,55 @@ def _decode_kernel(
             v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
             v = tl.load(v_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
             acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
-        # --8<-- [end:decode-loop]
-        finish_or_merge(
-            out_ptr + (i * num_kv_heads + head) * GROUP * HEAD_DIM, sinks_ptr + head * GROUP,
-            counters_ptr + i * num_kv_heads + head, workspace_ptr,
-            acc, largest, total, head, num_kv_heads, program, num_programs,
-            tile_start, tiles_start, tiles_end, run_start, run_len,
-            GROUP, HEAD_DIM, BLOCK_G, BLOCK_D, MERGED_G, HAS_SINKS,
-        )  # fmt: skip
-        tiles_start = tiles_end
+            # --8<-- [end:decode-loop]
+            is_last = start + BLOCK_N >= seq_len
+            if is_last:
+                if tiles_start >= run_start:
+                    out_row = out_head + request * stride_out
+                    finish(
+                        out_row, sinks_ptr, acc, largest[:, None], total[:, None], offs_g, offs_d,
+                        GROUP, HEAD_DIM, HAS_SINKS,
+                    )  # fmt: skip
+                else:
+                    leave_part(
+                        workspace_ptr, acc, largest, total, head, num_kv_heads, program, num_programs,
+                        tiles_start <= run_start, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
+                    )  # fmt: skip
+                acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+                largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+                total = tl.zeros([BLOCK_G], tl.float32)
+            is_next = is_last & (tile + 1 < run_end)
+            if is_next:
+                request += 1
+                seq_len, slots_ptr = _keys_of(
+                    request, seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, stride_row
+                )
+                if not Q_EACH_TILE:
+                    q = tl.load(q_heads + request * stride_q, mask=mask_q, other=0.0)
+            if HAS_WINDOW:
+                first_key = tl.maximum(seq_len - 1 - window, 0)
+            start = tl.where(is_next, first_key // BLOCK_N * BLOCK_N, start + BLOCK_N)
+            tiles_start = tl.where(is_next, tile + 1, tiles_start)
+
+        # Barriers in a loop would keep Triton from pipelining it: parts are counted, and merged, behind it.
+        tiles_end = tiles_start + tl.cdiv(seq_len, BLOCK_N) - first_key // BLOCK_N
+        if tiles_end > run_end:
+            leave_part(
+                workspace_ptr, acc, largest, total, head, num_kv_heads, program, num_programs,
+                tiles_start <= run_start, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
+            )  # fmt: skip
+            merge_if_last(
+                out_head + request * stride_out, sinks_ptr, counters_ptr + request * num_kv_heads + head,
+                workspace_ptr, head, num_kv_heads, num_programs, tiles_start, tiles_end, run_len,
+                GROUP, HEAD_DIM, BLOCK_D, MERGED_G, HAS_SINKS,
+            )  # fmt: skip
+        if (first_start < run_start) & (first_end <= run_end):
+            merge_if_last(
+                out_head + first_request * stride_out, sinks_ptr,
+                counters_ptr + first_request * num_kv_heads + head,
+                workspace_ptr, head, num_kv_heads, num_programs, first_start, first_end, run_len,
+                GROUP, HEAD_DIM, BLOCK_D, MERGED_G, HAS_SINKS,
+            )  # fmt: skip
 
 
 def _tile(batch_size: int, row_bytes: int) -> tuple[int, int, int]:
@@ -157,6 +207,8 @@ def decode_attention(
         BLOCK_BS=1 if batch_size == 1 else max(16, triton.next_power_of_2(batch_size)),
         HAS_WINDOW=sliding_window >= 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        # Read ahead like keys, q takes shared memory for each tile under way: two programs have none left.
+        Q_EACH_TILE=programs_per_sm == 1,
         num_warps=4, num_stages=num_stages, **pdl_options(q),
     )  # fmt: skip
     return output

@@ -32,14 +32,14 @@ def deal_tiles(
     seq_lens_ptr, batch_size, window, program, num_programs,
     BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The run of a program: its first tile and its end, the length of runs, the requests it touches, and the
-    first tile of the first of them."""
+    """The run of a program: its first tile and its end, the length of runs, the request it begins in, and the
+    first tile of that request."""
     if BLOCK_BS == 1:
         seq_len = tl.load(seq_lens_ptr).to(tl.int32)
         total = tl.cdiv(seq_len, BLOCK_N)
         if HAS_WINDOW:
             total -= tl.maximum(seq_len - 1 - window, 0) // BLOCK_N
-        first, last, tiles_start = 0, 0, 0
+        first, tiles_start = 0, 0
         run_len = tl.cdiv(total, num_programs)
         run_start = program * run_len
         run_end = tl.minimum(run_start + run_len, total)
@@ -56,28 +56,21 @@ def deal_tiles(
         run_start = program * run_len
         run_end = tl.minimum(run_start + run_len, total)
         first = tl.sum((ends <= run_start).to(tl.int32), 0)
-        last = tl.sum((ends < run_end).to(tl.int32), 0)
         tiles_start = tl.sum(tl.where(ends <= run_start, num_tiles, 0), 0)
-    return run_start, run_end, run_len, first, tl.where(run_start < run_end, last, -1), tiles_start
+    return run_start, run_end, run_len, first, tiles_start
 
 
 @triton.jit
-def prefetch_first_tile(
-    seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, k_head, v_head,
-    request, first_tile, window, stride_row, stride_k, stride_v,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+def prefetch_tile(
+    slots_ptr, start, seq_len, k_head, v_head, stride_k, stride_v,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Asks for K and V of a tile of a request (from the first it sees on), while the kernel ahead still runs:
-    into the second-level cache, which that kernel's writes also go through."""
+    """Asks for K and V of the keys from start on, while the kernel ahead still runs: into the second-level
+    cache, which that kernel's writes also go through."""
     LINE: tl.constexpr = 1024 // k_head.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2((HEAD_DIM + LINE - 1) // LINE)
-    seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
-    row = tl.load(req_pool_indices_ptr + request)
-    start = first_tile * BLOCK_N
-    if HAS_WINDOW:
-        start += tl.maximum(seq_len - 1 - window, 0) // BLOCK_N * BLOCK_N
-    nearest = tl.maximum(tl.minimum(start + tl.arange(0, BLOCK_N), seq_len - 1), 0)
-    slots = slots_at(req_to_token_ptr + row * stride_row, nearest, PAGE_SIZE)[:, None]
+    nearest = tl.minimum(start + tl.arange(0, BLOCK_N), seq_len - 1)
+    slots = slots_at(slots_ptr, nearest, PAGE_SIZE)[:, None]
     offs = tl.minimum(tl.arange(0, LINES) * LINE, HEAD_DIM - 1)[None, :]
     ask: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     k_lines, v_lines = k_head + slots * stride_k + offs, v_head + slots * stride_v + offs
@@ -86,7 +79,7 @@ def prefetch_first_tile(
 
 
 @triton.jit
-def _finish(
+def finish(
     out_row, sinks_ptr, acc, largest, total, offs_g, offs_d,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -143,46 +136,47 @@ def _merge(
             total = total * rescale + weight * factor
             acc = acc * rescale + values * factor
             largest = new_largest
-    _finish(out_row, sinks_ptr, acc, largest, total, offs_g, offs_d, GROUP, HEAD_DIM, HAS_SINKS)
+    finish(out_row, sinks_ptr, acc, largest, total, offs_g, offs_d, GROUP, HEAD_DIM, HAS_SINKS)
 
 
 @triton.jit
-def finish_or_merge(
-    out_row, sinks_ptr, counter_ptr,
+def leave_part(
     workspace_ptr,  # float32: outputs [2 * num_programs, num_kv_heads, GROUP, HEAD_DIM], maxima, sums
-    acc, largest, total, head, num_kv_heads, program, num_programs,
-    tile_start, tiles_start, tiles_end, run_start, run_len,
+    acc, largest, total, head, num_kv_heads, program, num_programs, begins_run,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-    MERGED_G: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """What a program found, from tile_start on, of a request with the tiles [tiles_start, tiles_end)."""
+    """Stores what a program found of a request that others share. It leaves at most two such parts: one of
+    the request that its run begins in, one of another."""
+    part = 2 * program + 1 - begins_run.to(tl.int32)
     offs_g, offs_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    rows = (part * num_kv_heads + head) * GROUP + offs_g
+    num_rows = 2 * num_programs * num_kv_heads * GROUP
+    in_group = offs_g < GROUP
+    tile = workspace_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :]
+    tl.store(tile, acc, mask=in_group[:, None] & (offs_d < HEAD_DIM)[None, :])
+    tl.store(workspace_ptr + num_rows * HEAD_DIM + rows, largest, mask=in_group)
+    tl.store(workspace_ptr + num_rows * (HEAD_DIM + 1) + rows, total, mask=in_group)
+
+
+@triton.jit
+def merge_if_last(
+    out_row, sinks_ptr, counter_ptr, workspace_ptr, head, num_kv_heads, num_programs,
+    tiles_start, tiles_end, run_len,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MERGED_G: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """After leave_part, once, of a request with the tiles [tiles_start, tiles_end)."""
     first_program, last_program = tiles_start // run_len, (tiles_end - 1) // run_len
-    if first_program == last_program:
-        _finish(
-            out_row, sinks_ptr, acc, largest[:, None], total[:, None], offs_g, offs_d,
-            GROUP, HEAD_DIM, HAS_SINKS,
+    tl.debug_barrier()  # the release below is one thread's: all others' stores come before it
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == last_program - first_program:
+        tl.debug_barrier()
+        tl.store(counter_ptr, 0)
+        first_part = 2 * first_program + (tiles_start != first_program * run_len).to(tl.int32)
+        _merge(
+            out_row, sinks_ptr, workspace_ptr, head, num_kv_heads, num_programs,
+            first_program, last_program, first_part,
+            GROUP, HEAD_DIM, BLOCK_D, MERGED_G, HAS_SINKS,
         )  # fmt: skip
-    else:
-        # A program leaves at most two parts: one of the request that its run begins in, one of another.
-        part = 2 * program + (tile_start != run_start).to(tl.int32)
-        rows = (part * num_kv_heads + head) * GROUP + offs_g
-        num_rows = 2 * num_programs * num_kv_heads * GROUP
-        in_group = offs_g < GROUP
-        tile = workspace_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :]
-        tl.store(tile, acc, mask=in_group[:, None] & (offs_d < HEAD_DIM)[None, :])
-        tl.store(workspace_ptr + num_rows * HEAD_DIM + rows, largest, mask=in_group)
-        tl.store(workspace_ptr + num_rows * (HEAD_DIM + 1) + rows, total, mask=in_group)
-        tl.debug_barrier()  # the release below is one thread's: all others' stores come before it
-        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == last_program - first_program:
-            tl.debug_barrier()
-            tl.store(counter_ptr, 0)
-            first_part = 2 * first_program + (tiles_start != first_program * run_len).to(tl.int32)
-            _merge(
-                out_row, sinks_ptr, workspace_ptr, head, num_kv_heads, num_programs,
-                first_program, last_program, first_part,
-                GROUP, HEAD_DIM, BLOCK_D, MERGED_G, HAS_SINKS,
-            )  # fmt: skip
 
 
 def num_split_programs(device: torch.device, num_kv_heads: int, per_sm: int, max_tiles: int) -> int:
@@ -198,7 +192,7 @@ def split_workspace(
 
 
 def split_sizes(group: int, head_dim: int) -> dict[str, int]:
-    """The sizes at compile time that `finish_or_merge` wants."""
+    """The sizes at compile time of a group and of its parts."""
     block_d, merged_g = max(16, triton.next_power_of_2(head_dim)), triton.next_power_of_2(group)
     return {
         "GROUP": group,

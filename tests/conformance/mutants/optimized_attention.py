@@ -94,7 +94,22 @@ MUTANTS = (
         "last_tile_of_a_run_dropped",
         "decode",
         "decode_attention",
-        (("tl.minimum(run_end, tiles_end)", "tl.minimum(run_end - 1, tiles_end)"),),
+        (("in range(run_start, run_end)", "in range(run_start, run_end - 1)"),),
+    ),
+    KernelMutant(
+        "next_request_asks_with_the_query_before",
+        "decode",
+        "decode_attention",
+        (("q_heads + request * stride_q", "q_heads + first_request * stride_q"),),
+    ),
+    KernelMutant(
+        "softmax_goes_on_into_the_next_request",
+        "decode",
+        "decode_attention",
+        (
+            (16 * " " + 'largest = tl.full([BLOCK_G], float("-inf"), tl.float32)\n', ""),
+            (16 * " " + "total = tl.zeros([BLOCK_G], tl.float32)\n", ""),
+        ),
     ),
     KernelMutant(
         "merge_without_weights",
@@ -195,9 +210,9 @@ SPLIT_MUTANTS = (
         "split_keys",
         (
             (
-                "(HEAD_DIM + 1) + rows, total, mask",
-                "(HEAD_DIM + 1) + rows, total + tl.exp2(tl.load(sinks_ptr + offs_g, mask=in_group,"
-                " other=0.0) * LOG2_E - largest), mask",
+                "total * rescale + weight * factor",
+                "total * rescale + weight * factor + tl.where(weight > 0,"
+                " tl.exp2(tl.load(sinks_ptr + offs_g[:, None]) * LOG2_E - base), 0.0)",
             ),
         ),
     ),
