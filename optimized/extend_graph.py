@@ -28,9 +28,9 @@ from shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
 from shared.types import ForwardBatch, ForwardMode
 from shared.types.attention import AttentionLayer, BatchAttention
 
-MAX_LAYER_FLOPS = 400e9
-"""Of the products of one layer. Beyond, a GPU computes a layer for longer than its kernels take to launch: on
-an H200 half a millisecond or more, against 0.3."""
+MAX_LAYER_FLOPS = 250e9
+"""Of the products of one layer. Beyond, a GPU computes a layer for longer than its kernels take to launch
+(measured on an H200: docs/measurements/prefill.md)."""
 
 
 def captured_token_counts(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:

@@ -179,7 +179,11 @@ def test_replaying_changes_no_bit(model: str, backend: str | None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("flags", [{}, {"enable_mixed_chunk": True, "chunked_prefill_size": 96}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [{"chunked_prefill_size": 400}, {"enable_mixed_chunk": True, "chunked_prefill_size": 96}],
+    ids=str,
+)
 def test_answers_are_the_same(flags: dict[str, Any]) -> None:
     dice = random.Random(3)
     prompts = [[dice.randrange(256) for _ in range(dice.randint(1, 150))] for _ in range(30)]
