@@ -135,7 +135,7 @@ class Pipeline:
             self.streams.launch(lambda: self._forward(launched))
         else:
             extend = self.extension_of(launched) if self.extension_of is not None else None
-            info = self._sampling_info(batch.reqs, num_in_flight)
+            info = self.sampling_info(batch.reqs, num_in_flight)
 
             def forward_and_sample() -> tuple[LogitsOutput, SampleOutput]:
                 resolved = launched.keep(self.future_map.resolve(named, has_ids=None in names))
@@ -151,7 +151,7 @@ class Pipeline:
             launched.results = self.streams.launch(forward_and_sample)
         self.batches.append(launched)
 
-    def _sampling_info(self, reqs: list[Req], num_in_flight: list[int]) -> SamplingBatchInfo:
+    def sampling_info(self, reqs: list[Req], num_in_flight: list[int]) -> SamplingBatchInfo:
         """That of the batch before if the requests are the same and nothing depends on their outputs."""
         if self._last_info is not None and self._last_info[0] == reqs:
             return self._last_info[1]

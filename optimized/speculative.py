@@ -27,7 +27,6 @@ from shared.interfaces import SchedulerParts
 from shared.kv_sizing import num_speculative_slots
 from shared.logprobs import to_token_logprobs
 from shared.node_sampling import make_early_bans
-from shared.sampling_batch import make_sampling_batch_info
 from shared.step_memory import evict_for, rows_of
 from shared.to_device import to_device, vectors_to_device
 from shared.types import (
@@ -137,7 +136,8 @@ class Speculator:
         launched = RoundInFlight(batch, first_place, self.shape)
         with self.parts.timeline.span("prepare"):
             starts = launched.keep(self._starts(reqs))
-            info = launched.keep(make_sampling_batch_info(reqs, self.parts.num_token_ids, self.device))
+            # What is in flight the device adds: nobody knows yet how many tokens that is.
+            info = launched.keep(self.pipeline.sampling_info(reqs, [0] * len(reqs)))
             bans = launched.keep(make_early_bans(reqs, self.parts.num_token_ids, self.device))
         work = partial(self.rounds.run, launched, starts, info, bans)
         launched.results = self.pipeline.streams.launch(work)

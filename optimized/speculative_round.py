@@ -90,6 +90,7 @@ class Rounds:
         self.device = parts.allocator.device
         self.runs_ahead = self.drafter.runs_ahead and parts.model_runner.takes_bounds
         self.runs = FutureRuns(len(pipeline.future_map.token_ids), longest_run, self.device)
+        self._last_info: tuple[SamplingBatchInfo, int, SamplingBatchInfo] | None = None  # of nodes, the last
 
     # --8<-- [start:speculative-round]
     def run(
@@ -106,7 +107,7 @@ class Rounds:
         count_runs(info, runs)
         if bans is not None:
             bans = bans._replace(num_left=bans.num_left - run_lens)
-        info = with_grammars(expand_to_nodes(info, tree, bans), reqs, tree, self.parts.num_token_ids)
+        info = self._node_sampling_info(reqs, info, tree, bans)
         with self.parts.timeline.forward(forward_batch):
             logits_output, sampled = self.parts.model_runner.forward_and_sample(
                 forward_batch, self.parts.sampler, info, self.parts.num_token_ids
@@ -134,6 +135,18 @@ class Rounds:
         )
 
     # --8<-- [end:where-a-round-begins]
+
+    def _node_sampling_info(
+        self, reqs: list[Req], info: SamplingBatchInfo, tree: DraftTree, bans: EarlyBans | None
+    ) -> SamplingBatchInfo:
+        """Those of the round before where that was given the same and nothing depends on the text."""
+        num_nodes = tree.num_draft_tokens
+        if self._last_info is not None and self._last_info[0] is info and self._last_info[1] == num_nodes:
+            return self._last_info[2]
+        nodes = with_grammars(expand_to_nodes(info, tree, bans), reqs, tree, self.parts.num_token_ids)
+        depends = bans is not None or info.output_counts is not None or info.vocab_mask is not None
+        self._last_info = None if depends else (info, num_nodes, nodes)
+        return nodes
 
     def _verify_batch(
         self, batch: DraftBatch, tree: DraftTree, positions: torch.Tensor, shape: DraftShape

@@ -195,7 +195,7 @@ def test_any_schedule_of_any_requests(seed: int, impl: type[Scheduler]) -> None:
 
 def test_a_slow_device_shows_what_is_made_too_late() -> None:
     """Counts that are made when the batch runs: the host may know the token in flight by then."""
-    make_info = "info = self._sampling_info(batch.reqs, num_in_flight)"
+    make_info = "info = self.sampling_info(batch.reqs, num_in_flight)"
     start = "def forward_and_sample() -> tuple[LogitsOutput, SampleOutput]:"
     before = f"            {make_info}\n\n            {start}\n"
     bad = changed("pipeline", before, f"            {start}\n                {make_info}\n")
