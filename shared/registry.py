@@ -45,7 +45,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "layers": {"reference": "reference.layers", "optimized": "optimized.layers"},
     "moe": {"reference": "reference.moe:MoE", "optimized": "optimized.moe:MoE"},
     "models": {"reference": "reference.models", "optimized": "optimized.models"},
-    "draft_models": {"reference": "reference.draft_models"},
+    "draft_models": {"reference": "reference.draft_models", "optimized": "optimized.draft_models"},
     "model_runner": {
         "reference": "reference.model_runner:ModelRunner",
         "optimized": "optimized.model_runner:ModelRunner",
@@ -65,6 +65,7 @@ NEEDS_CUDA: dict[str, tuple[str, ...]] = {"attention": ("flashinfer", "fa3")}
 OPT_IN: dict[str, tuple[str, ...]] = {
     "scheduler": ("optimized",),
     "memory_pool": ("optimized",),
+    "draft_models": ("optimized",),
     "drafter": ("optimized",),
     "draft_tree": ("optimized",),
 }

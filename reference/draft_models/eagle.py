@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from reference.draft_models.base import BaseDraftModel
 from reference.layers import Linear
 from reference.models.llama import LlamaDecoderLayer
 from shared.config import DraftConfig
+from shared.draft_model_base import BaseDraftModel
 from shared.interfaces import MoE
 from shared.interfaces.draft_model import DraftOutput
 from shared.interfaces.layers import Layers

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from reference.draft_models.base import BaseDraftModel
 from reference.layers import MLP, Linear
 from reference.models.llama import LlamaAttention
 from shared.config import DraftConfig, ModelConfig
+from shared.draft_model_base import BaseDraftModel
 from shared.interfaces import MoE
 from shared.interfaces.draft_model import DraftOutput
 from shared.interfaces.layers import Layers, RotaryEmbedding
