@@ -171,7 +171,7 @@ class MLP(nn.Module):
 
 def is_few(x: torch.Tensor) -> bool:
     """Whether another kernel than cuBLAS's may be the fastest for the products of x."""
-    return 0 < x.shape[0] <= skinny_linear.MAX_TOKENS
+    return 0 < x.shape[0] <= skinny_linear.max_tokens(x.dtype)
 
 
 def is_own(module: nn.Module | None, layer: type[nn.Module]) -> bool:

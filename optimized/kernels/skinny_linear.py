@@ -3,8 +3,8 @@ input, SwiGLU, the sum with the residual stream.
 
 Floor: the weights' bytes over the memory's bandwidth; everything else is small beside them.
 
-Up to MAX_TOKENS tokens a kernel is chosen by shape, cuBLAS and elementwise kernels among them; beyond, those
-always win.
+Up to `max_tokens` tokens a kernel is chosen by shape, cuBLAS and elementwise kernels among them; beyond,
+those always win.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from optimized.kernels.rms_norm import rms_norm
 from optimized.kernels.silu_and_mul import silu_and_mul
 from optimized.kernels.skinny_gemm import gemm
 from optimized.kernels.skinny_gemv import gemv
-from optimized.kernels.tiled_gemm import has_descriptors, tiled_gemm
+from optimized.kernels.tiled_gemm import MAX_TOKENS, has_descriptors, tiled_gemm
 
-MAX_TOKENS = 64
+HALF_TYPES = (torch.float16, torch.bfloat16)
 MOST_ROWS = 65536
 """Of products within a layer: heads have more, and cuBLAS is near their floor."""
 PRODUCTS = {"gemv": gemv, "gemm": gemm, "tiled": tiled_gemm}
@@ -86,6 +86,11 @@ def linear_add(
     return residual
 
 
+def max_tokens(dtype: torch.dtype) -> int:
+    """Up to how many tokens kernel_for may choose another than "cublas"."""
+    return MAX_TOKENS if dtype in HALF_TYPES else 4
+
+
 def kernel_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> str:
     """Of "gemv", "gemm", "tiled" and "cublas" the fastest for so many tokens, as measured on an H200:
     docs/measurements/decode-batch-1.md, docs/measurements/products.md."""
@@ -93,7 +98,7 @@ def kernel_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> st
     is_short = size <= 3072
     if num_tokens == 1 or (num_tokens <= 4 and is_short):
         return "gemv"
-    if x.dtype not in (torch.float16, torch.bfloat16):
+    if x.dtype not in HALF_TYPES:
         return "cublas"
     if num_tokens <= 16 and is_short:
         return "gemm" if len(weight) <= 8192 else "cublas"

@@ -31,8 +31,7 @@ from shared.weights import dummy_weights, named_targets
 KERNELS = ("qk_norm_rope_store", "rotate", "rms_norm", "add_rms_norm", "silu_and_mul")
 SKINNY = ("linear", "norm_linear", "norm_linear_silu", "linear_add")
 FEW, MANY = 2, 52
-MOST_FEW = 16
-"""Instead of skinny_linear.MAX_TOKENS: contexts of these models are short."""
+assert FEW <= skinny_linear.max_tokens(torch.float32) < MANY
 
 
 def build(name: str, layers: Layers = optimized.layers, dtype: torch.dtype = torch.float32) -> CausalLM:
@@ -55,7 +54,6 @@ def logits(model: CausalLM) -> torch.Tensor:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each kernel's launcher is called."""
     counts: Counter[str] = Counter()
-    monkeypatch.setattr(skinny_linear, "MAX_TOKENS", MOST_FEW)
 
     def count(module: object, name: str) -> None:
         launch = getattr(module, name)
