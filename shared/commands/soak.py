@@ -49,7 +49,7 @@ def soak(
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         print(f"repeat it with --seed {number} --seconds 0", file=sys.stderr)
         raise typer.Exit(1) from None
-    print(f"{number - seed} rounds: {sentence(total)}")
+    print(f"rounds: {number - seed}; {sentence(total)}")
 
 
 def sentence(tally: Any) -> str:
