@@ -62,15 +62,8 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
 NEEDS_CUDA: dict[str, tuple[str, ...]] = {"attention": ("flashinfer", "fa3")}
 """component -> choices that run on CUDA GPUs only. (Triton's kernels run in its interpreter, too.)"""
 
-OPT_IN: dict[str, tuple[str, ...]] = {
-    "scheduler": ("optimized",),
-    "memory_pool": ("optimized",),
-    "draft_models": ("optimized",),
-    "drafter": ("optimized",),
-    "draft_tree": ("optimized",),
-}
-"""component -> panels that have it and do not take it by themselves: not tried on a GPU yet"""
-
+On a CUDA GPU this is what runs unless something else is asked for ([measured](../measurements/offline.md#on-a-gpu));
+`--use scheduler=reference` waits for every batch.
 PAIRS: dict[str, str] = {"attention": "optimized.attention.hybrid:hybrid_of"}
 """component -> what makes one implementation of two choices"""
 
@@ -109,13 +102,12 @@ def check_device(selection: Mapping[str, str], device: str) -> None:
 
 def select(panel: str, use: Mapping[str, str]) -> dict[str, str]:
     """The choice for every component: what `use` says, else the panel's, else, where the optimized panel
-    changes nothing or its own is to be asked for, the reference's."""
+    changes nothing, the reference's."""
     if panel == "optimized" and not has_optimized():
         raise ValueError("the optimized panel has no component yet; use panel=reference")
     selection: dict[str, str] = {}
     for component, available in IMPLEMENTATIONS.items():
-        is_own = panel in available and panel not in OPT_IN.get(component, ())
-        selection[component] = panel if is_own else "reference"
+        selection[component] = panel if panel in available else "reference"
     for component, choice in use.items():
         check_choice(component, choice)
         selection[component] = choice

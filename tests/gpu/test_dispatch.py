@@ -28,8 +28,7 @@ def test_the_optimized_components_did_the_work(model: str, backend: str) -> None
     llm = optimized(model, backend)
     for component, choices in registry.IMPLEMENTATIONS.items():
         if "optimized" in choices and component != "attention":
-            expected = "reference" if "optimized" in registry.OPT_IN.get(component, ()) else "optimized"
-            assert llm.describe()[component] == expected
+            assert llm.describe()[component] == "optimized"
     runner = llm.assembly.parts.model_runner
     with DispatchRecord() as record:
         record.watch_engine(llm)
