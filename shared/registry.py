@@ -62,8 +62,6 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
 NEEDS_CUDA: dict[str, tuple[str, ...]] = {"attention": ("flashinfer", "fa3")}
 """component -> choices that run on CUDA GPUs only. (Triton's kernels run in its interpreter, too.)"""
 
-On a CUDA GPU this is what runs unless something else is asked for ([measured](../measurements/offline.md#on-a-gpu));
-`--use scheduler=reference` waits for every batch.
 PAIRS: dict[str, str] = {"attention": "optimized.attention.hybrid:hybrid_of"}
 """component -> what makes one implementation of two choices"""
 
