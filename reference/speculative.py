@@ -220,7 +220,7 @@ class Speculator:
         for req, path in zip(reqs, paths):
             assert req.req_pool_idx is not None
             start, end = req.kv_committed_len, req.kv_committed_len + len(path)
-            slots = pool.read(req.req_pool_idx, start, req.kv_allocated_len)
+            slots = pool.read(req.req_pool_idx, start, req.kv_allocated_len).to(self.parts.allocator.device)
             nodes = self._tensor(path)
             if page_size == 1:
                 kept.append(slots[nodes])

@@ -143,7 +143,7 @@ def _draft_batch(llm: LLM, rows: list[int], context_len: int, num_slots: int) ->
         req_pool_indices=torch.tensor(rows, device=device),
         seq_lens=torch.full((bs,), context_len, device=device),
         seq_lens_cpu=(context_len,) * bs,
-        slots=slots,
+        slots=slots.to(device),
     )
 
 

@@ -77,6 +77,7 @@ class Recorder:
         self.force: Force | None = None  # (keys, sampled ids) -> the ids to go on with
         # (op, keys, router logits, what was chosen) -> the experts to go on with
         self.force_experts: ForceExperts | None = None
+        self._device = llm.assembly.parts.allocator.device
         self._records: list[StepRecord] = []
         self._undo: list[Callable[[], None]] = []
         self._num_steps = 0
@@ -98,7 +99,9 @@ class Recorder:
             self._watch(name.removeprefix("model."), module)
 
     def take(self) -> list[StepRecord]:
-        """The batches since the last call."""
+        """The batches since the last call, computed: a scheduler may launch them on a stream of its own."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         records, self._records = self._records, []
         return records
 
