@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,14 +19,11 @@ import torch
 from optimized.cuda_graph import CudaGraphs
 from optimized.draft_beams import BeamSteps
 from optimized.draft_graphs import DraftGraphs
-from shared.config import DraftConfig, EngineConfig, draft_shape
-from shared.config.speculation import check_windows
-from shared.draft_weights import dummy_draft_weights, iterate_draft_weights
-from shared.interfaces import DrafterParts, DraftModel, DraftOutput, ReqToTokenPool
+from shared.config import EngineConfig, draft_shape
+from shared.interfaces import DrafterParts, DraftOutput, ReqToTokenPool
 from shared.interfaces import drafter as interface
 from shared.kv_sizing import kv_bytes_per_token
-from shared.load_model import building
-from shared.model_path import resolve_model_path
+from shared.load_draft_model import ids_of_no_token, load_draft_model
 from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, Req, TopTokens
 from shared.types.attention import BatchAttention
 
@@ -52,23 +48,11 @@ class EagleDrafter(interface.Drafter):
         assert config.context_len is not None
         self.config = config
         self.parts = parts
-        assert config.speculative_draft_model is not None
-        assert config.speculative in ("eagle", "eagle3", "nextn")
-        folder = resolve_model_path(config.speculative_draft_model, config.load_format)
-        self.draft_config = DraftConfig.from_pretrained(folder, parts.model_config, config.speculative)
-        self.model = _load(folder, self.draft_config, config, parts)
-        check_windows(config, self.draft_config.model)
+        self.draft_config, self.model = load_draft_model(config, parts)
         self.hidden_layers = self.draft_config.target_layers
         self.num_kv_bytes_per_token = kv_bytes_per_token(self.draft_config.model, parts.dtype)
         self.draft_tree = parts.component("draft_tree")()
-        draft_ids = torch.arange(self.draft_config.model.vocab_size, device=parts.device)
-        is_token = self.model.to_target_ids(draft_ids) < parts.num_token_ids
-        num_tokens, top_k = int(is_token.sum()), draft_shape(config).top_k
-        if num_tokens < top_k:
-            raise ValueError(
-                f"speculative_topk={top_k}: the draft model has {num_tokens} ids that stand for a token"
-            )
-        self.is_no_token = None if num_tokens == len(draft_ids) else ~is_token
+        self.is_no_token = ids_of_no_token(config, parts, self.draft_config, self.model)
 
     def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
         model_config, component = self.draft_config.model, self.parts.component
@@ -171,17 +155,3 @@ class EagleDrafter(interface.Drafter):
 
     def _cuda_graphs(self) -> CudaGraphs | None:
         return CudaGraphs(self.parts.device) if self.parts.device.type == "cuda" else None
-
-
-def _load(folder: Path, draft_config: DraftConfig, config: EngineConfig, parts: DrafterParts) -> DraftModel:
-    component = parts.component
-    if config.load_format == "dummy":
-        weights = dummy_draft_weights(draft_config, config.random_seed, parts.device)
-    else:
-        weights = iterate_draft_weights(folder)
-    with building(parts.device, parts.dtype):
-        model_class = component("draft_models").draft_model_class(draft_config.draft_format)
-        model: DraftModel = model_class(draft_config, component("layers"), component("moe"))
-    model.load_weights(weights)
-    model.share(parts.model)
-    return model.eval()
