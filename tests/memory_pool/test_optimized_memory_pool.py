@@ -15,7 +15,7 @@ from reference import memory_pool as reference
 from shared.conformance.contracts.allocator_sequences import Call, Calls, Run
 from shared.conformance.contracts.memory_pool import rows_written_and_read, rows_written_at_once
 from shared.conformance.schedules import random_schedule, run_schedule
-from shared.registry import load, select
+from shared.registry import load
 from tests.memory_pool.test_memory_pool import CALL
 
 
@@ -173,12 +173,6 @@ def test_slots_stay_on_the_host_wherever_the_model_is() -> None:
     assert allocator.slot_device.type == "cpu"
     for slots in (allocator.alloc(8), allocator.alloc_extend([0], [3], [-1]), allocator.free_slots()):
         assert slots.device.type == "cpu"
-
-
-def test_they_are_to_be_asked_for() -> None:
-    """Until they were tried on a GPU."""
-    assert select("optimized", {})["memory_pool"] == "reference"
-    assert select("optimized", {"memory_pool": "optimized"})["memory_pool"] == "optimized"
 
 
 @pytest.mark.parametrize("seed", range(2000, 2030))
