@@ -10,6 +10,7 @@ from shared.commands import (
     bench_prefix_cache,
     bench_round,
     bench_scheduling,
+    bench_speculation,
     bench_step,
 )
 
@@ -23,6 +24,7 @@ def _group() -> None:
 
 app.command("step")(bench_step.step)
 app.command("round")(bench_round.round_)
+app.command("speculation")(bench_speculation.speculation)
 app.command("offline")(bench_offline.offline)
 app.command("latency")(bench_latency.latency)
 app.command("prefix-cache")(bench_prefix_cache.prefix_cache)

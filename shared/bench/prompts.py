@@ -1,0 +1,65 @@
+"""Prompts with something in them, for what depends on the text: a file of them, or questions that the
+built-in models were not trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shared.engine import LLM
+
+Asked = str | list[Mapping[str, Any]]
+"""A text, or a chat."""
+
+
+def held_out(num: int) -> list[Asked]:
+    """Those that the acceptance of the built-in head is measured on."""
+    from shared.tiny.corpus import held_out_questions
+
+    return [[dict(message) for message in question.messages] for question in held_out_questions(num)]
+
+
+def read_prompts(file: Path) -> list[Asked]:
+    """One a line: a chat in JSON, [{"role": ..., "content": ...}, ...], or else a text. In JSON, "..." is a
+    text that may have several lines. Empty lines are left out."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read prompts from {file}: {error}") from None
+    prompts = [_parse(line, f"{file}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
+    if not prompts:
+        raise ValueError(f"{file} has no prompts: one is wanted a line")
+    return prompts
+
+
+def _parse(line: str, where: str) -> Asked:
+    if not line.lstrip().startswith(("[{", '"')):
+        return line
+    try:
+        asked = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if not isinstance(asked, (str, list)):
+        raise ValueError(f"{where}: a prompt is a text or a list of messages, got {type(asked).__name__}")
+    return asked
+
+
+def encode(llm: LLM, prompts: Sequence[Asked], is_raw: bool = False) -> list[list[int]]:
+    """By the model's chat template, a text as a user's message; `is_raw`: texts as they are."""
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        raise ValueError(f"{llm.config.model} has no tokenizer: name one with --tokenizer")
+    encoded = []
+    for i, asked in enumerate(prompts, start=1):
+        try:
+            if isinstance(asked, str) and is_raw:
+                encoded.append(tokenizer.encode(asked))
+            else:
+                messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+                encoded.append(tokenizer.chat(messages))
+        except ValueError as error:
+            raise ValueError(f"prompt {i}: {error}") from None
+    return encoded
