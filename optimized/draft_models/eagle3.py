@@ -32,8 +32,9 @@ class Eagle3Attention(LlamaAttention):
 
 
 class Eagle3DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layers: Layers) -> None:
+    def __init__(self, config: ModelConfig, layers: Layers, norm_before_residual: bool) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         rotary_emb = layers.RotaryEmbedding(config.rope, config.head_dim, config.context_len)
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -48,9 +49,12 @@ class Eagle3DecoderLayer(nn.Module):
         positions: torch.Tensor,
         attention: BatchAttention,
     ) -> torch.Tensor:
-        """The layer's output, written over `hidden_states`."""
-        x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden_states)), dim=-1)
+        """The layer's output. `hidden_states` may be overwritten."""
+        normed = self.hidden_norm(hidden_states)
+        x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
         heads = self.self_attn(self.self_attn.qkv_proj(x), positions, attention)
+        if self.norm_before_residual:
+            hidden_states = normed
         hidden_states = self.self_attn.o_proj.add_to(hidden_states, heads)
         activated = self.mlp.activate(hidden_states, self.post_attention_layernorm)
         return self.mlp.down_proj.add_to(hidden_states, activated)
@@ -61,7 +65,7 @@ class Eagle3Model(BaseDraftModel):
         super().__init__(config, layers, moe)
         model = config.model
         self.fc = Linear(config.target_hidden_size, model.hidden_size, bias=True)
-        self.midlayer = Eagle3DecoderLayer(model, layers)
+        self.midlayer = Eagle3DecoderLayer(model, layers, config.norm_before_residual)
         self.norm = layers.RMSNorm(model.hidden_size, model.rms_norm_eps)
 
     def canonical_name(self, name: str) -> str | None:

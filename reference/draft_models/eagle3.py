@@ -32,8 +32,9 @@ class Eagle3Attention(LlamaAttention):
 
 
 class Eagle3DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layers: Layers) -> None:
+    def __init__(self, config: ModelConfig, layers: Layers, norm_before_residual: bool) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         rotary_emb = layers.RotaryEmbedding(config.rope, config.head_dim, config.context_len)
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -50,8 +51,11 @@ class Eagle3DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Two tensors whose sum is the output: adding is left to the norm that follows. `hidden_states` may
         be overwritten."""
-        x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden_states)), dim=-1)
+        normed = self.hidden_norm(hidden_states)
+        x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
         x = self.self_attn(x, positions, attention)
+        if self.norm_before_residual:
+            hidden_states = normed
         x, residual = self.post_attention_layernorm.add_and_norm(x, hidden_states)
         return self.mlp(x), residual
 
@@ -61,7 +65,7 @@ class Eagle3Model(BaseDraftModel):
         super().__init__(config, layers, moe)
         model = config.model
         self.fc = Linear(config.target_hidden_size, model.hidden_size, bias=True)
-        self.midlayer = Eagle3DecoderLayer(model, layers)
+        self.midlayer = Eagle3DecoderLayer(model, layers, config.norm_before_residual)
         self.norm = layers.RMSNorm(model.hidden_size, model.rms_norm_eps)
 
     def canonical_name(self, name: str) -> str | None:

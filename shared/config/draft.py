@@ -23,6 +23,8 @@ class DraftConfig:
     target_layers: tuple[int, ...] = ()
     """Layers of the target whose input streams the draft model takes, side by side; the number of layers
     stands for the stream behind the last. (): the target's hidden states after the final norm."""
+    norm_before_residual: bool = False
+    """EAGLE-3: what goes around attention and is added to it is the normed hidden state, not the bare one."""
 
     def __post_init__(self) -> None:
         if self.model.hidden_size != self.target.hidden_size:

@@ -16,13 +16,16 @@ from shared.config.fields import Fields
 from shared.config.hf_config import FAMILIES, config_path, parse_config, read_json
 from shared.config.model import ModelConfig
 
-# Ends of the names under "architectures"; the longest that fits counts. What is before names a family.
+# Ends of the names under "architectures"; what is before names a family.
 SUFFIXES: dict[str, DraftFormat] = {
     "ForCausalLMEagle": "eagle",
     "ForCausalLMEagle3": "eagle3",
     "ForCausalLMNextN": "nextn",
 }
+# The same names with the format in front, as other engines write them.
+PREFIXES: dict[str, DraftFormat] = {"Eagle": "eagle", "Eagle3": "eagle3"}
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+NORMS_OF_LATER_HEADS = ("norm_before_fc", "fc_norm", "norm_output")
 
 
 def read_draft_config(folder: Path, target: ModelConfig, draft_format: DraftFormat | None) -> DraftConfig:
@@ -51,23 +54,28 @@ def parse_draft_config(
             f"not {draft_format}"
         )
     model = _own_layers(fields, family, draft_format, target)
+    target_layers = _target_layers(fields, draft_format, target)
+    is_normed = draft_format == "eagle3" and fields.boolean("norm_before_residual", default=False)
     try:
-        return DraftConfig(draft_format, model, target, _target_layers(fields, draft_format, target))
+        return DraftConfig(draft_format, model, target, target_layers, is_normed)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
 def _family_and_format(fields: Fields) -> tuple[str, DraftFormat | None]:
     """The family of its decoder layer, and the format where the name tells."""
-    known = [f"{name.removesuffix('ForCausalLM')}{suffix}" for name in FAMILIES for suffix in SUFFIXES]
-    wanted = f"a list with one name, of a family or of its drafts, like {known[0]}, {known[1]} or {known[2]}"
+    known: dict[str, tuple[str, DraftFormat | None]] = {}
+    for family in FAMILIES:
+        for suffix, its_format in SUFFIXES.items():
+            known[family.replace("ForCausalLM", suffix)] = family, its_format
+        for prefix, its_format in PREFIXES.items():
+            known[prefix + family] = family, its_format
+    likes = ", ".join(list(known)[: len(SUFFIXES)])
+    wanted = f"a list with one name, of a family or of its drafts, like {likes}"
+    known |= {family: (family, None) for family in FAMILIES}
     names = fields.raw("architectures", wanted)
-    if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
-        if names[0] in FAMILIES:
-            return names[0], None
-        if names[0] in known:
-            suffix = names[0][names[0].index("ForCausalLM") :]
-            return names[0].removesuffix(suffix) + "ForCausalLM", SUFFIXES[suffix]
+    if isinstance(names, list) and len(names) == 1 and names[0] in known:
+        return known[names[0]]
     raise fields.error("architectures", wanted)
 
 
@@ -82,11 +90,7 @@ def _own_layers(fields: Fields, family: str, draft_format: DraftFormat, target: 
         raise ValueError(f"{fields.where}: an EAGLE-3 layer of {family} would have experts; it has an MLP")
     vocab_size = model.vocab_size
     if draft_format == "eagle3":
-        if fields.values.get("norm_before_residual"):
-            raise ValueError(
-                f"{fields.where}: norm_before_residual is true; supported are EAGLE-3 heads whose residual "
-                "stream is not normed"
-            )
+        _refuse_unsupported(fields, target)
         vocab_size = fields.integer("draft_vocab_size", default=vocab_size)
     elif vocab_size != target.vocab_size:
         raise ValueError(f"{fields.where}: vocab_size is {vocab_size}, the target's {target.vocab_size}")
@@ -100,6 +104,21 @@ def _own_layers(fields: Fields, family: str, draft_format: DraftFormat, target: 
         context_len=target.context_len,
         rope=model.rope if has_rope or not same_heads else target.rope,
     )
+
+
+def _refuse_unsupported(fields: Fields, target: ModelConfig) -> None:
+    """Keys of EAGLE-3 heads that change what is computed: ignored, they would only make bad drafts."""
+    for key in NORMS_OF_LATER_HEADS:
+        if fields.boolean(key, default=False):
+            raise ValueError(f"{fields.where}: {key} is true; EAGLE-3 heads with this norm are not supported")
+    width = fields.integer("target_hidden_size", default=target.hidden_size)
+    if width != target.hidden_size:
+        raise ValueError(f"{fields.where}: target_hidden_size is {width}, the target's {target.hidden_size}")
+    if "eagle_aux_hidden_state_layer_ids" in fields:
+        raise ValueError(
+            f"{fields.where}: eagle_aux_hidden_state_layer_ids must stand within eagle_config and name "
+            "layers whose outputs are taken; outside of it engines count them differently"
+        )
 
 
 def _completed(values: Mapping[str, Any], family: str, target: ModelConfig) -> dict[str, Any]:
@@ -128,6 +147,11 @@ def _target_layers(fields: Fields, draft_format: DraftFormat, target: ModelConfi
     if draft_format != "eagle3":
         return ()
     eagle = Fields(fields.raw("eagle_config", "an object", default={}), f"{fields.where}, eagle_config")
+    if not eagle.boolean("use_aux_hidden_state", default=True):
+        raise ValueError(
+            f"{eagle.where}: use_aux_hidden_state is false; supported are EAGLE-3 heads that take the "
+            "target's hidden states of several layers"
+        )
     ids = eagle.integers("eagle_aux_hidden_state_layer_ids")
     if not ids:
         num_layers = target.num_hidden_layers

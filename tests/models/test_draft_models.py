@@ -96,6 +96,14 @@ def eagle3(embeds: torch.Tensor, hidden: torch.Tensor, w: Weights, config: Any) 
     return rms_norm(x, w["norm.weight"], eps), x
 
 
+def eagle3_normed(embeds: torch.Tensor, hidden: torch.Tensor, w: Weights, config: Any) -> Any:
+    """norm_before_residual."""
+    normed = rms_norm(hidden, w["midlayer.hidden_norm.weight"], config.rms_norm_eps)
+    token = rms_norm(embeds, w["midlayer.input_layernorm.weight"], config.rms_norm_eps)
+    x = block(normed, w, "midlayer", config, torch.cat((token, normed), dim=-1))
+    return rms_norm(x, w["norm.weight"], config.rms_norm_eps), x
+
+
 def nextn(embeds: torch.Tensor, hidden: torch.Tensor, w: Weights, config: Any) -> tuple[torch.Tensor, ...]:
     eps, layer = config.rms_norm_eps, "layers.0"
     both = (
@@ -127,6 +135,7 @@ PLAIN = (
     Head("eagle, two layers with biases", "eagle, two layers with biases"),
     Head("eagle3", "eagle3, the whole vocabulary, heads of its own"),
     Head("nextn", "nextn, norms on heads"),
+    Head("eagle3, normed", "eagle3, a normed residual stream"),
 )
 
 
@@ -149,10 +158,13 @@ def test_what_a_draft_model_computes(head: Head, prefix: str, tmp_path: Path, mo
     hidden = features.double()
     if draft.config.draft_format == "eagle3":
         hidden = hidden @ w["fc.weight"].T
+    written_out = WRITTEN_OUT[draft.config.draft_format]
+    if draft.config.norm_before_residual:
+        written_out = eagle3_normed
     # A text grows by one drafted token at a time, each with the hidden state that came before it.
     results = []
     for num_tokens in range(NUM_PROMPT, length + 1):
-        out, next_hidden = WRITTEN_OUT[draft.config.draft_format](embeds[:num_tokens], hidden, w, config)
+        out, next_hidden = written_out(embeds[:num_tokens], hidden, w, config)
         results.append((out[-1], next_hidden[-1]))
         hidden = torch.cat((hidden, next_hidden[-1:]))
 

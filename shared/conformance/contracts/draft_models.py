@@ -56,6 +56,14 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 0]},
         },
     ),
+    "eagle3, a normed residual stream": (
+        "qwen3-yarn",
+        {
+            "architectures": ["Eagle3LlamaForCausalLM"],
+            "norm_before_residual": True,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]},
+        },
+    ),
     "nextn, norms on heads": ("qwen3-yarn", {"architectures": ["Qwen3ForCausalLMNextN"]}),
     "nextn, experts": (
         "qwen3-moe",

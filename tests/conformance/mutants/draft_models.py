@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.nn import functional
 
 import reference.draft_models
@@ -44,6 +46,14 @@ class FusesItsOwnHiddenStatesToo:
         if hidden_states.shape[-1] != width:
             hidden_states = hidden_states.repeat(1, width // hidden_states.shape[-1])
         return super().forward(input_ids, positions, hidden_states, attention)
+
+
+@mixed_into("eagle3")
+class NeverNormsTheStream:
+    """norm_before_residual is ignored."""
+
+    def __init__(self, config, layers, moe):
+        super().__init__(replace(config, norm_before_residual=False), layers, moe)
 
 
 @mixed_into("eagle")
