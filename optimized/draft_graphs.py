@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from optimized.cuda_graph import CapturedCall, CudaGraphs, PaddedVectors, try_to_capture, warn_of_launches
 from optimized.verify_graph import verify_batch_sizes
-from shared.config import EngineConfig, draft_shape
+from shared.config import EngineConfig
 from shared.interfaces import AttentionBackend
 from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode
 
@@ -35,19 +35,24 @@ class DraftCalls:
 
 class DraftGraphs:
     """Nothing is captured until `capture_all`; then, what does not fit any graph is told from what does by
-    None and False. One shape only, the configured one: where the shape adapts, the others are launched."""
+    None and False. For one shape: where it adapts, each of the possible ones has its own."""
 
     def __init__(
-        self, config: EngineConfig, num_slots: int, like: torch.Tensor, attention: AttentionBackend
+        self,
+        config: EngineConfig,
+        shape: DraftShape,
+        num_slots: int,
+        like: torch.Tensor,
+        attention: AttentionBackend,
     ) -> None:
         """like: some of the hidden states that extensions bring."""
         device = like.device
         self.attention = attention
-        self.shape = draft_shape(config)
+        self.shape = shape
         self.num_rows = min(self.shape.num_steps + 1, self.shape.num_draft_tokens)
         """of each request in an extension"""
         self.num_slots = num_slots
-        self.batch_sizes = verify_batch_sizes(config)
+        self.batch_sizes = verify_batch_sizes(config, shape.num_draft_tokens)
         assert config.context_len is not None
         self.max_len = config.context_len  # of any request: batches of a graph have bounds, not lengths
         self.num_replays = 0
@@ -118,10 +123,11 @@ class DraftGraphs:
         )
         return forward_batch, self.hidden_states[:num_tokens], self.extend_ints.head("next_token_ids", size)
 
-    def capture_all(self, graphs: CudaGraphs, draft: Draft, extend: Extend) -> None:
+    def capture_all(self, graphs: CudaGraphs, draft: Draft, extend: Extend) -> bool:
+        """Whether everything could be captured."""
         if not (self.attention.supports_cuda_graph and self.attention.takes_bounds):
             warn_of_launches("drafting", f"{type(self.attention).__name__} does not run in CUDA graphs")
-            return
+            return False
         sizes: Iterable[int] = self.batch_sizes[::-1]
         for size in tqdm(sizes, desc="capture CUDA graphs of drafts", unit="size", leave=False, delay=1.0):
             draft_batch, extend_batch = self.buffers_of_draft(size), self.buffers_of_extend(size)
@@ -141,8 +147,9 @@ class DraftGraphs:
             draft_call = try_to_capture(graphs, "drafting", "the draft model", draft_all)
             if extend_call is None or draft_call is None:
                 self._calls.clear()
-                return
+                return False
             self._calls[size] = DraftCalls(draft_call, trees, extend_call)
+        return True
 
     def _calls_for(self, batch_size: int) -> tuple[int, DraftCalls] | None:
         if not self._calls or batch_size > self.batch_sizes[-1]:

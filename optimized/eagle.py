@@ -4,8 +4,8 @@ Differs from reference: all steps of a draft, from the first beams to the tree, 
 the extension by what was accepted, for each of a list of batch sizes (draft_graphs.py). What the model gave
 for a request's newest KV stands in tensors, by the request's row. So a round waits for nothing, and the next
 one can be launched before its result is known. Assumes attention and tree ops that can be captured; else, and
-for larger batches or another shape than the configured one, the same is launched kernel by kernel. Loses the
-memory of two hidden states for each request that may run.
+for larger batches, the same is launched kernel by kernel. Loses the memory of two hidden states for each
+request that may run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from optimized.cuda_graph import CudaGraphs
 from optimized.draft_beams import BeamSteps
 from optimized.draft_graphs import DraftGraphs
-from shared.config import EngineConfig, draft_shape
+from shared.adaptive_shape import possible_shapes
+from shared.config import EngineConfig
 from shared.interfaces import DrafterParts, DraftOutput, ReqToTokenPool
 from shared.interfaces import drafter as interface
 from shared.kv_sizing import kv_bytes_per_token
@@ -71,10 +72,15 @@ class EagleDrafter(interface.Drafter):
         num_rows = req_to_token_pool.req_to_token.shape[0]
         self.last_rows = LastRow(*torch.zeros(2, num_rows, model_config.hidden_size, **options))
         like = torch.empty(0, self.draft_config.target_hidden_size, **options)
-        self.graphs = DraftGraphs(self.config, self.num_slots(draft_shape(self.config)), like, self.attention)
+        self.graphs = [
+            DraftGraphs(self.config, shape, self.num_slots(shape), like, self.attention)
+            for shape in possible_shapes(self.config)
+        ]
         graphs = None if self.config.disable_cuda_graph else self._cuda_graphs()
         if graphs is not None:
-            self.graphs.capture_all(graphs, self._draft, self._extend)
+            for of_shape in self.graphs:
+                if not of_shape.capture_all(graphs, self._draft, self._extend):
+                    break
 
     def num_slots(self, shape: DraftShape) -> int:
         return (shape.num_steps - 1) * shape.top_k  # no step follows the last beams
@@ -87,13 +93,17 @@ class EagleDrafter(interface.Drafter):
         next_token_ids: torch.Tensor,
     ) -> None:
         assert hidden_states is not None
-        if not self.graphs.extend(forward_batch, hidden_states, next_token_ids):
-            self._extend(forward_batch, hidden_states, next_token_ids)
+        tell = forward_batch, hidden_states, next_token_ids
+        if not any(of_shape.extend(*tell) for of_shape in self.graphs):
+            self._extend(*tell)
 
     def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
         """In a graph, the tree's tensors are those of the next draft of the same size, too."""
-        tree = self.graphs.draft(batch, shape)
-        return self._draft(batch, shape) if tree is None else tree
+        for of_shape in self.graphs:
+            tree = of_shape.draft(batch, shape)
+            if tree is not None:
+                return tree
+        return self._draft(batch, shape)
 
     def forget(self, req: Req) -> None:
         """A row is overwritten by whoever has it next."""

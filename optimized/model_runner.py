@@ -3,8 +3,8 @@
 Differs from reference: such batches are padded to one of a list of sizes; for each size the model is
 captured in a graph, and the sampler in one more for each kind of sampling. A step is then one copy of the
 batch into fixed buffers, a `replan` of attention and two launches, however many kernels the model has.
-Trees (verify_graph.py) are those of the configured width; hidden states for a draft model are left in a
-buffer of the runner's.
+Trees (verify_graph.py) are those of the shapes that may be drafted; hidden states for a draft model are left
+in a buffer of the runner's.
 Without graphs (a flag, a CPU, somebody watching) the same padded batch goes through the same plan and
 kernels, so the result is the same bit for bit. Assumes that attention can be captured; else it says so once
 and launches kernel by kernel. Loses where padding is large against the batch, as in a list of few sizes.
@@ -32,7 +32,8 @@ from optimized.cuda_graph import (
 )
 from optimized.extend_graph import ExtendSteps, captured_token_counts
 from optimized.verify_graph import VerifyBuffers, verify_batch_sizes
-from shared.config import EngineConfig, draft_shape
+from shared.adaptive_shape import possible_shapes
+from shared.config import EngineConfig
 from shared.hidden_capture import no_hidden_states, run_model
 from shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
 from shared.interfaces import model_runner as interface
@@ -59,11 +60,11 @@ class ModelRunner(interface.ModelRunner):
         self.takes_bounds = attention.takes_bounds
         self.kv_pool = kv_pool
         self.batch_sizes: tuple[int, ...] = ()  # to which decode batches are padded
-        self.verify_batch_sizes: tuple[int, ...] = ()
         self.num_graph_replays = 0  # of the model
         self.num_sampler_replays = 0
         self._steps: dict[int, DecodeStep] = {}  # by batch size
-        self._verify_steps: dict[int, DecodeStep] = {}
+        self._verify_buffers: list[VerifyBuffers] = []  # for each number of nodes, the most first
+        self._verify_steps: dict[tuple[int, int], DecodeStep] = {}  # by nodes of a tree and batch size
         self._extend: ExtendSteps | None = None
         self._hidden: torch.Tensor | None = None  # where replays leave hidden states
         self._captured_hidden: tuple[int, ...] | None = None
@@ -109,10 +110,11 @@ class ModelRunner(interface.ModelRunner):
         self._check_lent = config.check_invariants
         self._buffers = DecodeBuffers(self.batch_sizes[-1], device)
         if config.speculative is not None and self.attention.takes_bounds:
-            self.verify_batch_sizes = verify_batch_sizes(config)
-            shape, most = draft_shape(config), max(self.verify_batch_sizes, default=0)
-            self._verify_buffers = VerifyBuffers(most, shape.num_draft_tokens, shape.top_k > 1, device)
-            self._max_seq_len += shape.num_draft_tokens
+            shapes = possible_shapes(config)
+            for num_nodes in dict.fromkeys(shape.num_draft_tokens for shape in shapes):
+                sizes = verify_batch_sizes(config, num_nodes)
+                self._verify_buffers.append(VerifyBuffers(sizes, num_nodes, shapes[0].top_k > 1, device))
+            self._max_seq_len += shapes[0].num_draft_tokens
         graphs = None if config.disable_cuda_graph else self._graphs(device)
         if graphs is None:
             return
@@ -149,20 +151,20 @@ class ModelRunner(interface.ModelRunner):
         fb = forward_batch
         if fb.input_logprob_rows is not None:
             return None
-        if fb.forward_mode is ForwardMode.DECODE:
-            sizes, steps = self.batch_sizes, self._steps
-        elif fb.forward_mode is ForwardMode.TARGET_VERIFY and self.verify_batch_sizes:
-            sizes = self.verify_batch_sizes if self._verify_buffers.fits(fb) else ()
-            steps = self._verify_steps
-        else:
-            return None
-        if not sizes or fb.batch_size > sizes[-1]:
-            return None
-        size = sizes[bisect_left(sizes, fb.batch_size)]
-        if size not in steps:
-            buffers = self._buffers if steps is self._steps else self._verify_buffers
-            steps[size] = self._make_step(buffers, size)
-        return steps[size]
+        if fb.forward_mode is ForwardMode.DECODE and self.batch_sizes:
+            size = _size_for(fb.batch_size, self.batch_sizes)
+            if size is not None and size not in self._steps:
+                self._steps[size] = self._make_step(self._buffers, size)
+            return None if size is None else self._steps[size]
+        if fb.forward_mode is ForwardMode.TARGET_VERIFY:
+            for buffers in self._verify_buffers:
+                size = _size_for(fb.batch_size, buffers.batch_sizes)
+                if size is not None and buffers.fits(fb):
+                    key = buffers.num_nodes, size
+                    if key not in self._verify_steps:
+                        self._verify_steps[key] = self._make_step(buffers, size)
+                    return self._verify_steps[key]
+        return None
 
     def _make_step(self, buffers: DecodeBuffers | VerifyBuffers, size: int) -> DecodeStep:
         batch = buffers.padding_batch(size)
@@ -213,7 +215,7 @@ class ModelRunner(interface.ModelRunner):
         """The largest first: those that verify drafts have more tokens."""
         self._captured_hidden = self.capture_hidden
         self._hidden = no_hidden_states(self.model, self.capture_hidden)
-        wanted = [(self._verify_buffers, size) for size in self.verify_batch_sizes[::-1]]
+        wanted = [(buffers, size) for buffers in self._verify_buffers for size in buffers.batch_sizes[::-1]]
         kinds = list(SamplingKind)
         if self._hidden is not None:
             num_tokens = max([self.batch_sizes[-1], *(b.num_nodes * size for b, size in wanted)])
@@ -223,7 +225,10 @@ class ModelRunner(interface.ModelRunner):
             step = self._make_step(buffers, size)
             if not self._capture(graphs, step, kinds, sampler, num_token_ids):
                 return
-            (self._steps if buffers is self._buffers else self._verify_steps)[size] = step
+            if isinstance(buffers, VerifyBuffers):
+                self._verify_steps[buffers.num_nodes, size] = step
+            else:
+                self._steps[size] = step
         self._captured_for = sampler, num_token_ids
 
     def _capture(
@@ -265,3 +270,9 @@ class ModelRunner(interface.ModelRunner):
         replay.give_up_output(track=self._check_lent)
         step.replay_model = replay
         return True
+
+
+def _size_for(batch_size: int, sizes: tuple[int, ...]) -> int | None:
+    """The smallest that is large enough."""
+    place = bisect_left(sizes, batch_size)
+    return sizes[place] if place < len(sizes) else None

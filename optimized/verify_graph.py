@@ -12,27 +12,31 @@ from bisect import bisect_right
 import torch
 
 from optimized.cuda_graph import PaddedVectors, SamplingKind, captured_batch_sizes
-from shared.config import EngineConfig, draft_shape
+from shared.config import EngineConfig
 from shared.types import ForwardBatch, ForwardMode, SamplingBatchInfo
 
 MAX_TOKENS = 512
 """Nodes of all requests, beyond which a step takes longer than launching its kernels."""
 
 
-def verify_batch_sizes(config: EngineConfig) -> tuple[int, ...]:
+def verify_batch_sizes(config: EngineConfig, num_nodes: int) -> tuple[int, ...]:
     """Those of decoding, as far as their nodes are few enough."""
     sizes = captured_batch_sizes(config)
-    return sizes[: bisect_right(sizes, MAX_TOKENS // draft_shape(config).num_draft_tokens)]
+    return sizes[: bisect_right(sizes, MAX_TOKENS // num_nodes)]
 
 
 class VerifyBuffers:
-    """The tensors of a verify step and of its sampling, for up to `max_bs` requests.
+    """The tensors of a verify step and of its sampling, for trees of so many nodes.
 
     A row of padding is a request of nothing but a tree, on the dummy page.
     """
 
-    def __init__(self, max_bs: int, num_nodes: int, has_mask: bool, device: torch.device) -> None:
+    def __init__(
+        self, batch_sizes: tuple[int, ...], num_nodes: int, has_mask: bool, device: torch.device
+    ) -> None:
+        self.batch_sizes = batch_sizes
         self.num_nodes = num_nodes
+        max_bs = max(batch_sizes, default=0)
         max_nodes = max_bs * num_nodes
         inputs = {"input_ids": 0, "positions": 0, "out_cache_loc": 0}
         self.node_ints = PaddedVectors({**inputs, "top_ks": 1, "seeds": 0}, max_nodes, torch.int64, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shared.config import EngineConfig, draft_shape
 from shared.types import DraftShape
 
 WINDOW = 32
@@ -43,6 +44,12 @@ class AdaptiveShape:
 
     def _clear(self) -> None:
         self.num_verifications = self.num_drafted = self.num_accepted = 0
+
+
+def possible_shapes(config: EngineConfig) -> list[DraftShape]:
+    """Those that an engine may draft with, the largest first."""
+    largest = draft_shape(config)
+    return shapes_up_to(largest)[::-1] if config.speculative_auto else [largest]
 
 
 def shapes_up_to(largest: DraftShape) -> list[DraftShape]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
+from shared.adaptive_shape import possible_shapes
 from shared.config import EngineConfig, ModelConfig, draft_shape
 from shared.interfaces import Drafter
 from shared.logprobs import LOGPROB_ROWS
@@ -155,7 +156,8 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
     if not config.disable_cuda_graph:
         graphs = len(config.cuda_graph_bs or range(NUM_GRAPHS)) * BYTES_PER_GRAPH
         if config.speculative is not None:
-            graphs *= 4  # decoding, verifying, drafting, telling the drafter
+            # Decoding; and for each shape verifying, drafting, telling the drafter.
+            graphs *= 1 + 3 * len(possible_shapes(config))
         if config.cuda_graph_max_tokens != 0:
             graphs += max(min(config.cuda_graph_max_tokens or 0, num_tokens) * per_token, EXTEND_GRAPHS)
     return {

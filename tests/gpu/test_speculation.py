@@ -54,7 +54,7 @@ def test_replays_are_what_is_launched(shape: dict[str, Any], dtype: str) -> None
         buffer.normal_()
     for bs in (8, 3, 1, 5):
         with pieces_of(llm, bs, 200) as pieces:
-            num_before = drafter.graphs.num_replays, parts.model_runner.num_graph_replays
+            num_before = drafter.graphs[0].num_replays, parts.model_runner.num_graph_replays
             before = [values.clone() for values in drafter.last_rows]
             drafted: Any = pieces["draft"]()
             tree = {name: values.clone() for name, values in vars(drafted).items()}
@@ -66,16 +66,18 @@ def test_replays_are_what_is_launched(shape: dict[str, Any], dtype: str) -> None
                 output.hidden_states.clone(),
                 sampled.next_token_ids,
             ]
-            assert drafter.graphs.num_replays == num_before[0] + 2
+            assert drafter.graphs[0].num_replays == num_before[0] + 2
             assert parts.model_runner.num_graph_replays == num_before[1] + 1
 
-            size = next(size for size in drafter.graphs.batch_sizes if size >= bs)
+            size = next(size for size in drafter.graphs[0].batch_sizes if size >= bs)
             for values, old in zip(drafter.last_rows, before):
                 values.copy_(old)
-            launched: DraftTree = drafter._draft(drafter.graphs.buffers_of_draft(size), drafter.graphs.shape)
+            launched: DraftTree = drafter._draft(
+                drafter.graphs[0].buffers_of_draft(size), drafter.graphs[0].shape
+            )
             for name, values in vars(launched).items():
                 assert torch.equal(values[:bs], tree[name]), (bs, name)
-            drafter._extend(*drafter.graphs.buffers_of_extend(size))
+            drafter._extend(*drafter.graphs[0].buffers_of_extend(size))
             for found, expected in zip(drafter.last_rows, extended):
                 assert torch.equal(found[1:], expected), bs
             parts.model_runner.is_watched = True

@@ -213,7 +213,7 @@ def test_trees_of_the_configured_size_are_replayed() -> None:
     for case, num_replays in ((verify_clauses.CASES[0], 7), (verify_clauses.CASES[3], 1)):
         session = PreparedSession(FakeGraphsRunner, model_for(), case)
         session.prefill(case)
-        assert session.runner.verify_batch_sizes == case.sizes
+        assert [buffers.batch_sizes for buffers in session.runner._verify_buffers] == [case.sizes]
         for (batch,) in case.batches(session):
             session.run(batch)
         # Not those of 5 requests. Of the other size: the one that decodes.
@@ -221,10 +221,9 @@ def test_trees_of_the_configured_size_are_replayed() -> None:
 
 
 def test_trees_are_captured_as_far_as_their_nodes_are_few() -> None:
-    flags = {"speculative": "ngram", "speculative_topk": 4, "speculative_num_draft_tokens": 12}
-    assert verify_batch_sizes(EngineConfig(**flags)) == (1, 2, 4, 8, 12, 16, 24, 32, 40)
-    assert verify_batch_sizes(EngineConfig(**flags, cuda_graph_bs=(2, 100))) == (2,)
-    assert verify_batch_sizes(EngineConfig(**flags, cuda_graph_bs=(100,))) == ()
+    assert verify_batch_sizes(EngineConfig(), 12) == (1, 2, 4, 8, 12, 16, 24, 32, 40)
+    assert verify_batch_sizes(EngineConfig(cuda_graph_bs=(2, 100)), 12) == (2,)
+    assert verify_batch_sizes(EngineConfig(cuda_graph_bs=(100,)), 12) == ()
 
 
 def test_hidden_states_come_out_of_graphs_too() -> None:

@@ -64,16 +64,17 @@ class WithOwnTrees(FakeGraphsRunner):
 
     def prepare(self, config, sampler, num_token_ids):
         super().prepare(config, sampler, num_token_ids)
-        if not self.verify_batch_sizes:
+        if not self._verify_buffers:
             return
-        right, kept = self._verify_buffers.load, self.kept(self._verify_buffers)
+        (buffers,) = self._verify_buffers
+        right, kept = buffers.load, self.kept(buffers)
 
         def load(*args: Any) -> None:
             before = kept.clone()
             right(*args)
             kept.copy_(before)
 
-        self._verify_buffers.load = load
+        buffers.load = load
 
     def kept(self, buffers: Any) -> torch.Tensor:
         raise AssertionError("a mutant says what")
