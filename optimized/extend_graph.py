@@ -38,11 +38,10 @@ def captured_token_counts(config: EngineConfig, model: ModelConfig) -> tuple[int
     limit = config.cuda_graph_max_tokens
     if limit is None:
         limit = int(MAX_LAYER_FLOPS / flops_per_token(model))
-    most = config.chunked_prefill_size or max(
-        config.max_prefill_tokens, config.context_len or model.context_len
-    )
-    if config.enable_mixed_chunk:
-        most += config.max_running_requests
+    most = config.chunked_prefill_size  # tokens that decode beside the prompts included
+    if most is None:
+        most = max(config.max_prefill_tokens, config.context_len or model.context_len)
+        most += config.max_running_requests * config.enable_mixed_chunk
     # Below 256 tokens a product reads weights for longer than it computes: padding is nearly free.
     steps = [16, 32, 64, 128, 192, 256, 384, 512, 768]
     steps += [start + i * start // 4 for start in (1024, 2048, 4096, 8192) for i in range(4)]

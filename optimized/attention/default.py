@@ -22,7 +22,7 @@ from shared.types import ForwardBatch
 from shared.types.attention import AttentionLayer
 
 MIN_TOKENS_PER_REQUEST = 64
-"""New tokens a request, on average, from which a batch is a matter for the backend of prompts. Below, it is
+"""New tokens a request, on average, from which a batch of prompts is a matter for their backend. Below, it is
 more like decoding: FlashAttention 3 fills a tile of 128 rows with one request's tokens of one query head, and
 reads its keys once for each query head. (Measured: 32 tokens are slower, 128 faster.)"""
 
@@ -88,6 +88,6 @@ class DefaultAttention(HybridAttention):
         k: torch.Tensor | None = None,
         v: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if layer.sinks is not None and plan.backend is not self.decode_backend:
+        if layer.sinks is not None and plan.parts[0].backend is not self.decode_backend:
             return self.decode_backend.run(q, layer, self.decode_backend.plan(plan.forward_batch), k=k, v=v)
         return super().run(q, layer, plan, k=k, v=v)

@@ -1,29 +1,38 @@
 """Two backends as one: the first computes prompts, the second everything that repeats step after step.
 
 Differs from reference: nothing but who computes. Prompts are bound by arithmetic, decoding by reading memory,
-so the best kernel for the one is seldom the best for the other. Decoding, and verifying drafts, is also what
-CUDA graphs hold: only the second backend need support them. Loses nothing but a call a layer.
+so the best kernel for the one is seldom the best for the other: of a mixed batch each backend gets its
+requests, and the two outputs are copied into one. Decoding, and verifying drafts, is also what CUDA graphs
+hold: only the second backend need support them. Loses a call a layer, of mixed batches two copies.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import torch
 
 from shared import registry
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
-from shared.types import ForwardBatch
+from shared.types import ForwardBatch, ForwardMode
 from shared.types.attention import AttentionLayer
+
+
+class Part(NamedTuple):
+    """Consecutive requests of a batch, and who computes them."""
+
+    num_tokens: int
+    backend: interface.AttentionBackend
+    plan: Any
 
 
 @dataclass(frozen=True, eq=False)
 class HybridPlan:
     forward_batch: ForwardBatch
-    backend: interface.AttentionBackend
-    plan: Any
+    parts: tuple[Part, ...]
 
 
 class HybridAttention(interface.AttentionBackend):
@@ -39,8 +48,15 @@ class HybridAttention(interface.AttentionBackend):
         self.takes_bounds = self.decode_backend.takes_bounds
 
     def plan(self, forward_batch: ForwardBatch) -> HybridPlan:
-        backend = self._backend_for(forward_batch)
-        return HybridPlan(forward_batch, backend, backend.plan(forward_batch))
+        num_decoding = self._num_decoding(forward_batch)
+        if num_decoding == 0:
+            return self._whole(forward_batch, self._backend_for(forward_batch))
+        prompts, decoding = split_mixed(forward_batch, num_decoding)
+        if prompts.batch_size == 0:
+            return self._whole(decoding, self.decode_backend)
+        pairs = (prompts, self.prefill_backend), (decoding, self.decode_backend)
+        parts = tuple(Part(batch.num_tokens, backend, backend.plan(batch)) for batch, backend in pairs)
+        return HybridPlan(forward_batch, parts)
 
     def run(
         self,
@@ -51,14 +67,38 @@ class HybridAttention(interface.AttentionBackend):
         k: torch.Tensor | None = None,
         v: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return plan.backend.run(q, layer, plan.plan, k=k, v=v)
+        if len(plan.parts) == 1:
+            return plan.parts[0].backend.run(q, layer, plan.parts[0].plan, k=k, v=v)
+        output = q.new_empty(q.shape)
+        start = 0
+        for part in plan.parts:
+            rows = slice(start, start + part.num_tokens)
+            k_part, v_part = (None if x is None else x[rows] for x in (k, v))
+            output[rows] = part.backend.run(q[rows], layer, part.plan, k=k_part, v=v_part)
+            start += part.num_tokens
+        return output
 
     def plan_for_graph(self, forward_batch: ForwardBatch, max_seq_len: int) -> HybridPlan:
         backend = self._backend_for(forward_batch)
-        return HybridPlan(forward_batch, backend, backend.plan_for_graph(forward_batch, max_seq_len))
+        plan = backend.plan_for_graph(forward_batch, max_seq_len)
+        return HybridPlan(forward_batch, (Part(forward_batch.num_tokens, backend, plan),))
 
     def replan(self, plan: HybridPlan, forward_batch: ForwardBatch) -> None:
-        plan.backend.replan(plan.plan, forward_batch)
+        [part] = plan.parts
+        part.backend.replan(part.plan, forward_batch)
+
+    def _whole(self, forward_batch: ForwardBatch, backend: interface.AttentionBackend) -> HybridPlan:
+        return HybridPlan(
+            forward_batch, (Part(forward_batch.num_tokens, backend, backend.plan(forward_batch)),)
+        )
+
+    def _num_decoding(self, forward_batch: ForwardBatch) -> int:
+        """The last so many requests of a mixed batch are for the second backend."""
+        is_mixed = forward_batch.forward_mode is ForwardMode.MIXED and forward_batch.custom_mask is None
+        # One object may hold one plan only.
+        if not is_mixed or self.prefill_backend is self.decode_backend:
+            return 0
+        return sum(1 for _ in takewhile(lambda n: n == 1, reversed(forward_batch.extend_seq_lens_cpu)))
 
     def _backends(
         self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool
@@ -78,3 +118,32 @@ def hybrid_of(prefill: str, decode: str) -> type[HybridAttention]:
     """A class of two names of the registry."""
     name = f"HybridAttention[{prefill}+{decode}]"
     return type(name, (HybridAttention,), {"prefill": prefill, "decode": decode, "__module__": __name__})
+
+
+def split_mixed(batch: ForwardBatch, num_decoding: int) -> tuple[ForwardBatch, ForwardBatch]:
+    """The last so many requests, of one new token each, as a batch that decodes, and those before them.
+
+    Decoding gets copies: its kernels are compiled for aligned tensors, and a slice may begin anywhere."""
+    bs, n = batch.batch_size - num_decoding, batch.num_tokens - num_decoding
+    kinds = (ForwardMode.EXTEND, slice(bs), slice(n)), (ForwardMode.DECODE, slice(bs, None), slice(n, None))
+    prompts, decoding = (
+        ForwardBatch(
+            forward_mode=mode,
+            input_ids=batch.input_ids[tokens],
+            positions=batch.positions[tokens],
+            req_pool_indices=batch.req_pool_indices[requests],
+            seq_lens=batch.seq_lens[requests],
+            out_cache_loc=batch.out_cache_loc[tokens],
+            extend_seq_lens=batch.extend_seq_lens[requests],
+            extend_start_loc=batch.extend_start_loc[requests],
+            seq_lens_cpu=batch.seq_lens_cpu[requests],
+            extend_seq_lens_cpu=batch.extend_seq_lens_cpu[requests],
+        )
+        for mode, requests, tokens in kinds
+    )
+    return prompts, replace(
+        decoding,
+        req_pool_indices=decoding.req_pool_indices.clone(),
+        seq_lens=decoding.seq_lens.clone(),
+        extend_start_loc=decoding.extend_start_loc - n,
+    )

@@ -16,11 +16,11 @@ from shared import registry
 from shared.conformance.attention_batches import AttentionBatch, AttentionCase
 from shared.conformance.replanned_attention import _replanned
 from shared.conformance.suite import check_implementation, clauses_of
-from shared.types import ForwardBatch
+from shared.types import ForwardBatch, ForwardMode
 
 DECODE = AttentionCase("decode", ((4, 1), (9, 1)))
 EXTEND = AttentionCase("extend", ((4, 3), (0, 9)))
-MIXED = AttentionCase("mixed", ((4, 1), (0, 9)))
+MIXED = AttentionCase("mixed", ((4, 1), (0, 9), (7, 1), (2, 1), (30, 1)))
 VERIFY = AttentionCase("verify", ((4, 3), (2, 3)), mask="tree")
 
 
@@ -56,16 +56,45 @@ def made(batch: AttentionBatch, choice: str) -> HybridAttention:
 
 @pytest.mark.usefixtures("_two_backends")
 @pytest.mark.parametrize(
-    ("case", "is_first"),
-    [(DECODE, False), (EXTEND, True), (MIXED, True), (VERIFY, False)],
+    ("case", "num_prompts", "num_others"),
+    [(DECODE, 0, 2), (EXTEND, 2, 0), (MIXED, 2, 3), (VERIFY, 0, 2)],
     ids=lambda x: str(x)[:30],
 )
-def test_prompts_go_to_the_first_and_the_rest_to_the_second(case: AttentionCase, is_first: bool) -> None:
+def test_prompts_go_to_the_first_and_the_rest_to_the_second(
+    case: AttentionCase, num_prompts: int, num_others: int
+) -> None:
     batch = AttentionBatch(case)
     backend = made(batch, "first+second")
     batch.expect(batch.run_planned(backend, backend.plan(batch.forward_batch)))
-    assert len(backend.prefill_backend.planned) == is_first
-    assert len(backend.decode_backend.planned) == (not is_first)
+    assert [b.batch_size for b in backend.prefill_backend.planned] == [num_prompts] * (num_prompts > 0)
+    assert [b.batch_size for b in backend.decode_backend.planned] == [num_others] * (num_others > 0)
+
+
+@pytest.mark.usefixtures("_two_backends")
+def test_of_a_mixed_batch_the_second_sees_decoding() -> None:
+    batch = AttentionBatch(MIXED)
+    backend = made(batch, "first+second")
+    backend.plan(batch.forward_batch)
+    [prompts], [decoding] = backend.prefill_backend.planned, backend.decode_backend.planned
+    assert (prompts.forward_mode, decoding.forward_mode) == (ForwardMode.EXTEND, ForwardMode.DECODE)
+    assert decoding.extend_start_loc.tolist() == [0, 1, 2]
+    assert decoding.seq_lens.tolist() == list(decoding.seq_lens_cpu) == [8, 3, 31]
+    assert decoding.req_pool_indices.tolist() == batch.forward_batch.req_pool_indices[2:].tolist()
+
+
+@pytest.mark.usefixtures("_two_backends")
+def test_a_mixed_batch_without_prompts_decodes() -> None:
+    batch = AttentionBatch(DECODE)
+    batch.forward_batch = replace(batch.forward_batch, forward_mode=ForwardMode.MIXED)
+    backend = made(batch, "first+second")
+    batch.expect(batch.run_planned(backend, backend.plan(batch.forward_batch)))
+    assert backend.prefill_backend.planned == []
+
+
+def test_one_backend_gets_a_mixed_batch_whole() -> None:
+    batch = AttentionBatch(MIXED)
+    plan = made(batch, "reference+reference").plan(batch.forward_batch)
+    assert [part.num_tokens for part in plan.parts] == [13]
 
 
 def test_a_pair_holds_the_contract() -> None:

@@ -37,11 +37,15 @@ def shape(name: str) -> ModelConfig:
         ({"cuda_graph_max_tokens": 100}, (16, 32, 64)),
         ({"chunked_prefill_size": 100}, (16, 32, 64, 100)),
         ({"chunked_prefill_size": 7}, (7,)),
-        (
-            {"chunked_prefill_size": 100, "enable_mixed_chunk": True, "max_running_requests": 40},
-            (16, 32, 64, 128, 140),
-        ),
+        ({"chunked_prefill_size": 100, "enable_mixed_chunk": True}, (16, 32, 64, 100)),
         ({"chunked_prefill_size": None, "max_prefill_tokens": 9, "context_len": 70}, (16, 32, 64, 70)),
+        (
+            {
+                "chunked_prefill_size": None, "max_prefill_tokens": 9, "context_len": 70,
+                "enable_mixed_chunk": True, "max_running_requests": 40,
+            },
+            (16, 32, 64, 110),
+        ),
     ],
 )  # fmt: skip
 def test_sizes_follow_the_flags(flags: dict[str, Any], sizes: tuple[int, ...]) -> None:
