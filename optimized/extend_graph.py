@@ -28,7 +28,7 @@ from shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
 from shared.types import ForwardBatch, ForwardMode
 from shared.types.attention import AttentionLayer, BatchAttention
 
-MAX_LAYER_FLOPS = 250e9
+MAX_LAYER_FLOPS = 260e9
 """Of the products of one layer. Beyond, a GPU computes a layer for longer than its kernels take to launch
 (measured on an H200: docs/measurements/prefill.md)."""
 

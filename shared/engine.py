@@ -58,12 +58,12 @@ class LLM:
         params = self._params_of(sampling_params, len(batch))
         collectors: list[OutputCollector] = []
         try:
-            for i, prompt in enumerate(batch):
-                names = dict(request)
-                if not is_single and names.get("rid") is not None:
-                    names["rid"] = f"{names['rid']}-{i}"
-                collectors += self.submit(prompt, params[i], **names)
             with old_objects_aside():
+                for i, prompt in enumerate(batch):
+                    names = dict(request)
+                    if not is_single and names.get("rid") is not None:
+                        names["rid"] = f"{names['rid']}-{i}"
+                    collectors += self.submit(prompt, params[i], **names)
                 self._run(collectors, progress)
         except BaseException:
             for collector in collectors:

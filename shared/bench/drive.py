@@ -93,9 +93,9 @@ def submitted(
     collectors: list[OutputCollector] = []
     start = clock()
     try:
-        for request in requests:
-            collectors.append(submit(llm, request, sampling))
         with old_objects_aside():  # as `LLM.generate` does
+            for request in requests:
+                collectors.append(submit(llm, request, sampling))
             yield collectors, start
     finally:
         for collector in collectors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -63,16 +63,22 @@ def test_what_the_caller_froze_stays_frozen() -> None:
         gc.unfreeze()
 
 
-def test_generate_runs_its_steps_with_old_objects_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_submits_and_steps_with_old_objects_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(model="tiny-dense", device="cpu", panel="reference")
-    counts: list[int] = []
-    step = llm.step
+    counts: dict[str, list[int]] = {"submit": [], "step": []}
 
-    def counting_step(*args: Any) -> bool:
-        counts.append(gc.get_freeze_count())
-        return step(*args)
+    def counting(name: str) -> Callable[..., Any]:
+        method = getattr(llm, name)
 
-    monkeypatch.setattr(llm, "step", counting_step)
-    llm.generate("one two", SamplingParams(max_new_tokens=3), progress=False)
-    assert counts
-    assert min(counts) > 0
+        def counted(*args: Any, **names: Any) -> Any:
+            counts[name].append(gc.get_freeze_count())
+            return method(*args, **names)
+
+        return counted
+
+    for name in counts:
+        monkeypatch.setattr(llm, name, counting(name))
+    llm.generate(["one two", "three"], SamplingParams(max_new_tokens=3), progress=False)
+    assert len(counts["submit"]) == 2
+    assert counts["step"]
+    assert min(counts["submit"] + counts["step"]) > 0

@@ -59,6 +59,8 @@ def test_larger_models_are_captured_for_fewer_tokens() -> None:
         assert sizes[-1] * flops_per_token(shape(name)) <= MAX_LAYER_FLOPS
         largest[name] = sizes[-1]
     assert largest["Qwen3-8B"] < largest["Qwen3-30B-A3B"] < largest["Qwen3-0.6B"] < 16384
+    # A whole step of the default size: launched eagerly it leaves the GPU waiting for the host.
+    assert captured_token_counts(EngineConfig(), shape("Qwen3-0.6B"))[-1] == 8192
 
 
 def test_a_wrong_limit_is_named() -> None:
