@@ -3,7 +3,7 @@
 Differs from reference: nothing but who computes. Prompts are bound by arithmetic, decoding by reading memory,
 so the best kernel for the one is seldom the best for the other: of a mixed batch each backend gets its
 requests, and the two outputs are copied into one. Decoding, and verifying drafts, is also what CUDA graphs
-hold: only the second backend need support them. Loses a call a layer, of mixed batches two copies.
+hold: only the second backend need support them. Loses a call a layer, with a mixed batch a copy too.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class HybridAttention(interface.AttentionBackend):
     ) -> torch.Tensor:
         if len(plan.parts) == 1:
             return plan.parts[0].backend.run(q, layer, plan.parts[0].plan, k=k, v=v)
-        output = q.new_empty(q.shape)
+        outputs = []
         start = 0
         for part in plan.parts:
             rows = slice(start, start + part.num_tokens)
             k_part, v_part = (None if x is None else x[rows] for x in (k, v))
-            output[rows] = part.backend.run(q[rows], layer, part.plan, k=k_part, v=v_part)
+            outputs.append(part.backend.run(q[rows], layer, part.plan, k=k_part, v=v_part))
             start += part.num_tokens
-        return output
+        return torch.cat(outputs)
 
     def plan_for_graph(self, forward_batch: ForwardBatch, max_seq_len: int) -> HybridPlan:
         backend = self._backend_for(forward_batch)
