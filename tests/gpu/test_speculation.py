@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
@@ -12,7 +13,9 @@ from shared.bench.round import pieces_of
 from shared.bench.step_inputs import fill_pool
 from shared.conformance.switches import expect_answers
 from shared.engine import LLM
-from shared.types import DraftTree
+from shared.model_path import ASSETS
+from shared.tiny.acceptance import measure_acceptance
+from shared.types import DraftShape, DraftTree
 
 from .harness import OPTIMIZED, name_of, optimized, reference_answers
 
@@ -101,3 +104,12 @@ def test_a_round_waits_for_nothing() -> None:
             call()
         assert not busy.query(), "the host waited for the device"
         torch.cuda.synchronize()
+
+
+def test_acceptance_is_the_recorded_one() -> None:
+    """The built-in head on held-out questions: as often as through the reference, to a hundredth."""
+    head = ASSETS / "tiny-dense-eagle3"
+    recorded = json.loads((head / "training.json").read_text())["acceptance"]["5/4/16"]
+    flags = {**OPTIMIZED, "use": OVERLAPPED, "dtype": "float32"}
+    stats = measure_acceptance(str(head), DraftShape(5, 4, 16), recorded["num_questions"], **flags)
+    assert stats.acceptance_length_with_bonus == pytest.approx(recorded["with_bonus"], rel=0.01)

@@ -4,6 +4,7 @@ context or of the pool, and when something fails."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from shared.conformance.clause import contract
@@ -74,9 +75,15 @@ class Limit:
     ),
 )
 def context_end(impl: type[Scheduler], case: Limit) -> None:
-    for guess in (perfect, erratic(2)):
+    for guess, runs_ahead in product((perfect, erratic(2)), (False, True)):
         harness = harness_for(
-            impl, guess, case.shape, page_size=case.page_size, context_len=case.context_len, pool_tokens=128
+            impl,
+            guess,
+            case.shape,
+            page_size=case.page_size,
+            context_len=case.context_len,
+            pool_tokens=128,
+            runs_ahead=runs_ahead,
         )
         if harness is None:
             return
