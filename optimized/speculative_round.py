@@ -192,6 +192,7 @@ class Rounds:
     ) -> Outcome:
         """Accepted KV becomes the row's next; the next round and the drafter are told."""
         width, num_nodes = launched.max_kept, tree.num_draft_tokens
+        depths = tree.depths.amax(dim=1)  # now: the tree is lent until the drafter is called again
         num_kept = accepted.num_accepted + 1
         nodes = accepted.node_indices.clamp(min=0)  # behind the path: the root once more
         if launched.shape.top_k > 1:
@@ -216,7 +217,6 @@ class Rounds:
             self.drafter.extend(batch.reqs, *kept)
         else:
             launched.kept = kept
-        depths = tree.depths.amax(dim=1)
         numbers = torch.cat([accepted.token_ids, num_kept[:, None], depths[:, None]], dim=1)
         logprobs = sampled.logprobs
         if logprobs is not None:

@@ -28,6 +28,7 @@ class AheadDrafter(LedgerDrafter):
         hidden_states: torch.Tensor | None,
         next_token_ids: torch.Tensor,
     ) -> None:
+        self.take_back()
         assert hidden_states is not None
         assert hidden_states.shape[0] == forward_batch.num_tokens
         assert len(reqs) == forward_batch.batch_size
@@ -49,6 +50,7 @@ class AheadDrafter(LedgerDrafter):
             self._history(req, int(forward_batch.req_pool_indices[i]), num_tokens)
 
     def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        self.take_back()
         seq_lens, rows, roots = (
             batch.seq_lens.tolist(),
             batch.req_pool_indices.tolist(),
@@ -74,7 +76,8 @@ class AheadDrafter(LedgerDrafter):
             parents.append([0, *above, *[0] * num_padding])
         for each in zip(batch.reqs, rows, seq_lens):
             self._history(*each)  # nobody's KV was in the slots lent to another
-        return self.draft_tree.from_parents(*map(torch.tensor, (token_ids, parents, num_nodes)))
+        self.lent = self.draft_tree.from_parents(*map(torch.tensor, (token_ids, parents, num_nodes)))
+        return self.lent
 
     def forget(self, req: Req) -> None:
         pass  # nothing is kept by rid

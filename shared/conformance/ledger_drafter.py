@@ -22,7 +22,8 @@ than N, each parent (0: the root) before its children."""
 
 class LedgerDrafter(interface.Drafter):
     """Keeps in each slot what a draft model's KV there would be made of: the token, the one after it, and the
-    target's hidden state. `draft` reads every request's back, and scribbles on the slots it was lent.
+    target's hidden state. `draft` reads every request's back, and scribbles on the slots it was lent, as on the
+    tree that it lent itself, when it is called again.
 
     `is_late`: batches run later than they were formed. A prompt's slots may be the prefix cache's by then."""
 
@@ -35,6 +36,7 @@ class LedgerDrafter(interface.Drafter):
         self.vocab_size = vocab_size
         self.draft_tree = registry.load("draft_tree", "reference")()
         self.known: set[str] = set()
+        self.lent: DraftTree | None = None
 
     def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
         self.req_to_token_pool = req_to_token_pool
@@ -50,6 +52,7 @@ class LedgerDrafter(interface.Drafter):
         hidden_states: torch.Tensor | None,
         next_token_ids: torch.Tensor,
     ) -> None:
+        self.take_back()
         assert hidden_states is not None
         assert hidden_states.shape[0] == forward_batch.num_tokens
         assert len(reqs) == forward_batch.batch_size
@@ -71,6 +74,7 @@ class LedgerDrafter(interface.Drafter):
             self.known.add(req.rid)
 
     def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        self.take_back()
         used: set[int] = set()
         token_ids, parents, num_nodes = [], [], []
         for i, req in enumerate(batch.reqs):
@@ -95,9 +99,16 @@ class LedgerDrafter(interface.Drafter):
         assert len(used) == batch.batch_size * batch.num_slots, "a slot was lent twice"
         for req in batch.reqs:
             self._expect_kv(req, req.all_ids)  # nobody's KV was in the slots lent to another
-        return self.draft_tree.from_parents(
+        self.lent = self.draft_tree.from_parents(
             torch.tensor(token_ids), torch.tensor(parents), torch.tensor(num_nodes)
         )
+        return self.lent
+
+    def take_back(self) -> None:
+        """Somebody who still looks at the last tree finds something else."""
+        if self.lent is not None:
+            for values in vars(self.lent).values():
+                values.fill_(99)
 
     def forget(self, req: Req) -> None:
         self.known.discard(req.rid)

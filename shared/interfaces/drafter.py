@@ -99,7 +99,9 @@ class Drafter(ABC):
         """Trees of shape.num_draft_tokens nodes, padding included, at most shape.num_steps deep, on the
         target's device; ids in [0, num_token_ids). No number of `shape` exceeds that of the configuration.
         No guess: just the root. Positions behind the context's end are never verified; a drafter may draft
-        there if it can (its own positions must stay in its model's range), or stop."""
+        there if it can (its own positions must stay in its model's range), or stop.
+
+        The tree is lent until the drafter is called again: then its tensors may hold something else."""
 
     def forget(self, req: Req) -> None:  # noqa: B027 - there may be nothing to forget
         """The request has ended or was retracted: drop what is kept under its rid. May be called for a

@@ -166,6 +166,13 @@ class TellsHiddenStatesOfTheFirstNodes(
 
 
 @ahead
+class LooksAtTheTreeTooLate(
+    changed("speculative_round", "depths[:, None]], dim=1)", "tree.depths.amax(dim=1)[:, None]], dim=1)")
+):
+    """The depth of a tree is read when the drafter has it back."""
+
+
+@ahead
 class CommitsOneToken(
     changed("speculative", "req.kv_committed_len += num_kept", "req.kv_committed_len += 1")
 ):
