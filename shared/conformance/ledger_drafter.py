@@ -22,8 +22,8 @@ than N, each parent (0: the root) before its children."""
 
 class LedgerDrafter(interface.Drafter):
     """Keeps in each slot what a draft model's KV there would be made of: the token, the one after it, and the
-    target's hidden state. `draft` reads every request's back, and scribbles on the slots it was lent, as on the
-    tree that it lent itself, when it is called again.
+    target's hidden state. `draft` reads every request's back, and scribbles on the slots it was lent, as on
+    the tree that it lent itself, when it is called again.
 
     `is_late`: batches run later than they were formed. A prompt's slots may be the prefix cache's by then."""
 
