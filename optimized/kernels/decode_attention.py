@@ -29,10 +29,6 @@ from optimized.kernels.split_keys import (
     split_workspace,
 )
 
-FEW_REQUESTS = 64
-"""Up to as many, one program a multiprocessor takes large tiles: fewer steps of the softmax, and fewer parts
-to merge. Beyond, two take smaller ones: one works while the other goes from request to request."""
-
 
 @triton.jit
 def _keys_of(request, seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, stride_row):
@@ -155,11 +151,11 @@ def _decode_kernel(
             )  # fmt: skip
 
 
-def _tile(batch_size: int, row_bytes: int) -> tuple[int, int, int]:
+def _tile(row_bytes: int) -> tuple[int, int, int]:
     """Keys of a tile, programs on a multiprocessor, stages. A read of K waits for a read of its slot: of 5
-    stages two tiles are under way, of 7 three. Shared memory then holds no more programs than planned, which
-    matters: a third on one multiprocessor is missing on another."""
-    if batch_size <= FEW_REQUESTS and row_bytes >= 256:
+    stages two tiles are under way, of 7 three. Large tiles mean fewer steps of the softmax and fewer parts to
+    merge, for any number of requests."""
+    if row_bytes >= 256:
         return max(16, 32768 // row_bytes), 1, 5
     return max(16, min(128, 16384 // row_bytes)), 2, 7
 
@@ -193,7 +189,7 @@ def decode_attention(
     if batch_size == 0:
         return output
     sizes = split_sizes(num_qo_heads // num_kv_heads, head_dim)
-    block_n, programs_per_sm, num_stages = _tile(batch_size, sizes["BLOCK_D"] * k_buffer.element_size())
+    block_n, programs_per_sm, num_stages = _tile(sizes["BLOCK_D"] * k_buffer.element_size())
     max_tiles = batch_size * triton.cdiv(req_to_token.shape[1], block_n)
     num_programs = num_split_programs(q.device, num_kv_heads, programs_per_sm, max_tiles)
     _decode_kernel[(num_kv_heads, num_programs)](

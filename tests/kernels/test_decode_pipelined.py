@@ -25,7 +25,7 @@ from optimized.kernels.decode_attention import _decode_kernel, _tile
 from optimized.kernels.split_keys import split_sizes
 
 for batch_size, head_dim, options in (few, many, few_extras, many_extras, heads_of_64):
-    block_n, programs, num_stages = _tile(batch_size, 2 * head_dim)
+    block_n, programs, num_stages = _tile(2 * head_dim)
     constants = {
         **split_sizes(4, head_dim), "PAGE_SIZE": 1, "BLOCK_N": block_n, "BLOCK_BS": batch_size,
         "HAS_WINDOW": False, "HAS_CAP": False, "HAS_SINKS": False, "PRECISION": "tf32", "USE_PDL": True,
