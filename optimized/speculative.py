@@ -61,6 +61,7 @@ class Speculator:
         self.num_drafted_tokens = 0
         self.num_slots = num_speculative_slots(config, self.drafter)
         self.max_kept = max_kept(self.shape)
+        self._numbers = torch.arange(self.num_slots + self.max_kept, device=self.device)
         self.rounds = Rounds(context_len, parts, self.pipeline, self.num_slots, self.max_kept)
 
     def num_ahead(self, running: Sequence[Req]) -> int:
@@ -232,7 +233,7 @@ class Speculator:
         width = max(bound - kv_len for bound, kv_len in zip(bounds, kv_lens)) + self.num_slots
         # Now, in the scheduler's order of things: later the row may be another's.
         pool = self.parts.req_to_token_pool
-        columns = vectors[1][:, None] + torch.arange(width, device=self.device)
+        columns = vectors[1][:, None] + self._numbers[:width]
         slots = pool.req_to_token[vectors[0][:, None], columns.clamp(max=pool.max_len - 1)].to(torch.int64)
         return Starts(*vectors, slots, bounds)
 

@@ -90,6 +90,8 @@ class Rounds:
         self.device = parts.allocator.device
         self.runs_ahead = self.drafter.runs_ahead and parts.model_runner.takes_bounds
         self.runs = FutureRuns(len(pipeline.future_map.token_ids), longest_run, self.device)
+        self.numbers = torch.arange(num_slots, device=self.device)
+        self._lens: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # see `_lens_of`
         self._last_info: tuple[SamplingBatchInfo, int, SamplingBatchInfo] | None = None  # of nodes, the last
 
     # --8<-- [start:speculative-round]
@@ -123,8 +125,8 @@ class Rounds:
         """A request that has ended by its length would begin too far: behind its last position there are
         slots to write to, and nobody reads what it is given."""
         num_new = torch.minimum(starts.is_round * run_lens, starts.last_starts - starts.kv_lens)
-        newest = self.pipeline.future_map.token_ids[starts.places].clamp(min=0)
-        columns = num_new[:, None] + torch.arange(self.num_slots, device=self.device)
+        newest = self.pipeline.future_map.token_ids[starts.places]
+        columns = num_new[:, None] + self.numbers
         return DraftBatch(
             reqs=reqs,
             root_ids=torch.where(starts.places > 0, newest, starts.root_ids),
@@ -167,6 +169,7 @@ class Rounds:
     ) -> ForwardBatch:
         """As many tokens of each request, in its next slots. token_ids [bs, n]."""
         bs, n = token_ids.shape
+        extend_seq_lens, extend_start_loc = self._lens_of(bs, n)
         return ForwardBatch(
             forward_mode=mode,
             input_ids=token_ids.flatten(),
@@ -175,11 +178,18 @@ class Rounds:
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens + n,
             out_cache_loc=batch.slots[:, :n].flatten(),
-            extend_seq_lens=torch.full_like(batch.seq_lens, n),
-            extend_start_loc=torch.arange(bs, device=self.device) * n,
+            extend_seq_lens=extend_seq_lens,
+            extend_start_loc=extend_start_loc,
             seq_lens_cpu=tuple(seq_len + n for seq_len in batch.seq_lens_cpu),
             extend_seq_lens_cpu=(n,) * bs,
         )
+
+    def _lens_of(self, bs: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a batch with n tokens of each request: how many, and where they begin. Nobody writes to them."""
+        if (bs, n) not in self._lens:
+            num_each = torch.full((bs,), n, dtype=torch.int64, device=self.device)
+            self._lens[bs, n] = num_each, torch.arange(bs, device=self.device) * n
+        return self._lens[bs, n]
 
     def _keep(
         self,
@@ -195,17 +205,17 @@ class Rounds:
         depths = tree.depths.amax(dim=1)  # now: the tree is lent until the drafter is called again
         num_kept = accepted.num_accepted + 1
         nodes = accepted.node_indices.clamp(min=0)  # behind the path: the root once more
+        is_behind = accepted.node_indices < 0
         if launched.shape.top_k > 1:
-            self._keep_slots(batch.slots[:, :num_nodes], accepted.node_indices)
+            self._keep_slots(batch.slots[:, :num_nodes], nodes[:, 1:], is_behind[:, 1:])
         self.runs.store(launched.first_place, accepted.token_ids, num_kept)
         newest = accepted.token_ids.gather(1, accepted.num_accepted[:, None]).flatten()
         self.pipeline.future_map.store(launched.first_place, newest)
 
-        first = torch.arange(tree.batch_size, device=self.device)[:, None] * num_nodes
-        rows = (first + nodes).flatten()
-        is_kept = accepted.node_indices >= 0
-        token_ids = tree.token_ids.gather(1, nodes).masked_fill(~is_kept, 0)
-        positions = batch.seq_lens[:, None] + torch.arange(width, device=self.device)
+        _, first = self._lens_of(tree.batch_size, num_nodes)
+        rows = (first[:, None] + nodes).flatten()
+        token_ids = tree.token_ids.gather(1, nodes).masked_fill(is_behind, 0)
+        positions = batch.seq_lens[:, None] + self.numbers[:width]
         kept_batch = self._regular_batch(batch, token_ids, positions.flatten(), ForwardMode.EXTEND)
         hidden_states = logits_output.hidden_states
         kept = KeptRows(
@@ -224,13 +234,13 @@ class Rounds:
         return Outcome(numbers, logprobs)
 
     # --8<-- [start:move-accepted-kv]
-    def _keep_slots(self, slots: torch.Tensor, nodes: torch.Tensor) -> None:
-        """KV of the nodes [bs, max_kept] goes to the first slots, as if there were always as many: behind a
-        path each slot is moved to itself. (The root is in the first slot already.)"""
+    def _keep_slots(self, slots: torch.Tensor, nodes: torch.Tensor, is_behind: torch.Tensor) -> None:
+        """KV of accepted drafts [bs, max_kept - 1] goes to the first slots, as if there were always as many:
+        behind a path each slot is moved to itself. (The root is in the first slot already.)"""
         assert self.parts.kv_pool is not None
-        targets = slots[:, 1 : nodes.shape[1]]
-        sources = slots.gather(1, nodes[:, 1:].clamp(min=0))
-        sources = torch.where(nodes[:, 1:] >= 0, sources, targets)
+        targets = slots[:, 1 : nodes.shape[1] + 1]
+        sources = slots.gather(1, nodes)
+        sources = torch.where(is_behind, targets, sources)
         self.parts.kv_pool.move(targets.flatten(), sources.flatten())
 
     # --8<-- [end:move-accepted-kv]

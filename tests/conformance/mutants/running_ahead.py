@@ -38,8 +38,8 @@ class BeginsWhereTheHostKnows(
 class WritesWhereTheRoundBeforeDid(
     changed(
         "speculative_round",
-        "columns = num_new[:, None] + torch.arange(self.num_slots, device=self.device)",
-        "columns = 0 * num_new[:, None] + torch.arange(self.num_slots, device=self.device)",
+        "columns = num_new[:, None] + self.numbers",
+        "columns = 0 * num_new[:, None] + self.numbers",
     )
 ):
     """The slots are those of the round in flight."""
@@ -142,8 +142,8 @@ class AcceptedKVStaysWhereItIs(
 class PaddingOverwritesWithTheRoot(
     changed(
         "speculative_round",
-        "        sources = torch.where(nodes[:, 1:] >= 0, sources, targets)\n",
-        "        targets = torch.where(nodes[:, 1:] >= 0, targets, targets.roll(1, 1))\n",
+        "        sources = torch.where(is_behind, targets, sources)\n",
+        "        targets = torch.where(is_behind, targets.roll(1, 1), targets)\n",
     )
 ):
     """What stands behind a path is moved over it."""
@@ -159,7 +159,7 @@ class TellsHiddenStatesOfTheFirstNodes(
     changed(
         "speculative_round",
         "hidden_states[rows],",
-        "hidden_states[(first + positions * 0 + torch.arange(width)).flatten()],",
+        "hidden_states[(first[:, None] + positions * 0 + torch.arange(width)).flatten()],",
     )
 ):
     """The drafter gets the hidden states of as many first nodes."""
