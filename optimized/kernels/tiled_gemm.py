@@ -3,8 +3,9 @@ the residual stream.
 
 Floor: the weights' bytes, out_features * in_features * itemsize, over the memory's bandwidth.
 
-Shape: a program computes ROWS outputs of all tokens, each whole, so nothing is added up across programs. The
-weights are the side that the tensor cores want 64 rows of, so that few tokens waste nothing; for SwiGLU a
+Shape: a program computes some outputs of all tokens, each whole, so nothing is added up across programs. The
+tensor cores want 64 rows of one side. With few tokens these are weights, so that nothing is wasted; with more
+of them the tokens, so that a program may take fewer weights and no multiprocessor is without. For SwiGLU a
 program takes the same rows of gate and of up. Weights and x come by tensor descriptor where sizes allow it
 (the copy engine fills shared memory), in as many stages as a multiprocessor holds: x is read again by every
 program, from the L2 cache, and at 64 tokens that is as many bytes as the weights.
@@ -23,12 +24,13 @@ from optimized.kernels.portable import INTERPRETED, pdl_options, rounded
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 MAX_TOKENS = 64
-ROWS = 64
 WARPS = 4
 
 
 class Plan(NamedTuple):
     tokens: int
+    rows: int
+    """Outputs of a program. Fewer than 64: the tokens are the side of 64 rows, so they must be as many."""
     step: int
     """Columns of a tile."""
     stages: int
@@ -49,6 +51,14 @@ def _tile(matrix, row, k, num_rows, size, stride, ROWS: tl.constexpr, STEP: tl.c
     return tile
 
 
+@triton.jit
+def _product(tokens, rows, y, TOKENS_FIRST: tl.constexpr):
+    if TOKENS_FIRST:
+        return tl.dot(tokens, rows.T, y)
+    else:
+        return tl.dot(rows, tokens.T, y)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tiled_gemm_kernel(
     x, weight, bias_ptr, residual_ptr, y_ptr,
@@ -63,19 +73,22 @@ def _tiled_gemm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
-    y = tl.zeros([ROWS, TOKENS], tl.float32)
-    up = tl.zeros([ROWS, TOKENS], tl.float32)
+    TOKENS_FIRST: tl.constexpr = ROWS < 64
+    y = tl.zeros([TOKENS, ROWS] if TOKENS_FIRST else [ROWS, TOKENS], tl.float32)
+    up = tl.zeros([TOKENS, ROWS] if TOKENS_FIRST else [ROWS, TOKENS], tl.float32)
     for k in range(0, size, STEP):
-        tokens = _tile(x, 0, k, num_tokens, size, stride_x, TOKENS, STEP, USE_TMA).T
-        y = tl.dot(_tile(weight, row, k, num_rows, size, stride_weight, ROWS, STEP, USE_TMA), tokens, y)
+        tokens = _tile(x, 0, k, num_tokens, size, stride_x, TOKENS, STEP, USE_TMA)
+        tile = _tile(weight, row, k, num_rows, size, stride_weight, ROWS, STEP, USE_TMA)
+        y = _product(tokens, tile, y, TOKENS_FIRST)
         if GATED:
-            up_tile = _tile(weight, out + row, k, num_rows, size, stride_weight, ROWS, STEP, USE_TMA)
-            up = tl.dot(up_tile, tokens, up)
+            tile = _tile(weight, out + row, k, num_rows, size, stride_weight, ROWS, STEP, USE_TMA)
+            up = _product(tokens, tile, up, TOKENS_FIRST)
     if GATED:
         # Far on the left exp(-gate) is infinite, and the quotient 0.
         y = y / (1.0 + tl.exp(-y)) * up
 
-    y = y.T
+    if not TOKENS_FIRST:
+        y = y.T
     offs_t, offs_o = tl.arange(0, TOKENS)[:, None], row + tl.arange(0, ROWS)[None, :]
     mask = (offs_t < num_tokens) & (offs_o < out)
     if HAS_BIAS:
@@ -104,15 +117,15 @@ def tiled_gemm(
     assert weight.shape == ((2 if gated else 1) * out, size)
     assert x.stride(1) == 1 == weight.stride(1) == y.stride(1)
     assert residual is None or residual.stride(1) == 1
-    tokens, step, stages = plan(num_tokens, gated)
+    tokens, rows, step, stages = plan(num_tokens, out, size, gated)
     use_tma = has_descriptors(x, weight)
-    _tiled_gemm_kernel[(triton.cdiv(out, ROWS),)](
+    _tiled_gemm_kernel[(triton.cdiv(out, rows),)](
         TensorDescriptor.from_tensor(x, [tokens, step]) if use_tma else x,
-        TensorDescriptor.from_tensor(weight, [ROWS, step]) if use_tma else weight,
+        TensorDescriptor.from_tensor(weight, [rows, step]) if use_tma else weight,
         x if bias is None else bias, x if residual is None else residual, y,
         num_tokens, out, size,
         x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), y.stride(0),
-        TOKENS=tokens, ROWS=ROWS, STEP=step,
+        TOKENS=tokens, ROWS=rows, STEP=step,
         GATED=gated, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, USE_TMA=use_tma,
         num_warps=WARPS, num_stages=stages, **pdl_options(x),
     )  # fmt: skip
@@ -126,11 +139,15 @@ def has_descriptors(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def plan(num_tokens: int, gated: bool) -> Plan:
+def plan(num_tokens: int, out: int, size: int, gated: bool) -> Plan:
     """Measured on an H200 in whole layers (docs/measurements/products.md): about 200 KB of stages, so that a
     multiprocessor holds one program."""
     if num_tokens <= 16:
-        return Plan(16, 128, 5) if gated else Plan(16, 256, 5)
+        return Plan(16, 64, 128, 5) if gated else Plan(16, 64, 256, 5)
     if num_tokens <= 32:
-        return Plan(32, 128, 5) if gated else Plan(32, 256, 4)
-    return Plan(64, 64, 8) if gated else Plan(64, 128, 7)
+        return Plan(32, 64, 128, 5) if gated else Plan(32, 64, 256, 4)
+    if gated:
+        return Plan(64, 64, 64, 8)
+    if size > 8192 and out <= 4096:  # by 64 outputs they would be 64 programs, for 132 multiprocessors
+        return Plan(64, 32, 128, 9)
+    return Plan(64, 64, 128, 7)

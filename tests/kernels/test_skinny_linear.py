@@ -54,6 +54,8 @@ CASES = [
     Case("tiled", 33, 70, 1),
     Case("tiled", 5, 70, 328, margin=8),
     Case("tiled", 64, 130, 200, margin=8),
+    Case("tiled", 33, 70, 200, (64, 32, 128, 3), margin=8),
+    Case("tiled", 64, 70, 100, (64, 32, 128, 3)),
     Case("cublas", 3, 70, 96),
 ]
 
@@ -151,7 +153,8 @@ CHECKS: list[Check] = [check_linear, check_norm_linear, check_norm_linear_silu, 
 def run(check: Check, case: Case, patch: pytest.MonkeyPatch, module: ModuleType = skinny_linear) -> None:
     patch.setattr(module, "kernel_for", lambda *_, **__: case.kernel)
     if case.plan is not None:
-        patch.setattr(sys.modules[module.gemv.__module__], "plan", lambda *_: case.plan)
+        kernel = module.tiled_gemm if case.kernel == "tiled" else module.gemv
+        patch.setattr(sys.modules[kernel.__module__], "plan", lambda *_: case.plan)
     check(module, case)
 
 
@@ -215,6 +218,21 @@ def test_the_kernel_by_shape_and_tokens() -> None:
     assert chosen(2048, 4100) == ["gemv"] + 5 * ["cublas"]
     assert chosen(2048, 1024, torch.float32) == ["gemv", "gemv"] + 4 * ["cublas"]
     assert chosen(128, 4096) == chosen(skinny_linear.MOST_ROWS + 1, 3080) == ["gemv"] + 5 * ["cublas"]
+
+
+def test_tiles_fit_a_multiprocessor_and_the_tensor_cores() -> None:
+    shared_memory = 227 * 1024  # of Hopper, a program
+    plans = set()
+    for out, size in [(4096, 12288), (4096, 14336), (5120, 17408), (6144, 4096), (1024, 3072)]:
+        for gated in (False, True):
+            for num_tokens in (2, 16, 17, 32, 33, 64):
+                plan = tiled_gemm.plan(num_tokens, out, size, gated)
+                tiles = plan.tokens + (2 if gated else 1) * plan.rows
+                assert num_tokens <= plan.tokens
+                assert max(plan.tokens, plan.rows) >= 64
+                assert 2 * tiles * plan.step * plan.stages + 2048 <= shared_memory
+                plans.add(plan.rows)
+    assert plans == {32, 64}
 
 
 @pytest.mark.gpu
