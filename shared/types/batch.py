@@ -109,8 +109,7 @@ class ForwardBatch:
     @property
     def sampled_positions(self) -> torch.Tensor:
         """int64, of the tokens after which one is sampled, a row of the logits each."""
-        is_verify = self.forward_mode is ForwardMode.TARGET_VERIFY
-        return self.positions if is_verify else self.seq_lens - 1
+        return self.seq_lens - 1 if self.forward_mode.is_prefill else self.positions
 
 
 @dataclass(frozen=True)
