@@ -9,7 +9,8 @@ Without graphs (a flag, a CPU, somebody watching) the same padded batch goes thr
 kernels, so the result is the same bit for bit. Assumes that attention can be captured; else it says so once
 and launches kernel by kernel. Loses where padding is large against the batch, as in a list of few sizes.
 Steps of prompts are replayed in pieces (extend_graph.py). Everything else - batches beyond the largest size,
-sampling with penalties, masks or log-probabilities - runs eagerly.
+sampling with penalties, masks or log-probabilities - runs eagerly; prompts then leave the last layer, behind
+attention, to their last tokens alone.
 """
 
 from __future__ import annotations
@@ -81,7 +82,18 @@ class ModelRunner(interface.ModelRunner):
         step = self._step_for(forward_batch)
         if step is not None:
             return self._decode(step, forward_batch)
-        hidden_states, captured = self._hidden_states(forward_batch)
+        if self._extend is not None and self._extend.takes(forward_batch):
+            replay = not self.is_watched
+            hidden_states, captured = self._extend.run(forward_batch, self.capture_hidden, replay)
+        elif (
+            forward_batch.forward_mode.is_prefill
+            and forward_batch.input_logprob_rows is None
+            and self.capture_hidden is None
+        ):
+            hidden_states, _ = self._launch(forward_batch, forward_batch.last_token_rows)
+            return LogitsOutput(self.model.compute_logits(hidden_states), None, None)
+        else:
+            hidden_states, captured = self._launch(forward_batch)
         if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:
             logits = self.model.compute_logits(hidden_states)
         else:
@@ -93,12 +105,12 @@ class ModelRunner(interface.ModelRunner):
     def num_extend_replays(self) -> int:
         return 0 if self._extend is None else self._extend.num_replays
 
-    def _hidden_states(self, forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self._extend is not None and self._extend.takes(forward_batch):
-            return self._extend.run(forward_batch, self.capture_hidden, replay=not self.is_watched)
-        attention = BatchAttention(
-            self.attention, self.attention.plan(forward_batch), self.kv_pool, forward_batch.out_cache_loc
-        )
+    def _launch(
+        self, forward_batch: ForwardBatch, rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Kernel by kernel: hidden states, of `rows` or of all tokens, and those that somebody wants."""
+        plan = self.attention.plan(forward_batch)
+        attention = BatchAttention(self.attention, plan, self.kv_pool, forward_batch.out_cache_loc, rows)
         return run_model(self.model, forward_batch, attention, self.capture_hidden)
 
     def prepare(self, config: EngineConfig, sampler: Sampler, num_token_ids: int) -> None:

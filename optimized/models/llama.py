@@ -3,7 +3,8 @@
 Differs from reference: q, k and v come from one product, and so do gate and up; one kernel norms and rotates
 the heads of q and k and stores k and v; a product that ends a block adds its result to the residual stream.
 So a layer's input is the stream itself, whole, except behind an MoE, whose result waits for the next norm to
-add it. A layer is five kernels and attention for a few tokens, eight for many.
+add it. A layer is five kernels and attention for a few tokens, eight for many. The last one goes on behind
+attention with the tokens alone whose hidden states are wanted: of a prompt nobody reads the others.
 """
 
 from __future__ import annotations
@@ -85,14 +86,18 @@ class LlamaDecoderLayer(nn.Module):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         attention: BatchAttention,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The layer's input is x + residual, or x alone, and so is its output. Both may be overwritten."""
+        """The layer's input is x + residual, or x alone, and so is its output, of the tokens `rows` alone
+        if these are given. Both may be overwritten."""
         if residual is None:
             qkv = self.self_attn.qkv_proj(x, self.input_layernorm)
         else:
             normed, x = self.input_layernorm.add_and_norm(x, residual)
             qkv = self.self_attn.qkv_proj(normed)
         heads = self.self_attn(qkv, positions, attention)
+        if rows is not None:
+            x, heads = x[rows], heads[rows]
         x = self.self_attn.o_proj.add_to(x, heads)
         if isinstance(self.mlp, MoE):
             return self.mlp(self.post_attention_layernorm(x)), x
@@ -124,7 +129,8 @@ class LlamaModel(nn.Module):
         x, residual = self.embed_tokens(input_ids), None
         for layer_id, layer in enumerate(self.layers):
             _capture(captured, layer_id, x, residual)
-            x, residual = layer(x, residual, positions, attention)
+            rows = attention.rows if layer_id == len(self.layers) - 1 else None
+            x, residual = layer(x, residual, positions, attention, rows)
         _capture(captured, len(self.layers), x, residual)
         return self.norm(x) if residual is None else self.norm.add_and_norm(x, residual)[0]
 

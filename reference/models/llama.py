@@ -150,7 +150,8 @@ class LlamaForCausalLM(CausalLM):
         attention: BatchAttention,
         captured: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        return self.model(input_ids, positions, attention, captured)
+        hidden_states = self.model(input_ids, positions, attention, captured)
+        return hidden_states if attention.rows is None else hidden_states[attention.rows]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.model.embed_tokens(input_ids)

@@ -64,10 +64,13 @@ class ModelSession:
             return list(logits.split(batch.extend_seq_lens_cpu))
 
     def hidden_states(
-        self, batch: ForwardBatch, captured: dict[int, torch.Tensor] | None = None
+        self,
+        batch: ForwardBatch,
+        captured: dict[int, torch.Tensor] | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         plan = self.attention.plan(batch)
-        attention = BatchAttention(self.attention, plan, self.kv_pool, batch.out_cache_loc)
+        attention = BatchAttention(self.attention, plan, self.kv_pool, batch.out_cache_loc, rows)
         more = () if captured is None else (captured,)  # not every model can capture
         with torch.inference_mode():
             return self.model(batch.input_ids, batch.positions, attention, *more)

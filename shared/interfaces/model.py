@@ -34,11 +34,12 @@ class CausalLM(nn.Module, ABC):
         captured: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """input_ids, positions [num_tokens] int64 -> hidden states after the final norm
-        [num_tokens, hidden_size]. Writes every layer's K and V to attention.out_cache_loc.
+        [num_tokens, hidden_size]; of the tokens attention.rows alone, in their order, where it is given.
+        Writes every layer's K and V to attention.out_cache_loc, those of all tokens.
 
         Under each key l of `captured` the model puts the residual stream that goes into layer l,
         [num_tokens, hidden_size], the caller's to keep; the number of layers stands for what goes into the
-        final norm. The values that were there are not read."""
+        final norm. The values that were there are not read. Nothing is captured where rows are given."""
 
     @abstractmethod
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:

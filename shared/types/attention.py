@@ -37,6 +37,7 @@ class BatchAttention:
     plan: Any
     kv_pool: TokenToKVPool
     out_cache_loc: torch.Tensor  # [num_tokens] int64
+    rows: torch.Tensor | None = None  # int64, of the tokens whose hidden states are wanted; None: of all
 
     def store_and_run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer

@@ -101,6 +101,25 @@ def test_what_is_replayed_and_what_is_not() -> None:
     assert num_replays({0: 4}, ForwardMode.EXTEND) == 1
 
 
+def test_a_step_launched_as_it_is_asks_for_its_last_tokens() -> None:
+    """For all of them where somebody reads the others, too."""
+    session, seen = PreparedSession(FakeGraphsRunner, model_for(), CASES[1]), []
+    session.model.register_forward_hook(lambda module, args, output: seen.append(output.shape[0]))
+    ids = list(range(70))
+
+    def num_tokens(**fields: Any) -> int:
+        batch = session.forward_batch({0: ids, 3: ids[:2]}, forward_mode=ForwardMode.EXTEND, **fields)
+        logits = session.run(batch).next_token_logits
+        assert logits.shape[0] == 2
+        return seen[-1]
+
+    assert num_tokens() == 2
+    row, token_id = torch.tensor([5]), torch.tensor([7])
+    assert num_tokens(input_logprob_rows=row, input_logprob_ids=token_id) == 72
+    session.runner.capture_hidden = ()
+    assert num_tokens() == 72
+
+
 def test_padding_is_the_same_token_everywhere() -> None:
     """So that an MoE sends it to few experts, and a NaN of an earlier step spreads nowhere."""
     session = PreparedSession(FakeGraphsRunner, model_for("mixtral"), CASES[4])

@@ -127,6 +127,18 @@ def test_what_an_moe_gives_is_added_by_the_next_norm(calls: Counter[str]) -> Non
     assert calls["rms_norm"] == num_layers + 1
 
 
+@pytest.mark.parametrize("name", ["qwen3-yarn", "mixtral"])
+def test_the_last_layer_ends_with_the_tokens_that_are_wanted(name: str) -> None:
+    model, counts = build(name), []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, args, output: counts.append(output[0].shape[0]))
+    session = ModelSession(model)
+    rows = torch.tensor([MANY - 1, 3], device=session.device)
+    session.hidden_states(session.forward_batch({0: list(range(MANY))}), None, rows)
+    assert counts == [MANY] * (len(counts) - 1) + [2]
+    assert len(counts) == model.config.num_hidden_layers
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_of_somebody_else_are_called_as_they_are(name: str, calls: Counter[str]) -> None:
     """And give what the fused kernels give."""

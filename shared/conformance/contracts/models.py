@@ -153,6 +153,28 @@ def hidden_states_and_kv(impl: Models, case: Text, reference: Models) -> None:
 
 
 @agreement(
+    "With attention.rows forward gives the hidden states of these tokens, in their order; K and V are as "
+    "without.",
+    texts(30, (13,)),
+)
+def hidden_states_of_rows(impl: Models, case: Text, reference: Models) -> None:
+    config = case.model_config()
+    ours = ModelSession(make_model(impl, config), max_len=64)
+    exact = ModelSession(make_model(reference, config).double(), max_len=64)
+    close = tolerance("logits", torch.float32)
+    for piece in case.pieces():
+        last = len(piece) - 1
+        rows = torch.tensor([last, 0, last // 2], device=ours.device)
+        actual = run_poisoned(ours.hidden_states, ours.forward_batch({0: piece}), None, rows)
+        expected = run_poisoned(exact.hidden_states, exact.forward_batch({0: piece}))[rows]
+        expect_form("hidden states", actual, like=expected, dtype=torch.float32)
+        expect_close("hidden states", actual, expected, close)
+        for i, (found, wanted) in enumerate(zip(ours.kv_buffers(), exact.kv_buffers())):
+            what = f"{'KV'[i // config.num_hidden_layers]} of layer {i % config.num_hidden_layers}"
+            expect_close(what, found, wanted, close)
+
+
+@agreement(
     "captured gets the streams that go into the layers named, and into the final norm; hidden states and KV "
     "are as without. They are copies: later layers do not touch them.",
     texts(30, (13,)),

@@ -42,6 +42,24 @@ class SkipsTheFinalNorm:
         return y
 
 
+@mixed_into_every_model
+class GivesAllRows:
+    """attention.rows is not looked at."""
+
+    def forward(self, input_ids, positions, attention, *captured):
+        return super().forward(input_ids, positions, replace(attention, rows=None), *captured)
+
+
+@mixed_into_every_model
+class RowsInOrder:
+    """Rows come sorted, whatever their order."""
+
+    def forward(self, input_ids, positions, attention, *captured):
+        if attention.rows is not None:
+            attention = replace(attention, rows=attention.rows.sort().values)
+        return super().forward(input_ids, positions, attention, *captured)
+
+
 def each_attention(model: Any, change: Callable[[Any], None]) -> None:
     for decoder_layer in model.model.layers:
         change(decoder_layer.self_attn)
