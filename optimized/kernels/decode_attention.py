@@ -83,7 +83,7 @@ def _decode_kernel(
             q = tl.load(q_heads + request * stride_q, mask=mask_q, other=0.0)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_G], tl.float32)
+        total = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
         # One loop over all requests of the run: reads of the next one's keys are under way at the end of one.
         for tile in range(run_start, run_end):
             # --8<-- [start:decode-loop]
@@ -103,20 +103,21 @@ def _decode_kernel(
             # --8<-- [end:decode-loop]
             is_last = start + BLOCK_N >= seq_len
             if is_last:
+                sums = tl.sum(total, 1)
                 if tiles_start >= run_start:
                     out_row = out_head + request * stride_out
                     finish(
-                        out_row, sinks_ptr, acc, largest[:, None], total[:, None], offs_g, offs_d,
+                        out_row, sinks_ptr, acc, largest[:, None], sums[:, None], offs_g, offs_d,
                         GROUP, HEAD_DIM, HAS_SINKS,
                     )  # fmt: skip
                 else:
                     leave_part(
-                        workspace_ptr, acc, largest, total, head, num_kv_heads, program, num_programs,
+                        workspace_ptr, acc, largest, sums, head, num_kv_heads, program, num_programs,
                         tiles_start <= run_start, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
                     )  # fmt: skip
                 acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
                 largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
-                total = tl.zeros([BLOCK_G], tl.float32)
+                total = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
             is_next = is_last & (tile + 1 < run_end)
             if is_next:
                 request += 1
@@ -133,8 +134,9 @@ def _decode_kernel(
         # Barriers in a loop would keep Triton from pipelining it: parts are counted, and merged, behind it.
         tiles_end = tiles_start + tl.cdiv(seq_len, BLOCK_N) - first_key // BLOCK_N
         if tiles_end > run_end:
+            sums = tl.sum(total, 1)
             leave_part(
-                workspace_ptr, acc, largest, total, head, num_kv_heads, program, num_programs,
+                workspace_ptr, acc, largest, sums, head, num_kv_heads, program, num_programs,
                 tiles_start <= run_start, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
             )  # fmt: skip
             merge_if_last(

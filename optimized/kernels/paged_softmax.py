@@ -56,6 +56,7 @@ def scores_of(q, k, scale, logit_cap, HAS_CAP: tl.constexpr, PRECISION: tl.const
 @triton.jit
 def accumulate(acc, largest, total, scores, v, PRECISION: tl.constexpr):
     """One step: scores [rows, keys] (-inf where masked) and v [keys, head_dim] join the running softmax.
+    total is [rows], or [rows, keys], to be summed at the end: where warps share a row, that spares barriers.
 
     A row that has seen no key keeps -inf: 0 is taken off instead, for -inf - -inf is NaN. A NaN score makes
     its row's total NaN, whatever the maximum, and that reaches the output.
@@ -64,6 +65,9 @@ def accumulate(acc, largest, total, scores, v, PRECISION: tl.constexpr):
     base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     weights = tl.exp2(scores - base[:, None])
     rescale = tl.exp2(largest - base)
-    total = total * rescale + tl.sum(weights, 1)
+    if len(total.shape) == 2:
+        total = total * rescale[:, None] + weights
+    else:
+        total = total * rescale + tl.sum(weights, 1)
     acc = acc * rescale[:, None] + dot(rounded(weights, v.dtype), v, PRECISION)
     return acc, new_largest, total

@@ -108,7 +108,7 @@ MUTANTS = (
         "decode_attention",
         (
             (16 * " " + 'largest = tl.full([BLOCK_G], float("-inf"), tl.float32)\n', ""),
-            (16 * " " + "total = tl.zeros([BLOCK_G], tl.float32)\n", ""),
+            (16 * " " + "total = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)\n", ""),
         ),
     ),
     KernelMutant(
