@@ -42,7 +42,8 @@ def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, sinks_ptr,
     req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, workspace_ptr, counters_ptr,
     batch_size, scale, logit_cap, window,
-    stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head, stride_row,
+    stride_q, stride_q_head, stride_k_head, stride_v_head, stride_row,
+    STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr,
     MERGED_G: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -76,7 +77,7 @@ def _decode_kernel(
         if USE_PDL:
             # Lengths, rows of slots and all keys but the newest are from before this step: no need to wait.
             prefetch_tile(
-                slots_ptr, start, seq_len, k_head, v_head, stride_k, stride_v, HEAD_DIM, PAGE_SIZE, BLOCK_N
+                slots_ptr, start, seq_len, k_head, v_head, STRIDE_K, STRIDE_V, HEAD_DIM, PAGE_SIZE, BLOCK_N
             )
             tl.extra.cuda.gdc_wait()
         if not Q_EACH_TILE:
@@ -93,11 +94,11 @@ def _decode_kernel(
             positions = start + offs_n
             nearest = tl.maximum(tl.minimum(positions, seq_len - 1), first_key)
             slots = slots_at(slots_ptr, nearest, PAGE_SIZE)
-            k_tile = k_head + slots[:, None] * stride_k + offs_d[None, :]
+            k_tile = k_head + slots[:, None] * STRIDE_K + offs_d[None, :]
             k = tl.load(k_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
             scores = scores_of(q, k, scale, logit_cap, HAS_CAP, PRECISION)
             scores = tl.where((positions == nearest)[None, :], scores, float("-inf"))
-            v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
+            v_tile = v_head + slots[:, None] * STRIDE_V + offs_d[None, :]
             v = tl.load(v_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
             acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
             # --8<-- [end:decode-loop]
@@ -199,8 +200,8 @@ def decode_attention(
         req_to_token, req_pool_indices, seq_lens,
         split_workspace(q.device, num_programs, num_kv_heads, sizes["GROUP"], head_dim), counters,
         batch_size, scale, logit_cap, sliding_window,
-        q.stride(0), q.stride(1), k_buffer.stride(0), k_buffer.stride(1),
-        v_buffer.stride(0), v_buffer.stride(1), req_to_token.stride(0),
+        q.stride(0), q.stride(1), k_buffer.stride(1), v_buffer.stride(1), req_to_token.stride(0),
+        STRIDE_K=k_buffer.stride(0), STRIDE_V=v_buffer.stride(0),
         **sizes, PAGE_SIZE=page_size, BLOCK_N=block_n,
         BLOCK_BS=1 if batch_size == 1 else max(16, triton.next_power_of_2(batch_size)),
         HAS_WINDOW=sliding_window >= 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,

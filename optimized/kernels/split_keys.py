@@ -62,7 +62,7 @@ def deal_tiles(
 
 @triton.jit
 def prefetch_tile(
-    slots_ptr, start, seq_len, k_head, v_head, stride_k, stride_v,
+    slots_ptr, start, seq_len, k_head, v_head, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Asks for K and V of the keys from start on, while the kernel ahead still runs: into the second-level
@@ -73,7 +73,7 @@ def prefetch_tile(
     slots = slots_at(slots_ptr, nearest, PAGE_SIZE)[:, None]
     offs = tl.minimum(tl.arange(0, LINES) * LINE, HEAD_DIM - 1)[None, :]
     ask: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    k_lines, v_lines = k_head + slots * stride_k + offs, v_head + slots * stride_v + offs
+    k_lines, v_lines = k_head + slots * STRIDE_K + offs, v_head + slots * STRIDE_V + offs
     tl.inline_asm_elementwise(ask, "=r,l", [k_lines.to(tl.int64)], tl.int32, is_pure=False, pack=1)
     tl.inline_asm_elementwise(ask, "=r,l", [v_lines.to(tl.int64)], tl.int32, is_pure=False, pack=1)
 

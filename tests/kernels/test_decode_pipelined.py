@@ -29,7 +29,7 @@ for batch_size, head_dim, options in (few, many, few_extras, many_extras, heads_
     constants = {
         **split_sizes(4, head_dim), "PAGE_SIZE": 1, "BLOCK_N": block_n, "BLOCK_BS": batch_size,
         "HAS_WINDOW": False, "HAS_CAP": False, "HAS_SINKS": False, "PRECISION": "tf32", "USE_PDL": True,
-        "Q_EACH_TILE": programs == 1, **options,
+        "Q_EACH_TILE": programs == 1, "STRIDE_K": 8 * head_dim, "STRIDE_V": 8 * head_dim, **options,
     }
     types = {"workspace_ptr": "*fp32", "counters_ptr": "*i32", "scale": "fp32", "logit_cap": "fp32"}
     types |= {"req_pool_indices_ptr": "*i64", "seq_lens_ptr": "*i64", "req_to_token_ptr": "*i32"}
