@@ -71,6 +71,7 @@ class LlamaDecoderLayer(nn.Module):
         rotary_emb: interface.RotaryEmbedding,
     ) -> None:
         super().__init__()
+        self.is_last = layer_id == config.num_hidden_layers - 1
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = LlamaAttention(config, layer_id, layers, rotary_emb)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -86,18 +87,17 @@ class LlamaDecoderLayer(nn.Module):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         attention: BatchAttention,
-        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The layer's input is x + residual, or x alone, and so is its output, of the tokens `rows` alone
-        if these are given. Both may be overwritten."""
+        """The layer's input is x + residual, or x alone, and so is its output, the last layer's of the tokens
+        that are wanted. Both may be overwritten."""
         if residual is None:
             qkv = self.self_attn.qkv_proj(x, self.input_layernorm)
         else:
             normed, x = self.input_layernorm.add_and_norm(x, residual)
             qkv = self.self_attn.qkv_proj(normed)
         heads = self.self_attn(qkv, positions, attention)
-        if rows is not None:
-            x, heads = x[rows], heads[rows]
+        if self.is_last and attention.rows is not None:
+            x, heads = x[attention.rows], heads[attention.rows]
         x = self.self_attn.o_proj.add_to(x, heads)
         if isinstance(self.mlp, MoE):
             return self.mlp(self.post_attention_layernorm(x)), x
@@ -129,8 +129,7 @@ class LlamaModel(nn.Module):
         x, residual = self.embed_tokens(input_ids), None
         for layer_id, layer in enumerate(self.layers):
             _capture(captured, layer_id, x, residual)
-            rows = attention.rows if layer_id == len(self.layers) - 1 else None
-            x, residual = layer(x, residual, positions, attention, rows)
+            x, residual = layer(x, residual, positions, attention)
         _capture(captured, len(self.layers), x, residual)
         return self.norm(x) if residual is None else self.norm.add_and_norm(x, residual)[0]
 
