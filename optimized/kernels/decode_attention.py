@@ -18,7 +18,6 @@ import triton.language as tl
 
 from optimized.kernels.paged_softmax import accumulate, scores_of, slots_at
 from optimized.kernels.portable import pdl_options
-from optimized.kernels.single_decode import single_decode
 from optimized.kernels.split_keys import (
     deal_tiles,
     finish,
@@ -191,12 +190,6 @@ def decode_attention(
     assert counters.numel() >= batch_size * num_kv_heads
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if batch_size == 0:
-        return output
-    if batch_size == 1 and sliding_window < 0:
-        single_decode(
-            q, k_buffer, v_buffer, output, req_to_token, req_pool_indices, seq_lens, counters,
-            scale=scale, page_size=page_size, logit_cap=logit_cap, sinks=sinks,
-        )  # fmt: skip
         return output
     sizes = split_sizes(num_qo_heads // num_kv_heads, head_dim)
     block_n, programs_per_sm, num_stages = _tile(sizes["BLOCK_D"] * k_buffer.element_size())

@@ -9,9 +9,6 @@ import pytest
 import torch
 
 from optimized.attention.triton import TritonAttention
-from optimized.kernels.decode_attention import decode_attention
-from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store
-from optimized.kernels.skinny_linear import linear
 from shared.conformance.attention_batches import AttentionBatch, AttentionCase
 from shared.conformance.compare import expect_close
 from shared.conformance.device import check_device
@@ -56,30 +53,6 @@ def test_any_number_of_programs(
     monkeypatch.setattr("optimized.kernels.decode_attention.num_split_programs", lambda *_: num_programs)
     batch = AttentionBatch(decode_case(LENGTHS, **options))
     batch.expect(batch.run(TritonAttention))
-
-
-@pytest.mark.parametrize("num_programs", [1, 3, 100])
-@pytest.mark.parametrize("length", [1, 65, 129, 1300])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sinks": (0.5, 3.0), "logit_cap": 5.0, "dtype": torch.bfloat16},
-        {"num_qo_heads": 7, "num_kv_heads": 1, "head_dim": 80, "page_size": 16},
-    ],
-    ids=["plain", "extras", "7 heads of 80"],
-)
-def test_a_single_request(
-    length: int, num_programs: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one tile, of one for each program, of several for each; the newest key alone in a tile."""
-    monkeypatch.setattr("optimized.kernels.single_decode.num_split_programs", lambda *_: num_programs)
-    batch = AttentionBatch(decode_case((length,), **options))
-    backend = batch.backend(TritonAttention)
-    plan = backend.plan(batch.forward_batch)
-    for step in range(2):
-        batch.expect(batch.run_planned(backend, plan), f"output of step {step}")
-    assert not backend.counters.any()
 
 
 def test_more_parts_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,54 +162,6 @@ def test_one_graph_serves_steps_of_all_lengths() -> None:
         return replay
 
     steps_of_one_plan(batch, run)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_keys_of_the_kernel_ahead_are_waited_for(batch_size: int) -> None:
-    """Layers in one graph, each kernel launched early. Before the step the newest slots hold NaN."""
-    device = check_device()
-    assert device.type == "cuda"
-    generator = torch.Generator(device).manual_seed(0)
-
-    def new(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device, generator=generator, dtype=torch.bfloat16)
-
-    num_layers, length, num_slots, size = 12, 700, 2000, 48 * 128
-    weights = [new(size, 4096) / 64 for _ in range(num_layers)]
-    pools = [(new(num_slots, 8, 128), new(num_slots, 8, 128)) for _ in range(num_layers)]
-    slots = torch.randperm(num_slots, device=device, generator=generator)[: batch_size * length]
-    req_to_token = slots.view(batch_size, length).to(torch.int32)
-    rows = torch.arange(batch_size, device=device)
-    seq_lens = torch.full_like(rows, length)
-    newest = req_to_token[:, -1].long()
-    angles = torch.rand(length, 128, device=device, generator=generator)
-    counters = torch.zeros(8 * batch_size, dtype=torch.int32, device=device)
-    start, positions = new(batch_size, 4096), seq_lens - 1
-
-    def run(between: Any) -> torch.Tensor:
-        x = start
-        for pool in pools:
-            for buffer in pool:
-                buffer.index_fill_(0, newest, torch.nan)
-        for weight, (k, v) in zip(weights, pools):
-            qkv = linear(x, weight)
-            between()
-            q = qk_norm_rope_store(qkv, positions, angles, None, None, 0.0, k, v, newest, 32, 8, 128)
-            between()
-            output = decode_attention(q, k, v, req_to_token, rows, seq_lens, counters, scale=0.09)
-            x = output.view(batch_size, 4096)
-            between()
-        return x
-
-    expected = run(torch.cuda.synchronize)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = run(lambda: None)
-    for _ in range(20):
-        graph.replay()
-        assert torch.equal(output, expected)
-    assert expected.isfinite().all()
 
 
 def test_what_is_not_supported_is_named() -> None:

@@ -31,7 +31,6 @@ def paged(case: AttentionCase, *page_sizes: int) -> tuple[AttentionCase, ...]:
             DECODE,
             AttentionCase("one token", ((0, 1),)),
             AttentionCase("one request", ((36, 1),)),
-            AttentionCase("one long request", ((700, 1),)),
             AttentionCase("equal lengths", ((8, 1), (8, 1), (8, 1))),
             AttentionCase("one far longer", ((2, 1), (1, 1), (259, 1), (3, 1), (2, 1))),
             AttentionCase("around 128", tuple((n, 1) for n in BORDERS)),

@@ -13,11 +13,10 @@ from optimized.kernels.split_keys import num_split_programs
 from shared.interfaces import AttentionBackend
 
 ROOT = Path(__file__).parents[3] / "optimized"
-KERNELS = (
-    "paged_softmax", "split_keys", "single_decode", "decode_attention", "extend_attention", "tree_attention"
-)  # fmt: skip
-FILES = {name: ROOT / "kernels" / f"{name}.py" for name in KERNELS}
-FILES |= {"triton": ROOT / "attention" / "triton.py"}
+FILES = {
+    name: ROOT / "kernels" / f"{name}.py"
+    for name in ("paged_softmax", "split_keys", "decode_attention", "extend_attention", "tree_attention")
+} | {"triton": ROOT / "attention" / "triton.py"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class KernelMutant:
             (folder / f"{prefix}{name}.py").write_text(text)
         monkeypatch.syspath_prepend(str(folder))
         impl: type[AttentionBackend] = importlib.import_module(f"{prefix}triton").TritonAttention
-        for name in ("single_decode", "decode_attention", "tree_attention"):
+        for name in ("decode_attention", "tree_attention"):
             monkeypatch.setattr(f"{prefix}{name}.num_split_programs", _as_few_as_interpreted)
         return impl
 
@@ -96,24 +95,6 @@ MUTANTS = (
         "decode",
         "decode_attention",
         (("in range(run_start, run_end)", "in range(run_start, run_end - 1)"),),
-    ),
-    KernelMutant(
-        "newest_key_not_read_after_the_wait",
-        "decode",
-        "single_decode",
-        (("is_new = (first == newest)", "is_new = (first > newest)"),),
-    ),
-    KernelMutant(
-        "last_but_one_key_of_a_single_request_left_out",
-        "decode",
-        "single_decode",
-        (("is_old = (first < newest)", "is_old = (first < newest - 1)"),),
-    ),
-    KernelMutant(
-        "only_the_first_tile_of_a_single_request",
-        "decode",
-        "single_decode",
-        (("in range((run_start + 1) * FIRST_N, end, BLOCK_N)", "in range(end, end, BLOCK_N)"),),
     ),
     KernelMutant(
         "next_request_asks_with_the_query_before",
