@@ -47,8 +47,8 @@ class Done(Pending):
         return map_tensors(torch.Tensor.cpu, self.result)
 
 
-class TwoStreams(Streams):
-    """A CUDA GPU. Whoever launches keeps the tensors that `work` reads until its results are there: the
+class CudaStreams(Streams):
+    """Of a CUDA GPU. Whoever launches keeps the tensors that `work` reads until its results are there: the
     allocator of memory knows only of the stream on which a tensor was made."""
 
     def __init__(self, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class Arriving(Pending):
 
 
 def streams_for(device: torch.device) -> Streams:
-    return TwoStreams(device) if device.type == "cuda" else OneStream()
+    return CudaStreams(device) if device.type == "cuda" else OneStream()
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Speculation under overlap on a GPU: the reference's answers, two streams, no wait in a steady round."""
+"""Speculation under overlap on a GPU: the reference's answers, streams, no wait in a steady round."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from optimized.speculative_round import RoundInFlight
-from optimized.streams import TwoStreams
+from optimized.streams import CudaStreams
 from shared.conformance.switches import GREEDY, expect_answers, prompts
 from shared.engine import LLM
 from shared.types import SamplingParams
@@ -93,7 +93,7 @@ def test_the_next_round_is_queued_while_one_runs() -> None:
         llm.step()
     pipeline = scheduler_of(llm).pipeline
     streams = pipeline.streams
-    assert isinstance(streams, TwoStreams)
+    assert isinstance(streams, CudaStreams)
     pipeline.batches[0].results.wait()  # type: ignore[union-attr]
     with torch.cuda.stream(streams.forward_stream):
         torch.cuda._sleep(2_000_000_000)  # cycles: about a second

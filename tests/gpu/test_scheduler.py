@@ -1,4 +1,4 @@
-"""The overlapping scheduler on a GPU: two streams, no wait in a step, and the reference's answers."""
+"""The overlapping scheduler on a GPU: streams, no wait in a step, and the reference's answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from optimized.scheduler import Scheduler
-from optimized.streams import Pending, TwoStreams, Work
+from optimized.streams import CudaStreams, Pending, Work
 from shared.conformance.dispatch import DispatchRecord
 from shared.conformance.switches import GREEDY, expect_answers, prompts
 from shared.engine import LLM
@@ -74,7 +74,7 @@ def test_what_requests_ask_of_the_sampler_is_the_references(model: str) -> None:
 def test_models_run_on_a_stream_of_their_own() -> None:
     llm = overlapped("tiny-dense", disable_cuda_graph=True)
     streams = scheduler_of(llm).pipeline.streams
-    assert isinstance(streams, TwoStreams)
+    assert isinstance(streams, CudaStreams)
     seen: list[tuple[str, int]] = []
     runner, process = llm.assembly.parts.model_runner, scheduler_of(llm).process_batch_result
 
@@ -95,7 +95,7 @@ def test_models_run_on_a_stream_of_their_own() -> None:
     assert seen[0][0] == seen[1][0] == "forward", "the second batch was launched late"
 
 
-class Checked(TwoStreams):
+class Checked(CudaStreams):
     """Whatever makes the host wait for the GPU while a batch is launched raises."""
 
     num_launches = 0
@@ -143,7 +143,7 @@ def test_the_next_batch_is_queued_while_one_runs() -> None:
         llm.step()
     pipeline = scheduler_of(llm).pipeline
     streams = pipeline.streams
-    assert isinstance(streams, TwoStreams)
+    assert isinstance(streams, CudaStreams)
     pipeline.batches[0].results.wait()  # type: ignore[union-attr]
     with torch.cuda.stream(streams.forward_stream):
         torch.cuda._sleep(2_000_000_000)  # cycles: about a second
