@@ -10,7 +10,7 @@ kernels, so the result is the same bit for bit. Assumes that attention can be ca
 and launches kernel by kernel. Loses where padding is large against the batch, as in a list of few sizes.
 Steps of prompts are replayed in pieces (extend_graph.py). Everything else - batches beyond the largest size,
 sampling with penalties, masks or log-probabilities - runs eagerly; prompts then leave the last layer, behind
-attention, to their last tokens alone.
+attention, to their last tokens alone, unless somebody watches.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class ModelRunner(interface.ModelRunner):
             forward_batch.forward_mode.is_prefill
             and forward_batch.input_logprob_rows is None
             and self.capture_hidden is None
+            and not self.is_watched
         ):
             hidden_states, _ = self._launch(forward_batch, forward_batch.last_token_rows)
             return LogitsOutput(self.model.compute_logits(hidden_states), None, None)

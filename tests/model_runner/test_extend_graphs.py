@@ -102,18 +102,21 @@ def test_what_is_replayed_and_what_is_not() -> None:
 
 
 def test_a_step_launched_as_it_is_asks_for_its_last_tokens() -> None:
-    """For all of them where somebody reads the others, too."""
+    """For all of them where somebody reads the others, too, or looks at every op."""
     session, seen = PreparedSession(FakeGraphsRunner, model_for(), CASES[1]), []
     session.model.register_forward_hook(lambda module, args, output: seen.append(output.shape[0]))
     ids = list(range(70))
 
-    def num_tokens(**fields: Any) -> int:
-        batch = session.forward_batch({0: ids, 3: ids[:2]}, forward_mode=ForwardMode.EXTEND, **fields)
+    def num_tokens(row: int = 0, **fields: Any) -> int:
+        batch = session.forward_batch({row: ids, 3: ids[:2]}, forward_mode=ForwardMode.EXTEND, **fields)
         logits = session.run(batch).next_token_logits
         assert logits.shape[0] == 2
         return seen[-1]
 
     assert num_tokens() == 2
+    session.runner.is_watched = True
+    assert num_tokens(row=1) == 72
+    session.runner.is_watched = False
     row, token_id = torch.tensor([5]), torch.tensor([7])
     assert num_tokens(input_logprob_rows=row, input_logprob_ids=token_id) == 72
     session.runner.capture_hidden = ()
