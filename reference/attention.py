@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shared.attention_output import output_for
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from shared.types import ForwardBatch
@@ -95,15 +96,17 @@ class TorchAttention(interface.AttentionBackend):
         *,
         k: torch.Tensor | None = None,
         v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if layer.num_qo_heads % layer.num_kv_heads != 0:
             raise ValueError(
                 f"num_qo_heads ({layer.num_qo_heads}) is no multiple of num_kv_heads ({layer.num_kv_heads})"
             )
-        outputs = []
+        output = output_for(q, out)
         for block in plan.blocks:
-            outputs.append(self._run_block(q[block.token_start : block.token_end], layer, block))
-        return torch.cat(outputs) if outputs else torch.empty_like(q)
+            rows = slice(block.token_start, block.token_end)
+            output[rows] = self._run_block(q[rows], layer, block)
+        return output
 
     def _block(
         self, forward_batch: ForwardBatch, first: int, last: int, token_start: int, mask_start: int

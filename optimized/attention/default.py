@@ -87,7 +87,9 @@ class DefaultAttention(HybridAttention):
         *,
         k: torch.Tensor | None = None,
         v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if layer.sinks is not None and plan.parts[0].backend is not self.decode_backend:
-            return self.decode_backend.run(q, layer, self.decode_backend.plan(plan.forward_batch), k=k, v=v)
-        return super().run(q, layer, plan, k=k, v=v)
+            decode_plan = self.decode_backend.plan(plan.forward_batch)
+            return self.decode_backend.run(q, layer, decode_plan, k=k, v=v, out=out)
+        return super().run(q, layer, plan, k=k, v=v, out=out)

@@ -26,6 +26,7 @@ from optimized.attention.flashinfer_wrappers import (
 )
 from optimized.attention.page_tables import HostTable, PageTable
 from optimized.kernels.draft_mask import flatten_mask
+from shared.attention_output import output_for
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from shared.types import ForwardBatch
@@ -113,15 +114,19 @@ class FlashInferAttention(interface.AttentionBackend):
         *,
         k: torch.Tensor | None = None,
         v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        output = output_for(q, out)
         if q.shape[0] == 0:
-            return torch.empty_like(q)
+            return output
         kind = Kind.of(q, layer, self.kv_pool.dtype, self.kv_pool.page_size)
         wrapper = plan.wrappers.get(kind)
         if wrapper is None:
             self._check_layer(q, layer)
             wrapper = plan.wrappers[kind] = self._planned(plan, kind)
-        return wrapper.run(q, self.kv_pool.k_buffer(layer.layer_id), self.kv_pool.v_buffer(layer.layer_id))
+        k_buffer, v_buffer = self.kv_pool.k_buffer(layer.layer_id), self.kv_pool.v_buffer(layer.layer_id)
+        wrapper.run(q, k_buffer, v_buffer, output)
+        return output
 
     def _planned(self, plan: FlashInferPlan, kind: Kind) -> PlannedWrapper:
         if torch.cuda.is_current_stream_capturing():

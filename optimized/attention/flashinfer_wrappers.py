@@ -143,15 +143,14 @@ class PlannedWrapper:
         self.is_planned = True
         self.copied.record()
 
-    def run(self, q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor) -> torch.Tensor:
+    def run(self, q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, out: torch.Tensor) -> None:
         pages = self._pages(k_buffer), self._pages(v_buffer)
-        output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self.mask is None:
-            self.wrapper.run(q, pages, out=output)
-            return output
+            self.wrapper.run(q, pages, out=out)
+            return
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        self.wrapper.run(q, pages, out=output, lse=lse, return_lse=True)
-        return output.masked_fill_((lse < NOTHING_SEEN)[:, :, None], 0.0)
+        self.wrapper.run(q, pages, out=out, lse=lse, return_lse=True)
+        out.masked_fill_((lse < NOTHING_SEEN)[:, :, None], 0.0)
 
     def _plan_decode(self, host: HostTable, table: PageTable) -> None:
         arguments = self.kind.plan_arguments()

@@ -2,8 +2,8 @@
 
 Differs from reference: nothing but who computes. Prompts are bound by arithmetic, decoding by reading memory,
 so the best kernel for the one is seldom the best for the other: of a mixed batch each backend gets its
-requests, and the two outputs are copied into one. Decoding, and verifying drafts, is also what CUDA graphs
-hold: only the second backend need support them. Loses a call a layer, with a mixed batch a copy too.
+requests and writes their rows of one output. Decoding, and verifying drafts, is also what CUDA graphs hold:
+only the second backend need support them. Loses a call a layer, with a mixed batch two.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shared import registry
+from shared.attention_output import output_for
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from shared.types import ForwardBatch, ForwardMode
@@ -66,17 +67,18 @@ class HybridAttention(interface.AttentionBackend):
         *,
         k: torch.Tensor | None = None,
         v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if len(plan.parts) == 1:
-            return plan.parts[0].backend.run(q, layer, plan.parts[0].plan, k=k, v=v)
-        outputs = []
+            return plan.parts[0].backend.run(q, layer, plan.parts[0].plan, k=k, v=v, out=out)
+        output = output_for(q, out)
         start = 0
         for part in plan.parts:
             rows = slice(start, start + part.num_tokens)
             k_part, v_part = (None if x is None else x[rows] for x in (k, v))
-            outputs.append(part.backend.run(q[rows], layer, part.plan, k=k_part, v=v_part))
+            part.backend.run(q[rows], layer, part.plan, k=k_part, v=v_part, out=output[rows])
             start += part.num_tokens
-        return torch.cat(outputs)
+        return output
 
     def plan_for_graph(self, forward_batch: ForwardBatch, max_seq_len: int) -> HybridPlan:
         backend = self._backend_for(forward_batch)

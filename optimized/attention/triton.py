@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 from optimized.kernels.decode_attention import _decode_kernel, decode_attention
 from optimized.kernels.extend_attention import extend_attention
 from optimized.kernels.tree_attention import tree_attention
+from shared.attention_output import output_for
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from shared.types import ForwardBatch, ForwardMode
@@ -80,6 +81,7 @@ class TritonAttention(interface.AttentionBackend):
         *,
         k: torch.Tensor | None = None,
         v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         _check_layer(q, layer)
         batch = plan.forward_batch
@@ -91,6 +93,7 @@ class TritonAttention(interface.AttentionBackend):
             "sliding_window": layer.sliding_window,
             "logit_cap": layer.logit_cap,
             "sinks": layer.sinks,
+            "out": output_for(q, out),
         }
         if batch.forward_mode.is_decode and batch.custom_mask is None:
             return decode_attention(q, k_buffer, v_buffer, *where, plan.counters, **options)

@@ -172,13 +172,14 @@ def decode_attention(
     seq_lens: torch.Tensor,
     counters: torch.Tensor,
     *,
+    out: torch.Tensor,
     scale: float,
     page_size: int = 1,
     sliding_window: int = -1,
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [bs, num_qo_heads, head_dim] of the tokens at seq_lens - 1 -> output alike, contiguous.
+    """q [bs, num_qo_heads, head_dim] of the tokens at seq_lens - 1 -> out, alike and contiguous.
 
     counters: int32 [>= bs * num_kv_heads] of zeros, and zeros again afterwards; launches that may run at the
     same time need their own. req_to_token, req_pool_indices and seq_lens are read before the launch ahead
@@ -188,15 +189,14 @@ def decode_attention(
     num_kv_heads = k_buffer.shape[1]
     assert q.stride(2) == k_buffer.stride(2) == v_buffer.stride(2) == req_to_token.stride(1) == 1
     assert counters.numel() >= batch_size * num_kv_heads
-    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if batch_size == 0:
-        return output
+        return out
     sizes = split_sizes(num_qo_heads // num_kv_heads, head_dim)
     block_n, programs_per_sm, num_stages = _tile(sizes["BLOCK_D"] * k_buffer.element_size())
     max_tiles = batch_size * triton.cdiv(req_to_token.shape[1], block_n)
     num_programs = num_split_programs(q.device, num_kv_heads, programs_per_sm, max_tiles)
     _decode_kernel[(num_kv_heads, num_programs)](
-        q, k_buffer, v_buffer, output, q if sinks is None else sinks,
+        q, k_buffer, v_buffer, out, q if sinks is None else sinks,
         req_to_token, req_pool_indices, seq_lens,
         split_workspace(q.device, num_programs, num_kv_heads, sizes["GROUP"], head_dim), counters,
         batch_size, scale, logit_cap, sliding_window,
@@ -210,4 +210,4 @@ def decode_attention(
         Q_EACH_TILE=programs_per_sm == 1,
         num_warps=4, num_stages=num_stages, **pdl_options(q),
     )  # fmt: skip
-    return output
+    return out

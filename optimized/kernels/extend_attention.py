@@ -156,6 +156,7 @@ def extend_attention(
     extend_seq_lens: torch.Tensor,
     extend_start_loc: torch.Tensor,
     *,
+    out: torch.Tensor,
     scale: float,
     page_size: int = 1,
     sliding_window: int = -1,
@@ -163,14 +164,13 @@ def extend_attention(
     sinks: torch.Tensor | None = None,
     custom_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [num_tokens, num_qo_heads, head_dim], the last extend_seq_lens tokens of each request -> output
-    alike, contiguous. custom_mask: as in ForwardBatch."""
+    """q [num_tokens, num_qo_heads, head_dim], the last extend_seq_lens tokens of each request -> out,
+    alike and contiguous. custom_mask: as in ForwardBatch."""
     num_tokens, num_qo_heads, head_dim = q.shape
     batch_size, num_kv_heads = seq_lens.shape[0], k_buffer.shape[1]
     group = num_qo_heads // num_kv_heads
-    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens == 0:
-        return output
+        return out
     block_d = max(16, triton.next_power_of_2(head_dim))
     rows = triton.next_power_of_2(triton.cdiv(num_tokens * group, batch_size))
     tile = _tile(max(16, rows), block_d, q.dtype == torch.float32, custom_mask is not None)
@@ -179,15 +179,15 @@ def extend_attention(
     max_tiles = triton.cdiv(num_tokens * group, block_m) + min(batch_size, num_tokens) - 1
     mask = None if custom_mask is None else custom_mask.view(torch.uint8)
     _extend_kernel[(num_kv_heads, max_tiles)](
-        q, k_buffer, v_buffer, output, q if sinks is None else sinks, q if mask is None else mask,
+        q, k_buffer, v_buffer, out, q if sinks is None else sinks, q if mask is None else mask,
         req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc,
         batch_size, scale, logit_cap, sliding_window,
         q.stride(0), q.stride(1), k_buffer.stride(0), k_buffer.stride(1),
-        v_buffer.stride(0), v_buffer.stride(1), output.stride(0), req_to_token.stride(0),
+        v_buffer.stride(0), v_buffer.stride(1), out.stride(0), req_to_token.stride(0),
         GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         BLOCK_D=block_d, **tile,
         BLOCK_BS=max(16, triton.next_power_of_2(batch_size)),
         HAS_MASK=mask is not None, HAS_WINDOW=sliding_window >= 0, HAS_CAP=logit_cap > 0,
         HAS_SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
     )  # fmt: skip
-    return output
+    return out

@@ -178,19 +178,19 @@ def tree_attention(
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
+    out: torch.Tensor,
     scale: float,
     page_size: int = 1,
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [num_tokens, num_qo_heads, head_dim], the last num_tokens / bs tokens of each request -> output
-    alike, contiguous. tree_mask: as in ForwardBatch; None: causal."""
+    """q [num_tokens, num_qo_heads, head_dim], the last num_tokens / bs tokens of each request -> out,
+    alike and contiguous. tree_mask: as in ForwardBatch; None: causal."""
     num_tokens, num_qo_heads, head_dim = q.shape
     batch_size, num_kv_heads = seq_lens.shape[0], k_buffer.shape[1]
-    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens == 0:
-        return output
+        return out
     num_queries, group = num_tokens // batch_size, num_qo_heads // num_kv_heads
     assert num_queries * batch_size == num_tokens
     assert q.stride(2) == k_buffer.stride(2) == v_buffer.stride(2) == req_to_token.stride(1) == 1
@@ -201,14 +201,14 @@ def tree_attention(
     max_parts = min(MAX_PARTS, triton.cdiv(req_to_token.shape[1], tile["BLOCK_N"]))
     num_parts = num_split_programs(q.device, num_tiles * batch_size, 2, max_parts)
     is_whole = num_parts == 1
-    parts, maxima, sums = output, output, output
+    parts, maxima, sums = out, out, out
     if not is_whole:
         parts = torch.empty(num_parts, *q.shape, device=q.device)
         maxima, sums = torch.empty(2, num_parts, num_tokens, num_qo_heads, device=q.device)
     sinks_or_any = q if sinks is None else sinks
     sizes = {"NUM_QUERIES": num_queries, "HEAD_DIM": head_dim, "BLOCK_D": block_d}
     _tree_kernel[(num_tiles, num_parts, batch_size)](
-        q, k_buffer, v_buffer, output, sinks_or_any, q if tree_mask is None else tree_mask.view(torch.uint8),
+        q, k_buffer, v_buffer, out, sinks_or_any, q if tree_mask is None else tree_mask.view(torch.uint8),
         req_to_token, req_pool_indices, seq_lens, parts, maxima, sums, num_parts, scale, logit_cap,
         q.stride(0), q.stride(1), k_buffer.stride(0), k_buffer.stride(1),
         v_buffer.stride(0), v_buffer.stride(1), req_to_token.stride(0),
@@ -218,8 +218,8 @@ def tree_attention(
     )  # fmt: skip
     if not is_whole:
         _merge_kernel[(num_tokens * num_qo_heads,)](
-            output, sinks_or_any, seq_lens, parts, maxima, sums, num_parts,
+            out, sinks_or_any, seq_lens, parts, maxima, sums, num_parts,
             NUM_HEADS=num_qo_heads, BLOCK_N=tile["BLOCK_N"], MAX_PARTS=triton.next_power_of_2(num_parts),
             HAS_SINKS=sinks is not None, num_warps=1, **sizes,
         )  # fmt: skip
-    return output
+    return out

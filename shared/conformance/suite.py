@@ -39,7 +39,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "request_lives",
     ),
     "chunk_cache": ("chunk_cache", "request_lives"),
-    "attention": ("attention", "attention_layers", "attention_masks", "attention_steps"),
+    "attention": ("attention", "attention_layers", "attention_masks", "attention_steps", "attention_outputs"),
     "layers": ("layers", "layers_rotary"),
     "moe": ("moe", "moe_experts"),
     "models": ("models", "models_weights"),

@@ -62,12 +62,18 @@ class AttentionBackend(ABC):
         *,
         k: torch.Tensor | None = None,
         v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q [num_tokens, num_qo_heads, head_dim] -> output of the same shape and dtype.
 
         k, v [num_tokens, num_kv_heads, head_dim], when given, are what the pool already holds at
-        out_cache_loc: a backend may read them instead. Mutates nothing. Query heads that the KV
-        heads do not divide are a `ValueError`.
+        out_cache_loc: a backend may read them instead. Query heads that the KV heads do not divide are a
+        `ValueError`.
+
+        `out`, when given, is written whole and returned: contiguous, of q's shape, dtype and device, else a
+        `ValueError`. It may be some rows of a larger tensor, whose others stay as they are. It shares no
+        memory with what is read, q, k and v included. Without it the output is a tensor of its own, which
+        later runs leave alone. Nothing else is mutated.
         """
 
     def plan_for_graph(self, forward_batch: ForwardBatch, max_seq_len: int) -> Any:

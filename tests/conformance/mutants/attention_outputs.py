@@ -1,0 +1,161 @@
+"""Planted bugs in where attention's output goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shared.types.attention import AttentionLayer
+from tests.conformance.mutants.blockwise_attention import BlockwiseAttention
+from tests.conformance.mutants.mutant import mutant_of
+
+
+class Output(BlockwiseAttention):
+    """Attention with one decision more: how the output, a tensor of its own, gets to `out`."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        plan: Any,
+        *,
+        out: torch.Tensor | None = None,
+        **kv: Any,
+    ) -> torch.Tensor:
+        if out is not None and (out.shape, out.dtype, out.device) != (q.shape, q.dtype, q.device):
+            raise ValueError("out is not like q")
+        if out is not None and not out.is_contiguous():
+            raise ValueError("out is not contiguous")
+        output = super().run(q, layer, plan, **kv)
+        return output if out is None else self.deliver(output, out)
+
+    def deliver(self, output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(output)
+
+
+@mutant_of("attention")
+class IgnoresOut(Output):
+    """out is left as it was."""
+
+    def deliver(self, output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return output
+
+
+@mutant_of("attention")
+class ReturnsWhatItCopied(Output):
+    """out is written, and another tensor returned."""
+
+    def deliver(self, output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        out.copy_(output)
+        return output
+
+
+@mutant_of("attention")
+class AddsToOut(Output):
+    """The output is added to what out holds."""
+
+    def deliver(self, output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.nan_to_num_().add_(output)
+
+
+@mutant_of("attention")
+class LastRowOfOutUnwritten(Output):
+    """The last row of out stays as it was."""
+
+    def deliver(self, output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        out[:-1] = output[:-1]
+        return out
+
+
+@mutant_of("attention")
+class WholeTilesOfOut(Output):
+    """Rows are written by tiles of 2, the last of which reaches beyond out."""
+
+    def deliver(self, output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        num_rows = -(-len(out) // 2) * 2
+        tiles = out.as_strided((num_rows, *out.shape[1:]), out.stride())
+        tiles[len(out) :] = 0.0
+        return out.copy_(output)
+
+
+@mutant_of("attention")
+class FromTheFirstRowOfMemory(Output):
+    """out is taken for the beginning of its memory."""
+
+    def deliver(self, output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        out.as_strided(out.shape, out.stride(), storage_offset=0).copy_(output)
+        return out
+
+
+@mutant_of("attention")
+class RemembersOut(Output):
+    """A run without out writes to the out of the run before."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        plan: Any,
+        *,
+        out: torch.Tensor | None = None,
+        **kv: Any,
+    ) -> torch.Tensor:
+        if out is None and (last := self.__dict__.get("last")) is not None and last.shape == q.shape:
+            out = last
+        self.last = out
+        return super().run(q, layer, plan, out=out, **kv)
+
+
+class Lenient(BlockwiseAttention):
+    """`takes` lets some tensor pass for out that is none."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        plan: Any,
+        *,
+        out: torch.Tensor | None = None,
+        **kv: Any,
+    ) -> torch.Tensor:
+        if out is None or not self.takes(q, out):
+            return super().run(q, layer, plan, out=out, **kv)
+        return out.copy_(super().run(q, layer, plan, **kv))
+
+    def takes(self, q: torch.Tensor, out: torch.Tensor) -> bool:
+        return False
+
+
+@mutant_of("attention")
+class RoundsToOut(Lenient):
+    """out may have another dtype."""
+
+    def takes(self, q: torch.Tensor, out: torch.Tensor) -> bool:
+        return out.shape == q.shape and out.device == q.device and out.is_contiguous()
+
+
+@mutant_of("attention")
+class StridesOfOut(Lenient):
+    """out need not be contiguous."""
+
+    def takes(self, q: torch.Tensor, out: torch.Tensor) -> bool:
+        return (out.shape, out.dtype, out.device) == (q.shape, q.dtype, q.device)
+
+
+@mutant_of("attention")
+class FirstRowsOfOut(Lenient):
+    """out may have more rows than q."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        plan: Any,
+        *,
+        out: torch.Tensor | None = None,
+        **kv: Any,
+    ) -> torch.Tensor:
+        rows = out[: len(q)] if out is not None and out.dim() == 3 else out
+        output = super().run(q, layer, plan, out=rows, **kv)
+        return output if out is None or len(output) < len(out) else out
