@@ -14,6 +14,8 @@ from optimized.attention.hybrid import HybridAttention, hybrid_of
 from reference.attention import TorchAttention
 from shared import registry
 from shared.conformance.attention_batches import AttentionBatch, AttentionCase
+from shared.conformance.clause import clauses_in
+from shared.conformance.contracts import attention_outputs
 from shared.conformance.replanned_attention import _replanned
 from shared.conformance.suite import check_implementation, clauses_of
 from shared.types import ForwardBatch, ForwardMode
@@ -102,6 +104,39 @@ def test_a_pair_holds_the_contract() -> None:
     clauses = [clause for clause in clauses_of("attention") if clause.name not in ("extend", "head-dims")]
     verdicts = check_implementation(clauses, pair, TorchAttention, shrink_failures=False)
     assert [(v.clause.name, v.case.name) for v in verdicts if not v.holds] == []
+
+
+@pytest.mark.usefixtures("_two_backends")
+def test_two_backends_hold_the_clauses_on_outputs() -> None:
+    verdicts = check_implementation(
+        clauses_in(attention_outputs),
+        registry.load("attention", "first+second"),
+        TorchAttention,
+        shrink_failures=False,
+    )
+    assert [(v.clause.name, v.case.name, v.failure) for v in verdicts if not v.holds] == []
+
+
+@pytest.mark.usefixtures("_two_backends")
+@pytest.mark.parametrize("given", [False, True])
+def test_both_parts_of_a_mixed_batch_write_to_one_output(
+    given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, outs = AttentionBatch(MIXED), []
+    backend = made(batch, "first+second")
+    for part in (backend.prefill_backend, backend.decode_backend):
+
+        def noted(*args: Any, run: Any = part.run, **options: Any) -> torch.Tensor:
+            outs.append(options["out"])
+            return run(*args, **options)
+
+        monkeypatch.setattr(part, "run", noted)
+    out = torch.empty_like(batch.q) if given else None
+    output = batch.run_planned(backend, backend.plan(batch.forward_batch), out=out)
+    batch.expect(output)
+    assert output is out or not given
+    assert [len(part) for part in outs] == [10, 3]
+    assert [part.data_ptr() for part in outs] == [output.data_ptr(), output[10].data_ptr()]
 
 
 @pytest.mark.usefixtures("_two_backends")

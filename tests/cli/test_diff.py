@@ -25,9 +25,9 @@ def bad_attention(tmp_path: Path) -> str:
         from reference.attention import TorchAttention
 
         class Bad(TorchAttention):
-            def run(self, q, layer, plan, *, k=None, v=None):
-                output = super().run(q, layer, plan, k=k, v=v)
-                return output * 1.01 if layer.layer_id == 2 else output
+            def run(self, q, layer, plan, **kv):
+                output = super().run(q, layer, plan, **kv)
+                return output.mul_(1.01) if layer.layer_id == 2 else output
     """
     file = tmp_path / "mine.py"
     file.write_text(textwrap.dedent(code))

@@ -122,8 +122,8 @@ ATTENTION = """
             self.is_decode = forward_batch.forward_mode.is_decode
             return super().plan(forward_batch)
 
-        def run(self, q, layer, plan, *, k=None, v=None):
-            output = super().run(q, layer, plan, k=k, v=v)
+        def run(self, q, layer, plan, **kv):
+            output = super().run(q, layer, plan, **kv)
             if layer.layer_id == 3 and self.is_decode:
                 output[1, 2, 17] += 0.01
             return output
@@ -157,8 +157,8 @@ def test_attention_that_is_wrong_at_one_position_of_a_prompt(tmp_path: Path) -> 
         from reference.attention import TorchAttention
 
         class Bad(TorchAttention):
-            def run(self, q, layer, plan, *, k=None, v=None):
-                output = super().run(q, layer, plan, k=k, v=v)
+            def run(self, q, layer, plan, **kv):
+                output = super().run(q, layer, plan, **kv)
                 if layer.layer_id == 0 and len(q) > 4:
                     output[4] *= 1.001
                 return output
@@ -222,8 +222,8 @@ def test_a_nan_is_no_closeness(tmp_path: Path) -> None:
         from reference.attention import TorchAttention
 
         class Bad(TorchAttention):
-            def run(self, q, layer, plan, *, k=None, v=None):
-                output = super().run(q, layer, plan, k=k, v=v)
+            def run(self, q, layer, plan, **kv):
+                output = super().run(q, layer, plan, **kv)
                 if layer.layer_id == 1:
                     output[0, 0, 5] = float("nan")
                 return output

@@ -21,8 +21,8 @@ BAD = """
     from reference.attention import TorchAttention
 
     class Bad(TorchAttention):
-        def run(self, q, layer, plan, *, k=None, v=None):
-            output = super().run(q, layer, plan, k=k, v=v)
+        def run(self, q, layer, plan, **kv):
+            output = super().run(q, layer, plan, **kv)
             if layer.layer_id == 3:
                 output[7, 2, 17] += 0.5
             return output

@@ -137,6 +137,28 @@ def test_padding_is_the_same_token_everywhere() -> None:
     assert torch.equal(seen[-1][5:], seen[-1][5:6].expand(11, -1))
 
 
+@pytest.mark.parametrize("watched", [False, True], ids=["replayed", "launched"])
+def test_attention_writes_where_the_next_piece_reads(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, outs = PreparedSession(FakeGraphsRunner, model_for(), CASES[1]), []
+    steps, run = session.runner._extend, session.runner._extend.attention.run
+    session.runner.is_watched = watched
+    batch = session.forward_batch({0: [1, 2, 3], 1: [4, 5]}, forward_mode=ForwardMode.EXTEND)
+
+    def noted(*args: Any, out: torch.Tensor, **kv: Any) -> torch.Tensor:
+        outs.append(out)
+        return run(*args, out=out, **kv)
+
+    monkeypatch.setattr(steps.attention, "run", noted)
+    session.run(batch)
+    assert steps.num_replays == (not watched)
+    assert len(outs) == session.model.config.num_hidden_layers
+    assert {(out.data_ptr(), len(out)) for out in outs} == {(steps._heads.data_ptr(), 5)}
+
+    monkeypatch.setattr(steps.attention, "run", lambda *args, out, **kv: run(*args, **kv))
+    with pytest.raises(AssertionError, match="did not write to out"):
+        session.run(batch)
+
+
 def test_a_model_that_waits_for_the_gpu_is_said_and_works(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self, function):
         raise RuntimeError("called a synchronizing CUDA operation")

@@ -200,6 +200,7 @@ MUTANTS = (
         "decode_attention",
         (("sinks_ptr + head * GROUP", "sinks_ptr"),),
     ),
+    KernelMutant("out_forgotten", "output-given", "triton", (("output_for(q, out)", "output_for(q, None)"),)),
 )
 
 SPLIT_MUTANTS = (
