@@ -3,12 +3,12 @@
 Differs from reference: launching a layer's ten kernels takes the host longer than they take the GPU, unless
 tokens are many. So a step is padded to one of a list of numbers of tokens, and for each of them the model is
 captured as one graph up to the first attention, one from there to the next, and so on to the end. Attention
-itself is planned and launched for the batch as it is, without its padding, so any backend will do and lengths
-may be what they are. Nothing in a model knows of this: the backend that it is handed ends one graph and
-begins the next. Without graphs (a flag, a CPU, somebody watching) the same padded tokens go through the same
-kernels, so the result is the same bit for bit. Assumes that a row's result does not depend on other rows.
-Loses where the GPU takes longer than the host in any case, for it computes the padding too: steps of more
-tokens than the largest size run as they are.
+itself is planned and launched for the batch as it is, without its padding, and writes to where the next graph
+reads: so any backend will do, and lengths may be what they are. Nothing in a model knows of this: the backend
+that it is handed ends one graph and begins the next. Without graphs (a flag, a CPU, somebody watching) the
+same padded tokens go through the same kernels, so the result is the same bit for bit. Assumes that a row's
+result does not depend on other rows. Loses where the GPU takes longer than the host in any case, for it
+computes the padding too: steps of more tokens than the largest size run as they are.
 """
 
 from __future__ import annotations
