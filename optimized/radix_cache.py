@@ -2,10 +2,8 @@
 
 Differs from reference: no call walks the tree. A match costs what it matched: the key is turned into arrays
 piece by piece, only as far as it goes on agreeing, and compared by whole arrays. Eviction keeps a heap
-between calls. What a node is ordered by only ever grows (its last access, hits, priority), so an entry made
-earlier comes no later than it should: entries are left alone while nodes are used, locked or grow children,
-and brought up to date when they come to the top. The slots of one eviction are freed at once. A request
-that comes back is not compared again with the path that it locks. Slots stay on their device throughout.
+between calls (optimized/eviction_heap.py), and frees the slots of one call at once. A request that comes back
+is not compared again with the path that it locks. Slots stay on their device throughout.
 
 Assumes tokens that fit int64, and that a request's tokens do not change while it lives. Tokens take 8 bytes
 instead of a Python object each, and the garbage collector does not visit them. It loses where nodes are few
@@ -15,16 +13,16 @@ leaves were used brings all of their entries up to date: what it takes longer, e
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from optimized.eviction_heap import EvictionHeap
 from shared.interfaces import prefix_cache as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from shared.interfaces.prefix_cache import CacheNode, CacheWatcher, InsertResult, MatchResult, RadixKey
@@ -51,7 +49,7 @@ class TreeNode:
     children: dict[Hashable, TreeNode] = field(default_factory=dict)
 
 
-# None of these ever becomes smaller for a node: the heap relies on it.
+# None of these ever becomes smaller for a node: EvictionHeap relies on it.
 EVICTION_ORDER: dict[str, Callable[[TreeNode], tuple[int, ...]]] = {
     "lru": lambda node: (node.last_access_time,),
     "lfu": lambda node: (node.hit_count, node.last_access_time),
@@ -79,7 +77,7 @@ class RadixCache(interface.PrefixCache):
         self.page_size = page_size
         self.allocator = allocator
         self.req_to_token_pool = req_to_token_pool
-        self.eviction_order = EVICTION_ORDER[eviction_policy]
+        self.heap = EvictionHeap(EVICTION_ORDER[eviction_policy])
         self.is_bigram = is_bigram
         self.device = torch.device("cpu") if allocator is None else allocator.slot_device
         self._watchers: list[CacheWatcher] = []
@@ -106,27 +104,33 @@ class RadixCache(interface.PrefixCache):
             if ancestor.lock_ref == 0:
                 self._evictable_size += ancestor.num_slots
                 self._protected_size -= ancestor.num_slots
-        self._queue(node)  # those above have children
+        self.heap.add(node)  # those above have children
 
     def evict(self, num_tokens: int) -> int:
         num_evicted, values = 0, []
-        while self._heap and num_evicted < num_tokens:
-            order, _, node = self._heap[0]
-            if not self._is_evictable(node):
-                heapq.heappop(self._heap)
-                node.is_queued = False  # until it is a leaf and unlocked again
-            elif order != (order_now := self.eviction_order(node)):
-                heapq.heapreplace(self._heap, (order_now, node.node_id, node))
-            else:
-                heapq.heappop(self._heap)
-                parent = node.parent
-                self._remove_leaf(node)
-                values.append(node.value)
-                num_evicted += node.num_slots
-                self._queue(parent)
-        if values and self.allocator is not None:
-            self.allocator.free(torch.cat(values))
+        while num_evicted < num_tokens and (node := self.heap.pop()) is not None:
+            parent = node.parent
+            self._remove_leaf(node)
+            values.append(node.value)
+            num_evicted += node.num_slots
+            self.heap.add(parent)
+        self._free(values)
         return num_evicted
+
+    def discard(self, key: RadixKey, start: int) -> None:
+        node, end = self._walk(key, self.root, 0)
+        highest = None
+        for ancestor in self._path(node):
+            end -= ancestor.num_slots
+            if end < start or ancestor.lock_ref > 0:
+                break
+            highest = ancestor
+        if highest is not None:
+            parent, gone = highest.parent, list(self._nodes_from(highest))[::-1]
+            for leaf in gone:
+                self._remove_leaf(leaf)
+            self.heap.add(parent)
+            self._free([leaf.value for leaf in gone])
 
     def cache_unfinished_req(self, req: Req) -> None:
         num_owned, num_filled = req.cache_protected_len, len(req.fill_ids)
@@ -174,8 +178,7 @@ class RadixCache(interface.PrefixCache):
         self._time = 0
         self._evictable_size = 0
         self._protected_size = 0
-        # An entry for every unlocked leaf, with what it was ordered by at some time; perhaps for other nodes.
-        self._heap: list[tuple[tuple[int, ...], int, TreeNode]] = []
+        self.heap.clear()
         no_tokens = np.empty(0, np.int64)
         self.root = self._new_node(
             None, no_tokens, self._no_slots(), None, False, creation_time=0, priority=0
@@ -194,14 +197,11 @@ class RadixCache(interface.PrefixCache):
         return node.parent
 
     def nodes(self) -> Iterator[CacheNode]:
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
+        for node in islice(self._nodes_from(self.root), 1, None):
             tokens = node.tokens.tolist()
             key = list(pairwise(tokens)) if node.is_bigram else tokens
             slots = node.value.tolist()
             yield CacheNode(node.node_id, node.parent.node_id, key, slots, node.lock_ref, node.extra_key)
-            stack.extend(node.children.values())
 
     def _num_whole(self, key: RadixKey) -> int:
         """The key's entries (tokens or bigrams) in whole pages."""
@@ -320,20 +320,11 @@ class RadixCache(interface.PrefixCache):
             child_key = self._key_of(leaf)
             node.children[child_key] = leaf
             self._evictable_size += leaf.num_slots
-            self._queue(leaf)
+            self.heap.add(leaf)
             for watcher in self._watchers:
                 watcher.inserted(node, child_key)
             node = leaf
         return InsertResult(prefix_len, node)
-
-    def _is_evictable(self, node: TreeNode) -> bool:
-        return not node.children and node.lock_ref == 0 and node is not self.root
-
-    def _queue(self, node: TreeNode) -> None:
-        """Give an evictable leaf its entry in the heap, if it has none."""
-        if not node.is_queued and self._is_evictable(node):
-            heapq.heappush(self._heap, (self.eviction_order(node), node.node_id, node))
-            node.is_queued = True
 
     def _remove_leaf(self, leaf: TreeNode) -> None:
         assert not leaf.children
@@ -343,6 +334,10 @@ class RadixCache(interface.PrefixCache):
         self._evictable_size -= leaf.num_slots
         for watcher in self._watchers:
             watcher.removed(leaf)
+
+    def _free(self, values: list[torch.Tensor]) -> None:
+        if values and self.allocator is not None:
+            self.allocator.free(torch.cat(values))
 
     def _new_node(
         self,
@@ -379,6 +374,14 @@ class RadixCache(interface.PrefixCache):
             assert node.parent is not None, f"node {node.node_id} is no longer in the tree"
             yield node
             node = node.parent
+
+    def _nodes_from(self, node: TreeNode) -> Iterator[TreeNode]:
+        """A node and those below it, parents first."""
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
 
     def _path_slots(self, node: TreeNode) -> torch.Tensor:
         values = [ancestor.value for ancestor in self._path(node)]

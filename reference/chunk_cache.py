@@ -47,6 +47,9 @@ class ChunkCache(interface.PrefixCache):
     def evict(self, num_tokens: int) -> int:
         return 0
 
+    def discard(self, key: RadixKey, start: int) -> None:
+        pass
+
     def cache_unfinished_req(self, req: Req) -> None:
         req.prefix_indices = self.req_to_token_pool.read(req.req_pool_idx, 0, len(req.fill_ids))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, Literal
 
 import torch
@@ -121,6 +121,18 @@ class RadixCache(interface.PrefixCache):
                 heapq.heappush(leaves, (self.eviction_order(parent), parent.node_id, parent))
         return num_evicted
         # --8<-- [end:radix-evict]
+
+    def discard(self, key: RadixKey, start: int) -> None:
+        node, end = self._walk(self._whole_pages(key), key.extra_key)
+        highest = None
+        for ancestor in self._path(node):
+            end -= len(ancestor.key)
+            if end < start or ancestor.lock_ref > 0:
+                break
+            highest = ancestor
+        if highest is not None:
+            for leaf in reversed(list(self._nodes_from(highest))):
+                self._remove_leaf(leaf)
 
     # --8<-- [start:cache-unfinished-req]
     def cache_unfinished_req(self, req: Req) -> None:
@@ -299,7 +311,11 @@ class RadixCache(interface.PrefixCache):
 
     def _all_nodes(self) -> Iterator[TreeNode]:
         """All nodes but the root, parents first."""
-        stack = list(self.root.children.values())
+        return islice(self._nodes_from(self.root), 1, None)
+
+    def _nodes_from(self, node: TreeNode) -> Iterator[TreeNode]:
+        """A node and those below it, parents first."""
+        stack = [node]
         while stack:
             node = stack.pop()
             yield node

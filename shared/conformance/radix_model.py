@@ -95,10 +95,25 @@ class FlatCache:
             del self.ends[victim]
         return freed
 
+    def discard(self, key: Prefix, start: int) -> list[int]:
+        """The slots that come back."""
+        matched = self.match(key)
+        path = sorted((end for end in self.ends if extends(matched, end)), key=lambda end: len(end[1]))
+        for end in path:
+            if self._start(end) >= start and self.lock_ref(end) == 0:
+                gone = [page for page in self.page_slots if self._is_at_or_below(page, end)]
+                self.ends = {e: data for e, data in self.ends.items() if not extends(e, end)}
+                return [slot for page in gone for slot in self.page_slots.pop(page)]
+        return []
+
     def sizes(self) -> tuple[int, int]:
         """Evictable and protected tokens."""
         locked = sum(self.lock_ref(page) > 0 for page in self.page_slots)
         return (len(self.page_slots) - locked) * self.page_size, locked * self.page_size
+
+    def _is_at_or_below(self, page: Prefix, end: Prefix) -> bool:
+        """Whether the page is of the node that ends there, or of one below it."""
+        return extends(page, end) or (extends(end, page) and len(page[1]) > self._start(end))
 
     def _start(self, end: Prefix) -> int:
         return max((len(e[1]) for e in self.ends if e != end and extends(end, e)), default=0)

@@ -34,6 +34,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "radix_cache",
         "radix_locks",
         "radix_eviction",
+        "radix_discard",
         "radix_sequences",
         "radix_requests",
         "request_lives",

@@ -138,6 +138,12 @@ class PrefixCache(ABC):
         """
 
     @abstractmethod
+    def discard(self, key: RadixKey, start: int) -> None:
+        """Free what the tree holds of `key` from its entry `start` on, with everything below it: nodes that
+        begin at `start` or behind it, and that nobody has locked. For KV that proved to be bad, or may be. (To
+        find them it matches `key`, with all that a match does.)"""
+
+    @abstractmethod
     def cache_unfinished_req(self, req: Req) -> None:
         """After a request's `fill_ids` have their KV (prefill, or one chunk of it): move the whole pages of
         it into the tree, so that others can share them, and lock them for the request.

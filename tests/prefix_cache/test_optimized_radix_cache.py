@@ -55,7 +55,8 @@ class Pair:
             for cache, allocator in zip(self.caches, self.allocators)
         ]
         assert seen[0] == seen[1], kind
-        assert len(self.caches[0]._heap) <= len(seen[0][0])
+        entries = [node for _, _, node in self.caches[0].heap.entries if node.parent is not None]
+        assert len(entries) <= len(seen[0][0])
 
     def _match(self, cache: Any, allocator: Any, key: RadixKey, number: int, node: Any) -> Any:
         found, node = cache.match_prefix(key)
@@ -82,6 +83,9 @@ class Pair:
     def _evict(self, cache: Any, allocator: Any, key: RadixKey, number: int, node: Any) -> Any:
         return cache.evict(number)
 
+    def _discard(self, cache: Any, allocator: Any, key: RadixKey, number: int, node: Any) -> Any:
+        cache.discard(key, number)
+
     def finish(self) -> None:
         while self.locked:
             self.call("unlock", RadixKey([]), 0)
@@ -89,7 +93,7 @@ class Pair:
             self.call("evict", RadixKey([]), 1)
 
 
-KINDS = ["insert", "insert", "insert", "match", "match", "lock", "unlock", "evict"]
+KINDS = [*["insert"] * 6, *["match"] * 4, *["lock"] * 2, *["unlock"] * 2, *["evict"] * 2, "discard"]
 
 
 def draw_key(rng: random.Random, page_size: int, is_long: bool) -> RadixKey:
@@ -145,8 +149,8 @@ def full_cache(num_leaves: int, length: int = 8, policy: str = "lru") -> RadixCa
 @pytest.mark.parametrize("policy", POLICIES)
 def test_evicting_looks_at_few_leaves_of_many(policy: str) -> None:
     cache = full_cache(3000, policy=policy)
-    order, looked_at = cache.eviction_order, []
-    cache.eviction_order = lambda node: looked_at.append(node) or order(node)
+    order, looked_at = cache.heap.order, []
+    cache.heap.order = lambda node: looked_at.append(node) or order(node)
     for _ in range(10):
         assert cache.evict(1) == 8
     assert len(looked_at) == 10
@@ -156,8 +160,8 @@ def test_entries_brought_up_to_date_are_paid_for_by_uses() -> None:
     cache = full_cache(1000)
     for i in range(500):
         cache.match_prefix(RadixKey([i, *range(7)]))
-    order, looked_at = cache.eviction_order, []
-    cache.eviction_order = lambda node: looked_at.append(node) or order(node)
+    order, looked_at = cache.heap.order, []
+    cache.heap.order = lambda node: looked_at.append(node) or order(node)
     assert cache.evict(1000 * 8) == 8000
     assert len(looked_at) == 1500
 

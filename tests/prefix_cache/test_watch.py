@@ -55,13 +55,15 @@ def test_a_watcher_knows_the_tree(page_size: int, seed: int) -> None:
     for step in range(300):
         tokens = rng.choices([0, 1], k=rng.randint(0, 5 * page_size))
         key = RadixKey(tokens, rng.choice([None, "a"]), is_bigram=rng.random() < 0.2)
-        kind = rng.choices(["insert", "match", "evict", "reset"], [6, 3, 2, 0.1])[0]
+        kind = rng.choices(["insert", "match", "evict", "discard", "reset"], [6, 3, 2, 0.5, 0.1])[0]
         if kind == "insert":
             cache.insert(key, torch.arange(len(key)))
         elif kind == "match":
             cache.match_prefix(key)
         elif kind == "evict":
             cache.evict(rng.randint(1, 8))
+        elif kind == "discard":
+            cache.discard(key, rng.choice([0, page_size]))
         else:
             cache.reset()
             mirrors.append(Mirror(cache))

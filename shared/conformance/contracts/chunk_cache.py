@@ -28,6 +28,7 @@ def finds_nothing(impl: type[PrefixCache], case: PageSize) -> None:
     cache.dec_lock_ref(match.last_node)
     expect_equal("the root's number", cache.node_id(match.last_node), 0)
     expect_equal("evict(100)", cache.evict(100), 0)
+    cache.discard(key, 0)
     expect_equal("nodes", list(cache.nodes()), [])
     cache.reset()
 

@@ -15,12 +15,13 @@ from shared.conformance.radix_model import FlatCache, Prefix
 from shared.conformance.short_repr import short_repr
 from shared.interfaces import PrefixCache, RadixKey
 
-Kind = Literal["insert", "match", "lock", "unlock", "evict"]
+Kind = Literal["insert", "match", "lock", "unlock", "evict", "discard"]
 
 
 @dataclass(frozen=True, repr=False)
 class Call:
-    """`number`: an insert's priority, the tokens to evict, or which lock to give up (modulo their number)."""
+    """`number`: an insert's priority, the tokens to evict, where to discard from, or which lock to give up
+    (modulo their number)."""
 
     kind: Kind
     tokens: tuple[int, ...] = ()
@@ -58,12 +59,16 @@ def random_calls(seed: int, num_calls: int = 80) -> Calls:
 
 
 def _random_call(rng: random.Random, page_size: int) -> Call:
-    kind = rng.choices(get_args(Kind), weights=[3, 2, 1, 1, 1])[0]
+    kind = rng.choices(get_args(Kind), weights=[6, 4, 2, 2, 2, 1])[0]
     number = {"insert": rng.randint(-1, 2), "evict": rng.randint(0, 12)}.get(kind, rng.randrange(20))
     if kind in ("unlock", "evict"):
         return Call(kind, number=number)
     tokens = tuple(rng.choices([0, 1], k=rng.randint(0, 4 * page_size + 3)))
-    return Call(kind, tokens, rng.choice([None, None, "a", "b"]), number if kind == "insert" else 0)
+    if kind == "discard":
+        number = rng.choice([0, rng.randint(0, len(tokens))])
+    elif kind != "insert":
+        number = 0
+    return Call(kind, tokens, rng.choice([None, None, "a", "b"]), number)
 
 
 class Run:
@@ -142,6 +147,14 @@ class Run:
         expect_equal(f"{self.what}: evict({call.number})", num_evicted, len(expected))
         expect_equal(f"{self.what}: slots freed", sorted(freed), sorted(expected))
         self.trace.append(num_evicted)
+
+    def _discard(self, call: Call) -> None:
+        key, prefix = self._keys(call)
+        free = set(self.allocator.free_slots().tolist())
+        self.cache.discard(key, call.number)
+        freed = set(self.allocator.free_slots().tolist()) - free
+        expected = self.model.discard(prefix, call.number)
+        expect_equal(f"{self.what}: slots freed from {call.number} on", sorted(freed), sorted(expected))
 
     def _check(self) -> None:
         """Edges, slots and locks of all nodes, and the totals."""

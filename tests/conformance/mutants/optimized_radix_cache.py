@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import optimized.eviction_heap as heap
 import optimized.radix_cache as original
 from tests.conformance.mutants.mutant import mutant_of
 
-SOURCE = Path(original.__file__).read_text("utf-8")
+SOURCE, HEAP = (Path(module.__file__).read_text("utf-8") for module in (original, heap))
 
 
 def changed(before: str, after: str) -> Any:
@@ -19,36 +20,49 @@ def changed(before: str, after: str) -> Any:
     return names["RadixCache"]
 
 
+def with_heap(before: str, after: str) -> Any:
+    """The optimized RadixCache with a heap that is changed so."""
+    assert HEAP.count(before) == 1, f"{HEAP.count(before)} times: {before!r}"
+    names: dict[str, Any] = {"__name__": heap.__name__}
+    exec(HEAP.replace(before, after), names)
+    own: dict[str, Any] = {"__name__": original.__name__}
+    exec(SOURCE, own)
+    own["EvictionHeap"] = names["EvictionHeap"]
+    return own["RadixCache"]
+
+
 # The heap
 
 
 @mutant_of("radix_cache")
-class EvictsByAStaleEntry(changed("elif order != (order_now :=", "elif order > (order_now :=")):
+class EvictsByAStaleEntry(with_heap("elif order != (order_now :=", "elif order > (order_now :=")):
     """A leaf goes in the place that it had when its entry was made, however often it was used since."""
 
 
 @mutant_of("radix_cache")
-class HeapIgnoresLocks(changed("not node.children and node.lock_ref == 0 and", "not node.children and")):
+class HeapIgnoresLocks(with_heap("not node.children and node.lock_ref == 0 and", "not node.children and")):
     """A leaf that was locked after its entry was made is taken."""
 
 
 @mutant_of("radix_cache")
-class HeapIgnoresChildren(changed("not node.children and node.lock_ref == 0 and", "node.lock_ref == 0 and")):
+class HeapIgnoresChildren(
+    with_heap("not node.children and node.lock_ref == 0 and", "node.lock_ref == 0 and")
+):
     """A node that got children after its entry was made is taken."""
 
 
 @mutant_of("radix_cache")
-class UnlockedLeavesAreForgotten(changed("self._queue(node)  # those above have children", "pass")):
+class UnlockedLeavesAreForgotten(changed("self.heap.add(node)  # those above have children", "pass")):
     """A leaf whose entry was dropped while it was locked never gets another one."""
 
 
 @mutant_of("radix_cache")
-class DroppedEntriesCountAsThere(changed("node.is_queued = False  # until", "pass  # until")):
+class DroppedEntriesCountAsThere(with_heap("node.is_queued = False  # until", "pass  # until")):
     """A leaf whose entry was dropped is thought to have it still."""
 
 
 @mutant_of("radix_cache")
-class ParentsAreNotQueued(changed("self._queue(parent)", "pass")):
+class ParentsAreNotQueued(changed("num_slots\n            self.heap.add(parent)", "num_slots")):
     """Parents that become leaves get no entry."""
 
 
@@ -60,8 +74,20 @@ class SplitTakesTheEntry(
 
 
 @mutant_of("radix_cache")
-class NewLeavesAreForgotten(changed("            self._queue(leaf)\n", "")):
+class NewLeavesAreForgotten(changed("            self.heap.add(leaf)\n", "")):
     """A leaf gets its entry with its first unlock only."""
+
+
+@mutant_of("radix_cache")
+class EvictsWhatWasDiscarded(with_heap("node.parent is not None", "(node.parent or node.node_id)")):
+    """A leaf that was discarded still has its entry, and is taken for one of the tree."""
+
+
+@mutant_of("radix_cache")
+class DiscardingLeavesNoLeaf(
+    changed("            self.heap.add(parent)\n            self._free", "            self._free")
+):
+    """A parent that becomes a leaf because its children are discarded gets no entry."""
 
 
 @mutant_of("radix_cache")

@@ -242,6 +242,33 @@ class ForgetsToFree(RadixCache):
 
 
 @mutant_of("radix_cache")
+class DiscardsNothing(RadixCache):
+    """What proved to be bad goes on being found."""
+
+    def discard(self, key: RadixKey, start: int) -> None:
+        self.match_prefix(key)
+
+
+@mutant_of("radix_cache")
+class DiscardsFromTheBeginning(RadixCache):
+    """What was there before is discarded too."""
+
+    def discard(self, key: RadixKey, start: int) -> None:
+        super().discard(key, 0)
+
+
+@mutant_of("radix_cache")
+class DiscardsTheLastNodeOnly(RadixCache):
+    """Of a path only its last node is discarded, and if it has children, nothing."""
+
+    def discard(self, key: RadixKey, start: int) -> None:
+        node = self.match_prefix(key).last_node
+        begins_at = sum(len(above.key) for above in self._path(node)) - len(node.key)
+        if begins_at >= start and not node.children and node.lock_ref == 0 and node is not self.root:
+            self._remove_leaf(node)
+
+
+@mutant_of("radix_cache")
 class NegativeLocks(RadixCache):
     """A lock given up twice goes below zero, or is ignored."""
 
