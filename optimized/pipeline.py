@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from optimized.cached_prompt import CachedPrompt
 from optimized.future_map import FutureMap, count_in_flight
 from optimized.schedule_batch import name_tokens
 from optimized.streams import Pending, streams_for
@@ -44,6 +45,7 @@ class InFlight:
     first_place: int  # in the FutureMap, of the first row's token
     results: Pending | None = field(default=None, init=False)  # None: sampling has not begun
     rows: dict[Req, int] = field(init=False)
+    prompts: dict[Req, CachedPrompt] = field(default_factory=dict, init=False)  # also of those who left
     _kept: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -118,6 +120,14 @@ class Pipeline:
             return [None] * len(reqs)
         return list(map(self.batches[-1].place_of, reqs))
 
+    def decodable(self, running: Sequence[Req]) -> list[Req]:
+        """Those that may produce a token beyond the one in flight: an end by length is known."""
+        return [
+            req
+            for req, place in zip(running, self.places_of(running))
+            if len(req.output_ids) + (place is not None) < req.max_new_tokens
+        ]
+
     def drop(self, req: Req) -> None:
         """Whatever is computed for the request is not wanted any more."""
         for batch in self.batches:
@@ -131,6 +141,9 @@ class Pipeline:
             names = [None if place is None else self.future_map.name_of(place) for place in places]
             named = name_tokens(batch, names, self.device)
         launched = BatchInFlight(batch, self.future_map.take(batch.batch_size), named, chunked_req)
+        if not parts.tree_cache.disable:
+            extending = batch.reqs[: batch.batch_size - batch.num_decode_reqs]
+            launched.prompts = {req: CachedPrompt.of(req, parts.tree_cache) for req in extending}
         if any(req.grammar is not None and n for req, n in zip(batch.reqs, num_in_flight)):
             self.streams.launch(lambda: self._forward(launched))
         else:

@@ -4,12 +4,13 @@ Differs from reference: the GPU goes from batch to batch without waiting for the
 one and processes the last one meanwhile. A request decodes from a token that the host does not know yet
 (optimized/future_map.py). If that token ends it, one token too many was computed: its row is dropped, and its
 slot freed with the others; an end by length is known ahead. A prompt is cached when it is launched: whoever
-finds it there runs behind it. Loses a step's overlap when memory is short, and the sampler's where a grammar
-has to see token N before N+1 is sampled. News come one step later than in the reference.
+finds it there runs behind it, and begins anew if it comes out as NaN. Loses a step's overlap when memory is
+short, and the sampler's where a grammar has to see token N before N+1 is sampled. News come one step later.
 """
 
 from __future__ import annotations
 
+from optimized.cached_prompt import CachedPrompt
 from optimized.pipeline import BatchInFlight, InFlight, Pipeline
 from optimized.speculative import Speculator
 from optimized.speculative_round import Outcome, RoundInFlight
@@ -27,11 +28,12 @@ from shared.interfaces import (
 from shared.interfaces import scheduler as interface
 from shared.logprobs import to_token_logprobs
 from shared.new_token_ratio import NewTokenRatio
-from shared.request_limits import admit, all_overdue, least_wanted
+from shared.request_limits import admit, all_overdue, all_turned_away
 from shared.scheduler_counts import SchedulerCounts
 from shared.step_memory import (
     evict_for,
     mix,
+    most_at_stake_first,
     num_tokens_to_decode,
     prepare_for_decode,
     prepare_for_extend,
@@ -81,10 +83,8 @@ class Scheduler(interface.Scheduler):
         self.waiting_queue.append(req)
         if self.config.enable_priority_scheduling:
             self.batch_is_full = False  # it may preempt
-        limit = self.config.max_queued_requests
-        if limit is not None and len(self.waiting_queue) > limit:
-            turned_away = least_wanted(self.waiting_queue, self.config.enable_priority_scheduling)
-            self._finish(turned_away, FinishAbort(f"the queue is full ({limit} waiting)", 503))
+        for turned_away, reason in all_turned_away(self.waiting_queue, self.config):
+            self._finish(turned_away, reason)
 
     def abort(self, rid: str) -> bool:
         req = self.live.get(rid)
@@ -148,7 +148,7 @@ class Scheduler(interface.Scheduler):
         prefill = self._get_new_batch_prefill()
         if prefill is None:
             return self._get_batch_decode()
-        decodable = self._decodable() if self.config.enable_mixed_chunk else []
+        decodable = self.pipeline.decodable(self.running) if self.config.enable_mixed_chunk else []
         if decodable and self._has_memory_to_decode(decodable):
             return mix(prefill, self._prepare_for_decode(decodable))
         return prefill
@@ -156,7 +156,7 @@ class Scheduler(interface.Scheduler):
     def _get_new_batch_prefill(self) -> ScheduleBatch | None:
         if self.chunked_req is None and (self.batch_is_full or not self.waiting_queue):
             return None
-        decodable = self._decodable()
+        decodable = self.pipeline.decodable(self.running)
         num_reserved = self.speculator.num_reserved(decodable) if self.speculator else 0
         adder = self.parts.prefill_adder(
             PrefillBudget.of_step(self.config, self.new_token_ratio.current, len(decodable), num_reserved),
@@ -211,7 +211,7 @@ class Scheduler(interface.Scheduler):
         return bool(victims)
 
     def _get_batch_decode(self) -> ScheduleBatch | None:
-        decodable = self._decodable()
+        decodable = self.pipeline.decodable(self.running)
         if not decodable:
             return None
         if self.speculator is not None:
@@ -229,15 +229,6 @@ class Scheduler(interface.Scheduler):
             decodable = self._retract_to_decode()
         return self._prepare_for_decode(decodable)
 
-    def _decodable(self) -> list[Req]:
-        """Running requests that may produce a token beyond the one in flight: an end by length is known."""
-        places = self.pipeline.places_of(self.running)
-        return [
-            req
-            for req, place in zip(self.running, places)
-            if len(req.output_ids) + (place is not None) < req.max_new_tokens
-        ]
-
     def _prepare_for_decode(self, decodable: list[Req]) -> ScheduleBatch:
         return prepare_for_decode(decodable, self.parts.req_to_token_pool, self.parts.allocator)
 
@@ -246,11 +237,10 @@ class Scheduler(interface.Scheduler):
         return evict_for(num_tokens, self.parts.tree_cache, self.parts.allocator)
 
     def _retract_to_decode(self) -> list[Req]:
-        """Throw out requests until the others can go on: those with the fewest output tokens lose the least
-        work, and among them a long prompt frees the most. The last one stays; a prompt that is being
-        computed gives way to it, and alone it fits, because submission checked that. Returns who goes on."""
-        candidates = sorted(self.running, key=lambda req: (-len(req.output_ids), len(req.origin_input_ids)))
-        while not self._has_memory_to_decode(decodable := self._decodable()):
+        """Throw out requests until the others can go on. The last one stays; a prompt that is being computed
+        gives way to it, and alone it fits, because submission checked that. Returns who goes on."""
+        candidates = most_at_stake_first(self.running)
+        while not self._has_memory_to_decode(decodable := self.pipeline.decodable(self.running)):
             if len(candidates) > 1:
                 self._retract(candidates.pop())
             else:
@@ -268,8 +258,6 @@ class Scheduler(interface.Scheduler):
             self.run_batch(batch)
         except BaseException as error:
             self._fail(batch, error)
-            if not isinstance(error, Exception):
-                raise  # an interrupt: the batch is lost, the engine is not
             return False
         for req in batch.reqs[: batch.batch_size - batch.num_decode_reqs]:
             self.parts.tree_cache.cache_unfinished_req(req)
@@ -291,8 +279,6 @@ class Scheduler(interface.Scheduler):
         except BaseException as error:
             self.pipeline.batches.remove(batch)
             self._fail(batch.batch, error)
-            if not isinstance(error, Exception):
-                raise
 
     def process_batch_result(
         self,
@@ -306,9 +292,26 @@ class Scheduler(interface.Scheduler):
         next_token_ids = sample_output.next_token_ids.tolist()
         logprobs = to_token_logprobs(next_token_ids, sample_output.logprobs)
         batch.hand_out_input_logprobs(logits_output.input_logprobs)
-        for req, row in batch.rows.items():
-            if req is not batch.chunked_req:  # its prompt is not complete: the sampled token means nothing
+        for row, req in enumerate(batch.batch.reqs):
+            if req is batch.chunked_req:
+                continue  # its prompt is not complete: the sampled token means nothing
+            if batch.rows.pop(req, None) is not None:
                 self._append_tokens(req, next_token_ids[row : row + 1], logprobs[row : row + 1])
+            if next_token_ids[row] < 0 and req in batch.prompts:
+                self._discard(batch.prompts[req], batch)
+
+    # --8<-- [start:discard-a-prompt]
+    def _discard(self, prompt: CachedPrompt, batch: BatchInFlight) -> None:
+        """Its logits were NaN: so may its KV be, and what others made of it who found it in the cache before
+        that was known. They begin anew."""
+        batches = (batch, *self.pipeline.batches)
+        new = {req for each in batches for req in each.prompts if req in each.rows}
+        for req in list(self.live.values()):
+            if (req in new or req not in self.running) and prompt.may_be_held_by(req):
+                batch.rows.pop(req, None)
+                self.retract(req.rid)
+        self.parts.tree_cache.discard(prompt.key, prompt.start)
+        # --8<-- [end:discard-a-prompt]
 
     def _process_round(self, launched: RoundInFlight, outcome: Outcome) -> None:
         assert self.speculator is not None
@@ -316,8 +319,6 @@ class Scheduler(interface.Scheduler):
             tokens = self.speculator.finish(launched, outcome)
         except BaseException as error:
             self._fail(launched.batch, error)
-            if not isinstance(error, Exception):
-                raise
             return
         for req, token_ids, logprobs in tokens:
             self._append_tokens(req, token_ids, logprobs)
@@ -375,6 +376,8 @@ class Scheduler(interface.Scheduler):
         for req in batch.reqs:
             if not req.finished:
                 self._finish(req, FinishError(f"{type(error).__name__}: {error}"))
+        if not isinstance(error, Exception):
+            raise error  # an interrupt: the batch is lost, the engine is not
 
     # ---- looking in ----
 

@@ -231,7 +231,7 @@ class Speculator:
         )
         bounds = tuple(self._bound(req) for req in reqs)
         width = max(bound - kv_len for bound, kv_len in zip(bounds, kv_lens)) + self.num_slots
-        # Now, in the scheduler's order of things: later the row may be another's.
+        # Now, in the scheduler's order of things: the row goes on changing.
         pool = self.parts.req_to_token_pool
         columns = vectors[1][:, None] + self._numbers[:width]
         slots = pool.req_to_token[vectors[0][:, None], columns.clamp(max=pool.max_len - 1)].to(torch.int64)

@@ -12,6 +12,7 @@ from shared.interfaces import (
     AddReqResult,
     PrefillAdder,
     PrefillBudget,
+    RadixKey,
     SchedulerParts,
     SchedulerState,
     SchedulerStats,
@@ -19,12 +20,13 @@ from shared.interfaces import (
 from shared.interfaces import scheduler as interface
 from shared.logprobs import to_token_logprobs
 from shared.new_token_ratio import NewTokenRatio
-from shared.request_limits import admit, all_overdue, least_wanted
+from shared.request_limits import admit, all_overdue, all_turned_away
 from shared.sampling_batch import make_sampling_batch_info
 from shared.scheduler_counts import SchedulerCounts
 from shared.step_memory import (
     evict_for,
     mix,
+    most_at_stake_first,
     num_tokens_to_decode,
     prepare_for_decode,
     prepare_for_extend,
@@ -73,10 +75,8 @@ class Scheduler(interface.Scheduler):
         self.waiting_queue.append(req)
         if self.config.enable_priority_scheduling:
             self.batch_is_full = False  # it may preempt
-        limit = self.config.max_queued_requests
-        if limit is not None and len(self.waiting_queue) > limit:
-            turned_away = least_wanted(self.waiting_queue, self.config.enable_priority_scheduling)
-            self._finish(turned_away, FinishAbort(f"the queue is full ({limit} waiting)", 503))
+        for turned_away, reason in all_turned_away(self.waiting_queue, self.config):
+            self._finish(turned_away, reason)
 
     def abort(self, rid: str) -> bool:
         req = self.live.get(rid)
@@ -107,8 +107,6 @@ class Scheduler(interface.Scheduler):
                 result = self.run_batch(batch)
             except BaseException as error:
                 self._fail(batch, error)
-                if not isinstance(error, Exception):
-                    raise  # an interrupt: the batch is lost, the engine is not
             else:
                 with self.parts.timeline.span("process results"):
                     self.process_batch_result(batch, *result)
@@ -215,10 +213,9 @@ class Scheduler(interface.Scheduler):
         return evict_for(num_tokens, self.parts.tree_cache, self.parts.allocator)
 
     def _retract_to_decode(self) -> None:
-        """Throw out requests until the others can go on: those with the fewest output tokens lose the least
-        work, and among them a long prompt frees the most. The last one stays; a prompt that is being
-        computed gives way to it, and alone it fits, because submission checked that."""
-        candidates = sorted(self.running, key=lambda req: (-len(req.output_ids), len(req.origin_input_ids)))
+        """Throw out requests until the others can go on. The last one stays; a prompt that is being computed
+        gives way to it, and alone it fits, because submission checked that."""
+        candidates = most_at_stake_first(self.running)
         while not self._has_memory_to_decode():
             if len(candidates) > 1:
                 self._retract(candidates.pop())
@@ -272,6 +269,10 @@ class Scheduler(interface.Scheduler):
             if not req.finished and i < num_extend:
                 self.parts.tree_cache.cache_unfinished_req(req)
                 self.running.append(req)
+        for req, token_id in zip(batch.reqs[:num_extend], next_token_ids):
+            if req.finished and token_id < 0:  # its logits were NaN: so may the KV be of its earlier chunks
+                key = RadixKey(req.fill_ids, req.extra_key, self.parts.tree_cache.is_bigram)
+                self.parts.tree_cache.discard(key, req.kv_matched_len)
 
     # --8<-- [end:process-batch-result]
 
@@ -319,6 +320,8 @@ class Scheduler(interface.Scheduler):
     def _fail(self, batch: ScheduleBatch, error: BaseException) -> None:
         for req in batch.reqs:
             self._finish(req, FinishError(f"{type(error).__name__}: {error}"))
+        if not isinstance(error, Exception):
+            raise error  # an interrupt: the batch is lost, the engine is not
 
     # ---- looking in ----
 

@@ -14,7 +14,7 @@ from shared import registry
 from shared.config import EngineConfig, ModelConfig
 from shared.config.speculation import check_windows
 from shared.interfaces import CausalLM, Drafter, DrafterParts, Scheduler, SchedulerParts, TokenToKVPool
-from shared.kv_sizing import MemoryPlan, free_gpu_memory, num_speculative_slots, plan_memory
+from shared.kv_sizing import MemoryPlan, free_gpu_memory, num_rows, num_speculative_slots, plan_memory
 from shared.load_model import load_model
 from shared.model_path import resolve_model_path
 from shared.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ def assemble(
         print_memory(memory)
     assert config.context_len is not None
     row_len = config.context_len + num_speculative_slots(config, drafter)
-    req_to_token_pool = pools.ReqToTokenPool(config.max_running_requests + 1, row_len, device)
+    req_to_token_pool = pools.ReqToTokenPool(num_rows(config), row_len, device)
     allocator = pools.TokenToKVPoolAllocator(num_tokens, config.page_size, device)
     kv_pool = pools.TokenToKVPool(
         num_tokens,

@@ -59,6 +59,13 @@ class MemoryPlan:
         return rows
 
 
+def num_rows(config: EngineConfig) -> int:
+    """Rows of req_to_token: for all that run, for the prompt that is being computed, and as many again. They
+    are handed out first in, first out, so a request's row is not another's before the batch is done that was
+    under way when it left."""
+    return 2 * (config.max_running_requests + 1)
+
+
 def num_speculative_slots(config: EngineConfig, drafter: Drafter | None) -> int:
     """Slots that a request takes behind its committed ones while it speculates: for drafting, then for the
     tree. A row of req_to_token is so much longer than the context."""

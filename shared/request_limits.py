@@ -44,11 +44,15 @@ def admit(req: Req, vocab_size: int, context_len: int, pool_size: int) -> None:
     req.max_new_tokens = min(params.max_new_tokens, longest)
 
 
-def least_wanted(waiting_queue: Sequence[Req], by_priority: bool) -> Req:
-    """Whom a full queue turns away: the newcomer (the last), or a strictly less important request."""
-    if not by_priority:
-        return waiting_queue[-1]
-    return min(reversed(waiting_queue), key=lambda req: req.priority)
+def all_turned_away(waiting_queue: Sequence[Req], config: EngineConfig) -> list[tuple[Req, FinishAbort]]:
+    """Whom a full queue does not take: the newcomer (the last), or a strictly less important request."""
+    limit = config.max_queued_requests
+    if limit is None or len(waiting_queue) <= limit:
+        return []
+    req = waiting_queue[-1]
+    if config.enable_priority_scheduling:
+        req = min(reversed(waiting_queue), key=lambda req: req.priority)
+    return [(req, FinishAbort(f"the queue is full ({limit} waiting)", 503))]
 
 
 def all_overdue(

@@ -23,6 +23,12 @@ def num_tokens_to_decode(reqs: Sequence[Req], page_size: int) -> int:
     return page_size * sum(req.kv_committed_len % page_size == 0 for req in reqs)
 
 
+def most_at_stake_first(running: Sequence[Req]) -> list[Req]:
+    """In which order to keep them when memory is short: those with the fewest output tokens lose the least
+    work, and among them a long prompt frees the most."""
+    return sorted(running, key=lambda req: (-len(req.output_ids), len(req.origin_input_ids)))
+
+
 def prepare_for_extend(
     reqs: list[Req],
     req_to_token_pool: ReqToTokenPool,
@@ -35,6 +41,7 @@ def prepare_for_extend(
     assert rows is not None, f"no row for {len(new_reqs)} requests: admission checks this"
     for req, row in zip(new_reqs, rows):
         req.req_pool_idx = row
+        req.kv_matched_len = len(req.prefix_indices)
     if new_reqs:
         found = [req.prefix_indices for req in new_reqs]
         req_to_token_pool.write_ragged(

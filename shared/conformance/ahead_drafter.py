@@ -15,9 +15,7 @@ SCRIBBLE = (-1, -1, -1)
 
 class AheadDrafter(LedgerDrafter):
     """Drafts from the tokens that its KV says a request has. That KV is complete and consistent for whoever
-    goes on; who has ended may be computed once more, behind the last token that it may have.
-
-    `is_late`: rows may be another's by then, and nothing can be asserted of them."""
+    goes on; who has ended may be computed once more, behind the last token that it may have."""
 
     runs_ahead = True
 
@@ -59,7 +57,7 @@ class AheadDrafter(LedgerDrafter):
         histories = [self._history(*each) for each in zip(batch.reqs, rows, seq_lens)]
         token_ids, parents, num_nodes = [], [], []
         lent = batch.slots.flatten().tolist()
-        assert self.is_late or len(set(lent)) == len(lent), "a slot is lent twice"
+        assert len(set(lent)) == len(lent), "a slot is lent twice"
         assert batch.num_slots >= self.num_slots(shape)
         for slot in lent:
             self.kv[slot] = SCRIBBLE
@@ -68,7 +66,7 @@ class AheadDrafter(LedgerDrafter):
             ids: list[int] = []
             above: list[int] = []
             if history is not None:
-                assert self.is_late or self.has_ended(req, seq_lens[i]) or history[-1] == roots[i]
+                assert self.has_ended(req, seq_lens[i]) or history[-1] == roots[i]
                 ids, above = self.guess([*history[:-1], roots[i]], shape, self.vocab_size)
             num_padding = shape.num_draft_tokens - 1 - len(ids)
             num_nodes.append(1 + len(ids))
@@ -95,7 +93,7 @@ class AheadDrafter(LedgerDrafter):
             entry = self.kv[slot] or SCRIBBLE
             h = hash_step(h, entry[0])
             if entry[2] != h or after not in (None, entry[0]):
-                assert self.is_late or self.has_ended(req, num_tokens), (
+                assert self.has_ended(req, num_tokens), (
                     f"{req.rid}: draft KV of position {j} of {num_tokens} is {entry}, and {after} was to come"
                 )
                 return None

@@ -1,14 +1,17 @@
 """A model whose KV cache can be read: schedulers are tested against it, thousands of steps a second.
 
-It keeps in each slot the token that was written there. A forward pass reads every request's whole history
-back through req_to_token, as attention would, and the next token is a hash of that history. So a slot
-that is freed too early, written twice, or mapped to the wrong position changes the output; and the right
+It keeps in each slot the token that was written there, and what deeper layers make of it: a hash of the
+whole history up to there. A forward pass reads every request's whole history back through req_to_token, as
+attention would, and the next token is a hash of that history. So a slot that is freed too early, written
+twice, mapped to the wrong position, or computed from another history changes the output; and the right
 output of a prompt is known without any engine (`expected_tokens`; of requests that sample: `answer_alone`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +24,9 @@ POISON = -1
 """What a slot holds that nobody has written: reading it is an error."""
 
 
+_Hash = TypeVar("_Hash", int, float)
+
+
 def history_hash(history: Sequence[int]) -> int:
     """Depends on every token, and on their order."""
     h = 17
@@ -29,7 +35,8 @@ def history_hash(history: Sequence[int]) -> int:
     return h
 
 
-def hash_step(h: int, token: int) -> int:
+def hash_step(h: _Hash, token: int) -> _Hash:
+    """Of NaN it is NaN."""
     return (h * 31 + token + 1) % 1_000_003
 
 
@@ -69,9 +76,10 @@ def expected_tokens(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> 
 class LedgerModelRunner(interface.ModelRunner):
     """`nan_token`: a history that ends with this token gives NaN logits. `fail_token`: a batch that holds
     it raises. Both stay away from other requests' rows. A token's hidden state is the hash of its history.
+    `spoil_token`: a fault: the next time that this token is written with others of its prompt, its KV is NaN.
+    So is then the KV of all tokens that see it, and their logits.
 
-    `is_late`: batches run later than they were formed. Rows of requests that left meanwhile belong to others,
-    and what is read there means nothing."""
+    `is_late`: batches run later than they were formed. A prompt's slots may be the prefix cache's by then."""
 
     takes_bounds = True
 
@@ -92,7 +100,9 @@ class LedgerModelRunner(interface.ModelRunner):
         self.vocab_size = vocab_size
         self.nan_token = nan_token
         self.fail_token = fail_token
+        self.spoil_token: int | None = None
         self.ledger = torch.full((num_slots,), POISON, dtype=torch.int64)
+        self.hashes = torch.zeros(num_slots, dtype=torch.float64)
         self.num_computed_tokens = 0
 
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
@@ -104,7 +114,7 @@ class LedgerModelRunner(interface.ModelRunner):
         self.ledger[fb.out_cache_loc] = fb.input_ids
         self.num_computed_tokens += fb.num_tokens
 
-        hashes: list[int] = []  # of every token's history
+        hashes: list[float] = []  # of every token's history
         starts = fb.extend_start_loc.tolist()
         mask_start = 0
         for i, (row, seq_len) in enumerate(zip(fb.req_pool_indices.tolist(), fb.seq_lens.tolist())):
@@ -117,17 +127,19 @@ class LedgerModelRunner(interface.ModelRunner):
             assert self.is_late or torch.equal(slots[-extend_len:], fb.out_cache_loc[own]), (
                 "a row does not name its new slots"
             )
-            positions = fb.positions[own].tolist()
+            positions, own_slots = fb.positions[own].tolist(), fb.out_cache_loc[own]
             if fb.tree_mask is not None:
                 before = seq_len - fb.tree_mask.shape[2]
                 mask = torch.nn.functional.pad(fb.tree_mask[i], (before, 0), value=True)
-                hashes += self._masked(slots, positions, mask)
+                own_hashes = self._masked(slots, positions, mask)
             elif fb.custom_mask is None:
-                hashes += self._causal(slots, positions)
+                own_hashes = self._causal(slots, own_slots, positions)
             else:
                 mask = fb.custom_mask[mask_start : mask_start + extend_len * seq_len].view(extend_len, -1)
-                hashes += self._masked(slots, positions, mask)
+                own_hashes = self._masked(slots, positions, mask)
                 mask_start += extend_len * seq_len
+            self.hashes[own_slots] = torch.tensor(own_hashes, dtype=torch.float64)
+            hashes += own_hashes
 
         rows = range(fb.num_tokens)
         if fb.forward_mode is not ForwardMode.TARGET_VERIFY:
@@ -148,32 +160,60 @@ class LedgerModelRunner(interface.ModelRunner):
     def logits_after(self, history: Sequence[int]) -> torch.Tensor:
         return self._logits(history_hash(history), history[-1])
 
-    def _logits(self, h: int, last_token: int) -> torch.Tensor:
-        if self.nan_token is not None and last_token == self.nan_token:
+    def _logits(self, h: float, last_token: int) -> torch.Tensor:
+        if math.isnan(h) or (self.nan_token is not None and last_token == self.nan_token):
             return torch.full((self.vocab_size,), torch.nan)
-        return self.logits_of(h, self.vocab_size)
+        return self.logits_of(int(h), self.vocab_size)
 
-    def _causal(self, slots: torch.Tensor, positions: list[int]) -> list[int]:
+    def _causal(self, slots: torch.Tensor, own_slots: torch.Tensor, positions: list[int]) -> list[float]:
         history = self._read(slots)
         start = len(history) - len(positions)
         right = list(range(start, len(history)))
         num_nodes = next((n for n in range(1, len(right)) if positions[n] == start), len(right))
         assert positions[num_nodes:] == [start] * (len(right) - num_nodes)  # padding of a verified chain
         self._check_positions(positions[:num_nodes], right[:num_nodes])
-        hashes = [history_hash(history[:start])]
-        for token in history[start:]:
-            hashes.append(hash_step(hashes[-1], token))
-        return hashes[1:]
+        h = self._hash_of(slots[:start], history[:start])
+        is_own, found = (slots[start:] == own_slots).tolist(), self.hashes[slots[start:]].tolist()
+        hashes = []
+        for token, own, other in zip(history[start:], is_own, found):
+            h = hash_step(h, token)
+            if not own:  # by now the row names the prefix cache's slot for it
+                h = self._agreed(h, other)
+            elif token == self.spoil_token and len(positions) > 1:
+                h, self.spoil_token = math.nan, None
+            hashes.append(h)
+        return hashes
 
-    def _masked(self, slots: torch.Tensor, positions: list[int], mask: torch.Tensor) -> list[int]:
+    def _masked(self, slots: torch.Tensor, positions: list[int], mask: torch.Tensor) -> list[float]:
         """Ancestors stand in front of their descendants: the visible slots in order are a history."""
-        histories = [self._read(slots[visible]) for visible in mask]
-        self._check_positions(positions, [len(history) - 1 for history in histories])
-        return [history_hash(history) for history in histories]
+        start = len(slots) - len(positions)
+        assert mask[:, :start].all(), "a node does not see all that was before"
+        history, nodes = self._read(slots[:start]), self._read(slots[start:])
+        paths = [visible.nonzero().flatten().tolist() for visible in mask[:, start:]]
+        self._check_positions(positions, [start + len(path) - 1 for path in paths])
+        before, hashes = self._hash_of(slots[:start], history), []
+        for path in paths:
+            h = before
+            for node in path:
+                h = hash_step(h, nodes[node])
+            hashes.append(h)
+        return hashes
+
+    def _hash_of(self, slots: torch.Tensor, history: list[int]) -> float:
+        """Of what was computed before."""
+        h: float = history_hash([])
+        for token, found in zip(history, self.hashes[slots].tolist()):
+            h = self._agreed(hash_step(h, token), found)
+        return h
+
+    def _agreed(self, h: float, found: float) -> float:
+        """A history's hash, if its last token's KV was computed for it; NaN if that is so."""
+        assert h == found or math.isnan(h) or math.isnan(found), "KV is read that belongs to another history"
+        return h + 0 * found
 
     def _read(self, slots: torch.Tensor) -> list[int]:
         history: list[int] = self.ledger[slots].tolist()
-        assert self.is_late or min(history) != POISON, "a slot was read that nobody has written"
+        assert min(history, default=0) != POISON, "a slot was read that nobody has written"
         return history
 
     def _check_positions(self, positions: list[int], right: list[int]) -> None:
@@ -184,8 +224,9 @@ class LedgerModelRunner(interface.ModelRunner):
 class LedgerKVPool:
     """The one thing that schedulers do to a KV pool, done to a ledger."""
 
-    def __init__(self, ledger: torch.Tensor) -> None:
-        self.ledger = ledger
+    def __init__(self, model_runner: LedgerModelRunner) -> None:
+        self.tensors = model_runner.ledger, model_runner.hashes
 
     def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
-        self.ledger[target_slots] = self.ledger[source_slots]
+        for tensor in self.tensors:
+            tensor[target_slots] = tensor[source_slots]

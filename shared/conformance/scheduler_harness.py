@@ -16,7 +16,7 @@ from shared.conformance.invariants import check_idle, check_invariants
 from shared.conformance.ledger import LedgerKVPool, LedgerModelRunner, expected_tokens
 from shared.conformance.ledger_drafter import Guess, LedgerDrafter
 from shared.interfaces import Grammar, SchedulerParts
-from shared.kv_sizing import num_speculative_slots
+from shared.kv_sizing import num_rows, num_speculative_slots
 from shared.types import DraftShape, FinishAbort, FinishReason, Req, SamplingParams, StepOutput, TokenLogprob
 
 VOCAB_SIZE = 61
@@ -89,9 +89,7 @@ class SchedulerHarness:
         drafter = AheadDrafter if runs_ahead else LedgerDrafter
         self.drafter = drafter(self.config, guess, VOCAB_SIZE) if guess is not None else None
         num_extra = num_speculative_slots(self.config, self.drafter)
-        self.req_to_token_pool = pools.ReqToTokenPool(
-            self.config.max_running_requests + 1, context_len + num_extra, "cpu"
-        )
+        self.req_to_token_pool = pools.ReqToTokenPool(num_rows(self.config), context_len + num_extra, "cpu")
         self.allocator = pools.TokenToKVPoolAllocator(pool_tokens, page_size, "cpu")
         tree_cache = component("chunk_cache" if self.config.disable_radix_cache else "radix_cache")
         self.tree_cache = tree_cache(
@@ -127,7 +125,7 @@ class SchedulerHarness:
             clock=self.clock,
             drafter=self.drafter,
             draft_tree=component("draft_tree")() if self.drafter is not None else None,
-            kv_pool=LedgerKVPool(self.model_runner.ledger),  # type: ignore[arg-type]
+            kv_pool=LedgerKVPool(self.model_runner),  # type: ignore[arg-type]
         )
         self.scheduler = component("scheduler")(self.config, model_config(context_len), parts)
         self.reqs: dict[str, Req] = {}

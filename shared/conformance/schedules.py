@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from shared.conformance.answer_alone import EveryThird
-from shared.conformance.compare import Mismatch, expect_equal
+from shared.conformance.compare import Mismatch, expect_equal, expect_true
 from shared.conformance.ledger_drafter import erratic
 from shared.conformance.scheduler_harness import VOCAB_SIZE, SchedulerHarness, shape_flags
-from shared.types import DraftShape, FinishAbort, FinishLength
+from shared.types import DraftShape, FinishAbort, FinishError, FinishLength
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key")
 CONTEXT_LEN = 64
@@ -25,9 +25,10 @@ MAX_PROMPT_LEN = 40
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that happens. `which` counts the requests submitted so far, modulo their number."""
+    """One thing that happens. `which` counts the requests submitted so far, modulo their number; of a fault
+    ("spoil") it is the token that is hit, as soon as it is in a prompt that is computed."""
 
-    kind: Literal["submit", "step", "abort", "retract", "flush"]
+    kind: Literal["submit", "step", "abort", "retract", "flush", "spoil"]
     prompt: tuple[int, ...] = ()
     max_new_tokens: int = 0
     extra_key: str | None = None
@@ -128,6 +129,20 @@ def random_speculation(seed: int, runs_ahead: bool = False, is_spread: bool = Fa
     )
 
 
+def random_faults(seed: int) -> Schedule:
+    """KV is spoilt now and then. (Of whole prompts: what is found of a chunk before the last one is known
+    takes others along.)"""
+    rng = random.Random(f"faults {seed}")
+    schedule = random_schedule(seed)
+    actions: list[Action] = []
+    for action in schedule.actions:
+        if rng.random() < 0.3:
+            actions.append(Action("spoil", which=rng.randint(1, 3)))
+        actions.append(action)
+    name = f"random schedule {seed}, with faults"
+    return replace(schedule, name=name, actions=tuple(actions), chunked_prefill_size=None)
+
+
 def _random_action(rng: random.Random, is_spread: bool) -> Action:
     kind = rng.choices(["submit", "step", "abort", "retract", "flush"], weights=[10, 10, 2, 2, 1])[0]
     if kind == "submit":
@@ -173,6 +188,7 @@ def run_schedule(schedule: Schedule, replace: Mapping[str, Any] | None = None) -
         pool_tokens=16 * schedule.pool_pages_of_16,
         **schedule.flags(),
     )
+    num_faults = sum(action.kind == "spoil" for action in schedule.actions)
     aborted: set[str] = set()
     for action in schedule.actions:
         _play(action, harness, aborted)
@@ -186,8 +202,13 @@ def run_schedule(schedule: Schedule, replace: Mapping[str, Any] | None = None) -
             harness.expect(rid, len(harness.tokens[rid]))
         elif isinstance(reason, FinishLength):
             harness.expect(rid, req.max_new_tokens)
+        elif isinstance(reason, FinishError) and num_faults > 0:
+            num_faults -= 1
+            harness.expect(rid, len(harness.tokens[rid]))
         else:
             raise Mismatch(f"how {rid} ends", "its length", reason)
+    cached = [slot for node in harness.tree_cache.nodes() for slot in node.slots]
+    expect_true("no KV in the cache is spoilt", not harness.model_runner.hashes[cached].isnan().any())
     harness.expect_idle()
 
 
@@ -214,6 +235,8 @@ def _play(action: Action, harness: SchedulerHarness, aborted: set[str]) -> None:
         aborted |= {rid} if is_alive else set()
     elif action.kind == "retract" and rid is not None:
         harness.scheduler.retract(rid)
+    elif action.kind == "spoil":
+        harness.model_runner.spoil_token = action.which
     elif action.kind == "flush":
         is_idle = all(req.finished for req in harness.reqs.values())
         expect_equal("flush_cache()", harness.scheduler.flush_cache(), is_idle)

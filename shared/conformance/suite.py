@@ -25,6 +25,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "scheduler_limits",
         "scheduler_answers",
         "scheduler_failures",
+        "scheduler_faults",
         "scheduler_speculation",
         "speculation_limits",
         "speculation_ahead",

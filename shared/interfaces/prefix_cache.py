@@ -140,7 +140,7 @@ class PrefixCache(ABC):
     @abstractmethod
     def discard(self, key: RadixKey, start: int) -> None:
         """Free what the tree holds of `key` from its entry `start` on, with everything below it: nodes that
-        begin at `start` or behind it, and that nobody has locked. For KV that proved to be bad, or may be. (To
+        begin at `start` or behind it, and that nobody has locked. For KV that is bad, or may be. (To
         find them it matches `key`, with all that a match does.)"""
 
     @abstractmethod

@@ -48,6 +48,7 @@ class Req:
 
     # Memory.
     req_pool_idx: int | None = None  # row of req_to_token; None while the request owns no memory
+    kv_matched_len: int = 0  # tokens found in the prefix cache on this admission: the others it computes
     last_node: Any = None  # the prefix cache's node that this request locks
     cache_protected_len: int = 0  # tokens [0, this) belong to the prefix cache, not to the request
     kv_committed_len: int = 0  # KV entries that are valid
@@ -126,6 +127,7 @@ class Req:
         self.prefix_indices = _no_slots()
         self.extend_input_len = 0
         self.req_pool_idx = None
+        self.kv_matched_len = 0
         self.last_node = None
         self.cache_protected_len = 0
         self.kv_committed_len = 0

@@ -32,7 +32,7 @@ class DraftBatch:
     nobody else's: the drafter may use them until `draft` returns; then the target does.
 
     For a drafter that runs ahead, `seq_lens_cpu` are upper bounds. And it writes to `slots` as they stand
-    here: the device may come to a batch when a request of it has ended, and its row is another's.
+    here: the device may come to a batch when a request of it has ended.
     """
 
     reqs: list[Req]

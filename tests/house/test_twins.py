@@ -42,7 +42,15 @@ def test_pairs_are_found_by_their_path(tmp_path: Path) -> None:
 
 def test_every_optimized_component_has_a_twin() -> None:
     """What has no twin is a kernel, or machinery that only the optimized panel needs."""
-    own = {"kernels", "cuda_graph.py", "attention", "waiting_matches.py", "page_ring.py", "eviction_heap.py"}
+    own = {
+        "kernels",
+        "cuda_graph.py",
+        "attention",
+        "waiting_matches.py",
+        "page_ring.py",
+        "eviction_heap.py",
+        "cached_prompt.py",
+    }
     own |= {"future_map.py", "future_runs.py", "pipeline.py", "speculative_round.py", "streams.py"}
     own |= {"draft_graphs.py", "extend_graph.py", "lent_memory.py", "verify_graph.py"}
     for path in (ROOT / "optimized").rglob("*.py"):

@@ -62,9 +62,8 @@ class UnsteadyScheduler(Scheduler):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         make_late(self, random.Random(0))
-        ring = self.pipeline.future_map
-        limit = 2 * ring.max_batch_size
-        self.pipeline.future_map = FutureMap(ring.max_batch_size, ring.token_ids.device, limit)
+        ring, max_batch_size = self.pipeline.future_map, self.config.max_running_requests + 1
+        self.pipeline.future_map = FutureMap(max_batch_size, ring.token_ids.device, 2 * max_batch_size)
 
 
 def make_late(scheduler: Scheduler, rng: random.Random | None = None) -> None:

@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 from optimized.future_map import FutureMap
 from optimized.scheduler import Scheduler
 from optimized.streams import OneStream, Pending, Work
+from shared.conformance import scheduler_harness
 from shared.conformance.clause import Clause
 from shared.conformance.compare import Mismatch
+from shared.conformance.contracts.example import EXAMPLE
 from shared.conformance.contracts.scheduler import PROMPT
+from shared.conformance.contracts.scheduler_faults import rows_change_hands
 from shared.conformance.invariants import InvariantViolation
 from shared.conformance.scheduler_harness import SchedulerHarness
-from shared.conformance.schedules import random_schedule, run_schedule
+from shared.conformance.schedules import random_faults, random_schedule, run_schedule
 from shared.conformance.suite import clauses_of
 from shared.conformance.switches import answers_alone, expect_answers
 from tests.conformance.mutants.optimized_scheduler import changed
@@ -32,6 +35,7 @@ RAISING = {
     "fails-in-the-middle",
     "reports-before-it-fails",
     "failure-inside",
+    "fails-behind-a-spoilt-prompt",
 }
 """A model raises when it is launched: on the late device nothing runs at that time."""
 
@@ -42,6 +46,7 @@ MANY = {
     "any-schedule-ahead",
     "any-shape",
     "any-moment",
+    "any-faults",
 }
 """Clauses of many cases: random ones are tried below, with seeds of their own."""
 
@@ -184,6 +189,20 @@ def run(clause: Clause, impl: type[Scheduler], case: Any) -> None:
 def test_any_schedule_on_a_slow_device(impl: type[Scheduler]) -> None:
     for seed in range(100, 106):
         run_schedule(random_schedule(seed, is_spread=True), {"scheduler": impl})
+
+
+@pytest.mark.parametrize("impl", [LateScheduler, UnsteadyScheduler])
+def test_any_faults_on_a_slow_device(impl: type[Scheduler]) -> None:
+    for seed in range(100, 112):
+        run_schedule(random_faults(seed), {"scheduler": impl})
+
+
+def test_a_row_that_is_used_again_at_once_is_read_by_the_batch_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler_harness, "num_rows", lambda config: config.max_running_requests + 1)
+    with pytest.raises(AssertionError, match="a slot was read that nobody has written"):
+        rows_change_hands.run(LateScheduler, EXAMPLE[0], None)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -9,14 +9,13 @@ import pytest
 
 from optimized.scheduler import Scheduler
 from optimized.speculative_round import RoundInFlight
-from shared.conformance.compare import Mismatch
+from shared.conformance import scheduler_harness
 from shared.conformance.ledger import expected_tokens
 from shared.conformance.ledger_drafter import perfect
 from shared.conformance.scheduler_harness import VOCAB_SIZE, SchedulerHarness, shape_flags
 from shared.conformance.schedules import random_speculation, run_schedule
 from shared.conformance.switches import answers_alone, expect_answers
 from shared.types import DraftShape
-from tests.conformance.mutants.optimized_scheduler import changed
 from tests.scheduler.late_streams import LateScheduler, UnsteadyScheduler, make_late
 from tests.scheduler.test_overlap import Recording
 
@@ -106,20 +105,13 @@ def two_rows_change_hands(impl: type[Scheduler]) -> SchedulerHarness:
     return harness
 
 
-def test_slots_are_those_of_the_launch() -> None:
-    expect_lengths(two_rows_change_hands(Scheduler), 2, 6, 6, 12, 12)
-    looked_up = """slots=self.parts.req_to_token_pool.req_to_token[
-                starts.rows[:, None], starts.kv_lens[:, None] + columns
-            ].long()"""
-    late = changed("speculative_round", "slots=starts.slots.gather(1, columns)", looked_up)
-    harness = two_rows_change_hands(late)
-    with pytest.raises(Mismatch):
-        expect_lengths(harness, 2, 6, 6, 12, 12)
-
-
-def expect_lengths(harness: SchedulerHarness, *num_tokens: int) -> None:
-    for rid, num in zip(harness.reqs, num_tokens):
-        harness.expect(rid, num)
+def test_a_round_reads_the_rows_of_those_who_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = two_rows_change_hands(Scheduler)
+    for rid, num_tokens in zip(harness.reqs, (2, 6, 6, 12, 12)):
+        harness.expect(rid, num_tokens)
+    monkeypatch.setattr(scheduler_harness, "num_rows", lambda config: config.max_running_requests + 1)
+    with pytest.raises(AssertionError):
+        two_rows_change_hands(Scheduler)
 
 
 FLAGS: tuple[dict[str, Any], ...] = (

@@ -12,7 +12,7 @@ from tests.conformance.mutants.mutant import mutant_of
 
 FOLDER = Path(optimized.scheduler.__file__).parent
 FILES = (
-    *("future_map", "future_runs", "streams", "schedule_batch", "pipeline"),
+    *("cached_prompt", "future_map", "future_runs", "streams", "schedule_batch", "pipeline"),
     *("speculative_round", "speculative", "scheduler"),
 )
 """In the order in which they import each other"""
@@ -111,7 +111,7 @@ class FreesTheSurplusSlotAgain(
 
 @mutant_of("scheduler")
 class EndByLengthComesUnexpected(
-    changed("scheduler", "len(req.output_ids) + (place is not None)", "len(req.output_ids)")
+    changed("pipeline", "len(req.output_ids) + (place is not None)", "len(req.output_ids)")
 ):
     """A request whose last token is in flight takes part in one step more."""
 
@@ -165,7 +165,7 @@ class ChunksGiveTokens(
 
 @mutant_of("scheduler")
 class AsksWhoIsChunkedNow(
-    changed("scheduler", "if req is not batch.chunked_req:", "if req is not self.chunked_req:")
+    changed("scheduler", "if req is batch.chunked_req:", "if req is self.chunked_req:")
 ):
     """Whether a prompt was complete is decided when results come: the next chunk may be launched by then."""
 
@@ -189,7 +189,7 @@ class ChunksAreCachedWhenResultsCome(
 class SharesTheListOfRequests(
     changed(
         "scheduler",
-        "for req, row in batch.rows.items():",
+        "for row, req in enumerate(batch.batch.reqs):",
         "for row, req in enumerate(r for r in self.running[: batch.batch.batch_size] if r in batch.rows):",
     )
 ):
@@ -227,6 +227,46 @@ class AbortWaitsForTheToken(
 @mutant_of("scheduler")
 class CachesWhatTheModelDidNotCompute(changed("scheduler", "req.kv_committed_len -= 1", "pass")):
     """A request that ended before the model failed leaves a slot in the cache that nobody wrote."""
+
+
+@mutant_of("scheduler")
+class SpoiltPromptsStayCached(changed("scheduler", "if next_token_ids[row] < 0 and req", "if False and req")):
+    """A prompt whose logits are NaN goes on being found."""
+
+
+@mutant_of("scheduler")
+class WhoFoundItGoesOn(
+    changed("scheduler", "if (req in new or req not in self.running) and", "if False and")
+):
+    """Requests that found a prompt before it came out as NaN go on with it."""
+
+
+@mutant_of("scheduler")
+class WhoCameWithItGoesOn(
+    changed("scheduler", "batches = (batch, *self.pipeline.batches)", "batches = self.pipeline.batches")
+):
+    """So do those whose slots were exchanged for its own in the same batch."""
+
+
+@mutant_of("scheduler")
+class EverybodyBeginsAnew(changed("scheduler", "and prompt.may_be_held_by(req)", "")):
+    """Whoever is new begins anew, whether he could find the prompt or not."""
+
+
+@mutant_of("scheduler")
+class ForgetsWhatWasFound(changed("cached_prompt", "req.kv_matched_len, page_size", "0, page_size")):
+    """Not only what a request computed is thrown away, but what it found as well."""
+
+
+@mutant_of("scheduler")
+class LeaversLeaveTheirPrompt(
+    changed(
+        "scheduler",
+        "            if batch.rows.pop(req, None) is not None:\n",
+        "            if batch.rows.pop(req, None) is None:\n                continue\n            if True:\n",
+    )
+):
+    """The prompt of a request that was aborted before it came out as NaN stays in the cache."""
 
 
 @mutant_of("scheduler")

@@ -106,6 +106,15 @@ class NanEndsTheBatch(Scheduler):
 
 
 @mutant_of("scheduler")
+class SpoiltChunksStayCached(Scheduler):
+    """The first chunks of a prompt that comes out as NaN go on being found."""
+
+    def __init__(self, config, model_config, parts) -> None:
+        super().__init__(config, model_config, parts)
+        parts.tree_cache.discard = lambda key, start: None
+
+
+@mutant_of("scheduler")
 class FullForever(Scheduler):
     """batch_is_full is never reset: nobody is admitted after the first shortage."""
 

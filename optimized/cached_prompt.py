@@ -1,0 +1,29 @@
+"""A prompt that is in the prefix cache before anybody knows what came of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shared.interfaces import PrefixCache, RadixKey
+from shared.types import Req
+
+
+class CachedPrompt(NamedTuple):
+    """Of a request that is extended: its tokens, of which those from `start` on are computed by itself."""
+
+    key: RadixKey
+    start: int
+    page_len: int  # tokens that tell what a page of the cache holds: of bigrams one more
+
+    @classmethod
+    def of(cls, req: Req, tree_cache: PrefixCache) -> CachedPrompt:
+        is_bigram, page_size = tree_cache.is_bigram, tree_cache.page_size
+        return cls(
+            RadixKey(req.fill_ids, req.extra_key, is_bigram), req.kv_matched_len, page_size + is_bigram
+        )
+
+    def may_be_held_by(self, req: Req) -> bool:
+        """Whether the request's prompt goes on alike for a page: then it may have found some of this."""
+        end = self.start + self.page_len
+        prefix = self.key.token_ids[:end]
+        return req.extra_key == self.key.extra_key and len(prefix) == end and req.fill_ids[:end] == prefix
