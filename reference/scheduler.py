@@ -269,12 +269,11 @@ class Scheduler(interface.Scheduler):
             if not req.finished and i < num_extend:
                 self.parts.tree_cache.cache_unfinished_req(req)
                 self.running.append(req)
+        # --8<-- [end:process-batch-result]
         for req, token_id in zip(batch.reqs[:num_extend], next_token_ids):
             if req.finished and token_id < 0:  # its logits were NaN: so may the KV be of its earlier chunks
                 key = RadixKey(req.fill_ids, req.extra_key, self.parts.tree_cache.is_bigram)
                 self.parts.tree_cache.discard(key, req.kv_matched_len)
-
-    # --8<-- [end:process-batch-result]
 
     def _append_tokens(self, req: Req, token_ids: list[int], logprobs: list[TokenLogprob]) -> None:
         num_new = append_tokens(req, token_ids, logprobs, self.parts.decode_text, self.parts.num_token_ids)
