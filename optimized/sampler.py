@@ -18,6 +18,7 @@ from optimized.kernels.sampling_check import check
 from optimized.kernels.sampling_greedy import argmax
 from optimized.kernels.sampling_logprobs import logprobs
 from optimized.kernels.sampling_pick import pick
+from optimized.kernels.sampling_race import race
 from optimized.kernels.sampling_scan import scan
 from optimized.kernels.sampling_small import MAX_VOCAB_SIZE, sample_small
 from shared.interfaces import sampler as contract
@@ -33,6 +34,8 @@ class Sampler(contract.Sampler):
             return sample_small(logits, info, positions)
         if info.is_all_greedy and not info.return_logprob:
             return SampleOutput(argmax(logits))
+        if not info.needs_filter and not info.return_logprob:
+            return SampleOutput(race(logits, info, positions))
         scanned = scan(logits, info, positions)
         picked = pick(logits, info, positions, scanned)
         if info.needs_filter:

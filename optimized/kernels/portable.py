@@ -34,6 +34,21 @@ def where_flag(mask, flag):
         return mask & flag
 
 
+@triton.jit
+def _larger_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_or_nan(x, axis: tl.constexpr):
+    """The maximum, NaN where there is one; tl.max passes over NaN. The interpreter would call a combining
+    function for each element."""
+    if _INTERPRETED:
+        return tl.max(x, axis=axis) + tl.sum(tl.where(x != x, x, 0.0), axis=axis)
+    else:
+        return tl.reduce(x, axis, _larger_or_nan)
+
+
 def interpreted_rows(num_rows: int) -> int:
     """How many rows a program takes in the interpreter, where a program costs and a row does not; 0 on a GPU,
     where it is the other way round."""

@@ -34,6 +34,16 @@ def token_hash(h, word):
 
 
 @triton.jit
+def tile_hash(state, first_id, DEPTH: tl.constexpr, WIDTH: tl.constexpr):
+    """`token_hash` of the tokens from first_id on, as a tile [DEPTH, WIDTH]. Both are powers of two, and
+    first_id a multiple of both: then a row of the tile changes bits of its own, by what no column matters to,
+    and each token costs an addition instead of an id, xor and addition."""
+    columns = (first_id + tl.arange(0, WIDTH)).to(tl.uint32)
+    rows = (tl.arange(0, DEPTH) * WIDTH).to(tl.uint32)
+    return _mix(((state ^ columns) + 0x9E3779B9)[None, :] + ((state ^ rows) - state)[:, None])
+
+
+@triton.jit
 def noise_state(seeds, positions):
     """The three rounds of the hash that all tokens of a row share -> uint32."""
     h = token_hash((seeds ^ seeds).to(tl.uint32), seeds)
@@ -79,6 +89,12 @@ def gumbel32_of(h):
 @triton.jit
 def _uniform(h):
     return h.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10  # 2^-32, 2^-33
+
+
+@triton.jit
+def log2_of_hash(h):
+    """log2(v) + 32 without the half: never more than log2(w) + 32, but for 8e-6."""
+    return _log2(h.to(tl.float32))
 
 
 @triton.jit

@@ -42,7 +42,9 @@ def variant(*changes: Change) -> ModuleType:
                 found = text.count(change.old)
                 assert found == 1, f"{path.name} has {change.old!r} {found} times"
                 text = text.replace(change.old, change.new)
-        (folder / path.name).write_text(text.replace("optimized.kernels.", f"{name}."), "utf-8")
+        (folder / path.name).write_text(
+            text.replace("optimized.kernels.sampling_", f"{name}.sampling_"), "utf-8"
+        )
     (folder / "__init__.py").write_text("import optimized.kernels  # what the interpreter needs", "utf-8")
     spec = importlib.util.spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]

@@ -24,6 +24,7 @@ from shared.conformance.sampling import (
     sample,
 )
 from shared.interfaces import Sampler
+from shared.types import Req
 
 INF = math.inf
 MARGIN = 1e-5
@@ -186,6 +187,43 @@ def same_tokens(impl: type[Sampler], case: Batch, reference: type[Sampler]) -> N
     logits, asks, positions = case.draw()
     reqs = [ask.req(seed=i) for i, ask in enumerate(asks)]
     expect_equal("ids", sample(impl, logits, reqs, positions), sample(reference, logits, reqs, positions))
+
+
+@dataclass(frozen=True)
+class Unfiltered:
+    """Rows that a temperature alone decides, some greedy: flat, steep and tied ones, at any height."""
+
+    name: str
+    num_rows: int
+    vocab_size: int
+    seed: int = 0
+
+    def draw(self) -> tuple[torch.Tensor, list[Req]]:
+        inputs = Inputs(self.seed)
+        logits = inputs.normal(self.num_rows, self.vocab_size).cpu()
+        logits *= torch.tensor([0.05, 2.0, 6.0, 1.0])[torch.arange(self.num_rows) % 4, None]
+        logits[3::4] = logits[3::4].round()
+        logits += inputs.integers(201, self.num_rows, 1, dtype=torch.float32).cpu() - 100
+        temperatures = [(1.0, 0.6, 0.0, 3.0, 1.0, 1e-2, 1e-6)[i % 7] for i in range(self.num_rows)]
+        return logits, [Ask("", temperature=t).req(seed=i) for i, t in enumerate(temperatures)]
+
+
+@agreement(
+    "So they are where a temperature alone decides, and rows with a NaN, or with no token left, have none.",
+    (
+        Unfiltered("42 x 5000", 42, 5000),
+        Unfiltered("14 x 20000", 14, 20_000, seed=1),
+        Unfiltered("1 x 151936", 1, 151_936, seed=2),
+    ),
+)
+def same_tokens_unfiltered(impl: type[Sampler], case: Unfiltered, reference: type[Sampler]) -> None:
+    logits, reqs = case.draw()
+    expect_equal("ids", sample(impl, logits, reqs), sample(reference, logits, reqs))
+    logits[::2] = -INF
+    logits[::4, case.vocab_size // 2] = math.nan
+    logits[1::4, case.vocab_size - 1] = math.nan
+    expected = [-1 if row % 4 < 3 else token for row, token in enumerate(sample(reference, logits, reqs))]
+    expect_equal("ids", sample(impl, logits, reqs), expected)
 
 
 @contract(

@@ -104,6 +104,39 @@ class RaceOfTheUnlikely(Variant):
     changes = (Change("scan", "tl.exp2(-exponents)", "tl.exp2(exponents)"),)
 
 
+# Rows that a temperature alone decides
+
+
+@mutant_of("sampler")
+class TheFirstPartWins(Variant):
+    """Only the part with the earliest bound is computed."""
+
+    changes = (Change("race", "last = 32.0 - ", "last = -1e30 - "),)
+
+
+@mutant_of("sampler")
+class BoundsOfAnotherTemperature(Variant):
+    """Bounds are those of temperature 1."""
+
+    changes = (Change("race", "rate = LOG2_E / tl.load(temperatures_ptr + row)", "rate = LOG2_E"),)
+
+
+@mutant_of("sampler")
+class RacePassesOverNan(Variant):
+    """A row with a NaN has a token, where another logit is the largest."""
+
+    changes = (
+        Change("race", "largest = largest_or_nan(part_largest, 0)", "largest = tl.max(part_largest, axis=0)"),
+    )
+
+
+@mutant_of("sampler")
+class RaceTakesTheLastOfTies(Variant):
+    """Of parts with equal scores, the last one that is computed gives the token."""
+
+    changes = (Change("race", "((score == best) & (best_id < token_id))", "(score == best)"),)
+
+
 # Large vocabularies
 
 
