@@ -114,7 +114,7 @@ def _draw_kernel(
         last = tl.where(is_race, float("inf"), tl.where(is_greedy, 0.0, REACH * temperature) - largest)
         best = tl.cast(float("-inf"), tl.float64)
         bound, part = tl.min(bounds, axis=0, return_indices=True)
-        while bound <= last:
+        while (bound <= last) & (bound < float("inf")):
             score, best_id = _best_of_part(
                 logits_ptr + row * row_stride, part, vocab_size, largest, temperature, state, is_greedy,
                 DEPTH, WIDTH, PARTS,
