@@ -5,12 +5,13 @@ Floor: 4 * vocab_size bytes a row.
 Shape: the token with the largest s - log w wins, s being scaled logits and w = -log1p(-v): as if each came at
 the time w / exp(s), and the first one won. Exact times of a whole vocabulary would cost more than reading it,
 but v < w, so that log2(v) minus the logit over temperature is cheap and never late. The first launch leaves
-the earliest such bound of each part, 1,024 tokens, and its largest logit. The second one computes the part
+the earliest such bound of each part, 256 tokens, and its largest logit. The second one computes the part
 with the earliest bound as the reference does, in float64, and then each other one whose bound is not after
 the best time so far: mostly none.
 
 Greedy rows need no bounds, and where the largest logit over temperature has no float32 there are none: there
-parts are chosen by their largest logits.
+parts are chosen by their largest logits. Loses where hundreds of parts tie, as in a greedy row of equal logits:
+they are computed one by one.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from optimized.kernels.sampling_noise import (
 from optimized.kernels.sampling_scan import LOG2_E, readable_columns
 from shared.types import SamplingBatchInfo
 
-DEPTH, WIDTH, PARTS = 8, 1024, 8
-"""A program reads a tile [DEPTH, WIDTH]; a part of it is WIDTH / PARTS columns, those that one warp holds, so
-that warps need not wait for each other."""
+DEPTH, WIDTH, PARTS = 8, 512, 16
+"""A program reads a tile [DEPTH, WIDTH]; a part of it is WIDTH / PARTS columns, which one warp holds, so that
+warps need not wait for each other. Of four parts that a warp has, the second launch mostly reads one."""
 SLACK, ROUNDING = tl.constexpr(1e-4), tl.constexpr(2.0**-20)
 """More than bounds and best scores are off, in units of log2. Logarithms of up to 32 have a relative error of
 2^-22 (8e-6); scaled logits that matter, down to REACH, one of 4 roundings and 2 units in the last place of a
@@ -141,7 +142,7 @@ def race(logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor)
     rows = (logits, info.seeds, positions, info.is_greedy, info.temperatures, largest, bounds)
     _bound_kernel[(num_rows * num_slices,)](
         *rows, logits.stride(0), vocab_size, readable, num_slices,
-        DEPTH=DEPTH, WIDTH=WIDTH, PARTS=PARTS, num_warps=PARTS, maxnreg=64,
+        DEPTH=DEPTH, WIDTH=WIDTH, PARTS=PARTS, num_warps=4, maxnreg=64,
     )  # fmt: skip
     _draw_kernel[(num_rows,)](
         *rows, token_ids, logits.stride(0), vocab_size, num_parts,

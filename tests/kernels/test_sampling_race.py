@@ -82,14 +82,14 @@ def test_bounds_are_never_late() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("vocab_size", [4097, 16_384])
+@pytest.mark.parametrize("vocab_size", [4097, 9001])
 def test_hard_rows(way: str, vocab_size: int) -> None:
     changed = variant(*WAYS[way]).sampler.Sampler
-    positions = torch.arange(27, device=check_device()) * 1000
-    logits = hard_logits(27, vocab_size, seed=vocab_size)
-    expect_same_tokens(changed, logits, mixed_info(27, vocab_size), positions)
-    offsets = Inputs(1).integers(2001, 27, 1, dtype=torch.float32) - 1000  # scaled: of any size
-    expect_same_tokens(changed, logits + offsets, mixed_info(27, vocab_size, seed=1), positions)
+    positions = torch.arange(18, device=check_device()) * 1000
+    logits = hard_logits(18, vocab_size, seed=vocab_size)
+    expect_same_tokens(changed, logits, mixed_info(18, vocab_size), positions)
+    offsets = Inputs(1).integers(2001, 18, 1, dtype=torch.float32) - 1000  # scaled: of any size
+    expect_same_tokens(changed, logits + offsets, mixed_info(18, vocab_size, seed=1), positions)
 
 
 @pytest.mark.parametrize("std", [1.0, 6.0])
