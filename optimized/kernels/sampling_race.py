@@ -10,8 +10,8 @@ with the earliest bound as the reference does, in float64, and then each other o
 the best time so far: mostly none.
 
 Greedy rows need no bounds, and where the largest logit over temperature has no float32 there are none: there
-parts are chosen by their largest logits. Loses where hundreds of parts tie, as in a greedy row of equal logits:
-they are computed one by one.
+parts are chosen by their largest logits. Loses where hundreds of parts tie, as in a greedy row of equal
+logits: they are computed one by one.
 """
 
 from __future__ import annotations

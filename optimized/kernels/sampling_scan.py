@@ -1,4 +1,5 @@
-"""The one read of the logits that sampling from a large vocabulary needs: a program a slice of a row.
+"""The one read of the logits that filters and log-probabilities of a large vocabulary need (rows that a
+temperature alone decides: `sampling_race`): a program a slice of a row.
 
 Floor: 4 * vocab_size bytes a row.
 
