@@ -3,8 +3,9 @@
 Differs from reference: weights that multiply the same input are one matrix (q, k and v; gate and up), and a
 norm, an activation or a sum is computed by the product or the kernel beside it, so that hidden states cross
 the memory's bus once less. For a few tokens the products are GEMVs that take the norm and the sum in, for
-some dozens kernels of their own where these are faster, else cuBLAS. Assumes that Triton runs here, on a GPU
-or in its interpreter; refuses float64.
+some dozens kernels of their own where these are faster, else cuBLAS, told which algorithm to take where
+another than its own choice was measured to be faster. Assumes that Triton runs here, on a GPU or in its
+interpreter; refuses float64.
 
 A fused form is taken only where every layer in it is this file's own: a norm or a rotation of somebody else's
 is called as what it is.
@@ -13,10 +14,9 @@ is called as what it is.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from optimized.kernels import skinny_linear
+from optimized.kernels import products, skinny_linear
 from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store, rotate
 from optimized.kernels.rms_norm import add_rms_norm, rms_norm
 from optimized.kernels.silu_and_mul import silu_and_mul
@@ -38,14 +38,13 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if is_few(x):
             return skinny_linear.linear(x, self.weight, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return products.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + forward(x), rounded once. May be written over residual."""
+        """residual + forward(x), rounded once where a kernel of ours adds. May be written over residual."""
         if is_few(x):
             return skinny_linear.linear_add(x, self.weight, residual, self.bias)
-        residual.addmm_(x, self.weight.T)
-        return residual if self.bias is None else residual.add_(self.bias)
+        return products.linear_add(x, self.weight, residual, self.bias)
 
 
 class RMSNorm(interface.RMSNorm):
@@ -184,6 +183,4 @@ def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weightᵀ in float32, not rounded to the type of x on the way where the library can."""
     if is_few(x):
         return skinny_linear.linear(x, weight, out_dtype=torch.float32)
-    if x.is_cuda and x.dtype != torch.float32:
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
-    return F.linear(x, weight).to(torch.float32)
+    return products.linear(x, weight, out_dtype=torch.float32)

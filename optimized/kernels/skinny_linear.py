@@ -4,14 +4,14 @@ input, SwiGLU, the sum with the residual stream.
 Floor: the weights' bytes over the memory's bandwidth; everything else is small beside them.
 
 Up to `max_tokens` tokens a kernel is chosen by shape, cuBLAS and elementwise kernels among them; beyond,
-those always win.
+those always win (products.py).
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
+from optimized.kernels import products
 from optimized.kernels.rms_norm import rms_norm
 from optimized.kernels.silu_and_mul import silu_and_mul
 from optimized.kernels.skinny_gemm import gemm
@@ -34,9 +34,7 @@ def linear(
     out_dtype (default: x's)."""
     kernel = kernel_for(x, weight)
     if kernel == "cublas":
-        if out_dtype is None or out_dtype == x.dtype or bias is not None or not x.is_cuda:
-            return F.linear(x, weight, bias).to(out_dtype or x.dtype)
-        return torch.mm(x, weight.T, out_dtype=out_dtype)
+        return products.linear(x, weight, bias, out_dtype)
     y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype, device=x.device)
     PRODUCTS[kernel](x, weight, y, bias=bias)
     return y
@@ -64,7 +62,7 @@ def norm_linear_silu(
     -> [num_tokens, n]."""
     kernel = kernel_for(h, gate_up_weight, gated=True)
     if kernel in ("gemm", "cublas"):
-        return silu_and_mul(F.linear(rms_norm(h, norm_weight, eps), gate_up_weight))
+        return silu_and_mul(products.linear(rms_norm(h, norm_weight, eps), gate_up_weight))
     y = torch.empty(h.shape[0], gate_up_weight.shape[0] // 2, dtype=h.dtype, device=h.device)
     if kernel == "gemv":
         gemv(h, gate_up_weight, y, norm=(norm_weight, eps), gated=True)
@@ -76,12 +74,11 @@ def norm_linear_silu(
 def linear_add(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """residual + linear(x), rounded once (by cuBLAS with a bias: twice), written over residual
-    [num_tokens, out_features]."""
+    """residual + linear(x), rounded once (by cuBLAS: see there), written over residual [num_tokens,
+    out_features]."""
     kernel = kernel_for(x, weight)
     if kernel == "cublas":
-        residual.addmm_(x, weight.T)
-        return residual if bias is None else residual.add_(bias)
+        return products.linear_add(x, weight, residual, bias)
     PRODUCTS[kernel](x, weight, residual, bias=bias, residual=residual)
     return residual
 

@@ -1,5 +1,9 @@
 """The shape of the repository: what lies at the top, and how large files may grow."""
 
+import sys
+from fnmatch import fnmatch
+
+import pytest
 from tree import ROOT, project_files
 
 TOP_LEVEL = {
@@ -30,3 +34,21 @@ def test_files_stay_small_enough_to_clone_in_a_moment() -> None:
     sizes = {str(name): (ROOT / name).stat().st_size for name in project_files()}
     assert {name: size for name, size in sizes.items() if size >= 8 * MIB} == {}
     assert sum(sizes.values()) < 30 * MIB
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="reads pyproject.toml with tomllib, of Python 3.11")
+def test_what_packages_read_at_run_time_is_in_the_wheel() -> None:
+    import tomllib
+
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
+    missing = [
+        str(name)
+        for name in project_files()
+        if name.parts[0] in ("shared", "reference", "optimized")
+        and name.suffix != ".py"
+        and not any(
+            fnmatch(str(name), f"{name.parts[0]}/{pattern}")
+            for pattern in settings["package-data"].get(name.parts[0], [])
+        )
+    ]
+    assert missing == []
