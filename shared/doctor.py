@@ -33,7 +33,7 @@ def examine() -> list[Check]:
     """All checks, in the order of a person's questions. A check that fails unexpectedly says so in its row:
     the doctor must work on the machine where nothing else does."""
     checks: list[Check] = []
-    for probe in (_system, _memory, _torch, _gpus, _packages, _models, _panels, _components, _attention):
+    for probe in PROBES:
         try:
             checks += probe()
         except Exception as error:  # whatever a broken installation raises
@@ -195,5 +195,22 @@ def _attention_backend(name: str, device: torch.device, load: Callable[[str, str
     return Check("attention", flag, "ok", "usable")
 
 
+def _products() -> list[Check]:
+    """Which of cuBLAS's algorithms the optimized panel takes."""
+    import torch
+
+    if not (registry.has_optimized() and torch.cuda.is_available()):
+        return [Check("products", "algorithms", "absent", "needs a CUDA GPU")]
+    is_measured, found = registry.load("layers", "optimized").products.describe(torch.device("cuda", 0))
+    remedy = "" if is_measured else "python -m optimized.kernels.product_tune --help"
+    return [Check("products", "algorithms", "ok" if is_measured else "absent", found, remedy)]
+
+
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
+
+
+PROBES = (
+    *(_system, _memory, _torch, _gpus, _packages),
+    *(_models, _panels, _components, _attention, _products),
+)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,20 @@ def test_the_default_backend_comes_with_its_reason() -> None:
     assert default.state == "ok"
     assert "triton" in default.found
     assert ": " in default.found
+
+
+def test_whether_measured_algorithms_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [check.found for check in doctor._products()] == ["needs a CUDA GPU"] or torch.cuda.is_available()
+    measured = {"are used": True, "are not": False}
+    for found, is_measured in measured.items():
+        layers = SimpleNamespace(
+            products=SimpleNamespace(describe=lambda _, answer=(is_measured, found): answer)
+        )
+        monkeypatch.setattr(registry, "load", lambda *_, layers=layers: layers)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        (check,) = doctor._products()
+        assert (check.state, check.found) == ("ok" if is_measured else "absent", found)
+        assert ("product_tune" in check.remedy) != is_measured
 
 
 def test_table_and_json_say_the_same(diptych: Diptych, monkeypatch: pytest.MonkeyPatch) -> None:
