@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels.moe_tiles import GemvTile
-from optimized.kernels.portable import INTERPRETED, pdl_options, rounded, where_flag
+from optimized.kernels.portable import INTERPRETED, pdl_options, rounded, where_flag, widened
 
 _INTERPRETED_TILES = (GemvTile(64, 2, 8, 2), GemvTile(64, 2, 8, 2))
 """The interpreter takes a large tile faster than many small ones."""
@@ -34,22 +34,6 @@ def _load(tile, mask, IS_MASKED: tl.constexpr):
         return tl.load(tile, mask=mask, other=0.0)
     else:
         return tl.load(tile)
-
-
-@triton.jit
-def _widened(x, ON_GPU: tl.constexpr):
-    """x in float32: two bfloat16 by two instructions, which the compiler does not see by itself."""
-    if ON_GPU and x.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
-            "=r,=r,r",
-            [x],
-            tl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return x.to(tl.float32)
 
 
 @triton.jit
@@ -99,10 +83,10 @@ def _up_kernel(
                 mask = (columns + (i + AHEAD) * COLUMNS < HIDDEN) & (tile_rows + p // 2 < INTER)
                 row = (p % 2) * INTER + p // 2
                 weights += (_load(tile + (row * HIDDEN + (i + AHEAD) * COLUMNS), mask, IS_MASKED),)
-        x = _widened(_load(x_tile + i * COLUMNS, columns + i * COLUMNS < HIDDEN, MASK_COLUMNS), USE_PDL)
+        x = widened(_load(x_tile + i * COLUMNS, columns + i * COLUMNS < HIDDEN, MASK_COLUMNS), USE_PDL)
         new_sums = ()
         for p in tl.static_range(PARTS):
-            products = x * _widened(weights[i * PARTS + p], USE_PDL)
+            products = x * widened(weights[i * PARTS + p], USE_PDL)
             new_sums += (sums[p] + tl.sum(tl.sum(products, 3), 2),)
         sums = new_sums
     for g in tl.static_range(GROUPS):
@@ -164,10 +148,10 @@ def _down_kernel(
                 )
         act_tile = act_ptr + (token * TOP_K + s // TILES) * INTER + (s % TILES) * COLUMNS + columns
         act_mask = where_flag(columns + (s % TILES) * COLUMNS < INTER, ids[s // TILES] >= 0)
-        act = _widened(tl.load(act_tile, mask=act_mask, other=0.0), USE_PDL)
+        act = widened(tl.load(act_tile, mask=act_mask, other=0.0), USE_PDL)
         new_sums = ()
         for g in tl.static_range(GROUPS):
-            products = act * _widened(weights[s * GROUPS + g], USE_PDL)
+            products = act * widened(weights[s * GROUPS + g], USE_PDL)
             new_sums += (sums[g] + choice_weights[s // TILES] * tl.sum(tl.sum(products, 3), 2),)
         sums = new_sums
     for g in tl.static_range(GROUPS):

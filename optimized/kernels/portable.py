@@ -25,6 +25,17 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def widened(x, ON_GPU: tl.constexpr):
+    """x in float32. A bfloat16 is the upper half of one: two are widened by two instructions, which the
+    compiler does not see by itself."""
+    if ON_GPU and x.dtype == tl.bfloat16:
+        asm: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        return tl.inline_asm_elementwise(asm, "=r,=r,r", [x], tl.float32, is_pure=True, pack=2)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def where_flag(mask, flag):
     """mask & flag, of a block and a scalar. Triton 3.9's interpreter spreads a scalar comparison as integers,
     and then refuses it as a mask."""
@@ -69,3 +80,8 @@ _NO_PDL = {"USE_PDL": False}
 @cache
 def _has_pdl(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.kernels.portable import INTERPRETED, pdl_options, rounded
+from optimized.kernels.portable import INTERPRETED, pdl_options, rounded, widened
 
 
 @triton.jit
@@ -55,17 +55,6 @@ def _load_again(tile, mask, IS_MASKED: tl.constexpr):
         return tl.load(tile, mask=mask, other=0.0, cache_modifier=".ca")
     else:
         return tl.load(tile, cache_modifier=".ca")
-
-
-@triton.jit
-def _widened(x, ON_GPU: tl.constexpr):
-    """x in float32. A bfloat16 is the upper half of one: two are widened by two instructions, which the
-    compiler does not see by itself."""
-    if ON_GPU and x.dtype == tl.bfloat16:
-        asm: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
-        return tl.inline_asm_elementwise(asm, "=r,=r,r", [x], tl.float32, is_pure=True, pack=2)
-    else:
-        return x.to(tl.float32)
 
 
 @triton.jit
@@ -122,7 +111,7 @@ def _gemv_kernel(
             for i in tl.static_range(TILES):
                 mask = columns + i * COLUMNS < SIZE
                 x = _load(x_ptr + t * stride_x + i * COLUMNS + columns, mask, MASK_COLUMNS)
-                x = _widened(x, USE_PDL)
+                x = widened(x, USE_PDL)
                 squares += tl.sum(tl.sum(x * x, 3), 2)
                 kept = x
             scale = tl.rsqrt(tl.sum(squares, 0) / SIZE + eps)
@@ -147,13 +136,13 @@ def _gemv_kernel(
                 x = kept
             else:
                 x = _load_again(x_ptr + t * stride_x + i * COLUMNS + columns, mask, MASK_COLUMNS)
-                x = _widened(x, USE_PDL)
+                x = widened(x, USE_PDL)
             if HAS_NORM:
                 # Rounded twice, as RMSNorm does: the normed value, and its product with the weight.
                 x = rounded(x * scales[t], dtype).to(tl.float32)
-                x = _widened(rounded(x * norm_weight.to(tl.float32), dtype), USE_PDL)
+                x = widened(rounded(x * norm_weight.to(tl.float32), dtype), USE_PDL)
             for p in tl.static_range(PARTS):
-                products = x * _widened(weights[i * PARTS + p], USE_PDL)
+                products = x * widened(weights[i * PARTS + p], USE_PDL)
                 new_sums += (sums[t * PARTS + p] + tl.sum(tl.sum(products, 3), 2),)
         sums = new_sums
 

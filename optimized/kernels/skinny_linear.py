@@ -13,6 +13,7 @@ import torch
 
 from optimized.kernels import products
 from optimized.kernels.rms_norm import rms_norm
+from optimized.kernels.row_gemv import row_gemv, suits
 from optimized.kernels.silu_and_mul import silu_and_mul
 from optimized.kernels.skinny_gemm import gemm
 from optimized.kernels.skinny_gemv import gemv
@@ -21,7 +22,10 @@ from optimized.kernels.tiled_gemm import MAX_TOKENS, has_descriptors, tiled_gemm
 HALF_TYPES = (torch.float16, torch.bfloat16)
 MOST_ROWS = 65536
 """Of products within a layer: heads have more, and cuBLAS is near their floor."""
-PRODUCTS = {"gemv": gemv, "gemm": gemm, "tiled": tiled_gemm}
+PRODUCTS = {"gemv": gemv, "rows": row_gemv, "gemm": gemm, "tiled": tiled_gemm}
+
+NORMED = {"gemv": gemv, "rows": row_gemv}
+"""Of these, those that norm x themselves."""
 
 
 def linear(
@@ -48,10 +52,11 @@ def norm_linear(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """linear(rms_norm(h)), the norm rounded as rms_norm does."""
-    if kernel_for(h, weight) != "gemv":
+    kernel = kernel_for(h, weight)
+    if kernel not in NORMED:
         return linear(rms_norm(h, norm_weight, eps), weight, bias)
     y = torch.empty(h.shape[0], weight.shape[0], dtype=h.dtype, device=h.device)
-    gemv(h, weight, y, norm=(norm_weight, eps), bias=bias)
+    NORMED[kernel](h, weight, y, norm=(norm_weight, eps), bias=bias)
     return y
 
 
@@ -64,8 +69,8 @@ def norm_linear_silu(
     if kernel in ("gemm", "cublas"):
         return silu_and_mul(products.linear(rms_norm(h, norm_weight, eps), gate_up_weight))
     y = torch.empty(h.shape[0], gate_up_weight.shape[0] // 2, dtype=h.dtype, device=h.device)
-    if kernel == "gemv":
-        gemv(h, gate_up_weight, y, norm=(norm_weight, eps), gated=True)
+    if kernel in NORMED:
+        NORMED[kernel](h, gate_up_weight, y, norm=(norm_weight, eps), gated=True)
     else:
         tiled_gemm(rms_norm(h, norm_weight, eps), gate_up_weight, y, gated=True)
     return y
@@ -89,12 +94,12 @@ def max_tokens(dtype: torch.dtype) -> int:
 
 
 def kernel_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> str:
-    """Of "gemv", "gemm", "tiled" and "cublas" the fastest for so many tokens, as measured on an H200:
+    """Of "gemv", "rows", "gemm", "tiled" and "cublas" the fastest for so many tokens, as measured on an H200:
     docs/measurements/decode-batch-1.md, docs/measurements/products.md."""
     num_tokens, size = x.shape
     is_short = size <= 3072
     if num_tokens == 1 or (num_tokens <= 4 and is_short):
-        return "gemv"
+        return "rows" if suits(x, weight, gated) else "gemv"
     if x.dtype not in HALF_TYPES:
         return "cublas"
     if num_tokens <= 16 and is_short:

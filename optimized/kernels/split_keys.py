@@ -12,14 +12,12 @@ result does not depend on who was last, and sets the counter back to 0 for the n
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
 from optimized.kernels.paged_softmax import LOG2_E, slots_at
-from optimized.kernels.portable import rounded, where_flag
+from optimized.kernels.portable import num_multiprocessors, rounded, where_flag
 
 INTERPRETED_PROGRAMS = 6
 """In all, where there is no GPU to fill: enough that requests are split."""
@@ -181,7 +179,7 @@ def merge_if_last(
 
 def num_split_programs(device: torch.device, num_kv_heads: int, per_sm: int, max_tiles: int) -> int:
     """For each KV head: together they fill the GPU once, and no more of them than there can be tiles."""
-    resident = INTERPRETED_PROGRAMS if device.type != "cuda" else per_sm * _num_multiprocessors(device)
+    resident = INTERPRETED_PROGRAMS if device.type != "cuda" else per_sm * num_multiprocessors(device)
     return max(1, min(resident // num_kv_heads, max_tiles))
 
 
@@ -201,8 +199,3 @@ def split_sizes(group: int, head_dim: int) -> dict[str, int]:
         "BLOCK_D": block_d,
         "MERGED_G": merged_g,
     }
-
-
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

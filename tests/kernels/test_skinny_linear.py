@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from optimized.kernels import skinny_gemm, skinny_gemv, skinny_linear, tiled_gemm
+from optimized.kernels import row_gemv, skinny_gemm, skinny_gemv, skinny_linear, tiled_gemm
 from shared.conformance.compare import Mismatch, expect_close, expect_equal
 from shared.conformance.device import check_device
 from shared.conformance.inputs import FLOAT_TYPES, HALF_TYPES, Inputs, type_name
@@ -45,6 +45,10 @@ CASES = [
     Case("gemv", 1, 40, 3000),
     Case("gemv", 2, 37, 1500, (4, 4, 1, 2)),
     Case("gemv", 1, 64, 2048, (8, 2, 2, 2)),
+    Case("rows", 1, 1, 1),
+    Case("rows", 1, 70, 96),
+    Case("rows", 1, 33, 320),
+    Case("rows", 1, 256, 128),
     Case("gemm", 1, 1, 1),
     Case("gemm", 2, 70, 96),
     Case("gemm", 16, 33, 320),
@@ -212,8 +216,8 @@ def test_the_kernel_by_shape_and_tokens() -> None:
         return [skinny_linear.kernel_for(x, weight) for x in xs]
 
     assert chosen(2048, 1024) == ["gemv", "gemv", "gemm", "tiled", "tiled", "tiled"]
-    assert chosen(6144, 4096) == ["gemv", "tiled", "tiled", "tiled", "tiled", "tiled"]
-    assert chosen(4096, 4096) == ["gemv", "tiled", "tiled", "tiled", "cublas", "cublas"]
+    assert chosen(6144, 4096) == ["rows", "tiled", "tiled", "tiled", "tiled", "tiled"]
+    assert chosen(4096, 4096) == ["rows", "tiled", "tiled", "tiled", "cublas", "cublas"]
     # Of rows that no descriptor takes, of other types, of routers and of heads.
     assert chosen(2048, 4100) == ["gemv"] + 5 * ["cublas"]
     assert chosen(2048, 1024, torch.float32) == ["gemv", "gemv"] + 4 * ["cublas"]
@@ -244,6 +248,9 @@ def test_tiles_fit_a_multiprocessor_and_the_tensor_cores() -> None:
         Case("gemv", 4, 1024, 3072),
         Case("gemv", 1, 1536, 4096),
         Case("gemv", 1, 640, 17408),
+        Case("rows", 1, 6144, 4096),
+        Case("rows", 1, 4096, 4096),
+        Case("rows", 1, 5120, 5120),
         Case("gemm", 16, 1024, 2048),
         Case("tiled", 13, 1024, 4096, margin=8),
         Case("tiled", 32, 1030, 4096, margin=8),
@@ -266,9 +273,10 @@ class Mutant(NamedTuple):
     case: Case
 
 
-GEMV, TAILS, GEMM, TILED = (
+GEMV, TAILS, ROWS, GEMM, TILED = (
     Case("gemv", 2, 33, 320),
     Case("gemv", 1, 37, 1500, (4, 4, 1, 2)),
+    Case("rows", 1, 24, 320),
     Case("gemm", 5, 33, 320),
     Case("tiled", 5, 33, 100),
 )
@@ -306,6 +314,17 @@ MUTANTS = {
     "the residual is the first token's": Mutant(
         "gemv", "residuals[t]", "residuals[0]", check_linear_add, GEMV
     ),
+    "rows: the norm forgets eps": Mutant("row_gemv", "/ SIZE + eps)", "/ SIZE)", check_norm_linear, ROWS),
+    "rows: up is gate": Mutant("row_gemv", "rows + half * OUT", "rows", check_norm_linear_silu, ROWS),
+    "rows: the next block is the block at hand": Mutant(
+        "row_gemv", "weight_ptr, block + PROGRAMS,", "weight_ptr, block,", check_linear, ROWS
+    ),
+    "rows: each block has the first one's residual": Mutant(
+        "row_gemv", "residual_ptr + rows", "residual_ptr + tl.arange(0, ROWS)", check_linear_add, ROWS
+    ),
+    "rows: the last columns are left out": Mutant(
+        "row_gemv", "static_range(1, TILES)", "static_range(1, TILES - 1)", check_linear, ROWS
+    ),
     "gemm: tokens beyond the last are written": Mutant(
         "gemm", "element_ty), mask=in_out)", "element_ty), mask=(rows < OUT) & (tokens >= 0)[None, :])",
         check_linear_add, GEMM,
@@ -334,7 +353,9 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mutant = MUTANTS[name]
-    source = {"gemv": skinny_gemv, "gemm": skinny_gemm, "tiled_gemm": tiled_gemm}[mutant.kernel]
+    source = {"gemv": skinny_gemv, "row_gemv": row_gemv, "gemm": skinny_gemm, "tiled_gemm": tiled_gemm}[
+        mutant.kernel
+    ]
     text = Path(str(source.__file__)).read_text("utf-8")
     assert mutant.old in text
     path = tmp_path / "mutant.py"
@@ -348,6 +369,8 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_
     case = replace(mutant.case, dtype=torch.bfloat16)
     run(mutant.check, case, monkeypatch)
     monkeypatch.setattr(skinny_linear, mutant.kernel, getattr(module, mutant.kernel))
-    monkeypatch.setitem(skinny_linear.PRODUCTS, mutant.case.kernel, getattr(module, mutant.kernel))
+    for kernels in (skinny_linear.PRODUCTS, skinny_linear.NORMED):
+        if mutant.case.kernel in kernels:
+            monkeypatch.setitem(kernels, mutant.case.kernel, getattr(module, mutant.kernel))
     with pytest.raises((Mismatch, AssertionError)):
         run(mutant.check, case, monkeypatch)
