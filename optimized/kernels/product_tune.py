@@ -13,6 +13,7 @@ library are dropped.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -180,7 +181,7 @@ def tune(layers: Layers, known: list[Config] | None) -> tuple[float, float, Conf
 def write(gpu: str, table: products.Table) -> None:
     rows = [
         f'    "{shape.name()}": {{\n'
-        + ",\n".join(f'      "{size}": {list(config)}' for size, config in sorted(configs.items()))
+        + ",\n".join(f'      "{size}": {json.dumps(config)}' for size, config in sorted(configs.items()))
         + "\n    }"
         for shape, configs in sorted(table.configs.items())
         if configs
@@ -235,9 +236,10 @@ def main() -> None:
 def tune_one(layers: Layers, table: products.Table, known: bool, progress: tqdm[Any]) -> None:
     shape, num_tokens = Shape.of(layers.problem), layers.problem.num_tokens
     configs = table.configs.setdefault(shape, {})
-    own, fastest, config = tune(layers, list(dict.fromkeys(configs.values())) if known else None)
+    others = [config for config in dict.fromkeys(configs.values()) if config is not None]
+    own, fastest, config = tune(layers, others if known else None)
     configs.pop(num_tokens, None)
-    if config is not None:
+    if config is not None or num_tokens > products.MAX_EXACT_TOKENS:
         configs[num_tokens] = config
     progress.write(
         f"{shape.name():26} {num_tokens:4} tokens {own:8.1f} us, {fastest:8.1f} {fastest / own - 1:+7.1%}"

@@ -58,7 +58,16 @@ class Table(NamedTuple):
     """What was measured on one kind of GPU."""
 
     version: str  # of the library
-    configs: dict[Shape, dict[int, Config]]  # by the number of tokens, a multiple of STEP
+    configs: dict[Shape, dict[int, Config | None]]
+    """By the number of tokens, a multiple of STEP. None, of prompts: the library's own choice is best."""
+
+    def entries(self) -> list[tuple[Problem, Config]]:
+        return [
+            (shape.problem(num_tokens), config)
+            for shape, by_tokens in self.configs.items()
+            for num_tokens, config in by_tokens.items()
+            if config is not None
+        ]
 
 
 def linear(
@@ -121,18 +130,17 @@ def config_for(problem: Problem, table: Table) -> Config | None:
 def describe(device: torch.device) -> tuple[bool, str]:
     """Whether measured algorithms are used on this GPU, and how many of them."""
     gpu = torch.cuda.get_device_name(device)
-    version, configs = table(gpu)
-    library = cublas_lt.library(device)
-    if not configs:
+    measured, library = table(gpu), cublas_lt.library(device)
+    entries = measured.entries()
+    if not entries:
         return False, f"cuBLAS chooses: nothing was measured on {gpu}"
     if library is None:
         return False, "cuBLAS chooses: this PyTorch has no cuBLASLt"
-    entries = [
-        (shape.problem(size), config) for shape, row in configs.items() for size, config in row.items()
-    ]
     found = [entry for entry in entries if library.prepare(*entry) is not None]
     here = library.functions.version()
-    return bool(found), f"{len(found)} of {len(entries)} measured ones (cuBLAS {version}; here {here})"
+    return bool(
+        found
+    ), f"{len(found)} of {len(entries)} measured ones (cuBLAS {measured.version}; here {here})"
 
 
 def path_of(gpu: str) -> Path:
@@ -155,7 +163,9 @@ def parse(text: str) -> Table:
     return Table(data["cublas"], configs)
 
 
-def _config(numbers: list[int]) -> Config:
+def _config(numbers: list[int] | None) -> Config | None:
+    if numbers is None:
+        return None
     if len(numbers) != len(Config._fields):
         raise ValueError(f"{numbers}: an algorithm is {len(Config._fields)} numbers")
     config = Config(*numbers)

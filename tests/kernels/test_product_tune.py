@@ -68,9 +68,11 @@ def on_a_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Clock]]:
     assert clocks[0].failures == []
 
 
-def tuned(clock: Clock, table: Table, known: bool = False, add: bool = False) -> dict[int, Config]:
+def tuned(
+    clock: Clock, table: Table, known: bool = False, add: bool = False, num_tokens: int = 16
+) -> dict[int, Config | None]:
     pool = torch.randn(20_000).to(torch.bfloat16)
-    layers = Layers(Library(Functions(clock)), pool, SHAPE.problem(16), add)
+    layers = Layers(Library(Functions(clock)), pool, SHAPE.problem(num_tokens), add)
     with tqdm(disable=True) as progress:
         product_tune.tune_one(layers, table, known, progress)
     return table.configs[SHAPE]
@@ -87,6 +89,13 @@ def test_too_small_a_gain_is_not(on_a_clock: list[Clock]) -> None:
     assert tuned(on_a_clock[0], Table("", {SHAPE: {16: FAST, 24: FAST}})) == {24: FAST}
 
 
+def test_of_prompts_it_is_written_down_that_the_own_choice_is_best(on_a_clock: list[Clock]) -> None:
+    """Else the entry of fewer tokens would serve there."""
+    on_a_clock.append(Clock({FAST: 99.0}))
+    table = Table("", {SHAPE: {520: FAST}})
+    assert tuned(on_a_clock[0], table, known=True, num_tokens=1024) == {520: FAST, 1024: None}
+
+
 def test_what_gives_wrong_results_is_not(on_a_clock: list[Clock]) -> None:
     on_a_clock.append(Clock({FAST: 50.0, PROPOSED[0]: 95.0}, wrong=(FAST,)))
     assert tuned(on_a_clock[0], Table("", {})) == {16: PROPOSED[0]}
@@ -100,7 +109,7 @@ def test_known_ones_are_those_of_other_numbers_of_tokens(on_a_clock: list[Clock]
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "FOLDER", tmp_path)
-    configs = {SHAPE: {16: FAST, 128: PROPOSED[0]}, Shape(24, 99, in_float32=True): {8: FAST}}
+    configs = {SHAPE: {16: FAST, 128: PROPOSED[0], 1024: None}, Shape(24, 99, in_float32=True): {8: FAST}}
     product_tune.write("A GPU", Table("13.1.0", {**configs, Shape(8, 8): {}}))
     assert products.table.__wrapped__("A GPU") == Table("13.1.0", configs)
     assert products.table.__wrapped__("another") == Table("", {})
