@@ -129,9 +129,13 @@ class Pipeline:
         ]
 
     def drop(self, req: Req) -> None:
-        """Whatever is computed for the request is not wanted any more."""
+        """Whatever is computed for the request is not wanted any more. Nobody will look at the logits of a
+        token in flight, so neither is its KV."""
         for batch in self.batches:
-            batch.rows.pop(req, None)
+            row = batch.rows.pop(req, None)
+            num_extend = batch.batch.batch_size - batch.batch.num_decode_reqs
+            if isinstance(batch, BatchInFlight) and row is not None and row >= num_extend:
+                req.kv_committed_len -= 1
 
     def launch(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:
         parts, num_token_ids = self.parts, self.parts.num_token_ids

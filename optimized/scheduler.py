@@ -359,9 +359,9 @@ class Scheduler(interface.Scheduler):
             self.running.remove(req)
         elif req in self.waiting_queue:
             self.waiting_queue.remove(req)
+        self.pipeline.drop(req)
         if req.req_pool_idx is not None:
             self.parts.tree_cache.cache_finished_req(req, is_insert)
-        self.pipeline.drop(req)
         if self.parts.drafter is not None:
             self.parts.drafter.forget(req)
 

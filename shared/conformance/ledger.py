@@ -76,8 +76,8 @@ def expected_tokens(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> 
 class LedgerModelRunner(interface.ModelRunner):
     """`nan_token`: a history that ends with this token gives NaN logits. `fail_token`: a batch that holds
     it raises. Both stay away from other requests' rows. A token's hidden state is the hash of its history.
-    `spoil_token`: a fault: the next time that this token is written with others of its prompt, its KV is NaN.
-    So is then the KV of all tokens that see it, and their logits.
+    `spoil_token`: a fault: the next time that this token is written, its KV is NaN. So is then the KV of all
+    tokens that see it, and their logits.
 
     `is_late`: batches run later than they were formed. A prompt's slots may be the prefix cache's by then."""
 
@@ -179,7 +179,7 @@ class LedgerModelRunner(interface.ModelRunner):
             h = hash_step(h, token)
             if not own:  # by now the row names the prefix cache's slot for it
                 h = self._agreed(h, other)
-            elif token == self.spoil_token and len(positions) > 1:
+            elif token == self.spoil_token:
                 h, self.spoil_token = math.nan, None
             hashes.append(h)
         return hashes

@@ -26,7 +26,7 @@ MAX_PROMPT_LEN = 40
 @dataclass(frozen=True)
 class Action:
     """One thing that happens. `which` counts the requests submitted so far, modulo their number; of a fault
-    ("spoil") it is the token that is hit, as soon as it is in a prompt that is computed."""
+    ("spoil") it is the token that is hit, the next time that one like it is computed."""
 
     kind: Literal["submit", "step", "abort", "retract", "flush", "spoil"]
     prompt: tuple[int, ...] = ()

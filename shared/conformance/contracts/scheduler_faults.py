@@ -167,6 +167,22 @@ def leaves_before_it_is_known(impl: type[Scheduler], case: Leaves) -> None:
     harness.expect_idle()
 
 
+@contract("Nor does what a request computes behind its end, which nobody looks at.", EXAMPLE)
+def spoilt_behind_the_end(impl: type[Scheduler], case: Example) -> None:
+    tokens = expected_tokens(BEFORE, 3, VOCAB_SIZE)
+    last = tokens[-1]
+    assert last not in (*BEFORE, *tokens[:-1])
+    harness = harness_for(impl)
+    harness.model_runner.spoil_token = last
+    harness.submit(BEFORE, 20, eos=frozenset([last]))
+    harness.run()
+    harness.model_runner.spoil_token = None
+    rid = harness.submit([*BEFORE, *tokens, 2], 4)
+    harness.run()
+    harness.expect(rid, 4)
+    harness.expect_idle()
+
+
 @contract("What was cached stays right when others take the places of those who leave.", EXAMPLE)
 def rows_change_hands(impl: type[Scheduler], case: Example) -> None:
     """A batch in flight may still read their rows."""

@@ -270,6 +270,11 @@ class LeaversLeaveTheirPrompt(
 
 
 @mutant_of("scheduler")
+class CachesWhatNobodyLooksAt(changed("pipeline", "req.kv_committed_len -= 1", "pass")):
+    """KV of the step too many goes into the cache."""
+
+
+@mutant_of("scheduler")
 class FailureHidesTheBatchBefore(
     changed(
         "scheduler",
