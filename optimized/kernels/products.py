@@ -136,11 +136,12 @@ def describe(device: torch.device) -> tuple[bool, str]:
         return False, f"cuBLAS chooses: nothing was measured on {gpu}"
     if library is None:
         return False, "cuBLAS chooses: this PyTorch has no cuBLASLt"
-    found = [entry for entry in entries if library.prepare(*entry) is not None]
+    num_found = sum(library.prepare(*entry) is not None for entry in entries)
     here = library.functions.version()
-    return bool(
-        found
-    ), f"{len(found)} of {len(entries)} measured ones (cuBLAS {measured.version}; here {here})"
+    return (
+        num_found > 0,
+        f"{num_found} of {len(entries)} measured ones (cuBLAS {measured.version}; here {here})",
+    )
 
 
 def path_of(gpu: str) -> Path:
