@@ -115,6 +115,16 @@ class MyRadixCache(PrefixCache):
 
     # --8<-- [end:evict]
 
+    def discard(self, key: RadixKey, start: int) -> None:
+        begin = 0
+        for node in self._path(self._walk(self._pages(key))):
+            if begin >= start and node.lock_ref == 0:  # nor has anybody locked what lies below it
+                del node.parent.children[node.pages[0]]
+                if self.allocator is not None:
+                    self.allocator.free(torch.cat([node.slots, *(each.slots for each in self._below(node))]))
+                return
+            begin += len(node.slots)
+
     def cache_unfinished_req(self, req: Req) -> None:
         slots = self.req_to_token_pool.read(req.req_pool_idx, 0, len(req.fill_ids))
         key = RadixKey(req.fill_ids, req.extra_key, self.is_bigram)
@@ -215,7 +225,10 @@ class MyRadixCache(PrefixCache):
 
     def _all(self) -> Iterator[Node]:
         """Every node but the root, parents first."""
-        waiting = list(self.root.children.values())
+        return self._below(self.root)
+
+    def _below(self, node: Node) -> Iterator[Node]:
+        waiting = list(node.children.values())
         while waiting:
             node = waiting.pop()
             yield node

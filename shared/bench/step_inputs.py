@@ -84,11 +84,12 @@ def place_requests(llm: LLM, case: StepCase, seed: int = 0) -> list[int]:
             f"a request of {max(case.seq_lens)} tokens exceeds context_len "
             f"({parts.req_to_token_pool.max_len})"
         )
-    rows = parts.req_to_token_pool.alloc(case.batch_size)
-    if rows is None:
+    if case.batch_size > llm.config.max_running_requests:
         raise ValueError(
             f"batch {case.batch_size} exceeds max_running_requests ({llm.config.max_running_requests})"
         )
+    rows = parts.req_to_token_pool.alloc(case.batch_size)
+    assert rows is not None, "a row for each that may run"
     pages = parts.allocator.free_slots().view(-1, llm.config.page_size)
     order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(seed))
     start = 0
