@@ -158,7 +158,7 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
     # Residual, norm, result, and a norm's float32; of attention and MLP the larger: never both at once.
     per_token = (3 * model.hidden_size + max(attention, mlp)) * dtype.itemsize + 8 * model.hidden_size
     num_nodes = draft_shape(config).num_draft_tokens if config.speculative is not None else 1
-    num_rows = max(config.max_running_requests * num_nodes, LOGPROB_ROWS)
+    num_logit_rows = max(config.max_running_requests * num_nodes, LOGPROB_ROWS)
     graphs = 0
     if not config.disable_cuda_graph:
         graphs = len(config.cuda_graph_bs or range(NUM_GRAPHS)) * BYTES_PER_GRAPH
@@ -169,7 +169,8 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
             graphs += max(min(config.cuda_graph_max_tokens or 0, num_tokens) * per_token, EXTEND_GRAPHS)
     return {
         "activations": num_tokens * per_token,
-        "logits": num_rows * model.vocab_size * BYTES_PER_LOGIT,
+        "logits": num_logit_rows * model.vocab_size * BYTES_PER_LOGIT,
+        "req_to_token": (num_rows(config) + 1) * context_len * torch.int32.itemsize,
         "graphs": graphs,
         "libraries": LIBRARIES,
     }

@@ -79,6 +79,8 @@ def test_what_steps_need_grows_with_them(qwen3_8b: ModelConfig) -> None:
     assert reserve(chunked_prefill_size=4096)["activations"] < plain["activations"]
     assert reserve(chunked_prefill_size=None)["activations"] > 4 * plain["activations"]  # the whole context
     assert reserve(max_running_requests=1024)["logits"] == 2 * plain["logits"]
+    assert plain["req_to_token"] == (2 * 257 + 1) * 40960 * 4  # a row besides, for padding
+    assert reserve(context_len=4096)["req_to_token"] == plain["req_to_token"] // 10
     assert reserve(disable_cuda_graph=True)["graphs"] == 0
     assert reserve(cuda_graph_bs=(1, 2))["graphs"] < plain["graphs"]
     assert reserve(cuda_graph_max_tokens=0)["graphs"] < plain["graphs"]
@@ -99,7 +101,7 @@ def test_the_arithmetic_is_told(monkeypatch: pytest.MonkeyPatch, qwen3_8b: Model
     rows = plan.rows()
     assert rows["GPU memory"] == "140.00 GiB: 136.00 GiB free before the weights, 120.00 GiB after"
     assert rows["weights"] == "15.00 GiB"
-    assert rows["kept for steps"].startswith("4.83 GiB (activations 1.03 GiB, logits")
+    assert rows["kept for steps"].startswith("4.91 GiB (activations 1.03 GiB, logits")
     assert rows["KV pool"].startswith("720,896 tokens of 144 KiB: 99.00 GiB (of 140.0 GiB on the GPU")
 
 
