@@ -100,7 +100,7 @@ class Pipeline:
         self.parts = parts
         self.device = parts.allocator.device
         self.streams = streams_for(self.device)
-        # A batch has at most a row for every request, and one for the prompt that is being computed.
+        # No batch has more requests than there are rows.
         self.future_map = FutureMap(parts.req_to_token_pool.size, self.device)
         self.batches: deque[InFlight] = deque()
         self._no_logits = torch.empty(0)

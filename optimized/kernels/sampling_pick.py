@@ -4,7 +4,7 @@ Floor: the partial results, about 10 KB a row, and the groups that are read agai
 
 Shape: rows differ in what they ask, and each takes the cheapest way that is exact:
 - greedy: the lowest id among the slices' best;
-- no filter, for log-probabilities: the best of the slices' best scores, in float64;
+- no filter, beside rows with one or for log-probabilities: the best of the slices' best scores, in float64;
 - few tokens can be kept (a top_k of up to MAX_TOP_K, or a bound by min_p, or by the best score of all): these
   are gathered, and chosen from in registers;
 - else, or if ties make them too many: the best token and perhaps the next are left to `sampling_check`.

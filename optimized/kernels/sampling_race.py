@@ -1,4 +1,4 @@
-"""Tokens of rows that a temperature alone decides: a program a slice of a row, then a program a row.
+"""Tokens of batches that a temperature alone decides: a program a slice of a row, then a program a row.
 
 Floor: 4 * vocab_size bytes a row.
 

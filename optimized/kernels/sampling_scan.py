@@ -1,5 +1,5 @@
-"""The one read of the logits that filters and log-probabilities of a large vocabulary need (rows that a
-temperature alone decides: `sampling_race`): a program a slice of a row.
+"""The one read of the logits that filters and log-probabilities of a large vocabulary need (batches that
+a temperature alone decides: `sampling_race`): a program a slice of a row.
 
 Floor: 4 * vocab_size bytes a row.
 

@@ -12,18 +12,15 @@ from __future__ import annotations
 import torch
 
 from optimized.kernels import products
+from optimized.kernels.products import HALF_TYPES
 from optimized.kernels.rms_norm import rms_norm
-from optimized.kernels.row_gemv import row_gemv, suits
+from optimized.kernels.row_gemv import MOST_ROWS, row_gemv, suits
 from optimized.kernels.silu_and_mul import silu_and_mul
 from optimized.kernels.skinny_gemm import gemm
 from optimized.kernels.skinny_gemv import gemv
 from optimized.kernels.tiled_gemm import MAX_TOKENS, has_descriptors, tiled_gemm
 
-HALF_TYPES = (torch.float16, torch.bfloat16)
-MOST_ROWS = 65536
-"""Of products within a layer: heads have more, and cuBLAS is near their floor."""
 PRODUCTS = {"gemv": gemv, "rows": row_gemv, "gemm": gemm, "tiled": tiled_gemm}
-
 NORMED = {"gemv": gemv, "rows": row_gemv}
 """Of these, those that norm x themselves."""
 
