@@ -8,7 +8,8 @@ reads: so any backend will do, and lengths may be what they are. Nothing in a mo
 that it is handed ends one graph and begins the next. Without graphs (a flag, a CPU, somebody watching) the
 same padded tokens go through the same kernels, so the result is the same bit for bit. Assumes that a row's
 result does not depend on other rows. Loses where the GPU takes longer than the host in any case, for it
-computes the padding too: steps of more tokens than the largest size run as they are.
+computes the padding too: steps of more tokens than the largest size run as they are. Steps in which others
+decode beside the prompts are replayed whole where attention can be captured for them (mixed_graph.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from tqdm.auto import tqdm
 
 from optimized.cuda_graph import CudaGraphs, Cut, warn_of_launches
+from optimized.mixed_graph import MixedRows
 from shared.config import EngineConfig, ModelConfig
 from shared.hidden_capture import run_model
 from shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
@@ -31,6 +33,8 @@ from shared.types.attention import AttentionLayer, BatchAttention
 MAX_LAYER_FLOPS = 260e9
 """Of the products of one layer. Beyond, a GPU computes a layer for longer than its kernels take to launch
 (measured on an H200: docs/measurements/prefill.md)."""
+MAX_MIXED_TOKENS = 1024
+"""Where steps are mixed, up to so many are captured whatever they take: chunks are small then."""
 
 
 def captured_token_counts(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
@@ -38,6 +42,8 @@ def captured_token_counts(config: EngineConfig, model: ModelConfig) -> tuple[int
     limit = config.cuda_graph_max_tokens
     if limit is None:
         limit = int(MAX_LAYER_FLOPS / flops_per_token(model))
+        if config.enable_mixed_chunk:
+            limit = max(limit, MAX_MIXED_TOKENS)
     most = config.chunked_prefill_size  # tokens that decode beside the prompts included
     if most is None:
         most = max(config.max_prefill_tokens, config.context_len or model.context_len)
@@ -75,7 +81,7 @@ class Piece:
 class Pieces:
     """All of one number of tokens."""
 
-    up_to_attention: list[Piece]
+    up_to_attention: list[Piece]  # none: attention is in the graph
     replay_rest: Callable[[], None]
     outputs: list[torch.Tensor]  # lent until any other graph is replayed
 
@@ -151,13 +157,18 @@ class ExtendSteps:
     stands at position 0 and writes to the dummy page."""
 
     def __init__(
-        self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool, sizes: tuple[int, ...]
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        kv_pool: TokenToKVPool,
+        sizes: tuple[int, ...],
+        is_mixed: bool = False,
     ) -> None:
         self.model = model
         self.attention = attention
         self.kv_pool = kv_pool
         self.sizes = sizes
-        self.num_replays = 0  # of whole steps
+        self.num_replays = 0  # of steps of any kind
         largest = -(-sizes[-1] // 16) * 16 if sizes else 0  # every row starts as aligned as the first
         self._inputs = torch.zeros(3, largest, dtype=torch.int64, device=kv_pool.device)
         config = model.config
@@ -165,6 +176,10 @@ class ExtendSteps:
         self._heads = like.new_zeros(largest, config.num_qo_heads, config.head_dim)
         self._batches: dict[int, ForwardBatch] = {}  # by size
         self._pieces: dict[int, Pieces] = {}
+        self._whole: dict[int, Pieces] = {}
+        self._mixed = None  # who has which rows, where steps are mixed and attention takes them so
+        if is_mixed and attention.supports_ragged_graphs:
+            self._mixed = MixedRows(attention, self._heads)
         self._captured_layers: tuple[int, ...] | None = None  # whose inputs the pieces give
 
     def takes(self, batch: ForwardBatch) -> bool:
@@ -182,10 +197,16 @@ class ExtendSteps:
         n = batch.num_tokens
         size = self.sizes[bisect_left(self.sizes, n)]
         self._load(batch, size)
-        attention = RealRows(self.attention, n, self._heads[:size])
+        attention: AttentionBackend
+        if self._mixed is not None and self._mixed.takes(batch):
+            self._mixed.load(batch)
+            attention, captured = self._mixed.attention_of(self._batch_of(size)), self._whole
+            self._heads[n:size].zero_()
+        else:
+            attention, captured = RealRows(self.attention, n, self._heads[:size]), self._pieces
         plan = attention.plan(batch)
-        if replay and size in self._pieces and layers == self._captured_layers:
-            outputs = self._pieces[size](attention, plan)
+        if replay and size in captured and layers == self._captured_layers:
+            outputs = captured[size](attention, plan)
             self.num_replays += 1
         else:
             outputs = self._run_model(size, attention, plan, layers)
@@ -206,6 +227,8 @@ class ExtendSteps:
         ):
             try:
                 self._pieces[size] = self._capture(graphs, size)
+                if self._mixed is not None:
+                    self._whole[size] = self._capture_whole(graphs, size, self._mixed)
             except RuntimeError as error:
                 if "synchroniz" not in str(error):
                     raise
@@ -223,22 +246,31 @@ class ExtendSteps:
         replay_rest, outputs = graphs.capture_pieces(run)
         return Pieces(last[0].pieces, replay_rest, outputs)
 
+    def _capture_whole(self, graphs: CudaGraphs, size: int, mixed: MixedRows) -> Pieces:
+        attention = mixed.attention_of(self._batch_of(size))
+
+        def run(cut: Cut) -> list[torch.Tensor]:
+            return self._run_model(size, attention, None, self._captured_layers)
+
+        return Pieces([], *graphs.capture_pieces(run))
+
     def _run_model(
         self, size: int, attention: AttentionBackend, plan: Any, layers: tuple[int, ...] | None
     ) -> list[torch.Tensor]:
         """Hidden states, and those that somebody wants."""
-        batch = self._batches.get(size)
-        if batch is None:
-            batch = self._batches[size] = self._batch(size)
+        batch = self._batch_of(size)
         handle = BatchAttention(attention, plan, self.kv_pool, batch.out_cache_loc)
         hidden_states, captured = run_model(self.model, batch, handle, layers)
         return [hidden_states] if captured is None else [hidden_states, captured]
 
-    def _batch(self, size: int) -> ForwardBatch:
+    def _batch_of(self, size: int) -> ForwardBatch:
         """The buffers' first tokens, as if they were one request's: nobody but the model looks at it."""
-        input_ids, positions, out_cache_loc = self._inputs[:, :size]
-        zero = torch.zeros(1, dtype=torch.int64, device=self._inputs.device)
-        lens = zero + size
-        return ForwardBatch(
-            ForwardMode.EXTEND, input_ids, positions, zero, lens, out_cache_loc, lens, zero, (size,), (size,)
-        )
+        if size not in self._batches:
+            input_ids, positions, out_cache_loc = self._inputs[:, :size]
+            zero = torch.zeros(1, dtype=torch.int64, device=self._inputs.device)
+            lens = zero + size
+            self._batches[size] = ForwardBatch(
+                ForwardMode.EXTEND, input_ids, positions, zero, lens, out_cache_loc, lens, zero,
+                (size,), (size,),
+            )  # fmt: skip
+        return self._batches[size]

@@ -117,7 +117,9 @@ class ModelRunner(interface.ModelRunner):
     def prepare(self, config: EngineConfig, sampler: Sampler, num_token_ids: int) -> None:
         device = self.kv_pool.device
         sizes = captured_token_counts(config, self.model.config)
-        self._extend = ExtendSteps(self.model, self.attention, self.kv_pool, sizes)
+        self._extend = ExtendSteps(
+            self.model, self.attention, self.kv_pool, sizes, is_mixed=config.enable_mixed_chunk
+        )
         self.batch_sizes = captured_batch_sizes(config)
         self._max_seq_len = config.context_len or self.model.config.context_len
         self._check_lent = config.check_invariants

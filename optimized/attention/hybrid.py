@@ -47,6 +47,7 @@ class HybridAttention(interface.AttentionBackend):
         self.prefill_backend, self.decode_backend = self._backends(req_to_token_pool, kv_pool)
         self.supports_cuda_graph = self.decode_backend.supports_cuda_graph
         self.takes_bounds = self.decode_backend.takes_bounds
+        self.supports_ragged_graphs = self.decode_backend.supports_ragged_graphs
 
     def plan(self, forward_batch: ForwardBatch) -> HybridPlan:
         num_decoding = self._num_decoding(forward_batch)
@@ -89,6 +90,12 @@ class HybridAttention(interface.AttentionBackend):
         [part] = plan.parts
         part.backend.replan(part.plan, forward_batch)
 
+    def plan_ragged(self, forward_batch: ForwardBatch) -> HybridPlan:
+        """Prompts too: beside requests that decode they are short."""
+        backend = self.decode_backend
+        plan = backend.plan_ragged(forward_batch)
+        return HybridPlan(forward_batch, (Part(forward_batch.num_tokens, backend, plan),))
+
     def _whole(self, forward_batch: ForwardBatch, backend: interface.AttentionBackend) -> HybridPlan:
         return HybridPlan(
             forward_batch, (Part(forward_batch.num_tokens, backend, backend.plan(forward_batch)),)
@@ -100,7 +107,7 @@ class HybridAttention(interface.AttentionBackend):
         # One object may hold one plan only.
         if not is_mixed or self.prefill_backend is self.decode_backend:
             return 0
-        return sum(1 for _ in takewhile(lambda n: n == 1, reversed(forward_batch.extend_seq_lens_cpu)))
+        return num_decoding(forward_batch)
 
     def _backends(
         self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool
@@ -120,6 +127,11 @@ def hybrid_of(prefill: str, decode: str) -> type[HybridAttention]:
     """A class of two names of the registry."""
     name = f"HybridAttention[{prefill}+{decode}]"
     return type(name, (HybridAttention,), {"prefill": prefill, "decode": decode, "__module__": __name__})
+
+
+def num_decoding(batch: ForwardBatch) -> int:
+    """The last so many requests of a mixed batch have one new token each: they are as if they decoded."""
+    return sum(1 for _ in takewhile(lambda n: n == 1, reversed(batch.extend_seq_lens_cpu)))
 
 
 def split_mixed(batch: ForwardBatch, num_decoding: int) -> tuple[ForwardBatch, ForwardBatch]:

@@ -48,6 +48,7 @@ class TritonAttention(interface.AttentionBackend):
 
     supports_cuda_graph = True
     takes_bounds = True
+    supports_ragged_graphs = True
 
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
         if kv_pool.dtype not in DTYPES:
@@ -72,6 +73,9 @@ class TritonAttention(interface.AttentionBackend):
 
     def replan(self, plan: TritonPlan, forward_batch: ForwardBatch) -> None:
         """Nothing: the kernels read the batch's buffers."""
+
+    def plan_ragged(self, forward_batch: ForwardBatch) -> TritonPlan:
+        return self.plan(forward_batch)
 
     def run(
         self,

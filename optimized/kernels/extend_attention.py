@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels.paged_softmax import LOG2_E, accumulate, scores_of, slots_at
-from optimized.kernels.portable import INTERPRETED, rounded
+from optimized.kernels.portable import INTERPRETED, num_multiprocessors, pdl_options, rounded
 
 
 @triton.jit(do_not_specialize=["batch_size", "window"])
@@ -33,9 +33,13 @@ def _extend_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     head, program = tl.program_id(0), tl.program_id(1)
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        # Who leaves waits too: the kernel behind this one takes its end for the end of those ahead.
+        tl.extra.cuda.gdc_wait()
     offs_b = tl.arange(0, BLOCK_BS)
     in_batch = offs_b < batch_size
     extend_lens = tl.load(extend_seq_lens_ptr + offs_b, mask=in_batch, other=0)
@@ -123,6 +127,10 @@ def _extend_kernel(
     tl.store(out_tile, rounded(acc / total[:, None], out_ptr.dtype.element_ty), mask=mask_q)
 
 
+FEW_ROWS = 64
+"""Of a tile, where tiles of 128 rows would be fewer than two for each multiprocessor."""
+
+
 def _tile(rows: int, block_d: int, is_float32: bool, has_mask: bool) -> dict[str, int]:
     """Tiles for requests of so many rows; what is larger keeps too much in registers.
 
@@ -173,6 +181,8 @@ def extend_attention(
         return out
     block_d = max(16, triton.next_power_of_2(head_dim))
     rows = triton.next_power_of_2(triton.cdiv(num_tokens * group, batch_size))
+    if q.is_cuda and num_tokens * group // 128 * num_kv_heads < 2 * num_multiprocessors(q.device):
+        rows = min(rows, FEW_ROWS)
     tile = _tile(max(16, rows), block_d, q.dtype == torch.float32, custom_mask is not None)
     block_m = tile["BLOCK_M"]
     # A request's last tile may be nearly empty.
@@ -189,5 +199,6 @@ def extend_attention(
         BLOCK_BS=max(16, triton.next_power_of_2(batch_size)),
         HAS_MASK=mask is not None, HAS_WINDOW=sliding_window >= 0, HAS_CAP=logit_cap > 0,
         HAS_SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        **pdl_options(q),
     )  # fmt: skip
     return out

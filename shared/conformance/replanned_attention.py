@@ -30,11 +30,40 @@ class GraphPlan:
     plan: Any = None  # of the reference
 
 
+@dataclass(eq=False)
+class RaggedPlan:
+    buffers: ForwardBatch
+
+    def live(self) -> tuple[ForwardBatch, torch.Tensor]:
+        """The batch of those who are somebody, by the buffers as they are now, and its rows of q."""
+        fb = self.buffers
+        num_new = (fb.seq_lens > 0).long() if fb.forward_mode.is_decode else fb.extend_seq_lens
+        who = num_new.nonzero().flatten()
+        lens, starts = num_new[who], fb.extend_start_loc[who]
+        spans = [range(start, start + n) for start, n in zip(starts.tolist(), lens.tolist())]
+        rows = torch.tensor([row for span in spans for row in span], dtype=torch.int64, device=who.device)
+        batch = ForwardBatch(
+            forward_mode=fb.forward_mode,
+            input_ids=fb.input_ids[rows],
+            positions=fb.positions[rows],
+            req_pool_indices=fb.req_pool_indices[who],
+            seq_lens=fb.seq_lens[who],
+            out_cache_loc=fb.out_cache_loc[rows],
+            extend_seq_lens=lens,
+            extend_start_loc=lens.cumsum(0) - lens,
+            seq_lens_cpu=tuple(fb.seq_lens[who].tolist()),
+            extend_seq_lens_cpu=tuple(lens.tolist()),
+        )
+        return batch, rows
+
+
 def _replanned(base: type[AttentionBackend]) -> type[AttentionBackend]:
     class ReplannedAttention(base):  # type: ignore[misc,valid-type]
-        """A plan for a graph remembers the batch of its last `replan`, and takes no other buffers."""
+        """A plan for a graph remembers the batch of its last `replan`, and takes no other buffers. A ragged
+        one looks at its buffers when it is run."""
 
         supports_cuda_graph = True
+        supports_ragged_graphs = True
 
         def plan_for_graph(self, forward_batch: ForwardBatch, max_seq_len: int) -> GraphPlan:
             plan = GraphPlan(forward_batch, max_seq_len)
@@ -50,7 +79,15 @@ def _replanned(base: type[AttentionBackend]) -> type[AttentionBackend]:
             assert max(forward_batch.seq_lens_cpu) <= plan.max_seq_len
             plan.plan = super().plan(forward_batch)
 
+        def plan_ragged(self, forward_batch: ForwardBatch) -> RaggedPlan:
+            return RaggedPlan(forward_batch)
+
         def run(self, q: torch.Tensor, layer: Any, plan: Any, **kv: Any) -> torch.Tensor:
+            if isinstance(plan, RaggedPlan):
+                batch, rows = plan.live()
+                out: torch.Tensor = kv["out"]
+                out[rows] = super().run(q[rows], layer, super().plan(batch))
+                return out
             return super().run(q, layer, plan.plan if isinstance(plan, GraphPlan) else plan, **kv)
 
     return ReplannedAttention

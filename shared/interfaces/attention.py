@@ -44,6 +44,8 @@ class AttentionBackend(ABC):
     takes_bounds: bool = False
     """In TARGET_VERIFY batches without a custom_mask, `seq_lens_cpu` may be upper bounds: lengths are
     told from the tensors."""
+    supports_ragged_graphs: bool = False
+    """There is a `plan_ragged`."""
 
     @abstractmethod
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None: ...
@@ -94,3 +96,13 @@ class AttentionBackend(ABC):
         they, and its `seq_lens_cpu`, now describe the step to come. Overwrites what the last replay read, and
         that may still be in flight: what goes to the device goes there in stream order."""
         raise ValueError(f"{type(self).__name__} does not run in CUDA graphs")
+
+    def plan_ragged(self, forward_batch: ForwardBatch) -> Any:
+        """A plan for capturing, as `plan_for_graph` gives one, of an EXTEND or DECODE batch that need not be
+        of the same shape again: before each replay its buffers hold any batch of that mode, of no more
+        requests and tokens. All lengths are told from the tensors, so there is nothing to `replan`.
+
+        A request without new tokens is nobody's, and so is one of seq_len 0 that decodes: nothing of it is
+        read, and what it holds otherwise means nothing. Those who decode are neighbours. `run` needs `out`,
+        of which rows of nobody stay as they are."""
+        raise ValueError(f"{type(self).__name__} does not run ragged batches in CUDA graphs")

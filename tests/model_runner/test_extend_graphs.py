@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from optimized import mixed_graph
 from optimized.extend_graph import MAX_LAYER_FLOPS, captured_token_counts, flops_per_token
 from shared.bench.step import step_of
 from shared.bench.step_inputs import StepCase, fill_pool
@@ -135,6 +137,45 @@ def test_padding_is_the_same_token_everywhere() -> None:
     assert seen[-1].shape[0] == 16
     assert bool(seen[-1].isfinite().all())
     assert torch.equal(seen[-1][5:], seen[-1][5:6].expand(11, -1))
+
+
+def test_mixed_steps_are_replayed_whole() -> None:
+    """But not those of many prompts, or of a long one."""
+    case = next(case for case in CASES if case.is_mixed)
+    session = PreparedSession(FakeGraphsRunner, model_for(), replace(case, batch_sizes=(20,)))
+    steps, planned = session.runner._extend, []
+    plan = steps.attention.plan
+
+    def noted(batch: Any) -> Any:
+        planned.append(batch.num_tokens)
+        return plan(batch)
+
+    session.run(session.forward_batch({0: [1] * 9, 1: [2] * 60, 2: [3]}, forward_mode=ForwardMode.EXTEND))
+    steps.attention.plan = noted
+
+    def is_whole(lens: dict[int, int]) -> bool:
+        before = steps.num_replays, len(planned)
+        ids = {i: [n % 331] * n for i, n in lens.items()}
+        session.run(session.forward_batch(ids, forward_mode=ForwardMode.MIXED))
+        assert steps.num_replays == before[0] + 1
+        return len(planned) == before[1]
+
+    assert is_whole({3: 40, 4: 2, 0: 1, 1: 1})
+    assert is_whole({4: 7, 2: 1})
+    assert is_whole({1: 1, 0: 1})
+    assert is_whole(dict.fromkeys(range(3, 19), 2) | {0: 1})
+    assert not is_whole(dict.fromkeys(range(3, 20), 2) | {0: 1})
+
+
+def test_beside_a_long_prompt_steps_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in CASES if case.is_mixed)
+    session = PreparedSession(FakeGraphsRunner, model_for(), case)
+    mixed = session.runner._extend._mixed
+    session.run(session.forward_batch({0: [1] * 60, 1: [2] * 5}, forward_mode=ForwardMode.EXTEND))
+    batch = session.forward_batch({1: [3] * 5, 0: [1]}, forward_mode=ForwardMode.MIXED)
+    for longest, takes in ((10, True), (9, False)):
+        monkeypatch.setattr(mixed_graph, "MAX_PROMPT_LEN", longest)
+        assert mixed.takes(batch) == takes
 
 
 @pytest.mark.parametrize("watched", [False, True], ids=["replayed", "launched"])

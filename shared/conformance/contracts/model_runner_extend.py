@@ -25,28 +25,44 @@ class Extending(Decoding):
 
     token_counts: tuple[int, ...] = ()
     capture_hidden: tuple[int, ...] | None = None
+    is_mixed: bool = False  # in each step half of the requests may decode
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.token_counts or min(self.token_counts) < 1:
             raise ValueError("a step has a token")
 
+    def flags(self) -> dict[str, Any]:
+        return {"enable_mixed_chunk": self.is_mixed}
+
     def schedule(self) -> Iterator[tuple[ForwardMode, dict[int, list[int]]]]:
         dice = random.Random(self.seed + 2)
         room = [200] * self.num_reqs  # of a request's MAX_LEN: the rest is decoded
         for number, num_tokens in enumerate(self.token_counts):
-            left, lens = num_tokens, {}
+            decoding = self.decoding(dice, room, num_tokens) if self.is_mixed else []
+            left, lens = num_tokens - len(decoding), {}
             for i in dice.sample(range(self.num_reqs), self.num_reqs):
+                if i in decoding:
+                    continue
                 lens[i] = min(left, room[i], left if dice.random() < 0.3 else dice.randint(1, left))
                 room[i] -= lens[i]
                 left -= lens[i]
                 if not left:
                     break
             assert not left, "requests are too few for so many tokens"
-            is_mixed = number % 3 == 2 and min(lens.values()) == 1
+            is_mixed = decoding or (number % 3 == 2 and min(lens.values()) == 1)
             mode = ForwardMode.MIXED if is_mixed else ForwardMode.EXTEND
-            yield mode, {i: [dice.randrange(331) for _ in range(n)] for i, n in lens.items() if n}
+            lens = {i: n for i, n in lens.items() if n} | dict.fromkeys(decoding, 1)
+            yield mode, {i: [dice.randrange(331) for _ in range(n)] for i, n in lens.items()}
             yield ForwardMode.DECODE, {i: [dice.randrange(331)] for i in lens}
+
+    def decoding(self, dice: random.Random, room: list[int], num_tokens: int) -> list[int]:
+        """Requests with something behind them, and a token of the step left for somebody else."""
+        begun = [i for i in range(self.num_reqs) if 0 < room[i] < 200]
+        chosen = dice.sample(begun, min(len(begun), self.num_reqs // 2, num_tokens - 1))
+        for i in chosen:
+            room[i] -= 1
+        return chosen
 
 
 EDGES = (64, 1, 33, 16, 65, 17, 63, 32, 15, 48, 2, 31)
@@ -59,6 +75,17 @@ CASES = (
     Extending("hidden states", (5,), token_counts=(40, 7, 16), capture_hidden=()),
     Extending("hidden states of layers", (5,), token_counts=(40, 7, 16, 64, 70), capture_hidden=(2, 0)),
     Extending("bfloat16", (9,), token_counts=EDGES, dtype=torch.bfloat16),
+    *(
+        Extending(f"mixed, {name}", (9,), token_counts=(30, *EDGES), is_mixed=True, **options)
+        for name, options in {
+            "float32": {},
+            "bfloat16": {"dtype": torch.bfloat16},
+            "pages of 16": {"page_size": 16},
+            "windows": {"config": "qwen3-layer-types"},
+            "experts": {"config": "mixtral"},
+            "hidden states": {"capture_hidden": (2, 0)},
+        }.items()
+    ),
 )
 
 

@@ -1,0 +1,120 @@
+"""Steps of prompts beside requests that decode: the whole model as one graph, attention included.
+
+Differs from reference: who has which rows of such a step is told by buffers (`MixedRows`), so one graph of so
+many tokens serves any of them. Two kernels in each layer extend the prompts and decode the others, each into
+its rows of one output; what is nobody's is skipped on the device. In pieces (extend_graph.py) the GPU waits
+twice in each layer, for attention and for the next graph, and the host launches both. Assumes that attention
+takes ragged batches, and that prompts are few and not very long: theirs is the kernel that can be captured,
+and FlashAttention 3 is faster where there is much to attend to. Other steps go in pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from optimized.attention.hybrid import num_decoding
+from shared.interfaces import AttentionBackend
+from shared.types import ForwardBatch, ForwardMode
+from shared.types.attention import AttentionLayer
+
+MAX_PROMPTS = 16
+"""Of a step. Each is a tile more in the grid, whether it is there or not."""
+MAX_PROMPT_LEN = 4096
+"""Cached tokens included."""
+
+
+class MixedAttention(AttentionBackend):
+    """Attention of steps of one number of tokens, for those in the buffers. Every layer writes to the same
+    `heads`, whose other rows stay as they are."""
+
+    def __init__(
+        self, backend: AttentionBackend, prompts: ForwardBatch, decoding: ForwardBatch, heads: torch.Tensor
+    ) -> None:
+        self.backend = backend
+        self.plans = backend.plan_ragged(prompts), backend.plan_ragged(decoding)
+        self.heads = heads
+
+    def plan(self, forward_batch: ForwardBatch) -> None:
+        """Nothing: the plans are those of the buffers."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        plan: Any,
+        *,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert out is None  # a model gives none
+        for own in self.plans:
+            self.backend.run(q, layer, own, k=k, v=v, out=self.heads)
+        return self.heads
+
+
+class MixedRows:
+    """Buffers that say whose the rows of a step are: where each prompt begins and how long it is, and for
+    every row the request that decodes there. Without a length: nobody."""
+
+    def __init__(self, attention: AttentionBackend, heads: torch.Tensor) -> None:
+        self.attention = attention
+        self.heads = heads  # [max_tokens, num_qo_heads, head_dim], max_tokens a multiple of 16: alignment
+        max_tokens, device = len(heads), heads.device
+        self._ints = torch.zeros(4 * MAX_PROMPTS + 2 * max_tokens, dtype=torch.int64, device=device)
+        self._prompts = self._ints[: 4 * MAX_PROMPTS].view(4, MAX_PROMPTS)
+        self._decoding = self._ints[4 * MAX_PROMPTS :].view(2, max_tokens)
+        self._ones = torch.ones(max_tokens, dtype=torch.int64, device=device)
+        self._numbers = torch.arange(max_tokens, device=device)
+        self._attention_of: dict[int, MixedAttention] = {}  # by number of tokens
+
+    def takes(self, batch: ForwardBatch) -> bool:
+        if batch.forward_mode is not ForwardMode.MIXED or batch.custom_mask is not None:
+            return False
+        num_prompts = batch.batch_size - num_decoding(batch)
+        if num_prompts == batch.batch_size:
+            return False  # without a request, the kernel for decoding waits for none of those ahead
+        return (
+            num_prompts <= MAX_PROMPTS and max(batch.seq_lens_cpu[:num_prompts], default=0) <= MAX_PROMPT_LEN
+        )
+
+    def load(self, batch: ForwardBatch) -> None:
+        self._ints.zero_()
+        n = num_decoding(batch)
+        num_prompts, first = batch.batch_size - n, batch.num_tokens - n
+        vectors = batch.req_pool_indices, batch.seq_lens, batch.extend_seq_lens, batch.extend_start_loc
+        targets = [*self._prompts[:, :num_prompts], *self._decoding[:, first : first + n]]
+        sources = [v[:num_prompts] for v in vectors] + [v[num_prompts:] for v in vectors[:2]]
+        torch._foreach_copy_(targets, sources)
+
+    def attention_of(self, step: ForwardBatch) -> MixedAttention:
+        """For a step over fixed buffers. Always the same for the same number of tokens."""
+        size = step.num_tokens
+        if size not in self._attention_of:
+            rows, seq_lens, extend_seq_lens, starts = self._prompts
+            lens = (size, *[0] * (MAX_PROMPTS - 1))
+            prompts = replace(
+                step,
+                forward_mode=ForwardMode.EXTEND,
+                req_pool_indices=rows,
+                seq_lens=seq_lens,
+                extend_seq_lens=extend_seq_lens,
+                extend_start_loc=starts,
+                seq_lens_cpu=lens,
+                extend_seq_lens_cpu=lens,
+            )
+            decoding = replace(
+                step,
+                forward_mode=ForwardMode.DECODE,
+                req_pool_indices=self._decoding[0, :size],
+                seq_lens=self._decoding[1, :size],
+                extend_seq_lens=self._ones[:size],
+                extend_start_loc=self._numbers[:size],
+                seq_lens_cpu=(1,) * size,
+                extend_seq_lens_cpu=(1,) * size,
+            )
+            self._attention_of[size] = MixedAttention(self.attention, prompts, decoding, self.heads[:size])
+        return self._attention_of[size]

@@ -1,0 +1,104 @@
+"""Clauses of attention, sixth part: plans for graphs of batches that need not have the same shape again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from shared.conformance.attention_batches import AttentionBatch, AttentionCase, Span, in_types, or_refusal
+from shared.conformance.clause import contract
+from shared.conformance.compare import expect_close, expect_equal, expect_raises
+from shared.conformance.tolerance import tolerance
+from shared.interfaces import AttentionBackend
+from shared.types import ForwardBatch, ForwardMode
+
+EXTEND = AttentionCase("prompts", ((17, 3), (0, 21), (5, 1), (130, 40), (0, 2)))
+DECODE = AttentionCase("decoding", ((17, 1), (70, 1), (5, 1), (300, 1), (0, 1)))
+CASES = tuple(
+    case
+    for batch in (EXTEND, DECODE)
+    for kind in (
+        batch,
+        replace(batch, name=f"{batch.name}, pages of 16", page_size=16),
+        replace(batch, name=f"{batch.name}, window", sliding_window=6),
+        replace(batch, name=f"{batch.name}, cap and sinks", logit_cap=2.0, sinks=(0.5, -1.0)),
+    )
+    for case in in_types(kind, torch.float32, torch.bfloat16)
+)
+NOBODY = 6
+"""Rows of the step that are nobody's, and for prompts as many requests."""
+FRONT = 2
+"""As many of these rows are the first."""
+
+
+class Buffers:
+    """A step of more tokens, and of more requests, than the case has; they never move."""
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        num_tokens, *heads = batch.q.shape
+        self.is_decode = batch.case.forward_mode.is_decode
+        self.size = num_tokens + NOBODY
+        self.num_reqs = self.size if self.is_decode else len(batch.case.requests) + NOBODY
+        self.q = batch.q.new_full((self.size, *heads), torch.nan)
+        self.out = torch.empty_like(self.q)
+
+        def zeros(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int64, device=batch.q.device)
+
+        lens = (1,) * self.size if self.is_decode else (self.size, *[0] * (self.num_reqs - 1))
+        ones = zeros(self.num_reqs) + 1
+        self.step = ForwardBatch(
+            forward_mode=ForwardMode.DECODE if self.is_decode else ForwardMode.EXTEND,
+            input_ids=zeros(self.size),
+            positions=zeros(self.size),
+            req_pool_indices=zeros(self.num_reqs),
+            seq_lens=zeros(self.num_reqs),
+            out_cache_loc=zeros(self.size),
+            extend_seq_lens=ones if self.is_decode else zeros(self.num_reqs),
+            extend_start_loc=ones.cumsum(0) - 1 if self.is_decode else zeros(self.num_reqs),
+            seq_lens_cpu=lens,
+            extend_seq_lens_cpu=lens,
+        )
+
+    def load(self, q: torch.Tensor, batch: ForwardBatch) -> slice:
+        """The rows that are somebody's from now on."""
+        step, n = self.step, batch.batch_size
+        rows = slice(FRONT, FRONT + len(q))
+        first = FRONT if self.is_decode else 0
+        lens = ("req_pool_indices", "seq_lens") + (() if self.is_decode else ("extend_seq_lens",))
+        for name in lens:
+            getattr(step, name).zero_()[first : first + n] = getattr(batch, name)
+        if not self.is_decode:
+            step.extend_start_loc[:n] = batch.extend_start_loc + FRONT
+        self.q.fill_(torch.nan)[rows] = q
+        self.out.fill_(7.0)[rows] = torch.nan
+        return rows
+
+
+@contract(
+    "A ragged plan serves any batch that fits into its buffers, told by them alone; rows of nobody in out "
+    "stay as they are. Who gives no such plan says so.",
+    CASES,
+)
+def ragged(impl: type[AttentionBackend], case: AttentionCase) -> None:
+    batch = AttentionBatch(case)
+    expected, buffers = batch.expected(), Buffers(batch)
+    whole: list[Span] = [(i, cached, cached + new) for i, (cached, new) in enumerate(case.requests)]
+
+    def steps() -> None:
+        backend = batch.backend(impl)
+        if not backend.supports_ragged_graphs:
+            expect_raises("a ragged plan", ValueError, backend.plan_ragged, buffers.step)
+            return
+        plan = backend.plan_ragged(buffers.step)
+        for number, spans in enumerate([whole, whole[3:], whole[::-1], [], whole[:1], whole]):
+            wanted = batch.rows_of(spans)
+            rows = buffers.load(batch.q[wanted], batch.forward_batch_of(spans, buffers.step.forward_mode))
+            output = backend.run(buffers.q, batch.layer, plan, out=buffers.out)
+            close = tolerance("attention", case.dtype)
+            expect_close(f"step {number}", output[rows], expected[wanted], close)
+            others = torch.cat([output[:FRONT], output[rows.stop :]])
+            expect_equal(f"step {number}: rows of nobody", others, torch.full_like(others, 7.0))
+
+    or_refusal(case, steps)
