@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels.paged_softmax import LOG2_E, accumulate, scores_of, slots_at
-from optimized.kernels.portable import INTERPRETED, num_multiprocessors, pdl_options, rounded
+from optimized.kernels.portable import INTERPRETED, pdl_options, rounded
 
 
 @triton.jit(do_not_specialize=["batch_size", "window"])
@@ -127,10 +127,6 @@ def _extend_kernel(
     tl.store(out_tile, rounded(acc / total[:, None], out_ptr.dtype.element_ty), mask=mask_q)
 
 
-FEW_ROWS = 64
-"""Of a tile, where tiles of 128 rows would be fewer than two for each multiprocessor."""
-
-
 def _tile(rows: int, block_d: int, is_float32: bool, has_mask: bool) -> dict[str, int]:
     """Tiles for requests of so many rows; what is larger keeps too much in registers.
 
@@ -181,8 +177,6 @@ def extend_attention(
         return out
     block_d = max(16, triton.next_power_of_2(head_dim))
     rows = triton.next_power_of_2(triton.cdiv(num_tokens * group, batch_size))
-    if q.is_cuda and num_tokens * group // 128 * num_kv_heads < 2 * num_multiprocessors(q.device):
-        rows = min(rows, FEW_ROWS)
     tile = _tile(max(16, rows), block_d, q.dtype == torch.float32, custom_mask is not None)
     block_m = tile["BLOCK_M"]
     # A request's last tile may be nearly empty.

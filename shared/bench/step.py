@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from shared.engine import LLM
 
 NUM_WARM_UP = 3
+WARM_UP_SECONDS = 0.5
+"""Of steps on a GPU, so that a case does not depend on what the GPU did before: idle, it lowers its clock."""
 SECONDS_PER_CASE = 3.0
 """After so long a case has enough repeats, however many were asked for (at least MIN_REPEATS)."""
 MIN_REPEATS = 5
@@ -80,8 +82,10 @@ def engine_flags(
         raise ValueError(
             f"{model}: a request of {longest} tokens exceeds its {context_len_of_model} positions"
         )
-    batch_sizes = sorted({case.batch_size for case in cases})
-    wanted: dict[str, Any] = {"model": model, "max_running_requests": batch_sizes[-1]}
+    wanted: dict[str, Any] = {
+        "model": model,
+        "max_running_requests": max(case.num_requests for case in cases),
+    }
     if is_shape(model):
         wanted["load_format"] = "dummy"
     decodes = sorted({case.batch_size for case in cases if case.mode == "decode"})
@@ -89,6 +93,9 @@ def engine_flags(
         wanted["cuda_graph_bs"] = tuple(decodes) or (1,)
     if all(case.mode == "decode" for case in cases):
         wanted["cuda_graph_max_tokens"] = 0
+    mixed = [case.num_tokens for case in cases if case.mode == "mixed"]
+    if mixed:  # the largest as a chunk is: not padded
+        wanted |= {"enable_mixed_chunk": True, "chunked_prefill_size": max(mixed)}
     return wanted | flags
 
 
@@ -156,6 +163,8 @@ def time_step(
     for _ in range(NUM_WARM_UP):
         step()
     once = max(call_times(step, device, 1)[0], 1e-9)
+    if device.type == "cuda":
+        call_times(step, device, int(WARM_UP_SECONDS / once) + 1)
     num_repeats = min(num_repeats, max(MIN_REPEATS, int(SECONDS_PER_CASE / once)))
     return call_times(step, device, num_repeats), launch_times(step, device, min(num_repeats, MAX_LAUNCHES))
 

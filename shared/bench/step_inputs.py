@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
@@ -14,25 +14,32 @@ from shared.types import ForwardBatch, ForwardMode, Req, SamplingBatchInfo, Samp
 if TYPE_CHECKING:
     from shared.engine import LLM
 
-Mode = Literal["decode", "prefill"]
+Mode = Literal["decode", "prefill", "mixed"]
+
+FORWARD_MODES: dict[Mode, ForwardMode] = {
+    "decode": ForwardMode.DECODE,
+    "prefill": ForwardMode.EXTEND,
+    "mixed": ForwardMode.MIXED,
+}
 
 
 @dataclass(frozen=True)
 class StepCase:
     """What is asked of a step. Decode: every request gets its token number `context_len`. Prefill:
-    `num_tokens` new tokens, dealt out evenly, behind `context_len` cached ones of each request."""
+    `num_tokens` new tokens, dealt out evenly, behind `context_len` cached ones of each request. Mixed: beside
+    the `batch_size` requests that decode, one more begins its prompt; `num_tokens` of both in all."""
 
     mode: Mode
     batch_size: int
     context_len: int
-    num_tokens: int = 0  # prefill only
+    num_tokens: int = 0  # decode: not asked for
 
     def __post_init__(self) -> None:
-        if self.mode not in ("decode", "prefill"):
-            raise ValueError(f"mode must be decode or prefill, got {self.mode!r}")
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode must be decode, prefill or mixed, got {self.mode!r}")
         if self.batch_size < 1:
             raise ValueError(f"batch must be at least 1, got {self.batch_size}")
-        least = 1 if self.mode == "decode" else 0
+        least = 0 if self.mode == "prefill" else 1
         if self.context_len < least:
             raise ValueError(
                 f"context of a {self.mode} step must be at least {least}, got {self.context_len}"
@@ -41,18 +48,32 @@ class StepCase:
             raise ValueError(
                 f"{self.num_tokens} prefill tokens are too few for {self.batch_size} requests: each has one"
             )
+        if self.mode == "mixed" and self.num_tokens <= self.batch_size:
+            raise ValueError(
+                f"of {self.num_tokens} prefill tokens {self.batch_size} decode, which leaves none for a prompt"
+            )
+
+    @property
+    def num_requests(self) -> int:
+        return self.batch_size + (self.mode == "mixed")
 
     @property
     def extend_seq_lens(self) -> tuple[int, ...]:
+        decoding = (1,) * self.batch_size
         if self.mode == "decode":
-            return (1,) * self.batch_size
+            return decoding
+        if self.mode == "mixed":
+            return (self.num_tokens - self.batch_size, *decoding)
         each, rest = divmod(self.num_tokens, self.batch_size)
         return tuple(each + (i < rest) for i in range(self.batch_size))
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
+        decoding = (self.context_len,) * self.batch_size
         if self.mode == "decode":
-            return (self.context_len,) * self.batch_size
+            return decoding
+        if self.mode == "mixed":
+            return (self.num_tokens - self.batch_size, *decoding)
         return tuple(self.context_len + n for n in self.extend_seq_lens)
 
     def num_pool_tokens(self, page_size: int) -> int:
@@ -76,19 +97,19 @@ def place_requests(llm: LLM, case: StepCase, seed: int = 0) -> list[int]:
     needed, free = case.num_pool_tokens(llm.config.page_size), parts.allocator.available_size()
     if needed > free:
         raise ValueError(
-            f"{case.batch_size} requests of {max(case.seq_lens)} tokens need {needed} slots; the KV pool has "
-            f"{free} (max_total_tokens)"
+            f"{case.num_requests} requests of up to {max(case.seq_lens)} tokens need {needed} slots; the KV "
+            f"pool has {free} (max_total_tokens)"
         )
     if max(case.seq_lens) > parts.req_to_token_pool.max_len:
         raise ValueError(
             f"a request of {max(case.seq_lens)} tokens exceeds context_len "
             f"({parts.req_to_token_pool.max_len})"
         )
-    if case.batch_size > llm.config.max_running_requests:
+    if case.num_requests > llm.config.max_running_requests:
         raise ValueError(
-            f"batch {case.batch_size} exceeds max_running_requests ({llm.config.max_running_requests})"
+            f"batch {case.num_requests} exceeds max_running_requests ({llm.config.max_running_requests})"
         )
-    rows = parts.req_to_token_pool.alloc(case.batch_size)
+    rows = parts.req_to_token_pool.alloc(case.num_requests)
     assert rows is not None, "a row for each that may run"
     pages = parts.allocator.free_slots().view(-1, llm.config.page_size)
     order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(seed))
@@ -114,7 +135,7 @@ def make_forward_batch(llm: LLM, case: StepCase, rows: list[int], seed: int = 0)
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(parts.num_token_ids, (sum(extend_seq_lens),), generator=generator)
     return ForwardBatch(
-        forward_mode=ForwardMode.DECODE if case.mode == "decode" else ForwardMode.EXTEND,
+        forward_mode=FORWARD_MODES[case.mode],
         input_ids=input_ids.to(device),
         positions=torch.cat([torch.arange(start, end) for _, start, end in spans]).to(device),
         req_pool_indices=tensor(rows),
@@ -129,6 +150,6 @@ def make_forward_batch(llm: LLM, case: StepCase, rows: list[int], seed: int = 0)
 
 def make_sampling_info(llm: LLM, case: StepCase, temperature: float, seed: int = 0) -> SamplingBatchInfo:
     params = SamplingParams(temperature=temperature, max_new_tokens=1, ignore_eos=True)
-    reqs = [Req(f"step-{i}", [0], params, seed + i) for i in range(case.batch_size)]
+    reqs = [Req(f"step-{i}", [0], params, seed + i) for i in range(case.num_requests)]
     parts = llm.assembly.parts
     return make_sampling_batch_info(reqs, parts.num_token_ids, parts.allocator.device)

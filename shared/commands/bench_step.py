@@ -22,25 +22,35 @@ if TYPE_CHECKING:
 
 NUM_KERNEL_ROWS = 16
 """Rows of a kernel table that are printed; the rest is one row. The file has them all."""
+DEFAULTS = {"decode": ("1024", "0"), "prefill": ("0", "8192"), "mixed": ("1024", "512")}
+"""Of --context and --prefill-tokens, by mode."""
 
 
 @spread
 def step(
     *,
     engine: EngineOptions,
-    mode: Annotated[str, typer.Option(help="decode or prefill.")] = "decode",
-    batch: Annotated[str, typer.Option(help="Requests of a step; several separated by commas.")] = "1,64",
+    mode: Annotated[str, typer.Option(help="decode, prefill or mixed.")] = "decode",
+    batch: Annotated[
+        str,
+        typer.Option(help="Requests of a step, mixed: of those that decode; several separated by commas."),
+    ] = "1,64",
     context: Annotated[
         str | None,
         typer.Option(
-            help="decode: tokens that a request has after the step (default 1024); prefill: tokens whose KV "
-            "is there already (default 0). Several separated by commas.",
+            help="decode, mixed: tokens that a request has after the step (default 1024); prefill: tokens "
+            "whose KV is there already (default 0). Several separated by commas.",
             show_default=False,
         ),
     ] = None,
     prefill_tokens: Annotated[
-        str, typer.Option(help="prefill: new tokens of a step, over all requests; several by commas.")
-    ] = "8192",
+        str | None,
+        typer.Option(
+            help="prefill: new tokens of a step, over all requests (default 8192); mixed: all tokens of a "
+            "step, one of each request that decodes, the others of a prompt (default 512). Several by commas.",
+            show_default=False,
+        ),
+    ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Show where the time goes, by kernel.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Steps of each case; the table has their median.")] = 30,
     temperature: Annotated[float, typer.Option(help="Of sampling; 0: greedy.")] = 0.6,
@@ -82,18 +92,19 @@ def step(
         console.print(f"written to {json_file}")
 
 
-def make_cases(mode: str, batch: str, context: str | None, prefill_tokens: str) -> list[StepCase]:
+def make_cases(mode: str, batch: str, context: str | None, prefill_tokens: str | None) -> list[StepCase]:
     """All combinations, in the order given."""
     from shared.bench.step_inputs import StepCase
 
+    if mode not in DEFAULTS:
+        raise ValueError(f"--mode must be decode, prefill or mixed, got {mode!r}")
+    default_context, default_tokens = DEFAULTS[mode]
     batches = parse_numbers("--batch", batch)
-    contexts = parse_numbers("--context", context or ("1024" if mode == "decode" else "0"))
+    contexts = parse_numbers("--context", context or default_context)
+    tokens = parse_numbers("--prefill-tokens", prefill_tokens or default_tokens)
     if mode == "decode":
-        return [StepCase("decode", b, c) for b in batches for c in contexts]
-    if mode != "prefill":
-        raise ValueError(f"--mode must be decode or prefill, got {mode!r}")
-    tokens = parse_numbers("--prefill-tokens", prefill_tokens)
-    return [StepCase("prefill", b, c, n) for b in batches for c in contexts for n in tokens]
+        tokens = [0]
+    return [StepCase(mode, b, c, n) for b in batches for c in contexts for n in tokens]  # type: ignore[arg-type]
 
 
 def parse_numbers(option: str, text: str) -> list[int]:
@@ -146,9 +157,9 @@ def print_results(console: Console, results: list[StepResult], mode: str) -> Non
 
     table = Table(title=results[0].model)
     headings = ["batch", "cached" if mode == "prefill" else "context"]
-    headings += ["new tokens"] * (mode == "prefill")
+    headings += ["new tokens"] * (mode != "decode")
     headings += ["step ms", "spread", "host ms", "floor ms", "floor / step", "phases ms"]
-    headings += ["TFLOP/s", "of peak"] if mode == "prefill" else ["tokens/s"]
+    headings += ["tokens/s"] if mode == "decode" else ["TFLOP/s", "of peak"]
     headings.append("launched")
     headings += ["experts"] * (results[0].num_experts_hit is not None)
     for heading in headings:
@@ -157,7 +168,7 @@ def print_results(console: Console, results: list[StepResult], mode: str) -> Non
         case = result.case
         spread = (max(result.times) - min(result.times)) / result.time
         cells = [str(case.batch_size), str(case.context_len)]
-        cells += [str(case.num_tokens)] * (mode == "prefill")
+        cells += [str(case.num_tokens)] * (mode != "decode")
         cells += [
             f"{result.time * 1e3:.3f}",
             f"{spread:.1%}",
@@ -166,7 +177,7 @@ def print_results(console: Console, results: list[StepResult], mode: str) -> Non
             f"{result.share_of_floor:.1%}",
             f"{result.cost.roofline(result.ceilings) * 1e3:.3f}",
         ]
-        if mode == "prefill":
+        if mode != "decode":
             cells += [
                 f"{result.flop_rate / 1e12:.3g}",
                 f"{result.flop_rate / result.ceilings.matrix_rate:.1%}",
@@ -185,7 +196,7 @@ def print_kernels(console: Console, result: StepResult) -> None:
     from rich.table import Table
 
     case = result.case
-    new = f", {case.num_tokens} new tokens" * (case.mode == "prefill")
+    new = f", {case.num_tokens} new tokens" * (case.mode != "decode")
     title = f"{result.model}: {case.mode}, batch {case.batch_size}, context {case.context_len}{new}"
     table = Table(title=title)
     table.add_column("kernel", overflow="fold")

@@ -26,15 +26,19 @@ def engine(**flags: object) -> LLM:
 # ---- what a step is made of ----
 
 
+CASES = (StepCase("decode", 3, 40), StepCase("prefill", 3, 17, 50), StepCase("mixed", 3, 40, 50))
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("case", [StepCase("decode", 3, 40), StepCase("prefill", 3, 17, 50)], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.mode)
 def test_a_batch_as_the_scheduler_makes_it(case: StepCase, page_size: int) -> None:
     llm = engine(page_size=page_size)
     pool, allocator = llm.assembly.parts.req_to_token_pool, llm.assembly.parts.allocator
     rows = place_requests(llm, case)
     batch = make_forward_batch(llm, case, rows)
     assert allocator.available_size() == 1024
-    assert batch.forward_mode is (ForwardMode.DECODE if case.mode == "decode" else ForwardMode.EXTEND)
+    modes = {"decode": ForwardMode.DECODE, "prefill": ForwardMode.EXTEND, "mixed": ForwardMode.MIXED}
+    assert batch.forward_mode is modes[case.mode]
     assert batch.num_tokens == (3 if case.mode == "decode" else 50)
     slots = [pool.read(row, 0, n) for row, n in zip(rows, case.seq_lens)]
     assert torch.cat(slots).unique().numel() == sum(case.seq_lens)
@@ -84,6 +88,14 @@ def test_prefill_tokens_are_dealt_out_evenly() -> None:
     case = StepCase("prefill", 3, 10, 8)
     assert (case.extend_seq_lens, case.seq_lens) == ((3, 3, 2), (13, 13, 12))
     assert case.num_pool_tokens(4) == 16 + 16 + 12
+
+
+def test_beside_those_that_decode_one_begins_its_prompt() -> None:
+    case = StepCase("mixed", 3, 10, 8)
+    assert (case.extend_seq_lens, case.seq_lens, case.num_requests) == ((5, 1, 1, 1), (5, 10, 10, 10), 4)
+    flags = engine_flags("tiny-dense", make_cases("mixed", "3,5", "10", "8,20"), {}, 2048)
+    assert (flags["max_running_requests"], flags["cuda_graph_bs"]) == (6, (1,))
+    assert (flags["enable_mixed_chunk"], flags["chunked_prefill_size"]) == (True, 20)
 
 
 def test_an_engine_gets_room_for_the_largest_case() -> None:
@@ -183,13 +195,21 @@ def test_bench_step_measures_a_prefill(diptych: Callable[..., Result]) -> None:
     assert "TFLOP/s" in result.stdout
 
 
+def test_bench_step_measures_a_mixed_step(diptych: Callable[..., Result]) -> None:
+    options = ("--mode", "mixed", "--batch", "2", "--prefill-tokens", "12", "--context", "5")
+    result = diptych("bench", "step", *OPTIONS, *options)
+    assert result.exit_code == 0, result.output
+    assert "TFLOP/s" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
         (("--batch", "1;2"), "--batch takes numbers separated by commas, got '1;2'"),
         (("--batch", "0"), "batch must be at least 1, got 0"),
         (("--context", "0"), "context of a decode step must be at least 1, got 0"),
-        (("--mode", "verify"), "--mode must be decode or prefill, got 'verify'"),
+        (("--mode", "verify"), "--mode must be decode, prefill or mixed, got 'verify'"),
+        (("--mode", "mixed", "--batch", "4", "--prefill-tokens", "4"), "leaves none for a prompt"),
         (("--mode", "prefill", "--batch", "4", "--prefill-tokens", "3"), "too few for 4 requests"),
         (("--context", "4096"), "a request of 4096 tokens exceeds its 2048 positions"),
         (("--batch", "9", "--context", "200"), "need 1800 slots; the KV pool has 1024"),

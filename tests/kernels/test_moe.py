@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,47 @@ def test_tables_of_measured_plans_can_be_read() -> None:
                 assert type(plan.up) is type(plan.down)
                 if isinstance(plan.up, Tile):
                     assert plan.up.block_m == plan.down.block_m
+
+
+def measured_sizes() -> list[tuple[Shape, int]]:
+    """Every shape and number of tokens that some GPU's table has a plan for."""
+    return [
+        (Shape(*map(int, re.findall(r"\d+", name))), num_tokens)
+        for path in sorted(moe_tiles.FOLDER.glob("*.json"))
+        for name, plans in moe_tiles._measured(path.stem).items()
+        for num_tokens in plans
+    ]
+
+
+def expect_right(shape: Shape, num_tokens: int) -> None:
+    """Of some tokens: the others make the blocks full."""
+    inputs = Inputs(0)
+    with building(torch.bfloat16):
+        experts = moe.FusedExperts(shape.num_experts, shape.hidden_size, shape.intermediate_size)
+    inputs.fill_(experts)
+    x = inputs.normal(num_tokens, shape.hidden_size, dtype=torch.bfloat16)
+    weights, ids = routing("random", num_tokens, shape.num_experts, shape.top_k)
+    y = run_poisoned(experts, x, TopKOutput(weights, ids))
+    some = slice(None, None, -(-num_tokens // 12))
+    expected = experts64(x[some], TopKOutput(weights[some], ids[some]), experts.w13, experts.w2)
+    expect_close("y", y[some], expected, tolerance("moe", torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "num_tokens"), measured_sizes(), ids=str)
+def test_plans_of_this_gpu_compute_what_they_should(shape: Shape, num_tokens: int) -> None:
+    expect_right(shape, num_tokens)
+
+
+@pytest.mark.parametrize(("shape", "num_tokens"), measured_sizes(), ids=str)
+def test_measured_plans_compute_what_they_should(
+    shape: Shape, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On fewer and smaller experts."""
+    plan = moe_tiles._measured("NVIDIA_H200")[shape.name()][num_tokens]
+    monkeypatch.setattr(moe, "plan", lambda *_: plan)
+    size = (1024, 512) if isinstance(plan.up, GemvTile) else (512, 256)
+    expect_right(Shape(6, 2, *size), min(num_tokens, 70))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

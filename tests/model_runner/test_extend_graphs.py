@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from optimized import mixed_graph
-from optimized.extend_graph import MAX_LAYER_FLOPS, captured_token_counts, flops_per_token
+from optimized.extend_graph import MAX_LAYER_FLOPS, MAX_MIXED_TOKENS, captured_token_counts, flops_per_token
 from shared.bench.step import step_of
 from shared.bench.step_inputs import StepCase, fill_pool
 from shared.config import EngineConfig, ModelConfig
@@ -61,6 +61,9 @@ def test_larger_models_are_captured_for_fewer_tokens() -> None:
         assert sizes[-1] * flops_per_token(shape(name)) <= MAX_LAYER_FLOPS
         largest[name] = sizes[-1]
     assert largest["Qwen3-8B"] < largest["Qwen3-30B-A3B"] < largest["Qwen3-0.6B"] < 16384
+    mixed = EngineConfig(chunked_prefill_size=4096, enable_mixed_chunk=True)
+    assert captured_token_counts(mixed, shape("Qwen3-8B"))[-1] == MAX_MIXED_TOKENS
+    assert captured_token_counts(mixed, shape("Qwen3-30B-A3B"))[-1] == largest["Qwen3-30B-A3B"]
     # A whole step of the default size: launched eagerly it leaves the GPU waiting for the host.
     assert captured_token_counts(EngineConfig(), shape("Qwen3-0.6B"))[-1] == 8192
 
