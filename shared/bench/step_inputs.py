@@ -50,7 +50,7 @@ class StepCase:
             )
         if self.mode == "mixed" and self.num_tokens <= self.batch_size:
             raise ValueError(
-                f"of {self.num_tokens} prefill tokens {self.batch_size} decode, which leaves none for a prompt"
+                f"of {self.num_tokens} prefill tokens {self.batch_size} decode: that leaves none for a prompt"
             )
 
     @property

@@ -46,8 +46,8 @@ def step(
     prefill_tokens: Annotated[
         str | None,
         typer.Option(
-            help="prefill: new tokens of a step, over all requests (default 8192); mixed: all tokens of a "
-            "step, one of each request that decodes, the others of a prompt (default 512). Several by commas.",
+            help="prefill: new tokens of a step, over all requests (default 8192); mixed: all tokens of "
+            "a step, one of each request that decodes, others of a prompt (default 512). Several by commas.",
             show_default=False,
         ),
     ] = None,
