@@ -13,13 +13,14 @@ from reference.attention import TorchAttention
 from shared.conformance.attention_batches import LAYER_ID, AttentionBatch, AttentionCase, expect_attention
 from shared.conformance.clause import clauses_in
 from shared.conformance.compare import expect_close
-from shared.conformance.contracts import attention_outputs
+from shared.conformance.contracts import attention_outputs, attention_ragged
 from shared.conformance.suite import check_implementation, clauses_of
 from shared.conformance.tolerance import Tolerance, tolerance
 from shared.types import ForwardMode
 from shared.types.attention import BatchAttention
 from tests.conformance.mutants.attention_outputs import Lenient, Output
 from tests.conformance.mutants.blockwise_attention import BlockwiseAttention
+from tests.conformance.mutants.ragged_attention import Ragged
 
 FLOAT64 = Tolerance(1e-12, 1e-12, 1e-12, "nothing is computed below float64: sums of a few hundred products")
 REQUESTS = {
@@ -139,6 +140,12 @@ def test_the_attention_that_bugs_are_planted_in_is_right() -> None:
 @pytest.mark.parametrize("impl", [Output, Lenient])
 def test_the_outputs_that_bugs_are_planted_in_are_right(impl: type[TorchAttention]) -> None:
     verdicts = check_implementation(clauses_in(attention_outputs), impl, TorchAttention)
+    assert [(v.clause.name, v.case.name) for v in verdicts if not v.holds] == []
+
+
+def test_the_plans_that_bugs_are_planted_in_are_right() -> None:
+    verdicts = list(check_implementation(clauses_in(attention_ragged), Ragged, TorchAttention))
+    assert len(verdicts) > 10
     assert [(v.clause.name, v.case.name) for v in verdicts if not v.holds] == []
 
 

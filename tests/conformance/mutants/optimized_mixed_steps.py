@@ -1,0 +1,80 @@
+"""Planted bugs in steps of prompts beside requests that decode, with graphs played on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shared.types import ForwardBatch
+from tests.conformance.mutants.mutant import Mutant, mutant_of
+from tests.model_runner.fake_graphs import FakeGraphsRunner
+
+
+class WithOwnRows(FakeGraphsRunner):
+    """Says otherwise whose the rows of a step are."""
+
+    def prepare(self, config, sampler, num_token_ids):
+        super().prepare(config, sampler, num_token_ids)
+        assert self._extend is not None
+        self.rows: Any = self._extend._mixed
+        if self.rows is not None:
+            self._right_load = self.rows.load
+            self.rows.load = self.load
+
+    def load(self, batch: ForwardBatch) -> None:
+        self._right_load(batch)
+
+
+def mixed(impl: type[WithOwnRows]) -> Mutant:
+    return replace(mutant_of("model_runner")(impl), first=("model_runner_extend",))
+
+
+@mixed
+class LeavesOldRequests(WithOwnRows):
+    """Whoever had a row in an earlier step has it still, where nobody else does."""
+
+    def load(self, batch):
+        before = self.rows._ints.clone()
+        super().load(batch)
+        self.rows._ints.copy_(torch.where(self.rows._ints == 0, before, self.rows._ints))
+
+
+@mixed
+class DecodesARowBehind(WithOwnRows):
+    """Requests that decode stand a row behind their own."""
+
+    def load(self, batch):
+        super().load(batch)
+        self.rows._decoding.copy_(self.rows._decoding.roll(1, dims=1))
+
+
+@mixed
+class ForgetsDecoding(WithOwnRows):
+    """Nobody decodes beside the prompts."""
+
+    def load(self, batch):
+        super().load(batch)
+        self.rows._decoding.zero_()
+
+
+@mixed
+class KeepsPrompts(WithOwnRows):
+    """Prompts begin where those of the step before did."""
+
+    def load(self, batch):
+        before = self.rows._prompts[3].clone()
+        super().load(batch)
+        self.rows._prompts[3].copy_(before)
+
+
+@mixed
+class ReplaysMixedStepsInTheWrongSize(WithOwnRows):
+    """All sizes replay the smallest one's graph."""
+
+    def prepare(self, config, sampler, num_token_ids):
+        super().prepare(config, sampler, num_token_ids)
+        whole = self._extend._whole
+        for size in whole:
+            whole[size] = whole[min(whole)]

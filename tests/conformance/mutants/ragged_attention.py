@@ -1,0 +1,74 @@
+"""Planted bugs in plans for graphs of batches that need not have the same shape again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shared.conformance.replanned_attention import RaggedPlan, _replanned
+from shared.types import ForwardBatch
+from tests.conformance.mutants.blockwise_attention import BlockwiseAttention
+from tests.conformance.mutants.mutant import Mutant, mutant_of
+
+
+class Ragged(_replanned(BlockwiseAttention)):  # type: ignore[misc]
+    """Attention that is right, with one decision more: which batch its buffers hold."""
+
+    def plan_ragged(self, forward_batch: ForwardBatch) -> RaggedPlan:
+        return RaggedPlan(self.read(forward_batch))
+
+    def read(self, buffers: ForwardBatch) -> ForwardBatch:
+        return buffers
+
+
+def ragged(impl: type[Ragged]) -> Mutant:
+    return replace(mutant_of("attention")(impl), first=("attention_ragged",))
+
+
+@ragged
+class KeepsTheLengthsOfItsPlan(Ragged):
+    """Requests are as long as when the plan was made."""
+
+    def read(self, buffers):
+        return replace(buffers, seq_lens=buffers.seq_lens.clone())
+
+
+@ragged
+class KeepsTheRequestsOfItsPlan(Ragged):
+    """The slots are those of who was there when the plan was made."""
+
+    def read(self, buffers):
+        return replace(buffers, req_pool_indices=buffers.req_pool_indices.clone())
+
+
+@ragged
+class BeginsWithTheFirstRow(Ragged):
+    """What is somebody's is taken for the first rows."""
+
+    def run(self, q: torch.Tensor, layer: Any, plan: Any, **kv: Any) -> torch.Tensor:
+        if not isinstance(plan, RaggedPlan):
+            return super().run(q, layer, plan, **kv)
+        rows = plan.live()[1]
+        first = int(rows[0]) if len(rows) else 0
+        moved = super().run(q, layer, plan, **{**kv, "out": kv["out"].clone()})
+        kv["out"][: len(rows)] = moved[first : first + len(rows)]
+        return kv["out"]
+
+
+@ragged
+class ClearsRowsOfNobody(Ragged):
+    """Rows of nobody become zeros."""
+
+    def run(self, q: torch.Tensor, layer: Any, plan: Any, **kv: Any) -> torch.Tensor:
+        if isinstance(plan, RaggedPlan):
+            kv["out"].zero_()
+        return super().run(q, layer, plan, **kv)
+
+
+@ragged
+class GivesAPlanThatItSaysItHasNot(Ragged):
+    """A plan is made, though supports_ragged_graphs is False."""
+
+    supports_ragged_graphs = False
