@@ -78,6 +78,7 @@ class PaddedVectors:
     def head(self, name: str, size: int) -> torch.Tensor:
         return self.values[self.rows[name], :size]
 
+    # --8<-- [start:load-padded]
     def load(self, vectors: list[torch.Tensor], size: int) -> None:
         """The first of the vectors from a batch, and padding from its end up to `size`: in one launch."""
         key = len(vectors), vectors[0].shape[0], size
@@ -85,6 +86,8 @@ class PaddedVectors:
             self._views[key] = self._views_of(*key)
         targets, padding = self._views[key]
         torch._foreach_copy_(targets, vectors + padding)
+
+    # --8<-- [end:load-padded]
 
     def _views_of(self, n: int, bs: int, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Where n vectors of bs elements and their padding go, and that padding."""
@@ -207,6 +210,7 @@ class Recording:
         self.graph = torch.cuda.CUDAGraph()
         self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
+    # --8<-- [start:cut-a-graph]
     def cut(self, tensors: list[torch.Tensor]) -> tuple[Replay, list[torch.Tensor]]:
         """Ends the graph and begins another. Gives the first one's replay, and its `tensors` as they are
         lent after it: later pieces and other graphs write there."""
@@ -214,6 +218,8 @@ class Recording:
         replay, lent = self.graph.replay, [Memory.of(tensor).as_tensor() for tensor in tensors]
         self.begin()
         return replay, lent
+
+    # --8<-- [end:cut-a-graph]
 
 
 class CapturedCall:

@@ -85,12 +85,15 @@ class Pieces:
     replay_rest: Callable[[], None]
     outputs: list[torch.Tensor]  # lent until any other graph is replayed
 
+    # --8<-- [start:replay-pieces]
     def __call__(self, attention: AttentionBackend, plan: Any) -> list[torch.Tensor]:
         for piece in self.up_to_attention:
             piece.replay()
             attention.run(piece.q, piece.layer, plan, k=piece.k, v=piece.v)
         self.replay_rest()
         return self.outputs
+
+    # --8<-- [end:replay-pieces]
 
 
 class RealRows(AttentionBackend):

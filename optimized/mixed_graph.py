@@ -81,6 +81,7 @@ class MixedRows:
             num_prompts <= MAX_PROMPTS and max(batch.seq_lens_cpu[:num_prompts], default=0) <= MAX_PROMPT_LEN
         )
 
+    # --8<-- [start:load-mixed-rows]
     def load(self, batch: ForwardBatch) -> None:
         self._ints.zero_()
         n = num_decoding(batch)
@@ -89,6 +90,8 @@ class MixedRows:
         targets = [*self._prompts[:, :num_prompts], *self._decoding[:, first : first + n]]
         sources = [v[:num_prompts] for v in vectors] + [v[num_prompts:] for v in vectors[:2]]
         torch._foreach_copy_(targets, sources)
+
+    # --8<-- [end:load-mixed-rows]
 
     def attention_of(self, step: ForwardBatch) -> MixedAttention:
         """For a step over fixed buffers. Always the same for the same number of tokens."""

@@ -153,11 +153,13 @@ class ModelRunner(interface.ModelRunner):
             or self._captured_for != (sampler, num_token_ids)
         ):
             return super().forward_and_sample(forward_batch, sampler, info, num_token_ids)
+        # --8<-- [start:two-replays]
         output = self._decode(step, forward_batch, None if kind is SamplingKind.GREEDY else info)
         next_token_ids = step.replay_sampler[kind]()
         self.num_sampler_replays += 1
         # A copy: the next step writes to the same place, perhaps while these are on their way to the host.
         return output, SampleOutput(next_token_ids[: forward_batch.num_tokens].clone())
+        # --8<-- [end:two-replays]
 
     # ---- one decode step ----
 
