@@ -97,15 +97,13 @@ class Pieces:
 
 
 class RealRows(AttentionBackend):
-    """Attention of a padded step: a backend's for the first tokens, and zeros behind them. Zeros, so that all
-    padding is alike: an MoE sends it to the same few experts."""
+    """Attention of a padded step: a backend's for the first tokens, and what `heads` holds behind them."""
 
     def __init__(self, backend: AttentionBackend, num_tokens: int, heads: torch.Tensor) -> None:
         self.backend = backend
         self.num_tokens = num_tokens
         self.heads = heads  # [size, num_qo_heads, head_dim], the same memory for all layers
         self.real = heads[:num_tokens]
-        heads[num_tokens:].zero_()
 
     def plan(self, forward_batch: ForwardBatch) -> Any:
         return self.backend.plan(forward_batch)
@@ -180,7 +178,7 @@ class ExtendSteps:
         self._batches: dict[int, ForwardBatch] = {}  # by size
         self._pieces: dict[int, Pieces] = {}
         self._whole: dict[int, Pieces] = {}
-        self._mixed = None  # who has which rows, where steps are mixed and attention takes them so
+        self._mixed: MixedRows | None = None  # where steps are mixed and attention takes them as graphs
         if is_mixed and attention.supports_ragged_graphs:
             self._mixed = MixedRows(attention, self._heads)
         self._captured_layers: tuple[int, ...] | None = None  # whose inputs the pieces give
@@ -200,11 +198,12 @@ class ExtendSteps:
         n = batch.num_tokens
         size = self.sizes[bisect_left(self.sizes, n)]
         self._load(batch, size)
+        # Attention writes no row of padding: all of it is alike, and an MoE sends it to the same few experts.
+        self._heads[n:size].zero_()
         attention: AttentionBackend
         if self._mixed is not None and self._mixed.takes(batch):
             self._mixed.load(batch)
             attention, captured = self._mixed.attention_of(self._batch_of(size)), self._whole
-            self._heads[n:size].zero_()
         else:
             attention, captured = RealRows(self.attention, n, self._heads[:size]), self._pieces
         plan = attention.plan(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,13 +154,13 @@ def test_tables_of_measured_plans_can_be_read() -> None:
                     assert plan.up.block_m == plan.down.block_m
 
 
-def measured_sizes() -> list[tuple[Shape, int]]:
-    """Every shape and number of tokens that some GPU's table has a plan for."""
+def measured_plans() -> list[Any]:
+    """Of every GPU's table: a shape, a number of tokens, and the plan up to there."""
     return [
-        (Shape(*map(int, re.findall(r"\d+", name))), num_tokens)
+        pytest.param(Shape(*map(int, re.findall(r"\d+", name))), num_tokens, plan, id=f"{name}: {num_tokens}")
         for path in sorted(moe_tiles.FOLDER.glob("*.json"))
         for name, plans in moe_tiles._measured(path.stem).items()
-        for num_tokens in plans
+        for num_tokens, plan in plans.items()
     ]
 
 
@@ -178,17 +179,16 @@ def expect_right(shape: Shape, num_tokens: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("shape", "num_tokens"), measured_sizes(), ids=str)
-def test_plans_of_this_gpu_compute_what_they_should(shape: Shape, num_tokens: int) -> None:
+@pytest.mark.parametrize(("shape", "num_tokens", "_"), measured_plans())
+def test_plans_of_this_gpu_compute_what_they_should(shape: Shape, num_tokens: int, _: Plan) -> None:
     expect_right(shape, num_tokens)
 
 
-@pytest.mark.parametrize(("shape", "num_tokens"), measured_sizes(), ids=str)
+@pytest.mark.parametrize(("_", "num_tokens", "plan"), measured_plans())
 def test_measured_plans_compute_what_they_should(
-    shape: Shape, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+    _: Shape, num_tokens: int, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On fewer and smaller experts."""
-    plan = moe_tiles._measured("NVIDIA_H200")[shape.name()][num_tokens]
     monkeypatch.setattr(moe, "plan", lambda *_: plan)
     size = (1024, 512) if isinstance(plan.up, GemvTile) else (512, 256)
     expect_right(Shape(6, 2, *size), min(num_tokens, 70))
