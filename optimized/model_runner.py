@@ -8,9 +8,9 @@ in a buffer of the runner's.
 Without graphs (a flag, a CPU, somebody watching) the same padded batch goes through the same plan and
 kernels, so the result is the same bit for bit. Assumes that attention can be captured; else it says so once
 and launches kernel by kernel. Loses where padding is large against the batch, as in a list of few sizes.
-Steps of prompts are replayed in pieces, or whole where others decode (extend_graph.py). Everything else - batches beyond the largest size,
-sampling with penalties, masks or log-probabilities - runs eagerly; prompts then leave the last layer, behind
-attention, to their last tokens alone, unless somebody watches.
+Steps of prompts are replayed in pieces, or whole where others decode (extend_graph.py). Everything else -
+batches beyond the largest size, sampling with penalties, masks or log-probabilities - runs eagerly; prompts
+then leave the last layer, behind attention, to their last tokens alone, unless somebody watches.
 """
 
 from __future__ import annotations
