@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.kernels.carveout import prefer_l1
 from optimized.kernels.portable import INTERPRETED, num_multiprocessors, pdl_options, rounded, widened
 
 MOST_ROWS = 65536
@@ -134,13 +135,14 @@ def row_gemv(
     num_programs = out // rows
     if per_sm:
         num_programs = min(num_programs, per_sm * (num_multiprocessors(x.device) if x.is_cuda else 1))
-    _row_gemv_kernel[(num_programs,)](
+    launched = _row_gemv_kernel[(num_programs,)](
         x, norm_weight, weight, x if bias is None else bias, x if residual is None else residual, y,
         eps, weight.stride(0),
         OUT=out, SIZE=size, COLUMNS=min(4096, size & -size), ROWS=rows, PROGRAMS=num_programs,
         GATED=gated, HAS_NORM=norm is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         num_warps=warps, **pdl_options(x),
     )  # fmt: skip
+    prefer_l1(launched)
 
 
 def plan(out: int, size: int) -> tuple[int, int, int]:

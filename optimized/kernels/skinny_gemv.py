@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.kernels.carveout import prefer_l1
 from optimized.kernels.portable import INTERPRETED, pdl_options, rounded, widened
 
 
@@ -183,7 +184,7 @@ def gemv(
     norm_weight, eps = (x, 0.0) if norm is None else norm
     vector = 16 // x.element_size()
     warps, groups, steps, ahead = plan(out, size, num_tokens, vector, norm is not None, gated)
-    _gemv_kernel[(triton.cdiv(out, warps * groups),)](
+    launched = _gemv_kernel[(triton.cdiv(out, warps * groups),)](
         x, norm_weight, weight, x if bias is None else bias, x if residual is None else residual, y,
         eps, x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), y.stride(0),
         NUM_TOKENS=num_tokens, OUT=out, SIZE=size,
@@ -191,6 +192,7 @@ def gemv(
         GATED=gated, HAS_NORM=norm is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         num_warps=4 if INTERPRETED else warps, **pdl_options(x),
     )  # fmt: skip
+    prefer_l1(launched)
 
 
 def plan(
