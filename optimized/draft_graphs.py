@@ -1,6 +1,6 @@
 """CUDA graphs of drafting: all of a draft as one, and the extension by what was accepted as another.
 
-Batches go through buffers, padded to a size that was captured, as those of the target (cuda_graph.py). A
+Batches go through buffers, padded to a size that was captured, as those of the target (decode_graph.py). A
 row of padding is a request without a token, in the dummy row of req_to_token: it works on the dummy page, and
 what it leaves stands in the dummy row of the drafter's state.
 """
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from tqdm.auto import tqdm
 
-from optimized.cuda_graph import CapturedCall, CudaGraphs, PaddedVectors, try_to_capture, warn_of_launches
+from optimized.cuda_graph import CapturedCall, CudaGraphs, try_to_capture, warn_of_launches
+from optimized.decode_graph import PaddedVectors
 from optimized.verify_graph import verify_batch_sizes
 from shared.config import EngineConfig
 from shared.interfaces import AttentionBackend

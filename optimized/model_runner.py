@@ -22,15 +22,8 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from optimized.cuda_graph import (
-    CapturedCall,
-    CudaGraphs,
-    DecodeBuffers,
-    SamplingKind,
-    captured_batch_sizes,
-    try_to_capture,
-    warn_of_launches,
-)
+from optimized.cuda_graph import CapturedCall, CudaGraphs, try_to_capture, warn_of_launches
+from optimized.decode_graph import DecodeBuffers, SamplingKind, captured_batch_sizes
 from optimized.extend_graph import ExtendSteps, captured_token_counts
 from optimized.verify_graph import VerifyBuffers, verify_batch_sizes
 from shared.adaptive_shape import possible_shapes

@@ -11,7 +11,7 @@ from bisect import bisect_right
 
 import torch
 
-from optimized.cuda_graph import PaddedVectors, SamplingKind, captured_batch_sizes
+from optimized.decode_graph import PaddedVectors, SamplingKind, captured_batch_sizes
 from shared.config import EngineConfig
 from shared.types import ForwardBatch, ForwardMode, SamplingBatchInfo
 

@@ -33,7 +33,7 @@ from shared.model_path import resolve_model_path
 
 DTYPE = torch.bfloat16
 TOKENS = (*range(16, 256, 8), *range(256, 513, 16), 1024, 2048, 4096, 8192)
-"""What decode steps are padded to (cuda_graph.py), as far as products are left to cuBLAS, and prompts."""
+"""What decode steps are padded to (decode_graph.py), as far as products are left to cuBLAS, and prompts."""
 POOL_BYTES = 1_800_000_000
 """Of all weights: one head's at least."""
 ROUND_BYTES = 160_000_000

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from optimized.cuda_graph import DecodeBuffers, SamplingKind, captured_batch_sizes
+from optimized.decode_graph import DecodeBuffers, SamplingKind, captured_batch_sizes
 from optimized.verify_graph import verify_batch_sizes
 from shared import registry
 from shared.config import EngineConfig

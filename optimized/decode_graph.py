@@ -1,0 +1,143 @@
+"""Decode steps as CUDA graphs: the batch sizes they are padded to, and the buffers that a batch goes through.
+
+A graph launches kernels again with the arguments they had at capture. So the batch goes through buffers whose
+addresses never change (`DecodeBuffers`), padded to a size that was captured (cuda_graph.py): a row of padding
+is a request that reads and writes the dummy page.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from enum import Enum, auto
+
+import torch
+
+from shared.config import EngineConfig
+from shared.types import ForwardBatch, ForwardMode, SamplingBatchInfo
+
+DEFAULT_MAX_BS = 512
+"""Beyond, a step takes longer than launching its kernels: a graph saves nothing."""
+
+
+def captured_batch_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """In ascending order; no more than one of them exceeds what can run at once."""
+    limit = config.max_running_requests
+    if config.cuda_graph_bs is not None:
+        sizes = sorted(config.cuda_graph_bs)
+    else:
+        largest = min(config.cuda_graph_max_bs or DEFAULT_MAX_BS, limit)
+        # Fine steps where a batch is small: padding costs most in proportion there.
+        steps = [1, 2, 4, 8, 12, *range(16, 256, 8), *range(256, 512, 16), *range(512, largest, 32)]
+        sizes = [size for size in steps if size < largest] + [largest]
+    return tuple(sizes[: bisect_left(sizes, limit) + 1])
+
+
+class SamplingKind(Enum):
+    """What of the sampler is needed, as far as a graph can have it: fixed ops on tensors of a fixed shape."""
+
+    GREEDY = auto()
+    PLAIN = auto()  # temperature, no filter
+    FILTERED = auto()
+
+    @staticmethod
+    def of(info: SamplingBatchInfo) -> SamplingKind | None:
+        """None for what has tensors as wide as the vocabulary, or gives more than ids."""
+        extras = (
+            info.logit_bias, info.banned, info.vocab_mask, info.output_counts, info.prompt_mask,
+            info.frequency_penalties, info.presence_penalties, info.repetition_penalties,
+        )  # fmt: skip
+        if info.return_logprob or any(extra is not None for extra in extras):
+            return None
+        if info.is_all_greedy:
+            return SamplingKind.GREEDY
+        return SamplingKind.FILTERED if info.needs_filter else SamplingKind.PLAIN
+
+
+class PaddedVectors:
+    """Vectors of one type, [max_bs] each, at fixed addresses: a batch in front, padding behind it."""
+
+    def __init__(
+        self, padding: dict[str, float], max_bs: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        width = -(-max_bs // 16) * 16  # every vector starts as aligned as the first
+        self.padding = torch.tensor(list(padding.values()), dtype=dtype)[:, None].repeat(1, width).to(device)
+        self.values = self.padding.clone()
+        self.rows = {name: i for i, name in enumerate(padding)}
+        self._views: dict[tuple[int, int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+
+    def head(self, name: str, size: int) -> torch.Tensor:
+        return self.values[self.rows[name], :size]
+
+    # --8<-- [start:load-padded]
+    def load(self, vectors: list[torch.Tensor], size: int) -> None:
+        """The first of the vectors from a batch, and padding from its end up to `size`: in one launch."""
+        key = len(vectors), vectors[0].shape[0], size
+        if key not in self._views:
+            self._views[key] = self._views_of(*key)
+        targets, padding = self._views[key]
+        torch._foreach_copy_(targets, vectors + padding)
+
+    # --8<-- [end:load-padded]
+
+    def _views_of(self, n: int, bs: int, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where n vectors of bs elements and their padding go, and that padding."""
+        targets = list(self.values[:n, :bs].unbind())
+        if bs == size:
+            return targets, []
+        return targets + list(self.values[:n, bs:size].unbind()), list(self.padding[:n, bs:size].unbind())
+
+
+class DecodeBuffers:
+    """The tensors of a decode step and of its sampling, for up to `max_bs` requests.
+
+    A row of padding is a request of one token, which it reads from and writes to the dummy page.
+    """
+
+    def __init__(self, max_bs: int, device: torch.device) -> None:
+        inputs = {"input_ids": 0, "positions": 0, "req_pool_indices": 0, "seq_lens": 1, "out_cache_loc": 0}
+        self.ints = PaddedVectors({**inputs, "top_ks": 1, "seeds": 0}, max_bs, torch.int64, device)
+        floats = {"temperatures": 1.0, "top_ps": 1.0, "min_ps": 0.0}
+        self.floats = PaddedVectors(floats, max_bs, torch.float32, device)
+        self.bools = PaddedVectors({"is_greedy": True}, max_bs, torch.bool, device)
+        self.ones = torch.ones(max_bs, dtype=torch.int64, device=device)
+        self.numbers = torch.arange(max_bs, device=device)
+        self._loaded: tuple[SamplingBatchInfo, int] | None = None  # whose parameters are there, to which size
+
+    def load(self, forward_batch: ForwardBatch, size: int, info: SamplingBatchInfo | None = None) -> None:
+        """`info` only where sampling looks at it; that of the step before is there already."""
+        fb = forward_batch
+        ints = [fb.input_ids, fb.positions, fb.req_pool_indices, fb.seq_lens, fb.out_cache_loc]
+        is_there = self._loaded is not None and self._loaded[0] is info and self._loaded[1] == size
+        if info is not None and not is_there:
+            self._loaded = info, size
+            ints += [info.top_ks, info.seeds]
+            self.floats.load([info.temperatures, info.top_ps, info.min_ps], size)
+            self.bools.load([info.is_greedy], size)
+        self.ints.load(ints, size)
+
+    def padding_batch(self, size: int) -> ForwardBatch:
+        """The first `size` rows, all of padding until something is loaded."""
+        self.ints.values.copy_(self.ints.padding)
+        self._loaded = None
+        inputs = list(self.ints.rows)[:5]
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            **{name: self.ints.head(name, size) for name in inputs},
+            extend_seq_lens=self.ones[:size],
+            extend_start_loc=self.numbers[:size],
+            seq_lens_cpu=(1,) * size,
+            extend_seq_lens_cpu=(1,) * size,
+        )
+
+    def padding_lens(self, num: int) -> tuple[int, ...]:
+        """Of so many requests of padding."""
+        return (1,) * num
+
+    def sampling_info(self, kind: SamplingKind, size: int) -> SamplingBatchInfo:
+        return SamplingBatchInfo(
+            **{name: self.ints.head(name, size) for name in ("top_ks", "seeds")},
+            **{name: self.floats.head(name, size) for name in self.floats.rows},
+            is_greedy=self.bools.head("is_greedy", size),
+            is_all_greedy=kind is SamplingKind.GREEDY,
+            needs_filter=kind is SamplingKind.FILTERED,
+        )
