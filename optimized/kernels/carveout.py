@@ -23,6 +23,7 @@ CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 MAX_L1 = 0  # no more shared memory than the kernel itself has
 
 
+# --8<-- [start:prefer-l1]
 def prefer_l1(launched: Any) -> None:
     """`launched`: what `kernel[grid](...)` returned. Holds for later launches of that kernel, and for graphs
     that are captured from now on."""
@@ -37,6 +38,9 @@ def _ask(function: int) -> None:
     if error != 0:
         message = f"products of one token stay slower: cuFuncSetAttribute gives CUDA error {error}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+# --8<-- [end:prefer-l1]
 
 
 @cache

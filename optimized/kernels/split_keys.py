@@ -42,6 +42,7 @@ def deal_tiles(
         run_start = program * run_len
         run_end = tl.minimum(run_start + run_len, total)
     else:
+        # --8<-- [start:deal-tiles]
         requests = tl.arange(0, BLOCK_BS)
         in_batch = requests < batch_size
         seq_lens = tl.load(seq_lens_ptr + requests, mask=in_batch, other=0).to(tl.int32)
@@ -55,6 +56,7 @@ def deal_tiles(
         run_end = tl.minimum(run_start + run_len, total)
         first = tl.sum((ends <= run_start).to(tl.int32), 0)
         tiles_start = tl.sum(tl.where(ends <= run_start, num_tiles, 0), 0)
+        # --8<-- [end:deal-tiles]
     return run_start, run_end, run_len, first, tiles_start
 
 

@@ -90,6 +90,7 @@ class LlamaDecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The layer's input is x + residual, or x alone, and so is its output, the last layer's of the tokens
         that are wanted. Both may be overwritten."""
+        # --8<-- [start:decoder-layer]
         if residual is None:
             qkv = self.self_attn.qkv_proj(x, self.input_layernorm)
         else:
@@ -103,6 +104,7 @@ class LlamaDecoderLayer(nn.Module):
             return self.mlp(self.post_attention_layernorm(x)), x
         activated = self.mlp.activate(x, self.post_attention_layernorm)
         return self.mlp.down_proj.add_to(x, activated), None
+        # --8<-- [end:decoder-layer]
 
 
 class LlamaModel(nn.Module):
