@@ -128,6 +128,7 @@ class LlamaModel(nn.Module):
         attention: BatchAttention,
         captured: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
+        # A plain launch: what was written before it, kernels of the layers may read ahead of their gdc_wait.
         x, residual = self.embed_tokens(input_ids), None
         for layer_id, layer in enumerate(self.layers):
             _capture(captured, layer_id, x, residual)
