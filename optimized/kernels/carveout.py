@@ -36,7 +36,7 @@ def _ask(function: int) -> None:
     """Once for each compiled kernel. A refusal costs speed alone."""
     error = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, MAX_L1)
     if error != 0:
-        message = f"products of one token stay slower: cuFuncSetAttribute gives CUDA error {error}"
+        message = f"GEMVs stay slower than they could be: cuFuncSetAttribute gives CUDA error {error}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +33,7 @@ class Driver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     """In place of the GPU's, as if there were one."""
     driver = Driver()
     monkeypatch.setattr(carveout, "_driver", lambda: driver)
@@ -51,7 +52,7 @@ def test_each_kernel_asks_once(driver: Driver) -> None:
 
 def test_a_driver_that_refuses_is_heard(driver: Driver) -> None:
     driver.error = 400
-    with pytest.warns(RuntimeWarning, match="slower: .* CUDA error 400"):
+    with pytest.warns(RuntimeWarning, match="GEMVs stay slower .* CUDA error 400"):
         carveout.prefer_l1(SimpleNamespace(function=13))
 
 
@@ -65,7 +66,7 @@ def test_elsewhere_nobody_is_asked(driver: Driver, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("kernel", [skinny_gemv.gemv, row_gemv.row_gemv], ids=["gemv", "rows"])
-def test_gemvs_ask(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gemvs_ask(kernel: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[object] = []
     for module in (skinny_gemv, row_gemv):
         monkeypatch.setattr(module, "prefer_l1", launches.append)
