@@ -18,7 +18,7 @@ from torch import nn
 
 from optimized.kernels import products, skinny_linear
 from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store, rotate
-from optimized.kernels.rms_norm import add_rms_norm, rms_norm
+from optimized.kernels.rms_norm import add_parts_rms_norm, add_rms_norm, rms_norm
 from optimized.kernels.silu_and_mul import silu_and_mul
 from shared.config import RopeConfig
 from shared.interfaces import layers as interface
@@ -46,6 +46,12 @@ class Linear(nn.Module):
             return skinny_linear.linear_add(x, self.weight, residual, self.bias)
         return products.linear_add(x, self.weight, residual, self.bias)
 
+    def add_later(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(add_to(residual, x), None), or where that is faster (forward(x) in parts, residual): float32
+        [parts, num_tokens, out_features], for `add_and_norm` to add."""
+        parts = skinny_linear.linear_parts(x, self.weight) if is_few(x) and self.bias is None else None
+        return (self.add_to(residual, x), None) if parts is None else (parts, residual)
+
 
 class RMSNorm(interface.RMSNorm):
     def __init__(self, hidden_size: int, eps: float) -> None:
@@ -57,7 +63,9 @@ class RMSNorm(interface.RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        """x may be in parts, float32 [parts, num_tokens, hidden_size]: they are added up as well."""
+        add = add_rms_norm if x.dim() == residual.dim() else add_parts_rms_norm
+        return add(x, residual, self.weight, self.eps)
 
 
 class RotaryEmbedding(interface.RotaryEmbedding):
@@ -163,9 +171,25 @@ class MLP(nn.Module):
     def activate(self, x: torch.Tensor, norm: interface.RMSNorm | None = None) -> torch.Tensor:
         """silu(gate) * up of x, or of norm(x): what down_proj takes."""
         is_plain = self.gate_up_proj.bias is None and is_own(self.act_fn, SiluAndMul)
+        if is_few(x) and is_plain and norm is None:
+            return skinny_linear.linear_silu(x, self.gate_up_proj.weight)
         if is_few(x) and is_plain and is_own(norm, RMSNorm):
             return skinny_linear.norm_linear_silu(x, norm.weight, norm.eps, self.gate_up_proj.weight)
         return self.act_fn(self.gate_up_proj(x, norm))
+
+
+def added(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """x + residual, of x in parts too."""
+    return x + residual if x.dim() == residual.dim() else (x.sum(0) + residual).to(residual.dtype)
+
+
+def add_and_norm(
+    norm: interface.RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of the sum, the sum) of what `Linear.add_later` left."""
+    if residual is not None and x.dim() > residual.dim() and not is_own(norm, RMSNorm):
+        x, residual = added(x, residual), None  # somebody else's norm takes no parts
+    return (norm(x), x) if residual is None else norm.add_and_norm(x, residual)
 
 
 def is_few(x: torch.Tensor) -> bool:

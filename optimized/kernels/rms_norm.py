@@ -1,7 +1,8 @@
 """RMSNorm of rows, alone or after adding a residual: one launch, one pass, the row stays in registers.
 
 Floor: bytes over the memory's bandwidth. rms_norm reads and writes each row once, 2 * n * size * itemsize;
-add_rms_norm reads two rows and writes two, twice as much. For few tokens the floor is one launch.
+add_rms_norm reads two rows and writes two, twice as much, add_parts_rms_norm a row in float32 for each part.
+For few tokens the floor is one launch.
 
 Shape: a program takes whole rows, so that the sum of squares needs no second pass and no other program. A
 long row is a program of its own; of short ones (the heads of q and k) it takes several.
@@ -24,8 +25,8 @@ TILE_ELEMENTS = 1024
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr, residual_ptr, y_ptr, weight_ptr,
-    num_rows, eps, stride_x, stride_residual, stride_y,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    num_rows, eps, stride_x, stride_part, stride_residual, stride_y,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     offs = tl.arange(0, BLOCK)
@@ -35,8 +36,11 @@ def _rms_norm_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    x = tl.load(x_ptr + rows * stride_x + offs[None, :], mask=mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    tile = x_ptr + rows * stride_x + offs[None, :]
+    x = tl.load(tile, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(tile + part * stride_part, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual_tile = residual_ptr + rows * stride_residual + offs[None, :]
         total = rounded(x + tl.load(residual_tile, mask=mask, other=0.0).to(tl.float32), dtype)
@@ -66,18 +70,29 @@ def add_rms_norm(
     return rows.view(x.shape), residual_rows.view(x.shape)
 
 
+def add_parts_rms_norm(
+    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """add_rms_norm of parts.sum(0), float32 [parts, n, size], rounded once. residual [n, size] is
+    overwritten."""
+    y = torch.empty_like(residual)
+    _launch(parts, residual, y, weight, eps)
+    return y, residual
+
+
 def _launch(
     x: torch.Tensor, residual: torch.Tensor | None, y: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> None:
-    num_rows, size = x.shape
-    assert x.stride(1) == 1 or size == 1
+    num_rows, size = y.shape
+    assert x.stride(-1) == 1 or size == 1
     assert residual is None or residual.stride(1) == 1 or size == 1
     block, tile_rows, num_warps = _tile(size)
     rows = interpreted_rows(num_rows) or tile_rows
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x, x if residual is None else residual, y, weight,
-        num_rows, eps, x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0),
-        SIZE=size, BLOCK=block, ROWS=rows, HAS_RESIDUAL=residual is not None,
+        num_rows, eps, x.stride(-2), x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0),
+        SIZE=size, BLOCK=block, ROWS=rows, PARTS=x.shape[0] if x.dim() == 3 else 1,
+        HAS_RESIDUAL=residual is not None,
         num_warps=num_warps, **pdl_options(x),
     )  # fmt: skip
 

@@ -151,14 +151,20 @@ def plan(out: int, size: int) -> tuple[int, int, int]:
     Measured on an H200 in whole steps (docs/measurements/decode-batch-1.md)."""
     if INTERPRETED:
         return 4, 64, 2
-    if size == 4096:
-        return (8, 8, 2) if out <= size else (8, 4, 3)
-    return 4, 4, 0
+    if size != 4096 or out < size:
+        return 4, 4, 0
+    if out == size:
+        return 8, 8, 2
+    return (8, 4, 3) if out <= 2 * size else (8, 2, 0)
 
 
 def suits(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
-    """Whether this kernel was faster than skinny_gemv's: the products of Qwen3-8B, Llama-3.1-8B and Qwen3-14B
-    whose rows are a hidden state or as long, but for 8B's gate and up."""
-    out, size = weight.shape
-    is_measured = (size == 4096 and not gated and out <= 2 * size) or size == 5120
-    return len(x) == 1 and x.element_size() == 2 and is_measured and size <= out <= MOST_ROWS
+    """Whether this kernel was faster than skinny_gemv's: for the products of Qwen3-8B, Llama-3.1-8B and
+    Qwen3-14B whose rows are a hidden state or as long, but for 8B's gate and up, and for O of
+    Qwen3-30B-A3B."""
+    rows, size = weight.shape
+    if len(x) != 1 or x.element_size() != 2 or rows > MOST_ROWS:
+        return False
+    if size == 5120:
+        return rows >= size
+    return size == 4096 and (rows >= 28672 if gated else 2048 <= rows <= 2 * size)

@@ -200,9 +200,9 @@ def plan(
 ) -> tuple[int, int, int, int]:
     """(warps a program, rows of outputs a warp, 512-byte steps a tile, tiles loaded ahead).
 
-    Measured on an H200 in chains of whole layers (docs/measurements/decode-batch-1.md). Rows of up to 6 KB
-    go to registers whole, of longer ones a tile is enough, or three smaller ones. Long rows go four to a warp
-    where x is normed, which they share, and no gate doubles them, else two, or one where tiles of 4 KB fit.
+    Measured on an H200 in whole steps (docs/measurements/decode-batch-1.md). Rows of up to 6 KB go to
+    registers whole, of longer ones a tile is enough. Long rows go four to a warp where x is normed, which
+    they share, and no gate doubles them, else two, or one where tiles of 4 KB fit.
     """
     all_steps = triton.cdiv(size, 32 * vector)
     steps = min(4, triton.next_power_of_2(all_steps))
@@ -211,9 +211,6 @@ def plan(
     if all_steps <= 12:
         warps = 8 if all_steps <= 4 and num_tokens == 1 and out <= 8192 else 4
         return warps, 2, steps, triton.cdiv(all_steps, steps)
-    if all_steps % 8 == 0:
-        if normed:
-            return 4, 1 if gated else 4, 8, 1
-        if all_steps >= 32 and out <= size:
-            return 4, 2, 4, 3
+    if all_steps % 8 == 0 and normed:
+        return 4, 1 if gated else 4, 8, 1
     return 4, 4 if normed and not gated else 2, 8 if all_steps >= 32 else steps, 1

@@ -18,7 +18,7 @@ from optimized.kernels.row_gemv import MOST_ROWS, row_gemv, suits
 from optimized.kernels.silu_and_mul import silu_and_mul
 from optimized.kernels.skinny_gemm import gemm
 from optimized.kernels.skinny_gemv import gemv
-from optimized.kernels.tiled_gemm import MAX_TOKENS, has_descriptors, tiled_gemm
+from optimized.kernels.tiled_gemm import MAX_TOKENS, has_descriptors, num_parts, tiled_gemm
 
 PRODUCTS = {"gemv": gemv, "rows": row_gemv, "gemm": gemm, "tiled": tiled_gemm}
 NORMED = {"gemv": gemv, "rows": row_gemv}
@@ -60,16 +60,23 @@ def norm_linear(
 def norm_linear_silu(
     h: torch.Tensor, norm_weight: torch.Tensor, eps: float, gate_up_weight: torch.Tensor
 ) -> torch.Tensor:
-    """silu(gate) * up of rms_norm(h), rounded once. gate_up_weight [2 * n, in_features] has gate's rows first
-    -> [num_tokens, n]."""
+    """linear_silu of rms_norm(h)."""
     kernel = kernel_for(h, gate_up_weight, gated=True)
-    if kernel in ("gemm", "cublas"):
-        return silu_and_mul(products.linear(rms_norm(h, norm_weight, eps), gate_up_weight))
+    if kernel not in NORMED:
+        return linear_silu(rms_norm(h, norm_weight, eps), gate_up_weight)
     y = torch.empty(h.shape[0], gate_up_weight.shape[0] // 2, dtype=h.dtype, device=h.device)
-    if kernel in NORMED:
-        NORMED[kernel](h, gate_up_weight, y, norm=(norm_weight, eps), gated=True)
-    else:
-        tiled_gemm(rms_norm(h, norm_weight, eps), gate_up_weight, y, gated=True)
+    NORMED[kernel](h, gate_up_weight, y, norm=(norm_weight, eps), gated=True)
+    return y
+
+
+def linear_silu(x: torch.Tensor, gate_up_weight: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, rounded once (twice where the library multiplies). gate_up_weight [2 * n, in_features]
+    has gate's rows first -> [num_tokens, n]."""
+    kernel = kernel_for(x, gate_up_weight, gated=True)
+    if kernel in ("gemm", "cublas"):
+        return silu_and_mul(products.linear(x, gate_up_weight))
+    y = torch.empty(x.shape[0], gate_up_weight.shape[0] // 2, dtype=x.dtype, device=x.device)
+    PRODUCTS[kernel](x, gate_up_weight, y, gated=True)
     return y
 
 
@@ -83,6 +90,20 @@ def linear_add(
         return products.linear_add(x, weight, residual, bias)
     PRODUCTS[kernel](x, weight, residual, bias=bias, residual=residual)
     return residual
+
+
+def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """float32 [parts, num_tokens, out_features]: their sum is linear(x), for a norm to add
+    (`add_parts_rms_norm`). None where a product does better to add up everything itself."""
+    if kernel_for(x, weight) in NORMED or not _suits_tiles(x, weight):
+        return None
+    out, size = weight.shape
+    parts = num_parts(x.shape[0], out, size)
+    if parts == 1:
+        return None
+    y = torch.empty(parts, x.shape[0], out, dtype=torch.float32, device=x.device)
+    tiled_gemm(x, weight, y)
+    return y
 
 
 def max_tokens(dtype: torch.dtype) -> int:
@@ -99,10 +120,12 @@ def kernel_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> st
         return "rows" if suits(x, weight, gated) else "gemv"
     if x.dtype not in HALF_TYPES:
         return "cublas"
-    if num_tokens <= 16 and is_short:
-        return "gemm" if len(weight) <= 8192 else "cublas"
-    if not 1024 <= len(weight) <= MOST_ROWS or not has_descriptors(x, weight):
-        return "cublas"
-    if num_tokens > 32 and (gated or (not is_short and weight.numel() <= 2**24)):
+    if not _suits_tiles(x, weight):
+        return "gemm" if num_tokens <= 16 and is_short and len(weight) <= 8192 else "cublas"
+    if num_tokens > 32 and not is_short and (gated or weight.numel() <= 2**24):
         return "cublas"
     return "tiled"
+
+
+def _suits_tiles(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return x.dtype in HALF_TYPES and 1024 <= len(weight) <= MOST_ROWS and has_descriptors(x, weight)

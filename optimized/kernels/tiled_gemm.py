@@ -1,14 +1,16 @@
 """A matrix of weights times up to 64 tokens' hidden states, and what stands after it: SwiGLU, or the sum with
-the residual stream.
+the residual stream; or nothing, and the columns cut into parts whose sums the next kernel adds up.
 
 Floor: the weights' bytes, out_features * in_features * itemsize, over the memory's bandwidth.
 
-Shape: a program computes some outputs of all tokens, each whole, so nothing is added up across programs. The
-tensor cores want 64 rows of one side. With few tokens these are weights, so that nothing is wasted; with more
-of them the tokens, so that a program may take fewer weights and no multiprocessor is without. For SwiGLU a
-program takes the same rows of gate and of up. Weights and x come by tensor descriptor where sizes allow it
-(the copy engine fills shared memory), in as many stages as a multiprocessor holds: x is read again by every
-program, from the L2 cache, and at 64 tokens that is as many bytes as the weights.
+Shape: a program computes some outputs of all tokens, each whole, or of a part of the columns: whole ones are
+too few programs where outputs are few, and each reads all of x. Nothing is added up across programs here; a
+norm that reads the sum anyway adds parts at little cost (rms_norm.py). The tensor cores want 64 rows of one
+side. With few tokens these are weights, so that nothing is wasted; with more of them the tokens, so that a
+program may take fewer weights and no multiprocessor is without. For SwiGLU a program takes the same rows of
+gate and of up. Weights and x come by tensor descriptor where sizes allow it (the copy engine fills shared
+memory), in as many stages as a multiprocessor holds: x is read again by every program, from the L2 cache, and
+at 64 tokens that is as many bytes as the weights.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class Plan(NamedTuple):
     step: int
     """Columns of a tile."""
     stages: int
+    parts: int = 1
+    """Of the columns."""
 
 
 @triton.jit
@@ -62,13 +66,14 @@ def _product(tokens, rows, y, TOKENS_FIRST: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tiled_gemm_kernel(
     x, weight, bias_ptr, residual_ptr, y_ptr,
-    num_tokens, out, size, stride_x, stride_weight, stride_residual, stride_y,
+    num_tokens, out, size, part_size, stride_x, stride_weight, stride_residual, stride_y, stride_part,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     USE_TMA: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS
     num_rows = out * 2 if GATED else out
+    first = tl.program_id(1) * part_size
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -76,7 +81,7 @@ def _tiled_gemm_kernel(
     TOKENS_FIRST: tl.constexpr = ROWS < 64
     y = tl.zeros([TOKENS, ROWS] if TOKENS_FIRST else [ROWS, TOKENS], tl.float32)
     up = tl.zeros([TOKENS, ROWS] if TOKENS_FIRST else [ROWS, TOKENS], tl.float32)
-    for k in range(0, size, STEP):
+    for k in range(first, tl.minimum(first + part_size, size), STEP):
         tokens = _tile(x, 0, k, num_tokens, size, stride_x, TOKENS, STEP, USE_TMA)
         tile = _tile(weight, row, k, num_rows, size, stride_weight, ROWS, STEP, USE_TMA)
         y = _product(tokens, tile, y, TOKENS_FIRST)
@@ -95,6 +100,7 @@ def _tiled_gemm_kernel(
         y += tl.load(bias_ptr + offs_o, mask=offs_o < out, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         y += tl.load(residual_ptr + offs_t * stride_residual + offs_o, mask=mask, other=0.0).to(tl.float32)
+    y_ptr += tl.program_id(1) * stride_part
     tl.store(y_ptr + offs_t * stride_y + offs_o, rounded(y, y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -110,21 +116,25 @@ def tiled_gemm(
     """y = act(x @ weightᵀ) + bias + residual, rounded once; y may be the residual. x is of a half type.
 
     x [num_tokens <= MAX_TOKENS, size], y [num_tokens, out]. Gated: weight holds the gate's rows, then as many
-    of up, and act is silu(gate) * up."""
+    of up, and act is silu(gate) * up. y [parts, num_tokens, out]: its sum over the parts is x @ weightᵀ."""
     num_tokens, size = x.shape
-    out = y.shape[1]
+    out = y.shape[-1]
     assert num_tokens <= MAX_TOKENS
     assert weight.shape == ((2 if gated else 1) * out, size)
-    assert x.stride(1) == 1 == weight.stride(1) == y.stride(1)
+    assert x.stride(1) == 1 == weight.stride(1) == y.stride(-1)
     assert residual is None or residual.stride(1) == 1
-    tokens, rows, step, stages = plan(num_tokens, out, size, gated)
+    in_parts = y.dim() == 3
+    assert not in_parts or (bias is None and residual is None and not gated)
+    tokens, rows, step, stages, parts = plan(num_tokens, out, size, gated, in_parts)
+    assert parts == (y.shape[0] if in_parts else 1)
     use_tma = has_descriptors(x, weight)
-    _tiled_gemm_kernel[(triton.cdiv(out, rows),)](
+    _tiled_gemm_kernel[(triton.cdiv(out, rows), parts)](
         TensorDescriptor.from_tensor(x, [tokens, step]) if use_tma else x,
         TensorDescriptor.from_tensor(weight, [rows, step]) if use_tma else weight,
         x if bias is None else bias, x if residual is None else residual, y,
-        num_tokens, out, size,
-        x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), y.stride(0),
+        num_tokens, out, size, triton.cdiv(size, parts * step) * step,
+        x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), y.stride(-2),
+        y.stride(0) if in_parts else 0,
         TOKENS=tokens, ROWS=rows, STEP=step,
         GATED=gated, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, USE_TMA=use_tma,
         num_warps=WARPS, num_stages=stages, **pdl_options(x),
@@ -139,15 +149,33 @@ def has_descriptors(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def plan(num_tokens: int, out: int, size: int, gated: bool) -> Plan:
-    """Measured on an H200 in whole layers (docs/measurements/products.md): about 200 KB of stages, so that a
-    multiprocessor holds one program."""
+def plan(num_tokens: int, out: int, size: int, gated: bool, in_parts: bool = False) -> Plan:
+    """Measured on an H200 in whole layers and steps (docs/measurements/products.md): mostly as many stages as
+    fit a multiprocessor, which then holds one program."""
+    if in_parts:
+        return _plan_in_parts(num_tokens, out, size)
     if num_tokens <= 16:
-        return Plan(16, 64, 128, 5) if gated else Plan(16, 64, 256, 5)
+        return Plan(16, 64, 128, 4 if size <= 3072 else 5) if gated else Plan(16, 64, 256, 5)
     if num_tokens <= 32:
         return Plan(32, 64, 128, 5) if gated else Plan(32, 64, 256, 4)
     if gated:
-        return Plan(64, 64, 64, 8)
+        return Plan(64, 32, 128, 4)
     if size > 8192 and out <= 4096:  # by 64 outputs they would be 64 programs, for 132 multiprocessors
         return Plan(64, 32, 128, 9)
     return Plan(64, 64, 128, 7)
+
+
+def _plan_in_parts(num_tokens: int, out: int, size: int) -> Plan:
+    """About as many programs as multiprocessors, in parts of 512 columns and more: together they read x as
+    often as there are programs in a part."""
+    tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    if out > 4096:  # by 64 outputs 80 programs for Qwen3-14B's: three times as many are two waves
+        return Plan(tokens, 64, 128, 7, 3 if num_tokens > 32 and size > 8192 else 1)
+    rows = 32 if num_tokens > 32 and out <= 2048 else 64
+    parts = min(128 * rows // out, size // 512, 4)
+    return Plan(tokens, rows, 256, 4 if rows == 32 or out <= 1024 else 3, max(parts, 1))
+
+
+def num_parts(num_tokens: int, out: int, size: int) -> int:
+    """Into how many a product is best cut whose sum a norm adds up."""
+    return plan(num_tokens, out, size, False, in_parts=True).parts

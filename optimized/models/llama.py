@@ -2,9 +2,10 @@
 
 Differs from reference: q, k and v come from one product, and so do gate and up; one kernel norms and rotates
 the heads of q and k and stores k and v; a product that ends a block adds its result to the residual stream.
-So a layer's input is the stream itself, whole, except behind an MoE, whose result waits for the next norm to
-add it. A layer is five kernels and attention for a few tokens, eight for many. The last one goes on behind
-attention with the tokens alone whose hidden states are wanted: of a prompt nobody reads the others.
+So a layer's input is the stream itself, whole, except where adding is left to the next norm: behind an MoE,
+and behind products of some dozens of tokens that are faster in parts. A layer is five kernels and attention
+for a few tokens, seven for dozens in a small model, eight for many. The last one goes on behind attention
+with the tokens alone whose hidden states are wanted: of a prompt nobody reads the others.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from optimized.layers import MLP, Linear, MergedLinear, RMSNorm, RotaryEmbedding, is_own, logits
+from optimized.layers import (
+    MLP,
+    Linear,
+    MergedLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    add_and_norm,
+    added,
+    is_own,
+    logits,
+)
 from shared.config import ModelConfig
 from shared.interfaces import layers as interface
 from shared.interfaces.layers import Layers
@@ -94,16 +105,21 @@ class LlamaDecoderLayer(nn.Module):
         if residual is None:
             qkv = self.self_attn.qkv_proj(x, self.input_layernorm)
         else:
-            normed, x = self.input_layernorm.add_and_norm(x, residual)
+            normed, x = add_and_norm(self.input_layernorm, x, residual)
             qkv = self.self_attn.qkv_proj(normed)
         heads = self.self_attn(qkv, positions, attention)
         if self.is_last and attention.rows is not None:
             x, heads = x[attention.rows], heads[attention.rows]
-        x = self.self_attn.o_proj.add_to(x, heads)
+        x, residual = self.self_attn.o_proj.add_later(x, heads)
         if isinstance(self.mlp, MoE):
-            return self.mlp(self.post_attention_layernorm(x)), x
-        activated = self.mlp.activate(x, self.post_attention_layernorm)
-        return self.mlp.down_proj.add_to(x, activated), None
+            normed, x = add_and_norm(self.post_attention_layernorm, x, residual)
+            return self.mlp(normed), x
+        if residual is None:
+            activated = self.mlp.activate(x, self.post_attention_layernorm)
+        else:
+            normed, x = add_and_norm(self.post_attention_layernorm, x, residual)
+            activated = self.mlp.activate(normed)
+        return self.mlp.down_proj.add_later(x, activated)
         # --8<-- [end:decoder-layer]
 
 
@@ -134,7 +150,7 @@ class LlamaModel(nn.Module):
             _capture(captured, layer_id, x, residual)
             x, residual = layer(x, residual, positions, attention)
         _capture(captured, len(self.layers), x, residual)
-        return self.norm(x) if residual is None else self.norm.add_and_norm(x, residual)[0]
+        return add_and_norm(self.norm, x, residual)[0]
 
 
 def _capture(
@@ -142,7 +158,7 @@ def _capture(
 ) -> None:
     """A copy of what goes into a layer, if somebody wants it: the layer may overwrite it."""
     if captured is not None and layer_id in captured:
-        captured[layer_id] = x.clone() if residual is None else x + residual
+        captured[layer_id] = x.clone() if residual is None else added(x, residual)
 
 
 class LlamaForCausalLM(CausalLM):

@@ -65,7 +65,8 @@ class Recorder:
     Beside the modules, for layer i: layers.i.self_attn.rotated_q (what attention is asked), .stored_k and
     .stored_v (what the pool holds for the new tokens), .attention (what it answers), and of a mixture of
     experts layers.i.mlp.topk_ids, ascending. A module's result is taken when it has one row for each token; a
-    decoder layer that returns (x, residual) counts as their sum, a MergedLinear as its parts.
+    decoder layer that returns (x, residual) counts as their sum, x perhaps in parts [parts, num_tokens,
+    hidden_size], a MergedLinear as its parts.
 
     A decode batch may be padded behind its requests: those rows are not looked at. While attached, the model
     runner replays nothing, so that every op is seen; with `graphs` it goes on doing so, and a step that it
@@ -165,8 +166,7 @@ class Recorder:
         if self._open is None:
             return  # a head's product outside the forward pass
         if kind == "layer" and isinstance(output, tuple):
-            x, residual = output
-            output = x if residual is None else x + residual
+            output = _sum_of(*output)
         rows = self._open.tokens
         if isinstance(output, torch.Tensor) and output.shape[:1] == (self._num_rows,):
             rows.tensors[op] = output[: len(rows.keys)].detach().clone()
@@ -284,6 +284,12 @@ class _WatchedBackend:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._attention.backend, name)
+
+
+def _sum_of(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    if residual is None:
+        return x
+    return x + residual if x.dim() == residual.dim() else (x.sum(0) + residual).to(residual.dtype)
 
 
 def _kind_of(name: str, module: nn.Module) -> str | None:

@@ -40,6 +40,38 @@ def test_merged_products_are_compared_part_by_part(model: str) -> None:
     assert outcome.only[1] == set()
 
 
+@pytest.mark.parametrize("layers", ["optimized", "reference"])
+def test_layers_whose_sums_are_left_in_parts_are_compared_too(tmp_path: Path, layers: str) -> None:
+    models = plant(
+        tmp_path,
+        """
+        import torch
+        from optimized.layers import Linear
+        from optimized.models.qwen3 import Qwen3ForCausalLM
+
+        def in_parts(linear):
+            def add_later(residual, x):
+                parts = [x[:, i::2] @ linear.weight[:, i::2].T for i in range(2)]
+                return torch.stack(parts).float(), residual
+            return add_later
+
+        class InParts(Qwen3ForCausalLM):
+            def __init__(self, *args):
+                super().__init__(*args)
+                for module in self.modules():
+                    if isinstance(module, Linear):
+                        module.add_later = in_parts(module)
+
+        def model_class(architecture):
+            return InParts
+        """,
+    )
+    outcome = compare(b={"use": {"models": models, "layers": layers}}, num_new=2)
+    assert outcome.divergence is None
+    assert outcome.finished
+    assert {"layers.0", "layers.5", "norm", "logits"} <= set(outcome.errors)
+
+
 @pytest.mark.parametrize(
     ("base", "body", "op"),
     [

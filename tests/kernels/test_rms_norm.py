@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from optimized.kernels.rms_norm import add_rms_norm, rms_norm
+from optimized.kernels.rms_norm import add_parts_rms_norm, add_rms_norm, rms_norm
 from shared.conformance.compare import expect_close, expect_equal
 from shared.conformance.device import check_device
 from shared.conformance.inputs import FLOAT_TYPES, Inputs
@@ -31,6 +31,29 @@ def test_against_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
     normed, stream = run_poisoned(add_rms_norm, x, residual, weight, EPS)
     expect_equal("sum", stream, total)
     expect_close("norm of the sum", normed, exact(total, weight), tolerance("norm", dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", [(3, 63), (130, 24), (2, 1024), (1, 5120)])
+def test_parts_are_added_up_and_rounded_once(
+    shape: tuple[int, int], num_parts: int, dtype: torch.dtype
+) -> None:
+    inputs = Inputs(0)
+    parts = amid_poison(inputs.normal(num_parts, *shape, std=3.0))
+    residual = amid_poison(inputs.normal(*shape, dtype=dtype))
+    weight = inputs.normal(shape[1], dtype=dtype)
+    total = parts.double().sum(0) + residual.double()
+    normed, stream = run_poisoned(add_parts_rms_norm, parts, residual, weight, EPS)
+    assert stream.data_ptr() == residual.data_ptr()
+    expect_close("sum", stream, total, tolerance("elementwise", dtype))
+    expect_close("norm of the sum", normed, exact(stream, weight), tolerance("norm", dtype))
+    # Halves of the last digit that bfloat16 has: rounded part by part, they would be lost or doubled.
+    ulp = torch.finfo(dtype).eps
+    small = torch.full((4, *shape), ulp / 2, device=parts.device)
+    one = torch.ones(shape, dtype=dtype, device=parts.device)
+    _, stream = add_parts_rms_norm(small, one, weight, EPS)
+    expect_equal("small parts", stream, torch.full_like(one, 1 + 2 * ulp))
 
 
 def test_both_results_are_written_in_place_and_nothing_beside_them() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from optimized.kernels import row_gemv, skinny_gemm, skinny_gemv, skinny_linear, tiled_gemm
+from optimized.layers import Linear
 from shared.conformance.compare import Mismatch, expect_close, expect_equal
 from shared.conformance.device import check_device
 from shared.conformance.inputs import FLOAT_TYPES, HALF_TYPES, Inputs, type_name
@@ -58,8 +59,8 @@ CASES = [
     Case("tiled", 33, 70, 1),
     Case("tiled", 5, 70, 328, margin=8),
     Case("tiled", 64, 130, 200, margin=8),
-    Case("tiled", 33, 70, 200, (64, 32, 128, 3), margin=8),
-    Case("tiled", 64, 70, 100, (64, 32, 128, 3)),
+    Case("tiled", 33, 70, 200, (64, 32, 128, 3, 1), margin=8),
+    Case("tiled", 64, 70, 100, (64, 32, 128, 3, 1)),
     Case("cublas", 3, 70, 96),
 ]
 
@@ -151,14 +152,26 @@ def check_linear_add(module: ModuleType, case: Case) -> None:
     expect_close("sum with a bias", y, expected, rounding)
 
 
-CHECKS: list[Check] = [check_linear, check_norm_linear, check_norm_linear_silu, check_linear_add]
+def check_linear_silu(module: ModuleType, case: Case) -> None:
+    data = Data(case, rows=2 * case.out_features)
+    y = run_poisoned(module.linear_silu, data.x, data.weight)
+    gate, up = data.product().chunk(2, dim=-1)
+    rounding = close(case.dtype, "norm", "elementwise")
+    expect_close("activation", y, gate.sigmoid() * gate * up, rounding)
+
+
+CHECKS: list[Check] = [
+    check_linear, check_norm_linear, check_norm_linear_silu, check_linear_silu, check_linear_add,
+]  # fmt: skip
 
 
 def run(check: Check, case: Case, patch: pytest.MonkeyPatch, module: ModuleType = skinny_linear) -> None:
     patch.setattr(module, "kernel_for", lambda *_, **__: case.kernel)
     if case.plan is not None:
         kernel = module.tiled_gemm if case.kernel == "tiled" else module.gemv
-        patch.setattr(sys.modules[kernel.__module__], "plan", lambda *_: case.plan)
+        patch.setattr(sys.modules[kernel.__module__], "plan", lambda *_, **__: case.plan)
+        patch.setattr(module, "num_parts", lambda *_: case.plan[-1])
+        patch.setattr(module, "_suits_tiles", lambda *_: True)
     check(module, case)
 
 
@@ -174,6 +187,59 @@ def test_against_float64(case: Case, check: Check, monkeypatch: pytest.MonkeyPat
 def test_every_type(kernel: str, dtype: torch.dtype, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel not in ("gemm", "tiled") or dtype != torch.float32:
         run(check, Case(kernel, 2, 33, 320, dtype=dtype), monkeypatch)
+
+
+def check_parts(module: ModuleType, case: Case) -> None:
+    assert case.plan is not None
+    data = Data(case)
+    parts = run_poisoned(module.linear_parts, data.x, data.weight)
+    assert parts.dtype == torch.float32
+    assert parts.shape == (case.plan[4], case.num_tokens, case.out_features)
+    # Nothing of the half type's rounding: a part is as exact as its sum.
+    expect_close("sum", parts.double().sum(0), data.product(), close(torch.float32, "elementwise"))
+    size = case.in_features
+    share = -(-size // (case.plan[4] * case.plan[2])) * case.plan[2]
+    for i, part in enumerate(parts):
+        columns = slice(i * share, min(i * share + share, size))
+        expected = data.x[:, columns].double() @ data.weight[:, columns].double().T
+        expect_close(f"part {i}", part, expected, close(torch.float32, "elementwise"))
+
+
+PARTED = [
+    Case("tiled", 3, 70, 328, (16, 64, 64, 3, 2), margin=8),
+    Case("tiled", 33, 40, 512, (64, 32, 128, 2, 4), margin=8),
+    Case("tiled", 20, 64, 600, (32, 64, 128, 2, 3)),  # parts of 256, 256 and 88 columns
+    Case("tiled", 64, 33, 100, (64, 64, 64, 2, 3), margin=8),  # the last part has none
+]
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=type_name)
+@pytest.mark.parametrize("case", PARTED, ids=name_of)
+def test_parts(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(check_parts, replace(case, dtype=dtype), monkeypatch)
+
+
+def test_what_is_cut_into_parts() -> None:
+    """By how many, for so many tokens: None where a kernel adds up all of a product."""
+
+    def parts_of(
+        out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16
+    ) -> list[int | None]:
+        weight = torch.zeros(out_features, in_features, dtype=dtype, device=check_device())
+        found: list[int | None] = []
+        for num_tokens in (1, 4, 5, 17, 33, 64, 65):
+            x = torch.zeros(num_tokens, in_features, dtype=dtype, device=check_device())
+            linear = Linear(in_features, out_features)
+            linear.weight.data = weight
+            y, residual = linear.add_later(x.new_zeros(num_tokens, out_features), x)
+            found.append(None if residual is None else y.shape[0])
+        return found
+
+    assert parts_of(1024, 1536) == [None, None, 3, 3, 3, 3, None]
+    assert parts_of(1024, 1000) == 7 * [None]
+    assert parts_of(1024, 1536, torch.float32) == 7 * [None]
+    assert parts_of(1032, 3080) == [None, 4, 4, 4, 3, 3, None]
+    assert parts_of(128, 1536) == 7 * [None]
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=type_name)
@@ -212,10 +278,14 @@ def test_the_kernel_by_shape_and_tokens() -> None:
     def chosen(out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16) -> list[str]:
         weight = torch.empty(out_features, in_features, dtype=dtype)
         xs = [torch.empty(num_tokens, in_features, dtype=dtype) for num_tokens in (1, 4, 5, 17, 33, 64)]
-        assert skinny_linear.kernel_for(xs[-1], weight, gated=True) == "cublas"
+        is_small = in_features <= 3072 and out_features >= 1024 and dtype != torch.float32
+        gated = skinny_linear.kernel_for(xs[-1], weight, gated=True)
+        assert gated == ("tiled" if is_small else "cublas")
         return [skinny_linear.kernel_for(x, weight) for x in xs]
 
-    assert chosen(2048, 1024) == ["gemv", "gemv", "gemm", "tiled", "tiled", "tiled"]
+    assert chosen(2048, 1024) == ["gemv", "gemv", "tiled", "tiled", "tiled", "tiled"]
+    assert chosen(1000, 1024) == ["gemv", "gemv", "gemm", "cublas", "cublas", "cublas"]
+    assert chosen(2048, 4096) == ["rows", "tiled", "tiled", "tiled", "cublas", "cublas"]
     assert chosen(6144, 4096) == ["rows", "tiled", "tiled", "tiled", "tiled", "tiled"]
     assert chosen(4096, 4096) == ["rows", "tiled", "tiled", "tiled", "cublas", "cublas"]
     # Of rows that no descriptor takes, of other types, of routers and of heads.
@@ -226,17 +296,29 @@ def test_the_kernel_by_shape_and_tokens() -> None:
 
 def test_tiles_fit_a_multiprocessor_and_the_tensor_cores() -> None:
     shared_memory = 227 * 1024  # of Hopper, a program
-    plans = set()
-    for out, size in [(4096, 12288), (4096, 14336), (5120, 17408), (6144, 4096), (1024, 3072)]:
-        for gated in (False, True):
+    rows, parts = set(), set()
+    shapes = [
+        (4096, 12288),
+        (4096, 14336),
+        (5120, 17408),
+        (5120, 5120),
+        (6144, 4096),
+        (2048, 4096),
+        (1024, 3072),
+    ]
+    for out, size in shapes:
+        for gated, in_parts in ((False, False), (True, False), (False, True)):
             for num_tokens in (2, 16, 17, 32, 33, 64):
-                plan = tiled_gemm.plan(num_tokens, out, size, gated)
+                plan = tiled_gemm.plan(num_tokens, out, size, gated, in_parts)
                 tiles = plan.tokens + (2 if gated else 1) * plan.rows
                 assert num_tokens <= plan.tokens
                 assert max(plan.tokens, plan.rows) >= 64
                 assert 2 * tiles * plan.step * plan.stages + 2048 <= shared_memory
-                plans.add(plan.rows)
-    assert plans == {32, 64}
+                assert in_parts or plan.parts == 1
+                rows.add(plan.rows)
+                parts.add(plan.parts)
+    assert rows == {32, 64}
+    assert parts == {1, 2, 3, 4}
 
 
 @pytest.mark.gpu
@@ -256,11 +338,25 @@ def test_tiles_fit_a_multiprocessor_and_the_tensor_cores() -> None:
         Case("tiled", 32, 1030, 4096, margin=8),
         Case("tiled", 61, 1024, 12288, margin=8),
         Case("tiled", 61, 1024, 4096),
+        Case("tiled", 61, 1024, 1024, margin=8),
     ],
     ids=name_of,
 )
 def test_large(case: Case, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     run(check, replace(case, dtype=torch.bfloat16), monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [(1024, 2048), (1024, 3072), (2048, 4096), (4096, 4096), (4096, 14336), (5120, 17408)]
+)
+@pytest.mark.parametrize("num_tokens", [5, 32, 64])
+def test_large_parts(num_tokens: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = tiled_gemm.plan(num_tokens, *shape, False, in_parts=True)
+    if plan.parts == 1:
+        assert shape[0] == 5120
+        return
+    test_parts(Case("tiled", num_tokens, *shape, tuple(plan), margin=8), torch.bfloat16, monkeypatch)
 
 
 class Mutant(NamedTuple):
@@ -344,8 +440,17 @@ MUTANTS = {
         "tiled_gemm", "(offs_k < size)", "(offs_k >= 0)", check_linear, TILED
     ),
     "tiled: the last tile of columns is left out": Mutant(
-        "tiled_gemm", "range(0, size, STEP)", "range(0, size - STEP, STEP)", check_linear,
+        "tiled_gemm", "first + part_size, size)", "first + part_size, size - STEP)", check_linear,
         Case("tiled", 5, 33, 520, margin=8),
+    ),
+    "tiled: a part goes on to the end": Mutant(
+        "tiled_gemm", "tl.minimum(first + part_size, size)", "size", check_parts, PARTED[1]
+    ),
+    "tiled: every part is of the first columns": Mutant(
+        "tiled_gemm", "first = tl.program_id(1) * part_size", "first = 0", check_parts, PARTED[1]
+    ),
+    "tiled: parts are written over each other": Mutant(
+        "tiled_gemm", "tl.program_id(1) * stride_part", "0", check_parts, PARTED[1]
     ),
 }  # fmt: skip
 

@@ -28,7 +28,7 @@ from shared.interfaces.layers import Layers
 from shared.weight_names import expected_shapes
 from shared.weights import dummy_weights, named_targets
 
-KERNELS = ("qk_norm_rope_store", "rotate", "rms_norm", "add_rms_norm", "silu_and_mul")
+KERNELS = ("qk_norm_rope_store", "rotate", "rms_norm", "add_rms_norm", "add_parts_rms_norm", "silu_and_mul")
 SKINNY = ("linear", "norm_linear", "norm_linear_silu", "linear_add")
 FEW, MANY = 2, 52
 assert FEW <= skinny_linear.max_tokens(torch.float32) < MANY
@@ -125,6 +125,40 @@ def test_what_an_moe_gives_is_added_by_the_next_norm(calls: Counter[str]) -> Non
     num_layers = model.config.num_hidden_layers
     assert calls["add_rms_norm"] == num_layers  # of every layer but the first, and the last
     assert calls["rms_norm"] == num_layers + 1
+
+
+def in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x[:, i::3] @ weight[:, i::3].T for i in range(3)]).float()
+
+
+@pytest.mark.parametrize("layers", [optimized.layers, reference.layers], ids=["own", "others"])
+@pytest.mark.parametrize("name", ["qwen3-yarn", "mixtral"])
+def test_what_products_leave_in_parts_is_added_by_the_next_norm(
+    name: str, layers: Layers, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or before it, where it is somebody else's."""
+    expected = logits(build(name, layers))
+    monkeypatch.setattr(optimized.layers.skinny_linear, "linear_parts", in_parts)
+    calls.clear()
+    model = build(name, layers)
+    expect_close("logits", logits(model), expected, tolerance("logits", torch.float32))
+    left = model.config.num_hidden_layers * (1 if name == "mixtral" else 2)
+    # In two steps of three: `logits`.
+    assert calls["add_parts_rms_norm"] == (2 * left if layers is optimized.layers else 0)
+    assert calls["linear_add"] == 0
+
+
+def test_hidden_states_are_whole_where_products_leave_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def captured() -> dict[int, torch.Tensor]:
+        session, wanted = ModelSession(build("qwen3-yarn")), dict.fromkeys((0, 1, 2), torch.empty(0))
+        session.hidden_states(session.forward_batch({0: [5, 6]}), wanted)
+        return wanted
+
+    expected = captured()
+    monkeypatch.setattr(optimized.layers.skinny_linear, "linear_parts", in_parts)
+    for layer_id, hidden_states in captured().items():
+        close = tolerance("moe", torch.float32)
+        expect_close(f"before layer {layer_id}", hidden_states, expected[layer_id], close)
 
 
 @pytest.mark.parametrize("name", ["qwen3-yarn", "mixtral"])
