@@ -120,7 +120,7 @@ def kernel_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> st
         return "rows" if suits(x, weight, gated) else "gemv"
     if x.dtype not in HALF_TYPES:
         return "cublas"
-    if not _suits_tiles(x, weight):
+    if not _suits_tiles(x, weight):  # routers, for one
         return "gemm" if num_tokens <= 16 and is_short and len(weight) <= 8192 else "cublas"
     if num_tokens > 32 and not is_short and (gated or weight.numel() <= 2**24):
         return "cublas"

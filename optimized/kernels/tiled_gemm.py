@@ -155,7 +155,7 @@ def plan(num_tokens: int, out: int, size: int, gated: bool, in_parts: bool = Fal
     if in_parts:
         return _plan_in_parts(num_tokens, out, size)
     if num_tokens <= 16:
-        return Plan(16, 64, 128, 4 if size <= 3072 else 5) if gated else Plan(16, 64, 256, 5)
+        return Plan(16, 64, 128, 5) if gated else Plan(16, 64, 256, 5)
     if num_tokens <= 32:
         return Plan(32, 64, 128, 5) if gated else Plan(32, 64, 256, 4)
     if gated:
@@ -165,6 +165,7 @@ def plan(num_tokens: int, out: int, size: int, gated: bool, in_parts: bool = Fal
     return Plan(64, 64, 128, 7)
 
 
+# --8<-- [start:plan-in-parts]
 def _plan_in_parts(num_tokens: int, out: int, size: int) -> Plan:
     """About as many programs as multiprocessors, in parts of 512 columns and more: together they read x as
     often as there are programs in a part."""
@@ -174,6 +175,9 @@ def _plan_in_parts(num_tokens: int, out: int, size: int) -> Plan:
     rows = 32 if num_tokens > 32 and out <= 2048 else 64
     parts = min(128 * rows // out, size // 512, 4)
     return Plan(tokens, rows, 256, 4 if rows == 32 or out <= 1024 else 3, max(parts, 1))
+
+
+# --8<-- [end:plan-in-parts]
 
 
 def num_parts(num_tokens: int, out: int, size: int) -> int:

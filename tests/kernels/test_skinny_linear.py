@@ -189,20 +189,29 @@ def test_every_type(kernel: str, dtype: torch.dtype, check: Check, monkeypatch: 
         run(check, Case(kernel, 2, 33, 320, dtype=dtype), monkeypatch)
 
 
+def summed(columns: int) -> Tolerance:
+    """Of float32 sums that nobody rounds: tensor cores cut off, where others round, what does not fit a sum,
+    at each step of 16 columns. On average that is half a unit in the last place of it, always towards 0."""
+    steps, exact = columns / 16, close(torch.float32, "elementwise")
+    reason = f"{steps:g} steps, each cut off; sums up to 4, of variance 1 at most"
+    atol, rms = max(exact.atol, steps * 2.0**-22), max(exact.rms, steps * 2.0**-24)
+    return Tolerance(atol, exact.rtol, rms, reason)
+
+
 def check_parts(module: ModuleType, case: Case) -> None:
     assert case.plan is not None
     data = Data(case)
+    size = case.in_features
+    share = -(-size // (case.plan[4] * case.plan[2])) * case.plan[2]
     parts = run_poisoned(module.linear_parts, data.x, data.weight)
     assert parts.dtype == torch.float32
     assert parts.shape == (case.plan[4], case.num_tokens, case.out_features)
-    # Nothing of the half type's rounding: a part is as exact as its sum.
-    expect_close("sum", parts.double().sum(0), data.product(), close(torch.float32, "elementwise"))
-    size = case.in_features
-    share = -(-size // (case.plan[4] * case.plan[2])) * case.plan[2]
+    # Nothing of the half type's rounding.
+    expect_close("sum", parts.double().sum(0), data.product(), summed(share))
     for i, part in enumerate(parts):
         columns = slice(i * share, min(i * share + share, size))
         expected = data.x[:, columns].double() @ data.weight[:, columns].double().T
-        expect_close(f"part {i}", part, expected, close(torch.float32, "elementwise"))
+        expect_close(f"part {i}", part, expected, summed(share))
 
 
 PARTED = [
