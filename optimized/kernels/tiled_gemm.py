@@ -167,8 +167,8 @@ def plan(num_tokens: int, out: int, size: int, gated: bool, in_parts: bool = Fal
 
 # --8<-- [start:plan-in-parts]
 def _plan_in_parts(num_tokens: int, out: int, size: int) -> Plan:
-    """About as many programs as multiprocessors, in parts of 512 columns and more: together they read x as
-    often as there are programs in a part."""
+    """About as many programs as multiprocessors: by outputs as far as tiles are not too small, then by parts
+    of 512 columns and more. x is read once for each program of a part."""
     tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
     if out > 4096:  # by 64 outputs 80 programs for Qwen3-14B's: three times as many are two waves
         return Plan(tokens, 64, 128, 7, 3 if num_tokens > 32 and size > 8192 else 1)

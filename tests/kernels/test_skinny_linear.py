@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import pytest
 import torch
 
-from optimized.kernels import row_gemv, skinny_gemm, skinny_gemv, skinny_linear, tiled_gemm
-from optimized.layers import Linear
-from shared.conformance.compare import Mismatch, expect_close, expect_equal
+from optimized.kernels import skinny_linear, tiled_gemm
+from shared.conformance.compare import expect_close, expect_equal
 from shared.conformance.device import check_device
-from shared.conformance.inputs import FLOAT_TYPES, HALF_TYPES, Inputs, type_name
-from shared.conformance.poison import amid_poison, poisoned, run_poisoned
-from shared.conformance.tolerance import Tolerance, tolerance
-
-EPS = 1e-2
-"""As large as the squares of the rows below are on average: forgetting it shows."""
-
-
-@dataclass(frozen=True)
-class Case:
-    kernel: str
-    num_tokens: int
-    out_features: int
-    in_features: int
-    plan: tuple[int, ...] | None = None
-    """What the kernel's `plan` returns instead of its own choice."""
-    dtype: torch.dtype = torch.float32
-    margin: int = 3
-    """Of poison around its matrices: with 8, rows begin at multiples of 16 bytes."""
-
+from shared.conformance.inputs import FLOAT_TYPES, HALF_TYPES, type_name
+from shared.conformance.poison import run_poisoned
+from tests.kernels.skinny_cases import EPS, Case, Check, Data, Mutant, close, expect_found, name_of, run
 
 CASES = [
     Case("gemv", 1, 1, 1),
@@ -63,48 +41,6 @@ CASES = [
     Case("tiled", 64, 70, 100, (64, 32, 128, 3, 1)),
     Case("cublas", 3, 70, 96),
 ]
-
-
-def name_of(case: Case) -> str:
-    kind = "-plan" if case.plan else "-aligned" if case.margin == 8 else ""
-    return f"{case.kernel}-{case.num_tokens}x{case.in_features}to{case.out_features}{kind}"
-
-
-def close(dtype: torch.dtype, *kinds: str) -> Tolerance:
-    """Outputs have unit variance: a sum of products is off by roundings of its inputs, and its own."""
-    rows = [tolerance(kind, dtype) for kind in kinds]
-    rms = sum(row.rms for row in rows)
-    return Tolerance(
-        max(5 * rms, 1e-5), sum(row.rtol for row in rows), rms, "; ".join(r.reason for r in rows)
-    )
-
-
-class Data:
-    """Random tensors of a case, each amid poison, and what float64 makes of them."""
-
-    def __init__(self, case: Case, rows: int | None = None) -> None:
-        inputs, dtype = Inputs(0), case.dtype
-        n, k, m = case.out_features if rows is None else rows, case.in_features, case.num_tokens
-        self.x = amid_poison(inputs.normal(m, k, dtype=dtype, std=0.1), case.margin)
-        self.norm_weight = inputs.normal(k, dtype=dtype, mean=1.0, std=0.3)
-        self.weight = amid_poison(inputs.normal(n, k, dtype=dtype, std=10 * k**-0.5), case.margin)
-        self.normed_weight = amid_poison(self.weight / 10, case.margin)
-        self.bias = inputs.normal(n, dtype=dtype)
-        # As far around as a program reaches.
-        self.around = poisoned((m + 65, n + 65), dtype, check_device())
-        self.residual = self.around[1 : m + 1, :n]
-        self.residual.copy_(inputs.normal(m, n, dtype=dtype))
-
-    def product(self) -> torch.Tensor:
-        return self.x.double() @ self.weight.double().T
-
-    def product_of_norm(self) -> torch.Tensor:
-        x = self.x.double()
-        normed = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.norm_weight.double()
-        return normed @ self.normed_weight.double().T
-
-
-Check = Callable[[ModuleType, Case], None]
 
 
 def check_linear(module: ModuleType, case: Case) -> None:
@@ -165,16 +101,6 @@ CHECKS: list[Check] = [
 ]  # fmt: skip
 
 
-def run(check: Check, case: Case, patch: pytest.MonkeyPatch, module: ModuleType = skinny_linear) -> None:
-    patch.setattr(module, "kernel_for", lambda *_, **__: case.kernel)
-    if case.plan is not None:
-        kernel = module.tiled_gemm if case.kernel == "tiled" else module.gemv
-        patch.setattr(sys.modules[kernel.__module__], "plan", lambda *_, **__: case.plan)
-        patch.setattr(module, "num_parts", lambda *_: case.plan[-1])
-        patch.setattr(module, "_suits_tiles", lambda *_: True)
-    check(module, case)
-
-
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_against_float64(case: Case, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,68 +113,6 @@ def test_against_float64(case: Case, check: Check, monkeypatch: pytest.MonkeyPat
 def test_every_type(kernel: str, dtype: torch.dtype, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel not in ("gemm", "tiled") or dtype != torch.float32:
         run(check, Case(kernel, 2, 33, 320, dtype=dtype), monkeypatch)
-
-
-def summed(columns: int) -> Tolerance:
-    """Of float32 sums that nobody rounds: tensor cores cut off, where others round, what does not fit a sum,
-    at each step of 16 columns. On average that is half a unit in the last place of it, always towards 0."""
-    steps, exact = columns / 16, close(torch.float32, "elementwise")
-    reason = f"{steps:g} steps, each cut off; sums up to 4, of variance 1 at most"
-    atol, rms = max(exact.atol, steps * 2.0**-22), max(exact.rms, steps * 2.0**-24)
-    return Tolerance(atol, exact.rtol, rms, reason)
-
-
-def check_parts(module: ModuleType, case: Case) -> None:
-    assert case.plan is not None
-    data = Data(case)
-    size = case.in_features
-    share = -(-size // (case.plan[4] * case.plan[2])) * case.plan[2]
-    parts = run_poisoned(module.linear_parts, data.x, data.weight)
-    assert parts.dtype == torch.float32
-    assert parts.shape == (case.plan[4], case.num_tokens, case.out_features)
-    # Nothing of the half type's rounding.
-    expect_close("sum", parts.double().sum(0), data.product(), summed(share))
-    for i, part in enumerate(parts):
-        columns = slice(i * share, min(i * share + share, size))
-        expected = data.x[:, columns].double() @ data.weight[:, columns].double().T
-        expect_close(f"part {i}", part, expected, summed(share))
-
-
-PARTED = [
-    Case("tiled", 3, 70, 328, (16, 64, 64, 3, 2), margin=8),
-    Case("tiled", 33, 40, 512, (64, 32, 128, 2, 4), margin=8),
-    Case("tiled", 20, 64, 600, (32, 64, 128, 2, 3)),  # parts of 256, 256 and 88 columns
-    Case("tiled", 64, 33, 100, (64, 64, 64, 2, 3), margin=8),  # the last part has none
-]
-
-
-@pytest.mark.parametrize("dtype", HALF_TYPES, ids=type_name)
-@pytest.mark.parametrize("case", PARTED, ids=name_of)
-def test_parts(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(check_parts, replace(case, dtype=dtype), monkeypatch)
-
-
-def test_what_is_cut_into_parts() -> None:
-    """By how many, for so many tokens: None where a kernel adds up all of a product."""
-
-    def parts_of(
-        out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16
-    ) -> list[int | None]:
-        weight = torch.zeros(out_features, in_features, dtype=dtype, device=check_device())
-        found: list[int | None] = []
-        for num_tokens in (1, 4, 5, 17, 33, 64, 65):
-            x = torch.zeros(num_tokens, in_features, dtype=dtype, device=check_device())
-            linear = Linear(in_features, out_features)
-            linear.weight.data = weight
-            y, residual = linear.add_later(x.new_zeros(num_tokens, out_features), x)
-            found.append(None if residual is None else y.shape[0])
-        return found
-
-    assert parts_of(1024, 1536) == [None, None, 3, 3, 3, 3, None]
-    assert parts_of(1024, 1000) == 7 * [None]
-    assert parts_of(1024, 1536, torch.float32) == 7 * [None]
-    assert parts_of(1032, 3080) == [None, 4, 4, 4, 3, 3, None]
-    assert parts_of(128, 1536) == 7 * [None]
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=type_name)
@@ -355,29 +219,6 @@ def test_large(case: Case, check: Check, monkeypatch: pytest.MonkeyPatch) -> Non
     run(check, replace(case, dtype=torch.bfloat16), monkeypatch)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "shape", [(1024, 2048), (1024, 3072), (2048, 4096), (4096, 4096), (4096, 14336), (5120, 17408)]
-)
-@pytest.mark.parametrize("num_tokens", [5, 32, 64])
-def test_large_parts(num_tokens: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = tiled_gemm.plan(num_tokens, *shape, False, in_parts=True)
-    if plan.parts == 1:
-        assert shape[0] == 5120
-        return
-    test_parts(Case("tiled", num_tokens, *shape, tuple(plan), margin=8), torch.bfloat16, monkeypatch)
-
-
-class Mutant(NamedTuple):
-    """In one of the kernels, `old` is `new`; `check` on `case` finds it."""
-
-    kernel: str
-    old: str
-    new: str
-    check: Check
-    case: Case
-
-
 GEMV, TAILS, ROWS, GEMM, TILED = (
     Case("gemv", 2, 33, 320),
     Case("gemv", 1, 37, 1500, (4, 4, 1, 2)),
@@ -452,39 +293,9 @@ MUTANTS = {
         "tiled_gemm", "first + part_size, size)", "first + part_size, size - STEP)", check_linear,
         Case("tiled", 5, 33, 520, margin=8),
     ),
-    "tiled: a part goes on to the end": Mutant(
-        "tiled_gemm", "tl.minimum(first + part_size, size)", "size", check_parts, PARTED[1]
-    ),
-    "tiled: every part is of the first columns": Mutant(
-        "tiled_gemm", "first = tl.program_id(1) * part_size", "first = 0", check_parts, PARTED[1]
-    ),
-    "tiled: parts are written over each other": Mutant(
-        "tiled_gemm", "tl.program_id(1) * stride_part", "0", check_parts, PARTED[1]
-    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mutant = MUTANTS[name]
-    source = {"gemv": skinny_gemv, "row_gemv": row_gemv, "gemm": skinny_gemm, "tiled_gemm": tiled_gemm}[
-        mutant.kernel
-    ]
-    text = Path(str(source.__file__)).read_text("utf-8")
-    assert mutant.old in text
-    path = tmp_path / "mutant.py"
-    path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
-    spec = importlib.util.spec_from_file_location(f"skinny_mutant_{sorted(MUTANTS).index(name)}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    case = replace(mutant.case, dtype=torch.bfloat16)
-    run(mutant.check, case, monkeypatch)
-    monkeypatch.setattr(skinny_linear, mutant.kernel, getattr(module, mutant.kernel))
-    for kernels in (skinny_linear.PRODUCTS, skinny_linear.NORMED):
-        if mutant.case.kernel in kernels:
-            monkeypatch.setitem(kernels, mutant.case.kernel, getattr(module, mutant.kernel))
-    with pytest.raises((Mismatch, AssertionError)):
-        run(mutant.check, case, monkeypatch)
+    expect_found(MUTANTS[name], monkeypatch, tmp_path)

@@ -1,0 +1,124 @@
+"""Products of a few tokens as test cases: their data, how to make one kernel do them, and planted bugs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from optimized.kernels import row_gemv, skinny_gemm, skinny_gemv, skinny_linear, tiled_gemm
+from shared.conformance.compare import Mismatch
+from shared.conformance.device import check_device
+from shared.conformance.inputs import Inputs
+from shared.conformance.poison import amid_poison, poisoned
+from shared.conformance.tolerance import Tolerance, tolerance
+
+EPS = 1e-2
+"""As large as the squares of the rows below are on average: forgetting it shows."""
+
+
+@dataclass(frozen=True)
+class Case:
+    kernel: str
+    num_tokens: int
+    out_features: int
+    in_features: int
+    plan: tuple[int, ...] | None = None
+    """What the kernel's `plan` returns instead of its own choice."""
+    dtype: torch.dtype = torch.float32
+    margin: int = 3
+    """Of poison around its matrices: with 8, rows begin at multiples of 16 bytes."""
+
+
+def name_of(case: Case) -> str:
+    kind = "-plan" if case.plan else "-aligned" if case.margin == 8 else ""
+    return f"{case.kernel}-{case.num_tokens}x{case.in_features}to{case.out_features}{kind}"
+
+
+def close(dtype: torch.dtype, *kinds: str) -> Tolerance:
+    """Outputs have unit variance: a sum of products is off by roundings of its inputs, and its own."""
+    rows = [tolerance(kind, dtype) for kind in kinds]
+    rms = sum(row.rms for row in rows)
+    return Tolerance(
+        max(5 * rms, 1e-5), sum(row.rtol for row in rows), rms, "; ".join(r.reason for r in rows)
+    )
+
+
+class Data:
+    """Random tensors of a case, each amid poison, and what float64 makes of them."""
+
+    def __init__(self, case: Case, rows: int | None = None) -> None:
+        inputs, dtype = Inputs(0), case.dtype
+        n, k, m = case.out_features if rows is None else rows, case.in_features, case.num_tokens
+        self.x = amid_poison(inputs.normal(m, k, dtype=dtype, std=0.1), case.margin)
+        self.norm_weight = inputs.normal(k, dtype=dtype, mean=1.0, std=0.3)
+        self.weight = amid_poison(inputs.normal(n, k, dtype=dtype, std=10 * k**-0.5), case.margin)
+        self.normed_weight = amid_poison(self.weight / 10, case.margin)
+        self.bias = inputs.normal(n, dtype=dtype)
+        # As far around as a program reaches.
+        self.around = poisoned((m + 65, n + 65), dtype, check_device())
+        self.residual = self.around[1 : m + 1, :n]
+        self.residual.copy_(inputs.normal(m, n, dtype=dtype))
+
+    def product(self) -> torch.Tensor:
+        return self.x.double() @ self.weight.double().T
+
+    def product_of_norm(self) -> torch.Tensor:
+        x = self.x.double()
+        normed = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.norm_weight.double()
+        return normed @ self.normed_weight.double().T
+
+
+Check = Callable[[ModuleType, Case], None]
+
+
+def run(check: Check, case: Case, patch: pytest.MonkeyPatch, module: ModuleType = skinny_linear) -> None:
+    patch.setattr(module, "kernel_for", lambda *_, **__: case.kernel)
+    if case.plan is not None:
+        kernel = module.tiled_gemm if case.kernel == "tiled" else module.gemv
+        patch.setattr(sys.modules[kernel.__module__], "plan", lambda *_, **__: case.plan)
+        patch.setattr(module, "num_parts", lambda *_: case.plan[-1])
+        patch.setattr(module, "_suits_tiles", lambda *_: True)
+    check(module, case)
+
+
+class Mutant(NamedTuple):
+    """In one of the kernels, `old` is `new`; `check` on `case` finds it."""
+
+    kernel: str
+    old: str
+    new: str
+    check: Check
+    case: Case
+
+
+def expect_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The check passes with the kernel as it is, and fails with the bug in it."""
+    source = {"gemv": skinny_gemv, "row_gemv": row_gemv, "gemm": skinny_gemm, "tiled_gemm": tiled_gemm}[
+        mutant.kernel
+    ]
+    text = Path(str(source.__file__)).read_text("utf-8")
+    assert mutant.old in text
+    path = tmp_path / "mutant.py"
+    path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
+    spec = importlib.util.spec_from_file_location(f"mutant_of_{tmp_path.name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    case = replace(mutant.case, dtype=torch.bfloat16)
+    run(mutant.check, case, monkeypatch)
+    monkeypatch.setattr(skinny_linear, mutant.kernel, getattr(module, mutant.kernel))
+    for kernels in (skinny_linear.PRODUCTS, skinny_linear.NORMED):
+        if mutant.case.kernel in kernels:
+            monkeypatch.setitem(kernels, mutant.case.kernel, getattr(module, mutant.kernel))
+    with pytest.raises((Mismatch, AssertionError)):
+        run(mutant.check, case, monkeypatch)

@@ -1,0 +1,112 @@
+"""Products cut into parts of their columns, whose sums are left to the next norm; planted bugs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from optimized.kernels import tiled_gemm
+from optimized.layers import Linear
+from shared.conformance.compare import expect_close
+from shared.conformance.device import check_device
+from shared.conformance.inputs import HALF_TYPES, type_name
+from shared.conformance.poison import run_poisoned
+from shared.conformance.tolerance import Tolerance
+from tests.kernels.skinny_cases import Case, Data, Mutant, close, expect_found, name_of, run
+
+
+def summed(columns: int) -> Tolerance:
+    """Of float32 sums that nobody rounds: tensor cores cut off, where others round, what does not fit a sum,
+    at each step of 16 columns. On average that is half a unit in the last place of it, always towards 0."""
+    steps, exact = columns / 16, close(torch.float32, "elementwise")
+    reason = f"{steps:g} steps, each cut off; sums up to 4, of variance 1 at most"
+    atol, rms = max(exact.atol, steps * 2.0**-22), max(exact.rms, steps * 2.0**-24)
+    return Tolerance(atol, exact.rtol, rms, reason)
+
+
+def check_parts(module: ModuleType, case: Case) -> None:
+    assert case.plan is not None
+    data = Data(case)
+    size = case.in_features
+    share = -(-size // (case.plan[4] * case.plan[2])) * case.plan[2]
+    parts = run_poisoned(module.linear_parts, data.x, data.weight)
+    assert parts.dtype == torch.float32
+    assert parts.shape == (case.plan[4], case.num_tokens, case.out_features)
+    # Nothing of the half type's rounding.
+    expect_close("sum", parts.double().sum(0), data.product(), summed(share))
+    for i, part in enumerate(parts):
+        columns = slice(i * share, min(i * share + share, size))
+        expected = data.x[:, columns].double() @ data.weight[:, columns].double().T
+        expect_close(f"part {i}", part, expected, summed(share))
+
+
+PARTED = [
+    Case("tiled", 3, 70, 328, (16, 64, 64, 3, 2), margin=8),
+    Case("tiled", 33, 40, 512, (64, 32, 128, 2, 4), margin=8),
+    Case("tiled", 20, 64, 600, (32, 64, 128, 2, 3)),  # parts of 256, 256 and 88 columns
+    Case("tiled", 64, 33, 100, (64, 64, 64, 2, 3), margin=8),  # the last part has none
+]
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=type_name)
+@pytest.mark.parametrize("case", PARTED, ids=name_of)
+def test_parts(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(check_parts, replace(case, dtype=dtype), monkeypatch)
+
+
+def test_what_is_cut_into_parts() -> None:
+    """By how many, for so many tokens: None where a kernel adds up all of a product."""
+
+    def parts_of(
+        out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16
+    ) -> list[int | None]:
+        weight = torch.zeros(out_features, in_features, dtype=dtype, device=check_device())
+        found: list[int | None] = []
+        for num_tokens in (1, 4, 5, 17, 33, 64, 65):
+            x = torch.zeros(num_tokens, in_features, dtype=dtype, device=check_device())
+            linear = Linear(in_features, out_features)
+            linear.weight.data = weight
+            y, residual = linear.add_later(x.new_zeros(num_tokens, out_features), x)
+            found.append(None if residual is None else y.shape[0])
+        return found
+
+    assert parts_of(1024, 1536) == [None, None, 3, 3, 3, 3, None]
+    assert parts_of(1024, 1000) == 7 * [None]
+    assert parts_of(1024, 1536, torch.float32) == 7 * [None]
+    assert parts_of(1032, 3080) == [None, 4, 4, 4, 3, 3, None]
+    assert parts_of(128, 1536) == 7 * [None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [(1024, 2048), (1024, 3072), (2048, 4096), (4096, 4096), (4096, 14336), (5120, 17408)]
+)
+@pytest.mark.parametrize("num_tokens", [5, 32, 64])
+def test_large_parts(num_tokens: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = tiled_gemm.plan(num_tokens, *shape, False, in_parts=True)
+    if plan.parts == 1:
+        assert shape[0] == 5120
+        return
+    test_parts(Case("tiled", num_tokens, *shape, tuple(plan), margin=8), torch.bfloat16, monkeypatch)
+
+
+MUTANTS = {
+    "a part goes on to the end": Mutant(
+        "tiled_gemm", "tl.minimum(first + part_size, size)", "size", check_parts, PARTED[1]
+    ),
+    "every part is of the first columns": Mutant(
+        "tiled_gemm", "first = tl.program_id(1) * part_size", "first = 0", check_parts, PARTED[1]
+    ),
+    "parts are written over each other": Mutant(
+        "tiled_gemm", "tl.program_id(1) * stride_part", "0", check_parts, PARTED[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    expect_found(MUTANTS[name], monkeypatch, tmp_path)
