@@ -21,6 +21,7 @@ from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store, rotate
 from optimized.kernels.rms_norm import add_parts_rms_norm, add_rms_norm, rms_norm
 from optimized.kernels.silu_and_mul import silu_and_mul
 from shared.config import RopeConfig
+from shared.hidden_capture import layer_output
 from shared.interfaces import layers as interface
 from shared.rope import rope_angles
 from shared.types.attention import AttentionLayer, BatchAttention
@@ -178,17 +179,16 @@ class MLP(nn.Module):
         return self.act_fn(self.gate_up_proj(x, norm))
 
 
-def added(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """x + residual, of x in parts too."""
-    return x + residual if x.dim() == residual.dim() else (x.sum(0) + residual).to(residual.dtype)
-
-
 def add_and_norm(
     norm: interface.RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm of the sum, the sum) of what `Linear.add_later` left."""
-    if residual is not None and x.dim() > residual.dim() and not is_own(norm, RMSNorm):
-        x, residual = added(x, residual), None  # somebody else's norm takes no parts
+    if (
+        residual is not None
+        and x.dim() > residual.dim()
+        and type(norm).add_and_norm is not RMSNorm.add_and_norm
+    ):
+        x, residual = layer_output(x, residual), None  # somebody else's takes no parts
     return (norm(x), x) if residual is None else norm.add_and_norm(x, residual)
 
 

@@ -22,6 +22,14 @@ def run_model(
     return hidden_states, torch.cat([captured[layer_id] for layer_id in layers], dim=-1)
 
 
+def layer_output(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """One tensor of what a decoder layer returned as (x, residual): their sum, or x itself. x may be in
+    parts, float32 [parts, num_tokens, hidden_size]."""
+    if residual is None:
+        return x
+    return x + residual if x.dim() == residual.dim() else (x.sum(0) + residual).to(residual.dtype)
+
+
 def no_hidden_states(model: CausalLM, layers: tuple[int, ...] | None) -> torch.Tensor | None:
     """The second result of `run_model` for a batch without a token."""
     if layers is None:

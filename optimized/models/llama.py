@@ -22,11 +22,11 @@ from optimized.layers import (
     RMSNorm,
     RotaryEmbedding,
     add_and_norm,
-    added,
     is_own,
     logits,
 )
 from shared.config import ModelConfig
+from shared.hidden_capture import layer_output
 from shared.interfaces import layers as interface
 from shared.interfaces.layers import Layers
 from shared.interfaces.model import CausalLM
@@ -158,7 +158,7 @@ def _capture(
 ) -> None:
     """A copy of what goes into a layer, if somebody wants it: the layer may overwrite it."""
     if captured is not None and layer_id in captured:
-        captured[layer_id] = x.clone() if residual is None else added(x, residual)
+        captured[layer_id] = x.clone() if residual is None else layer_output(x, residual)
 
 
 class LlamaForCausalLM(CausalLM):

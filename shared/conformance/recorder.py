@@ -11,6 +11,7 @@ from torch import nn
 
 from shared import interfaces
 from shared.engine import LLM
+from shared.hidden_capture import layer_output
 from shared.interfaces import TopKOutput
 from shared.types import ForwardBatch, ForwardMode, LogitsOutput, Req, SampleOutput, SamplingBatchInfo
 from shared.types.attention import AttentionLayer, BatchAttention
@@ -166,7 +167,7 @@ class Recorder:
         if self._open is None:
             return  # a head's product outside the forward pass
         if kind == "layer" and isinstance(output, tuple):
-            output = _sum_of(*output)
+            output = layer_output(*output)
         rows = self._open.tokens
         if isinstance(output, torch.Tensor) and output.shape[:1] == (self._num_rows,):
             rows.tensors[op] = output[: len(rows.keys)].detach().clone()
@@ -284,12 +285,6 @@ class _WatchedBackend:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._attention.backend, name)
-
-
-def _sum_of(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    if residual is None:
-        return x
-    return x + residual if x.dim() == residual.dim() else (x.sum(0) + residual).to(residual.dtype)
 
 
 def _kind_of(name: str, module: nn.Module) -> str | None:

@@ -27,6 +27,7 @@ from shared.interfaces import CausalLM
 from shared.interfaces.layers import Layers
 from shared.weight_names import expected_shapes
 from shared.weights import dummy_weights, named_targets
+from tests.conformance.mutants.mutant import module_with
 
 KERNELS = ("qk_norm_rope_store", "rotate", "rms_norm", "add_rms_norm", "add_parts_rms_norm", "silu_and_mul")
 SKINNY = ("linear", "norm_linear", "norm_linear_silu", "linear_add")
@@ -131,7 +132,19 @@ def in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.stack([x[:, i::3] @ weight[:, i::3].T for i in range(3)]).float()
 
 
-@pytest.mark.parametrize("layers", [optimized.layers, reference.layers], ids=["own", "others"])
+class AddsItself(optimized.layers.RMSNorm):
+    """Ours, but for how it adds: what the contract names, and no parts."""
+
+    def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert x.shape == residual.shape
+        return self(x + residual), x + residual
+
+
+OWN, OTHERS = optimized.layers, reference.layers
+INHERITED = module_with(optimized.layers, RMSNorm=AddsItself)
+
+
+@pytest.mark.parametrize("layers", [OWN, OTHERS, INHERITED], ids=["own", "others", "inherited"])
 @pytest.mark.parametrize("name", ["qwen3-yarn", "mixtral"])
 def test_what_products_leave_in_parts_is_added_by_the_next_norm(
     name: str, layers: Layers, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
@@ -144,7 +157,7 @@ def test_what_products_leave_in_parts_is_added_by_the_next_norm(
     expect_close("logits", logits(model), expected, tolerance("logits", torch.float32))
     left = model.config.num_hidden_layers * (1 if name == "mixtral" else 2)
     # In two steps of three: `logits`.
-    assert calls["add_parts_rms_norm"] == (2 * left if layers is optimized.layers else 0)
+    assert calls["add_parts_rms_norm"] == (2 * left if layers is OWN else 0)
     assert calls["linear_add"] == 0
 
 
