@@ -4,10 +4,11 @@ own choice:
     python -m optimized.kernels.product_tune --model Qwen3-8B
     python -m optimized.kernels.product_tune --model Qwen3-8B,Llama-3.1-8B --tokens 72,88,104 --known
 
-Thousands are timed roughly, a dozen of them again, in turns with the library's own choice, in CUDA graphs
-that go round the weights of many layers, so that these come from memory. Results go to
-optimized/kernels/product_configs/<GPU>.json, beside those of other products; those of another version of the
-library are dropped.
+Thousands are timed roughly, a dozen of them again, in turns with the library's own choice, as steps have
+them: behind other kernels, and for so long that the clock is what the GPU's power limit leaves. What is
+fastest by itself and for a moment need not be the fastest there (docs/measurements/products.md). Results go
+to optimized/kernels/product_configs/<GPU>.json, beside those of other products; those of another version of
+the library are dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ POOL_BYTES = 1_800_000_000
 ROUND_BYTES = 160_000_000
 """Of the weights that one measurement goes round: several times what caches hold."""
 NUM_FINALISTS = 12
-NUM_ROUNDS = 9
+NUM_ROUNDS = 5
+TURN_SECONDS = 0.03
+"""Of one finalist in a round. A round takes longer than the GPU's power control takes to follow."""
 MIN_GAIN = 0.015
 """Less is within what two measurements of the same differ by."""
 
@@ -72,6 +75,11 @@ class Layers:
         self.weights = list(pool[: num_layers * out * size].view(num_layers, out, size))
         self.x = torch.randn(num_tokens, size, dtype=DTYPE, device=pool.device)
         self.y = torch.zeros(num_tokens, out, dtype=out_dtype, device=pool.device)
+        seconds = out * size * max(2 / 4e12, 2 * num_tokens / 6e14)  # about, on an H200
+        is_decode = num_tokens <= products.MAX_EXACT_TOKENS
+        self.elsewhere = torch.empty(
+            2, int(seconds * 1e12) if is_decode else 0, dtype=DTYPE, device=pool.device
+        )
 
     def run_own_choice(self, i: int) -> object:
         weight = self.weights[i % len(self.weights)]
@@ -132,34 +140,50 @@ class Layers:
         return bool(error <= max(torch.finfo(y.dtype).eps, 1e-4))
 
     def final_times(self, configs: list[Config]) -> tuple[float, Times]:
-        """Microseconds of the library's own choice, and of these: medians of replays in turns."""
+        """Microseconds of the library's own choice, and of these: medians of turns, less what
+        other kernels take."""
         prepared = [(config, self.library.prepare(self.problem, config)) for config in configs]
         expected = self.expected()
         finalists = {
             config: product for config, product in prepared if product and self.is_right(product, expected)
         }
-        runs: list[Callable[[int], object]] = [self.run_own_choice]
+        runs: list[Callable[[int], object]] = [lambda i: None, self.run_own_choice]
         runs += [partial(self.run, product) for product in finalists.values()]
         graphs = [self._capture(run) for run in runs]
-        rounds = [[self._replay(graph) for graph in graphs] for _ in range(NUM_ROUNDS + 1)][1:]
-        own, *others = (statistics.median(times) for times in zip(*rounds))
+        count = max(1, round(TURN_SECONDS * 1e6 / self.num_calls / self._replay(graphs[1], 1)))
+        rounds = [[self._replay(graph, count) for graph in graphs] for _ in range(NUM_ROUNDS + 1)][1:]
+        between, *times = (statistics.median(turns) for turns in zip(*rounds))
+        own, *others = (time - between for time in times)
         return own, dict(zip(finalists, others))
 
+    # --8<-- [start:as-in-a-step]
+    def _run_between(self) -> None:
+        """As a step does: attention reads memory for about as long as products take, and what the product
+        multiplies was written a moment ago."""
+        self.elsewhere[0].copy_(self.elsewhere[1])
+        self.x.mul_(1)
+
+    # --8<-- [end:as-in-a-step]
+
     def _capture(self, run: Callable[[int], object]) -> torch.cuda.CUDAGraph:
+        self._run_between()
         run(0)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for i in range(self.num_calls):
+                self._run_between()
                 run(i)
         return graph
 
-    def _replay(self, graph: torch.cuda.CUDAGraph) -> float:
+    def _replay(self, graph: torch.cuda.CUDAGraph, count: int) -> float:
+        """Microseconds a call."""
         start = _mark()
-        graph.replay()
+        for _ in range(count):
+            graph.replay()
         end = _mark()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3 / self.num_calls
+        return start.elapsed_time(end) * 1e3 / count / self.num_calls
 
 
 def _mark() -> torch.cuda.Event:

@@ -59,6 +59,7 @@ def on_a_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Clock]]:
 
     monkeypatch.setattr(cublas_lt, "current_stream", lambda _: STREAM)
     monkeypatch.setattr(product_tune, "ROUND_BYTES", 10_000)
+    monkeypatch.setattr(product_tune, "TURN_SECONDS", 1e-3)
     monkeypatch.setattr(product_tune, "_mark", lambda: clocks[0].mark())
     monkeypatch.setattr(Layers, "run_own_choice", run_own_choice)
     monkeypatch.setattr(Layers, "_capture", capture)
