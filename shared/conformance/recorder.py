@@ -13,7 +13,15 @@ from shared import interfaces
 from shared.engine import LLM
 from shared.hidden_capture import layer_output
 from shared.interfaces import TopKOutput
-from shared.types import ForwardBatch, ForwardMode, LogitsOutput, Req, SampleOutput, SamplingBatchInfo
+from shared.types import (
+    Accepted,
+    ForwardBatch,
+    ForwardMode,
+    LogitsOutput,
+    Req,
+    SampleOutput,
+    SamplingBatchInfo,
+)
 from shared.types.attention import AttentionLayer, BatchAttention
 
 Key = tuple[str, int]
@@ -29,7 +37,8 @@ EXPERTS = "experts"  # a kind of op: ids, the choice of a router
 
 @dataclass
 class Rows:
-    """Tensors with one row for each key; None is a row that belongs to no request (padding)."""
+    """Tensors with one row for each key; None is a row that is no request's token: padding, or a draft that
+    was not accepted."""
 
     keys: list[Key | None]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # op -> [len(keys), ...], as executed
@@ -95,6 +104,8 @@ class Recorder:
         )
         self._sample = self._hide(parts.sampler, "sample", self._watched_sample)
         self._add_request = self._hide(llm.scheduler, "add_request", self._watched_add_request)
+        if parts.draft_tree is not None:
+            self._accept = self._hide(parts.draft_tree, "accept", self._watched_accept)
         model = llm.assembly.model
         self._attach(model.register_forward_pre_hook(self._before_model, with_kwargs=True))
         for name, module in model.named_modules():
@@ -221,6 +232,16 @@ class Recorder:
         if self.force is not None:
             output = output._replace(next_token_ids=self.force(record.heads.keys, output.next_token_ids))
         return output
+
+    def _watched_accept(self, *args: Any, **more: Any) -> Accepted:
+        """Of the batch that was verified last, what is not kept was computed behind other tokens."""
+        accepted = self._accept(*args, **more)
+        record, paths = self._records[-1], accepted.node_indices.tolist()
+        num_nodes = len(record.tokens.keys) // max(len(paths), 1)
+        kept = {i * num_nodes + node for i, nodes in enumerate(paths) for node in nodes if node >= 0}
+        keys = [key if row in kept else None for row, key in enumerate(record.tokens.keys)]
+        record.tokens.keys = record.heads.keys = keys
+        return accepted
 
     def _before_model(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
