@@ -118,7 +118,7 @@ class LLM:
                 )
                 with self.timeline.span("receive"):
                     self.scheduler.add_request(req)
-                collectors.append(OutputCollector(req, i, self.tokenizer))
+                collectors.append(OutputCollector(req, i, self.tokenizer, submitted_as=rid))
                 self._collectors[req.rid] = collectors[-1]
             # --8<-- [end:make-req]
         except ValueError:
@@ -146,7 +146,7 @@ class LLM:
 
     def abort(self, rid: str) -> bool:
         """End a request (with n > 1: all its samples). False when it has ended or never was."""
-        rids = [r for r in self._collectors if r == rid or r.rpartition("#")[0] == rid]
+        rids = [r for r, collector in self._collectors.items() if rid in (r, collector.submitted_as)]
         were_alive = [self.scheduler.abort(r) for r in rids]  # a list: every one of them is to end
         return any(were_alive)
 

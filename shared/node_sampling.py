@@ -23,10 +23,7 @@ class EarlyBans(NamedTuple):
 def make_early_bans(reqs: Sequence[Req], vocab_size: int, device: torch.device | str) -> EarlyBans | None:
     """None where no request has any. The same tokens are in `SamplingBatchInfo.banned`, which says what holds
     for a request's next token only."""
-    left = [
-        0 if r.sampling_params.ignore_eos else r.sampling_params.min_new_tokens - len(r.output_ids)
-        for r in reqs
-    ]
+    left = [_num_banned(req) for req in reqs]
     entries = [
         (row, token_id)
         for row, req in enumerate(reqs)
@@ -39,8 +36,15 @@ def make_early_bans(reqs: Sequence[Req], vocab_size: int, device: torch.device |
         return None
     banned = torch.zeros(len(reqs), vocab_size, dtype=torch.bool)
     banned[tuple(torch.tensor(entries).T)] = True
-    num_left = to_device([max(n, 0) for n in left], torch.int64, device)
-    return EarlyBans(copy_to_device(banned, device), num_left)
+    return EarlyBans(copy_to_device(banned, device), to_device(left, torch.int64, device))
+
+
+def _num_banned(req: Req) -> int:
+    """For how many more tokens. A request may ask for more than it can get, and than 64 bits hold."""
+    params = req.sampling_params
+    if params.ignore_eos:
+        return 0
+    return max(min(params.min_new_tokens, req.max_new_tokens) - len(req.output_ids), 0)
 
 
 def expand_to_nodes(

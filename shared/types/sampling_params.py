@@ -94,7 +94,7 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             if not _is_int(token_id) or token_id < 0:
                 raise ValueError(f"logit_bias keys must be token ids, got {token_id!r}")
-            if not isinstance(bias, (int, float)) or math.isnan(bias) or bias == math.inf:
+            if not (_is_finite(bias) or bias == -math.inf):
                 raise ValueError(
                     f"logit_bias[{token_id}] must be a finite number or -inf (never produce), got {bias!r}"
                 )
@@ -106,7 +106,7 @@ class SamplingParams:
 
     def _check_float(self, name: str, low: float, high: float = math.inf, low_open: bool = False) -> None:
         value = getattr(self, name)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = _is_finite(value) and not isinstance(value, bool)
         if not is_number or value < low or value > high or (low_open and value == low):
             left = "(" if low_open else "["
             right = f"{high:g}]" if math.isfinite(high) else "inf)"
@@ -132,3 +132,11 @@ class SamplingParams:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    """A number, and as a float one too: integers may be larger than any."""
+    try:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:
+        return False

@@ -11,7 +11,7 @@ from reference.draft_tree import DraftTreeOps
 from shared.conformance.sampling import ADJUSTED, KINDS, Ask
 from shared.node_sampling import expand_to_nodes, make_early_bans
 from shared.sampling_batch import make_sampling_batch_info
-from shared.types import DraftTree, Req
+from shared.types import DraftTree, Req, SamplingParams
 from tests.draft_tree.toy import VOCAB_SIZE, node_texts, random_drafter
 
 TEXT = {"prompt": (3, 8, 8, 5), "output": (4, 4, 4, 0, 3), "eos": (8,)}
@@ -84,6 +84,15 @@ def test_nobody_is_early() -> None:
     ignoring = [replace_params(req) for req in begun((MINIMA[4],))]
     assert make_early_bans(ignoring, VOCAB_SIZE, "cpu") is None
     check(ignoring, random_drafter(9, 2)(DraftTreeOps(), ignoring))
+
+
+def test_nobody_asks_for_more_than_there_will_be() -> None:
+    """min_new_tokens is any integer, and no one else's request may end for it."""
+    params = SamplingParams(min_new_tokens=10**20, max_new_tokens=10**20)
+    [req] = begun((MINIMA[4],))
+    bans = make_early_bans([replace(req, sampling_params=params, max_new_tokens=40)], VOCAB_SIZE, "cpu")
+    assert bans is not None
+    assert bans.num_left.tolist() == [40 - len(TEXT["output"])]
 
 
 def replace_params(req: Req) -> Req:

@@ -129,6 +129,16 @@ class TestStream:
         assert all(isinstance(p.finish_reason, FinishAbort) for p in last.values())
         assert not llm.abort("mine")
 
+    def test_abort_takes_ids_exactly(self, llm: LLM) -> None:
+        params = SamplingParams(max_new_tokens=500, ignore_eos=True)
+        [other] = llm.submit("a b c", params, rid="mine#1")  # no sample of "mine", though it looks like one
+        assert not llm.abort("mine")
+        llm.step()
+        assert not other.is_finished
+        assert llm.abort("mine#1")
+        while llm.step():
+            pass
+
 
 class TestSampling:
     """CASES D22."""

@@ -28,6 +28,8 @@ INVALID = [
     ({"logit_bias": {"5": 1.0}}, "logit_bias keys must be token ids"),
     ({"logit_bias": {5: math.nan}}, r"logit_bias\[5\] must be a finite number or -inf"),
     ({"logit_bias": {5: math.inf}}, r"logit_bias\[5\] must be a finite number or -inf"),
+    ({"logit_bias": {5: 10**400}}, r"logit_bias\[5\] must be a finite number or -inf"),
+    ({"temperature": 10**400}, r"temperature must be a number in \[0, inf\)"),
     ({"seed": 2**63}, "seed must be a 64-bit integer"),
     ({"seed": 1.0}, "seed must be a 64-bit integer"),
     ({"n": 0}, "n must be an integer >= 1"),
