@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from shared.cli import app
+from shared.conformance import suite
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
@@ -43,6 +44,14 @@ PYTHON_BLOCKS = [(page, code) for page, code in blocks("python") if "--8<--" not
 def test_python_example_runs(page: Path, code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, page.name, "exec"), {"__name__": "example"})
     assert "42" in capsys.readouterr().out
+
+
+def test_as_many_clauses_as_the_page_says() -> None:
+    """With the one that asks for the component's surface."""
+    clauses = suite.clauses_of("radix_cache")
+    num_cases = sum(len(clause.cases) for clause in clauses)
+    says = f"all {len(clauses) + 1} clauses hold, in {num_cases + 1} cases"
+    assert says in (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
 
 
 def test_there_are_examples() -> None:
