@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from shared.interfaces import CausalLM, Drafter, DrafterParts, Scheduler, Schedu
 from shared.kv_sizing import MemoryPlan, free_gpu_memory, num_rows, num_speculative_slots, plan_memory
 from shared.load_model import load_model
 from shared.model_path import resolve_model_path
+from shared.surface import problem_with
 from shared.tokenizer import Tokenizer
 
 
@@ -53,11 +53,12 @@ def assemble(
     registry.check_device(selection, str(config.device))
     if config.disable_radix_cache:
         selection["radix_cache"] = selection["chunk_cache"]
+    theirs = _load_theirs(selection)
     tokenizer = _load_tokenizer(config, folder)
     device, dtype = torch.device(str(config.device)), _dtype(config, model_config)
 
     def component(name: str) -> Any:
-        return (replace or {}).get(name) or registry.load(name, selection[name])
+        return (replace or {}).get(name) or theirs.get(name) or registry.load(name, selection[name])
 
     free_before = free_gpu_memory(device)
     model = load_model(folder, model_config, config, component, device, dtype)
@@ -150,11 +151,8 @@ def resolve_config(config: EngineConfig, model_config: ModelConfig) -> EngineCon
             f"context_len={context_len} exceeds the model's {model_config.context_len} positions"
         )
     panel = config.panel or default_panel(device)
-    if panel == "optimized" and not device.startswith("cuda") and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"panel=optimized with device={device}: it needs a CUDA GPU; its kernels run on a CPU only "
-            "through Triton's interpreter, for tests: TRITON_INTERPRET=1"
-        )
+    if panel == "optimized" and not registry.runs_triton(device):
+        raise ValueError(f"panel=optimized {registry.NO_TRITON}, and the device is {device}")
     return config.updated(device=device, panel=panel, context_len=context_len)
 
 
@@ -166,6 +164,20 @@ def default_device() -> str:
 
 def default_panel(device: str) -> str:
     return "optimized" if device.startswith("cuda") and registry.has_optimized() else "reference"
+
+
+def _load_theirs(selection: Mapping[str, str]) -> dict[str, Any]:
+    """The components that are somebody's own. `ValueError` for one that does not implement its interface, as
+    `diptych check` says it."""
+    theirs: dict[str, Any] = {}
+    for name, choice in selection.items():
+        if not registry.is_target(choice):
+            continue
+        theirs[name] = registry.load(name, choice)
+        problem = problem_with(name, theirs[name])
+        if problem is not None:
+            raise ValueError(f"{name}={choice}: {problem}")
+    return theirs
 
 
 def drafter_class(implementation: Any, config: EngineConfig) -> type[Drafter]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from shared import machine, registry
-from shared.model_path import builtin_models
+from shared.model_path import builtin_draft_models, builtin_models
 
 if TYPE_CHECKING:
     import torch
@@ -131,6 +131,7 @@ def _models() -> list[Check]:
     names = builtin_models()
     if not names:
         return [Check("models", "built-in", "problem", "none found", "git checkout -- shared/assets")]
+    names += [f"{name} (a speculation head)" for name in builtin_draft_models()]
     return [Check("models", "built-in", "ok", ", ".join(names))]
 
 

@@ -8,9 +8,34 @@ from pathlib import Path
 import torch
 
 from shared.config import DraftConfig
+from shared.config.draft import DraftFormat
+from shared.config.hf_config import FAMILIES, config_path, read_json
 from shared.safetensors_file import INDEX_DTYPES, SUPPORTED_DTYPES, read_checkpoint
 from shared.weight_names import expected_shapes
 from shared.weights import Weights, dummy_tensors, stream
+
+# What the layer is called that takes the target's hidden states, and the draft model that has it.
+_MARKS: dict[DraftFormat, tuple[str, str]] = {
+    "eagle": ("fc", "an EAGLE head"),
+    "eagle3": ("fc", "an EAGLE-3 head"),
+    "nextn": ("eh_proj", "a NEXTN layer"),
+}
+
+
+def refuse_language_model(folder: Path, draft_format: DraftFormat, name: str) -> None:
+    """Raise `ValueError` for a folder with a model of its own in a draft model's place. Many heads have the
+    name of a plain family under "architectures", too: among these the names of the weights tell."""
+    config = read_json(config_path(folder))
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    if architectures not in [[family] for family in FAMILIES]:
+        return
+    layer, what = _MARKS[draft_format]
+    tensors = read_checkpoint(folder, SUPPORTED_DTYPES + INDEX_DTYPES)
+    if not any(tensor.split(".")[-2:-1] == [layer] for tensor in tensors):
+        raise ValueError(
+            f"{name} is a language model ({architectures[0]}), not {what}: it has no {layer}.weight; "
+            "speculative=standalone drafts with language models"
+        )
 
 
 def iterate_draft_weights(

@@ -6,7 +6,7 @@ import torch
 
 from shared.config import DraftConfig, EngineConfig, draft_shape
 from shared.config.speculation import check_windows
-from shared.draft_weights import dummy_draft_weights, iterate_draft_weights
+from shared.draft_weights import dummy_draft_weights, iterate_draft_weights, refuse_language_model
 from shared.interfaces import DrafterParts, DraftModel
 from shared.load_model import building
 from shared.model_path import resolve_model_path
@@ -17,6 +17,8 @@ def load_draft_model(config: EngineConfig, parts: DrafterParts) -> tuple[DraftCo
     assert config.speculative_draft_model is not None
     assert config.speculative in ("eagle", "eagle3", "nextn")
     folder = resolve_model_path(config.speculative_draft_model, config.load_format)
+    if config.load_format != "dummy":
+        refuse_language_model(folder, config.speculative, config.speculative_draft_model)
     draft_config = DraftConfig.from_pretrained(folder, parts.model_config, config.speculative)
     if config.load_format == "dummy":
         weights = dummy_draft_weights(draft_config, config.random_seed, parts.device)

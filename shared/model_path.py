@@ -13,6 +13,11 @@ def builtin_models() -> list[str]:
     return sorted(p.parent.name for p in ASSETS.glob("*/tokenizer.json"))
 
 
+def builtin_draft_models() -> list[str]:
+    """Names of the speculation heads that come with the project."""
+    return sorted({p.parent.name for p in ASSETS.glob("*/config.json")} - set(builtin_models()))
+
+
 def is_shape(model: str) -> bool:
     """Whether it names a shape of assets/configs, which can only have random weights."""
     return (ASSETS / "configs" / model / "config.json").is_file()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,7 +61,15 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
 """component -> choice -> "module" or "module:attribute". A choice is a panel's name or a backend's."""
 
 NEEDS_CUDA: dict[str, tuple[str, ...]] = {"attention": ("flashinfer", "fa3")}
-"""component -> choices that run on CUDA GPUs only. (Triton's kernels run in its interpreter, too.)"""
+"""component -> choices that run on CUDA GPUs only."""
+
+NEEDS_TRITON: dict[str, tuple[str, ...]] = {
+    "attention": ("optimized", "triton"),
+    **dict.fromkeys(("layers", "moe", "models", "draft_models", "sampler", "draft_tree"), ("optimized",)),
+}
+"""component -> choices that Triton's kernels compute: on GPUs, or in its interpreter, for tests."""
+
+NO_TRITON = "needs a CUDA GPU (for tests on a CPU, Triton's interpreter: TRITON_INTERPRET=1)"
 
 PAIRS: dict[str, str] = {"attention": "optimized.attention.hybrid:hybrid_of"}
 """component -> what makes one implementation of two choices"""
@@ -87,8 +96,7 @@ def parse_use(text: str) -> dict[str, str]:
 
 def needs_cuda(component: str, choice: str) -> bool:
     """Whether an implementation of ours runs on a CUDA GPU only."""
-    names = _pair(component, choice) or (choice,)
-    return any(name in NEEDS_CUDA.get(component, ()) for name in names)
+    return _names_any(component, choice, NEEDS_CUDA)
 
 
 def check_device(selection: Mapping[str, str], device: str) -> None:
@@ -96,6 +104,12 @@ def check_device(selection: Mapping[str, str], device: str) -> None:
     for component, choice in selection.items():
         if needs_cuda(component, choice) and not device.startswith("cuda"):
             raise ValueError(f"{component}={choice} needs a CUDA GPU, and the device is {device}")
+        if _names_any(component, choice, NEEDS_TRITON) and not runs_triton(device):
+            raise ValueError(f"{component}={choice} {NO_TRITON}, and the device is {device}")
+
+
+def runs_triton(device: str) -> bool:
+    return device.startswith("cuda") or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def select(panel: str, use: Mapping[str, str]) -> dict[str, str]:
@@ -114,7 +128,7 @@ def select(panel: str, use: Mapping[str, str]) -> dict[str, str]:
 
 def check_choice(component: str, choice: str) -> None:
     """Raise `ValueError` listing the right ones for a name that stands for nothing."""
-    if choice not in choices(component) and not _pair(component, choice) and not _is_target(choice):
+    if choice not in choices(component) and not _pair(component, choice) and not is_target(choice):
         pairs = "two of them as prefill+decode, " if component in PAIRS else ""
         raise ValueError(
             f"{component}={choice}: no such implementation; choose one of {', '.join(choices(component))}, "
@@ -127,7 +141,8 @@ def has_optimized() -> bool:
 
 
 def load(component: str, choice: str) -> Any:
-    """The class (or module of classes) behind a choice; imports it now."""
+    """The class (or module of classes) behind a choice; imports it now. Whatever somebody else's code raises
+    at that becomes one `ValueError`; what ours raises is a defect, and comes as it is."""
     pair = _pair(component, choice)
     if pair is not None:
         return _load_target(component, choice, PAIRS[component])(*pair)
@@ -136,13 +151,19 @@ def load(component: str, choice: str) -> Any:
 
 def _load_target(component: str, choice: str, target: str) -> Any:
     module_name, _, attribute = target.partition(":")
-    module = _load_file(module_name) if module_name.endswith(".py") else _import(component, module_name)
+    is_file = module_name.endswith(".py")
+    module = _load_file(choice, module_name) if is_file else _import(component, choice, module_name)
     if not attribute:
         return module
     try:
         return getattr(module, attribute)
     except AttributeError:
         raise ValueError(f"{component}={choice}: {module_name} has no {attribute!r}") from None
+
+
+def _names_any(component: str, choice: str, table: Mapping[str, tuple[str, ...]]) -> bool:
+    names = _pair(component, choice) or (choice,)
+    return any(name in table.get(component, ()) for name in names)
 
 
 def _pair(component: str, choice: str) -> tuple[str, str] | None:
@@ -154,11 +175,12 @@ def _pair(component: str, choice: str) -> tuple[str, str] | None:
     return None
 
 
-def _is_target(choice: str) -> bool:
+def is_target(choice: str) -> bool:
+    """Whether a choice is spelled as somebody's own: package.module:Class or file.py:Class."""
     return ":" in choice or "." in choice
 
 
-def _import(component: str, module_name: str) -> ModuleType:
+def _import(component: str, choice: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -168,9 +190,13 @@ def _import(component: str, module_name: str) -> ModuleType:
                 f"{component} from {module_name} needs {missing}: pip install 'diptych[gpu]'"
             ) from None
         raise ValueError(f"{component}: cannot import {module_name}: no module named {missing!r}") from None
+    except (Exception, SystemExit) as error:
+        if not is_target(choice):
+            raise
+        raise _cannot_load(choice, error) from error
 
 
-def _load_file(path: str) -> ModuleType:
+def _load_file(choice: str, path: str) -> ModuleType:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"no such file: {file}")
@@ -180,5 +206,12 @@ def _load_file(path: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise _cannot_load(choice, error) from error
     return module
+
+
+def _cannot_load(choice: str, error: BaseException) -> ValueError:
+    return ValueError(f"cannot load {choice}: {type(error).__name__}: {error}")

@@ -11,12 +11,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def require_matplotlib() -> None:
-    """Asked before something is measured, not after."""
+def require_matplotlib(file: Path) -> None:
+    """Asked before something is measured, not after: is it there, and does it draw such files?"""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ImportError("--plot needs matplotlib: pip install 'diptych[plots]'") from None
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    endings = [f".{name}" for name in FigureCanvasBase.get_supported_filetypes()]
+    if file.suffix.lower() not in endings:
+        raise ValueError(f"--plot draws {', '.join(endings)}, and {file.name} ends in none of these")
 
 
 def plot_speeds(
@@ -59,12 +64,14 @@ def plot_growth(
     what: str,
     cost: str,
 ) -> None:
-    """A line for each name, both axes logarithmic: equal slopes are equal powers."""
+    """A line for each name, both axes logarithmic: equal slopes are equal powers. Where x has a 0,
+    which a logarithmic axis lacks, its end is linear."""
     figure, axes = _figure(title)
     for label, points in lines.items():
         x, y = zip(*points)
         axes.plot(x, y, "o--" if "reference" in label else "o-", label=label, markersize=3)
-    axes.set_xscale("log")
+    has_zero = any(x == 0 for points in lines.values() for x, _ in points)
+    axes.set_xscale("symlog" if has_zero else "log")
     axes.set_yscale("log")
     axes.set_xlabel(what)
     axes.set_ylabel(cost)

@@ -25,13 +25,33 @@ TOKENS = range(1000, 2000)
 
 @dataclass(frozen=True)
 class CacheCase:
-    """A tree of so many tokens: sequences of `sequence_len`, `depth` nodes each, with nothing in common."""
+    """A tree of so many tokens or a few more: whole sequences of `sequence_len`, `depth` nodes each, with
+    nothing in common."""
 
     panel: str
     num_tokens: int
     sequence_len: int = 1024
     depth: int = 1
     page_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "sequence_len", "depth", "page_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name.removeprefix('num_')} must be at least 1, got {getattr(self, name)}")
+        if self.sequence_len % (self.depth * self.page_size) != 0:
+            raise ValueError(
+                f"a sequence of {self.sequence_len} tokens has no {self.depth} nodes of whole pages of "
+                f"{self.page_size}"
+            )
+
+    @property
+    def num_sequences(self) -> int:
+        return -(-self.num_tokens // self.sequence_len)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """What the tree holds: sequences are whole."""
+        return self.num_sequences * self.sequence_len
 
 
 @dataclass(frozen=True)
@@ -54,11 +74,6 @@ class FullCache:
     """A tree as the case wants it. Whatever is done to it, it keeps its size."""
 
     def __init__(self, case: CacheCase, seed: int = 0) -> None:
-        if case.sequence_len % (case.depth * case.page_size) != 0:
-            raise ValueError(
-                f"a sequence of {case.sequence_len} tokens has no {case.depth} nodes of whole pages of "
-                f"{case.page_size}"
-            )
         self.rng = random.Random(seed)
         self.node_len = case.sequence_len // case.depth
         self.tree: PrefixCache = registry.load("radix_cache", case.panel)(case.page_size)
@@ -66,7 +81,7 @@ class FullCache:
         self.num_made = 0
         self.case = case
         self.by_last_use: deque[list[int]] = deque()  # the sequences in the tree, the one to evict first
-        while len(self.by_last_use) * case.sequence_len < case.num_tokens:
+        for _ in range(case.num_sequences):
             self.insert_upper_nodes(self.new_sequence())
             self.insert(self.by_last_use[-1])
 

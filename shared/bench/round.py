@@ -58,8 +58,15 @@ def engine_flags(batches: Sequence[int], flags: dict[str, Any]) -> dict[str, Any
     return {"max_running_requests": max(batches), **graphs, **flags}
 
 
+def check_case(batch_size: int, context_len: int) -> None:
+    for name, number in (("batch", batch_size), ("context", context_len)):
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+
+
 def measure_round(llm: LLM, batch_size: int, context_len: int, num_repeats: int = 30) -> RoundResult:
     """On an engine that speculates and is idle. The KV pool is overwritten."""
+    check_case(batch_size, context_len)
     if not llm.flush_cache():
         raise ValueError("the engine is busy: a benchmark needs it for itself")
     if llm.assembly.parts.drafter is None:

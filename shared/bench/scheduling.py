@@ -37,6 +37,14 @@ class SchedulingCase:
     num_running: int = 256
     page_size: int = 1
 
+    def __post_init__(self) -> None:
+        least = {"num_waiting": 0, "num_running": 1, "page_size": 1}
+        for name, number in least.items():
+            if getattr(self, name) < number:
+                raise ValueError(
+                    f"{name.removeprefix('num_')} must be at least {number}, got {getattr(self, name)}"
+                )
+
 
 @dataclass(frozen=True)
 class SchedulingResult:

@@ -122,12 +122,13 @@ def finish(
         row = yardstick_row(complete[0], data)
         if row is not None:
             data["yardstick"] = compare(console, complete[0].time_per_token, row)
-        if plot is not None:
-            draw(plot, complete, data)
-        bench_run.save_trace(trace, results[-1].recording)
-    if output is not None:
+    if output is not None:  # the numbers first: what fails below does not take them along
         write_json(output, data)
         print(f"written to {output}")
+    if complete:
+        bench_run.save_trace(trace, results[-1].recording)
+        if plot is not None:
+            draw(plot, complete, data)
 
 
 def print_results(console: Console, results: list[LatencyResult]) -> None:

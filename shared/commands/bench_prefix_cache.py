@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def prefix_cache(
     tokens: Annotated[
-        str, typer.Option(help="Cached tokens; several numbers separated by commas.")
+        str, typer.Option(help="Cached tokens, up to whole sequences; several separated by commas.")
     ] = "10000,100000,1000000,10000000",
     sequence_len: Annotated[str, typer.Option(help="Tokens of a sequence; several by commas.")] = "1024",
     depth: Annotated[str, typer.Option(help="Nodes of a sequence; several by commas.")] = "1",
@@ -46,22 +46,33 @@ def prefix_cache(
         integers("--tokens", tokens),
         panels,
     )
+    cases = [  # all of them before the first is measured: each is checked when it is made
+        CacheCase(side, number, length, num_nodes, page) for page, num_nodes, length, number, side in sizes
+    ]
     results: list[CacheResult] = []
-    for page, num_nodes, length, number, side in sizes:
-        print(f"{side}: {number} tokens, {length} a sequence, {num_nodes} deep, page {page}", file=sys.stderr)
-        results.append(measure(CacheCase(side, number, length, num_nodes, page), repeats))
+    for case in cases:
+        print(
+            f"{case.panel}: {case.num_cached_tokens} tokens, {case.sequence_len} a sequence, "
+            f"{case.depth} deep, page {case.page_size}",
+            file=sys.stderr,
+        )
+        results.append(measure(case, repeats))
     print_results(results)
+    if output is not None:
+        rows = [
+            asdict(result.case)
+            | {"num_cached_tokens": result.case.num_cached_tokens, "times_s": result.times}
+            for result in results
+        ]
+        report.write_json(output, report.header("prefix-cache") | {"results": rows})
     if plot is not None:
         lines: dict[str, list[tuple[float, float]]] = {}
         for result in results:
             case = result.case
             for operation in OPERATIONS:
                 line = lines.setdefault(f"{operation}, page {case.page_size}, {case.panel}", [])
-                line.append((case.num_tokens, result.median(operation) * 1e6))
+                line.append((case.num_cached_tokens, result.median(operation) * 1e6))
         plot_growth(plot, "a call of the prefix cache", lines, "cached tokens", "us of processor time")
-    if output is not None:
-        cases = [asdict(result.case) | {"times_s": result.times} for result in results]
-        report.write_json(output, report.header("prefix-cache") | {"results": cases})
 
 
 def print_results(results: list[CacheResult]) -> None:
@@ -75,7 +86,7 @@ def print_results(results: list[CacheResult]) -> None:
         table.add_column(heading, justify="left" if heading == "panel" else "right")
     for result in results:
         case = result.case
-        sizes = (case.page_size, case.depth, case.sequence_len, case.num_tokens)
+        sizes = (case.page_size, case.depth, case.sequence_len, case.num_cached_tokens)
         times = [f"{result.least(name) * 1e6:.1f} / {result.median(name) * 1e6:.1f}" for name in OPERATIONS]
         table.add_row(case.panel, *(f"{size:,}" for size in sizes), *times)
     Console(width=None if sys.stdout.isatty() else bench_run.WIDTH).print(table)

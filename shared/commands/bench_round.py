@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,17 +36,18 @@ def round_(
     For example: --model Qwen3-8B --speculative eagle3 --speculative-draft-model Qwen3-8B-eagle3
     """
     from shared.bench import report
-    from shared.bench.round import engine_flags, measure_round
+    from shared.bench.round import check_case, engine_flags, measure_round
 
     bench_run.check_files(None, output)
     batches, contexts = integers("--batch", batch), integers("--context", context)
+    for context_len, batch_size in product(contexts, batches):  # before an engine is started
+        check_case(batch_size, context_len)
     flags = bench_run.with_dummy_weights(engine.to_flags())
     llm = launch.start_engine(engine_flags(batches, flags))
     results: list[RoundResult] = []
-    for context_len in contexts:
-        for batch_size in batches:
-            print(f"batch {batch_size}, context {context_len}", file=sys.stderr)
-            results.append(measure_round(llm, batch_size, context_len, repeats))
+    for context_len, batch_size in product(contexts, batches):
+        print(f"batch {batch_size}, context {context_len}", file=sys.stderr)
+        results.append(measure_round(llm, batch_size, context_len, repeats))
     print_results(results)
     if output is not None:
         cases = [asdict(result) | {"ratio": result.ratio} for result in results]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +23,40 @@ WIDTH = 120
 def check_files(plot: Path | None, *others: Path | None) -> None:
     """Before something is measured: can the results be kept?"""
     for file in (plot, *others):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ValueError(f"no folder {file.absolute().parent} for {file.name}")
+        if file is not None:
+            _check_file(file)
     if plot is not None:
         from shared.bench.plots import require_matplotlib
 
-        require_matplotlib()
+        require_matplotlib(plot)
+
+
+def _check_file(file: Path) -> None:
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"no folder {folder} for {file.name}")
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder: name a file in it")
+    if not file.exists():
+        _try_to_write(folder)
+    elif not os.access(file, os.W_OK):
+        raise ValueError(f"{file} is there and cannot be written")
+
+
+def check_folder(folder: Path) -> None:
+    """As `check_files`, for a folder that need not be there yet. It is not made: what fails before there are
+    results leaves nothing behind."""
+    path = folder.absolute()
+    _try_to_write(next(each for each in (path, *path.parents) if each.exists()))
+
+
+def _try_to_write(folder: Path) -> None:
+    """The permissions do not say it all: of a read-only file system, of /proc, of who is root."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write into {folder}: {error.strerror}") from None
 
 
 def with_dummy_weights(flags: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -40,26 +41,31 @@ def scheduling(
     bench_run.check_files(plot, output)
     policies = names_among("--policy", policy or ",".join(POLICIES), POLICIES)
     panels = names_among("--panel", panel, registry.PANELS)
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"--seconds must be finite and more than 0, got {seconds}")
+    cases = [  # all of them before the first is measured: each is checked when it is made
+        SchedulingCase(side, name, number, running, page_size)
+        for number in integers("--waiting", waiting)
+        for name in policies
+        for side in panels
+    ]
     results: list[SchedulingResult] = []
-    for number in integers("--waiting", waiting):
-        for name in policies:
-            for side in panels:
-                print(f"{side}, {name}, {number} waiting", file=sys.stderr)
-                case = SchedulingCase(side, name, number, running, page_size)
-                results.append(measure(case, seconds))
+    for case in cases:
+        print(f"{case.panel}, {case.policy}, {case.num_waiting} waiting", file=sys.stderr)
+        results.append(measure(case, seconds))
     print_results(results)
+    if output is not None:
+        rows = [
+            asdict(result.case) | {"first_pass_s": result.first_pass, "blocks_s": result.blocks}
+            for result in results
+        ]
+        report.write_json(output, report.header("scheduling") | {"results": rows})
     if plot is not None:
         lines: dict[str, list[tuple[float, float]]] = {}
         for result in results:
             line = lines.setdefault(f"{result.case.policy}, {result.case.panel}", [])
             line.append((result.case.num_waiting, result.least * 1e3))
         plot_growth(plot, "scheduling of a step", lines, "waiting requests", "ms of processor time")
-    if output is not None:
-        cases = [
-            asdict(result.case) | {"first_pass_s": result.first_pass, "blocks_s": result.blocks}
-            for result in results
-        ]
-        report.write_json(output, report.header("scheduling") | {"results": cases})
 
 
 def print_results(results: list[SchedulingResult]) -> None:

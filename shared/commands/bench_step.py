@@ -66,6 +66,7 @@ def step(
     random weights.
     """
     cases = make_cases(mode, batch, context, prefill_tokens)
+    bench_run.check_files(None, json_file)
     flags = engine.to_flags()
     models = [name.strip() for name in str(flags.pop("model", "tiny-dense")).split(",") if name.strip()]
     if not models:
@@ -98,12 +99,12 @@ def make_cases(mode: str, batch: str, context: str | None, prefill_tokens: str |
 
     if mode not in DEFAULTS:
         raise ValueError(f"--mode must be decode, prefill or mixed, got {mode!r}")
+    if mode == "decode" and prefill_tokens is not None:
+        raise ValueError("--prefill-tokens is no number of a decode step; it has --batch, --context")
     default_context, default_tokens = DEFAULTS[mode]
     batches = parse_numbers("--batch", batch)
     contexts = parse_numbers("--context", context or default_context)
     tokens = parse_numbers("--prefill-tokens", prefill_tokens or default_tokens)
-    if mode == "decode":
-        tokens = [0]
     return [StepCase(mode, b, c, n) for b in batches for c in contexts for n in tokens]  # type: ignore[arg-type]
 
 

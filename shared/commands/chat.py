@@ -135,7 +135,11 @@ class Chat:
 
     def _print_stats(self) -> None:
         stats = self.llm.stats()
-        for name, value in zip(stats._fields, stats):
+        rows = stats._asdict()
+        speculation = rows.pop("speculation")
+        if self.llm.config.speculative is not None:
+            rows |= speculation._asdict()
+        for name, value in rows.items():
             print(f"{name:22} {value:.3f}" if isinstance(value, float) else f"{name:22} {value}")
         if stats.num_prompt_tokens:
             share = stats.num_cached_tokens / stats.num_prompt_tokens

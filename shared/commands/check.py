@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shared.commands import bench_run
+
 if TYPE_CHECKING:
     from shared.conformance.clause import Clause
     from shared.conformance.suite import Verdict
@@ -54,6 +56,7 @@ def check(
         return
     if target is None:
         raise ValueError(f"what shall be checked? Name an implementation of {component}, or use --list")
+    bench_run.check_files(None, json_file)
     verdicts = suite.check_component(
         component, target, clauses=clauses, shrink_failures=shrink, time_limit=time_limit
     )

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shared import registry
+from shared.commands import bench_run
+from shared.commands.options import chunk_size, integers
 
 if TYPE_CHECKING:
     from shared.conformance.outcome import Outcome
@@ -92,6 +94,8 @@ def diff(
     Exit status 0: no divergence (near ties are reported, not counted); 1: they diverge; 2: nothing could
     be compared.
     """
+    if out is not None:
+        bench_run.check_folder(out)
     choices = parse_side(a), parse_side(b)
     sides = [choices[0] | parse_flags(a_flags), choices[1] | parse_flags(b_flags)]
     common: dict[str, Any] = {
@@ -156,6 +160,8 @@ def parse_flags(text: str) -> dict[str, Any]:
         if name in BOTH_SIDES:
             raise ValueError(f"{name} is no flag of one side: use --a, --b or the option for both")
         flags[name] = _value(name, value.strip())
+    if "chunked_prefill_size" in flags:
+        flags["chunked_prefill_size"] = chunk_size(flags["chunked_prefill_size"])
     return flags
 
 
@@ -174,8 +180,6 @@ def _value(name: str, text: str) -> Any:
             raise ValueError(f"{name} must be true or false, got {text!r}")
         return text.lower() == "true"
     if kind.startswith("tuple"):
-        from shared.commands.options import integers
-
         return integers(name, text, "+")
     for number in (int, float):
         if kind.startswith(number.__name__):

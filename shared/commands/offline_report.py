@@ -39,22 +39,24 @@ def finish(
         console.print("interrupted before the first repeat was complete")
     data["results"] = [result.as_json() | facts for result, facts in cases]
     data["results"] += [result.as_json() | facts for result, facts in windows]
+    row = None
     if cases:
         print_cases(console, [result for result, _ in cases])
         row = yardstick_row(measurement, data)
         if row is not None:
             data["yardstick"] = compare(console, cases[0][0].speed, row)
-        if plot is not None:
-            draw_cases(plot, measurement, [result for result, _ in cases], row, cases[0][1])
-    for result, facts in windows:
-        print_windows(console, result)
-        if plot is not None:
-            draw_windows(plot, result, facts)
-    if measurement.results:
-        bench_run.save_trace(trace, measurement.results[-1][0].recording)
-    if output is not None:
+    for window, _ in windows:
+        print_windows(console, window)
+    if output is not None:  # the numbers first: what fails below does not take them along
         write_json(output, data)
         print(f"written to {output}")
+    if measurement.results:
+        bench_run.save_trace(trace, measurement.results[-1][0].recording)
+    if plot is not None and cases:
+        draw_cases(plot, measurement, [result for result, _ in cases], row, cases[0][1])
+    if plot is not None:
+        for window, facts in windows:
+            draw_windows(plot, window, facts)
 
 
 def print_cases(console: Console, results: list[CaseResult]) -> None:

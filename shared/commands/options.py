@@ -157,8 +157,8 @@ class EngineOptions:
         flags = _given(self)
         if "use" in flags:
             flags["use"] = registry.parse_use(",".join(flags["use"]))
-        if flags.get("chunked_prefill_size") == -1:
-            flags["chunked_prefill_size"] = None
+        if "chunked_prefill_size" in flags:
+            flags["chunked_prefill_size"] = chunk_size(flags["chunked_prefill_size"])
         if "cuda_graph_bs" in flags:
             flags["cuda_graph_bs"] = integers("--cuda-graph-bs", flags["cuda_graph_bs"])
         return flags
@@ -239,6 +239,15 @@ def integers(option: str, text: str, separator: str = ",") -> tuple[int, ...]:
         return tuple(int(piece) for piece in text.split(separator))
     except ValueError:
         raise ValueError(f"{option} takes numbers separated by {separator!r}, got {text!r}") from None
+
+
+def chunk_size(number: int | None) -> int | None:
+    """-1, as other engines write it, for the `None` that a command line has no word for."""
+    if number is not None and number < 1 and number != -1:
+        raise ValueError(
+            f"chunked_prefill_size must be an integer >= 1, or -1 to never cut a prompt, got {number}"
+        )
+    return None if number == -1 else number
 
 
 def names_among(option: str, text: str, allowed: Sequence[str]) -> list[str]:

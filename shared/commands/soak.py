@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import Annotated, Any
@@ -27,8 +28,12 @@ def soak(
     invariants checked after every step and each answer compared with what it is alone. In float32; flags that
     are given hold in every round.
 
-    Exit status 0: nothing was wrong; 1: a round failed. `--seed N --seconds 0` repeats round N.
+    Exit status 0: nothing was wrong; 1: a round failed; 2: nothing could be compared.
+    `--seed N --seconds 0` repeats round N.
     """
+    if not 0 <= seconds < math.inf:  # 0: one round
+        raise ValueError(f"--seconds must be finite and at least 0, got {seconds}")
+
     from rich.console import Console
 
     from shared.conformance.soak import Soak, Tally
@@ -49,6 +54,10 @@ def soak(
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         print(f"repeat it with --seed {number} --seconds 0", file=sys.stderr)
         raise typer.Exit(1) from None
+    if total.num_requests == 0:  # nothing was wrong, as nothing was asked
+        raise ValueError(
+            f"nothing was compared: no round of {acts} acts had an answer; raise --acts or --seconds"
+        )
     print(f"rounds: {number - seed}; {sentence(total)}")
 
 

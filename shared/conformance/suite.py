@@ -12,6 +12,7 @@ from typing import Any
 from shared import registry
 from shared.conformance.clause import Clause, clauses_in
 from shared.conformance.compare import Mismatch
+from shared.conformance.device import check_device
 from shared.conformance.shrink import shrink
 from shared.conformance.surface import surface_clause
 from shared.conformance.time_limit import TimeLimitExceeded
@@ -102,16 +103,13 @@ def check_component(
     time_limit: float | None = TIME_LIMIT,
 ) -> Iterator[Verdict]:
     """Every clause (or only `clauses`) and case of a component against `target`: a panel, a backend's name,
-    package.module:Class or file.py:Class. A target that cannot be found or loaded raises `ValueError`, at
-    the call. One that does not implement the interface fails that, and nothing else is tried."""
+    package.module:Class or file.py:Class. A target that cannot be found or loaded, or not run on this
+    machine, raises `ValueError`, at the call. One that does not implement the interface fails that, and
+    nothing else is tried."""
     chosen = clauses_of(component) if clauses is None else list(clauses)
     registry.check_choice(component, target)
-    try:
-        impl = registry.load(component, target)
-    except ValueError:
-        raise
-    except Exception as error:  # whatever the code of somebody else's file raises when it is imported
-        raise ValueError(f"cannot load {target}: {type(error).__name__}: {error}") from error
+    registry.check_device({component: target}, check_device().type)
+    impl = registry.load(component, target)
     reference = registry.load(component, "reference")
     return _check_surface_first(component, chosen, impl, reference, shrink_failures, time_limit)
 

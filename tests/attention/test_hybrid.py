@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from optimized.attention.default import DefaultAttention
 from optimized.attention.hybrid import HybridAttention, hybrid_of
 from reference.attention import TorchAttention
 from shared import registry
+from shared.conformance import suite
 from shared.conformance.attention_batches import AttentionBatch, AttentionCase
 from shared.conformance.clause import clauses_in
 from shared.conformance.contracts import attention_outputs
@@ -190,6 +192,27 @@ def test_what_needs_a_gpu_says_so(choice: str) -> None:
 )
 def test_the_others_run_anywhere(choice: str) -> None:
     registry.check_device({"attention": choice, "sampler": "reference"}, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("component", "choice"),
+    [
+        ("attention", "triton"),
+        ("attention", "triton+reference"),
+        ("sampler", "optimized"),
+        ("moe", "optimized"),
+    ],
+)
+def test_what_triton_computes_needs_a_gpu_or_its_interpreter(
+    monkeypatch: pytest.MonkeyPatch, component: str, choice: str
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(suite, "check_device", lambda: torch.device("cpu"))
+    registry.check_device({component: choice}, "cuda")
+    with pytest.raises(ValueError, match=f"{re.escape(choice)} needs a CUDA GPU .*TRITON_INTERPRET=1"):
+        registry.check_device({component: choice}, "cpu")
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):  # and not clause after clause that fails
+        suite.check_component(component, choice)
 
 
 # ---- the default ----

@@ -7,8 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.config import EngineConfig
+from shared.config.engine import SpeculativeAlgorithm
 from shared.interfaces import SchedulerStats
-from shared.types import FinishAbort, FinishLength, FinishToken, GenerateOutput, SamplingParams, TokenLogprob
+from shared.types import (
+    FinishAbort,
+    FinishLength,
+    FinishToken,
+    GenerateOutput,
+    SamplingParams,
+    SpeculationStats,
+    TokenLogprob,
+)
 
 
 class FakeTokenizer:
@@ -38,13 +47,19 @@ class FakeLLM:
     answer: str = "Bergen."
     context_len: int = 1000
     interrupt_after: int | None = None
+    speculative: SpeculativeAlgorithm | None = None
     finish: str = "stop"
     prompts: list[Any] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     num_closed: int = 0
 
     def __post_init__(self) -> None:
-        self.config = EngineConfig(model="fake", context_len=self.context_len, max_total_tokens=100_000)
+        self.config = EngineConfig(
+            model="fake",
+            context_len=self.context_len,
+            max_total_tokens=100_000,
+            speculative=self.speculative,
+        )
         self.model_config = FakeModelConfig()
         self.tokenizer = FakeTokenizer()
 
@@ -81,6 +96,7 @@ class FakeLLM:
         return SchedulerStats(
             num_waiting=0, num_running=0, num_steps=7, num_prompt_tokens=200, num_cached_tokens=50,
             num_generated_tokens=9, num_retractions=0, new_token_ratio=0.7,
+            speculation=SpeculationStats(4, 12, 6) if self.speculative else SpeculationStats(),
         )  # fmt: skip
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,10 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from shared.bench import plots
 from shared.bench.workloads import Offline256
 from shared.commands.bench_offline import engines_for, make_workload, parse_range
-from shared.commands.bench_run import Progress
+from shared.commands.bench_run import Progress, check_files, check_folder
 from shared.commands.offline_report import compare
 from shared.engine import LLM
 
@@ -156,6 +160,9 @@ def test_ctrl_c_before_anything_was_complete(
         (["--output-len", "0"], "output_len must be a length of at least 1"),
         (["--concurrency", "1;16"], "--concurrency takes numbers separated by ',', got '1;16'"),
         (["--trace", "no/such/folder/trace.json"], "for trace.json"),
+        (["--output", "."], ". is a folder: name a file in it"),
+        (["--plot", "x.foo"], "and x.foo ends in none of these"),
+        (["--plot", "picture"], "--plot draws "),
         (["--context-len", "64", "--output-len", "600", "--no-limit"], "must fit into the context (64)"),
     ],
 )
@@ -174,6 +181,53 @@ def test_a_plot_without_matplotlib_is_refused_before_measuring(
     result = diptych(*OFFLINE, "--plot", str(tmp_path / "plot.svg"))
     assert result.exit_code == 2
     assert result.stderr.splitlines() == ["error: --plot needs matplotlib: pip install 'diptych[plots]'"]
+
+
+def test_only_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    check_files(None, tmp_path / "r.json", None)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    check_files(tmp_path / "PLOT.SVG", None)
+
+
+def test_what_the_system_refuses_is_refused_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a read-only file system does it, or the permissions for who is not root."""
+
+    def refuse(dir: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    for check, path in ((check_files, tmp_path / "r.json"), (check_folder, tmp_path / "a" / "b")):
+        with pytest.raises(ValueError, match=f"cannot write into {tmp_path}: Read-only file system"):
+            check(path)
+    there = tmp_path / "there.json"
+    there.write_text("{}")
+    check_files(None, there)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match=r"there\.json is there and cannot be written"):
+        check_files(None, there)
+
+
+@pytest.mark.parametrize(("workload", "drawing"), [("uniform", "plot_speeds"), ("long-prompts", "plot_gaps")])
+def test_the_numbers_are_kept_when_drawing_fails(
+    diptych: Diptych, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workload: str, drawing: str
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(plots, drawing, fail)
+    numbers = ["--workload", workload, "--input-len", "8", "--output-len", "6", "--repeats", "1"]
+    numbers += ["--warm-ups", "0", "--no-limit"]
+    if workload == "long-prompts":
+        numbers += ["--num-requests", "2", "--output-len", "300", "--long-len", "64", "--interval", "0.05"]
+        numbers += ["--long-output-len", "2", "--seconds", "0.2"]
+    file = tmp_path / "r.json"
+    result = diptych(*OFFLINE, *numbers, "--plot", str(tmp_path / "plot.svg"), "-o", str(file))
+    assert (result.exit_code, "no space left" in result.stderr) == (2, True)
+    assert json.loads(file.read_text())["results"]
 
 
 def test_a_terminal_sees_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:

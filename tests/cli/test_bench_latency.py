@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
+from shared.bench import plots
 from shared.bench.yardstick import ROWS
 from shared.commands.bench_latency import compare
 from shared.commands.bench_run import console
@@ -80,6 +81,7 @@ def test_ctrl_c_keeps_what_was_complete(
         (["--output-len", "2"], "output_len must be at least 3, got 2"),
         (["--output-len", "5000", "--no-limit"], "must fit into the context (2048)"),
         (["--output", "no/such/folder/r.json"], "for r.json"),
+        (["--trace", "."], ". is a folder: name a file in it"),
     ],
 )
 def test_wrong_options_are_one_line(diptych: Diptych, options: list[str], message: str) -> None:
@@ -106,7 +108,26 @@ def test_generate_writes_a_timeline(diptych: Diptych, tmp_path: Path) -> None:
     assert {"schedule", "prepare", "launch", "process results", "detokenise", "free_tokens"} <= set(names)
 
 
-def test_generate_refuses_a_timeline_that_cannot_be_kept(diptych: Diptych) -> None:
-    result = diptych("generate", "--trace", "no/such/folder/trace.json", "Hello")
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("no/such/folder/trace.json", "for trace.json"), (".", ". is a folder: name a file in it")],
+)
+def test_generate_refuses_a_timeline_that_cannot_be_kept(diptych: Diptych, file: str, message: str) -> None:
+    result = diptych("generate", "--trace", file, "Hello")
     assert result.exit_code == 2
-    assert "for trace.json" in result.stderr
+    assert result.stdout == ""
+    assert message in result.stderr
+
+
+def test_the_numbers_are_kept_when_drawing_fails(
+    diptych: Diptych, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(plots, "plot_gaps", fail)
+    file = tmp_path / "r.json"
+    options = ["--repeats", "1", "--warm-ups", "0", "--no-limit", "--plot", str(tmp_path / "plot.svg")]
+    result = diptych(*LATENCY, *options, "-o", str(file))
+    assert (result.exit_code, "no space left" in result.stderr) == (2, True)
+    assert len(json.loads(file.read_text())["results"]) == 1

@@ -46,6 +46,34 @@ def test_an_engine_that_does_not_speculate_is_refused() -> None:
         measure_round(engine(), 1, 20, 1)
 
 
+def test_a_round_needs_requests_and_a_context() -> None:
+    llm = engine(**EAGLE)
+    for batch_size, context_len, message in (
+        (0, 20, "batch must be at least 1, got 0"),
+        (1, 0, "context must be at least 1, got 0"),
+        (1, -5, "context must be at least 1, got -5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measure_round(llm, batch_size, context_len, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--context", "20,0"), "context must be at least 1, got 0"),
+        (("--context", "-5"), "context must be at least 1, got -5"),
+        (("--batch", "1,0"), "batch must be at least 1, got 0"),
+        (("--output", "."), ". is a folder: name a file in it"),
+    ],
+)
+def test_bench_round_refuses_nonsense_before_it_starts_an_engine(
+    diptych: Callable[..., Result], options: tuple[str, str], message: str
+) -> None:
+    result = diptych("bench", "round", "--model", "no-such-model", *options)
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {message}\n"
+
+
 def test_an_engine_gets_graphs_for_the_batches_asked_for() -> None:
     flags = engine_flags([8, 1, 8], {})
     assert flags == {"max_running_requests": 8, "cuda_graph_bs": (1, 8)}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from shared.bench import plots
 from shared.bench.prefix_cache import CacheCase, FullCache
 from shared.bench.scheduling import POLICIES, Rehearsal, SchedulingCase
 
@@ -27,14 +28,14 @@ def run(diptych: Diptych, tmp_path: Path, *options: str) -> dict[str, Any]:
 
 
 def test_scheduling(diptych: Diptych, tmp_path: Path) -> None:
-    options = ("--waiting", "3,9", "--running", "4", "--policy", "lof,dfs-weight", "--seconds", "0.01")
+    options = ("--waiting", "0,9", "--running", "4", "--policy", "lof,dfs-weight", "--seconds", "0.01")
     data = run(diptych, tmp_path, "scheduling", *options)
     cases = [(one["panel"], one["policy"], one["num_waiting"]) for one in data["results"]]
     assert sorted(cases) == sorted(
         (panel, policy, number)
         for panel in ("reference", "optimized")
         for policy in ("lof", "dfs-weight")
-        for number in (3, 9)
+        for number in (0, 9)
     )
     assert all(one["first_pass_s"] > 0 and min(one["blocks_s"]) > 0 for one in data["results"])
 
@@ -55,6 +56,23 @@ def test_both_panels_rehearse_the_same(policy: str) -> None:
     assert seen[0] == seen[1]
 
 
+def test_a_plot_keeps_the_point_at_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    make_figure = plots._figure
+
+    def figure(title: str) -> Any:
+        drawn.append(make_figure(title))
+        return drawn[-1]
+
+    monkeypatch.setattr(plots, "_figure", figure)
+    for first in (0, 1):
+        points = [(first, 1.0), (10, 2.0)]
+        plots.plot_growth(tmp_path / "plot.svg", "growth", {"reference": points}, "waiting", "ms")
+    (_, with_zero), (_, without) = drawn
+    assert (with_zero.get_xscale(), without.get_xscale()) == ("symlog", "log")
+    assert with_zero.transData.transform((0, 1.0))[0] > with_zero.bbox.x0
+
+
 def test_prefix_cache(diptych: Diptych, tmp_path: Path) -> None:
     options = ("--tokens", "256", "--sequence-len", "32", "--depth", "1,2", "--page-size", "1,16")
     data = run(diptych, tmp_path, "prefix-cache", *options, "--repeats", "3")
@@ -65,6 +83,36 @@ def test_prefix_cache(diptych: Diptych, tmp_path: Path) -> None:
             "insert": 3,
             "evict": 3,
         }
+
+
+def test_sequences_are_whole_and_that_is_what_is_reported(diptych: Diptych, tmp_path: Path) -> None:
+    options = ("--tokens", "10,1025", "--page-size", "1", "--panel", "reference", "--repeats", "1")
+    data = run(diptych, tmp_path, "prefix-cache", *options)
+    assert [(one["num_tokens"], one["num_cached_tokens"]) for one in data["results"]] == [
+        (10, 1024),
+        (1025, 2048),
+    ]
+    case = CacheCase("reference", 1025)
+    assert FullCache(case).tree.evictable_size() == case.num_cached_tokens
+
+
+@pytest.mark.parametrize("command", ["scheduling", "prefix-cache"])
+def test_the_numbers_are_kept_when_drawing_fails(
+    diptych: Diptych, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(plots, "plot_growth", fail)
+    file = tmp_path / "result.json"
+    small = {
+        "scheduling": ("--waiting", "3", "--running", "4", "--policy", "fcfs", "--seconds", "0.001"),
+        "prefix-cache": ("--tokens", "10", "--repeats", "1"),
+    }
+    options = (*small[command], "--panel", "reference", "--plot", str(tmp_path / "plot.svg"))
+    result = diptych("bench", command, *options, "--output", str(file))
+    assert (result.exit_code, "no space left" in result.stderr) == (2, True)
+    assert json.loads(file.read_text())["results"]
 
 
 @pytest.mark.parametrize("panel", ["reference", "optimized"])
@@ -87,9 +135,23 @@ def test_the_tree_is_as_the_case_says_and_stays_so(panel: str, depth: int, page_
         ("scheduling", ("--waiting", "many"), "--waiting takes numbers"),
         ("prefix-cache", ("--panel", "both"), "--panel takes reference, optimized"),
         ("prefix-cache", ("--depth", "3"), "1024 tokens has no 3 nodes of whole pages of 1"),
+        ("scheduling", ("--waiting", "3,-5"), "waiting must be at least 0, got -5"),
+        ("scheduling", ("--seconds", "0"), "--seconds must be finite and more than 0, got 0"),
+        ("scheduling", ("--seconds", "-1"), "--seconds must be finite and more than 0, got -1"),
+        ("scheduling", ("--seconds", "nan"), "--seconds must be finite and more than 0, got nan"),
+        ("scheduling", ("--seconds", "inf"), "--seconds must be finite and more than 0, got inf"),
+        ("prefix-cache", ("--tokens", "0"), "tokens must be at least 1, got 0"),
+        ("prefix-cache", ("--tokens", "-5"), "tokens must be at least 1, got -5"),
+        ("prefix-cache", ("--tokens", "10,000"), "tokens must be at least 1, got 0"),
+        ("prefix-cache", ("--page-size", "1,0"), "page_size must be at least 1, got 0"),
+        ("prefix-cache", ("--depth", "0"), "depth must be at least 1, got 0"),
+        ("prefix-cache", ("--sequence-len", "0"), "sequence_len must be at least 1, got 0"),
+        ("prefix-cache", ("--sequence-len", "-4"), "sequence_len must be at least 1, got -4"),
     ],
 )
 def test_wrong_options(diptych: Diptych, command: str, option: tuple[str, str], message: str) -> None:
     result = diptych("bench", command, *option)
     assert result.exit_code == 2
-    assert message in result.output
+    [line] = result.stderr.splitlines()  # nothing was measured before
+    assert line.startswith("error: ")
+    assert message in line

@@ -99,7 +99,7 @@ def test_beside_those_that_decode_one_begins_its_prompt() -> None:
 
 
 def test_an_engine_gets_room_for_the_largest_case() -> None:
-    cases = make_cases("decode", "2,8", "16,32", "0")
+    cases = make_cases("decode", "2,8", "16,32", None)
     assert [(case.batch_size, case.context_len) for case in cases] == [(2, 16), (2, 32), (8, 16), (8, 32)]
     flags = engine_flags("Qwen3-8B", cases, {"panel": "reference"}, 40960)
     assert (flags["load_format"], flags["max_running_requests"], flags["panel"]) == ("dummy", 8, "reference")
@@ -217,6 +217,12 @@ def test_bench_step_measures_a_mixed_step(diptych: Callable[..., Result]) -> Non
             ("--batch", "9", "--context", "2", "--max-running-requests", "4"),
             "exceeds max_running_requests (4)",
         ),
+        (
+            ("--mode", "decode", "--prefill-tokens", "10"),
+            "--prefill-tokens is no number of a decode step; it has --batch, --context",
+        ),
+        (("--json", "no/such/folder/x.json"), "for x.json"),
+        (("--json", "."), ". is a folder: name a file in it"),
         (("--model", ","), "--model names no model"),
         (("--model", "no-such-model"), "no model 'no-such-model'"),
     ],

@@ -87,6 +87,22 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert llm.prompts == []
 
 
+def test_stats_show_speculation_like_the_rest_and_only_where_it_is_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Chat(FakeLLM(), SamplingParams()).run(lines("/stats"))
+    plain = capsys.readouterr().out.splitlines()
+    Chat(FakeLLM(speculative="ngram"), SamplingParams()).run(lines("/stats"))
+    rows = capsys.readouterr().out.splitlines()
+    assert [row for row in rows if row not in plain] == [
+        "num_verifications      4",
+        "num_drafted_tokens     12",
+        "num_accepted_tokens    6",
+    ]
+    assert set(plain) <= set(rows)
+    assert "Speculation" not in "".join(rows + plain)
+
+
 def test_command_reads_the_terminal(fake: FakeLLM, diptych: Callable[..., Result]) -> None:
     result = diptych("chat", "--system", "Be brief.", input="one?\n/exit\n")
     assert result.exit_code == 0

@@ -222,6 +222,8 @@ def test_whatever_it_raises_is_its_failure(diptych: Diptych, tmp_path: Path, wis
         (["sampler", "no_such_module.at_all:Sampler"], "no module named"),
         (["sampler", "reference.sampler:NoSuchClass"], "has no 'NoSuchClass'"),
         (["sampler", "reference", "--clause", "no-such-clause"], "the clauses are "),
+        (["sampler", "reference", "--json", "no/such/folder/x.json"], "for x.json"),
+        (["sampler", "reference", "--json", "."], ". is a folder: name a file in it"),
     ],
 )
 def test_usage_errors_are_one_line_and_status_2(diptych: Diptych, arguments: list[str], message: str) -> None:

@@ -95,6 +95,7 @@ def test_a_model_without_tokenizer_gets_random_prompts(diptych: Diptych, tmp_pat
         (["--b-flags", "enable_mixed_chunk=yes"], "enable_mixed_chunk must be true or false"),
         (["--a-flags", "model=tiny-moe"], "model is no flag of one side"),
         (["--b-flags", "page_size=0"], "page_size must be"),
+        (["--b-flags", "chunked_prefill_size=0"], "an integer >= 1, or -1 to never cut a prompt, got 0"),
         (["--model", "no-such-model"], "no model 'no-such-model'"),
         (["--b-flags", "context_len=8"], "the context of 8 tokens"),
     ],
@@ -106,6 +107,18 @@ def test_usage_errors_are_one_line_and_status_2(diptych: Diptych, arguments: lis
     assert result.stderr.count("\n") == 1
     assert message in result.stderr
     assert result.stdout == ""
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_an_engine_is(
+    diptych: Diptych, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    result = diptych("diff", "--model", "no-such-model", "--out", str(tmp_path / "file" / "out"))
+    assert result.exit_code == 2
+    assert result.stderr == f"error: cannot write into {tmp_path / 'file'}: Not a directory\n"
+    result = diptych("diff", "--model", "no-such-model", "--out", str(tmp_path / "a" / "b"))
+    assert "no model" in result.stderr
+    assert not (tmp_path / "a").exists()
 
 
 def test_sides_and_flags_are_parsed() -> None:
@@ -131,4 +144,6 @@ def test_sides_and_flags_are_parsed() -> None:
         "cuda_graph_bs": (1, 2, 4),
         "disable_cuda_graph": True,
     }
+    assert parse_flags("chunked-prefill-size=-1") == {"chunked_prefill_size": None}
+    assert parse_flags("chunked_prefill_size=64") == {"chunked_prefill_size": 64}
     assert parse_flags("") == {}

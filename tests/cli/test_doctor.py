@@ -32,6 +32,11 @@ def test_reference_runs_here() -> None:
     assert checks["built-in"].state == "ok"
 
 
+def test_what_ships_with_the_project_is_listed_as_what_it_is() -> None:
+    found = by_name(examine())["built-in"].found
+    assert found == "tiny-dense, tiny-moe, tiny-dense-eagle3 (a speculation head)"
+
+
 def test_missing_package_comes_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "installed_version", lambda name: None)
     checks = by_name(examine())

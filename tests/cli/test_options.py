@@ -55,6 +55,9 @@ def test_bad_use_is_refused(use: str) -> None:
 def test_chunked_prefill_can_be_switched_off() -> None:
     assert EngineOptions(chunked_prefill_size=-1).to_flags() == {"chunked_prefill_size": None}
     assert EngineOptions(chunked_prefill_size=64).to_flags() == {"chunked_prefill_size": 64}
+    for number in (0, -2):
+        with pytest.raises(ValueError, match=f"integer >= 1, or -1 to never cut a prompt, got {number}"):
+            EngineOptions(chunked_prefill_size=number).to_flags()
 
 
 def test_captured_sizes_are_separated_by_commas() -> None:

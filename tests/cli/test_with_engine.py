@@ -2,10 +2,15 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import Result
+
+from shared import assembly, registry
+
+MY_RADIX_CACHE = f"{Path(__file__).parents[2] / 'docs' / 'examples' / 'my_radix_cache.py'}:MyRadixCache"
 
 Diptych = Callable[..., Result]
 
@@ -90,3 +95,70 @@ def test_bad_requests_are_one_line_and_status_2(diptych: Diptych, arguments: lis
     assert result.stderr.count("\n") == 1
     assert message in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("class Mine(:", "SyntaxError: invalid syntax (mine.py, line 1)"),
+        ("raise RuntimeError('no luck')", "RuntimeError: no luck"),
+        ("raise ValueError('no luck')", "ValueError: no luck"),
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+    ],
+)
+def test_a_file_of_ones_own_that_cannot_be_imported(
+    diptych: Diptych, tmp_path: Path, code: str, reason: str
+) -> None:
+    target = f"{tmp_path / 'mine.py'}:Mine"
+    (tmp_path / "mine.py").write_text(code)
+    for command in (("generate", "--use", f"sampler={target}", "Hello"), ("check", "sampler", target)):
+        result = diptych(*command)
+        assert result.exit_code == 2, result.output
+        assert result.stderr == f"error: cannot load {target}: {reason}\n"
+
+
+def test_a_module_of_ones_own_that_cannot_be_imported_and_one_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_module.py").write_text("raise RuntimeError('no luck')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="cannot load broken_module:Mine: RuntimeError: no luck"):
+        registry.load("sampler", "broken_module:Mine")
+    # A defect of ours keeps its trace.
+    monkeypatch.setitem(registry.IMPLEMENTATIONS["sampler"], "reference", "broken_module:Mine")
+    with pytest.raises(RuntimeError, match="no luck"):
+        registry.load("sampler", "reference")
+
+
+@pytest.mark.parametrize(
+    ("component", "problem"),
+    [
+        ("sampler", "MyRadixCache is no subclass of shared.interfaces.Sampler and lacks sample"),
+        ("model_runner", "MyRadixCache is no subclass of shared.interfaces.ModelRunner and lacks forward"),
+        ("layers", "MyRadixCache has no RMSNorm; it must hold RMSNorm, RotaryEmbedding, SiluAndMul"),
+        ("models", "MyRadixCache has no model_class"),
+        ("draft_models", "MyRadixCache has no draft_model_class"),
+        ("drafter", "MyRadixCache is no subclass of shared.interfaces.Drafter and lacks draft, extend"),
+    ],
+)
+def test_a_class_of_another_component_is_refused_before_weights_are_read(
+    diptych: Diptych, monkeypatch: pytest.MonkeyPatch, component: str, problem: str
+) -> None:
+    monkeypatch.delattr(assembly, "load_model")
+    result = diptych("generate", "--use", f"{component}={MY_RADIX_CACHE}", "Hello")
+    assert result.exit_code == 2, result.output
+    assert result.stderr == f"error: {component}={MY_RADIX_CACHE}: {problem}\n"
+    checked = diptych("check", component, MY_RADIX_CACHE)
+    assert checked.exit_code == 1, checked.output
+    assert "1 of 1 clauses fail" in checked.stdout
+
+
+def test_a_component_of_ones_own_takes_part(diptych: Diptych) -> None:
+    arguments = ("generate", "--json", *QUESTIONS)
+    (_, second), (_, expected) = (
+        answers(diptych(*arguments, "--use", f"radix_cache={target}"))
+        for target in (MY_RADIX_CACHE, "reference")
+    )
+    assert second["output_ids"] == expected["output_ids"]
+    assert second["num_cached_tokens"] == expected["num_cached_tokens"] > 0

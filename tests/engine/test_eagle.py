@@ -44,6 +44,29 @@ def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, folder
 
 
+def test_a_head_loads_under_the_name_of_a_plain_family(head: tuple[str, Path], tmp_path: Path) -> None:
+    draft_format, folder = head
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = [config["architectures"][0].partition("ForCausalLM")[0] + "ForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    llm = engine((draft_format, tmp_path), DraftShape(3, 1, 4))
+    assert drafter_of(llm).model.config.draft_format == draft_format
+
+
+@pytest.mark.parametrize(
+    ("draft_format", "what"),
+    [("eagle", "an EAGLE head"), ("eagle3", "an EAGLE-3 head"), ("nextn", "a NEXTN layer")],
+)
+@pytest.mark.parametrize(
+    ("model", "architecture"), [("tiny-dense", "Qwen3ForCausalLM"), ("tiny-moe", "Qwen3MoeForCausalLM")]
+)
+def test_a_language_model_is_no_head(draft_format: str, what: str, model: str, architecture: str) -> None:
+    expected = rf"^{model} is a language model \({architecture}\), not {what}: it has no "
+    with pytest.raises(ValueError, match=expected):
+        engine((draft_format, Path(model)), DraftShape(3, 1, 4))
+
+
 def engine(head: tuple[str, Path], shape: DraftShape, **flags: Any) -> LLM:
     return LLM(
         model="tiny-dense",
@@ -182,7 +205,7 @@ def test_a_draft_model_that_does_not_fit_is_refused(head: tuple[str, Path]) -> N
     with pytest.raises(ValueError, match="made for another target"):
         LLM(
             model="tiny-moe", panel="reference", device="cpu",
-            speculative="eagle", speculative_draft_model=str(ASSETS / "tiny-dense"),
+            speculative="eagle3", speculative_draft_model="tiny-dense-eagle3",
         )  # fmt: skip
     other = "nextn" if head[0] != "nextn" else "eagle"
     with pytest.raises(ValueError, match=f"a draft model of format {head[0]}, not {other}"):

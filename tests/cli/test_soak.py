@@ -1,0 +1,46 @@
+"""`diptych soak`: what it says at the end, and the exit status."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from typer.testing import Result
+
+from shared.conformance.soak import Soak, Tally
+
+Diptych = Callable[..., Result]
+
+CPU = ("--device", "cpu", "--panel", "reference")
+
+
+def test_one_round_is_repeated_and_counted(diptych: Diptych) -> None:
+    result = diptych("soak", *CPU, "--seed", "4", "--seconds", "0", "--acts", "12")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("rounds: 1; ")
+    assert not result.stdout.startswith("rounds: 1; 0 answers")
+
+
+def test_rounds_in_which_nothing_was_asked_are_no_success(diptych: Diptych) -> None:
+    result = diptych("soak", *CPU, "--seed", "-1", "--seconds", "0", "--acts", "5")
+    assert result.exit_code == 2, result.output
+    assert "rounds: 1" not in result.stdout
+    assert "nothing was compared: no round of 5 acts had an answer" in result.stderr.splitlines()[-1]
+
+
+def test_a_round_that_fails_says_how_to_repeat_it(diptych: Diptych, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_at_8(soak: Soak, seed: int) -> Tally:
+        assert seed != 8, "eight"
+        return Tally(num_requests=1)
+
+    monkeypatch.setattr(Soak, "round", fail_at_8)
+    result = diptych("soak", *CPU, "--seed", "7")
+    assert result.exit_code == 1, result.output
+    assert "repeat it with --seed 8 --seconds 0" in result.stderr
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+def test_seconds_must_have_an_end(diptych: Diptych, seconds: str) -> None:
+    result = diptych("soak", "--model", "no-such-model", "--seconds", seconds)
+    assert result.exit_code == 2
+    assert result.stderr == f"error: --seconds must be finite and at least 0, got {float(seconds)}\n"
