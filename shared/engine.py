@@ -98,6 +98,11 @@ class LLM:
         needs_text = sampling_params.stop or sampling_params.stop_regex
         if needs_text and self.tokenizer is None:
             raise ValueError("this model has no tokenizer: stop and stop_regex need one")
+        for name, value in (("rid", rid), ("extra_key", extra_key), ("routing_key", routing_key)):
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"{name} must be a text or None, got {value!r}")
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise ValueError(f"priority must be an integer, got {priority!r}")
         rid = rid if rid is not None else f"req-{next(self._rids)}"
         seed = sampling_params.seed
         if seed is None:
@@ -215,6 +220,8 @@ class LLM:
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * num_prompts
+        if not isinstance(params, (list, tuple)) or not all(isinstance(p, SamplingParams) for p in params):
+            raise ValueError(f"sampling_params are SamplingParams, or a list of them, got {params!r:.80}")
         if len(params) != num_prompts:
             raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts")
         return list(params)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ASSETS = Path(__file__).parent / "assets"
-WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 
 
 def builtin_models() -> list[str]:

@@ -39,7 +39,13 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens: those that the tokenizer puts around a text, such as a begin-of-sequence token.
-        A special token that is spelt out in the text becomes that token in any case."""
+        A special token that is spelt out in the text becomes that token in any case. Raises `ValueError` for
+        a text with surrogates, which is what bytes become that are no UTF-8."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            where = f"character {error.start} is {text[error.start]!r}"
+            raise ValueError(f"the text is no valid Unicode: {where}") from None
         return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:

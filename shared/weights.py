@@ -23,6 +23,8 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 PIECE_BYTES = 64 * 2**20
 """Weights are cast and moved in pieces of this size: that much room a device needs beside the model."""
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 LARGE_BYTES = 512 * 2**20
 """A made-up tensor beyond this size is collected on the host: an embedding would need its room twice."""
 
@@ -35,16 +37,41 @@ def iterate_weights(
     """The weights of a Hugging Face folder on the CPU, one tensor at a time.
 
     Everything that headers and sizes can tell is checked here and now, before any tensor is read; a NaN or an
-    infinity when its tensor's turn comes. All errors are `ValueError`. `config` defaults to the folder's own.
-    `on_progress` is called with (bytes read so far, bytes in all).
+    infinity, or a tied head that is no copy, when its tensor's turn comes. All errors are `ValueError`.
+    `config` defaults to the folder's own. `on_progress` is called with (bytes read so far, bytes in all).
     """
     folder = Path(folder)
     if config is None:
         config = ModelConfig.from_pretrained(folder)
-    tensors = {name: info for name, info in read_checkpoint(folder).items() if not is_harmless(name, config)}
+    checkpoint = read_checkpoint(folder)
+    tensors = {name: info for name, info in checkpoint.items() if not is_harmless(name, config)}
     parts = [part for name, info in tensors.items() for part in canonical_parts(name, info.shape)]
     check_shapes({part.name: part.shape for part in parts}, config, str(folder))
-    return stream(tensors, on_progress)
+    weights = stream(tensors, on_progress)
+    head = checkpoint.get(HEAD) if config.tie_word_embeddings else None
+    return weights if head is None else _with_tied_head(weights, head)
+
+
+def _with_tied_head(weights: Weights, head: TensorInfo) -> Weights:
+    """A tied head that a checkpoint holds all the same is a copy of the embedding, or the config is wrong."""
+    for name, tensor in weights:
+        if name == EMBEDDING and not _is_copy(head, tensor):
+            raise ValueError(
+                f"{head.path}: config.json says tie_word_embeddings, but {HEAD} is not {EMBEDDING}. Set "
+                f"tie_word_embeddings to false to use it, or remove it"
+            )
+        yield name, tensor
+
+
+def _is_copy(info: TensorInfo, tensor: torch.Tensor) -> bool:
+    if info.shape != tensor.shape:
+        return False
+    with safe_open(info.path, framework="pt", device="cpu") as file:
+        stored = file.get_slice(HEAD)
+        num_rows = max(1, PIECE_BYTES // (tensor.shape[1] * tensor.itemsize))
+        starts = range(0, tensor.shape[0], num_rows)
+        pieces = ((tensor[i : i + num_rows], stored[i : i + num_rows]) for i in starts)
+        return all(torch.equal(ours, theirs.to(ours.dtype)) for ours, theirs in pieces)
 
 
 def stream(tensors: Mapping[str, TensorInfo], on_progress: Callable[[int, int], None] | None) -> Weights:

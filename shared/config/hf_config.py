@@ -116,7 +116,7 @@ def read_json(path: Path) -> Any:
 def _architecture(fields: Fields) -> str:
     supported = f"supported are {', '.join(FAMILIES)}"
     names = fields.raw("architectures", f"a list with one name; {supported}")
-    if isinstance(names, list) and len(names) == 1 and names[0] in FAMILIES:
+    if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in FAMILIES:
         return names[0]
     raise ValueError(f"{fields.where}: architectures is {names!r}; {supported}")
 

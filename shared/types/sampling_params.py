@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 MIN_TEMPERATURE = 1e-6
 """A temperature below this means greedy: dividing by it would overflow half precision."""
+MAX_FLOAT = 3.4e38
+"""Sampling computes in float32, where a larger number is infinite."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class SamplingParams:
                 raise ValueError(f"stop_regex {pattern!r} matches the empty text: nothing could be generated")
 
     def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
         for token_id, bias in self.logit_bias.items():
             if not _is_int(token_id) or token_id < 0:
                 raise ValueError(f"logit_bias keys must be token ids, got {token_id!r}")
@@ -106,7 +110,7 @@ class SamplingParams:
 
     def _check_float(self, name: str, low: float, high: float = math.inf, low_open: bool = False) -> None:
         value = getattr(self, name)
-        is_number = _is_finite(value) and not isinstance(value, bool)
+        is_number = _is_finite(value) and abs(value) <= MAX_FLOAT and not isinstance(value, bool)
         if not is_number or value < low or value > high or (low_open and value == low):
             left = "(" if low_open else "["
             right = f"{high:g}]" if math.isfinite(high) else "inf)"

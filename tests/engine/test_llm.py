@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +129,25 @@ class TestStream:
         last = {p.index: p for p in pieces}
         assert all(isinstance(p.finish_reason, FinishAbort) for p in last.values())
         assert not llm.abort("mine")
+
+    @pytest.mark.parametrize(
+        ("request_args", "message"),
+        [
+            ({"priority": "hi"}, "priority must be an integer, got 'hi'"),
+            ({"priority": None}, "priority must be an integer, got None"),
+            ({"rid": 5}, "rid must be a text or None, got 5"),
+            ({"extra_key": 5}, "extra_key must be a text or None, got 5"),
+            ({"routing_key": b"x"}, "routing_key must be a text or None"),
+            ({"sampling_params": {"max_new_tokens": 2}}, "sampling_params are SamplingParams, or a list"),
+            ({"prompts": "hi \ud800 x"}, r"no valid Unicode: character 3 is '\\ud800'"),
+        ],
+    )
+    def test_what_is_no_request_is_refused_before_it_is_one(
+        self, llm: LLM, request_args: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            llm.generate(**{"prompts": "a b c", "progress": False, **request_args})
+        assert not llm.scheduler.has_work()
 
     def test_abort_takes_ids_exactly(self, llm: LLM) -> None:
         params = SamplingParams(max_new_tokens=500, ignore_eos=True)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from shared import weights as weights_module
 from shared.config import ModelConfig
 from shared.conformance.configs import CONFIGS
 from shared.weight_names import expected_shapes
@@ -123,10 +124,28 @@ def test_packed_experts(tmp_path: Path) -> None:
 def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
     tied = dict(dummy_weights(ModelConfig.from_dict(CONFIGS["llama-llama3"])))
     extras = {
-        "lm_head.weight": torch.zeros(3),
+        "lm_head.weight": tied["model.embed_tokens.weight"].clone(),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.full((10,), torch.nan),
     }
     save(tmp_path, "llama-llama3", tied | extras)
+    assert_same_weights(dict(iterate_weights(tmp_path)), tied)
+
+
+@pytest.mark.parametrize("rows", [1, 10**6], ids=["row-by-row", "at-once"])
+def test_a_tied_head_that_is_no_copy_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """Which of the two the model was trained with, nobody can tell."""
+    tied = dict(dummy_weights(ModelConfig.from_dict(CONFIGS["llama-llama3"])))
+    embedding = tied["model.embed_tokens.weight"]
+    monkeypatch.setattr(weights_module, "PIECE_BYTES", rows * embedding.shape[1] * embedding.itemsize)
+    other = embedding.clone()
+    other[-1, -1] += 1
+    for head in (other, embedding[:-1].clone(), torch.zeros(3)):
+        save(tmp_path, "llama-llama3", tied | {"lm_head.weight": head})
+        with pytest.raises(ValueError, match=r"tie_word_embeddings, but lm_head\.weight is not"):
+            dict(iterate_weights(tmp_path))
+    save(tmp_path, "llama-llama3", tied | {"lm_head.weight": embedding.clone()})
     assert_same_weights(dict(iterate_weights(tmp_path)), tied)
 
 
