@@ -10,11 +10,9 @@ from shared.types import FinishReason, GenerateOutput, Req, SpeculationStats, St
 class OutputCollector:
     """One request as its submitter sees it. Without a tokenizer the text stays empty."""
 
-    def __init__(
-        self, req: Req, index: int, tokenizer: Tokenizer | None, submitted_as: str | None = None
-    ) -> None:
+    def __init__(self, req: Req, index: int, tokenizer: Tokenizer | None, submitted_as: str) -> None:
         self.rid = req.rid
-        self.submitted_as = submitted_as or req.rid  # the id that all samples of a request share
+        self.submitted_as = submitted_as  # the id that all samples of a request share
         self.index = index
         self.num_prompt_tokens = len(req.origin_input_ids)
         self.detokenizer = (

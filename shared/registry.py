@@ -96,7 +96,7 @@ def parse_use(text: str) -> dict[str, str]:
 
 def needs_cuda(component: str, choice: str) -> bool:
     """Whether an implementation of ours runs on a CUDA GPU only."""
-    return _names_any(component, choice, NEEDS_CUDA)
+    return _is_in(NEEDS_CUDA, component, choice)
 
 
 def check_device(selection: Mapping[str, str], device: str) -> None:
@@ -104,7 +104,7 @@ def check_device(selection: Mapping[str, str], device: str) -> None:
     for component, choice in selection.items():
         if needs_cuda(component, choice) and not device.startswith("cuda"):
             raise ValueError(f"{component}={choice} needs a CUDA GPU, and the device is {device}")
-        if _names_any(component, choice, NEEDS_TRITON) and not runs_triton(device):
+        if _is_in(NEEDS_TRITON, component, choice) and not runs_triton(device):
             raise ValueError(f"{component}={choice} {NO_TRITON}, and the device is {device}")
 
 
@@ -161,7 +161,8 @@ def _load_target(component: str, choice: str, target: str) -> Any:
         raise ValueError(f"{component}={choice}: {module_name} has no {attribute!r}") from None
 
 
-def _names_any(component: str, choice: str, table: Mapping[str, tuple[str, ...]]) -> bool:
+def _is_in(table: Mapping[str, tuple[str, ...]], component: str, choice: str) -> bool:
+    """The choice, or one of the two that it joins."""
     names = _pair(component, choice) or (choice,)
     return any(name in table.get(component, ()) for name in names)
 

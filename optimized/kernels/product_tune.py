@@ -42,7 +42,7 @@ ROUND_BYTES = 160_000_000
 NUM_FINALISTS = 12
 NUM_ROUNDS = 5
 TURN_SECONDS = 0.03
-"""Of one finalist in a round. A round takes longer than the GPU's power control takes to follow."""
+"""Of one finalist in a round, so that a round of large products keeps the GPU at its power limit."""
 MIN_GAIN = 0.015
 """Less is within what two measurements of the same differ by."""
 

@@ -108,13 +108,12 @@ class SamplingParams:
         if not _is_int(value) or value < at_least:
             raise ValueError(f"{name} must be an integer >= {at_least}, got {value!r}")
 
-    def _check_float(self, name: str, low: float, high: float = math.inf, low_open: bool = False) -> None:
+    def _check_float(self, name: str, low: float, high: float = MAX_FLOAT, low_open: bool = False) -> None:
         value = getattr(self, name)
-        is_number = _is_finite(value) and abs(value) <= MAX_FLOAT and not isinstance(value, bool)
+        is_number = _is_finite(value) and not isinstance(value, bool)
         if not is_number or value < low or value > high or (low_open and value == low):
             left = "(" if low_open else "["
-            right = f"{high:g}]" if math.isfinite(high) else "inf)"
-            raise ValueError(f"{name} must be a number in {left}{low:g}, {right}, got {value!r}")
+            raise ValueError(f"{name} must be a number in {left}{low:g}, {high:g}], got {value!r}")
 
     @property
     def is_greedy(self) -> bool:
