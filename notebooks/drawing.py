@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
-from shared.engine import LLM
+from shared.engine.llm import LLM
 from shared.interfaces import CacheNode
 
 KINDS = (

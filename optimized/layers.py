@@ -21,9 +21,9 @@ from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store, rotate
 from optimized.kernels.rms_norm import add_parts_rms_norm, add_rms_norm, rms_norm
 from optimized.kernels.silu_and_mul import silu_and_mul
 from shared.config import RopeConfig
-from shared.hidden_capture import layer_output
 from shared.interfaces import layers as interface
-from shared.rope import rope_angles
+from shared.modeling.hidden_states import layer_output
+from shared.modeling.rope import rope_angles
 from shared.types.attention import AttentionLayer, BatchAttention
 
 

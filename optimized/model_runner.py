@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from optimized.cuda_graph import CapturedCall, CudaGraphs, try_to_capture, warn_of_launches
-from optimized.decode_graph import DecodeBuffers, SamplingKind, captured_batch_sizes
-from optimized.extend_graph import ExtendSteps, captured_token_counts
-from optimized.verify_graph import VerifyBuffers, verify_batch_sizes
-from shared.adaptive_shape import possible_shapes
+from optimized.graphs.cuda_graph import CapturedCall, CudaGraphs, try_to_capture, warn_of_launches
+from optimized.graphs.decode_graph import DecodeBuffers, SamplingKind, captured_batch_sizes
+from optimized.graphs.extend_graph import ExtendSteps, captured_token_counts
+from optimized.graphs.verify_graph import VerifyBuffers, verify_batch_sizes
 from shared.config import EngineConfig
-from shared.hidden_capture import no_hidden_states, run_model
 from shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
 from shared.interfaces import model_runner as interface
-from shared.logprobs import input_logprobs_of
+from shared.modeling.hidden_states import no_hidden_states, run_model
+from shared.sampling.logprobs import input_logprobs_of
+from shared.speculation.adaptive_shape import possible_shapes
 from shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 from shared.types.attention import BatchAttention
 

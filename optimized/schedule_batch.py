@@ -1,7 +1,7 @@
 """The ForwardBatch that describes a step's tokens.
 
 Differs from reference: nothing waits for the device. A batch's numbers go over in one copy; a token that is
-not known yet has a name in the FutureMap (optimized/future_map.py).
+not known yet has a name in the FutureMap (optimized/overlap/future_map.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from shared.input_logprobs import input_logprob_rows
+from shared.sampling.logprobs import input_logprob_rows
 from shared.to_device import ALIGNMENT, copy_to_device, pinned, vectors_to_device
 from shared.types import ForwardBatch, ForwardMode, ScheduleBatch
 

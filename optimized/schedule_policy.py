@@ -21,8 +21,8 @@ from optimized.waiting_matches import WaitingMatches
 from shared.config import EngineConfig
 from shared.interfaces import PolicyResult, PrefixCache
 from shared.interfaces import schedule_policy as interface
+from shared.scheduling.waiting_queue import Changes, Follower, WaitingQueue
 from shared.types import Req
-from shared.waiting_queue import Changes, Follower, WaitingQueue
 
 LPM_QUEUE_LIMIT = 128
 """Matching and sorting a longer queue costs more than a good order saves."""

@@ -2,21 +2,20 @@
 
 Differs from reference: the GPU goes from batch to batch without waiting for the host, which forms the next
 one and processes the last one meanwhile. A request decodes from a token that the host does not know yet
-(optimized/future_map.py). If that token ends it, one token too many was computed: its row is dropped, and its
-slot freed with the others; an end by length is known ahead. A prompt is cached when it is launched: whoever
-finds it there runs behind it, and begins anew if it comes out as NaN. Loses a step's overlap when memory is
-short, and the sampler's where a grammar has to see token N before N+1 is sampled. News come one step later.
+(optimized/overlap/future_map.py). If that token ends it, one token too many was computed: its row is
+dropped, and its slot freed with the others; an end by length is known ahead. A prompt is cached when it is
+launched: a request that finds it there runs behind it, and begins anew if it comes out as NaN. Loses a step's
+overlap when memory is short, and the sampler's where a grammar has to see token N before N+1 is sampled.
+Outputs come one step later.
 """
 
 from __future__ import annotations
 
-from optimized.cached_prompt import CachedPrompt
-from optimized.pipeline import BatchInFlight, InFlight, Pipeline
-from optimized.speculative import Speculator
-from optimized.speculative_round import Outcome, RoundInFlight
-from shared.append_tokens import append_tokens
+from optimized.overlap.cached_prompt import CachedPrompt
+from optimized.overlap.pipeline import BatchInFlight, InFlight, Pipeline
+from optimized.speculative.round import Outcome, RoundInFlight
+from optimized.speculative.speculator import Speculator
 from shared.config import EngineConfig, ModelConfig
-from shared.conformance.invariants import check_invariants
 from shared.interfaces import (
     AddReqResult,
     PrefillAdder,
@@ -26,11 +25,11 @@ from shared.interfaces import (
     SchedulerStats,
 )
 from shared.interfaces import scheduler as interface
-from shared.logprobs import to_token_logprobs
-from shared.new_token_ratio import NewTokenRatio
-from shared.request_limits import admit, all_overdue, all_turned_away
-from shared.scheduler_counts import SchedulerCounts
-from shared.step_memory import (
+from shared.sampling.logprobs import to_token_logprobs
+from shared.scheduling.admission import NewTokenRatio, admit, all_overdue, all_turned_away
+from shared.scheduling.counts import SchedulerCounts
+from shared.scheduling.invariants import check_invariants
+from shared.scheduling.step_memory import (
     evict_for,
     mix,
     most_at_stake_first,
@@ -38,6 +37,8 @@ from shared.step_memory import (
     prepare_for_decode,
     prepare_for_extend,
 )
+from shared.scheduling.stop_conditions import append_tokens
+from shared.scheduling.waiting_queue import WaitingQueue
 from shared.types import (
     FinishAbort,
     FinishError,
@@ -52,7 +53,6 @@ from shared.types import (
     StepOutput,
     TokenLogprob,
 )
-from shared.waiting_queue import WaitingQueue
 
 
 class Scheduler(interface.Scheduler):

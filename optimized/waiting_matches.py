@@ -18,8 +18,8 @@ from typing import Any
 
 from shared.config import EngineConfig
 from shared.interfaces import CacheWatcher, PrefixCache, RadixKey
+from shared.scheduling.waiting_queue import Changes
 from shared.types import Req
-from shared.waiting_queue import Changes
 
 NO_NODE = -1
 """In place of a number that was given to a node before the tree was reset."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shared.attention_output import output_for
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from shared.modeling.attention_output import output_for
 from shared.types import ForwardBatch
 from shared.types.attention import AttentionLayer
 

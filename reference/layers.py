@@ -8,7 +8,7 @@ from torch import nn
 
 from shared.config import RopeConfig
 from shared.interfaces import layers as interface
-from shared.rope import rope_angles
+from shared.modeling.rope import rope_angles
 
 
 class Linear(nn.Module):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from shared.hidden_capture import no_hidden_states, run_model
 from shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
 from shared.interfaces import model_runner as interface
-from shared.logprobs import input_logprobs_of
+from shared.modeling.hidden_states import no_hidden_states, run_model
+from shared.sampling.logprobs import input_logprobs_of
 from shared.types import ForwardBatch, ForwardMode, LogitsOutput
 from shared.types.attention import BatchAttention
 

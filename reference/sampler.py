@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from shared.interfaces import sampler as contract
-from shared.logprobs import logprobs_of
-from shared.noise import gumbel_noise
-from shared.ordering import sort_descending
+from shared.sampling.logprobs import logprobs_of
+from shared.sampling.noise import gumbel_noise
+from shared.sampling.ordering import sort_descending
 from shared.types import SampleOutput, SamplingBatchInfo
 
 NEG_INF = float("-inf")

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from shared.input_logprobs import input_logprob_rows
+from shared.sampling.logprobs import input_logprob_rows
 from shared.types import ForwardBatch, ScheduleBatch
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from reference.schedule_batch import make_forward_batch
-from reference.speculative import Speculator
-from shared.append_tokens import append_tokens
+from reference.speculative.speculator import Speculator
 from shared.config import EngineConfig, ModelConfig
-from shared.conformance.invariants import check_invariants
-from shared.input_logprobs import collect_input_logprobs
 from shared.interfaces import (
     AddReqResult,
     PrefillAdder,
@@ -18,12 +15,12 @@ from shared.interfaces import (
     SchedulerStats,
 )
 from shared.interfaces import scheduler as interface
-from shared.logprobs import to_token_logprobs
-from shared.new_token_ratio import NewTokenRatio
-from shared.request_limits import admit, all_overdue, all_turned_away
-from shared.sampling_batch import make_sampling_batch_info
-from shared.scheduler_counts import SchedulerCounts
-from shared.step_memory import (
+from shared.sampling.logprobs import collect_input_logprobs, to_token_logprobs
+from shared.sampling.sampling_batch import make_sampling_batch_info
+from shared.scheduling.admission import NewTokenRatio, admit, all_overdue, all_turned_away
+from shared.scheduling.counts import SchedulerCounts
+from shared.scheduling.invariants import check_invariants
+from shared.scheduling.step_memory import (
     evict_for,
     mix,
     most_at_stake_first,
@@ -31,6 +28,8 @@ from shared.step_memory import (
     prepare_for_decode,
     prepare_for_extend,
 )
+from shared.scheduling.stop_conditions import append_tokens
+from shared.scheduling.waiting_queue import WaitingQueue
 from shared.types import (
     FinishAbort,
     FinishError,
@@ -45,7 +44,6 @@ from shared.types import (
     StepOutput,
     TokenLogprob,
 )
-from shared.waiting_queue import WaitingQueue
 
 
 class Scheduler(interface.Scheduler):

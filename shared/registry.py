@@ -46,16 +46,19 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "layers": {"reference": "reference.layers", "optimized": "optimized.layers"},
     "moe": {"reference": "reference.moe:MoE", "optimized": "optimized.moe:MoE"},
     "models": {"reference": "reference.models", "optimized": "optimized.models"},
-    "draft_models": {"reference": "reference.draft_models", "optimized": "optimized.draft_models"},
+    "draft_models": {
+        "reference": "reference.speculative.draft_models",
+        "optimized": "optimized.speculative.draft_models",
+    },
     "model_runner": {
         "reference": "reference.model_runner:ModelRunner",
         "optimized": "optimized.model_runner:ModelRunner",
     },
     "sampler": {"reference": "reference.sampler:Sampler", "optimized": "optimized.sampler:Sampler"},
-    "drafter": {"reference": "reference.drafters", "optimized": "optimized.drafters"},
+    "drafter": {"reference": "reference.speculative.drafters", "optimized": "optimized.speculative.drafters"},
     "draft_tree": {
-        "reference": "reference.draft_tree:DraftTreeOps",
-        "optimized": "optimized.draft_tree:DraftTreeOps",
+        "reference": "reference.speculative.draft_tree:DraftTreeOps",
+        "optimized": "optimized.speculative.draft_tree:DraftTreeOps",
     },
 }
 """component -> choice -> "module" or "module:attribute". A choice is a panel's name or a backend's."""

@@ -26,9 +26,9 @@ from optimized.attention.flashinfer_wrappers import (
 )
 from optimized.attention.page_tables import HostTable, PageTable
 from optimized.kernels.draft_mask import flatten_mask
-from shared.attention_output import output_for
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from shared.modeling.attention_output import output_for
 from shared.types import ForwardBatch
 from shared.types.attention import AttentionLayer
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from shared import registry
-from shared.attention_output import output_for
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from shared.modeling.attention_output import output_for
 from shared.types import ForwardBatch, ForwardMode
 from shared.types.attention import AttentionLayer
 

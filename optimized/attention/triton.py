@@ -18,9 +18,9 @@ from triton.runtime.jit import JITFunction
 from optimized.kernels.decode_attention import _decode_kernel, decode_attention
 from optimized.kernels.extend_attention import extend_attention
 from optimized.kernels.tree_attention import tree_attention
-from shared.attention_output import output_for
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from shared.modeling.attention_output import output_for
 from shared.types import ForwardBatch, ForwardMode
 from shared.types.attention import AttentionLayer
 

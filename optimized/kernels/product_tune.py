@@ -30,7 +30,7 @@ from optimized.kernels.cublas_lt_api import CublasLtError
 from optimized.kernels.product_search import MAX_WORKSPACE, Times, best, search
 from optimized.kernels.products import Shape
 from shared.config import ModelConfig
-from shared.model_path import resolve_model_path
+from shared.loading.model_path import resolve_model_path
 
 DTYPE = torch.bfloat16
 TOKENS = (*range(16, 256, 8), *range(256, 513, 16), 1024, 2048, 4096, 8192)

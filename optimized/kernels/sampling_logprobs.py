@@ -17,7 +17,7 @@ from optimized.kernels.sampling_noise import lowest_id, scaled_logits
 from optimized.kernels.sampling_pick import Picked
 from optimized.kernels.sampling_scan import MAX_TOP_K, WIDTH, Scan
 from optimized.kernels.sampling_walk import is_before
-from shared.logprobs import logprobs_of
+from shared.sampling.logprobs import logprobs_of
 from shared.types import LogprobsOutput, SamplingBatchInfo
 
 BLOCK = tl.constexpr(4096)

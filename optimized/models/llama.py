@@ -26,13 +26,13 @@ from optimized.layers import (
     logits,
 )
 from shared.config import ModelConfig
-from shared.hidden_capture import layer_output
 from shared.interfaces import layers as interface
 from shared.interfaces.layers import Layers
 from shared.interfaces.model import CausalLM
 from shared.interfaces.moe import MoE
+from shared.loading.weights import load_weights, named_targets
+from shared.modeling.hidden_states import layer_output
 from shared.types.attention import AttentionLayer, BatchAttention
-from shared.weights import load_weights, named_targets
 
 
 class LlamaAttention(nn.Module):

@@ -17,8 +17,8 @@ from shared.config import ModelConfig
 from shared.interfaces.layers import Layers, RotaryEmbedding
 from shared.interfaces.model import CausalLM
 from shared.interfaces.moe import MoE
+from shared.loading.weights import load_weights, named_targets
 from shared.types.attention import AttentionLayer, BatchAttention
-from shared.weights import load_weights, named_targets
 
 
 class LlamaAttention(nn.Module):

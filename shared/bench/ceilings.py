@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from shared.assembly import default_device
 from shared.bench.step_cost import Ceilings
 from shared.config import ModelConfig
+from shared.engine.assembly import default_device
 
 MIB = 2**20
 READ_BYTES = {"cuda": 4096 * MIB, "cpu": 256 * MIB, "mps": 512 * MIB}

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from shared.bench.workloads import Request
-from shared.garbage import old_objects_aside
+from shared.engine.gc_freeze import old_objects_aside
 from shared.types import SamplingParams
 
 if TYPE_CHECKING:
-    from shared.engine import LLM
-    from shared.output_collector import OutputCollector
+    from shared.engine.llm import LLM
+    from shared.engine.output_collector import OutputCollector
 
 Clock = Callable[[], float]
 OnTokens = Callable[[int], None]

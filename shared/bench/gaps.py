@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from shared.output_collector import OutputCollector
+    from shared.engine.output_collector import OutputCollector
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

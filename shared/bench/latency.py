@@ -17,7 +17,7 @@ from shared.bench.trace import Traced
 from shared.bench.workloads import Request, Uniform
 
 if TYPE_CHECKING:
-    from shared.engine import LLM
+    from shared.engine.llm import LLM
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from shared.bench.trace import Traced
 from shared.bench.workloads import Case
 
 if TYPE_CHECKING:
-    from shared.engine import LLM
+    from shared.engine.llm import LLM
 
 
 @dataclass

@@ -7,15 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared import machine
+from shared import hardware
 from shared.bench.step_cost import Ceilings
 
 if TYPE_CHECKING:
-    from shared.engine import LLM
+    from shared.engine.llm import LLM
 
 
 def header(benchmark: str) -> dict[str, Any]:
-    return {"benchmark": benchmark, "versions": machine.versions(), "machine": machine.facts()}
+    return {"benchmark": benchmark, "versions": hardware.versions(), "machine": hardware.facts()}
 
 
 def engine_facts(llm: LLM) -> dict[str, Any]:

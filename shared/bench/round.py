@@ -18,7 +18,7 @@ import torch
 from shared.bench.step import step_of, time_step
 from shared.bench.step_inputs import StepCase, fill_pool, make_sampling_info, place_requests
 from shared.config import draft_shape
-from shared.node_sampling import expand_to_nodes
+from shared.speculation.node_sampling import expand_to_nodes
 from shared.types import (
     DraftBatch,
     DraftShape,
@@ -31,7 +31,7 @@ from shared.types import (
 )
 
 if TYPE_CHECKING:
-    from shared.engine import LLM
+    from shared.engine.llm import LLM
 
 
 @dataclass(frozen=True)

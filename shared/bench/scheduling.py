@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from shared import registry
 from shared.config import EngineConfig
 from shared.interfaces import AddReqResult, PrefillBudget
+from shared.scheduling.waiting_queue import WaitingQueue
 from shared.types import Req, SamplingParams
-from shared.waiting_queue import WaitingQueue
 
 POLICIES = ("fcfs", "fcfs by priority", "lof", "random", "routing-key", "lpm", "dfs-weight")
 CLOCK = time.thread_time

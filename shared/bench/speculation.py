@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shared.bench.drive import Clock, OnTokens, flush
-from shared.garbage import old_objects_aside
+from shared.engine.gc_freeze import old_objects_aside
 from shared.types import FinishAbort, SamplingParams, SpeculationStats
 
 if TYPE_CHECKING:
-    from shared.engine import LLM
-    from shared.output_collector import OutputCollector
+    from shared.engine.llm import LLM
+    from shared.engine.output_collector import OutputCollector
 
 NUM_ALTERNATIVES = 20
 """Among so many of the likeliest tokens the two are looked for where texts part."""

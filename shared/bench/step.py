@@ -24,10 +24,10 @@ from shared.bench.step_inputs import (
     place_requests,
 )
 from shared.interfaces.moe import FusedExperts, TopKOutput
-from shared.model_path import is_shape
+from shared.loading.model_path import is_shape
 
 if TYPE_CHECKING:
-    from shared.engine import LLM
+    from shared.engine.llm import LLM
 
 NUM_WARM_UP = 3
 WARM_UP_SECONDS = 0.5

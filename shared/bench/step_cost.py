@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from shared.config import ModelConfig
-from shared.weight_names import expected_shapes
+from shared.loading.weight_names import expected_shapes
 
 GROUPS = {
     "q_proj": "qkv_proj",

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from shared.sampling_batch import make_sampling_batch_info
+from shared.sampling.sampling_batch import make_sampling_batch_info
 from shared.types import ForwardBatch, ForwardMode, Req, SamplingBatchInfo, SamplingParams
 
 if TYPE_CHECKING:
-    from shared.engine import LLM
+    from shared.engine.llm import LLM
 
 Mode = Literal["decode", "prefill", "mixed"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shared.timeline import Recording, Span
 
 if TYPE_CHECKING:
-    from shared.engine import LLM
+    from shared.engine.llm import LLM
 
 HOST, DEVICE = 1, 2
 """Rows of the drawing, as ids of threads."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shared.bench.offline import CaseResult
     from shared.bench.step_cost import Ceilings
     from shared.bench.workloads import LongPrompts, Offline256, SharedPrefix, Uniform, Workload
-    from shared.engine import LLM
+    from shared.engine.llm import LLM
 
 NUMBERS, MEASURING = "Numbers of the workload", "Measuring"
 

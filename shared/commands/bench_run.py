@@ -61,7 +61,7 @@ def _try_to_write(folder: Path) -> None:
 
 def with_dummy_weights(flags: dict[str, Any]) -> dict[str, Any]:
     """A name of shared/assets/configs stands for random weights of that shape."""
-    from shared.model_path import is_shape
+    from shared.loading.model_path import is_shape
 
     return ({"load_format": "dummy"} if is_shape(str(flags.get("model", ""))) else {}) | flags
 
@@ -70,7 +70,7 @@ def ceilings_of(flags: dict[str, Any]) -> Ceilings:
     """Measured now, for the device and the type that an engine with these flags will use."""
     from shared.bench.ceilings import device_and_dtype, measure_ceilings
     from shared.config import EngineConfig, ModelConfig
-    from shared.model_path import resolve_model_path
+    from shared.loading.model_path import resolve_model_path
 
     config = EngineConfig().updated(**flags)
     print("measuring what the device can do", file=sys.stderr)

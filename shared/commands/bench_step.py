@@ -124,7 +124,7 @@ def _measure_one(
     from shared.bench.ceilings import device_and_dtype, measure_ceilings
     from shared.bench.report import engine_facts
     from shared.config import ModelConfig
-    from shared.model_path import resolve_model_path
+    from shared.loading.model_path import resolve_model_path
 
     config = ModelConfig.from_pretrained(resolve_model_path(model, "dummy"))
     wanted = bench.engine_flags(model, cases, flags, config.context_len)

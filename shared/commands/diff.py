@@ -13,7 +13,7 @@ from shared.commands.options import chunk_size, integers
 
 if TYPE_CHECKING:
     from shared.conformance.outcome import Outcome
-    from shared.engine import LLM
+    from shared.engine.llm import LLM
 
 QUESTIONS = (
     "What is 12 + 30?",
@@ -107,7 +107,7 @@ def diff(
     common |= {"device": device, "max_total_tokens": MAX_TOTAL_TOKENS, "disable_cuda_graph": not graphs}
 
     from shared.conformance.lockstep import Lockstep
-    from shared.engine import LLM
+    from shared.engine.llm import LLM
     from shared.types import SamplingParams
 
     engines = [LLM(**(common | side)) for side in sides]

@@ -14,8 +14,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")] = False,
 ) -> None:
     """Show what this machine can run, what it would choose, and what to install for the rest."""
-    from shared.doctor import as_json as to_json
-    from shared.doctor import examine
+    from shared.commands.doctor_checks import as_json as to_json
+    from shared.commands.doctor_checks import examine
 
     checks = examine()
     if as_json:

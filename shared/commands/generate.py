@@ -16,7 +16,7 @@ from shared.commands.answer import Answer, collect
 from shared.commands.options import EngineOptions, SamplingOptions, spread
 
 if TYPE_CHECKING:
-    from shared.engine import LLM
+    from shared.engine.llm import LLM
     from shared.types import SamplingParams
 
 

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shared.engine import LLM
+    from shared.engine.llm import LLM
 
 SMALL_MODEL = 50_000_000
 """Parameters below which one CPU thread is best: threads wait for each other at the end of every product, and
@@ -25,7 +25,7 @@ def start_engine(flags: dict[str, Any]) -> LLM:
 
 
 def _start(flags: dict[str, Any]) -> LLM:
-    from shared.engine import LLM
+    from shared.engine.llm import LLM
 
     llm = LLM(**flags)
     _use_one_thread_for_a_small_model(llm)

@@ -16,7 +16,7 @@ SpeculativeAlgorithm = Literal["eagle", "eagle3", "nextn", "standalone", "ngram"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Flags. `None` means "decide from the model and the machine"; `shared.engine` resolves it and the
+    """Flags. `None` means "decide from the model and the machine"; `shared.engine.llm` resolves it and the
     resolved value can be read from the engine. A bad value raises `ValueError` naming flag, value, range.
     """
 

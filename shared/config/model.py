@@ -15,7 +15,7 @@ RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding. The fields beyond `rotary_dim` belong to the scaling types named beside
-    them; `shared.rope` turns them into frequencies."""
+    them; `shared.modeling.rope` turns them into frequencies."""
 
     rope_type: RopeType
     theta: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.engine import LLM
+from shared.engine.llm import LLM
 from shared.tiny.corpus import held_out_questions
 from shared.tiny.evaluate import MAX_NEW_TOKENS, score
 from shared.tiny.exchange import Message

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from shared.finish import check_finished
-from shared.input_logprobs import cut_top
 from shared.interfaces import Grammar, Sampler
-from shared.logprobs import logprobs_of, to_token_logprobs
-from shared.sampling_batch import make_sampling_batch_info
+from shared.sampling.logprobs import cut_top, logprobs_of, to_token_logprobs
+from shared.sampling.sampling_batch import make_sampling_batch_info
+from shared.scheduling.stop_conditions import check_finished
 from shared.types import FinishLength, Req, TokenLogprob
 
 LogitsOf = Callable[[Sequence[int]], torch.Tensor]

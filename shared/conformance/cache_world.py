@@ -11,8 +11,8 @@ import torch
 from shared import registry
 from shared.conformance.compare import expect_equal, expect_true
 from shared.conformance.device import check_device
-from shared.conformance.invariants import check_idle, check_invariants
 from shared.interfaces import PrefixCache, RadixKey, SchedulerState
+from shared.scheduling.invariants import check_idle, check_invariants
 from shared.types import Req, SamplingParams
 
 NUM_ROWS = 8

@@ -1,5 +1,6 @@
 """Small model configs of awkward shapes, as Hugging Face config dicts: every family, every RoPE scaling, both
-dialects of config.json. With `shared.weights.dummy_weights` each is a model that runs in milliseconds.
+dialects of config.json. With
+`shared.loading.weights.dummy_weights` each is a model that runs in milliseconds.
 
 Head counts that are no power of two, a head_dim that is not hidden_size / heads, a vocabulary that is no
 multiple of 64, windows and trained lengths that a prompt of 80 tokens exceeds.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from shared.conformance.compare import Mismatch
 
 if TYPE_CHECKING:
-    from shared.engine import LLM
+    from shared.engine.llm import LLM
 
 ENTRY_POINTS = {
     "attention": ("plan", "run"),

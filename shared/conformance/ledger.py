@@ -17,7 +17,7 @@ import torch
 
 from shared.interfaces import ReqToTokenPool
 from shared.interfaces import model_runner as interface
-from shared.logprobs import logprobs_of
+from shared.sampling.logprobs import logprobs_of
 from shared.types import ForwardBatch, ForwardMode, LogitsOutput
 
 POISON = -1

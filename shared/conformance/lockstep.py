@@ -13,7 +13,7 @@ from shared.conformance.routing import experts_part
 from shared.conformance.side import MAX_IDLE_STEPS, Side
 from shared.conformance.teacher import Teacher
 from shared.conformance.tolerance import NEAR_TIE
-from shared.engine import LLM, Prompt
+from shared.engine.llm import LLM, Prompt
 from shared.types import SamplingParams
 
 

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shared.tokenizer import Tokenizer
+from shared.text.tokenizer import Tokenizer
 from shared.types import SamplingParams
 
 MAX_PROMPT_LEN, MAX_NEW_TOKENS = 60, 32

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from shared import interfaces
-from shared.engine import LLM
-from shared.hidden_capture import layer_output
+from shared.engine.llm import LLM
 from shared.interfaces import TopKOutput
+from shared.modeling.hidden_states import layer_output
 from shared.types import (
     Accepted,
     ForwardBatch,

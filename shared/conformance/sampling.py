@@ -13,8 +13,8 @@ from shared.conformance.compare import expect_equal
 from shared.conformance.device import check_device
 from shared.conformance.poison import run_poisoned
 from shared.interfaces import Sampler
-from shared.noise import gumbel_noise
-from shared.sampling_batch import make_sampling_batch_info
+from shared.sampling.noise import gumbel_noise
+from shared.sampling.sampling_batch import make_sampling_batch_info
 from shared.types import Req, SampleOutput, SamplingBatchInfo, SamplingParams
 
 

@@ -12,11 +12,11 @@ from shared.config import EngineConfig, ModelConfig, RopeConfig
 from shared.conformance.ahead_drafter import AheadDrafter
 from shared.conformance.answer_alone import answer_alone
 from shared.conformance.compare import Mismatch, expect_equal, expect_true
-from shared.conformance.invariants import check_idle, check_invariants
 from shared.conformance.ledger import LedgerKVPool, LedgerModelRunner, expected_tokens
 from shared.conformance.ledger_drafter import Guess, LedgerDrafter
 from shared.interfaces import Grammar, SchedulerParts
-from shared.kv_sizing import num_rows, num_speculative_slots
+from shared.loading.kv_sizing import num_rows, num_speculative_slots
+from shared.scheduling.invariants import check_idle, check_invariants
 from shared.types import DraftShape, FinishAbort, FinishReason, Req, SamplingParams, StepOutput, TokenLogprob
 
 VOCAB_SIZE = 61

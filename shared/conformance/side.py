@@ -8,8 +8,8 @@ import torch
 
 from shared.conformance.recorder import SAMPLED_IDS, Key, Recorder, StepRecord
 from shared.conformance.routing import ChosenExperts
-from shared.engine import LLM
-from shared.output_collector import OutputCollector
+from shared.engine.llm import LLM
+from shared.engine.output_collector import OutputCollector
 
 MAX_IDLE_STEPS = 1000
 """Steps in a row without a new token, while there is work, after which a side counts as stuck. (A retracted

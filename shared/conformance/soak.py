@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from shared.conformance.compare import Mismatch, expect_equal, expect_true
-from shared.conformance.invariants import check_idle
 from shared.conformance.random_load import Question, random_act, random_flags, random_question
 from shared.conformance.tolerance import NEAR_TIE, tolerance
-from shared.engine import LLM
+from shared.engine.llm import LLM
+from shared.scheduling.invariants import check_idle
 from shared.types import FinishAbort, GenerateOutput, SamplingParams, TokenLogprob
 
 NUM_ACTS = 120

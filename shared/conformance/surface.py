@@ -7,7 +7,7 @@ from typing import Any
 
 from shared.conformance.clause import Clause
 from shared.conformance.compare import Mismatch
-from shared.surface import interface_of, problem_with
+from shared.engine.component_check import interface_of, problem_with
 
 
 @dataclass(frozen=True)

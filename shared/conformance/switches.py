@@ -14,7 +14,7 @@ import torch
 
 from shared.conformance.compare import Mismatch, expect_equal
 from shared.conformance.tolerance import NEAR_TIE
-from shared.engine import LLM
+from shared.engine.llm import LLM
 from shared.types import GenerateOutput, SamplingParams
 
 NUM_NEW_TOKENS = 48

@@ -23,7 +23,7 @@ class Sampler(ABC):
        keep p >= min_p * max p. The three are joint: all on the same p. Renormalise what is kept;
     6. take the token with the largest log p + g, where g = -log(-log1p(-v)) and
        v = (hash(seed, position, token id) + 0.5) / 2^32: a token's noise depends on nothing else, so a
-       request's tokens never depend on its batch-mates. The hash is `shared.noise.hash_noise`.
+       request's tokens never depend on its batch-mates. The hash is `shared.sampling.noise.hash_noise`.
 
     A row with a NaN anywhere, or with no token left above -inf, gets token id -1 and disturbs no other
     row. Log-probabilities: log softmax of the logits after step 3, over temperature (greedy rows: as is),

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shared.engine import LLM
+from shared.engine.llm import LLM
 from shared.tiny.corpus import held_out_questions
 from shared.tiny.evaluate import MAX_NEW_TOKENS
 from shared.types import DraftShape, SamplingParams, SpeculationStats

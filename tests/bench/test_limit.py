@@ -13,7 +13,7 @@ from shared.bench.step_cost import Ceilings, step_cost
 from shared.bench.workloads import Offline256, Request
 from shared.bench.yardstick import CEILINGS, ROWS
 from shared.config import ModelConfig
-from shared.model_path import ASSETS
+from shared.loading.model_path import ASSETS
 
 BF16 = torch.bfloat16
 

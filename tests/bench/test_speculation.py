@@ -9,7 +9,7 @@ import pytest
 
 from shared.bench.prompts import encode, held_out, read_prompts
 from shared.bench.speculation import Comparison, Departure, Pass, check_fits, departures, measure
-from shared.engine import LLM
+from shared.engine.llm import LLM
 from shared.types import SpeculationStats
 
 NO_MODEL = {"speculative": "ngram", "speculative_num_steps": 3, "speculative_topk": 1}

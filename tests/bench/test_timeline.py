@@ -12,7 +12,7 @@ import torch
 
 from shared.bench.trace import chrome_trace, idle_time, write_trace
 from shared.conformance.scheduler_harness import SchedulerHarness
-from shared.engine import LLM
+from shared.engine.llm import LLM
 from shared.timeline import Recording, Span, Timeline
 from shared.types import ForwardBatch, ForwardMode, SamplingParams
 

@@ -9,7 +9,7 @@ import pytest
 
 from shared.bench.drive import Sampling, run_to_end
 from shared.bench.workloads import WORKLOADS, LongPrompts, Offline256, SharedPrefix, Uniform
-from shared.engine import LLM
+from shared.engine.llm import LLM
 
 
 def test_the_yardstick_is_the_published_one() -> None:

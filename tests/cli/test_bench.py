@@ -19,7 +19,7 @@ from shared.bench.workloads import Offline256
 from shared.commands.bench_offline import engines_for, make_workload, parse_range
 from shared.commands.bench_run import Progress, check_files, check_folder
 from shared.commands.offline_report import compare
-from shared.engine import LLM
+from shared.engine.llm import LLM
 
 Diptych = Callable[..., Result]
 

@@ -13,7 +13,7 @@ from shared.bench import plots
 from shared.bench.yardstick import ROWS
 from shared.commands.bench_latency import compare
 from shared.commands.bench_run import console
-from shared.engine import LLM
+from shared.engine.llm import LLM
 
 Diptych = Callable[..., Result]
 

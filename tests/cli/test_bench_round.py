@@ -10,7 +10,7 @@ import pytest
 from typer.testing import Result
 
 from shared.bench.round import engine_flags, measure_round, pieces_of
-from shared.engine import LLM
+from shared.engine.llm import LLM
 
 EAGLE = {
     "speculative": "eagle3",

@@ -15,7 +15,7 @@ from shared.bench.kernel_table import GAPS, KernelTime, kernel_table, readable_n
 from shared.bench.step import engine_flags, step_of
 from shared.bench.step_inputs import StepCase, fill_pool, make_forward_batch, place_requests
 from shared.commands.bench_step import make_cases, shortened
-from shared.engine import LLM
+from shared.engine.llm import LLM
 from shared.types import ForwardMode
 
 

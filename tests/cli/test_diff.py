@@ -9,7 +9,7 @@ import pytest
 from typer.testing import Result
 
 from shared.commands.diff import parse_flags, parse_side
-from shared.model_path import ASSETS
+from shared.loading.model_path import ASSETS
 
 Diptych = Callable[..., Result]
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from typer.testing import Result
 
-from shared import doctor, machine, registry
-from shared.doctor import Check, examine
+from shared import hardware, registry
+from shared.commands import doctor_checks as doctor
+from shared.commands.doctor_checks import Check, examine
 
 Diptych = Callable[..., Result]
 
@@ -38,7 +39,7 @@ def test_what_ships_with_the_project_is_listed_as_what_it_is() -> None:
 
 
 def test_missing_package_comes_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "installed_version", lambda name: None)
+    monkeypatch.setattr(hardware, "installed_version", lambda name: None)
     checks = by_name(examine())
     assert checks["triton"].state == "absent"
     assert "pip install" in checks["triton"].remedy
@@ -52,7 +53,7 @@ def test_broken_probe_is_a_row_not_a_crash(monkeypatch: pytest.MonkeyPatch, dipt
     def broken(*arguments: object) -> None:
         raise RuntimeError("driver mismatch")
 
-    monkeypatch.setattr(machine, "run_tool", broken)
+    monkeypatch.setattr(hardware, "run_tool", broken)
     checks = examine()
     assert any(check.state == "problem" and "driver mismatch" in check.found for check in checks)
     assert by_name(checks)["reference"].state == "ok"
@@ -124,4 +125,4 @@ def test_table_and_json_say_the_same(diptych: Diptych, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("tool", [("no-such-program",), ("false",)])
 def test_tool_that_is_missing_or_fails_gives_none(tool: tuple[str, ...]) -> None:
-    assert machine.run_tool(*tool) is None
+    assert hardware.run_tool(*tool) is None

@@ -9,7 +9,7 @@ import torch
 
 from shared.bench.step_cost import Ceilings, StepCost, expected_experts_hit, step_cost
 from shared.config import ModelConfig
-from shared.model_path import ASSETS
+from shared.loading.model_path import ASSETS
 
 BF16 = torch.bfloat16
 

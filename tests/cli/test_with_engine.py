@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from shared import assembly, registry
+from shared import registry
+from shared.engine import assembly
 
 MY_RADIX_CACHE = f"{Path(__file__).parents[2] / 'docs' / 'examples' / 'my_radix_cache.py'}:MyRadixCache"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shared.config import DraftConfig, ModelConfig
-from shared.model_path import ASSETS
+from shared.loading.model_path import ASSETS
 
 EAGLE = {  # like the heads of EAGLE's authors: the plain family's name
     "architectures": ["LlamaForCausalLM"],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shared.config import DraftConfig, ModelConfig, MoEConfig, RopeConfig
-from shared.weight_names import expected_shapes
+from shared.loading.weight_names import expected_shapes
 
 PUBLISHED = Path(__file__).parents[2] / "shared" / "assets" / "configs"
 

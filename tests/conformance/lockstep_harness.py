@@ -8,7 +8,7 @@ from typing import Any
 
 from shared.conformance.lockstep import Lockstep
 from shared.conformance.outcome import Divergence, Outcome
-from shared.engine import LLM
+from shared.engine.llm import LLM
 from shared.types import SamplingParams
 
 NUM_NEW = 8

@@ -9,7 +9,7 @@ import pytest
 
 from shared.conformance.compare import Mismatch
 from shared.conformance.dispatch import DispatchRecord
-from shared.engine import LLM
+from shared.engine.llm import LLM
 from shared.types import SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)

@@ -12,7 +12,7 @@ import torch
 
 from shared.conformance.lockstep import Lockstep
 from shared.conformance.outcome import Outcome
-from shared.engine import LLM
+from shared.engine.llm import LLM
 from shared.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(

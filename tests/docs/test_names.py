@@ -50,7 +50,7 @@ def vocabulary() -> dict[str, type]:
         "shared.types",
         "shared.types.attention",
         "shared.config",
-        "shared.engine",
+        "shared.engine.llm",
     ):
         module = importlib.import_module(name)
         found |= {key: value for key, value in vars(module).items() if isinstance(value, type)}

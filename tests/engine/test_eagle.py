@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from reference.eagle import EagleDrafter
+from reference.speculative.eagle import EagleDrafter
 from shared.config import DraftConfig, ModelConfig
 from shared.conformance.contracts.draft_models import DraftSession
 from shared.conformance.model_session import ModelSession
-from shared.draft_weights import dummy_draft_weights
-from shared.engine import LLM
-from shared.model_path import ASSETS
+from shared.engine.llm import LLM
+from shared.loading.draft_weights import dummy_draft_weights
+from shared.loading.model_path import ASSETS
 from shared.types import DraftBatch, DraftShape, DraftTree, SamplingParams
 
 TARGET = ASSETS / "tiny-dense"

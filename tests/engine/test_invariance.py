@@ -16,8 +16,8 @@ from shared.conformance.switches import (
     expect_answers,
     prompts,
 )
-from shared.engine import LLM
-from shared.model_path import ASSETS
+from shared.engine.llm import LLM
+from shared.loading.model_path import ASSETS
 from shared.types import SamplingParams
 
 MODELS = ("tiny-dense", "tiny-moe")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shared.engine import LLM
-from shared.model_path import ASSETS
+from shared.engine.llm import LLM
+from shared.loading.model_path import ASSETS
 from shared.types import FinishAbort, FinishLength, FinishString, FinishToken, SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)

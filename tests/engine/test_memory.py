@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 
-from shared.engine import LLM
-from shared.model_path import ASSETS
+from shared.engine.llm import LLM
+from shared.loading.model_path import ASSETS
 from shared.types import SamplingParams
 
 pytestmark = pytest.mark.gpu

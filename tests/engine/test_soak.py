@@ -10,9 +10,9 @@ import pytest
 from reference.sampler import Sampler
 from reference.scheduler import Scheduler
 from shared.conformance.compare import Mismatch
-from shared.conformance.invariants import InvariantViolation
 from shared.conformance.random_load import Question
 from shared.conformance.soak import Soak, Tally
+from shared.scheduling.invariants import InvariantViolation
 from shared.types import GenerateOutput, Req, SamplingParams
 
 HOST_PARTS = ("scheduler", "memory_pool", "radix_cache", "schedule_policy", "prefill_adder")

@@ -7,7 +7,7 @@ from typing import Any
 
 from shared import registry
 from shared.conformance.switches import answers_with_alternatives
-from shared.engine import LLM
+from shared.engine.llm import LLM
 from shared.types import GenerateOutput
 
 MODELS = ("tiny-dense", "tiny-moe")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optimized.draft_tree import DraftTreeOps
-from reference.draft_tree import DraftTreeOps as ReferenceOps
+from optimized.speculative.draft_tree import DraftTreeOps
+from reference.speculative.draft_tree import DraftTreeOps as ReferenceOps
 from shared.conformance.compare import expect_equal
 from shared.conformance.draft_trees import draft, expect_tree
 from shared.interfaces import DraftTreeOps as Contract

@@ -10,7 +10,7 @@ from shared.conformance.lockstep import Lockstep
 from shared.conformance.outcome import Outcome
 from shared.conformance.recorder import SAMPLED_IDS
 from shared.conformance.switches import prompts
-from shared.engine import LLM
+from shared.engine.llm import LLM
 from shared.types import SamplingParams
 
 from .harness import MODELS, attention_backends, name_of, optimized, reference

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.speculative_round import RoundInFlight
-from optimized.streams import CudaStreams
+from optimized.overlap.streams import CudaStreams
+from optimized.speculative.round import RoundInFlight
 from shared.conformance.switches import GREEDY, expect_answers, prompts
-from shared.engine import LLM
+from shared.engine.llm import LLM
 from shared.types import SamplingParams
 
 from .harness import OPTIMIZED, name_of, optimized, reference_answers

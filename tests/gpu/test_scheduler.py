@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from optimized.overlap.streams import CudaStreams, Pending, Work
 from optimized.scheduler import Scheduler
-from optimized.streams import CudaStreams, Pending, Work
 from shared.conformance.dispatch import DispatchRecord
 from shared.conformance.switches import GREEDY, expect_answers, prompts
-from shared.engine import LLM
+from shared.engine.llm import LLM
 from shared.types import SamplingParams
 
 from .harness import MODELS, OPTIMIZED, name_of, optimized, reference, reference_answers

@@ -12,8 +12,8 @@ import torch
 from shared.bench.round import pieces_of
 from shared.bench.step_inputs import fill_pool
 from shared.conformance.switches import expect_answers
-from shared.engine import LLM
-from shared.model_path import ASSETS
+from shared.engine.llm import LLM
+from shared.loading.model_path import ASSETS
 from shared.tiny.acceptance import measure_acceptance
 from shared.types import DraftShape, DraftTree
 

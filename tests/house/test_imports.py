@@ -53,7 +53,7 @@ def run_python(program: str) -> str:
 
 
 def test_reference_and_engine_run_where_triton_and_flashinfer_are_missing() -> None:
-    modules = [module_name(path) for path in python_files("reference")] + ["shared.engine"]
+    modules = [module_name(path) for path in python_files("reference")] + ["shared.engine.llm"]
     program = f"""
 import importlib, sys
 for blocked in ("triton", "flashinfer"):
@@ -70,7 +70,7 @@ print("done")
     [
         (["reference", "optimized", "shared", "shared.cli"], ["torch", "numpy", "transformers"]),
         (["shared.types", "shared.interfaces"], ["transformers", "triton", "flashinfer"]),
-        (["shared.engine"], ["transformers", "triton", "flashinfer", "matplotlib"]),
+        (["shared.engine.llm"], ["transformers", "triton", "flashinfer", "matplotlib"]),
     ],
     ids=["packages", "contracts", "engine"],
 )
@@ -89,4 +89,4 @@ print(*sorted(set({heavy!r}) & (set(sys.modules) - before)))
 
 
 def test_importing_the_engine_does_not_start_cuda() -> None:
-    assert run_python("import torch, shared.engine; print(torch.cuda.is_initialized())") == "False"
+    assert run_python("import torch, shared.engine.llm; print(torch.cuda.is_initialized())") == "False"

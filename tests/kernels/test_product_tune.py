@@ -16,7 +16,7 @@ from optimized.kernels.cublas_lt_api import Functions
 from optimized.kernels.product_tune import Layers, shapes_of
 from optimized.kernels.products import Shape, Table
 from shared.config import ModelConfig
-from shared.model_path import resolve_model_path
+from shared.loading.model_path import resolve_model_path
 from tests.kernels.fake_cublas_lt import PROPOSED, STREAM, FakeCublasLt, config_of
 
 SHAPE = Shape(40, 24)

@@ -1,4 +1,4 @@
-"""The samplers' noise as kernels compute it, against `shared.noise`."""
+"""The samplers' noise as kernels compute it, against `shared.sampling.noise`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from optimized.kernels.sampling_noise import (
 from shared.conformance.compare import expect_equal
 from shared.conformance.device import check_device
 from shared.conformance.inputs import Inputs
-from shared.noise import gumbel_noise, hash_noise
+from shared.sampling.noise import gumbel_noise, hash_noise
 
 SEEDS = (0, 1, 42, -1, 2**63 - 1, -(2**63), 2**32, 123456789012345678)
 

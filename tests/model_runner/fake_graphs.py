@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from optimized.cuda_graph import Cut, Replay
+from optimized.graphs.cuda_graph import Cut, Replay
 from optimized.model_runner import ModelRunner
 
 POOL_SIZE = 1 << 16

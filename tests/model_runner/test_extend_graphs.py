@@ -10,16 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from optimized import mixed_graph
-from optimized.extend_graph import MAX_LAYER_FLOPS, MAX_MIXED_TOKENS, captured_token_counts, flops_per_token
+from optimized.graphs import mixed_graph
+from optimized.graphs.extend_graph import (
+    MAX_LAYER_FLOPS,
+    MAX_MIXED_TOKENS,
+    captured_token_counts,
+    flops_per_token,
+)
 from shared.bench.step import step_of
 from shared.bench.step_inputs import StepCase, fill_pool
 from shared.config import EngineConfig, ModelConfig
 from shared.conformance.contracts.model_runner import model_for
 from shared.conformance.contracts.model_runner_decode import PreparedSession
 from shared.conformance.contracts.model_runner_extend import CASES
-from shared.engine import LLM
-from shared.model_path import ASSETS
+from shared.engine.llm import LLM
+from shared.loading.model_path import ASSETS
 from shared.types import ForwardMode, SamplingParams
 
 from .fake_graphs import FakeGraphs, FakeGraphsRunner

@@ -12,7 +12,7 @@ import torch
 from shared.conformance.lockstep import Lockstep
 from shared.conformance.poison import poison_
 from shared.conformance.recorder import LOGITS, SAMPLED_IDS, Recorder
-from shared.engine import LLM
+from shared.engine.llm import LLM
 from shared.types import ForwardMode, SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 
-from optimized.decode_graph import DecodeBuffers, SamplingKind, captured_batch_sizes
-from optimized.verify_graph import verify_batch_sizes
+from optimized.graphs.decode_graph import DecodeBuffers, SamplingKind, captured_batch_sizes
+from optimized.graphs.verify_graph import verify_batch_sizes
 from shared import registry
 from shared.config import EngineConfig
 from shared.conformance.contracts import model_runner_decode as clauses
@@ -16,8 +16,8 @@ from shared.conformance.contracts import model_runner_verify as verify_clauses
 from shared.conformance.contracts.model_runner import model_for
 from shared.conformance.contracts.model_runner_decode import Decoding, PreparedSession
 from shared.conformance.suite import check_implementation, clauses_of
-from shared.engine import LLM
-from shared.sampling_batch import make_sampling_batch_info
+from shared.engine.llm import LLM
+from shared.sampling.sampling_batch import make_sampling_batch_info
 from shared.types import Req, SamplingParams
 
 from .fake_graphs import FakeGraphs, FakeGraphsRunner

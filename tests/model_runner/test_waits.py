@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared.engine import LLM
-from shared.model_path import ASSETS
+from shared.engine.llm import LLM
+from shared.loading.model_path import ASSETS
 from shared.types import ForwardBatch, SamplingParams
 
 from .waits import Waited, refusing_to_wait

@@ -16,7 +16,7 @@ from reference.moe import MoE
 from shared.config import ModelConfig
 from shared.conformance.model_session import ModelSession
 from shared.interfaces import CausalLM
-from shared.weights import iterate_weights
+from shared.loading.weights import iterate_weights
 
 
 def build_model(config: ModelConfig) -> CausalLM:

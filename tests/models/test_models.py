@@ -12,8 +12,8 @@ from shared.config import ModelConfig
 from shared.config.hf_config import FAMILIES
 from shared.conformance.configs import CONFIGS
 from shared.interfaces import CausalLM
-from shared.weight_names import expected_shapes
-from shared.weights import named_targets
+from shared.loading.weight_names import expected_shapes
+from shared.loading.weights import named_targets
 
 
 def test_every_architecture_that_configs_know_has_a_model() -> None:

@@ -25,8 +25,8 @@ from shared.conformance.model_session import ModelSession
 from shared.conformance.tolerance import tolerance
 from shared.interfaces import CausalLM
 from shared.interfaces.layers import Layers
-from shared.weight_names import expected_shapes
-from shared.weights import dummy_weights, named_targets
+from shared.loading.weight_names import expected_shapes
+from shared.loading.weights import dummy_weights, named_targets
 from tests.conformance.mutants.mutant import module_with
 
 KERNELS = ("qk_norm_rope_store", "rotate", "rms_norm", "add_rms_norm", "add_parts_rms_norm", "silu_and_mul")

@@ -13,7 +13,7 @@ from shared.config import ModelConfig, MoEConfig
 from shared.conformance.configs import CONFIGS
 from shared.conformance.model_session import ModelSession
 from shared.interfaces import CausalLM
-from shared.weights import dummy_weights, iterate_weights
+from shared.loading.weights import dummy_weights, iterate_weights
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets"
 PROMPT_LEN, NUM_NEW = 80, 64

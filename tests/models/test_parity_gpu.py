@@ -20,7 +20,7 @@ from shared.conformance.device import building
 from shared.conformance.model_session import ModelSession
 from shared.conformance.tolerance import NEAR_TIE, tolerance
 from shared.interfaces import CausalLM
-from shared.weights import iterate_weights
+from shared.loading.weights import iterate_weights
 
 PROMPT_LEN, NUM_NEW, CHUNKS = 80, 48, (1, 33)
 WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 1536, "num_hidden_layers": 2}

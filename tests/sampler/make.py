@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shared.sampling_batch import make_sampling_batch_info
+from shared.sampling.sampling_batch import make_sampling_batch_info
 from shared.types import Req, SamplingBatchInfo, SamplingParams
 
 

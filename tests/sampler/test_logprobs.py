@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.logprobs import logprobs_of, to_token_logprobs
+from shared.sampling.logprobs import logprobs_of, to_token_logprobs
 from shared.types import LogprobsOutput, TokenLogprob
 
 # float32 keeps 24 bits; a log-probability here is at most 30 in size and goes through a sum of 1,000 terms

@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 
 from shared.conformance.chi_square import ALPHA
-from shared.noise import gumbel_noise, hash_noise
+from shared.sampling.noise import gumbel_noise, hash_noise
 
 NUM_BUCKETS = 64
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from shared.ordering import sort_descending
+from shared.sampling.ordering import sort_descending
 
 VALUES = [
     [1.0, 3.0, 3.0, -2.0, 0.0, -0.0, 3.0, -math.inf],

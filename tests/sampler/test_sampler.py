@@ -8,7 +8,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from reference.sampler import Sampler, apply_penalties, filter_mask
 from shared.conformance.sampling import ADJUSTED, KINDS
-from shared.sampling_batch import make_sampling_batch_info
+from shared.sampling.sampling_batch import make_sampling_batch_info
 from tests.sampler.make import make_info, make_req
 
 

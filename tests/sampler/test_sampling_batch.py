@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.sampling_batch import derive_seed
+from shared.sampling.sampling_batch import derive_seed
 from shared.types import SamplingBatchInfo
 from tests.sampler.make import make_info, make_req
 

@@ -10,9 +10,9 @@ import random
 from collections import deque
 from typing import Any
 
-from optimized.future_map import FutureMap
+from optimized.overlap.future_map import FutureMap
+from optimized.overlap.streams import Pending, Streams, Work
 from optimized.scheduler import Scheduler
-from optimized.streams import Pending, Streams, Work
 
 
 class LateStreams(Streams):

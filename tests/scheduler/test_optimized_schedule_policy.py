@@ -15,8 +15,8 @@ from reference.memory_pool import TokenToKVPoolAllocator
 from reference.schedule_policy import SchedulePolicy as ReferencePolicy
 from shared.conformance.contracts.schedule_policy_passes import CACHE_AWARE, Policy, random_req
 from shared.interfaces import RadixKey
+from shared.scheduling.waiting_queue import WaitingQueue
 from shared.types import Req, SamplingParams
-from shared.waiting_queue import WaitingQueue
 
 WATCHED = [policy for policy in CACHE_AWARE if policy.tree == "optimized"]
 

@@ -10,20 +10,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optimized.future_map import FutureMap
+from optimized.overlap.future_map import FutureMap
+from optimized.overlap.streams import OneStream, Pending, Work
 from optimized.scheduler import Scheduler
-from optimized.streams import OneStream, Pending, Work
 from shared.conformance import scheduler_harness
 from shared.conformance.clause import Clause
 from shared.conformance.compare import Mismatch
 from shared.conformance.contracts.example import EXAMPLE
 from shared.conformance.contracts.scheduler import PROMPT
 from shared.conformance.contracts.scheduler_faults import rows_change_hands
-from shared.conformance.invariants import InvariantViolation
 from shared.conformance.scheduler_harness import SchedulerHarness
 from shared.conformance.schedules import random_faults, random_schedule, run_schedule
 from shared.conformance.suite import clauses_of
 from shared.conformance.switches import answers_alone, expect_answers
+from shared.scheduling.invariants import InvariantViolation
 from tests.conformance.mutants.optimized_scheduler import changed
 
 from .late_streams import LateScheduler, UnsteadyScheduler, make_late

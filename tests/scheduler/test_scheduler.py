@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from shared.conformance.scheduler_harness import SchedulerHarness
-from shared.new_token_ratio import DECAY_STEPS, NewTokenRatio
+from shared.scheduling.admission import DECAY_STEPS, NewTokenRatio
 
 
 def test_new_token_ratio_falls_while_all_goes_well_and_rises_on_retraction() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from shared.config import DraftConfig, ModelConfig
-from shared.draft_weights import draft_shapes, iterate_draft_weights
-from shared.model_path import ASSETS, builtin_models
+from shared.loading.draft_weights import draft_shapes, iterate_draft_weights
+from shared.loading.model_path import ASSETS, builtin_models
 from shared.tiny.acceptance import measure_acceptance, save_card
 from shared.tiny.train_eagle3 import TARGET, TARGET_LAYERS
 from shared.types import DraftShape

@@ -7,15 +7,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from reference.draft_models.eagle3 import Eagle3Model
 from reference.models import model_class
 from reference.moe import MoE
+from reference.speculative.draft_models.eagle3 import Eagle3Model
 from shared import registry
 from shared.config import DraftConfig, ModelConfig
 from shared.conformance.contracts.draft_models import DraftSession
 from shared.conformance.model_session import ModelSession
-from shared.draft_weights import iterate_draft_weights
 from shared.interfaces import CausalLM
+from shared.loading.draft_weights import iterate_draft_weights
+from shared.loading.weights import iterate_weights
 from shared.tiny.eagle3_head import Eagle3Head, find_slots
 from shared.tiny.packing import Batch, PackedBatches
 from shared.tiny.train import TrainOptions
@@ -29,7 +30,6 @@ from shared.tiny.train_eagle3 import (
     save_head,
     train_steps,
 )
-from shared.weights import iterate_weights
 
 NUM_STEPS = 4
 

@@ -20,8 +20,8 @@ from shared.conformance.inputs import HALF_TYPES, Inputs, type_name
 from shared.conformance.model_session import ModelSession
 from shared.conformance.poison import run_poisoned
 from shared.conformance.tolerance import EXACT, tolerance
-from shared.draft_weights import dummy_draft_weights
 from shared.interfaces import CausalLM, DraftModel, DraftOutput
+from shared.loading.draft_weights import dummy_draft_weights
 from shared.types.attention import BatchAttention
 
 DraftModels = Any

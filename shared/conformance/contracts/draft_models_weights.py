@@ -24,8 +24,8 @@ from shared.conformance.device import check_device
 from shared.conformance.inputs import Inputs
 from shared.conformance.poison import poison_
 from shared.conformance.tolerance import EXACT, tolerance
-from shared.draft_weights import dummy_draft_weights
 from shared.interfaces import DraftModel
+from shared.loading.draft_weights import dummy_draft_weights
 
 PART = tuple(case for case in HEADS_ONCE if "a part of the vocabulary" in case.name)
 assert len(HEADS_ONCE) == len(HEADS)

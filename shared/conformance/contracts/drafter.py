@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from shared import registry
-from shared.assembly import Assembly, assemble, drafter_class
 from shared.config import EngineConfig
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
-from shared.conformance.invariants import check_idle, check_invariants
+from shared.engine.assembly import Assembly, assemble, drafter_class
 from shared.interfaces import Drafter
+from shared.scheduling.invariants import check_idle, check_invariants
 from shared.types import (
     DraftBatch,
     DraftShape,

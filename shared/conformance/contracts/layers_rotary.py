@@ -15,7 +15,7 @@ from shared.conformance.inputs import FLOAT_TYPES, Inputs, type_name
 from shared.conformance.poison import amid_poison, run_poisoned
 from shared.conformance.tolerance import tolerance
 from shared.interfaces import Layers, RotaryEmbedding
-from shared.rope import rope_angles
+from shared.modeling.rope import rope_angles
 
 CONTEXT_LEN = 1024
 ROPES = {

@@ -20,7 +20,7 @@ from shared.conformance.poison import poison_, run_poisoned
 from shared.conformance.replanned_attention import attention_for_graphs
 from shared.conformance.tolerance import tolerance
 from shared.interfaces import CausalLM, ModelRunner
-from shared.sampling_batch import make_sampling_batch_info
+from shared.sampling.sampling_batch import make_sampling_batch_info
 from shared.types import ForwardBatch, ForwardMode, LogitsOutput, Req, SampleOutput, SamplingParams
 
 MAX_LEN = 256

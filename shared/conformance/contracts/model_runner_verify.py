@@ -22,7 +22,7 @@ from shared.conformance.contracts.model_runner_decode import (
 from shared.conformance.device import check_device
 from shared.conformance.tolerance import tolerance
 from shared.interfaces import ModelRunner
-from shared.sampling_batch import make_sampling_batch_info
+from shared.sampling.sampling_batch import make_sampling_batch_info
 from shared.types import ForwardBatch, ForwardMode, Req
 
 NUM_NODES = 6

@@ -19,7 +19,7 @@ from shared.conformance.model_session import ModelSession
 from shared.conformance.poison import run_poisoned
 from shared.conformance.tolerance import EXACT, tolerance
 from shared.interfaces import CausalLM
-from shared.weights import dummy_weights
+from shared.loading.weights import dummy_weights
 
 Models = Any
 """A module (or namespace) with `model_class(architecture)`, and perhaps `LAYERS`, a choice of layers."""

@@ -18,7 +18,7 @@ from shared.conformance.inputs import HALF_TYPES
 from shared.conformance.poison import poison_
 from shared.conformance.tolerance import EXACT
 from shared.interfaces import CausalLM
-from shared.weights import dummy_weights
+from shared.loading.weights import dummy_weights
 
 NORM = "model.norm.weight"
 

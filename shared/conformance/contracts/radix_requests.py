@@ -12,8 +12,8 @@ from shared.conformance.compare import expect_equal, expect_true
 from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.contracts.page_sizes import PageSize
 from shared.conformance.contracts.radix_cache import AROUND_PAGES, PAGE_SIZES, AroundPages, sizes
-from shared.conformance.invariants import check_idle
 from shared.interfaces import PrefixCache
+from shared.scheduling.invariants import check_idle
 
 
 @contract(

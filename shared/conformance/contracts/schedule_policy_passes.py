@@ -16,8 +16,8 @@ from shared.conformance.contracts.schedule_policy import req, rids
 from shared.conformance.schedules import POLICIES
 from shared.conformance.short_repr import short_repr
 from shared.interfaces import PrefixCache, RadixKey, SchedulePolicy
+from shared.scheduling.waiting_queue import WaitingQueue
 from shared.types import Req
-from shared.waiting_queue import WaitingQueue
 
 PREFIX_LENS = (0, 3, 8, 12, 40)
 

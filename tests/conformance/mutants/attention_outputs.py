@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shared.attention_output import output_for
+from shared.modeling.attention_output import output_for
 from shared.types.attention import AttentionLayer
 from tests.conformance.mutants.blockwise_attention import BlockwiseAttention
 from tests.conformance.mutants.mutant import mutant_of

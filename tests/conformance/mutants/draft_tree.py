@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from reference.draft_tree import DraftTreeOps
+from reference.speculative.draft_tree import DraftTreeOps
 from shared.types import TopTokens
 from tests.conformance.mutants.mutant import mutant_of
 

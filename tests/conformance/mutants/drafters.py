@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import reference.standalone
-from reference.draft_beams import BeamSteps
-from reference.drafters import drafter_class
-from reference.ngram import NgramDrafter
-from reference.standalone import StandaloneDrafter
+import reference.speculative.standalone
+from reference.speculative.draft_beams import BeamSteps
+from reference.speculative.drafters import drafter_class
+from reference.speculative.ngram import NgramDrafter
+from reference.speculative.standalone import StandaloneDrafter
 from shared.interfaces import Drafter
 from shared.types import DraftBatch, DraftShape, DraftTree
 from tests.conformance.mutants.mutant import Mutant
@@ -49,11 +49,13 @@ class BeamsBesideTheirPlace(StandaloneDrafter):
     """Beams are computed one position too early, over the newest token's slot."""
 
     def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
-        reference.standalone.BeamSteps = lambda batch, num_before, *rest: BeamSteps(batch, 0, *rest)
+        reference.speculative.standalone.BeamSteps = lambda batch, num_before, *rest: BeamSteps(
+            batch, 0, *rest
+        )
         try:
             return super().draft(batch, shape)
         finally:
-            reference.standalone.BeamSteps = BeamSteps
+            reference.speculative.standalone.BeamSteps = BeamSteps
 
 
 class SeesSiblings(BeamSteps):
@@ -67,11 +69,11 @@ class BeamsSeeEachOther(StandaloneDrafter):
     """A beam sees all drafts of the steps before, not just its ancestors, and its siblings."""
 
     def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
-        reference.standalone.BeamSteps = SeesSiblings
+        reference.speculative.standalone.BeamSteps = SeesSiblings
         try:
             return super().draft(batch, shape)
         finally:
-            reference.standalone.BeamSteps = BeamSteps
+            reference.speculative.standalone.BeamSteps = BeamSteps
 
 
 @drafter("ngram")

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-import reference.drafters
-from reference.eagle import EagleDrafter
+import reference.speculative.drafters
+from reference.speculative.eagle import EagleDrafter
 from shared.interfaces import Drafter
 from shared.types import ForwardMode
 from tests.conformance.mutants.mutant import Mutant, module_with
@@ -18,9 +18,11 @@ def drafts_with(drafter: type[Drafter]) -> Mutant:
 
     def drafter_class(algorithm: str) -> type[Drafter]:
         is_eagle = algorithm in ("eagle", "eagle3", "nextn")
-        return drafter if is_eagle else reference.drafters.drafter_class(algorithm)
+        return drafter if is_eagle else reference.speculative.drafters.drafter_class(algorithm)
 
-    return Mutant("drafter", drafter.__name__, module_with(reference.drafters, drafter_class=drafter_class))
+    return Mutant(
+        "drafter", drafter.__name__, module_with(reference.speculative.drafters, drafter_class=drafter_class)
+    )
 
 
 @drafts_with

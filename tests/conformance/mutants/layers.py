@@ -8,7 +8,7 @@ import torch
 
 import reference.layers
 from reference.layers import RMSNorm, RotaryEmbedding, SiluAndMul
-from shared.rope import rope_angles
+from shared.modeling.rope import rope_angles
 from tests.conformance.mutants.mutant import Mutant, module_with
 
 

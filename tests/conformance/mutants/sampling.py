@@ -9,8 +9,8 @@ import torch
 
 import reference.sampler as steps
 from reference.sampler import NEG_INF, Sampler
-from shared.noise import gumbel_noise
-from shared.ordering import sort_descending
+from shared.sampling.noise import gumbel_noise
+from shared.sampling.ordering import sort_descending
 from shared.types import SampleOutput, SamplingBatchInfo
 from tests.conformance.mutants.mutant import mutant_of
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-import shared.append_tokens
+import shared.scheduling.stop_conditions
 from reference.scheduler import Scheduler
-from reference.speculative import Speculator
+from reference.speculative.speculator import Speculator
 from shared.types import ForwardBatch, LogitsOutput, Req, SampleOutput, ScheduleBatch, TokenLogprob
 from tests.conformance.mutants.mutant import Mutant
 
@@ -198,18 +198,18 @@ class KeepsTokensBehindTheEnd(Scheduler):
     """What was accepted behind a stop token is output too."""
 
     def _append_tokens(self, req: Req, token_ids: list[int], logprobs: list[TokenLogprob]) -> None:
-        check = shared.append_tokens.check_finished
+        check = shared.scheduling.stop_conditions.check_finished
 
         def keeps_all(req, *args):
             check(req, *args)
             if req.finished_len is not None:
                 req.finished_len = len(req.output_ids)
 
-        shared.append_tokens.check_finished = keeps_all
+        shared.scheduling.stop_conditions.check_finished = keeps_all
         try:
             super()._append_tokens(req, token_ids, logprobs)
         finally:
-            shared.append_tokens.check_finished = check
+            shared.scheduling.stop_conditions.check_finished = check
 
 
 @of_scheduler

@@ -11,8 +11,8 @@ import torch
 import reference.models
 from reference.model_runner import ModelRunner
 from shared.interfaces import CausalLM
+from shared.loading.weight_names import expected_shapes
 from shared.types import ForwardBatch, ForwardMode, LogitsOutput
-from shared.weight_names import expected_shapes
 from tests.conformance.mutants.mutant import Mutant, module_with, mutant_of
 
 

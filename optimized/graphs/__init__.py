@@ -1,0 +1,1 @@
+"""CUDA graphs: capture, padding and replay of each kind of step."""

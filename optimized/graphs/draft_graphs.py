@@ -1,0 +1,159 @@
+"""CUDA graphs of drafting: all of a draft as one, and the extension by what was accepted as another.
+
+Batches go through buffers, padded to a size that was captured, as those of the target (decode_graph.py). A
+row of padding is a request without a token, in the dummy row of req_to_token: it works on the dummy page, and
+what it leaves stands in the dummy row of the drafter's state.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from tqdm.auto import tqdm
+
+from optimized.graphs.cuda_graph import CapturedCall, CudaGraphs, try_to_capture, warn_of_launches
+from optimized.graphs.decode_graph import PaddedVectors
+from optimized.graphs.verify_graph import verify_batch_sizes
+from shared.config import EngineConfig
+from shared.interfaces import AttentionBackend
+from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode
+
+Draft = Callable[[DraftBatch, DraftShape], DraftTree]
+Extend = Callable[[ForwardBatch, torch.Tensor, torch.Tensor], None]
+
+
+@dataclass
+class DraftCalls:
+    """What was captured for one batch size."""
+
+    draft: CapturedCall
+    trees: list[DraftTree]  # one: where it leaves its result
+    extend: CapturedCall
+
+
+class DraftGraphs:
+    """Nothing is captured until `capture_all`; then, what does not fit any graph is told from what does by
+    None and False. For one shape: where it adapts, each of the possible ones has its own."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        shape: DraftShape,
+        num_slots: int,
+        like: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> None:
+        """like: some of the hidden states that extensions bring."""
+        device = like.device
+        self.attention = attention
+        self.shape = shape
+        self.num_rows = min(self.shape.num_steps + 1, self.shape.num_draft_tokens)
+        """of each request in an extension"""
+        self.num_slots = num_slots
+        self.batch_sizes = verify_batch_sizes(config, shape.num_draft_tokens)
+        assert config.context_len is not None
+        self.max_len = config.context_len  # of any request: batches of a graph have bounds, not lengths
+        self.num_replays = 0
+        self._calls: dict[int, DraftCalls] = {}
+        max_bs = self.batch_sizes[-1] if self.batch_sizes else 0
+        requests = {"req_pool_indices": 0, "seq_lens": 0, "root_ids": 0}
+        self.draft_ints = PaddedVectors(requests, max_bs, torch.int64, device)
+        self.slots = PaddedVectors({"slots": 0}, max_bs * num_slots, torch.int64, device)
+        requests = {"req_pool_indices": 0, "seq_lens": self.num_rows, "num_kept": 1, "next_token_ids": 0}
+        self.extend_ints = PaddedVectors(requests, max_bs, torch.int64, device)
+        tokens = {"input_ids": 0, "positions": 0, "out_cache_loc": 0}
+        self.token_ints = PaddedVectors(tokens, max_bs * self.num_rows, torch.int64, device)
+        self.hidden_states = like.new_zeros(max_bs * self.num_rows, like.shape[-1])
+        self.num_each = torch.full((max_bs,), self.num_rows, dtype=torch.int64, device=device)
+        self.starts = torch.arange(max_bs, device=device) * self.num_rows
+
+    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree | None:
+        calls = self._calls_for(batch.batch_size) if shape == self.shape else None
+        if calls is None:
+            return None
+        size, call = calls
+        bs = batch.batch_size
+        self.draft_ints.load([batch.req_pool_indices, batch.seq_lens, batch.root_ids], size)
+        if self.num_slots:
+            self.slots.load([batch.slots[:, : self.num_slots].flatten()], size * self.num_slots)
+        call.draft()
+        self.num_replays += 1
+        tree = call.trees[0]
+        return tree if bs == size else DraftTree(*(values[:bs] for values in vars(tree).values()))
+
+    def extend(
+        self, forward_batch: ForwardBatch, hidden_states: torch.Tensor, next_token_ids: torch.Tensor
+    ) -> bool:
+        fb = forward_batch
+        if fb.num_kept is None or set(fb.extend_seq_lens_cpu) != {self.num_rows}:
+            return False
+        calls = self._calls_for(fb.batch_size)
+        if calls is None:
+            return False
+        size, call = calls
+        self.extend_ints.load([fb.req_pool_indices, fb.seq_lens, fb.num_kept, next_token_ids], size)
+        self.token_ints.load([fb.input_ids, fb.positions, fb.out_cache_loc], size * self.num_rows)
+        self.hidden_states[: fb.num_tokens].copy_(hidden_states)
+        call.extend()
+        self.num_replays += 1
+        return True
+
+    def buffers_of_draft(self, size: int) -> DraftBatch:
+        """The first `size` rows: padding until something is loaded."""
+        return DraftBatch(
+            reqs=[],
+            **{name: self.draft_ints.head(name, size) for name in self.draft_ints.rows},
+            seq_lens_cpu=(self.max_len,) * size,
+            slots=self.slots.head("slots", size * self.num_slots).view(size, self.num_slots),
+        )
+
+    def buffers_of_extend(self, size: int) -> tuple[ForwardBatch, torch.Tensor, torch.Tensor]:
+        """The same of an extension: the batch, the hidden states, and the tokens that come next."""
+        num_tokens = size * self.num_rows
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            **{name: self.token_ints.head(name, num_tokens) for name in self.token_ints.rows},
+            **{name: self.extend_ints.head(name, size) for name in list(self.extend_ints.rows)[:3]},
+            extend_seq_lens=self.num_each[:size],
+            extend_start_loc=self.starts[:size],
+            seq_lens_cpu=(self.max_len + self.num_rows,) * size,
+            extend_seq_lens_cpu=(self.num_rows,) * size,
+        )
+        return forward_batch, self.hidden_states[:num_tokens], self.extend_ints.head("next_token_ids", size)
+
+    def capture_all(self, graphs: CudaGraphs, draft: Draft, extend: Extend) -> bool:
+        """Whether everything could be captured."""
+        if not (self.attention.supports_cuda_graph and self.attention.takes_bounds):
+            warn_of_launches("drafting", f"{type(self.attention).__name__} does not run in CUDA graphs")
+            return False
+        sizes: Iterable[int] = self.batch_sizes[::-1]
+        for size in tqdm(sizes, desc="capture CUDA graphs of drafts", unit="size", leave=False, delay=1.0):
+            draft_batch, extend_batch = self.buffers_of_draft(size), self.buffers_of_extend(size)
+            trees: list[DraftTree] = []
+
+            def draft_all(batch: DraftBatch = draft_batch, trees: list[DraftTree] = trees) -> torch.Tensor:
+                trees[:] = [draft(batch, self.shape)]
+                return trees[0].token_ids
+
+            def extend_all(
+                batch: tuple[ForwardBatch, torch.Tensor, torch.Tensor] = extend_batch,
+            ) -> torch.Tensor:
+                extend(*batch)
+                return batch[1]
+
+            extend_call = try_to_capture(graphs, "drafting", "the draft model", extend_all)
+            draft_call = try_to_capture(graphs, "drafting", "the draft model", draft_all)
+            if extend_call is None or draft_call is None:
+                self._calls.clear()
+                return False
+            self._calls[size] = DraftCalls(draft_call, trees, extend_call)
+        return True
+
+    def _calls_for(self, batch_size: int) -> tuple[int, DraftCalls] | None:
+        if not self._calls or batch_size > self.batch_sizes[-1]:
+            return None
+        size = self.batch_sizes[bisect_left(self.batch_sizes, batch_size)]
+        return size, self._calls[size]

@@ -1,0 +1,101 @@
+"""CUDA graphs of tree verification: which batch sizes, and the buffers that batches are fed through.
+
+A verify step is as regular as a decode step: every request computes the nodes of one tree. So it is captured
+likewise, with the vectors of nodes that many times as long, and with the mask in a buffer whose shape says
+nothing about how long anybody is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import torch
+
+from optimized.graphs.decode_graph import PaddedVectors, SamplingKind, captured_batch_sizes
+from shared.config import EngineConfig
+from shared.types import ForwardBatch, ForwardMode, SamplingBatchInfo
+
+MAX_TOKENS = 512
+"""Nodes of all requests, beyond which a step takes longer than launching its kernels."""
+
+
+def verify_batch_sizes(config: EngineConfig, num_nodes: int) -> tuple[int, ...]:
+    """Those of decoding, as far as their nodes are few enough."""
+    sizes = captured_batch_sizes(config)
+    return sizes[: bisect_right(sizes, MAX_TOKENS // num_nodes)]
+
+
+class VerifyBuffers:
+    """The tensors of a verify step and of its sampling, for trees of so many nodes.
+
+    A row of padding is a request of nothing but a tree, on the dummy page.
+    """
+
+    def __init__(
+        self, batch_sizes: tuple[int, ...], num_nodes: int, has_mask: bool, device: torch.device
+    ) -> None:
+        self.batch_sizes = batch_sizes
+        self.num_nodes = num_nodes
+        max_bs = max(batch_sizes, default=0)
+        max_nodes = max_bs * num_nodes
+        inputs = {"input_ids": 0, "positions": 0, "out_cache_loc": 0}
+        self.node_ints = PaddedVectors({**inputs, "top_ks": 1, "seeds": 0}, max_nodes, torch.int64, device)
+        requests = {"req_pool_indices": 0, "seq_lens": num_nodes}
+        self.ints = PaddedVectors(requests, max_bs, torch.int64, device)
+        floats = {"temperatures": 1.0, "top_ps": 1.0, "min_ps": 0.0}
+        self.floats = PaddedVectors(floats, max_nodes, torch.float32, device)
+        self.bools = PaddedVectors({"is_greedy": True}, max_nodes, torch.bool, device)
+        own = torch.eye(num_nodes, dtype=torch.bool, device=device)
+        self.tree_mask = own.repeat(max_bs, 1, 1) if has_mask else None
+        self.num_each = torch.full((max_bs,), num_nodes, dtype=torch.int64, device=device)
+        self.starts = torch.arange(max_bs, device=device) * num_nodes
+
+    def fits(self, forward_batch: ForwardBatch) -> bool:
+        fb = forward_batch
+        has_mask = fb.tree_mask is not None
+        is_even = set(fb.extend_seq_lens_cpu) == {self.num_nodes}
+        return is_even and fb.custom_mask is None and has_mask == (self.tree_mask is not None)
+
+    def load(self, forward_batch: ForwardBatch, size: int, info: SamplingBatchInfo | None = None) -> None:
+        """`info`, of all nodes, only where sampling looks at it."""
+        fb, num_nodes = forward_batch, size * self.num_nodes
+        node_ints = [fb.input_ids, fb.positions, fb.out_cache_loc]
+        if info is not None:
+            node_ints += [info.top_ks, info.seeds]
+            self.floats.load([info.temperatures, info.top_ps, info.min_ps], num_nodes)
+            self.bools.load([info.is_greedy], num_nodes)
+        self.node_ints.load(node_ints, num_nodes)
+        self.ints.load([fb.req_pool_indices, fb.seq_lens], size)
+        if self.tree_mask is not None:  # padding keeps whatever it had: it is nobody's
+            assert fb.tree_mask is not None
+            self.tree_mask[: fb.batch_size].copy_(fb.tree_mask)
+
+    def padding_batch(self, size: int) -> ForwardBatch:
+        """The first `size` rows, all of padding until something is loaded."""
+        num_nodes = size * self.num_nodes
+        for vectors in (self.node_ints, self.ints):
+            vectors.values.copy_(vectors.padding)
+        return ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            **{name: self.node_ints.head(name, num_nodes) for name in list(self.node_ints.rows)[:3]},
+            **{name: self.ints.head(name, size) for name in self.ints.rows},
+            extend_seq_lens=self.num_each[:size],
+            extend_start_loc=self.starts[:size],
+            seq_lens_cpu=self.padding_lens(size),
+            extend_seq_lens_cpu=self.padding_lens(size),
+            tree_mask=None if self.tree_mask is None else self.tree_mask[:size],
+        )
+
+    def padding_lens(self, num: int) -> tuple[int, ...]:
+        """Of so many requests of padding."""
+        return (self.num_nodes,) * num
+
+    def sampling_info(self, kind: SamplingKind, size: int) -> SamplingBatchInfo:
+        num_nodes = size * self.num_nodes
+        return SamplingBatchInfo(
+            **{name: self.node_ints.head(name, num_nodes) for name in ("top_ks", "seeds")},
+            **{name: self.floats.head(name, num_nodes) for name in self.floats.rows},
+            is_greedy=self.bools.head("is_greedy", num_nodes),
+            is_all_greedy=kind is SamplingKind.GREEDY,
+            needs_filter=kind is SamplingKind.FILTERED,
+        )

@@ -1,0 +1,1 @@
+"""Overlap scheduling: batches between their launch and the processing of their results."""

@@ -1,0 +1,211 @@
+"""Batches between their launch and the processing of their results.
+
+The host forms a batch from what it knows, launches it, and comes back for its results later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+
+from optimized.overlap.cached_prompt import CachedPrompt
+from optimized.overlap.future_map import FutureMap, count_in_flight
+from optimized.overlap.streams import Pending, streams_for
+from optimized.schedule_batch import name_tokens
+from shared.interfaces import SchedulerParts
+from shared.sampling.logprobs import hand_out_input_logprobs, input_logprob_positions
+from shared.sampling.sampling_batch import make_sampling_batch_info
+from shared.types import (
+    ForwardBatch,
+    LogitsOutput,
+    LogprobsOutput,
+    Req,
+    SampleOutput,
+    SamplingBatchInfo,
+    ScheduleBatch,
+)
+
+_Any = TypeVar("_Any")
+
+
+@dataclass
+class InFlight:
+    """A batch between its launch and the processing of its results.
+
+    `rows` shrinks: a request that is thrown out or ends takes its row along, and whatever the batch computes
+    for it is dropped.
+    """
+
+    batch: ScheduleBatch
+    first_place: int  # in the FutureMap, of the first row's token
+    results: Pending | None = field(default=None, init=False)  # None: sampling has not begun
+    rows: dict[Req, int] = field(init=False)
+    prompts: dict[Req, CachedPrompt] = field(default_factory=dict, init=False)  # also of those who left
+    _kept: list[Any] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = {req: row for row, req in enumerate(self.batch.reqs)}
+
+    def keep(self, value: _Any) -> _Any:
+        """Something that the device may read until the results are there."""
+        self._kept.append(value)
+        return value
+
+    def place_of(self, req: Req) -> int | None:
+        """Where the request's next token will be; None if this batch gives it none."""
+        row = self.rows.get(req)
+        return None if row is None else self.first_place + row
+
+
+@dataclass
+class BatchInFlight(InFlight):
+    """A prefill, decode or mixed batch. (Rounds of speculation: optimized/speculative/round.py.)"""
+
+    forward_batch: ForwardBatch
+    chunked_req: Req | None  # one whose prompt goes on: its token means nothing
+    logits_output: LogitsOutput | None = field(default=None, init=False)  # only until it is sampled from
+    _input_logprob_ids: dict[Req, list[int]] = field(init=False)  # asked for by each extending row
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        extending = self.batch.reqs[: self.batch.batch_size - self.batch.num_decode_reqs]
+        # Now: when results come, the request may be at its next chunk.
+        self._input_logprob_ids = {
+            req: [req.origin_input_ids[i] for i in input_logprob_positions(req)] for req in extending
+        }
+
+    def place_of(self, req: Req) -> int | None:
+        return None if req is self.chunked_req else super().place_of(req)
+
+    def hand_out_input_logprobs(self, output: LogprobsOutput | None) -> None:
+        ids = self._input_logprob_ids
+        extending = [req if req in self.rows else None for req in ids]
+        counts = [len(wanted) for wanted in ids.values()]
+        hand_out_input_logprobs(extending, counts, list(chain.from_iterable(ids.values())), output)
+
+
+Extension = Callable[[ForwardBatch, LogitsOutput, SampleOutput], None]
+
+
+class Pipeline:
+    """Oldest first. Between two steps of the scheduler it holds at most one batch, whose tokens the next one
+    decodes from."""
+
+    def __init__(self, parts: SchedulerParts) -> None:
+        self.parts = parts
+        self.device = parts.allocator.device
+        self.streams = streams_for(self.device)
+        # No batch has more requests than there are rows.
+        self.future_map = FutureMap(parts.req_to_token_pool.size, self.device)
+        self.batches: deque[InFlight] = deque()
+        self._no_logits = torch.empty(0)
+        # Where somebody speculates: made when a batch is launched, called when it was sampled.
+        self.extension_of: Callable[[BatchInFlight], Extension] | None = None
+        self._last_info: tuple[list[Req], SamplingBatchInfo] | None = None  # that can be used again
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def place_of(self, req: Req) -> int | None:
+        """Where the token is that the request decodes from next; None: the host knows it."""
+        return self.batches[-1].place_of(req) if self.batches else None
+
+    def places_of(self, reqs: Sequence[Req]) -> list[int | None]:
+        if not self.batches:
+            return [None] * len(reqs)
+        return list(map(self.batches[-1].place_of, reqs))
+
+    def decodable(self, running: Sequence[Req]) -> list[Req]:
+        """Those that may produce a token beyond the one in flight: an end by length is known."""
+        return [
+            req
+            for req, place in zip(running, self.places_of(running))
+            if len(req.output_ids) + (place is not None) < req.max_new_tokens
+        ]
+
+    def drop(self, req: Req) -> None:
+        """Whatever is computed for the request is not wanted any more. Nobody will look at the logits of a
+        token in flight, so neither is its KV."""
+        for batch in self.batches:
+            row = batch.rows.pop(req, None)
+            num_extend = batch.batch.batch_size - batch.batch.num_decode_reqs
+            if isinstance(batch, BatchInFlight) and row is not None and row >= num_extend:
+                req.kv_committed_len -= 1
+
+    def launch(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:
+        parts, num_token_ids = self.parts, self.parts.num_token_ids
+        places = self.places_of(batch.reqs)
+        num_in_flight = [int(place is not None) for place in places]  # tokens that the host does not know yet
+        with parts.timeline.span("prepare"):
+            names = [None if place is None else self.future_map.name_of(place) for place in places]
+            named = name_tokens(batch, names, self.device)
+        launched = BatchInFlight(batch, self.future_map.take(batch.batch_size), named, chunked_req)
+        if not parts.tree_cache.disable:
+            extending = batch.reqs[: batch.batch_size - batch.num_decode_reqs]
+            launched.prompts = {req: CachedPrompt.of(req, parts.tree_cache) for req in extending}
+        if any(req.grammar is not None and n for req, n in zip(batch.reqs, num_in_flight)):
+            self.streams.launch(lambda: self._forward(launched))
+        else:
+            extend = self.extension_of(launched) if self.extension_of is not None else None
+            info = self.sampling_info(batch.reqs, num_in_flight)
+
+            def forward_and_sample() -> tuple[LogitsOutput, SampleOutput]:
+                resolved = launched.keep(self.future_map.resolve(named, has_ids=None in names))
+                count_in_flight(launched.keep(info), named, resolved)
+                with parts.timeline.forward(resolved):
+                    outputs = parts.model_runner.forward_and_sample(
+                        resolved, parts.sampler, info, num_token_ids
+                    )
+                if extend is not None:
+                    extend(resolved, *outputs)
+                return self._sampled(launched, *outputs)
+
+            launched.results = self.streams.launch(forward_and_sample)
+        self.batches.append(launched)
+
+    def sampling_info(self, reqs: list[Req], num_in_flight: list[int]) -> SamplingBatchInfo:
+        """That of the batch before if the requests are the same and nothing depends on their outputs."""
+        if self._last_info is not None and self._last_info[0] == reqs:
+            return self._last_info[1]
+        info = make_sampling_batch_info(reqs, self.parts.num_token_ids, self.device, num_in_flight)
+        changes = any(tensor is not None for tensor in (info.banned, info.vocab_mask, info.output_counts))
+        # min_new_tokens: a ban that has ended begins again for a request that loses its tokens in flight.
+        may_change = changes or any(req.sampling_params.min_new_tokens for req in reqs)
+        self._last_info = None if may_change else (reqs, info)
+        return info
+
+    # --8<-- [start:sample-late]
+    def _forward(self, launched: BatchInFlight) -> None:
+        """Without sampling: the grammar of some request has to see the token before."""
+        resolved = launched.keep(self.future_map.resolve(launched.forward_batch))
+        with self.parts.timeline.forward(resolved):
+            launched.logits_output = self.parts.model_runner.forward(resolved)
+
+    def sample(self, launched: BatchInFlight) -> None:
+        """Now that every token before is known. The logits are lent until the next forward pass."""
+        parts, num_token_ids = self.parts, self.parts.num_token_ids
+        info = make_sampling_batch_info(launched.batch.reqs, num_token_ids, self.device)
+
+        def sample() -> tuple[LogitsOutput, SampleOutput]:
+            logits_output, launched.logits_output = launched.logits_output, None
+            assert logits_output is not None
+            logits = logits_output.next_token_logits[:, :num_token_ids]
+            positions = launched.forward_batch.seq_lens - 1
+            sample_output = parts.sampler.sample(logits, launched.keep(info), positions)
+            return self._sampled(launched, logits_output, sample_output)
+
+        launched.results = self.streams.launch(sample)
+
+    # --8<-- [end:sample-late]
+
+    def _sampled(
+        self, launched: BatchInFlight, logits_output: LogitsOutput, sample_output: SampleOutput
+    ) -> tuple[LogitsOutput, SampleOutput]:
+        """What goes to the host: not the logits. The tokens stay on the device as well."""
+        self.future_map.store(launched.first_place, sample_output.next_token_ids)
+        return LogitsOutput(self._no_logits, logits_output.input_logprobs), sample_output

@@ -1,0 +1,24 @@
+"""The draft models that read a target's hidden states, by format.
+
+Differs from reference: EAGLE-3, the format that heads are trained in today, has fused layers. Assumes that
+the others, which are taken from the reference, are rare. Loses nothing: a name is looked up once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from shared import registry
+from shared.config.draft import DraftFormat
+from shared.interfaces.draft_model import DraftModel
+
+DRAFT_MODELS: dict[str, str] = {"eagle3": "optimized.speculative.draft_models.eagle3:Eagle3Model"}
+
+
+def draft_model_class(draft_format: DraftFormat) -> type[DraftModel]:
+    """The class for a format; an unknown one raises `ValueError` listing the known."""
+    if draft_format not in DRAFT_MODELS:
+        found: type[DraftModel] = registry.load("draft_models", "reference").draft_model_class(draft_format)
+        return found
+    module, name = DRAFT_MODELS[draft_format].split(":")
+    return getattr(import_module(module), name)

@@ -1,0 +1,167 @@
+"""Drafting with a small network over the target's hidden states: EAGLE, EAGLE-3 and NEXTN.
+
+Differs from reference: all steps of a draft, from the first beams to the tree, are one CUDA graph, and so is
+the extension by what was accepted, for each of a list of batch sizes (draft_graphs.py). What the model gave
+for a request's newest KV stands in tensors, by the request's row. So a round waits for nothing, and the next
+one can be launched before its result is known. Assumes attention and tree ops that can be captured; else, and
+for larger batches, the same is launched kernel by kernel. Loses the memory of two hidden states for each
+request that may run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from optimized.graphs.cuda_graph import CudaGraphs
+from optimized.graphs.draft_graphs import DraftGraphs
+from optimized.speculative.draft_beams import BeamSteps
+from shared.config import EngineConfig
+from shared.interfaces import DrafterParts, DraftOutput, ReqToTokenPool
+from shared.interfaces import drafter as interface
+from shared.loading.kv_sizing import kv_bytes_per_token
+from shared.loading.load_draft_model import ids_of_no_token, load_draft_model
+from shared.speculation.adaptive_shape import possible_shapes
+from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, Req, TopTokens
+from shared.types.attention import BatchAttention
+
+
+class LastRow(NamedTuple):
+    """What the draft model gave for the newest KV of each request, by its row: drafting begins there."""
+
+    hidden_states: torch.Tensor  # [rows of req_to_token, hidden_size], for logits
+    next_hidden_states: torch.Tensor  # [rows of req_to_token, hidden_size], for the token that comes next
+
+
+class EagleDrafter(interface.Drafter):
+    """The draft model reads every token together with the target's hidden state before it. So slot j of its
+    pool holds token j + 1 and hidden state j, at position j: when the target has KV for n tokens, it has too,
+    and has seen the newest token. What it drafts from its own hidden states stands behind, and `extend`
+    overwrites what of that was accepted, from the target's."""
+
+    is_bigram = True
+    runs_ahead = True
+
+    def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
+        assert config.context_len is not None
+        self.config = config
+        self.parts = parts
+        self.draft_config, self.model = load_draft_model(config, parts)
+        self.hidden_layers = self.draft_config.target_layers
+        self.num_kv_bytes_per_token = kv_bytes_per_token(self.draft_config.model, parts.dtype)
+        self.draft_tree = parts.component("draft_tree")()
+        self.is_no_token = ids_of_no_token(config, parts, self.draft_config, self.model)
+
+    def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
+        model_config, component = self.draft_config.model, self.parts.component
+        self.req_to_token_pool = req_to_token_pool
+        self.kv_pool = component("memory_pool").TokenToKVPool(
+            num_slots,
+            self.config.page_size,
+            model_config.num_hidden_layers,
+            model_config.num_kv_heads,
+            model_config.head_dim,
+            self.parts.dtype,
+            self.parts.device,
+        )
+        self.attention = component("attention")(req_to_token_pool, self.kv_pool)
+        options = {"dtype": self.parts.dtype, "device": self.parts.device}
+        num_rows = req_to_token_pool.req_to_token.shape[0]
+        self.last_rows = LastRow(*torch.zeros(2, num_rows, model_config.hidden_size, **options))
+        like = torch.empty(0, self.draft_config.target_hidden_size, **options)
+        self.graphs = [
+            DraftGraphs(self.config, shape, self.num_slots(shape), like, self.attention)
+            for shape in possible_shapes(self.config)
+        ]
+        graphs = None if self.config.disable_cuda_graph else self._cuda_graphs()
+        if graphs is not None:
+            for of_shape in self.graphs:
+                if not of_shape.capture_all(graphs, self._draft, self._extend):
+                    break
+
+    def num_slots(self, shape: DraftShape) -> int:
+        return (shape.num_steps - 1) * shape.top_k  # no step follows the last beams
+
+    def extend(
+        self,
+        reqs: Sequence[Req],
+        forward_batch: ForwardBatch,
+        hidden_states: torch.Tensor | None,
+        next_token_ids: torch.Tensor,
+    ) -> None:
+        assert hidden_states is not None
+        tell = forward_batch, hidden_states, next_token_ids
+        if not any(of_shape.extend(*tell) for of_shape in self.graphs):
+            self._extend(*tell)
+
+    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        """In a graph, the tree's tensors are those of the next draft of the same size, too."""
+        for of_shape in self.graphs:
+            tree = of_shape.draft(batch, shape)
+            if tree is not None:
+                return tree
+        return self._draft(batch, shape)
+
+    def forget(self, req: Req) -> None:
+        """A row is overwritten by whoever has it next."""
+
+    # ---- what is captured ----
+
+    @torch.inference_mode()
+    def _extend(
+        self, forward_batch: ForwardBatch, hidden_states: torch.Tensor, next_token_ids: torch.Tensor
+    ) -> None:
+        last, rows = forward_batch.last_token_rows, forward_batch.req_pool_indices
+        input_ids = forward_batch.input_ids.roll(-1)  # each request's tokens, one later
+        input_ids[last] = next_token_ids
+        if forward_batch.num_kept is not None:
+            # So attention knows that this is one more thing of equally few rows for each request.
+            forward_batch = replace(forward_batch, forward_mode=ForwardMode.TARGET_VERIFY)
+        output = self._forward(forward_batch, input_ids, hidden_states)
+        self.last_rows.hidden_states[rows] = output.hidden_states[last]
+        self.last_rows.next_hidden_states[rows] = output.next_hidden_states[last]
+
+    @torch.inference_mode()
+    def _draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        # --8<-- [start:draft-in-a-graph]
+        bs, k = len(batch.root_ids), shape.top_k
+        top = self._top_tokens(self.last_rows.hidden_states[batch.req_pool_indices], k)
+        steps = [self.draft_tree.first_beams(top)]
+        hidden_states = self.last_rows.next_hidden_states[batch.req_pool_indices].repeat_interleave(k, 0)
+        beam_steps = BeamSteps(batch, 0, self.req_to_token_pool, self._context_len)
+        first_beams = torch.arange(bs, device=batch.root_ids.device)[:, None] * k
+        for _ in range(shape.num_steps - 1):
+            forward_batch = beam_steps.next(steps[-1])
+            output = self._forward(forward_batch, forward_batch.input_ids, hidden_states)
+            top = self._top_tokens(output.hidden_states, k)
+            by_beam = TopTokens(*(values.view(bs, k, k) for values in top))
+            steps.append(self.draft_tree.next_beams(steps[-1], by_beam))
+            hidden_states = output.next_hidden_states[(first_beams + steps[-1].parents).flatten()]
+        return self.draft_tree.build(batch.root_ids, steps, shape.num_draft_tokens)
+        # --8<-- [end:draft-in-a-graph]
+
+    def _forward(
+        self, forward_batch: ForwardBatch, input_ids: torch.Tensor, hidden_states: torch.Tensor
+    ) -> DraftOutput:
+        plan = self.attention.plan(forward_batch)
+        attention = BatchAttention(self.attention, plan, self.kv_pool, forward_batch.out_cache_loc)
+        output: DraftOutput = self.model(input_ids, forward_batch.positions, hidden_states, attention)
+        return output
+
+    def _top_tokens(self, hidden_states: torch.Tensor, k: int) -> TopTokens:
+        logits = self.model.compute_logits(hidden_states)
+        if self.is_no_token is not None:
+            logits = logits.masked_fill(self.is_no_token, -torch.inf)
+        top: TopTokens = self.draft_tree.top_tokens(logits, k)
+        return TopTokens(top.probs, self.model.to_target_ids(top.token_ids))
+
+    @property
+    def _context_len(self) -> int:
+        assert self.config.context_len is not None
+        return self.config.context_len
+
+    def _cuda_graphs(self) -> CudaGraphs | None:
+        return CudaGraphs(self.parts.device) if self.parts.device.type == "cuda" else None

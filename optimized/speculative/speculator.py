@@ -1,0 +1,295 @@
+"""Rounds of speculation, one ahead: drafted, verified and launched before the host knows what the one before
+gave.
+
+Differs from reference: what a round needs of the one before is on the device
+(optimized/overlap/future_runs.py): each request's newest token, how many it was given, which ones. Accepted
+KV is moved there, by as many slots in every round, and nothing is given back: a request owns slots for all
+that the round in flight may give it and the next one may draft, until it ends, is thrown out, or memory is short. The host reads a small buffer once a
+round, one round late. A row of a request that has ended is computed once more, where it disturbs nobody.
+Assumes a drafter and an attention that take lengths on the host for upper bounds. With others, and where a
+grammar has to see every token, each round waits for the one before. Loses where that is so, and a round's
+work for requests that end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+
+import torch
+
+from optimized.overlap.pipeline import BatchInFlight, Extension, Pipeline
+from optimized.speculative.round import Outcome, RoundInFlight, Rounds, Starts, max_kept
+from shared.config import EngineConfig, draft_shape
+from shared.interfaces import SchedulerParts
+from shared.loading.kv_sizing import num_speculative_slots
+from shared.sampling.logprobs import to_token_logprobs
+from shared.scheduling.step_memory import evict_for, rows_of
+from shared.speculation.adaptive_shape import AdaptiveShape
+from shared.speculation.node_sampling import make_early_bans
+from shared.to_device import to_device, vectors_to_device
+from shared.types import (
+    ForwardBatch,
+    ForwardMode,
+    LogitsOutput,
+    Req,
+    SampleOutput,
+    ScheduleBatch,
+    SpeculationStats,
+    TokenLogprob,
+)
+
+
+class Speculator:
+    """Stands beside the scheduler's plain decode step, and does what that does, several tokens at a time.
+
+    `kv_committed_len` is what the host knows: where the round in flight begins. The request's slots reach
+    from there over all that this round may accept, and then `num_slots` further.
+    """
+
+    def __init__(self, config: EngineConfig, context_len: int, parts: SchedulerParts) -> None:
+        assert parts.drafter is not None
+        self.parts = parts
+        self.pipeline = Pipeline(parts)
+        self.pipeline.extension_of = self.extension_of
+        self.device = parts.allocator.device
+        self.drafter = parts.drafter
+        self.shape = draft_shape(config)
+        self.adaptive_shape = AdaptiveShape(self.shape) if config.speculative_auto else None
+        self.num_verifications = 0
+        self.num_drafted_tokens = 0
+        self.num_slots = num_speculative_slots(config, self.drafter)
+        self.max_kept = max_kept(self.shape)
+        self._numbers = torch.arange(self.num_slots + self.max_kept, device=self.device)
+        self.rounds = Rounds(context_len, parts, self.pipeline, self.num_slots, self.max_kept)
+
+    def num_ahead(self, running: Sequence[Req]) -> int:
+        """Batches that may be in flight when the next one is formed."""
+        return int(self.rounds.runs_ahead and all(req.grammar is None for req in running))
+
+    def num_reserved(self, running: Sequence[Req]) -> int:
+        """Tokens that admitting others should leave free, so that those who run can go on speculating."""
+        return sum(max(self._end(req) - req.kv_allocated_len, 0) for req in running)
+
+    def can_prepare(self, reqs: Sequence[Req]) -> bool:
+        """Whether there is room for everybody's tree, and somebody who may still produce two tokens. If not,
+        a plain step does: nobody is thrown out for the sake of a guess."""
+        if all(self._num_tokens_left(req) <= 1 for req in reqs):
+            return False
+        if self._has_room(reqs):
+            return True
+        if self.pipeline:
+            return False
+        self.give_back(reqs)  # what one has too much another may need
+        return self._has_room(reqs)
+
+    def _has_room(self, reqs: Sequence[Req]) -> bool:
+        tree_cache, allocator = self.parts.tree_cache, self.parts.allocator
+        page_size = allocator.page_size
+        num_tokens = sum(
+            max(_ceil(self._end(req), page_size) - _ceil(req.kv_allocated_len, page_size), 0) for req in reqs
+        )
+        # What cannot suffice must not cost the cached prefixes.
+        if num_tokens > allocator.available_size() + tree_cache.evictable_size():
+            return False
+        return evict_for(num_tokens, tree_cache, allocator)
+
+    def prepare(self, reqs: list[Req]) -> ScheduleBatch:
+        """Slots behind those that each request has already."""
+        pool = self.parts.req_to_token_pool
+        starts = [req.kv_allocated_len for req in reqs]
+        ends = [max(start, self._end(req)) for start, req in zip(starts, reqs)]
+        rows = rows_of(reqs)
+        if starts != ends:
+            last_locs = pool.read_each(rows, [start - 1 for start in starts])
+            slots = self.parts.allocator.alloc_extend(starts, ends, last_locs)
+            assert slots is not None, "no slots for drafts: the caller checks this"
+            pool.write_ragged(rows, starts, [end - start for start, end in zip(starts, ends)], slots)
+        for req, end in zip(reqs, ends):
+            req.kv_allocated_len = end
+        return ScheduleBatch(list(reqs), ForwardMode.TARGET_VERIFY, len(reqs))
+
+    def is_in_round(self, req: Req) -> bool:
+        """Whether it is not known how much KV the request has."""
+        newest = self.pipeline.batches[-1] if self.pipeline else None
+        return isinstance(newest, RoundInFlight) and req in newest.rows
+
+    # --8<-- [start:give-back]
+    def give_back(self, reqs: Sequence[Req]) -> None:
+        """What requests own beyond their KV: it is known how much they have, and memory is short or a plain
+        step comes."""
+        page_size = self.parts.allocator.page_size
+        for req in reqs:
+            assert not self.is_in_round(req), f"{req.rid}: a round in flight writes where it may"
+            assert req.req_pool_idx is not None
+            start, end = _ceil(req.kv_committed_len, page_size), req.kv_allocated_len
+            if start < end:
+                self.parts.allocator.free(self.parts.req_to_token_pool.read(req.req_pool_idx, start, end))
+            req.kv_allocated_len = req.kv_committed_len
+
+    # --8<-- [end:give-back]
+
+    def run(self, batch: ScheduleBatch) -> None:
+        """What the host knows goes over now: it may know more when the device comes to the round."""
+        reqs = batch.reqs
+        first_place = self.pipeline.future_map.take(len(reqs))
+        launched = RoundInFlight(batch, first_place, self.shape)
+        with self.parts.timeline.span("prepare"):
+            starts = launched.keep(self._starts(reqs))
+            # What is in flight the device adds: nobody knows yet how many tokens that is.
+            info = launched.keep(self.pipeline.sampling_info(reqs, [0] * len(reqs)))
+            bans = launched.keep(make_early_bans(reqs, self.parts.num_token_ids, self.device))
+        work = partial(self.rounds.run, launched, starts, info, bans)
+        launched.results = self.pipeline.streams.launch(work)
+        self.pipeline.batches.append(launched)
+
+    def extend(
+        self,
+        reqs: Sequence[Req],
+        forward_batch: ForwardBatch,
+        logits_output: LogitsOutput,
+        sample_output: SampleOutput,
+    ) -> None:
+        """Tell the drafter of KV that stays, after a prefill or a plain decode step."""
+        next_token_ids = sample_output.next_token_ids.clamp(min=0)  # a NaN's: its request ends anyway
+        self.drafter.extend(reqs, forward_batch, logits_output.hidden_states, next_token_ids)
+
+    def extension_of(self, launched: BatchInFlight) -> Extension:
+        """Tells the drafter of a batch, and the next round of its tokens. Made when that batch is launched: a
+        prompt may be at its next chunk when it runs."""
+        reqs = launched.batch.reqs
+        prompt_ids = None
+        chunked = launched.chunked_req
+        if chunked in reqs:  # what is sampled is no token of this prompt
+            ids = [req.all_ids[len(req.fill_ids)] if req is chunked else -1 for req in reqs]
+            prompt_ids = launched.keep(to_device(ids, torch.int64, self.device))
+
+        def extend(batch: ForwardBatch, logits_output: LogitsOutput, sampled: SampleOutput) -> None:
+            token_ids = sampled.next_token_ids
+            self.rounds.runs.store(launched.first_place, token_ids[:, None], 1)
+            if prompt_ids is not None:
+                sampled = SampleOutput(torch.where(prompt_ids < 0, token_ids, prompt_ids))
+            self.extend(reqs, batch, logits_output, sampled)
+
+        return extend
+
+    def finish(
+        self, launched: RoundInFlight, outcome: Outcome
+    ) -> list[tuple[Req, list[int], list[TokenLogprob]]]:
+        """The tokens of the requests that have stayed, and their log-probabilities if somebody wants any."""
+        width = launched.max_kept
+        numbers = outcome.numbers.tolist()
+        if launched.kept is not None:
+            self._extend_late(launched, [row[width] for row in numbers])
+        token_ids = [row[:width] for row in numbers]
+        logprobs = to_token_logprobs([token_id for ids in token_ids for token_id in ids], outcome.logprobs)
+        tokens = []
+        for req, row in launched.rows.items():
+            num_kept, depth = numbers[row][width:]
+            self._count(req, depth, num_kept)
+            req.kv_committed_len += num_kept
+            start = row * width
+            tokens.append((req, token_ids[row][:num_kept], logprobs[start : start + num_kept]))
+        if self.adaptive_shape is not None:
+            self.shape = self.adaptive_shape.current  # from the next launch on
+        return tokens
+
+    def stats(self, num_accepted_tokens: int) -> SpeculationStats:
+        return SpeculationStats(self.num_verifications, self.num_drafted_tokens, num_accepted_tokens)
+
+    # ---- what the host knows ----
+
+    def _num_tokens_left(self, req: Req) -> int:
+        """At most, with what is in flight."""
+        is_in_flight = self.pipeline.place_of(req) is not None
+        return req.max_new_tokens - len(req.output_ids) - is_in_flight
+
+    def _bound(self, req: Req) -> int:
+        """At most so much KV has the request when the next round begins."""
+        if not self.is_in_round(req):
+            return req.kv_committed_len
+        return min(req.kv_committed_len + self.max_kept, _last_start(req))
+
+    def _end(self, req: Req) -> int:
+        """Where the slots must end that the next round may use."""
+        return self._bound(req) + self.num_slots
+
+    def _starts(self, reqs: list[Req]) -> Starts:
+        places = [self.pipeline.place_of(req) or 0 for req in reqs]
+        kv_lens = [req.kv_committed_len for req in reqs]
+        vectors = vectors_to_device(
+            [
+                rows_of(reqs),
+                kv_lens,
+                [_last_start(req) for req in reqs],
+                places,
+                [int(self.is_in_round(req)) for req in reqs],
+                [0 if place else req.output_ids[-1] for req, place in zip(reqs, places)],
+            ],
+            self.device,
+        )
+        bounds = tuple(self._bound(req) for req in reqs)
+        width = max(bound - kv_len for bound, kv_len in zip(bounds, kv_lens)) + self.num_slots
+        # Now, in the scheduler's order of things: the row goes on changing.
+        pool = self.parts.req_to_token_pool
+        columns = vectors[1][:, None] + self._numbers[:width]
+        slots = pool.req_to_token[vectors[0][:, None], columns.clamp(max=pool.max_len - 1)].to(torch.int64)
+        return Starts(*vectors, slots, bounds)
+
+    def _extend_late(self, launched: RoundInFlight, num_kept: list[int]) -> None:
+        """Tell a drafter that wants to know how much was accepted: of the requests that have stayed."""
+        kept, width = launched.kept, launched.max_kept
+        assert kept is not None
+        reqs, rows = list(launched.rows), list(launched.rows.values())
+        if not reqs:
+            return
+        lens = [num_kept[row] for row in rows]
+        ends = [req.kv_committed_len + n for req, n in zip(reqs, lens)]
+        which, tokens, extend_lens, starts, seq_lens = vectors_to_device(
+            [
+                rows,
+                [row * width + i for row, n in zip(rows, lens) for i in range(n)],
+                lens,
+                [0, *accumulate(lens)][:-1],
+                ends,
+            ],
+            self.device,
+        )
+
+        def extend() -> None:
+            padded = kept.forward_batch
+            forward_batch = ForwardBatch(
+                forward_mode=ForwardMode.EXTEND,
+                input_ids=padded.input_ids[tokens],
+                positions=padded.positions[tokens],
+                req_pool_indices=padded.req_pool_indices[which],
+                seq_lens=seq_lens,
+                out_cache_loc=padded.out_cache_loc[tokens],
+                extend_seq_lens=extend_lens,
+                extend_start_loc=starts,
+                seq_lens_cpu=tuple(ends),
+                extend_seq_lens_cpu=tuple(lens),
+            )
+            hidden_states = None if kept.hidden_states is None else kept.hidden_states[tokens]
+            self.drafter.extend(reqs, forward_batch, hidden_states, kept.next_token_ids[which])
+
+        self.pipeline.streams.launch(extend).wait()
+
+    def _count(self, req: Req, depth: int, num_kept: int) -> None:
+        num_drafted = min(depth, req.max_new_tokens - len(req.output_ids) - 1)
+        req.num_verifications += 1
+        req.num_drafted_tokens += num_drafted
+        self.num_verifications += 1
+        self.num_drafted_tokens += num_drafted
+        if self.adaptive_shape is not None:
+            self.adaptive_shape.record(num_drafted, min(num_kept - 1, num_drafted))
+
+
+def _last_start(req: Req) -> int:
+    """KV of a request that has all the tokens it may have: nobody who goes on has so much."""
+    return len(req.origin_input_ids) + req.max_new_tokens - 1
+
+
+def _ceil(num_tokens: int, page_size: int) -> int:
+    return -(-num_tokens // page_size) * page_size

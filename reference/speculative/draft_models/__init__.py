@@ -1,0 +1,24 @@
+"""The draft models that read a target's hidden states, by format."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from shared.config.draft import DraftFormat
+from shared.interfaces.draft_model import DraftModel
+
+DRAFT_MODELS: dict[str, str] = {
+    "eagle": "reference.speculative.draft_models.eagle:EagleModel",
+    "eagle3": "reference.speculative.draft_models.eagle3:Eagle3Model",
+    "nextn": "reference.speculative.draft_models.nextn:NextNModel",
+}
+
+
+def draft_model_class(draft_format: DraftFormat) -> type[DraftModel]:
+    """The class for a format; an unknown one raises `ValueError` listing the known."""
+    if draft_format not in DRAFT_MODELS:
+        raise ValueError(
+            f"no draft model of format {draft_format!r}; the formats are {', '.join(DRAFT_MODELS)}"
+        )
+    module, name = DRAFT_MODELS[draft_format].split(":")
+    return getattr(import_module(module), name)

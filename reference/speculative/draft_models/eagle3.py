@@ -1,0 +1,94 @@
+"""EAGLE-3: one decoder layer over the target's hidden states of several depths; often a smaller vocabulary.
+
+Checkpoints hold fc, midlayer.* (or layers.0.*) and norm; perhaps lm_head, d2t, t2d and embed_tokens. d2t[i]
+is how far the target's id is from the draft id i; t2d says which of the target's ids have one, as d2t does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from reference.layers import MLP, Linear
+from reference.models.llama import LlamaAttention
+from shared.config import DraftConfig, ModelConfig
+from shared.interfaces import MoE
+from shared.interfaces.draft_model import DraftOutput
+from shared.interfaces.layers import Layers, RotaryEmbedding
+from shared.speculation.draft_model_base import BaseDraftModel
+from shared.types.attention import BatchAttention
+
+
+class Eagle3Attention(LlamaAttention):
+    """Its queries, keys and values look at the token and at the hidden state, side by side."""
+
+    def __init__(
+        self, config: ModelConfig, layer_id: int, layers: Layers, rotary_emb: RotaryEmbedding
+    ) -> None:
+        super().__init__(config, layer_id, layers, rotary_emb)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            num_out = getattr(self, name).weight.shape[0]
+            setattr(self, name, Linear(2 * config.hidden_size, num_out, config.qkv_bias))
+
+
+class Eagle3DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, layers: Layers, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        rotary_emb = layers.RotaryEmbedding(config.rope, config.head_dim, config.context_len)
+        self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Eagle3Attention(config, 0, layers, rotary_emb)
+        self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, layers.SiluAndMul)
+
+    def forward(
+        self,
+        embeds: torch.Tensor,
+        hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        attention: BatchAttention,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two tensors whose sum is the output: adding is left to the norm that follows. `hidden_states` may
+        be overwritten."""
+        normed = self.hidden_norm(hidden_states)
+        x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+        x = self.self_attn(x, positions, attention)
+        if self.norm_before_residual:
+            hidden_states = normed
+        x, residual = self.post_attention_layernorm.add_and_norm(x, hidden_states)
+        return self.mlp(x), residual
+
+
+class Eagle3Model(BaseDraftModel):
+    def __init__(self, config: DraftConfig, layers: Layers, moe: type[MoE]) -> None:
+        super().__init__(config, layers, moe)
+        model = config.model
+        self.fc = Linear(config.target_hidden_size, model.hidden_size, bias=True)
+        self.midlayer = Eagle3DecoderLayer(model, layers, config.norm_before_residual)
+        self.norm = layers.RMSNorm(model.hidden_size, model.rms_norm_eps)
+
+    def canonical_name(self, name: str) -> str | None:
+        if name == "t2d" or name.endswith("rotary_emb.inv_freq"):
+            return None
+        if name.startswith("layers.0."):
+            return name.replace("layers.0", "midlayer", 1)
+        return {"embed_tokens.weight": "embedding", "lm_head.weight": "head"}.get(name, name)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        attention: BatchAttention,
+    ) -> DraftOutput:
+        # --8<-- [start:eagle3-forward]
+        if hidden_states.shape[-1] == self.config.target_hidden_size:
+            hidden_states = self.fc(hidden_states)
+        else:
+            hidden_states = hidden_states.clone()  # the caller's, and norms may overwrite what they add to
+        x, residual = self.midlayer(self.embed(input_ids), hidden_states, positions, attention)
+        x, residual = self.norm.add_and_norm(x, residual)
+        # Drafting goes on from what has not been normed: it is then again a sum of what layers gave.
+        return DraftOutput(hidden_states=x, next_hidden_states=residual)
+        # --8<-- [end:eagle3-forward]

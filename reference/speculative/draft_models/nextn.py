@@ -1,0 +1,66 @@
+"""NEXTN, also called MTP: the layer for the token after next that some models are trained and published with.
+
+Checkpoints name it as DeepSeek's do: layers.N.* with enorm, hnorm, eh_proj, one decoder layer,
+shared_head.norm, and perhaps copies of the target's embedding (embed_tokens) and head (shared_head.head).
+N is any one number. The decoder layer is that of one of the families here.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from reference.layers import Linear
+from reference.models.llama import LlamaDecoderLayer
+from shared.config import DraftConfig
+from shared.interfaces import MoE
+from shared.interfaces.draft_model import DraftOutput
+from shared.interfaces.layers import Layers
+from shared.speculation.draft_model_base import BaseDraftModel
+from shared.types.attention import BatchAttention
+
+_LAYER = re.compile(r"layers\.\d+\.(.*)")
+_NAMES = {
+    "embed_tokens.weight": "embedding",
+    "shared_head.head.weight": "head",
+    "shared_head.norm.weight": "norm.weight",
+}
+
+
+class NextNModel(BaseDraftModel):
+    def __init__(self, config: DraftConfig, layers: Layers, moe: type[MoE]) -> None:
+        super().__init__(config, layers, moe)
+        model = config.model
+        rotary_emb = layers.RotaryEmbedding(model.rope, model.head_dim, model.context_len)
+        self.enorm = layers.RMSNorm(model.hidden_size, model.rms_norm_eps)
+        self.hnorm = layers.RMSNorm(model.hidden_size, model.rms_norm_eps)
+        self.eh_proj = Linear(model.hidden_size + config.target_hidden_size, model.hidden_size)
+        self.decoder = LlamaDecoderLayer(model, 0, layers, moe, rotary_emb)
+        self.norm = layers.RMSNorm(model.hidden_size, model.rms_norm_eps)
+
+    def canonical_name(self, name: str) -> str | None:
+        if name.endswith("rotary_emb.inv_freq"):
+            return None
+        if match := _LAYER.fullmatch(name):
+            name = match.group(1)
+        if name in _NAMES:
+            return _NAMES[name]
+        is_of_decoder = name.startswith(
+            ("input_layernorm.", "self_attn.", "post_attention_layernorm.", "mlp.")
+        )
+        return f"decoder.{name}" if is_of_decoder else name
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        attention: BatchAttention,
+    ) -> DraftOutput:
+        embeds = self.enorm(self.embed(input_ids))
+        x = self.eh_proj(torch.cat((embeds, self.hnorm(hidden_states)), dim=-1))
+        x, residual = self.decoder(x, None, positions, attention)
+        x, _ = self.norm.add_and_norm(x, residual)
+        # Like the target's, its hidden states are those after the norm.
+        return DraftOutput(hidden_states=x, next_hidden_states=x)

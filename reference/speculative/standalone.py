@@ -1,0 +1,121 @@
+"""Drafting with a smaller language model of the same vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from reference.speculative.draft_beams import BeamSteps
+from shared.config import EngineConfig, ModelConfig
+from shared.interfaces import DrafterParts, ReqToTokenPool
+from shared.interfaces import drafter as interface
+from shared.loading.kv_sizing import kv_bytes_per_token
+from shared.loading.load_model import load_model
+from shared.loading.model_path import resolve_model_path
+from shared.types import (
+    DraftBatch,
+    DraftShape,
+    DraftTree,
+    ForwardBatch,
+    ForwardMode,
+    Req,
+    TopTokens,
+)
+
+
+class StandaloneDrafter(interface.Drafter):
+    """The draft model reads what the target reads, at the same positions and into the same slots of its own
+    pool. It needs nothing of the target but its tokens."""
+
+    def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
+        assert config.speculative_draft_model is not None
+        assert config.context_len is not None
+        self.config = config
+        self.parts = parts
+        folder = resolve_model_path(config.speculative_draft_model, config.load_format)
+        self.model_config = ModelConfig.from_pretrained(folder)
+        _check_fits(self.model_config, config, parts.num_token_ids)
+        self.model = load_model(folder, self.model_config, config, parts.component, parts.device, parts.dtype)
+        self.num_kv_bytes_per_token = kv_bytes_per_token(self.model_config, parts.dtype)
+        self.draft_tree = parts.component("draft_tree")()
+
+    def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
+        self.req_to_token_pool = req_to_token_pool
+        component = self.parts.component
+        kv_pool = component("memory_pool").TokenToKVPool(
+            num_slots,
+            self.config.page_size,
+            self.model_config.num_hidden_layers,
+            self.model_config.num_kv_heads,
+            self.model_config.head_dim,
+            self.parts.dtype,
+            self.parts.device,
+        )
+        attention = component("attention")(req_to_token_pool, kv_pool)
+        self.model_runner = component("model_runner")(self.model, attention, kv_pool)
+
+    def num_slots(self, shape: DraftShape) -> int:
+        return 1 + (shape.num_steps - 1) * shape.top_k  # the newest token; no step follows the last beams
+
+    def extend(
+        self,
+        reqs: Sequence[Req],
+        forward_batch: ForwardBatch,
+        hidden_states: torch.Tensor | None,
+        next_token_ids: torch.Tensor,
+    ) -> None:
+        # What was drafted and accepted is computed again: it may have moved to another slot, and a plain step
+        # or a prefill has drafted nothing.
+        self.model_runner.forward(replace(forward_batch, input_logprob_rows=None, input_logprob_ids=None))
+
+    # --8<-- [start:standalone-draft]
+    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        assert self.config.context_len is not None
+        top = self._top_tokens(self._root_step(batch), shape.top_k)
+        steps = [self.draft_tree.first_beams(top)]
+        beam_steps = BeamSteps(batch, 1, self.req_to_token_pool, self.config.context_len)
+        for _ in range(shape.num_steps - 1):
+            top = self._top_tokens(beam_steps.next(steps[-1]), shape.top_k)
+            by_beam = TopTokens(*(values.view(batch.batch_size, shape.top_k, -1) for values in top))
+            steps.append(self.draft_tree.next_beams(steps[-1], by_beam))
+        return self.draft_tree.build(batch.root_ids, steps, shape.num_draft_tokens)
+
+    # --8<-- [end:standalone-draft]
+
+    def _top_tokens(self, forward_batch: ForwardBatch, k: int) -> TopTokens:
+        logits = self.model_runner.forward(forward_batch).next_token_logits
+        top: TopTokens = self.draft_tree.top_tokens(logits[:, : self.parts.num_token_ids], k)
+        return top
+
+    def _root_step(self, batch: DraftBatch) -> ForwardBatch:
+        """The newest tokens, whose KV the target has not computed either."""
+        bs = batch.batch_size
+        rows = batch.req_pool_indices
+        ones = torch.ones_like(batch.seq_lens)
+        return ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            input_ids=batch.root_ids,
+            positions=batch.seq_lens,
+            req_pool_indices=rows,
+            seq_lens=batch.seq_lens + 1,
+            out_cache_loc=self.req_to_token_pool.req_to_token[rows, batch.seq_lens].to(torch.int64),
+            extend_seq_lens=ones,
+            extend_start_loc=torch.arange(bs, device=ones.device),
+            seq_lens_cpu=tuple(n + 1 for n in batch.seq_lens_cpu),
+            extend_seq_lens_cpu=(1,) * bs,
+        )
+
+
+def _check_fits(draft: ModelConfig, config: EngineConfig, num_token_ids: int) -> None:
+    """Raise `ValueError` for a draft model that cannot read what the target reads."""
+    where = f"speculative_draft_model={config.speculative_draft_model}"
+    if draft.vocab_size < num_token_ids:
+        raise ValueError(f"{where} has {draft.vocab_size} token ids, and the target writes {num_token_ids}")
+    assert config.context_len is not None
+    if draft.context_len < config.context_len:
+        raise ValueError(
+            f"{where} has {draft.context_len} positions, and the context {config.context_len} tokens: "
+            f"set context_len={draft.context_len}"
+        )

@@ -1,0 +1,217 @@
+"""What this machine can run, and why not: the checks behind `diptych doctor`."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from shared import hardware, registry
+from shared.loading.model_path import builtin_draft_models, builtin_models
+
+if TYPE_CHECKING:
+    import torch
+
+State = Literal["ok", "absent", "problem"]  # absent: can be done without; problem: something will not work
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row: what was looked at, what was found, and what to do where that is not enough."""
+
+    area: str
+    name: str
+    state: State
+    found: str
+    remedy: str = ""
+
+
+def examine() -> list[Check]:
+    """All checks, in the order of a person's questions. A check that fails unexpectedly says so in its row:
+    the doctor must work on the machine where nothing else does."""
+    checks: list[Check] = []
+    for probe in PROBES:
+        try:
+            checks += probe()
+        except Exception as error:  # whatever a broken installation raises
+            name = probe.__name__.strip("_")
+            checks.append(Check(name, name, "problem", f"{type(error).__name__}: {error}"))
+    return checks
+
+
+def as_json(checks: list[Check]) -> dict[str, Any]:
+    return {"checks": [asdict(check) for check in checks], "versions": hardware.versions()}
+
+
+def _system() -> list[Check]:
+    return [
+        Check("machine", "python", "ok", f"{platform.python_version()} ({sys.executable})"),
+        Check("machine", "operating system", "ok", platform.platform()),
+        Check("machine", "cpu", "ok", f"{hardware.cpu_name()}, {hardware.num_cpus()} cores"),
+    ]
+
+
+def _memory() -> list[Check]:
+    if hardware.installed_version("psutil") is None:
+        return [Check("machine", "memory", "problem", "psutil is not installed", "pip install psutil")]
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return [Check("machine", "memory", "ok", f"{_gib(memory.available)} of {_gib(memory.total)} available")]
+
+
+def _torch() -> list[Check]:
+    if hardware.installed_version("torch") is None:
+        return [Check("machine", "torch", "problem", "not installed", "pip install torch")]
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    if torch.backends.mps.is_built():
+        build = "with MPS"
+    checks = [Check("machine", "torch", "ok", f"{torch.__version__} ({build})")]
+    if platform.system() == "Darwin":
+        usable = torch.backends.mps.is_available()
+        found = "available" if usable else "not available"
+        checks.append(Check("machine", "mps", "ok" if usable else "absent", found))
+    return checks
+
+
+def _gpus() -> list[Check]:
+    import torch
+
+    driver = hardware.run_tool("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    checks = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            found = (
+                f"{properties.name}, sm_{properties.major}{properties.minor}, {_gib(properties.total_memory)}"
+            )
+            checks.append(Check("gpu", f"cuda:{index}", "ok", found))
+        checks.append(Check("gpu", "driver", "ok", driver.splitlines()[0] if driver else "version unknown"))
+    elif driver:
+        why = "torch is a CPU build" if not torch.version.cuda else "torch cannot use it"
+        remedy = "pip install --force-reinstall torch (a build for your CUDA version)"
+        checks.append(Check("gpu", "cuda", "problem", f"driver {driver.splitlines()[0]}, but {why}", remedy))
+    else:
+        checks.append(Check("gpu", "cuda", "absent", "no NVIDIA GPU or no driver"))
+    checks.append(_nvcc())
+    return checks
+
+
+def _nvcc() -> Check:
+    if shutil.which("nvcc") is None:
+        remedy = "only needed where kernels are compiled from CUDA sources"
+        return Check("gpu", "nvcc", "absent", "not on PATH", remedy)
+    output = hardware.run_tool("nvcc", "--version") or ""
+    release = [line.strip() for line in output.splitlines() if "release" in line]
+    return Check("gpu", "nvcc", "ok", release[0] if release else "found")
+
+
+def _packages() -> list[Check]:
+    wanted = (
+        ("transformers", "problem", "pip install transformers"),
+        ("triton", "absent", "pip install -e '.[gpu]' (needs Linux and an NVIDIA GPU)"),
+        ("flashinfer-python", "absent", "pip install -e '.[gpu]' (needs Linux and an NVIDIA GPU)"),
+    )
+    checks = []
+    for name, state_if_missing, remedy in wanted:
+        version = hardware.installed_version(name)
+        if version is None:
+            checks.append(Check("packages", name, state_if_missing, "not installed", remedy))  # type: ignore[arg-type]
+        else:
+            checks.append(Check("packages", name, "ok", version))
+    return checks
+
+
+def _models() -> list[Check]:
+    names = builtin_models()
+    if not names:
+        return [Check("models", "built-in", "problem", "none found", "git checkout -- shared/assets")]
+    names += [f"{name} (a speculation head)" for name in builtin_draft_models()]
+    return [Check("models", "built-in", "ok", ", ".join(names))]
+
+
+def _panels() -> list[Check]:
+    import torch
+
+    devices = ["cpu"]
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    if torch.cuda.is_available():
+        devices.append("cuda")
+    checks = [Check("panels", "reference", "ok", f"runs on {', '.join(devices)}")]
+    if not registry.has_optimized():
+        checks.append(Check("panels", "optimized", "absent", "not part of this version"))
+    elif "cuda" not in devices:
+        checks.append(Check("panels", "optimized", "absent", "needs a CUDA GPU"))
+    else:
+        checks.append(Check("panels", "optimized", "ok", "runs on cuda"))
+    return checks
+
+
+def _components() -> list[Check]:
+    """What would be chosen for each component with no flag given, imported to see that it can be."""
+    import torch
+
+    panel = "optimized" if registry.has_optimized() and torch.cuda.is_available() else "reference"
+    return [_component(name, choice, registry.load) for name, choice in registry.select(panel, {}).items()]
+
+
+def _component(name: str, choice: str, load: Callable[[str, str], object]) -> Check:
+    others = [other for other in registry.choices(name) if other != choice]
+    found = choice + (f" (also: {', '.join(others)})" if others else "")
+    try:
+        load(name, choice)
+    except Exception as error:  # a component of somebody else's may fail in any way
+        return Check("components", name, "problem", f"{found}: {error}")
+    return Check("components", name, "ok", found)
+
+
+def _attention() -> list[Check]:
+    """The optimized panel's backends, and which it takes where none is named."""
+    import torch
+
+    names = [name for name in registry.choices("attention") if name not in registry.PANELS]
+    if not torch.cuda.is_available():
+        return [Check("attention", f"attention={name}", "absent", "needs a CUDA GPU") for name in names]
+    device = torch.device("cuda")
+    checks = [_attention_backend(name, device, registry.load) for name in names]
+    choice = registry.load("attention", "optimized").choose(device)
+    remedy = "another: --use attention=NAME, or PREFILL+DECODE"
+    return [*checks, Check("attention", "the default", "ok", str(choice), remedy)]
+
+
+def _attention_backend(name: str, device: torch.device, load: Callable[[str, str], Any]) -> Check:
+    flag = f"attention={name}"
+    try:
+        check_device = getattr(load("attention", name), "check_device", None)
+        if check_device is not None:
+            check_device(device)
+    except ValueError as error:
+        return Check("attention", flag, "absent", str(error))
+    return Check("attention", flag, "ok", "usable")
+
+
+def _products() -> list[Check]:
+    """Which of cuBLAS's algorithms the optimized panel takes."""
+    import torch
+
+    if not (registry.has_optimized() and torch.cuda.is_available()):
+        return [Check("products", "algorithms", "absent", "needs a CUDA GPU")]
+    is_measured, found = registry.load("layers", "optimized").products.describe(torch.device("cuda", 0))
+    remedy = "" if is_measured else "python -m optimized.kernels.product_tune --help"
+    return [Check("products", "algorithms", "ok" if is_measured else "absent", found, remedy)]
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+PROBES = (
+    *(_system, _memory, _torch, _gpus, _packages),
+    *(_models, _panels, _components, _attention, _products),
+)

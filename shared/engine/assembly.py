@@ -1,0 +1,209 @@
+"""Builds an engine from its configuration: chooses components, loads the model, sizes the pools."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared import registry
+from shared.config import EngineConfig, ModelConfig
+from shared.config.speculation import check_windows
+from shared.engine.component_check import problem_with
+from shared.interfaces import CausalLM, Drafter, DrafterParts, Scheduler, SchedulerParts, TokenToKVPool
+from shared.loading.kv_sizing import MemoryPlan, free_gpu_memory, num_rows, num_speculative_slots, plan_memory
+from shared.loading.load_model import load_model
+from shared.loading.model_path import resolve_model_path
+from shared.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """An engine's parts. `config` is resolved: no field that matters is None any more."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    selection: dict[str, str]  # component -> implementation
+    model: CausalLM
+    kv_pool: TokenToKVPool
+    memory: MemoryPlan
+    tokenizer: Tokenizer | None  # None only for a model of dummy weights without one
+    parts: SchedulerParts
+    scheduler: Scheduler
+
+
+def assemble(
+    config: EngineConfig,
+    clock: Callable[[], float] = time.monotonic,
+    replace: Mapping[str, Any] | None = None,
+) -> Assembly:
+    """`replace`: component -> what to take for it in place of what the registry has.
+
+    Everything that can be wrong with the configuration, the model's files or the tokenizer is found, and
+    raised as `ValueError`, before memory for weights or pools is taken."""
+    folder = resolve_model_path(config.model, config.load_format)
+    model_config = ModelConfig.from_pretrained(folder)
+    config = resolve_config(config, model_config)
+    assert config.panel is not None
+    check_windows(config, model_config)
+    selection = registry.select(config.panel, config.use)
+    registry.check_device(selection, str(config.device))
+    if config.disable_radix_cache:
+        selection["radix_cache"] = selection["chunk_cache"]
+    theirs = _load_theirs(selection)
+    tokenizer = _load_tokenizer(config, folder)
+    device, dtype = torch.device(str(config.device)), _dtype(config, model_config)
+
+    def component(name: str) -> Any:
+        return (replace or {}).get(name) or theirs.get(name) or registry.load(name, selection[name])
+
+    free_before = free_gpu_memory(device)
+    model = load_model(folder, model_config, config, component, device, dtype)
+    num_token_ids = min(
+        model_config.vocab_size, tokenizer.vocab_size if tokenizer is not None else model_config.vocab_size
+    )
+    drafter: Drafter | None = None
+    if config.speculative is not None:
+        drafter_parts = DrafterParts(model, model_config, component, device, dtype, num_token_ids)
+        drafter = drafter_class(component("drafter"), config)(config, drafter_parts)
+
+    pools = component("memory_pool")
+    free_gpu_memory(device)  # what loading took for a while is not the weights'
+    weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    draft_bytes = drafter.num_kv_bytes_per_token if drafter is not None else 0
+    memory = plan_memory(config, model_config, dtype, device, free_before, weight_bytes, draft_bytes)
+    num_tokens = memory.num_tokens
+    if device.type == "cuda":
+        print_memory(memory)
+    assert config.context_len is not None
+    row_len = config.context_len + num_speculative_slots(config, drafter)
+    req_to_token_pool = pools.ReqToTokenPool(num_rows(config), row_len, device)
+    allocator = pools.TokenToKVPoolAllocator(num_tokens, config.page_size, device)
+    kv_pool = pools.TokenToKVPool(
+        num_tokens,
+        config.page_size,
+        model_config.num_hidden_layers,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        dtype,
+        device,
+    )
+    cache_component = "chunk_cache" if config.disable_radix_cache else "radix_cache"
+    tree_cache = component(cache_component)(
+        config.page_size,
+        allocator,
+        req_to_token_pool,
+        config.eviction_policy,
+        is_bigram=drafter is not None and drafter.is_bigram,
+    )
+    if drafter is not None:
+        drafter.allocate(req_to_token_pool, num_tokens)
+    attention = component("attention")(req_to_token_pool, kv_pool)
+    parts = SchedulerParts(
+        model_runner=component("model_runner")(model, attention, kv_pool),
+        sampler=component("sampler")(),
+        req_to_token_pool=req_to_token_pool,
+        allocator=allocator,
+        tree_cache=tree_cache,
+        policy=component("schedule_policy")(config, tree_cache),
+        prefill_adder=component("prefill_adder"),
+        num_token_ids=num_token_ids,
+        decode_text=tokenizer.decode if tokenizer is not None else _no_text,
+        clock=clock,
+        drafter=drafter,
+        draft_tree=component("draft_tree")() if drafter is not None else None,
+        kv_pool=kv_pool,
+    )
+    if drafter is not None:
+        parts.model_runner.capture_hidden = drafter.hidden_layers
+    parts.model_runner.prepare(config, parts.sampler, parts.num_token_ids)
+    scheduler = component("scheduler")(config, model_config, parts)
+    config = config.updated(max_total_tokens=num_tokens)
+    return Assembly(config, model_config, selection, model, kv_pool, memory, tokenizer, parts, scheduler)
+
+
+def print_memory(memory: MemoryPlan) -> None:
+    """Where the GPU's memory goes, for whoever starts an engine at a terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    for name, value in memory.rows().items():
+        grid.add_row(name, value)
+    Console(stderr=True, highlight=False).print(grid)
+
+
+def resolve_config(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
+    """Fill in what "None" leaves to the model and the machine."""
+    device = config.device or default_device()
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={device}: this torch ({torch.__version__}) sees no CUDA GPU")
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device=mps: this torch ({torch.__version__}) sees no Apple GPU")
+    if not device.startswith("cuda") and device not in ("cpu", "mps"):
+        raise ValueError(f"device must be cpu, mps, cuda or cuda:N, got {device!r}")
+    context_len = config.context_len or model_config.context_len
+    if context_len > model_config.context_len:
+        raise ValueError(
+            f"context_len={context_len} exceeds the model's {model_config.context_len} positions"
+        )
+    panel = config.panel or default_panel(device)
+    if panel == "optimized" and not registry.runs_triton(device):
+        raise ValueError(f"panel=optimized {registry.NO_TRITON}, and the device is {device}")
+    return config.updated(device=device, panel=panel, context_len=context_len)
+
+
+def default_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def default_panel(device: str) -> str:
+    return "optimized" if device.startswith("cuda") and registry.has_optimized() else "reference"
+
+
+def _load_theirs(selection: Mapping[str, str]) -> dict[str, Any]:
+    """The components that are somebody's own. `ValueError` for one that does not implement its interface, as
+    `diptych check` says it."""
+    theirs: dict[str, Any] = {}
+    for name, choice in selection.items():
+        if not registry.is_target(choice):
+            continue
+        theirs[name] = registry.load(name, choice)
+        problem = problem_with(name, theirs[name])
+        if problem is not None:
+            raise ValueError(f"{name}={choice}: {problem}")
+    return theirs
+
+
+def drafter_class(implementation: Any, config: EngineConfig) -> type[Drafter]:
+    """A panel's module knows one for each algorithm; somebody's own is a class."""
+    if isinstance(implementation, type):
+        return implementation
+    chosen: type[Drafter] = implementation.drafter_class(config.speculative)
+    return chosen
+
+
+def _dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
+    if config.dtype != "auto":
+        dtype = getattr(torch, config.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+    return torch.float32 if config.device == "cpu" else model_config.dtype
+
+
+def _load_tokenizer(config: EngineConfig, folder: Any) -> Tokenizer | None:
+    if config.tokenizer is not None:
+        return Tokenizer.from_pretrained(resolve_model_path(config.tokenizer, "dummy"))
+    has_one = (folder / "tokenizer.json").is_file() or (folder / "tokenizer.model").is_file()
+    if config.load_format == "dummy" and not has_one:
+        return None
+    return Tokenizer.from_pretrained(folder)
+
+
+def _no_text(token_ids: list[int]) -> str:
+    raise ValueError("this model has no tokenizer: stop strings and regexes need one")

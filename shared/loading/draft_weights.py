@@ -1,0 +1,83 @@
+"""Weights of draft models: streamed from a checkpoint, or made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from shared.config import DraftConfig
+from shared.config.draft import DraftFormat
+from shared.config.hf_config import FAMILIES, config_path, read_json
+from shared.loading.safetensors_file import INDEX_DTYPES, SUPPORTED_DTYPES, read_checkpoint
+from shared.loading.weight_names import expected_shapes
+from shared.loading.weights import Weights, dummy_tensors, stream
+
+# What the layer is called that takes the target's hidden states, and the draft model that has it.
+_MARKS: dict[DraftFormat, tuple[str, str]] = {
+    "eagle": ("fc", "an EAGLE head"),
+    "eagle3": ("fc", "an EAGLE-3 head"),
+    "nextn": ("eh_proj", "a NEXTN layer"),
+}
+
+
+def refuse_language_model(folder: Path, draft_format: DraftFormat, name: str) -> None:
+    """Raise `ValueError` for a folder with a model of its own in a draft model's place. Many heads have the
+    name of a plain family under "architectures", too: among these the names of the weights tell."""
+    config = read_json(config_path(folder))
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    if architectures not in [[family] for family in FAMILIES]:
+        return
+    layer, what = _MARKS[draft_format]
+    tensors = read_checkpoint(folder, SUPPORTED_DTYPES + INDEX_DTYPES)
+    if not any(tensor.split(".")[-2:-1] == [layer] for tensor in tensors):
+        raise ValueError(
+            f"{name} is a language model ({architectures[0]}), not {what}: it has no {layer}.weight; "
+            "speculative=standalone drafts with language models"
+        )
+
+
+def iterate_draft_weights(
+    folder: str | Path, on_progress: Callable[[int, int], None] | None = None
+) -> Weights:
+    """Everything in a draft model's folder, on the CPU, one tensor at a time: weights, and tables of indices.
+    Which names are right is for `DraftModel.load_weights` to say. Errors are `ValueError`s."""
+    return stream(read_checkpoint(Path(folder), SUPPORTED_DTYPES + INDEX_DTYPES), on_progress)
+
+
+def dummy_draft_weights(config: DraftConfig, seed: int = 0, device: torch.device | str = "cpu") -> Weights:
+    """Seeded random weights, as `shared.loading.weights.dummy_weights`, under the names of public
+    checkpoints. A draft vocabulary that is a part of the target's is spread evenly over it."""
+    yield from dummy_tensors(draft_shapes(config), config.model.dtype, seed, device)
+    vocab_size, target_vocab_size = config.model.vocab_size, config.target.vocab_size
+    if vocab_size != target_vocab_size:
+        draft_ids = torch.arange(vocab_size, device=device)
+        yield "d2t", draft_ids * target_vocab_size // vocab_size - draft_ids
+
+
+def draft_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Every weight that a checkpoint of the format must have, and the head of a smaller vocabulary."""
+    hidden_size, target_hidden_size = config.model.hidden_size, config.target_hidden_size
+    shapes = {
+        name.removeprefix("model."): shape
+        for name, shape in expected_shapes(config.model).items()
+        if name.startswith("model.layers.")
+    }
+    if config.draft_format == "eagle":
+        del shapes["layers.0.input_layernorm.weight"]
+        shapes["fc.weight"] = (hidden_size, hidden_size + target_hidden_size)
+    elif config.draft_format == "eagle3":
+        shapes = {name.replace("layers.0", "midlayer"): shape for name, shape in shapes.items()}
+        for name in ("q_proj", "k_proj", "v_proj"):
+            num_out, _ = shapes[f"midlayer.self_attn.{name}.weight"]
+            shapes[f"midlayer.self_attn.{name}.weight"] = (num_out, 2 * hidden_size)
+        shapes["midlayer.hidden_norm.weight"] = shapes["norm.weight"] = (hidden_size,)
+        shapes["fc.weight"] = (hidden_size, target_hidden_size)
+    else:
+        shapes["layers.0.eh_proj.weight"] = (hidden_size, hidden_size + target_hidden_size)
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            shapes[f"layers.0.{name}.weight"] = (hidden_size,)
+    if config.model.vocab_size != config.target.vocab_size:
+        shapes["lm_head.weight"] = (config.model.vocab_size, hidden_size)
+    return shapes

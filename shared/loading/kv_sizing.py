@@ -1,0 +1,180 @@
+"""How many tokens the KV pool holds: what is free once the weights are there, less what steps need."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+from shared.config import EngineConfig, ModelConfig, draft_shape
+from shared.interfaces import Drafter
+from shared.sampling.logprobs import LOGPROB_ROWS
+from shared.speculation.adaptive_shape import possible_shapes
+
+MAX_CPU_TOKENS = 65_536
+"""Enough for a laptop's worth of requests; more only on request (max_total_tokens)."""
+
+CPU_MEMORY_FRACTION = 0.25
+GIB = 2**30
+
+LIBRARIES = 1 * GIB
+"""Workspaces of cuBLAS and of attention backends, compiled kernels, gaps between tensors."""
+BYTES_PER_LOGIT = 24
+"""Of one row and token id: the head's product, its float32, and what a sampler makes of it (float64 sums)."""
+BYTES_PER_GRAPH = 16 * 2**20
+"""What CUDA keeps for the kernels of a captured step, beside the tensors that all graphs share."""
+NUM_GRAPHS = 36
+EXTEND_GRAPHS = 512 * 2**20
+"""Of prompts, for as many tokens as are captured by default: the larger a model, the fewer."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes, and what they are for. On a CPU there is only the pool."""
+
+    num_tokens: int
+    bytes_per_token: int
+    total: int = 0  # of the GPU
+    free_before: int = 0  # before the weights
+    free: int = 0  # with the weights in place
+    weights: int = 0
+    reserved: dict[str, int] = field(default_factory=dict)  # for what comes while running
+    reason: str = ""  # why not more tokens
+
+    def rows(self) -> dict[str, str]:
+        """The arithmetic, for people."""
+        pool = self.num_tokens * self.bytes_per_token
+        rows = {}
+        if self.total:
+            free = f"{_gib(self.free_before)} free before the weights, {_gib(self.free)} after"
+            rows["GPU memory"] = f"{_gib(self.total)}: {free}"
+            rows["weights"] = _gib(self.weights)
+            parts = ", ".join(f"{what} {_gib(size)}" for what, size in self.reserved.items())
+            rows["kept for steps"] = f"{_gib(sum(self.reserved.values()))} ({parts})"
+        rows["KV pool"] = (
+            f"{self.num_tokens:,} tokens of {self.bytes_per_token / 1024:g} KiB: {_gib(pool)} ({self.reason})"
+        )
+        return rows
+
+
+def num_rows(config: EngineConfig) -> int:
+    """Rows of req_to_token: for all that run, for the prompt that is being computed, and as many again. They
+    are handed out first in, first out, so a request's row is not another's before the batch is done that was
+    under way when it left."""
+    return 2 * (config.max_running_requests + 1)
+
+
+def num_speculative_slots(config: EngineConfig, drafter: Drafter | None) -> int:
+    """Slots that a request takes behind its committed ones while it speculates: for drafting, then for the
+    tree. A row of req_to_token is so much longer than the context."""
+    if drafter is None:
+        return 0
+    shape = draft_shape(config)
+    return max(drafter.num_slots(shape), shape.num_draft_tokens)
+
+
+def kv_bytes_per_token(model_config: ModelConfig, dtype: torch.dtype) -> int:
+    per_layer = 2 * model_config.num_kv_heads * model_config.head_dim
+    return per_layer * model_config.num_hidden_layers * dtype.itemsize
+
+
+def free_gpu_memory(device: torch.device) -> int:
+    """Bytes, after giving back what is only cached; 0 for what is no GPU."""
+    if device.type != "cuda":
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def plan_memory(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    free_before: int = 0,
+    weights: int = 0,
+    draft_bytes_per_token: int = 0,
+) -> MemoryPlan:
+    """The flag if given, else what fits *after* the weights are loaded, at most what all running requests
+    can fill; in whole pages. `free_before`: of the GPU, before the weights came; `weights`: their bytes;
+    `draft_bytes_per_token`: what a slot takes in a drafter's own pool."""
+    bytes_per_token = kv_bytes_per_token(model_config, dtype) + draft_bytes_per_token
+    free, total, reserved = 0, 0, {}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = reserve_for_steps(config, model_config, dtype)
+    if config.max_total_tokens is not None:
+        num_tokens = config.max_total_tokens
+        reason = f"max_total_tokens is {num_tokens}"
+    else:
+        budget, reason = _budget(config, free, total, sum(reserved.values()))
+        num_tokens = max(budget, 0) // bytes_per_token
+        most = config.max_running_requests * (config.context_len or model_config.context_len)
+        if num_tokens > most:
+            num_tokens, reason = most, "all that running requests can fill"
+        if device.type != "cuda" and num_tokens > MAX_CPU_TOKENS:
+            num_tokens, reason = MAX_CPU_TOKENS, "enough for a CPU"
+    num_tokens -= num_tokens % config.page_size
+    if num_tokens < config.page_size:
+        raise ValueError(
+            f"no room for a KV pool: a page of {config.page_size} tokens takes "
+            f"{config.page_size * bytes_per_token} bytes, and {reason}"
+        )
+    return MemoryPlan(
+        num_tokens, bytes_per_token, total, free_before or free, free, weights, reserved, reason
+    )
+
+
+def _budget(config: EngineConfig, free: int, total: int, reserved: int) -> tuple[int, str]:
+    """Bytes for the pool, and how that number came about."""
+    if not total:
+        available = psutil.virtual_memory().available
+        budget = int(available * CPU_MEMORY_FRACTION)
+        return budget, f"{CPU_MEMORY_FRACTION:.0%} of the {available / GIB:.1f} GiB available are for it"
+    by_fraction = int(free - total * (1.0 - config.mem_fraction_static))
+    found = f"of {total / GIB:.1f} GiB on the GPU {free / GIB:.1f} are free, and "
+    if by_fraction <= free - reserved:
+        leaves = f"mem_fraction_static ({config.mem_fraction_static}) leaves {max(by_fraction, 0) / GIB:.1f}"
+        return by_fraction, f"{found}{leaves} for it"
+    leaves = f"steps need {reserved / GIB:.1f}, which leaves {max(free - reserved, 0) / GIB:.1f}"
+    return free - reserved, f"{found}{leaves} for it"
+
+
+def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes that the largest step takes beside weights and KV, by what takes them."""
+    context_len = config.context_len or model.context_len
+    num_tokens = config.chunked_prefill_size or max(config.max_prefill_tokens, context_len)
+    num_tokens = max(num_tokens, 1) + config.max_running_requests  # a mixed step decodes too
+    q, kv = model.num_qo_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = (q + 2 * kv) + q + q  # merged product, rotated q, output
+    mlp = 3 * model.intermediate_size  # gate and up, their product
+    if model.moe is not None:
+        expert = 3 * model.moe.intermediate_size + model.hidden_size
+        routed = model.moe.num_experts_per_tok * expert + 3 * model.moe.shared_intermediate_size
+        mlp = max(routed, mlp if len(model.moe_layers) < model.num_hidden_layers else 0)
+    # Residual, norm, result, and a norm's float32; of attention and MLP the larger: never both at once.
+    per_token = (3 * model.hidden_size + max(attention, mlp)) * dtype.itemsize + 8 * model.hidden_size
+    num_nodes = draft_shape(config).num_draft_tokens if config.speculative is not None else 1
+    num_logit_rows = max(config.max_running_requests * num_nodes, LOGPROB_ROWS)
+    graphs = 0
+    if not config.disable_cuda_graph:
+        graphs = len(config.cuda_graph_bs or range(NUM_GRAPHS)) * BYTES_PER_GRAPH
+        if config.speculative is not None:
+            # Decoding; and for each shape verifying, drafting, telling the drafter.
+            graphs *= 1 + 3 * len(possible_shapes(config))
+        if config.cuda_graph_max_tokens != 0:
+            graphs += max(min(config.cuda_graph_max_tokens or 0, num_tokens) * per_token, EXTEND_GRAPHS)
+    return {
+        "activations": num_tokens * per_token,
+        "logits": num_logit_rows * model.vocab_size * BYTES_PER_LOGIT,
+        "req_to_token": (num_rows(config) + 1) * context_len * torch.int32.itemsize,
+        "graphs": graphs,
+        "libraries": LIBRARIES,
+    }
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

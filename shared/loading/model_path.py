@@ -1,0 +1,61 @@
+"""Where a model's files are: a built-in name, a local folder, or a Hugging Face id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ASSETS = Path(__file__).parents[1] / "assets"
+WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+
+
+def builtin_models() -> list[str]:
+    """Names of the models that come with the project. (A draft model has no tokenizer of its own.)"""
+    return sorted(p.parent.name for p in ASSETS.glob("*/tokenizer.json"))
+
+
+def builtin_draft_models() -> list[str]:
+    """Names of the speculation heads that come with the project."""
+    return sorted({p.parent.name for p in ASSETS.glob("*/config.json")} - set(builtin_models()))
+
+
+def is_shape(model: str) -> bool:
+    """Whether it names a shape of assets/configs, which can only have random weights."""
+    return (ASSETS / "configs" / model / "config.json").is_file()
+
+
+def resolve_model_path(model: str, load_format: str = "auto") -> Path:
+    """The folder that holds `model`'s config.json. Raises `ValueError` saying what was looked for, and where.
+
+    With load_format="dummy" also the names of the shapes in assets/configs, which have no weights.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{folder} is no model folder: it has no config.json")
+        return folder
+    if (ASSETS / model / "config.json").is_file():
+        return ASSETS / model
+    if is_shape(model):
+        if load_format != "dummy":
+            raise ValueError(
+                f"{model} is a shape without weights: use load_format='dummy', or name a checkpoint"
+            )
+        return ASSETS / "configs" / model
+    if folder.exists():
+        raise ValueError(f"{folder} is a file; a model is a folder with config.json and *.safetensors")
+    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
+        return _download(model)
+    raise ValueError(
+        f"no model {model!r}: neither a folder, nor a built-in model ({', '.join(builtin_models())}), "
+        "nor a Hugging Face id (owner/name)"
+    )
+
+
+def _download(model_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=WANTED_FILES))
+    except Exception as error:  # the hub's errors have no common base class
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"no folder {model_id!r} here, and Hugging Face did not give it: {reason}") from None

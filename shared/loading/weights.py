@@ -1,0 +1,193 @@
+"""Weights: streamed from a checkpoint or made up, and copied into a model. Names are the canonical ones of
+`shared.loading.weight_names`."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from shared.config import ModelConfig
+from shared.interfaces.layers import MergedLinear
+from shared.interfaces.moe import FusedExperts
+from shared.loading.safetensors_file import TensorInfo, read_checkpoint
+from shared.loading.weight_names import canonical_parts, check_shapes, expected_shapes, is_harmless
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+PIECE_BYTES = 64 * 2**20
+"""Weights are cast and moved in pieces of this size: that much room a device needs beside the model."""
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+LARGE_BYTES = 512 * 2**20
+"""A made-up tensor beyond this size is collected on the host: an embedding would need its room twice."""
+
+
+def iterate_weights(
+    folder: str | Path,
+    config: ModelConfig | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Weights:
+    """The weights of a Hugging Face folder on the CPU, one tensor at a time.
+
+    Everything that headers and sizes can tell is checked here and now, before any tensor is read; a NaN or an
+    infinity, or a tied head that is no copy, when its tensor's turn comes. All errors are `ValueError`.
+    `config` defaults to the folder's own. `on_progress` is called with (bytes read so far, bytes in all).
+    """
+    folder = Path(folder)
+    if config is None:
+        config = ModelConfig.from_pretrained(folder)
+    checkpoint = read_checkpoint(folder)
+    tensors = {name: info for name, info in checkpoint.items() if not is_harmless(name, config)}
+    parts = [part for name, info in tensors.items() for part in canonical_parts(name, info.shape)]
+    check_shapes({part.name: part.shape for part in parts}, config, str(folder))
+    weights = stream(tensors, on_progress)
+    head = checkpoint.get(HEAD) if config.tie_word_embeddings else None
+    return weights if head is None else _with_tied_head(weights, head)
+
+
+def _with_tied_head(weights: Weights, head: TensorInfo) -> Weights:
+    """A tied head that a checkpoint holds all the same is a copy of the embedding, or the config is wrong."""
+    for name, tensor in weights:
+        if name == EMBEDDING and not _is_copy(head, tensor):
+            raise ValueError(
+                f"{head.path}: config.json says tie_word_embeddings, but {HEAD} is not {EMBEDDING}. Set "
+                f"tie_word_embeddings to false to use it, or remove it"
+            )
+        yield name, tensor
+
+
+def _is_copy(info: TensorInfo, tensor: torch.Tensor) -> bool:
+    if info.shape != tensor.shape:
+        return False
+    with safe_open(info.path, framework="pt", device="cpu") as file:
+        stored = file.get_slice(HEAD)
+        num_rows = max(1, PIECE_BYTES // (tensor.shape[1] * tensor.itemsize))
+        starts = range(0, tensor.shape[0], num_rows)
+        pieces = ((tensor[i : i + num_rows], stored[i : i + num_rows]) for i in starts)
+        return all(torch.equal(ours, theirs.to(ours.dtype)) for ours, theirs in pieces)
+
+
+def stream(tensors: Mapping[str, TensorInfo], on_progress: Callable[[int, int], None] | None) -> Weights:
+    """Tensors of a checkpoint, file by file, those of packed experts one by one."""
+    num_bytes, num_bytes_read = sum(info.num_bytes for info in tensors.values()), 0
+    for path in dict.fromkeys(info.path for info in tensors.values()):
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name, info in tensors.items():
+                    if info.path != path:
+                        continue
+                    tensor = file.get_tensor(name)
+                    _refuse_non_finite(name, tensor, path)
+                    for part in canonical_parts(name, info.shape):
+                        yield part.name, tensor[part.index]
+                    num_bytes_read += info.num_bytes
+                    if on_progress is not None:
+                        on_progress(num_bytes_read, num_bytes)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def _refuse_non_finite(name: str, tensor: torch.Tensor, path: Path) -> None:
+    # The quickest look at all numbers: NaN is passed on as minimum and maximum.
+    if all(torch.isfinite(extreme) for extreme in tensor.aminmax()):
+        return
+    num_bad = int((~torch.isfinite(tensor)).sum())
+    raise ValueError(
+        f"{path}: {num_bad:,} of the {tensor.numel():,} values of {name} are NaN or infinite; "
+        f"the file is damaged"
+    )
+
+
+def dummy_weights(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> Weights:
+    """Seeded random weights of the model's shapes and dtype, with which activations neither vanish nor blow
+    up. A tensor depends on seed, name, shape, dtype and kind of device only, not on the others."""
+    return dummy_tensors(expected_shapes(config), config.dtype, seed, device)
+
+
+def dummy_tensors(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, seed: int, device: torch.device | str
+) -> Weights:
+    device = torch.device(device)
+    for name, shape in shapes.items():
+        digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        if len(shape) == 2:
+            mean, std = 0.0, shape[1] ** -0.5
+        else:
+            mean, std = 0.0 if name.endswith(".bias") else 1.0, 0.1
+        yield name, _normal(shape, dtype, device, mean, std, generator)
+
+
+def _normal(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    mean: float,
+    std: float,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    if math.prod(shape) * dtype.itemsize <= LARGE_BYTES or device.type == "cpu":
+        return torch.empty(shape, dtype=dtype, device=device).normal_(mean, std, generator=generator)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    for piece in pieces(tensor):
+        piece.copy_(torch.empty_like(piece, device=device).normal_(mean, std, generator=generator))
+    return tensor
+
+
+def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views of runs of rows, about PIECE_BYTES of float32 each: alike for tensors of one shape."""
+    row_bytes = 4 * tensor[:1].numel()
+    return tensor.split(max(PIECE_BYTES // max(row_bytes, 1), 1))
+
+
+def named_targets(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Where each weight of a model goes: its parameters by name, those of FusedExperts by expert, those of a
+    MergedLinear by part."""
+    targets: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        if isinstance(module, MergedLinear):
+            for name, _ in module.named_parameters():
+                del targets[f"{prefix}.{name}"]
+            parent = prefix[: prefix.rfind(".") + 1]
+            targets |= {f"{parent}{name}": view for name, view in module.weight_views().items()}
+        if isinstance(module, FusedExperts):
+            w13, w2 = targets.pop(f"{prefix}.w13"), targets.pop(f"{prefix}.w2")
+            for expert_id in range(w13.shape[0]):
+                gate, up = w13[expert_id].chunk(2)
+                targets[f"{prefix}.{expert_id}.gate_proj.weight"] = gate
+                targets[f"{prefix}.{expert_id}.up_proj.weight"] = up
+                targets[f"{prefix}.{expert_id}.down_proj.weight"] = w2[expert_id]
+    return targets
+
+
+def load_weights(
+    weights: Iterable[tuple[str, torch.Tensor]], targets: Mapping[str, torch.Tensor], config: ModelConfig
+) -> None:
+    """Copy each weight into its target, which casts and moves it. Takes canonical and Hugging Face's names.
+    Raises `ValueError` for a name that is unknown, comes twice or never, and for a wrong shape."""
+    remaining = dict(targets)
+    for checkpoint_name, tensor in weights:
+        for name, index, shape in canonical_parts(checkpoint_name, tuple(tensor.shape)):
+            target = remaining.pop(name, None)
+            if target is None:
+                if is_harmless(name, config):
+                    continue
+                problem = "came twice" if name in targets else f"is no weight of a {config.architecture}"
+                raise ValueError(f"{name} {problem}")
+            if shape != tuple(target.shape):
+                raise ValueError(f"{name} has shape {list(shape)}; it must be {list(target.shape)}")
+            for to, source in zip(pieces(target), pieces(tensor[index])):
+                to.copy_(source)
+    if remaining:
+        names = list(remaining)
+        raise ValueError(
+            f"{len(names)} of {len(targets)} weights of a {config.architecture} never came: "
+            f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+        )

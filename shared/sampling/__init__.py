@@ -1,0 +1,1 @@
+"""Sampling parameters as tensors, log-probabilities, noise."""

@@ -1,0 +1,117 @@
+"""Log-probabilities of tokens, and their way from tensors into answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shared.sampling.ordering import sort_descending
+from shared.types import ForwardBatch, LogprobsOutput, Req, TokenLogprob
+
+LOGPROB_ROWS = 512
+"""Prompt positions whose logits exist at once: a long prompt times a large vocabulary would not fit."""
+
+
+def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobsOutput:
+    """logits [n, vocab_size], token_ids [n] -> log softmax (float32) at the token and at the `num_top`
+    (at most vocab_size) best tokens, ordered by (logit descending, id ascending).
+
+    A token id outside the vocabulary gets NaN."""
+    logits = logits.float()
+    n, vocab_size = logits.shape
+    log_normaliser = logits.logsumexp(dim=-1, keepdim=True)
+    is_token = (token_ids >= 0) & (token_ids < vocab_size)
+    token_logits = logits.gather(-1, token_ids.clamp(0, vocab_size - 1)[:, None])
+    token_logprobs = (token_logits - log_normaliser)[:, 0].masked_fill(~is_token, float("nan"))
+    if num_top == 0:
+        nothing = logits.new_empty(n, 0)
+        return LogprobsOutput(token_logprobs, nothing, nothing.to(torch.int64))
+    # By logit, not by log-probability: rounding could make two different logits equal there, and the best
+    # token would not be the greedy choice.
+    top_logits, top_ids = sort_descending(logits, num_top)
+    return LogprobsOutput(token_logprobs, top_logits - log_normaliser, top_ids)
+
+
+def input_logprobs_of(
+    forward_batch: ForwardBatch,
+    hidden_states: torch.Tensor,
+    compute_logits: Callable[[torch.Tensor], torch.Tensor],
+) -> LogprobsOutput | None:
+    """The prompt log-probabilities that a batch asks for; hidden_states [num_tokens, hidden_size]."""
+    rows, ids = forward_batch.input_logprob_rows, forward_batch.input_logprob_ids
+    if rows is None or ids is None:
+        return None
+    pieces = [
+        logprobs_of(
+            compute_logits(hidden_states[rows[i : i + LOGPROB_ROWS]]),
+            ids[i : i + LOGPROB_ROWS],
+            forward_batch.num_top_input_logprobs,
+        )
+        for i in range(0, rows.shape[0], LOGPROB_ROWS)
+    ]
+    return LogprobsOutput(*(torch.cat(parts) for parts in zip(*pieces)))
+
+
+def to_token_logprobs(token_ids: Sequence[int], output: LogprobsOutput | None) -> list[TokenLogprob]:
+    """One TokenLogprob for each of the n rows, with as many alternatives as `output` has (none for None)."""
+    if output is None:
+        return []
+    rows = zip(token_ids, output.token_logprobs.tolist())
+    if output.top_ids.shape[1] == 0:
+        return [TokenLogprob(token_id, logprob) for token_id, logprob in rows]
+    tops = zip(output.top_ids.tolist(), output.top_logprobs.tolist())
+    return [TokenLogprob(*row, tuple(zip(*top))) for row, top in zip(rows, tops)]
+
+
+def input_logprob_positions(req: Req) -> range:
+    """Prompt positions whose log-probability this extension (fill_ids behind prefix_indices) gives."""
+    first = req.next_input_logprob
+    if first is None:
+        return range(0)
+    prefix_len = len(req.prefix_indices)
+    return range(max(first, 1, prefix_len + 1), min(len(req.fill_ids) + 1, len(req.origin_input_ids)))
+
+
+def input_logprob_rows(extending: Sequence[Req], start_locs: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Rows of the batch, and for each the token whose log-probability is wanted there."""
+    rows: list[int] = []
+    ids: list[int] = []
+    for req, start_loc in zip(extending, start_locs):
+        positions = input_logprob_positions(req)
+        prefix_len = len(req.prefix_indices)
+        rows += [start_loc + position - 1 - prefix_len for position in positions]
+        ids += [req.origin_input_ids[position] for position in positions]
+    return rows, ids
+
+
+def collect_input_logprobs(
+    extending: Sequence[Req], forward_batch: ForwardBatch, output: LogprobsOutput | None
+) -> None:
+    """Hand each request what the step found about its prompt."""
+    token_ids = [] if output is None else forward_batch.input_logprob_ids.tolist()
+    counts = [len(input_logprob_positions(req)) for req in extending]
+    hand_out_input_logprobs(extending, counts, token_ids, output)
+
+
+def hand_out_input_logprobs(
+    extending: Sequence[Req | None],
+    counts: Sequence[int],
+    token_ids: Sequence[int],
+    output: LogprobsOutput | None,
+) -> None:
+    """The first counts[0] of what was found are the first request's, and so on; None: it left meanwhile."""
+    found = to_token_logprobs(token_ids, output)
+    start = 0
+    for req, num_found in zip(extending, counts):
+        if req is not None and req.next_input_logprob == 0:
+            req.input_logprobs.append(TokenLogprob(req.origin_input_ids[0], None))
+        if req is not None:
+            req.input_logprobs += [cut_top(entry, req) for entry in found[start : start + num_found]]
+        start += num_found
+    assert start == len(found)
+
+
+def cut_top(entry: TokenLogprob, req: Req) -> TokenLogprob:
+    """A batch carries as many alternatives as its greediest request wants; give each what it asked for."""
+    return entry._replace(top=entry.top[: req.sampling_params.top_logprobs_num])

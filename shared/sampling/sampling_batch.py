@@ -1,0 +1,165 @@
+"""Sampling parameters of a batch, as tensors. Made anew for each step from the requests alone, so nothing
+has to be merged or filtered, and nothing is lost when a request is retracted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from shared.sampling.noise import hash_noise
+from shared.to_device import copy_to_device, to_device
+from shared.types import Req, SamplingBatchInfo, SamplingParams
+
+
+def make_sampling_batch_info(
+    reqs: Sequence[Req],
+    vocab_size: int,
+    device: torch.device | str,
+    num_in_flight: Sequence[int] | None = None,
+) -> SamplingBatchInfo:
+    """`vocab_size`: the columns of the logits, those that have a token. `num_in_flight`: of each request, how
+    many tokens were sampled that its output_ids do not have yet. They count for min_new_tokens; in
+    output_counts they are missing, and a vocab_mask cannot be made without them."""
+    num_outputs = [len(req.output_ids) for req in reqs]
+    if num_in_flight is not None:
+        num_outputs = [known + coming for known, coming in zip(num_outputs, num_in_flight)]
+    params = [req.sampling_params for req in reqs]
+    greedy = [p.is_greedy for p in params]
+    temperatures, top_ps, min_ps, top_ks = [], [], [], []
+    needs_filter = False
+    for p, is_greedy in zip(params, greedy):
+        # Greedy rows ignore the filters; these values keep them from asking for one.
+        temperature, top_p, min_p, top_k = (1.0, 1.0, 0.0, 1) if is_greedy else _filter_values(p, vocab_size)
+        needs_filter |= not is_greedy and (top_k < vocab_size or top_p < 1.0 or min_p > 0.0)
+        temperatures.append(temperature)
+        top_ps.append(top_p)
+        min_ps.append(min_p)
+        top_ks.append(top_k)
+    floats = to_device([temperatures, top_ps, min_ps], torch.float32, device)
+    ints = to_device([top_ks, [req.seed for req in reqs], greedy], torch.int64, device)
+    return SamplingBatchInfo(
+        temperatures=floats[0],
+        top_ps=floats[1],
+        min_ps=floats[2],
+        top_ks=ints[0],
+        seeds=ints[1],
+        is_greedy=ints[2].to(torch.bool),
+        is_all_greedy=all(greedy),
+        needs_filter=needs_filter,
+        logit_bias=_logit_bias(reqs, vocab_size, device),
+        banned=_banned(reqs, num_outputs, vocab_size, device),
+        vocab_mask=_vocab_mask(reqs, vocab_size, device),
+        **_penalties(reqs, vocab_size, device),
+        return_logprob=any(p.return_logprob for p in params),
+        num_top_logprobs=min(max((p.top_logprobs_num for p in params), default=0), vocab_size),
+    )
+
+
+def _filter_values(p: SamplingParams, vocab_size: int) -> tuple[float, float, float, int]:
+    """temperature, top_p, min_p and top_k; "keep all" is vocab_size."""
+    top_k = vocab_size if p.top_k == -1 else min(p.top_k, vocab_size)
+    return p.temperature, p.top_p, p.min_p, top_k
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a request with n > 1: sample 0 keeps the request's own."""
+    if index == 0:
+        return seed
+    high, low = hash_noise(torch.tensor(seed), torch.tensor(index), torch.tensor([0, 1])).tolist()
+    return (high << 32 | low) - 2**63
+
+
+def _logit_bias(reqs: Sequence[Req], vocab_size: int, device: torch.device | str) -> torch.Tensor | None:
+    """A bias of -inf is a ban (`_banned`), not an addition: -inf + inf would be NaN."""
+    entries = [
+        (row, token_id, bias)
+        for row, req in enumerate(reqs)
+        for token_id, bias in req.sampling_params.logit_bias.items()
+        if bias != -math.inf and token_id < vocab_size
+    ]
+    if not entries:
+        return None
+    rows, ids, values = zip(*entries)
+    logit_bias = torch.zeros(len(reqs), vocab_size, dtype=torch.float32, device=device)
+    logit_bias[_on(rows, device), _on(ids, device)] = to_device(values, torch.float32, device)
+    return logit_bias
+
+
+def _banned(
+    reqs: Sequence[Req], num_outputs: Sequence[int], vocab_size: int, device: torch.device | str
+) -> torch.Tensor | None:
+    entries = [
+        (row, token_id)
+        for row, req in enumerate(reqs)
+        for token_id in _banned_ids(req, num_outputs[row])
+        if token_id < vocab_size
+    ]
+    if not entries:
+        return None
+    rows, ids = zip(*entries)
+    banned = torch.zeros(len(reqs), vocab_size, dtype=torch.bool, device=device)
+    banned[_on(rows, device), _on(ids, device)] = True
+    return banned
+
+
+def _vocab_mask(reqs: Sequence[Req], vocab_size: int, device: torch.device | str) -> torch.Tensor | None:
+    if all(req.grammar is None for req in reqs):
+        return None
+    mask = torch.full((len(reqs), -(-vocab_size // 32)), -1, dtype=torch.int32)
+    for row, req in enumerate(reqs):
+        if req.grammar is not None and not req.finished:
+            mask[row] = req.grammar.next_tokens(req.output_ids, vocab_size)
+    return copy_to_device(mask, device)
+
+
+def _banned_ids(req: Req, num_outputs: int) -> Iterable[int]:
+    """Stop tokens while the output is shorter than min_new_tokens. With ignore_eos nothing stops at them,
+    so they stay allowed."""
+    params = req.sampling_params
+    ids = [token_id for token_id, bias in params.logit_bias.items() if bias == -math.inf]
+    if num_outputs < params.min_new_tokens and not params.ignore_eos:
+        ids += req.eos_token_ids
+        ids += params.stop_token_ids
+    return ids
+
+
+def _penalties(
+    reqs: Sequence[Req], vocab_size: int, device: torch.device | str
+) -> dict[str, torch.Tensor | None]:
+    if not any(req.sampling_params.needs_penalty for req in reqs):
+        return {}
+    info: dict[str, torch.Tensor | None] = {
+        "output_counts": _counts(
+            [req.output_ids if req.sampling_params.needs_penalty else () for req in reqs], vocab_size, device
+        )
+    }
+    for name, neutral in (
+        ("frequency_penalties", 0.0),
+        ("presence_penalties", 0.0),
+        ("repetition_penalties", 1.0),
+    ):
+        values = [getattr(req.sampling_params, name.replace("penalties", "penalty")) for req in reqs]
+        if any(value != neutral for value in values):
+            info[name] = to_device(values, torch.float32, device)
+    if "repetition_penalties" in info:
+        prompts = [
+            req.origin_input_ids if req.sampling_params.repetition_penalty != 1.0 else () for req in reqs
+        ]
+        info["prompt_mask"] = _counts(prompts, vocab_size, device) > 0
+    return info
+
+
+def _counts(
+    ids_of_rows: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str
+) -> torch.Tensor:
+    """int32 [bs, vocab_size]: how often each id occurs in each row's list."""
+    flat = _on([row * vocab_size + i for row, ids in enumerate(ids_of_rows) for i in ids], device)
+    counts = torch.zeros(len(ids_of_rows) * vocab_size, dtype=torch.int32, device=device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+    return counts.view(len(ids_of_rows), vocab_size)
+
+
+def _on(ids: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    return to_device(ids, torch.int64, device)

@@ -1,0 +1,1 @@
+"""What both schedulers share: the lifecycle of requests, admission, memory of a step, stop conditions."""

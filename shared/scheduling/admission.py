@@ -1,0 +1,103 @@
+"""What a request must satisfy to enter the engine, whom a full queue turns away, and who waited or ran too
+long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from shared.config import EngineConfig
+from shared.types import FinishAbort, Req
+
+
+def admit(req: Req, vocab_size: int, context_len: int, pool_size: int) -> None:
+    """Raise `ValueError`, or clamp `req.max_new_tokens` so that prompt + output fits.
+
+    A request of P prompt and O output tokens takes P + O positions of the context and P + O - 1 slots of
+    the KV pool: the last token's KV is never needed.
+    """
+    num_prompt = len(req.origin_input_ids)
+    params = req.sampling_params
+    if num_prompt == 0:
+        raise ValueError(f"request {req.rid!r}: the prompt is empty; it needs at least one token")
+    if min(req.origin_input_ids) < 0 or max(req.origin_input_ids) >= vocab_size:
+        i, bad = next((i, t) for i, t in enumerate(req.origin_input_ids) if not 0 <= t < vocab_size)
+        raise ValueError(
+            f"request {req.rid!r}: token id {bad} at position {i} is outside the vocabulary [0, {vocab_size})"
+        )
+    params.check_against_vocab(vocab_size)
+    if num_prompt >= context_len:
+        raise ValueError(
+            f"request {req.rid!r}: the prompt has {num_prompt} tokens; the context of {context_len} tokens "
+            f"allows {context_len - 1} and one of output"
+        )
+    if num_prompt > pool_size:
+        raise ValueError(
+            f"request {req.rid!r}: the prompt has {num_prompt} tokens; the KV pool has {pool_size} slots "
+            "(raise max_total_tokens)"
+        )
+    if params.logprob_start_len >= num_prompt:
+        raise ValueError(
+            f"request {req.rid!r}: logprob_start_len ({params.logprob_start_len}) must be below the prompt's "
+            f"{num_prompt} tokens"
+        )
+    longest = min(context_len, pool_size + 1) - num_prompt
+    req.max_new_tokens = min(params.max_new_tokens, longest)
+
+
+def all_turned_away(waiting_queue: Sequence[Req], config: EngineConfig) -> list[tuple[Req, FinishAbort]]:
+    """Whom a full queue does not take: the newcomer (the last), or a strictly less important request."""
+    limit = config.max_queued_requests
+    if limit is None or len(waiting_queue) <= limit:
+        return []
+    req = waiting_queue[-1]
+    if config.enable_priority_scheduling:
+        req = min(reversed(waiting_queue), key=lambda req: req.priority)
+    return [(req, FinishAbort(f"the queue is full ({limit} waiting)", 503))]
+
+
+def all_overdue(
+    reqs: Iterable[Req], config: EngineConfig, clock: Callable[[], float]
+) -> list[tuple[Req, FinishAbort]]:
+    """Who has waited, or run, longer than it may, and so ends."""
+    if config.waiting_timeout is None and config.running_timeout is None:
+        return []
+    now = clock()
+    reasons = [(req, _overdue(req, config, now)) for req in reqs]
+    return [(req, reason) for req, reason in reasons if reason is not None]
+
+
+def _overdue(req: Req, config: EngineConfig, now: float) -> FinishAbort | None:
+    """A reason to end a request that has waited, or run, longer than it may."""
+    if req.req_pool_idx is None:
+        if config.waiting_timeout is not None and now - req.queue_start_time > config.waiting_timeout:
+            return FinishAbort(f"waited longer than {config.waiting_timeout} s", 503)
+    elif config.running_timeout is not None:
+        assert req.run_start_time is not None
+        if now - req.run_start_time > config.running_timeout:
+            return FinishAbort(f"ran longer than {config.running_timeout} s", 503)
+    return None
+
+
+INIT_RATIO = 0.7  # times the conservativeness: most requests stop before max_new_tokens
+MIN_FACTOR = 0.14
+DECAY_STEPS = 600  # decode steps without a retraction from the initial ratio to the least
+RETRACT_DECODE_STEPS = 20  # head-room after a retraction, so that the next one is not due at once
+
+
+class NewTokenRatio:
+    """Expected used fraction of max_new_tokens: falls while all goes well, jumps up on a retraction."""
+
+    def __init__(self, conservativeness: float) -> None:
+        self.initial = min(INIT_RATIO * conservativeness, 1.0)
+        self.least = self.initial * MIN_FACTOR
+        self.current = self.initial
+
+    def decay(self) -> None:
+        step = (self.initial - self.least) / DECAY_STEPS
+        self.current = max(self.current - step, self.least)
+
+    def raise_after_retraction(self, running: Sequence[Req]) -> None:
+        """To what the remaining requests have used of theirs, plus some steps more."""
+        num_used = sum(len(req.output_ids) for req in running) + RETRACT_DECODE_STEPS * len(running)
+        num_allowed = sum(req.max_new_tokens for req in running) + 1
+        self.current = min(num_used / num_allowed, 1.0)

@@ -1,0 +1,148 @@
+"""When a request is done: one check for all reasons, after tokens were appended to its output."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from shared.sampling.logprobs import cut_top
+from shared.types import (
+    FinishError,
+    FinishLength,
+    FinishReason,
+    FinishRegex,
+    FinishString,
+    FinishToken,
+    Req,
+    TokenLogprob,
+)
+
+NUM_CONTEXT_TOKENS = 5
+"""Prompt tokens decoded in front of the output: some tokenizers drop the space of a text's first word."""
+
+REPLACEMENT = "\ufffd"  # stands for bytes that are no (whole) character
+MAX_CHARACTER_BYTES = 4
+
+_WINDOW_SLACK = 8
+"""Characters beyond the longest stop string: a window may begin inside a character and show it as up to
+three replacement characters."""
+
+DecodeText = Callable[[list[int]], str]
+
+
+def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab_size: int) -> None:
+    """Set `finished_reason` and `finished_len` if one of the last `num_new_tokens` output ids ends `req`.
+
+    A wish to end (`to_finish`) goes first, and the new tokens do not count. Otherwise the earliest token
+    that gives a reason wins, whatever the reason. Reasons of one token, in this order:
+
+    1. it is no token (< 0 or >= vocab_size: the sampler saw NaN logits): FinishError, not counted;
+    2. an end-of-sequence or stop token, unless ignore_eos;
+    3. a stop string is in the text so far; of several the one that begins first;
+    4. a stop regex matches in the text so far; likewise;
+    5. the token is number max_new_tokens. Last, so that an answer that is complete says so ("stop") even
+       if it has the greatest length.
+
+    `min_new_tokens` is not looked at: the sampler bans stop tokens until then, and stop strings and regexes
+    end a request at any length. ignore_eos does not disable them.
+
+    `decode_text` is called only for requests with stop strings (on a tail of the output, whatever its
+    length) or stop regexes (on the whole output, so the cost of a request grows with its square).
+    """
+    if req.finished:
+        return
+    start = len(req.output_ids) - num_new_tokens
+    assert start >= 0
+    if req.to_finish is not None:
+        _finish(req, req.to_finish, start)
+        return
+    if start >= req.max_new_tokens:  # max_new_tokens = 0: only the prompt's log-probabilities were wanted
+        _finish(req, FinishLength(req.max_new_tokens), req.max_new_tokens)
+        return
+
+    params = req.sampling_params
+    # --8<-- [start:reasons-to-finish]
+    for position in range(start, len(req.output_ids)):
+        token_id, count = req.output_ids[position], position + 1
+        if not 0 <= token_id < vocab_size:
+            message = f"the model gave no valid token at output position {position} (its logits held NaN)"
+            _finish(req, FinishError(message), position)
+            return
+        reason: FinishReason | None = None
+        if not params.ignore_eos and (token_id in req.eos_token_ids or token_id in params.stop_token_ids):
+            reason = FinishToken(token_id)
+        elif params.stop or params.stop_regex:
+            reason = _match_stop_text(req, count, decode_text)
+        if reason is None and count >= req.max_new_tokens:
+            reason = FinishLength(count)
+        if reason is not None:
+            _finish(req, reason, count)
+            return
+    # --8<-- [end:reasons-to-finish]
+
+
+def _finish(req: Req, reason: FinishReason, finished_len: int) -> None:
+    req.finished_reason = reason
+    req.finished_len = finished_len
+
+
+def _match_stop_text(req: Req, count: int, decode_text: DecodeText) -> FinishReason | None:
+    """Why the first `count` output ids end the request, given that the first `count - 1` do not."""
+    params = req.sampling_params
+    if params.stop:
+        text = _tail_text(req, count, max(map(len, params.stop)) + _WINDOW_SLACK, decode_text)
+        found = [(text.find(string), string) for string in params.stop if string in text]
+        if found:
+            return FinishString(min(found, key=lambda match: match[0])[1])
+    if params.stop_regex:
+        text = _output_text(req, count, decode_text)
+        matches = [match for pattern in params.stop_regex if (match := re.search(pattern, text))]
+        if matches:
+            first = min(matches, key=lambda match: match.start())
+            return FinishRegex(first.re.pattern, first.group())
+    return None
+
+
+def _tail_text(req: Req, count: int, num_chars: int, decode_text: DecodeText) -> str:
+    """Text of a tail of the first `count` output ids: the last of them and at least `num_chars` before it."""
+    num_tokens, num_shifts = num_chars + 1, 0
+    num_last_chars = len(decode_text(req.output_ids[count - 1 : count]))
+    while num_tokens < count:
+        text = decode_text(req.output_ids[count - num_tokens : count])
+        if text.startswith(REPLACEMENT) and num_shifts < MAX_CHARACTER_BYTES - 1:  # begins inside a character
+            num_tokens += 1
+            num_shifts += 1
+        elif len(text) - num_last_chars < num_chars:  # tokens of less than a character
+            num_tokens *= 2
+        else:
+            return text
+    return _output_text(req, count, decode_text)
+
+
+def _output_text(req: Req, count: int, decode_text: DecodeText) -> str:
+    """Text of the first `count` output ids, as it follows the prompt."""
+    context = req.origin_input_ids[-NUM_CONTEXT_TOKENS:]
+    return decode_text(context + req.output_ids[:count])[len(decode_text(context)) :]
+
+
+def append_tokens(
+    req: Req,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprob],
+    decode_text: DecodeText,
+    vocab_size: int,
+) -> int:
+    """How many of what one step gave a request are output: up to its end, if one of them is that.
+    `finished_reason` says so. logprobs: of the tokens, or empty where nobody wants any."""
+    if req.max_new_tokens == 0:  # only the prompt's log-probabilities or its KV were wanted
+        req.finished_reason, req.finished_len = FinishLength(0), 0
+        return 0
+    num_before = len(req.output_ids)
+    req.output_ids += token_ids
+    if req.sampling_params.return_logprob:
+        req.output_logprobs += [cut_top(logprob, req) for logprob in logprobs]
+    check_finished(req, len(token_ids), decode_text, vocab_size)
+    if req.finished_len is not None:
+        del req.output_ids[req.finished_len :]  # behind its end, or a NaN's id: no output
+        del req.output_logprobs[req.finished_len :]
+    return len(req.output_ids) - num_before

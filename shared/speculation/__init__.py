@@ -1,0 +1,1 @@
+"""What the speculative decoding of both panels shares."""

@@ -1,0 +1,125 @@
+"""What the formats of draft models have in common: whose embedding and head they use, and loading."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+from shared.config import DraftConfig
+from shared.interfaces import CausalLM, DraftModel, MoE
+from shared.interfaces.layers import Layers
+from shared.loading.weights import load_weights, named_targets
+
+
+class BaseDraftModel(DraftModel):
+    embedding: torch.Tensor | None
+    head: torch.Tensor | None
+    d2t: torch.Tensor | None
+
+    def __init__(self, config: DraftConfig, layers: Layers, moe: type[MoE]) -> None:
+        super().__init__(config, layers, moe)
+        self.config = config
+        # What the checkpoint may have: [target's vocab_size, hidden_size], [vocab_size, hidden_size], and for
+        # each id here the distance to the target's, [vocab_size] int64.
+        for name in ("embedding", "head", "d2t"):
+            self.register_buffer(name, None, persistent=False)
+        self.target_embed: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.target_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @abstractmethod
+    def canonical_name(self, name: str) -> str | None:
+        """Of a tensor of a checkpoint, without "model.": the parameter's name here, or one of `_own`. None:
+        nobody needs it."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if any(parameter.is_meta for parameter in self.parameters()):
+            self.to_empty(device=torch.get_default_device())
+        required = named_targets(self)
+        bias = required.pop("fc.bias", None)  # some checkpoints of every format have one
+        if bias is not None:
+            bias.zero_()
+        seen: set[str] = set()
+
+        def required_weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for checkpoint_name, tensor in weights:
+                name = self.canonical_name(checkpoint_name.removeprefix("model."))
+                if name in ("embedding", "head", "d2t", "fc.bias"):
+                    if name in seen:
+                        raise ValueError(f"{checkpoint_name} came twice")
+                    seen.add(name)
+                    self._take(name, checkpoint_name, tensor)
+                elif name is not None:
+                    yield name, tensor
+
+        load_weights(required_weights(), required, self.config.model)
+        vocab_size, target_vocab_size = self.config.model.vocab_size, self.config.target.vocab_size
+        if self.d2t is None and vocab_size != target_vocab_size:
+            raise ValueError(
+                f"d2t never came: a draft vocabulary of {vocab_size} ids out of {target_vocab_size} needs it"
+            )
+
+    def share(self, target: CausalLM) -> None:
+        if self.embedding is None:
+            self.target_embed = target.embed
+        if self.head is None:
+            if self.config.model.vocab_size != self.config.target.vocab_size:
+                raise ValueError(
+                    f"lm_head never came: the target's head is for {self.config.target.vocab_size} ids, "
+                    f"not for a draft vocabulary of {self.config.model.vocab_size}"
+                )
+            self.target_logits = target.compute_logits
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.embedding is not None:
+            return F.embedding(input_ids, self.embedding)
+        assert self.target_embed is not None, "share has not been called"
+        return self.target_embed(input_ids)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.head is not None:
+            return F.linear(hidden_states, self.head).to(torch.float32)
+        assert self.target_logits is not None, "share has not been called"
+        return self.target_logits(hidden_states)
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+
+    def _take(self, name: str, checkpoint_name: str, tensor: torch.Tensor) -> None:
+        """A weight that a checkpoint may leave out."""
+        config, like = self.config, next(self.parameters())
+        hidden_size, vocab_size = config.model.hidden_size, config.model.vocab_size
+        expected = {
+            "embedding": (config.target.vocab_size, hidden_size),
+            "head": (vocab_size, hidden_size),
+            "d2t": (vocab_size,),
+            "fc.bias": (hidden_size,),
+        }[name]
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"{checkpoint_name} has shape {list(tensor.shape)}; it must be {list(expected)}")
+        if name == "d2t":
+            self.d2t = self._checked_d2t(tensor).to(like.device)
+        elif name == "fc.bias":
+            self.get_parameter(name).copy_(tensor)
+        else:
+            setattr(self, name, tensor.to(like, copy=True))
+
+    def _checked_d2t(self, d2t: torch.Tensor) -> torch.Tensor:
+        d2t = d2t.to(torch.int64)
+        target_ids, vocab_size = (
+            torch.arange(len(d2t), device=d2t.device) + d2t,
+            self.config.target.vocab_size,
+        )
+        if target_ids.min() < 0 or target_ids.max() >= vocab_size:
+            raise ValueError(
+                f"d2t leads to the target's ids {int(target_ids.min())} to {int(target_ids.max())}; "
+                f"it has 0 to {vocab_size - 1}"
+            )
+        num_distinct = len(target_ids.unique())
+        if num_distinct != len(target_ids):
+            raise ValueError(
+                f"d2t leads from {len(target_ids)} draft ids to {num_distinct} ids of the target"
+            )
+        return d2t

@@ -1,0 +1,138 @@
+"""Token ids to text, piece by piece: what was given out is never taken back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from shared.text.tokenizer import Tokenizer
+from shared.types import FinishReason, FinishRegex, FinishString, FinishToken, SamplingParams
+
+NUM_CONTEXT_TOKENS = 5
+"""Prompt tokens in front of the first piece: a tokenizer may treat the start of a text in a special way
+(drop a space)."""
+
+REPLACEMENT = "\ufffd"  # stands for bytes that are no (whole) character
+MAX_CHARACTER_BYTES = 4
+
+_MAX_PENDING_TOKENS = 16
+"""More tokens than any incomplete character can have: then the bytes are no characters."""
+
+
+class IncrementalDetokenizer:
+    """The text of one request. All pieces together are the final text: the decoded output, cut off before
+    the stop token or before the first occurrence of the stop string or the regex's match (`no_stop_trim`:
+    not cut off).
+
+    Held back are tokens that end inside a character, and text that may turn out to be the beginning of a
+    stop string. A regex's match may begin anywhere, so with stop_regex (and without no_stop_trim) the text
+    comes in one piece at the end.
+
+    A token is decoded together with the piece before it, so the cost of a token does not depend on the
+    length of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
+        self._num_ids = 0
+        self._context = self._prompt_tail(prompt_ids)  # ids whose text was given out
+        self._context_text = tokenizer.decode(self._context)
+        self._pending: list[int] = []  # ids whose text was not
+        self._held_text = ""  # decoded, not given out
+        self._is_finished = False
+
+    def append(
+        self,
+        new_ids: Sequence[int],
+        finished_reason: FinishReason | None = None,
+        finished_len: int | None = None,
+    ) -> str:
+        """The text that can be given out now. With a `finished_reason` it is the rest, and output ids beyond
+        the first `finished_len` (None: all count) are left out."""
+        assert not self._is_finished, "text after the end"
+        if finished_len is not None:
+            new_ids = new_ids[: max(finished_len - self._num_ids, 0)]
+        self._num_ids += len(new_ids)
+        self._is_finished = finished_reason is not None
+        trim = not self._params.no_stop_trim
+        if trim and isinstance(finished_reason, FinishToken) and new_ids:
+            assert new_ids[-1] == finished_reason.token_id
+            new_ids = new_ids[:-1]
+        self._pending += self._visible(new_ids)
+        self._held_text += self._take_text()
+
+        if self._is_finished:
+            text = _cut(self._held_text, finished_reason) if trim else self._held_text
+        else:
+            text = self._held_text[: len(self._held_text) - self._num_held_chars()]
+        self._held_text = self._held_text[len(text) :]
+        return text
+
+    def _take_text(self) -> str:
+        """Text of the pending tokens, as far as it is certain; they become the context of the next ones."""
+        if not self._pending:
+            return ""
+        text = self._text_after_context(self._pending)
+        num_taken = len(self._pending)
+        if not self._is_finished and (not text or text.endswith(REPLACEMENT)):
+            num_taken = 0
+            if len(self._pending) > _MAX_PENDING_TOKENS:
+                num_taken, text = self._certain_part(text)
+        if num_taken == 0:
+            return ""
+        self._context, self._pending = self._pending[:num_taken], self._pending[num_taken:]
+        self._context_text = self._tokenizer.decode(self._context)
+        return text
+
+    def _certain_part(self, text: str) -> tuple[int, str]:
+        """Of many pending tokens that make no character: how many later tokens cannot change, and their
+        text. A character can only begin in the last few."""
+        for num_kept in range(MAX_CHARACTER_BYTES, 2 * MAX_CHARACTER_BYTES):
+            head = self._pending[:-num_kept]
+            head_text = self._text_after_context(head)
+            if text.startswith(head_text):
+                return len(head), head_text
+        return 0, ""
+
+    def _text_after_context(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(self._context + ids)[len(self._context_text) :]
+
+    def _num_held_chars(self) -> int:
+        """Length of the longest end of the text with which a stop string may begin."""
+        params = self._params
+        if params.no_stop_trim:
+            return 0
+        if params.stop_regex:
+            return len(self._held_text)
+        return max((_overlap(self._held_text, string) for string in params.stop), default=0)
+
+    def _visible(self, ids: Sequence[int]) -> list[int]:
+        if not self._params.skip_special_tokens:
+            return list(ids)
+        return [token_id for token_id in ids if token_id not in self._tokenizer.special_ids]
+
+    def _prompt_tail(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The last tokens of the prompt, and some more if the first of them begins inside a character."""
+        for num_tokens in range(NUM_CONTEXT_TOKENS, NUM_CONTEXT_TOKENS + MAX_CHARACTER_BYTES):
+            tail = self._visible(prompt_ids[-num_tokens:])
+            if not self._tokenizer.decode(tail).startswith(REPLACEMENT):
+                break
+        return tail
+
+
+def _overlap(text: str, string: str) -> int:
+    """Length of the longest proper prefix of `string` that ends `text`."""
+    for length in range(min(len(string) - 1, len(text)), 0, -1):
+        if text.endswith(string[:length]):
+            return length
+    return 0
+
+
+def _cut(text: str, reason: FinishReason | None) -> str:
+    if isinstance(reason, FinishString):
+        return text.partition(reason.matched)[0]
+    if isinstance(reason, FinishRegex):
+        match = re.search(reason.pattern, text)
+        return text[: match.start()] if match else text
+    return text

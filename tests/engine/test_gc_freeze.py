@@ -1,0 +1,84 @@
+"""The collector looks at nothing old while an engine runs, and at everything afterwards."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from shared.engine.gc_freeze import old_objects_aside
+from shared.engine.llm import LLM
+from shared.types import SamplingParams
+
+
+class Knot:
+    """Garbage once nobody holds it: only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> Iterator[None]:
+    assert gc.get_freeze_count() == 0
+    yield
+    assert gc.get_freeze_count() == 0
+
+
+def test_old_objects_wait_and_new_ones_do_not() -> None:
+    old = Knot()
+    old_ref = weakref.ref(old)
+    with old_objects_aside():
+        new_ref = weakref.ref(Knot())
+        del old
+        gc.collect()
+        assert new_ref() is None
+        assert old_ref() is not None
+    gc.collect()
+    assert old_ref() is None
+
+
+def test_blocks_nest() -> None:
+    with old_objects_aside():
+        with old_objects_aside():
+            pass
+        assert gc.get_freeze_count() > 0, "the outer block goes on"
+
+
+def test_an_exception_ends_a_block() -> None:
+    with pytest.raises(KeyboardInterrupt), old_objects_aside():
+        raise KeyboardInterrupt
+
+
+def test_what_the_caller_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        with old_objects_aside():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_generate_submits_and_steps_with_old_objects_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(model="tiny-dense", device="cpu", panel="reference")
+    counts: dict[str, list[int]] = {"submit": [], "step": []}
+
+    def counting(name: str) -> Callable[..., Any]:
+        method = getattr(llm, name)
+
+        def counted(*args: Any, **names: Any) -> Any:
+            counts[name].append(gc.get_freeze_count())
+            return method(*args, **names)
+
+        return counted
+
+    for name in counts:
+        monkeypatch.setattr(llm, name, counting(name))
+    llm.generate(["one two", "three"], SamplingParams(max_new_tokens=3), progress=False)
+    assert len(counts["submit"]) == 2
+    assert counts["step"]
+    assert min(counts["submit"] + counts["step"]) > 0

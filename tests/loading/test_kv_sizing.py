@@ -1,0 +1,116 @@
+"""The size of the KV pool."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.config import EngineConfig, ModelConfig
+from shared.loading.kv_sizing import (
+    GIB,
+    MAX_CPU_TOKENS,
+    kv_bytes_per_token,
+    plan_memory,
+    reserve_for_steps,
+)
+from shared.loading.model_path import ASSETS
+
+
+@pytest.fixture
+def qwen3_8b() -> ModelConfig:
+    return ModelConfig.from_pretrained(ASSETS / "configs" / "Qwen3-8B")
+
+
+def gpu_tokens(
+    monkeypatch: pytest.MonkeyPatch, model_config: ModelConfig, free_gib: float, **flags: object
+) -> int:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * 2**30), 140 * 2**30))
+    plan = plan_memory(EngineConfig(**flags), model_config, torch.bfloat16, torch.device("cuda"))
+    return plan.num_tokens
+
+
+def test_bytes_per_token(qwen3_8b: ModelConfig) -> None:
+    """36 layers, 8 KV heads of 128, K and V, two bytes each."""
+    assert kv_bytes_per_token(qwen3_8b, torch.bfloat16) == 36 * 8 * 128 * 2 * 2
+
+
+def test_what_is_free_after_the_weights_less_what_is_kept_back(
+    monkeypatch: pytest.MonkeyPatch, qwen3_8b: ModelConfig
+) -> None:
+    tokens = gpu_tokens(monkeypatch, qwen3_8b, 120.0, mem_fraction_static=0.85)
+    assert tokens == int(99 * 2**30 / 147456)
+    assert gpu_tokens(monkeypatch, qwen3_8b, 120.0, page_size=16) % 16 == 0
+    larger = gpu_tokens(monkeypatch, qwen3_8b, 120.0, mem_fraction_static=0.9)
+    assert larger > tokens
+
+
+def test_no_more_than_running_requests_can_fill(
+    monkeypatch: pytest.MonkeyPatch, qwen3_8b: ModelConfig
+) -> None:
+    assert gpu_tokens(monkeypatch, qwen3_8b, 120.0, max_running_requests=4, context_len=1000) == 4000
+
+
+def test_a_full_gpu_is_an_error_with_its_numbers(
+    monkeypatch: pytest.MonkeyPatch, qwen3_8b: ModelConfig
+) -> None:
+    with pytest.raises(ValueError, match=r"of 140.0 GiB on the GPU 10.0 are free, and .* leaves 0.0 for it"):
+        gpu_tokens(monkeypatch, qwen3_8b, 10.0)
+
+
+def test_what_steps_need_is_left_whatever_the_fraction(
+    monkeypatch: pytest.MonkeyPatch, qwen3_8b: ModelConfig
+) -> None:
+    """On a small GPU, or with nearly all of it asked for."""
+    reserved = sum(reserve_for_steps(EngineConfig(), qwen3_8b, torch.bfloat16).values())
+    tokens = gpu_tokens(monkeypatch, qwen3_8b, 120.0, mem_fraction_static=0.999)
+    assert tokens == (120 * GIB - reserved) // 147456
+    with pytest.raises(ValueError, match=r"are free, and steps need .* leaves 0.0 for it"):
+        gpu_tokens(monkeypatch, qwen3_8b, 1.0, mem_fraction_static=0.999)
+
+
+def test_what_steps_need_grows_with_them(qwen3_8b: ModelConfig) -> None:
+    def reserve(**flags: object) -> dict[str, int]:
+        return reserve_for_steps(EngineConfig(**flags), qwen3_8b, torch.bfloat16)
+
+    plain = reserve()
+    # Gate, up and their product, three hidden states, a norm in float32.
+    assert plain["activations"] == (8192 + 256) * ((3 * 12288 + 3 * 4096) * 2 + 4096 * 8)
+    assert plain["logits"] == 512 * 151936 * 24
+    assert reserve(chunked_prefill_size=4096)["activations"] < plain["activations"]
+    assert reserve(chunked_prefill_size=None)["activations"] > 4 * plain["activations"]  # the whole context
+    assert reserve(max_running_requests=1024)["logits"] == 2 * plain["logits"]
+    assert plain["req_to_token"] == (2 * 257 + 1) * 40960 * 4  # a row besides, for padding
+    assert reserve(context_len=4096)["req_to_token"] == plain["req_to_token"] // 10
+    assert reserve(disable_cuda_graph=True)["graphs"] == 0
+    assert reserve(cuda_graph_bs=(1, 2))["graphs"] < plain["graphs"]
+    assert reserve(cuda_graph_max_tokens=0)["graphs"] < plain["graphs"]
+    assert reserve(cuda_graph_max_tokens=16)["graphs"] == plain["graphs"]
+    more = reserve(cuda_graph_max_tokens=8192)["graphs"]
+    assert (
+        plain["graphs"]
+        < more
+        == reserve(cuda_graph_max_tokens=10**6, chunked_prefill_size=8192 - 256)["graphs"]
+    )
+
+
+def test_the_arithmetic_is_told(monkeypatch: pytest.MonkeyPatch, qwen3_8b: ModelConfig) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(120 * GIB), 140 * GIB))
+    config = EngineConfig(mem_fraction_static=0.85)
+    device = torch.device("cuda")
+    plan = plan_memory(config, qwen3_8b, torch.bfloat16, device, free_before=136 * GIB, weights=15 * GIB)
+    rows = plan.rows()
+    assert rows["GPU memory"] == "140.00 GiB: 136.00 GiB free before the weights, 120.00 GiB after"
+    assert rows["weights"] == "15.00 GiB"
+    assert rows["kept for steps"].startswith("4.91 GiB (activations 1.03 GiB, logits")
+    assert rows["KV pool"].startswith("720,896 tokens of 144 KiB: 99.00 GiB (of 140.0 GiB on the GPU")
+
+
+def test_on_a_cpu_the_flag_or_a_laptops_worth(qwen3_8b: ModelConfig) -> None:
+    cpu = torch.device("cpu")
+    assert (
+        plan_memory(EngineConfig(max_total_tokens=1003, page_size=4), qwen3_8b, torch.float32, cpu).num_tokens
+        == 1000
+    )
+    plan = plan_memory(EngineConfig(), qwen3_8b, torch.float32, cpu)
+    assert plan.num_tokens <= MAX_CPU_TOKENS
+    assert list(plan.rows()) == ["KV pool"]

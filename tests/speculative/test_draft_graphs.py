@@ -1,0 +1,179 @@
+"""Drafting in graphs, played on a CPU: the same trees as without, and the same text as without any drafts."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from optimized.speculative.draft_beams import BeamSteps
+from optimized.speculative.eagle import EagleDrafter
+from shared import registry
+from shared.bench.round import pieces_of
+from shared.bench.step_inputs import fill_pool
+from shared.config import EngineConfig
+from shared.conformance.contracts import drafter as clauses
+from shared.conformance.contracts.drafter import Setting
+from shared.conformance.replanned_attention import attention_for_graphs
+from shared.engine.assembly import Assembly, assemble
+from shared.speculation.adaptive_shape import AdaptiveShape
+from shared.types import Beams, DraftBatch, DraftShape, DraftTree, ForwardBatch
+from tests.model_runner.fake_graphs import FakeGraphs, FakeGraphsRunner
+
+SHAPE = DraftShape(3, 2, 6)
+
+
+class FakeGraphsDrafter(EagleDrafter):
+    """The drafter as it is on a GPU."""
+
+    def _cuda_graphs(self) -> FakeGraphs:  # type: ignore[override]
+        return FakeGraphs(self.parts.device)
+
+
+def engine(drafter: type[EagleDrafter], runner: type | None = None, **flags: Any) -> Assembly:
+    config = EngineConfig(
+        model="tiny-dense",
+        panel="reference",
+        device="cpu",
+        max_total_tokens=1024,
+        context_len=256,
+        cuda_graph_bs=(1, 2, 4),
+        **{"max_running_requests": 5, **Setting("", "eagle3", SHAPE).flags(), **flags},
+    )
+    attention = attention_for_graphs(torch.float32)
+    runners = {} if runner is None else {"model_runner": runner}
+    return assemble(config, replace={"drafter": drafter, "attention": attention, **runners})
+
+
+@pytest.mark.parametrize("shape", [SHAPE, DraftShape(3, 1, 4), DraftShape(1, 3, 4)], ids=str)
+def test_answers_are_those_without_drafts(shape: DraftShape) -> None:
+    setting = Setting("", "eagle3", shape)
+    assembly = engine(FakeGraphsDrafter, **setting.flags())
+    expected = clauses.answers_alone(setting.max_new_tokens, 0.0)
+    assert clauses.answers(assembly, setting.max_new_tokens) == expected
+    assert assembly.parts.drafter.graphs[0].num_replays > 10
+
+
+def states(drafter: EagleDrafter) -> tuple[torch.Tensor, ...]:
+    """Of all requests: what is in the dummy row is nobody's."""
+    kv = drafter.kv_pool.k_buffer(0), drafter.kv_pool.v_buffer(0)
+    return *(values[1:].clone() for values in drafter.last_rows), *(values[1:].clone() for values in kv)
+
+
+class Engine:
+    """What benchmarks look at."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.assembly, self.config, self.model_config = assembly, assembly.config, assembly.model_config
+
+
+def test_replays_are_what_is_launched() -> None:
+    """At every batch size, one after the other, so that padding finds what was there before."""
+    assembly = engine(FakeGraphsDrafter)
+    drafter: Any = assembly.parts.drafter
+    fill_pool(Engine(assembly))
+    for values in drafter.last_rows:
+        values.normal_()
+    for bs in (4, 1, 3, 2, 5):
+        with pieces_of(Engine(assembly), bs, 40) as pieces:
+            num_before = drafter.graphs[0].num_replays
+            tree = {name: values.clone() for name, values in vars(pieces["draft"]()).items()}
+            drafted = states(drafter)
+            pieces["extend"]()
+            extended = states(drafter)
+            assert drafter.graphs[0].num_replays - num_before == (2 if bs <= 4 else 0)
+            calls, drafter.graphs[0]._calls = drafter.graphs[0]._calls, {}
+            for values, before in zip(drafter.last_rows, drafted):
+                values[1:] = before
+            launched: DraftTree = pieces["draft"]()
+            for name, values in vars(launched).items():
+                assert torch.equal(values, tree[name]), (bs, name)
+            pieces["extend"]()
+            drafter.graphs[0]._calls = calls
+            for found, expected in zip(extended, states(drafter)):
+                # Products over rows of padding too may be summed otherwise.
+                assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5), bs
+
+
+def test_every_shape_that_may_be_drafted_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shape changes after each verification, whatever was accepted. (Who runs ahead gives bounds, which
+    this attention does not take.)"""
+
+    class Waits(FakeGraphsDrafter):
+        runs_ahead = False
+
+    def turn(adaptive: AdaptiveShape, *_: int) -> None:
+        adaptive.level = (adaptive.level + 1) % len(adaptive.shapes)
+
+    monkeypatch.setattr(AdaptiveShape, "record", turn)
+    setting = Setting("", "eagle3", DraftShape(5, 2, 8))
+    assembly = engine(
+        Waits, **setting.flags(), speculative_auto=True, runner=FakeGraphsRunner,
+        max_running_requests=4, cuda_graph_max_tokens=0, use={"scheduler": "optimized"},
+    )  # fmt: skip
+    expected = clauses.answers_alone(setting.max_new_tokens, 0.0)
+    assert clauses.answers(assembly, setting.max_new_tokens) == expected
+    graphs, runner = assembly.parts.drafter.graphs, assembly.parts.model_runner
+    assert [of_shape.shape for of_shape in graphs] == [(5, 2, 8), (4, 2, 7), (2, 2, 4), (1, 2, 3)]
+    assert min(of_shape.num_replays for of_shape in graphs) > 1
+    assert {num_nodes for num_nodes, _ in runner._verify_steps} == {8, 7, 4, 3}
+    assert runner.num_graph_replays >= sum(of_shape.num_replays for of_shape in graphs)
+
+
+def test_another_shape_is_launched() -> None:
+    assembly = engine(FakeGraphsDrafter)
+    drafter: Any = assembly.parts.drafter
+    with pieces_of(Engine(assembly), 2, 40):
+        num_before = drafter.graphs[0].num_replays
+        assert drafter.graphs[0].draft(_batch(drafter, 2), DraftShape(2, 2, 5)) is None
+        assert drafter.graphs[0].draft(_batch(drafter, 5), SHAPE) is None
+        assert drafter.graphs[0].num_replays == num_before
+
+
+def _batch(drafter: Any, bs: int) -> DraftBatch:
+    zeros = torch.zeros(bs, dtype=torch.int64)
+    slots = torch.zeros(bs, drafter.graphs[0].num_slots, dtype=torch.int64)
+    return DraftBatch([None] * bs, zeros, zeros, zeros, (0,) * bs, slots)  # type: ignore[list-item]
+
+
+def test_extensions_of_ragged_batches_are_launched() -> None:
+    """A prompt, and what a scheduler that waits says of an accepted path."""
+    drafter: Any = engine(FakeGraphsDrafter).parts.drafter
+    forward_batch, hidden_states, next_token_ids = drafter.graphs[0].buffers_of_extend(2)
+    ragged = ForwardBatch(**{**vars(forward_batch), "num_kept": None})
+    assert not drafter.graphs[0].extend(ragged, hidden_states, next_token_ids)
+    assert drafter.graphs[0].extend(forward_batch, hidden_states, next_token_ids)
+
+
+def test_attention_that_cannot_be_captured_is_said_once() -> None:
+    attention = registry.load("attention", "reference")
+    config = engine(EagleDrafter).config
+    with pytest.warns(RuntimeWarning, match="drafting launches kernel by kernel: TorchAttention"):
+        assembly = assemble(config, replace={"drafter": FakeGraphsDrafter, "attention": attention})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = clauses.answers_alone(8, 0.0)
+        assert clauses.answers(assembly, 8) == expected
+    drafter: Any = assembly.parts.drafter
+    assert drafter.graphs[0].num_replays == 0
+
+
+@pytest.mark.parametrize("bs", [1, 3])
+@pytest.mark.parametrize("k", [1, 3])
+def test_steps_are_made_of_contiguous_tensors(bs: int, k: int) -> None:
+    """Kernels count on it; an expanded tensor of one request is flattened without a copy."""
+    ids = torch.arange(bs * k).view(bs, k)
+    beams = Beams(ids, torch.ones(bs, k), torch.zeros_like(ids), ids, ids, torch.ones(bs, k))
+    zeros = torch.zeros(bs, dtype=torch.int64)
+    slots = torch.arange(100, 100 + 4 * k * bs).view(bs, 4 * k)
+    batch = DraftBatch([], zeros, zeros, zeros + torch.arange(7, 7 + bs), (9,) * bs, slots[:, : 3 * k])
+    pool = registry.load("memory_pool", "reference").ReqToTokenPool(2, 50, torch.device("cpu"))
+    steps = BeamSteps(batch, 0, pool, 9)
+    for step in range(3):
+        forward_batch = steps.next(beams)
+        for name, value in vars(forward_batch).items():
+            assert not isinstance(value, torch.Tensor) or value.is_contiguous(), name
+        assert forward_batch.positions.tolist() == [min(7 + i + step, 8) for i in range(bs) for _ in range(k)]
+        assert torch.equal(forward_batch.out_cache_loc.view(bs, k), slots[:, step * k : step * k + k])

@@ -1,0 +1,135 @@
+"""Rounds launched before the one before is known: the order of things, memory, a device that is slow."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from optimized.scheduler import Scheduler
+from optimized.speculative.round import RoundInFlight
+from shared.conformance import scheduler_harness
+from shared.conformance.ledger import expected_tokens
+from shared.conformance.ledger_drafter import perfect
+from shared.conformance.scheduler_harness import VOCAB_SIZE, SchedulerHarness, shape_flags
+from shared.conformance.schedules import random_speculation, run_schedule
+from shared.conformance.switches import answers_alone, expect_answers
+from shared.types import DraftShape
+from tests.scheduler.late_streams import LateScheduler, UnsteadyScheduler, make_late
+from tests.scheduler.test_overlap import Recording
+
+PROMPT = [5, 7, 11]
+SHAPE = DraftShape(3, 2, 8)
+
+
+def harness_for(runs_ahead: bool = True, **options: Any) -> SchedulerHarness:
+    return SchedulerHarness(
+        replace={"scheduler": Scheduler},
+        guess=perfect,
+        runs_ahead=runs_ahead,
+        pool_tokens=640,
+        **shape_flags(SHAPE),
+        **options,
+    )
+
+
+def test_a_round_is_launched_before_the_results_of_the_one_before_are_asked_for() -> None:
+    harness = harness_for()
+    streams = harness.scheduler.pipeline.streams = Recording()
+    rid = harness.submit(PROMPT, 1 + 4 * 4)
+    harness.run()
+    harness.expect(rid, 17)
+    expected = [("launch", 1)]
+    for number in range(1, 6):  # that the fourth round ends it is not known when the fifth is launched
+        expected += [("launch", number + 1), ("wait", number)]
+    assert streams.events == [*expected, ("wait", 6)]
+
+
+def test_others_are_waited_for() -> None:
+    harness = harness_for(runs_ahead=False)
+    streams = harness.scheduler.pipeline.streams = Recording()
+    harness.submit(PROMPT, 17)
+    harness.run()
+    kinds = [kind for kind, _ in streams.events]
+    assert kinds[:4] == ["launch", "wait", "launch", "wait"]
+    assert ("launch", "launch") not in set(pairwise(kinds))
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_between_steps_a_request_owns_what_two_rounds_may_need(page_size: int) -> None:
+    harness = harness_for(page_size=page_size)
+    rid = harness.submit(PROMPT, 60)
+    req, speculator = harness.reqs[rid], harness.scheduler.speculator
+    for _ in range(6):
+        harness.step()
+    while not req.finished:
+        assert isinstance(harness.scheduler.pipeline.batches[-1], RoundInFlight)
+        assert req.kv_committed_len == req.num_tokens - 1, "what the host knows"
+        surplus = req.kv_allocated_len - req.kv_committed_len
+        assert speculator.num_slots <= surplus <= speculator.num_slots + speculator.max_kept
+        harness.step()
+    harness.expect(rid, 60)
+    harness.expect_idle()
+
+
+@pytest.mark.parametrize("impl", [LateScheduler, UnsteadyScheduler])
+def test_any_schedule_on_a_slow_device(impl: type[Scheduler]) -> None:
+    """Raise the number to hunt."""
+    for seed in range(100, 104):
+        run_schedule(random_speculation(seed, True, True), {"scheduler": impl})
+
+
+def two_rows_change_hands(impl: type[Scheduler]) -> SchedulerHarness:
+    """Two requests end in the same round, which only the device knows when the next one is launched. Their
+    rows go to two others, whose prompts are in the cache."""
+    harness = SchedulerHarness(
+        replace={"scheduler": impl},
+        guess=perfect,
+        runs_ahead=True,
+        pool_tokens=640,
+        max_running_requests=2,
+        **shape_flags(SHAPE),
+    )
+    make_late(harness.scheduler)
+    long_prompt = list(range(40))
+    harness.submit(long_prompt, 2)
+    harness.run()
+    for prompt in ([41, 42, 43], [44, 45]):
+        tokens = expected_tokens(prompt, 6, VOCAB_SIZE)
+        assert tokens[5] not in tokens[:5]
+        harness.submit(prompt, 40, eos=frozenset(tokens[5:]))
+    for last in (50, 51):
+        harness.submit([*long_prompt, last], 12)
+    harness.run()
+    return harness
+
+
+def test_a_round_reads_the_rows_of_those_who_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = two_rows_change_hands(Scheduler)
+    for rid, num_tokens in zip(harness.reqs, (2, 6, 6, 12, 12)):
+        harness.expect(rid, num_tokens)
+    monkeypatch.setattr(scheduler_harness, "num_rows", lambda config: config.max_running_requests + 1)
+    with pytest.raises(AssertionError):
+        two_rows_change_hands(Scheduler)
+
+
+FLAGS: tuple[dict[str, Any], ...] = (
+    {"page_size": 4},
+    {"page_size": 16, "chunked_prefill_size": 16, "max_total_tokens": 320, "schedule_conservativeness": 0.01},
+)
+
+
+def test_answers_of_a_model_are_the_references() -> None:
+    alone = answers_alone("tiny-dense", device="cpu", panel="reference")
+    for flags in FLAGS:
+        expect_answers(
+            "tiny-dense",
+            alone,
+            device="cpu",
+            panel="reference",
+            use={"scheduler": "optimized", "drafter": "optimized"},
+            speculative="eagle3",
+            speculative_draft_model="tiny-dense-eagle3",
+            **flags,
+        )
