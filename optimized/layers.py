@@ -37,20 +37,20 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if is_few(x):
+        if use_gemv(x):
             return skinny_linear.linear(x, self.weight, self.bias)
         return products.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + forward(x), rounded once where a kernel of ours adds. May be written over residual."""
-        if is_few(x):
+        if use_gemv(x):
             return skinny_linear.linear_add(x, self.weight, residual, self.bias)
         return products.linear_add(x, self.weight, residual, self.bias)
 
     def add_later(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(add_to(residual, x), None), or where that is faster (forward(x) in parts, residual): float32
         [parts, num_tokens, out_features], for `add_and_norm` to add."""
-        parts = skinny_linear.linear_parts(x, self.weight) if is_few(x) and self.bias is None else None
+        parts = skinny_linear.linear_parts(x, self.weight) if use_gemv(x) and self.bias is None else None
         return (self.add_to(residual, x), None) if parts is None else (parts, residual)
 
 
@@ -135,7 +135,7 @@ class MergedLinear(interface.MergedLinear, Linear):
 
     def forward(self, x: torch.Tensor, norm: interface.RMSNorm | None = None) -> torch.Tensor:
         """The product of x, or of norm(x)."""
-        if is_few(x) and is_own(norm, RMSNorm):
+        if use_gemv(x) and is_builtin_layer(norm, RMSNorm):
             return skinny_linear.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
         return super().forward(x if norm is None else norm(x))
 
@@ -171,10 +171,10 @@ class MLP(nn.Module):
 
     def activate(self, x: torch.Tensor, norm: interface.RMSNorm | None = None) -> torch.Tensor:
         """silu(gate) * up of x, or of norm(x): what down_proj takes."""
-        is_plain = self.gate_up_proj.bias is None and is_own(self.act_fn, SiluAndMul)
-        if is_few(x) and is_plain and norm is None:
+        is_plain = self.gate_up_proj.bias is None and is_builtin_layer(self.act_fn, SiluAndMul)
+        if use_gemv(x) and is_plain and norm is None:
             return skinny_linear.linear_silu(x, self.gate_up_proj.weight)
-        if is_few(x) and is_plain and is_own(norm, RMSNorm):
+        if use_gemv(x) and is_plain and is_builtin_layer(norm, RMSNorm):
             return skinny_linear.norm_linear_silu(x, norm.weight, norm.eps, self.gate_up_proj.weight)
         return self.act_fn(self.gate_up_proj(x, norm))
 
@@ -192,12 +192,12 @@ def add_and_norm(
     return (norm(x), x) if residual is None else norm.add_and_norm(x, residual)
 
 
-def is_few(x: torch.Tensor) -> bool:
+def use_gemv(x: torch.Tensor) -> bool:
     """Whether another kernel than cuBLAS's may be the fastest for the products of x."""
     return 0 < x.shape[0] <= skinny_linear.max_tokens(x.dtype)
 
 
-def is_own(module: nn.Module | None, layer: type[nn.Module]) -> bool:
+def is_builtin_layer(module: nn.Module | None, layer: type[nn.Module]) -> bool:
     """Whether a kernel may do what a module does: it is of `layer`, a class of this file, or inherits from it
     without a forward of its own."""
     return isinstance(module, layer) and type(module).forward is layer.forward
@@ -205,6 +205,6 @@ def is_own(module: nn.Module | None, layer: type[nn.Module]) -> bool:
 
 def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weightᵀ in float32, not rounded to the type of x on the way where the library can."""
-    if is_few(x):
+    if use_gemv(x):
         return skinny_linear.linear(x, weight, out_dtype=torch.float32)
     return products.linear(x, weight, out_dtype=torch.float32)

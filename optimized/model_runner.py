@@ -51,7 +51,7 @@ class ModelRunner(interface.ModelRunner):
     def __init__(self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool) -> None:
         self.model = model
         self.attention = attention
-        self.takes_bounds = attention.takes_bounds
+        self.accepts_seq_len_upper_bounds = attention.accepts_seq_len_upper_bounds
         self.kv_pool = kv_pool
         self.batch_sizes: tuple[int, ...] = ()  # to which decode batches are padded
         self.num_graph_replays = 0  # of the model
@@ -117,7 +117,7 @@ class ModelRunner(interface.ModelRunner):
         self._max_seq_len = config.context_len or self.model.config.context_len
         self._check_lent = config.check_invariants
         self._buffers = DecodeBuffers(self.batch_sizes[-1], device)
-        if config.speculative is not None and self.attention.takes_bounds:
+        if config.speculative is not None and self.attention.accepts_seq_len_upper_bounds:
             shapes = possible_shapes(config)
             for num_nodes in dict.fromkeys(shape.num_draft_tokens for shape in shapes):
                 sizes = verify_batch_sizes(config, num_nodes)

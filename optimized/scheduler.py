@@ -32,10 +32,10 @@ from shared.scheduling.invariants import check_invariants
 from shared.scheduling.step_memory import (
     evict_for,
     mix,
-    most_at_stake_first,
     num_tokens_to_decode,
     prepare_for_decode,
     prepare_for_extend,
+    retraction_order,
 )
 from shared.scheduling.stop_conditions import append_tokens
 from shared.scheduling.waiting_queue import WaitingQueue
@@ -239,7 +239,7 @@ class Scheduler(interface.Scheduler):
     def _retract_to_decode(self) -> list[Req]:
         """Throw out requests until the others can go on. The last one stays; a prompt that is being computed
         gives way to it, and alone it fits, because submission checked that. Returns who goes on."""
-        candidates = most_at_stake_first(self.running)
+        candidates = retraction_order(self.running)
         while not self._has_memory_to_decode(decodable := self.pipeline.decodable(self.running)):
             if len(candidates) > 1:
                 self._retract(candidates.pop())
@@ -291,7 +291,7 @@ class Scheduler(interface.Scheduler):
         assert sample_output.next_token_ids.shape == (forward_batch.batch_size,)
         next_token_ids = sample_output.next_token_ids.tolist()
         logprobs = to_token_logprobs(next_token_ids, sample_output.logprobs)
-        batch.hand_out_input_logprobs(logits_output.input_logprobs)
+        batch.distribute_input_logprobs(logits_output.input_logprobs)
         for row, req in enumerate(batch.batch.reqs):
             if req is batch.chunked_req:
                 continue  # its prompt is not complete: the sampled token means nothing

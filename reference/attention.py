@@ -68,7 +68,7 @@ class AttentionPlan:
 class TorchAttention(interface.AttentionBackend):
     """Supports every layer and every batch of the contract."""
 
-    takes_bounds = True
+    accepts_seq_len_upper_bounds = True
 
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
         self.req_to_token_pool = req_to_token_pool

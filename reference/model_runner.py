@@ -16,7 +16,7 @@ class ModelRunner(interface.ModelRunner):
     def __init__(self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool) -> None:
         self.model = model
         self.attention = attention
-        self.takes_bounds = attention.takes_bounds
+        self.accepts_seq_len_upper_bounds = attention.accepts_seq_len_upper_bounds
         self.kv_pool = kv_pool
 
     # --8<-- [start:model-runner-forward]

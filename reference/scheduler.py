@@ -23,10 +23,10 @@ from shared.scheduling.invariants import check_invariants
 from shared.scheduling.step_memory import (
     evict_for,
     mix,
-    most_at_stake_first,
     num_tokens_to_decode,
     prepare_for_decode,
     prepare_for_extend,
+    retraction_order,
 )
 from shared.scheduling.stop_conditions import append_tokens
 from shared.scheduling.waiting_queue import WaitingQueue
@@ -213,7 +213,7 @@ class Scheduler(interface.Scheduler):
     def _retract_to_decode(self) -> None:
         """Throw out requests until the others can go on. The last one stays; a prompt that is being computed
         gives way to it, and alone it fits, because submission checked that."""
-        candidates = most_at_stake_first(self.running)
+        candidates = retraction_order(self.running)
         while not self._has_memory_to_decode():
             if len(candidates) > 1:
                 self._retract(candidates.pop())

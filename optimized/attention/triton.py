@@ -47,7 +47,7 @@ class TritonAttention(interface.AttentionBackend):
     is where scales multiply."""
 
     supports_cuda_graph = True
-    takes_bounds = True
+    accepts_seq_len_upper_bounds = True
     supports_ragged_graphs = True
 
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:

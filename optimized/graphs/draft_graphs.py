@@ -126,7 +126,7 @@ class DraftGraphs:
 
     def capture_all(self, graphs: CudaGraphs, draft: Draft, extend: Extend) -> bool:
         """Whether everything could be captured."""
-        if not (self.attention.supports_cuda_graph and self.attention.takes_bounds):
+        if not (self.attention.supports_cuda_graph and self.attention.accepts_seq_len_upper_bounds):
             warn_of_launches("drafting", f"{type(self.attention).__name__} does not run in CUDA graphs")
             return False
         sizes: Iterable[int] = self.batch_sizes[::-1]

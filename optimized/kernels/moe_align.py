@@ -72,9 +72,9 @@ def _place_kernel(
     first_block = tl.sum(tl.where(experts < expert, num_blocks, 0), axis=0)
     own_pairs = pairs_ptr + first_block * BLOCK_SIZE
 
-    is_own = (ids == expert).to(tl.int32)
-    places = num_before + tl.cumsum(is_own, axis=0) - 1
-    tl.store(own_pairs + places, pairs, mask=is_own != 0)
+    is_expert = (ids == expert).to(tl.int32)
+    places = num_before + tl.cumsum(is_expert, axis=0) - 1
+    tl.store(own_pairs + places, pairs, mask=is_expert != 0)
 
     if chunk == 0:
         own_blocks = tl.sum(tl.where(experts == expert, num_blocks, 0), axis=0)

@@ -22,7 +22,7 @@ from optimized.layers import (
     RMSNorm,
     RotaryEmbedding,
     add_and_norm,
-    is_own,
+    is_builtin_layer,
     logits,
 )
 from shared.config import ModelConfig
@@ -61,8 +61,10 @@ class LlamaAttention(nn.Module):
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         """x: what qkv_proj gave -> what o_proj takes, [num_tokens, num_qo_heads * head_dim]."""
         layer, q_norm, k_norm = self.layer, self.q_norm, self.k_norm
-        has_own_norms = q_norm is None or (is_own(q_norm, RMSNorm) and is_own(k_norm, RMSNorm))
-        if is_own(self.rotary_emb, RotaryEmbedding) and has_own_norms:
+        has_own_norms = q_norm is None or (
+            is_builtin_layer(q_norm, RMSNorm) and is_builtin_layer(k_norm, RMSNorm)
+        )
+        if is_builtin_layer(self.rotary_emb, RotaryEmbedding) and has_own_norms:
             q = self.rotary_emb.rotate_and_store(x, positions, q_norm, k_norm, attention, layer)
             return attention.run(q, layer).flatten(1)
         q, k, v = (part.unflatten(1, (-1, layer.head_dim)) for part in self.qkv_proj.split(x).values())

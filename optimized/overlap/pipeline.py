@@ -18,7 +18,7 @@ from optimized.overlap.future_map import FutureMap, count_in_flight
 from optimized.overlap.streams import Pending, streams_for
 from optimized.schedule_batch import name_tokens
 from shared.interfaces import SchedulerParts
-from shared.sampling.logprobs import hand_out_input_logprobs, input_logprob_positions
+from shared.sampling.logprobs import distribute_input_logprobs, input_logprob_positions
 from shared.sampling.sampling_batch import make_sampling_batch_info
 from shared.types import (
     ForwardBatch,
@@ -82,11 +82,11 @@ class BatchInFlight(InFlight):
     def place_of(self, req: Req) -> int | None:
         return None if req is self.chunked_req else super().place_of(req)
 
-    def hand_out_input_logprobs(self, output: LogprobsOutput | None) -> None:
+    def distribute_input_logprobs(self, output: LogprobsOutput | None) -> None:
         ids = self._input_logprob_ids
         extending = [req if req in self.rows else None for req in ids]
         counts = [len(wanted) for wanted in ids.values()]
-        hand_out_input_logprobs(extending, counts, list(chain.from_iterable(ids.values())), output)
+        distribute_input_logprobs(extending, counts, list(chain.from_iterable(ids.values())), output)
 
 
 Extension = Callable[[ForwardBatch, LogitsOutput, SampleOutput], None]

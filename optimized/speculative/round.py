@@ -88,7 +88,7 @@ class Rounds:
         self.pipeline = pipeline
         self.num_slots = num_slots
         self.device = parts.allocator.device
-        self.runs_ahead = self.drafter.runs_ahead and parts.model_runner.takes_bounds
+        self.runs_ahead = self.drafter.runs_ahead and parts.model_runner.accepts_seq_len_upper_bounds
         self.runs = FutureRuns(len(pipeline.future_map.token_ids), longest_run, self.device)
         self.numbers = torch.arange(num_slots, device=self.device)
         self._lens: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # see `_lens_of`
@@ -157,7 +157,7 @@ class Rounds:
         forward_batch = self._regular_batch(batch, tree.token_ids, positions, ForwardMode.TARGET_VERIFY)
         if shape.top_k == 1:
             return forward_batch  # a chain is causal as it is
-        if self.parts.model_runner.takes_bounds:
+        if self.parts.model_runner.accepts_seq_len_upper_bounds:
             return replace(forward_batch, tree_mask=tree.visible)
         num_entries = num_nodes * sum(forward_batch.seq_lens_cpu)
         return replace(

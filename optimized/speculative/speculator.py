@@ -4,11 +4,11 @@ gave.
 Differs from reference: what a round needs of the one before is on the device
 (optimized/overlap/future_runs.py): each request's newest token, how many it was given, which ones. Accepted
 KV is moved there, by as many slots in every round, and nothing is given back: a request owns slots for all
-that the round in flight may give it and the next one may draft, until it ends, is thrown out, or memory is short. The host reads a small buffer once a
-round, one round late. A row of a request that has ended is computed once more, where it disturbs nobody.
-Assumes a drafter and an attention that take lengths on the host for upper bounds. With others, and where a
-grammar has to see every token, each round waits for the one before. Loses where that is so, and a round's
-work for requests that end.
+that the round in flight may give it and the next one may draft, until it ends, is retracted, or memory is
+short. The CPU reads a small buffer once a round, one round late. A row of a request that has ended is
+computed once more, which affects no other request. Assumes a drafter and an attention backend that accept
+upper bounds of lengths on the CPU. With others, and where a grammar needs every token, each round waits for
+the one before. Loses where that is so, and a round's work for requests that end.
 """
 
 from __future__ import annotations

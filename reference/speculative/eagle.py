@@ -12,7 +12,7 @@ from shared.config import EngineConfig
 from shared.interfaces import DrafterParts, DraftOutput, ReqToTokenPool
 from shared.interfaces import drafter as interface
 from shared.loading.kv_sizing import kv_bytes_per_token
-from shared.loading.load_draft_model import ids_of_no_token, load_draft_model
+from shared.loading.load_draft_model import load_draft_model, padding_token_ids
 from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req, TopTokens
 from shared.types.attention import BatchAttention
 
@@ -40,7 +40,7 @@ class EagleDrafter(interface.Drafter):
         self.hidden_layers = self.draft_config.target_layers
         self.num_kv_bytes_per_token = kv_bytes_per_token(self.draft_config.model, parts.dtype)
         self.draft_tree = parts.component("draft_tree")()
-        self.is_no_token = ids_of_no_token(config, parts, self.draft_config, self.model)
+        self.is_no_token = padding_token_ids(config, parts, self.draft_config, self.model)
         self.last_rows: dict[str, LastRow] = {}  # by rid
 
     def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from shared.bench.workloads import Request
-from shared.engine.gc_freeze import old_objects_aside
+from shared.engine.gc_freeze import gc_freeze
 from shared.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def submitted(
     collectors: list[OutputCollector] = []
     start = clock()
     try:
-        with old_objects_aside():  # as `LLM.generate` does
+        with gc_freeze():  # as `LLM.generate` does
             for request in requests:
                 collectors.append(submit(llm, request, sampling))
             yield collectors, start

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shared.bench.drive import Clock, OnTokens, flush
-from shared.engine.gc_freeze import old_objects_aside
+from shared.engine.gc_freeze import gc_freeze
 from shared.types import FinishAbort, SamplingParams, SpeculationStats
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def answer_all(
     num_steps = llm.stats().num_steps
     start = clock()
     try:
-        with old_objects_aside():
+        with gc_freeze():
             while waiting or alive:
                 while waiting and len(alive) < batch_size:
                     alive += llm.submit(waiting.popleft(), params)

@@ -65,7 +65,7 @@ class DispatchRecord:
     def watch(self, owner: Any, name: str, label: str | None = None) -> None:
         """Count calls of `owner.name`, a method of an object or a function of a module."""
         function = getattr(owner, name)
-        is_own = name in vars(owner)
+        is_own_attribute = name in vars(owner)
         implementation = owner.__name__ if not hasattr(type(owner), name) else _class_name(owner)
         key = (label or name, implementation)
 
@@ -75,7 +75,9 @@ class DispatchRecord:
             return function(*args, **kwargs)
 
         setattr(owner, name, counted)
-        self._undo.append(lambda: setattr(owner, name, function) if is_own else delattr(owner, name))
+        self._undo.append(
+            lambda: setattr(owner, name, function) if is_own_attribute else delattr(owner, name)
+        )
 
     def implementations(self, label: str) -> set[str]:
         """Who was called at an entry point."""

@@ -81,7 +81,7 @@ class LedgerModelRunner(interface.ModelRunner):
 
     `is_late`: batches run later than they were formed. A prompt's slots may be the prefix cache's by then."""
 
-    takes_bounds = True
+    accepts_seq_len_upper_bounds = True
 
     def __init__(
         self,
@@ -173,9 +173,9 @@ class LedgerModelRunner(interface.ModelRunner):
         assert positions[num_nodes:] == [start] * (len(right) - num_nodes)  # padding of a verified chain
         self._check_positions(positions[:num_nodes], right[:num_nodes])
         h = self._hash_of(slots[:start], history[:start])
-        is_own, found = (slots[start:] == own_slots).tolist(), self.hashes[slots[start:]].tolist()
+        is_own_slot, found = (slots[start:] == own_slots).tolist(), self.hashes[slots[start:]].tolist()
         hashes = []
-        for token, own, other in zip(history[start:], is_own, found):
+        for token, own, other in zip(history[start:], is_own_slot, found):
             h = hash_step(h, token)
             if not own:  # by now the row names the prefix cache's slot for it
                 h = self._agreed(h, other)

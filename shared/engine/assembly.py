@@ -53,7 +53,7 @@ def assemble(
     registry.check_device(selection, str(config.device))
     if config.disable_radix_cache:
         selection["radix_cache"] = selection["chunk_cache"]
-    theirs = _load_theirs(selection)
+    theirs = _load_user_components(selection)
     tokenizer = _load_tokenizer(config, folder)
     device, dtype = torch.device(str(config.device)), _dtype(config, model_config)
 
@@ -166,7 +166,7 @@ def default_panel(device: str) -> str:
     return "optimized" if device.startswith("cuda") and registry.has_optimized() else "reference"
 
 
-def _load_theirs(selection: Mapping[str, str]) -> dict[str, Any]:
+def _load_user_components(selection: Mapping[str, str]) -> dict[str, Any]:
     """The components that are somebody's own. `ValueError` for one that does not implement its interface, as
     `diptych check` says it."""
     theirs: dict[str, Any] = {}

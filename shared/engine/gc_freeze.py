@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def old_objects_aside() -> Iterator[None]:
+def gc_freeze() -> Iterator[None]:
     """What is there at the beginning is not searched for garbage until the end of the block.
 
     A full collection looks at every object: 72 ms once torch is imported, 205 ms with its compiler, and no

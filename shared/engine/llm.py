@@ -9,7 +9,7 @@ from typing import Any
 
 from shared.config import EngineConfig
 from shared.engine.assembly import assemble
-from shared.engine.gc_freeze import old_objects_aside
+from shared.engine.gc_freeze import gc_freeze
 from shared.engine.output_collector import OutputCollector
 from shared.sampling.sampling_batch import derive_seed
 from shared.types import GenerateOutput, Req, SamplingParams
@@ -58,7 +58,7 @@ class LLM:
         params = self._params_of(sampling_params, len(batch))
         collectors: list[OutputCollector] = []
         try:
-            with old_objects_aside():
+            with gc_freeze():
                 for i, prompt in enumerate(batch):
                     names = dict(request)
                     if not is_single and names.get("rid") is not None:

@@ -54,5 +54,5 @@ class CausalLM(nn.Module, ABC):
         """Take tensors under the names that Hugging Face gives them (`shared.loading.weight_names`), in any
         order and one at a time: each may be dropped once the next is asked for. They are cast to the type
         that the model was built with. Raises `ValueError` for a tensor of the wrong shape, a name that is
-        unknown or comes twice, and, at the end, for names that never came; each error says which, what was found and
-        what would be right."""
+        unknown or comes twice, and, at the end, for missing names; each error says which, what was found
+        and what would be right."""

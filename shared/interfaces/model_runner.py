@@ -27,7 +27,7 @@ class ModelRunner(ABC):
 
     model: CausalLM
     is_watched: bool = False
-    takes_bounds: bool = False  # what its attention says of itself
+    accepts_seq_len_upper_bounds: bool = False  # what its attention says of itself
     capture_hidden: tuple[int, ...] | None = None
 
     @abstractmethod

@@ -34,7 +34,7 @@ def load_draft_model(config: EngineConfig, parts: DrafterParts) -> tuple[DraftCo
     return draft_config, model.eval()
 
 
-def ids_of_no_token(
+def padding_token_ids(
     config: EngineConfig, parts: DrafterParts, draft_config: DraftConfig, model: DraftModel
 ) -> torch.Tensor | None:
     """Which of the draft model's ids stand for no token, bool [vocab_size]; None: all stand for one.

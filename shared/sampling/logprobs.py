@@ -91,10 +91,10 @@ def collect_input_logprobs(
     """Hand each request what the step found about its prompt."""
     token_ids = [] if output is None else forward_batch.input_logprob_ids.tolist()
     counts = [len(input_logprob_positions(req)) for req in extending]
-    hand_out_input_logprobs(extending, counts, token_ids, output)
+    distribute_input_logprobs(extending, counts, token_ids, output)
 
 
-def hand_out_input_logprobs(
+def distribute_input_logprobs(
     extending: Sequence[Req | None],
     counts: Sequence[int],
     token_ids: Sequence[int],

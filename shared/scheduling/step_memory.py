@@ -23,7 +23,7 @@ def num_tokens_to_decode(reqs: Sequence[Req], page_size: int) -> int:
     return page_size * sum(req.kv_committed_len % page_size == 0 for req in reqs)
 
 
-def most_at_stake_first(running: Sequence[Req]) -> list[Req]:
+def retraction_order(running: Sequence[Req]) -> list[Req]:
     """In which order to keep them when memory is short: those with the fewest output tokens lose the least
     work, and among them a long prompt frees the most."""
     return sorted(running, key=lambda req: (-len(req.output_ids), len(req.origin_input_ids)))

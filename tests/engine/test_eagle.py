@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from reference.speculative.eagle import EagleDrafter
 from shared.config import DraftConfig, ModelConfig
-from shared.conformance.contracts.draft_models import DraftSession
+from shared.conformance.contracts.draft_models.forward import DraftSession
 from shared.conformance.model_session import ModelSession
 from shared.engine.llm import LLM
 from shared.loading.draft_weights import dummy_draft_weights

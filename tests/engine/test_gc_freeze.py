@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shared.engine.gc_freeze import old_objects_aside
+from shared.engine.gc_freeze import gc_freeze
 from shared.engine.llm import LLM
 from shared.types import SamplingParams
 
@@ -31,7 +31,7 @@ def nothing_frozen() -> Iterator[None]:
 def test_old_objects_wait_and_new_ones_do_not() -> None:
     old = Knot()
     old_ref = weakref.ref(old)
-    with old_objects_aside():
+    with gc_freeze():
         new_ref = weakref.ref(Knot())
         del old
         gc.collect()
@@ -42,21 +42,21 @@ def test_old_objects_wait_and_new_ones_do_not() -> None:
 
 
 def test_blocks_nest() -> None:
-    with old_objects_aside():
-        with old_objects_aside():
+    with gc_freeze():
+        with gc_freeze():
             pass
         assert gc.get_freeze_count() > 0, "the outer block goes on"
 
 
 def test_an_exception_ends_a_block() -> None:
-    with pytest.raises(KeyboardInterrupt), old_objects_aside():
+    with pytest.raises(KeyboardInterrupt), gc_freeze():
         raise KeyboardInterrupt
 
 
 def test_what_the_caller_froze_stays_frozen() -> None:
     gc.freeze()
     try:
-        with old_objects_aside():
+        with gc_freeze():
             pass
         assert gc.get_freeze_count() > 0
     finally:

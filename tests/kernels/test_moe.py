@@ -15,7 +15,7 @@ from optimized.kernels.moe_align import align, max_num_blocks
 from optimized.kernels.moe_tiles import GemvTile, Plan, Shape, Tile
 from reference.moe import MoE as ReferenceMoE
 from shared.conformance.compare import expect_close, expect_equal
-from shared.conformance.contracts.moe_experts import experts64
+from shared.conformance.contracts.moe.experts import experts64
 from shared.conformance.device import building, check_device
 from shared.conformance.inputs import FLOAT_TYPES, Inputs, type_name
 from shared.conformance.poison import run_poisoned

@@ -7,7 +7,7 @@ import torch
 
 from optimized.kernels.move_kv import MAX_SLOTS, can_move, move_kv
 from optimized.memory_pool import TokenToKVPool
-from shared.conformance.contracts.kv_pool import move_reads_before_it_writes
+from shared.conformance.contracts.memory_pool.kv_pool import move_reads_before_it_writes
 from shared.conformance.device import check_device
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference import memory_pool
-from shared.conformance.contracts.allocator_sequences import Call, Calls, Run
+from shared.conformance.contracts.memory_pool.allocator_sequences import Call, Calls, Run
 
 
 @pytest.mark.parametrize(("size", "page_size"), [(0, 1), (-4, 4), (6, 4), (2, 4), (4, 0)])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from optimized import memory_pool
 from reference import memory_pool as reference
-from shared.conformance.contracts.allocator_sequences import Call, Calls, Run
-from shared.conformance.contracts.memory_pool import rows_written_and_read, rows_written_at_once
+from shared.conformance.contracts.memory_pool.allocator_sequences import Call, Calls, Run
+from shared.conformance.contracts.memory_pool.rows import rows_written_and_read, rows_written_at_once
 from shared.conformance.schedules import random_schedule, run_schedule
 from shared.registry import load
 from tests.memory_pool.test_memory_pool import CALL

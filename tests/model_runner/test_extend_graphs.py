@@ -20,9 +20,9 @@ from optimized.graphs.extend_graph import (
 from shared.bench.step import step_of
 from shared.bench.step_inputs import StepCase, fill_pool
 from shared.config import EngineConfig, ModelConfig
-from shared.conformance.contracts.model_runner import model_for
-from shared.conformance.contracts.model_runner_decode import PreparedSession
-from shared.conformance.contracts.model_runner_extend import CASES
+from shared.conformance.contracts.model_runner.decode import PreparedSession
+from shared.conformance.contracts.model_runner.extend import CASES
+from shared.conformance.contracts.model_runner.forward import model_for
 from shared.engine.llm import LLM
 from shared.loading.model_path import ASSETS
 from shared.types import ForwardMode, SamplingParams

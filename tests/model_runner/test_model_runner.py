@@ -13,8 +13,8 @@ from shared import registry
 from shared.config import EngineConfig
 from shared.conformance.contracts import model_runner_decode as clauses
 from shared.conformance.contracts import model_runner_verify as verify_clauses
-from shared.conformance.contracts.model_runner import model_for
-from shared.conformance.contracts.model_runner_decode import Decoding, PreparedSession
+from shared.conformance.contracts.model_runner.decode import Decoding, PreparedSession
+from shared.conformance.contracts.model_runner.forward import model_for
 from shared.conformance.suite import check_implementation, clauses_of
 from shared.engine.llm import LLM
 from shared.sampling.sampling_batch import make_sampling_batch_info

@@ -14,8 +14,14 @@ from safetensors.torch import save_file
 import reference.models
 import reference.speculative.draft_models
 from shared.config import DraftConfig
-from shared.conformance.contracts.draft_models import HEADS, DraftSession, Head, make_target, new_draft
-from shared.conformance.contracts.draft_models_weights import weights_of
+from shared.conformance.contracts.draft_models.forward import (
+    HEADS,
+    DraftSession,
+    Head,
+    make_target,
+    new_draft,
+)
+from shared.conformance.contracts.draft_models.weights import weights_of
 from shared.interfaces import CausalLM, DraftModel
 from shared.loading.draft_weights import iterate_draft_weights
 from shared.loading.safetensors_file import read_checkpoint

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from reference.chunk_cache import ChunkCache
 from reference.radix_cache import RadixCache
 from shared.conformance.contracts import radix_sequences, request_lives
-from shared.conformance.contracts.radix_sequences import Call, Calls
-from shared.conformance.contracts.request_lives import Event, Lives
+from shared.conformance.contracts.radix_cache.request_lives import Event, Lives
+from shared.conformance.contracts.radix_cache.sequences import Call, Calls
 from shared.interfaces.prefix_cache import RadixKey
 
 POLICIES = st.sampled_from(["lru", "lfu", "fifo", "priority"])

@@ -4,7 +4,7 @@ import pytest
 
 from reference.sampler import Sampler
 from shared.conformance.chi_square import ALPHA, p_value
-from shared.conformance.contracts.sampler_distribution import LOGITS, NUM_DRAWS
+from shared.conformance.contracts.sampler.distribution import LOGITS, NUM_DRAWS
 from shared.conformance.sampling import Ask, draw_many, exact_distribution
 
 TEXT = {"prompt": (3, 8, 8, 5), "output": (4, 4, 4, 0, 3)}

@@ -13,7 +13,7 @@ from optimized.radix_cache import RadixCache
 from optimized.schedule_policy import SchedulePolicy
 from reference.memory_pool import TokenToKVPoolAllocator
 from reference.schedule_policy import SchedulePolicy as ReferencePolicy
-from shared.conformance.contracts.schedule_policy_passes import CACHE_AWARE, Policy, random_req
+from shared.conformance.contracts.schedule_policy.passes import CACHE_AWARE, Policy, random_req
 from shared.interfaces import RadixKey
 from shared.scheduling.waiting_queue import WaitingQueue
 from shared.types import Req, SamplingParams

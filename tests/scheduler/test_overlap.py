@@ -17,8 +17,8 @@ from shared.conformance import scheduler_harness
 from shared.conformance.clause import Clause
 from shared.conformance.compare import Mismatch
 from shared.conformance.contracts.example import EXAMPLE
-from shared.conformance.contracts.scheduler import PROMPT
-from shared.conformance.contracts.scheduler_faults import rows_change_hands
+from shared.conformance.contracts.scheduler.faults import rows_change_hands
+from shared.conformance.contracts.scheduler.schedules import PROMPT
 from shared.conformance.scheduler_harness import SchedulerHarness
 from shared.conformance.schedules import random_faults, random_schedule, run_schedule
 from shared.conformance.suite import clauses_of

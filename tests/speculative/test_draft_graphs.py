@@ -15,7 +15,7 @@ from shared.bench.round import pieces_of
 from shared.bench.step_inputs import fill_pool
 from shared.config import EngineConfig
 from shared.conformance.contracts import drafter as clauses
-from shared.conformance.contracts.drafter import Setting
+from shared.conformance.contracts.drafter.drafting import Setting
 from shared.conformance.replanned_attention import attention_for_graphs
 from shared.engine.assembly import Assembly, assemble
 from shared.speculation.adaptive_shape import AdaptiveShape

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared import registry
-from shared.conformance.contracts.draft_tree import Trees
+from shared.conformance.contracts.draft_tree.links_and_acceptance import Trees
 from shared.conformance.draft_trees import (
     Drafted,
     draft,

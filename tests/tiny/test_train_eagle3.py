@@ -12,7 +12,7 @@ from reference.moe import MoE
 from reference.speculative.draft_models.eagle3 import Eagle3Model
 from shared import registry
 from shared.config import DraftConfig, ModelConfig
-from shared.conformance.contracts.draft_models import DraftSession
+from shared.conformance.contracts.draft_models.forward import DraftSession
 from shared.conformance.model_session import ModelSession
 from shared.interfaces import CausalLM
 from shared.loading.draft_weights import iterate_draft_weights

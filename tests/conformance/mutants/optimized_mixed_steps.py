@@ -28,7 +28,7 @@ class WithOwnRows(FakeGraphsRunner):
 
 
 def mixed(impl: type[WithOwnRows]) -> Mutant:
-    return replace(mutant_of("model_runner")(impl), first=("model_runner_extend",))
+    return replace(mutant_of("model_runner")(impl), first=("model_runner.extend",))
 
 
 @mixed

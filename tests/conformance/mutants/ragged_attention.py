@@ -24,7 +24,7 @@ class Ragged(_replanned(BlockwiseAttention)):  # type: ignore[misc]
 
 
 def ragged(impl: type[Ragged]) -> Mutant:
-    return replace(mutant_of("attention")(impl), first=("attention_ragged",))
+    return replace(mutant_of("attention")(impl), first=("attention.ragged",))
 
 
 @ragged

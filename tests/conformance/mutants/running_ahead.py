@@ -12,7 +12,7 @@ from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.optimized_scheduler import changed
 from tests.conformance.mutants.speculation import speculating
 
-AHEAD = ("speculation_ahead",)
+AHEAD = ("scheduler.speculation_ahead",)
 
 
 def ahead(impl: type[Any]) -> Mutant:
@@ -227,7 +227,7 @@ class GrammarsRunAhead(changed("speculative", "all(req.grammar is None for req i
 class EverybodyRunsAhead(
     changed(
         "speculative_round",
-        "self.drafter.runs_ahead and parts.model_runner.takes_bounds",
+        "self.drafter.runs_ahead and parts.model_runner.accepts_seq_len_upper_bounds",
         "True",
     )
 ):

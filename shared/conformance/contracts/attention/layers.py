@@ -1,0 +1,126 @@
+"""Clauses of attention, second part: what a layer may ask for besides plain causal attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from shared.conformance.attention_batches import (
+    LAYER_ID,
+    AttentionBatch,
+    AttentionCase,
+    expect_attention,
+    in_types,
+    run_or_refuse,
+)
+from shared.conformance.clause import contract
+from shared.conformance.compare import expect_close, expect_raises
+from shared.conformance.contracts.attention.batches import DECODE, EXTEND, MIXED
+from shared.conformance.contracts.example import EXAMPLE, Example
+from shared.conformance.tolerance import tolerance
+from shared.interfaces import AttentionBackend
+
+LONG = AttentionCase("long prompt", ((40, 260),))
+SINKS = (-30.0, 0.3, 2.0, 12.0)
+
+
+@contract(
+    "A sliding window w shows a token itself and the w before it.",
+    tuple(
+        case
+        for batch in (DECODE, EXTEND, MIXED, LONG, replace(DECODE, name="decode, page 16", page_size=16))
+        for window in (0, 1, 5, 31, 100, 127, 128)
+        for case in in_types(
+            replace(batch, name=f"{batch.name}, window {window}", sliding_window=window), torch.float32
+        )
+    )
+    + in_types(replace(MIXED, name="mixed, window 7", sliding_window=7), torch.float16, torch.bfloat16),
+)
+def sliding_window(impl: type[AttentionBackend], case: AttentionCase) -> None:
+    expect_attention(impl, case)
+
+
+@contract(
+    "What left every window changes nothing: its slots may hold other tokens by then.",
+    (
+        AttentionCase("decode", ((49, 1), (7, 2)), sliding_window=7),
+        AttentionCase("decode, page 4", ((49, 1), (40, 1)), sliding_window=7, page_size=4),
+        AttentionCase("extend", ((20, 180), (30, 4)), sliding_window=7),
+        AttentionCase("extend, bfloat16", ((20, 180),), sliding_window=7, dtype=torch.bfloat16),
+    ),
+)
+def slots_that_left_the_window(impl: type[AttentionBackend], case: AttentionCase) -> None:
+    batch = AttentionBatch(case)
+    expected = batch.expected()
+    for slots, (cached, _) in zip(batch.slots, case.requests):
+        dead = slots[: max(cached - case.sliding_window, 0)]
+        batch.kv_pool.k_buffer(LAYER_ID)[dead] *= 100.0
+        batch.kv_pool.v_buffer(LAYER_ID)[dead] = 1000.0
+    output = run_or_refuse(impl, batch)
+    if output is not None:
+        expect_close("output", output, expected, tolerance("attention", case.dtype))
+
+
+@contract(
+    "A soft-cap c makes a scaled score s into c * tanh(s / c).",
+    tuple(
+        case
+        for batch in (DECODE, EXTEND)
+        for logit_cap, scale in ((0.5, 1.7), (30.0, 1.7), (5.0, 13.6))
+        for case in in_types(
+            replace(batch, name=f"{batch.name}, cap {logit_cap:g}", logit_cap=logit_cap, scale=scale),
+            torch.float32,
+            torch.bfloat16,
+        )
+    ),
+)
+def soft_cap(impl: type[AttentionBackend], case: AttentionCase) -> None:
+    expect_attention(impl, case)
+
+
+@contract(
+    "A sink takes part in the softmax and adds no value.",
+    tuple(
+        case
+        for batch in (DECODE, EXTEND, MIXED)
+        for case in in_types(
+            replace(batch, name=f"{batch.name}, sinks", sinks=SINKS), torch.float32, torch.bfloat16
+        )
+    ),
+)
+def sinks(impl: type[AttentionBackend], case: AttentionCase) -> None:
+    expect_attention(impl, case)
+
+
+@contract(
+    "Window, soft-cap and sinks of one layer, all at once.",
+    tuple(
+        case
+        for batch in (DECODE, EXTEND, LONG)
+        for case in in_types(
+            replace(
+                batch,
+                name=f"{batch.name}, everything",
+                page_size=4,
+                sliding_window=6,
+                logit_cap=2.0,
+                sinks=(0.5, -1.0, 3.0),
+                num_qo_heads=6,
+                head_dim=80,
+                scale=2.7,
+            ),
+            torch.float32,
+            torch.float16,
+        )
+    ),
+)
+def everything_at_once(impl: type[AttentionBackend], case: AttentionCase) -> None:
+    expect_attention(impl, case)
+
+
+@contract("Query heads that the KV heads do not divide are a ValueError.", EXAMPLE)
+def heads_that_do_not_divide(impl: type[AttentionBackend], case: Example) -> None:
+    batch = AttentionBatch(AttentionCase("4 heads", ((3, 1),), dtype=torch.bfloat16))
+    batch.layer = replace(batch.layer, num_kv_heads=3)
+    expect_raises("4 query heads on 3 KV heads", ValueError, batch.run, impl)

@@ -1,0 +1,288 @@
+"""Clauses of the routed experts, and of the whole MoE layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from shared.config import MoEConfig
+from shared.conformance.clause import contract
+from shared.conformance.compare import expect_close, expect_equal, expect_form
+from shared.conformance.contracts.example import EXAMPLE, Example
+from shared.conformance.contracts.moe.routing import ROUTINGS, Routing, biased, make_moe, route_all64
+from shared.conformance.device import check_device
+from shared.conformance.inputs import FLOAT_TYPES, Inputs, type_name
+from shared.conformance.poison import amid_poison, poison_, run_poisoned
+from shared.conformance.tolerance import EXACT, tolerance
+from shared.interfaces import FusedExperts, MoE, TopKOutput
+from shared.interfaces.layers import MergedLinear
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Tokens choose among the first `num_used` experts; the others hold NaN."""
+
+    name: str
+    num_tokens: int
+    num_experts: int
+    num_used: int
+    num_chosen: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: torch.dtype
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_chosen <= self.num_used <= self.num_experts:
+            raise ValueError("1 <= num_chosen <= num_used <= num_experts")
+        if min(self.hidden_size, self.intermediate_size) < 1:
+            raise ValueError("sizes must be at least 1")
+
+    def make(self, impl: type[MoE], inputs: Inputs) -> FusedExperts:
+        config = MoEConfig(self.num_experts, self.num_chosen, self.intermediate_size, False)
+        experts = make_moe(impl, config, self.hidden_size, self.dtype).experts
+        inputs.fill_(experts)
+        for parameter in experts.parameters():
+            poison_(parameter.data[self.num_used :])
+        return experts
+
+    def topk(self, inputs: Inputs) -> TopKOutput:
+        ids = [inputs.permutation(self.num_used)[: self.num_chosen] for _ in range(self.num_tokens)]
+        ids = torch.stack(ids) if ids else inputs.integers(self.num_used, 0, self.num_chosen)
+        return TopKOutput(inputs.uniform(self.num_tokens, self.num_chosen), ids.to(torch.int32))
+
+
+def experts(dtype: torch.dtype, *sizes: int) -> Experts:
+    num_tokens, num_experts, num_used, num_chosen, hidden, intermediate = sizes
+    name = f"{num_tokens} tokens, {num_chosen} of {num_experts} experts, {num_experts - num_used} empty"
+    return Experts(f"{name}, {hidden}-{intermediate}, {type_name(dtype)}", *sizes, dtype)
+
+
+EXPERTS = tuple(
+    experts(dtype, *sizes)
+    for dtype in FLOAT_TYPES
+    for sizes in (
+        (1, 5, 5, 2, 33, 20),
+        (13, 5, 4, 3, 64, 63),
+        (40, 9, 1, 1, 48, 24),
+        (3, 64, 60, 8, 127, 33),
+        (130, 8, 3, 2, 128, 129),
+        (65, 1, 1, 1, 16, 1),
+        (0, 5, 5, 2, 32, 16),
+    )
+)
+
+
+def experts64(x: torch.Tensor, topk: TopKOutput, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """Token by token, choice by choice."""
+    x, w13, w2 = x.double().cpu(), w13.double().cpu(), w2.double().cpu()
+    y = torch.zeros_like(x)
+    for t, (weights, ids) in enumerate(zip(topk.topk_weights.tolist(), topk.topk_ids.tolist())):
+        for weight, e in zip(weights, ids):
+            if e >= 0:
+                y[t] += weight * (w2[e] @ silu_and_mul64(w13[e] @ x[t]))
+    return y
+
+
+def silu_and_mul64(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+@contract(
+    "y[t] is the weighted sum of its experts' outputs; x is not modified; nobody looks at empty experts.",
+    EXPERTS,
+)
+def fused_experts(impl: type[MoE], case: Experts) -> None:
+    inputs = Inputs(case.seed)
+    module, topk = case.make(impl, inputs), case.topk(inputs)
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    expect_equal("w13", shapes["w13"], (case.num_experts, 2 * case.intermediate_size, case.hidden_size))
+    expect_equal("w2", shapes["w2"], (case.num_experts, case.hidden_size, case.intermediate_size))
+    x = amid_poison(inputs.normal(case.num_tokens, case.hidden_size, dtype=case.dtype))
+    before = x.clone()
+    y = run_poisoned(module, x, topk)
+    expect_form("y", y, like=x)
+    expect_equal("x afterwards", x, before)
+    expect_close("y", y, experts64(x, topk, module.w13, module.w2), tolerance("moe", case.dtype))
+
+
+@contract(
+    "An id of -1 contributes nothing, whatever its weight; a token of nothing else gets zeros.",
+    tuple(
+        Experts(f"{n} tokens, {type_name(dtype)}", n, 5, 4, 2, 40, 24, dtype)
+        for dtype in FLOAT_TYPES
+        for n in (3, 9, 70)
+    ),
+)
+def padding(impl: type[MoE], case: Experts) -> None:
+    """The last expert holds NaN: an id that wraps around finds it."""
+    inputs = Inputs(case.seed)
+    module, topk = case.make(impl, inputs), case.topk(inputs)
+    for token in range(case.num_tokens):
+        if token % 3 != 2:
+            topk.topk_ids[token, : token % 3 + 1] = -1
+    poison_(topk.topk_weights[: case.num_tokens - 1 : 4])
+    topk.topk_weights[topk.topk_ids >= 0] = 0.5
+    x = inputs.normal(case.num_tokens, case.hidden_size, dtype=case.dtype)
+    is_padding = (topk.topk_ids == -1).all(dim=1)
+    y = run_poisoned(module, x, topk)
+    expect_close("y", y, experts64(x, topk, module.w13, module.w2), tolerance("moe", case.dtype))
+    expect_close("tokens without an expert", y[is_padding], torch.zeros_like(x[is_padding]), EXACT)
+
+
+@contract("All tokens may go to one expert, the last one too.", tuple(e for e in EXPERTS if e.num_tokens > 1))
+def one_expert(impl: type[MoE], case: Experts) -> None:
+    inputs = Inputs(case.seed)
+    module, topk = case.make(impl, inputs), case.topk(inputs)
+    for parameter in module.parameters():
+        parameter.data[-1] = inputs.normal(*parameter.shape[1:], std=parameter.shape[-1] ** -0.5)
+        poison_(parameter.data[:-1])
+    topk = TopKOutput(topk.topk_weights[:, :1], torch.full_like(topk.topk_ids[:, :1], case.num_experts - 1))
+    x = inputs.normal(case.num_tokens, case.hidden_size, dtype=case.dtype)
+    y = run_poisoned(module, x, topk)
+    expect_close("y", y, experts64(x, topk, module.w13, module.w2), tolerance("moe", case.dtype))
+
+
+@contract(
+    "Weights multiply in float32: some fit no half type.",
+    tuple(
+        Experts(f"{n} tokens, {type_name(dtype)}", n, 6, 6, 3, 64, 32, dtype)
+        for dtype in FLOAT_TYPES
+        for n in (1, 20)
+    ),
+)
+def weights_in_float32(impl: type[MoE], case: Experts) -> None:
+    """Weights of 100,000 (float16 ends at 65,504) and of 1e-6 (where it has four bits left), with experts
+    scaled so that y stays of size one."""
+    for scale in (1e5, 1e-6):
+        inputs = Inputs(case.seed)
+        module, topk = case.make(impl, inputs), case.topk(inputs)
+        x = inputs.normal(case.num_tokens, case.hidden_size, dtype=case.dtype)
+        module.w2.data.copy_(module.w2.double() / (scale**0.5))
+        unit = scale**0.5
+        topk = TopKOutput(topk.topk_weights * scale, topk.topk_ids)
+        y = run_poisoned(module, x, topk).double() / unit
+        expected = experts64(x, topk, module.w13, module.w2) / unit
+        expect_close(f"y / {unit:g}, weights of {scale:g}", y, expected, tolerance("moe", case.dtype))
+
+
+@contract("Tokens do not touch each other: one of NaN leaves the others as they are.", EXAMPLE)
+def tokens_are_independent(impl: type[MoE], case: Example) -> None:
+    inputs = Inputs(0)
+    shape = Experts("", 12, 5, 5, 2, 40, 24, torch.float32)
+    module, topk = shape.make(impl, inputs), shape.topk(inputs)
+    x = inputs.normal(12, 40)
+    poison_(x[4])
+    y = run_poisoned(module, x, topk)
+    expect_close("y", y, experts64(x, topk, module.w13, module.w2), tolerance("moe", torch.float32))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A whole layer. Half types choose all experts: a rounded logit must not change who is chosen."""
+
+    name: str
+    routing: Routing
+    shared_intermediate_size: int = 0
+    shared_expert_gate: bool = False
+    dtype: torch.dtype = torch.float32
+    hidden_size: int = 40
+    seed: int = 0
+
+    def config(self) -> MoEConfig:
+        return replace(
+            self.routing.config(),
+            shared_intermediate_size=self.shared_intermediate_size,
+            shared_expert_gate=self.shared_expert_gate,
+        )
+
+
+ALL = Routing("all", num_experts_per_tok=7, norm_topk_prob=True, num_tokens=33)
+LAYERS = (
+    *(Layer(f"{routing.name}", routing) for routing in ROUTINGS if routing.num_experts <= 12),
+    *(
+        Layer(f"{routing.name}, shared experts{', gated' * gate}", routing, 11, gate)
+        for routing in (ROUTINGS[1], biased("biased"))
+        for gate in (False, True)
+    ),
+    *(
+        Layer(
+            f"all experts, shared experts {size}{', gated' * gate}, {type_name(dtype)}",
+            ALL,
+            size,
+            gate,
+            dtype,
+        )
+        for dtype in FLOAT_TYPES
+        for size, gate in ((0, False), (129, True))
+    ),
+)
+
+
+def parameter_shapes(config: MoEConfig, hidden_size: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "gate.weight": (config.num_experts, hidden_size),
+        "experts.w13": (config.num_experts, 2 * config.intermediate_size, hidden_size),
+        "experts.w2": (config.num_experts, hidden_size, config.intermediate_size),
+    }
+    if config.routing == "biased-grouped":
+        shapes["correction_bias"] = (config.num_experts,)
+    if size := config.shared_intermediate_size:
+        shapes["shared_experts.gate_proj.weight"] = shapes["shared_experts.up_proj.weight"] = (
+            size,
+            hidden_size,
+        )
+        shapes["shared_experts.down_proj.weight"] = (hidden_size, size)
+        if config.shared_expert_gate:
+            shapes["shared_expert_gate.weight"] = (1, hidden_size)
+    return shapes
+
+
+def named_weights(moe: MoE) -> dict[str, torch.Tensor]:
+    """Its parameters, but for merged ones the parts that a checkpoint has."""
+    weights: dict[str, torch.Tensor] = dict(moe.named_parameters())
+    for prefix, module in moe.named_modules():
+        if isinstance(module, MergedLinear):
+            for name, _ in module.named_parameters():
+                del weights[f"{prefix}.{name}"]
+            parent = prefix[: prefix.rfind(".") + 1]
+            weights |= {f"{parent}{name}": view for name, view in module.weight_views().items()}
+    return weights
+
+
+@contract("Its parameters have the names and shapes that weights are loaded by.", LAYERS)
+def parameters(impl: type[MoE], case: Layer) -> None:
+    weights = named_weights(make_moe(impl, case.config(), case.hidden_size, case.dtype))
+    found = {name: tuple(weight.shape) for name, weight in weights.items()}
+    expect_equal("parameters", found, parameter_shapes(case.config(), case.hidden_size))
+    types = {name: weight.dtype for name, weight in weights.items()}
+    expect_equal("dtype of correction_bias", types.pop("correction_bias", torch.float32), torch.float32)
+    expect_equal("other dtypes", set(types.values()), {case.dtype})
+
+
+@contract("The layer is its routed experts, plus the shared ones, gated or not.", LAYERS)
+def layer(impl: type[MoE], case: Layer) -> None:
+    inputs = Inputs(case.seed)
+    config = case.config()
+    moe = make_moe(impl, config, case.hidden_size, case.dtype)
+    inputs.fill_(moe)
+    x = inputs.normal(case.routing.num_tokens, case.hidden_size, dtype=case.dtype)
+    w = {name: weight.detach().double() for name, weight in named_weights(moe).items()}
+    x64 = x.double()
+    expected = experts64(
+        x64,
+        route_all64(config, x64 @ w["gate.weight"].T, w.get("correction_bias")),
+        w["experts.w13"],
+        w["experts.w2"],
+    ).to(check_device())
+    if case.shared_intermediate_size:
+        gate_up = [x64 @ w[f"shared_experts.{name}_proj.weight"].T for name in ("gate", "up")]
+        shared = silu_and_mul64(torch.cat(gate_up, dim=-1)) @ w["shared_experts.down_proj.weight"].T
+        if case.shared_expert_gate:
+            shared = shared / (1 + torch.exp(-(x64 @ w["shared_expert_gate.weight"].T)))
+        expected = expected + shared
+    y = run_poisoned(moe, x)
+    expect_form("y", y, like=x)
+    expect_close("y", y, expected, tolerance("moe", case.dtype))

@@ -1,0 +1,123 @@
+"""Clauses of the prefill adder: who waits for a prefix that another one computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared import registry
+from shared.conformance.clause import contract
+from shared.conformance.compare import expect_equal
+from shared.conformance.contracts.example import EXAMPLE, Example
+from shared.conformance.contracts.prefill_adder.budgets import Setup, req
+from shared.interfaces import MAX_WAITS, AddReqResult, PrefillAdder, RadixKey
+from shared.types import Req, SamplingParams
+
+
+@dataclass(frozen=True)
+class Shared:
+    """First a request of 100 tokens, of which `num_cached` are in the cache, then another one."""
+
+    name: str
+    waits: bool
+    num_shared: int = 50
+    num_own: int = 20  # behind the shared ones
+    page_size: int = 1
+    threshold: int | None = 10
+    num_cached: int = 0
+    chunk: int | None = None
+    namespace: str | None = None
+    logprob_start_len: int = -1
+
+
+@contract(
+    "Whose prefix is computed in this step waits for it, if it is long enough and nobody has it yet.",
+    (
+        Shared("long enough", True, num_shared=10),
+        Shared("too short", False, num_shared=9),
+        Shared("nobody waits", False, threshold=None),
+        Shared("threshold of no tokens: one", True, num_shared=1, threshold=0),
+        Shared("nothing in common", False, num_shared=0, threshold=0),
+        Shared("pages: long enough", True, num_shared=12, page_size=4),
+        Shared("pages: too short", False, num_shared=11, page_size=4),
+        Shared("behind a cached prefix", True, num_shared=40, num_cached=30),
+        Shared("behind a cached prefix: too short", False, num_shared=39, num_cached=30),
+        Shared("its own last token is computed in any case", True, num_shared=11, num_own=0),
+        Shared("but for its last token", False, num_shared=10, num_own=0),
+        Shared("cut: of what is computed now", True, chunk=10, num_own=0),
+        Shared("cut before", False, chunk=9, num_own=0),
+        Shared("other namespace", False, namespace="a"),
+        Shared("log-probabilities from there on", True, logprob_start_len=11),
+        Shared("log-probabilities from before", False, logprob_start_len=10),
+    ),
+)
+def prefixes_computed_now_are_waited_for(impl: type[PrefillAdder], case: Shared) -> None:
+    setup = Setup(impl, page_size=case.page_size)
+    if case.num_cached:
+        setup.cache(list(range(1, case.num_cached + 1)))
+    adder = setup.adder(in_batch_prefix_threshold=case.threshold, chunked_prefill_size=case.chunk)
+    adder.add_one_req(req(100, rid="first"))
+    adder.rem_chunk_tokens = None  # so that nothing but the prefix stops the second one
+    prompt = [*range(1, case.num_shared + 1), *range(200, 200 + case.num_own)]
+    params = SamplingParams(
+        return_logprob=case.logprob_start_len >= 0, logprob_start_len=case.logprob_start_len
+    )
+    second = Req("second", prompt, params, 0, extra_key=case.namespace)
+    expected = AddReqResult.WAIT if case.waits else AddReqResult.CONTINUE
+    expect_equal("add_one_req", adder.add_one_req(second), expected)
+    expect_equal("who was added", [r.rid for r in adder.can_run_list], ["first", "second"][: 2 - case.waits])
+    if case.waits:
+        expect_equal("what is locked", setup.tree.protected_size(), case.num_cached)
+        expect_equal("last_node", second.last_node, None)
+
+
+@contract("The same tokens behind another prefix are not waited for.", EXAMPLE)
+def the_same_behind_another_prefix(impl: type[PrefillAdder], case: Example) -> None:
+    setup = Setup(impl)
+    setup.cache(list(range(1, 31)))
+    setup.cache(list(range(301, 331)))
+    adder = setup.adder(in_batch_prefix_threshold=10)
+    adder.add_one_req(req(100, rid="first"))
+    second = Req("second", [*range(301, 331), *range(31, 101)], SamplingParams(), 0)
+    expect_equal("add_one_req", adder.add_one_req(second), AddReqResult.CONTINUE)
+
+
+@contract("A chunked request computes a prefix like any other.", EXAMPLE)
+def a_chunked_requests_prefix_is_waited_for(impl: type[PrefillAdder], case: Example) -> None:
+    setup = Setup(impl)
+    waiting = req(100)
+    first = setup.adder(chunked_prefill_size=60)
+    first.add_one_req(waiting)
+    setup.cache(waiting.fill_ids)
+    found = setup.tree.match_prefix(RadixKey(waiting.fill_ids))
+    waiting.prefix_indices, waiting.last_node = found.device_indices, found.last_node
+    adder = setup.adder(in_batch_prefix_threshold=40)
+    adder.add_chunked_req(waiting)
+    same = req(101, rid="same")
+    other = Req("other", [*range(1, 100), 300], SamplingParams(), 0)
+    expect_equal("add_one_req", adder.add_one_req(same), AddReqResult.WAIT)
+    expect_equal("add_one_req", adder.add_one_req(other), AddReqResult.CONTINUE)
+
+
+@contract(
+    "One that was left waiting takes nothing from the budgets; after MAX_WAITS of them the step is full.",
+    EXAMPLE,
+)
+def so_many_wait_and_no_more(impl: type[PrefillAdder], case: Example) -> None:
+    setup = Setup(impl)
+    adder = setup.adder(in_batch_prefix_threshold=10)
+    adder.add_one_req(req(20, rid="first"))
+    budgets = (adder.rem_total_tokens, adder.rem_input_tokens)
+    for i in range(MAX_WAITS):
+        expect_equal("add_one_req", adder.add_one_req(req(20, rid=f"w{i}")), AddReqResult.WAIT)
+    expect_equal("budgets", (adder.rem_total_tokens, adder.rem_input_tokens), budgets)
+    expect_equal("add_one_req", adder.add_one_req(req(20, rid="one more")), AddReqResult.OTHER)
+    expect_equal("can_run_list", [r.rid for r in adder.can_run_list], ["first"])
+
+
+@contract("Without a prefix cache nobody waits.", EXAMPLE)
+def without_a_cache_nobody_waits(impl: type[PrefillAdder], case: Example) -> None:
+    setup = Setup(impl)
+    setup.tree = registry.load("chunk_cache", "reference")(1, setup.allocator)
+    adder = setup.adder(in_batch_prefix_threshold=10)
+    for rid in ("first", "second"):
+        expect_equal("add_one_req", adder.add_one_req(req(20, rid=rid)), AddReqResult.CONTINUE)

@@ -1,0 +1,89 @@
+"""Clauses of the radix cache: what proved to be bad goes, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shared.conformance.clause import contract
+from shared.conformance.compare import expect_equal
+from shared.conformance.contracts.example import EXAMPLE, Example
+from shared.conformance.contracts.page_sizes import PageSize, page_sizes
+from shared.conformance.contracts.radix_cache.eviction import Tree
+from shared.conformance.contracts.radix_cache.match_and_insert import sizes, slots
+from shared.interfaces import PrefixCache, RadixKey
+
+
+def tree_of(impl: type[PrefixCache], *sequences: Sequence[int]) -> Tree:
+    tree = Tree(impl)
+    for tokens in sequences:
+        tree.insert(tokens)
+    return tree
+
+
+@contract(
+    "What is discarded is not found, and its slots come back; what was before it stays.", page_sizes(1, 4)
+)
+def discards_the_rest(impl: type[PrefixCache], case: PageSize) -> None:
+    tree = Tree(impl, page_size=case.page_size)
+    length = 2 * case.page_size
+    tree.insert(range(length))
+    kept = tree.match(range(length))
+    tree.insert(range(3 * length))
+    free = set(tree.allocator.free_slots().tolist())
+    bad = set(tree.match(range(3 * length))) - set(kept)
+    tree.cache.discard(RadixKey(list(range(3 * length))), length)
+    expect_equal("what is found", tree.match(range(3 * length)), kept)
+    expect_equal("slots freed", set(tree.allocator.free_slots().tolist()) - free, bad)
+    expect_equal("sizes", sizes(tree.cache), (length, 0))
+
+
+@contract("What others added below it goes too, and nothing beside it.", EXAMPLE)
+def discards_what_is_below(impl: type[PrefixCache], case: Example) -> None:
+    tree = tree_of(impl, [1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [1, 2, 8], [9])
+    tree.cache.discard(RadixKey([1, 2, 3, 4]), 2)
+    expect_equal("edges", tree.keys(), [[1, 2], [8], [9]])
+
+
+@contract("A node that begins before the place stays whole; so does another namespace.", EXAMPLE)
+def discards_whole_nodes(impl: type[PrefixCache], case: Example) -> None:
+    tree = tree_of(impl, [1, 2, 3], [1, 2, 3, 4])
+    tree.cache.discard(RadixKey([1, 2, 3, 4], "a"), 0)
+    tree.cache.discard(RadixKey([5, 6]), 0)
+    tree.cache.discard(RadixKey([]), 0)
+    tree.cache.discard(RadixKey([1, 2, 3, 4]), 4)
+    expect_equal("edges", tree.keys(), [[1, 2, 3], [4]])
+    tree.cache.discard(RadixKey([1, 2, 3, 4]), 2)
+    expect_equal("edges", tree.keys(), [[1, 2, 3]])
+
+
+@contract("What somebody holds stays; what nobody holds below it goes.", EXAMPLE)
+def discards_nothing_in_use(impl: type[PrefixCache], case: Example) -> None:
+    tree = tree_of(impl, [1], [1, 2], [1, 2, 3], [1, 2, 3, 4])
+    node = tree.node([1, 2])
+    tree.cache.inc_lock_ref(node)
+    tree.cache.discard(RadixKey([1, 2, 3, 4]), 0)
+    expect_equal("edges", tree.keys(), [[1], [2]])
+    expect_equal("sizes", sizes(tree.cache), (0, 2))
+    tree.cache.dec_lock_ref(node)
+    tree.cache.discard(RadixKey([1, 2, 3, 4]), 0)
+    expect_equal("edges", tree.keys(), [])
+
+
+@contract("What is left can be evicted: a parent that became a leaf, and it alone.", EXAMPLE)
+def evicts_what_is_left(impl: type[PrefixCache], case: Example) -> None:
+    tree = tree_of(impl, [1, 2], [1, 2, 3], [4])
+    node = tree.node([1, 2, 3])
+    tree.cache.inc_lock_ref(node)
+    expect_equal("evict(100), all but what is in use", tree.cache.evict(100), 1)
+    tree.cache.dec_lock_ref(node)
+    tree.cache.discard(RadixKey([1, 2, 3]), 2)
+    expect_equal("evict(100)", tree.cache.evict(100), 2)
+    expect_equal("free slots", tree.allocator.available_size(), tree.allocator.size)
+
+
+@contract("A cache without pools discards too.", EXAMPLE)
+def discards_without_pools(impl: type[PrefixCache], case: Example) -> None:
+    cache = impl(1)
+    cache.insert(RadixKey([1, 2, 3]), slots(0, 3))
+    cache.discard(RadixKey([1, 2, 3]), 0)
+    expect_equal("sizes", sizes(cache), (0, 0))

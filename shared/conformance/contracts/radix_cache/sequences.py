@@ -1,0 +1,194 @@
+"""Clauses of the radix cache, fourth part: any sequence of calls, beside a cache without a tree."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+from shared.conformance.cache_world import CacheWorld
+from shared.conformance.clause import agreement, contract
+from shared.conformance.compare import expect_equal, expect_true
+from shared.conformance.contracts.radix_cache.eviction import POLICIES
+from shared.conformance.radix_model import FlatCache, Prefix
+from shared.conformance.short_repr import short_repr
+from shared.interfaces import PrefixCache, RadixKey
+
+Kind = Literal["insert", "match", "lock", "unlock", "evict", "discard"]
+
+
+@dataclass(frozen=True, repr=False)
+class Call:
+    """`number`: an insert's priority, the tokens to evict, where to discard from, or which lock to give up
+    (modulo their number)."""
+
+    kind: Kind
+    tokens: tuple[int, ...] = ()
+    extra_key: str | None = None
+    number: int = 0
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"no call: {self}")
+
+
+@dataclass(frozen=True)
+class Calls:
+    name: str
+    page_size: int
+    policy: str
+    is_bigram: bool
+    calls: tuple[Call, ...]
+    num_pages: int = 48
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1 or self.num_pages < 1:
+            raise ValueError("at least one page of at least one slot")
+
+
+def random_calls(seed: int, num_calls: int = 80) -> Calls:
+    """Few different tokens: keys share prefixes and part in all places."""
+    rng = random.Random(seed)
+    policy, page_size = POLICIES[seed % 4], (1, 2, 4)[seed // 4 % 3]
+    name = f"random calls {seed}, {policy}, page {page_size}"
+    calls = tuple(_random_call(rng, page_size) for _ in range(num_calls))
+    return Calls(name, page_size, policy, rng.random() < 0.3, calls, rng.choice([8, 48]))
+
+
+def _random_call(rng: random.Random, page_size: int) -> Call:
+    kind = rng.choices(get_args(Kind), weights=[6, 4, 2, 2, 2, 1])[0]
+    number = {"insert": rng.randint(-1, 2), "evict": rng.randint(0, 12)}.get(kind, rng.randrange(20))
+    if kind in ("unlock", "evict"):
+        return Call(kind, number=number)
+    tokens = tuple(rng.choices([0, 1], k=rng.randint(0, 4 * page_size + 3)))
+    if kind == "discard":
+        number = rng.choice([0, rng.randint(0, len(tokens))])
+    elif kind != "insert":
+        number = 0
+    return Call(kind, tokens, rng.choice([None, None, "a", "b"]), number)
+
+
+class Run:
+    """One cache and one model through the same calls."""
+
+    def __init__(self, impl: type[PrefixCache], case: Calls) -> None:
+        self.case = case
+        world = CacheWorld(
+            impl, case.page_size, case.num_pages, eviction_policy=case.policy, is_bigram=case.is_bigram
+        )
+        self.cache, self.allocator = world.cache, world.allocator
+        self.model = FlatCache(case.page_size, case.policy)
+        self.locked: list[Any] = []
+        self.trace: list[Any] = []  # what every right implementation answers alike
+
+    def play(self) -> list[Any]:
+        for i, call in enumerate(self.case.calls):
+            self.what = f"call {i} ({call.kind})"
+            getattr(self, f"_{call.kind}")(call)
+            self._check()
+        self.what = "at the end"
+        while self.locked:
+            self._unlock(Call("unlock"))
+        while self.cache.evictable_size():
+            num_nodes = len(self.model.ends)
+            self._evict(Call("evict", number=1))
+            self._check()
+            expect_true("evict(1) removes a node", len(self.model.ends) < num_nodes)
+        expect_equal("free slots at the end", self.allocator.available_size(), self.allocator.size)
+        return self.trace
+
+    def _keys(self, call: Call) -> tuple[RadixKey, Prefix]:
+        entries = pairwise(call.tokens) if self.case.is_bigram else call.tokens
+        key = RadixKey(list(call.tokens), call.extra_key, self.case.is_bigram)
+        return key, (call.extra_key, tuple(entries))
+
+    def _match(self, call: Call) -> Any:
+        key, prefix = self._keys(call)
+        result = self.cache.match_prefix(key)
+        matched = self.model.match(prefix)
+        found = result.device_indices.tolist()
+        expect_equal(f"{self.what}: the slots", found, self.model.slots(matched))
+        self.trace.append(len(found))
+        return result.last_node, matched
+
+    def _lock(self, call: Call) -> None:
+        node, matched = self._match(call)
+        self.cache.inc_lock_ref(node)
+        self.locked.append(node)
+        self.model.locks.append(matched)
+
+    def _unlock(self, call: Call) -> None:
+        if self.locked:
+            self.cache.dec_lock_ref(self.locked.pop(call.number % len(self.locked)))
+            self.model.locks.pop(call.number % len(self.model.locks))
+
+    def _insert(self, call: Call) -> None:
+        key, prefix = self._keys(call)
+        num_tokens = len(self.model.pages(prefix)) * self.case.page_size
+        if num_tokens > self.allocator.available_size():
+            self._evict(Call("evict", number=num_tokens))
+        value = self.allocator.alloc(num_tokens)
+        if value is None:
+            return
+        result = self.cache.insert(key, value, call.number)
+        expected = self.model.insert(prefix, value.tolist(), call.number)
+        expect_equal(f"{self.what}: prefix_len", result.prefix_len, expected)
+        self.allocator.free(value[: result.prefix_len])
+        self.trace.append(result.prefix_len)
+
+    def _evict(self, call: Call) -> None:
+        free = set(self.allocator.free_slots().tolist())
+        num_evicted = self.cache.evict(call.number)
+        freed = set(self.allocator.free_slots().tolist()) - free
+        expected = self.model.evict(call.number)
+        expect_equal(f"{self.what}: evict({call.number})", num_evicted, len(expected))
+        expect_equal(f"{self.what}: slots freed", sorted(freed), sorted(expected))
+        self.trace.append(num_evicted)
+
+    def _discard(self, call: Call) -> None:
+        key, prefix = self._keys(call)
+        free = set(self.allocator.free_slots().tolist())
+        self.cache.discard(key, call.number)
+        freed = set(self.allocator.free_slots().tolist()) - free
+        expected = self.model.discard(prefix, call.number)
+        expect_equal(f"{self.what}: slots freed from {call.number} on", sorted(freed), sorted(expected))
+
+    def _check(self) -> None:
+        """Edges, slots and locks of all nodes, and the totals."""
+        prefixes: dict[int, tuple[Any, ...]] = {0: ()}
+        ends = {}
+        for node in self.cache.nodes():
+            prefixes[node.node_id] = (*prefixes[node.parent_id], *node.key)
+            end = (node.extra_key, prefixes[node.node_id])
+            ends[end] = node.lock_ref
+            expect_equal(f"{self.what}: lock_ref at {end}", node.lock_ref, self.model.lock_ref(end))
+            if end in self.model.ends:
+                expected = self.model.slots(end)[-len(node.key) :]
+                expect_equal(f"{self.what}: slots of the edge to {end}", node.slots, expected)
+        expect_equal(f"{self.what}: where nodes end", set(ends), set(self.model.ends))
+        sizes = self.cache.evictable_size(), self.cache.protected_size()
+        expect_equal(f"{self.what}: sizes", sizes, self.model.sizes())
+        num_free = self.allocator.available_size()
+        num_cached = len(self.model.page_slots) * self.case.page_size
+        expect_equal(f"{self.what}: free + cached", num_free + num_cached, self.allocator.size)
+        self.trace.append((sizes, num_free, ends))
+
+
+SEQUENCES = tuple(random_calls(seed) for seed in range(96))
+
+
+@contract(
+    "Whatever is called in whatever order, the tree holds what a flat dictionary of prefixes holds.",
+    SEQUENCES,
+)
+def any_calls(impl: type[PrefixCache], case: Calls) -> None:
+    Run(impl, case).play()
+
+
+@agreement("The same calls match, evict, lock and leave as much as with the reference.", SEQUENCES[:24])
+def same_calls(impl: type[PrefixCache], case: Calls, reference: type[PrefixCache]) -> None:
+    for i, (actual, expected) in enumerate(zip(Run(impl, case).play(), Run(reference, case).play())):
+        expect_equal(f"answer {i}", actual, expected)

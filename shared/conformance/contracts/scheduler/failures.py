@@ -1,0 +1,161 @@
+"""Clauses of the scheduler: what is left behind when a request, a model or a user ends things early."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared.conformance.answer_alone import EveryThird
+from shared.conformance.clause import contract
+from shared.conformance.compare import expect_equal, expect_true
+from shared.conformance.contracts.example import EXAMPLE, Example
+from shared.conformance.contracts.scheduler.schedules import PROMPT, harness_for
+from shared.conformance.ledger import expected_tokens
+from shared.conformance.scheduler_harness import VOCAB_SIZE
+from shared.interfaces import Scheduler
+from shared.types import FinishError, FinishToken
+
+
+@dataclass(frozen=True)
+class Page:
+    name: str
+    page_size: int
+
+
+PAGES = (Page("page 1", 1), Page("page 4", 4))
+
+
+@contract("What a request leaves in the cache when a stop token ends it is right, to its last token.", PAGES)
+def stopped_request_is_cached(impl: type[Scheduler], case: Page) -> None:
+    harness = harness_for(impl, page_size=case.page_size)
+    tokens = expected_tokens(PROMPT, 20, VOCAB_SIZE)
+    harness.submit([3, 2, 1], 30)
+    for num_tokens in (1, 2, 5, 6):
+        rid = harness.submit(PROMPT, 20, eos=frozenset([tokens[num_tokens - 1]]))
+        while rid not in harness.ended:
+            harness.step()
+        expect_equal("its reason", harness.ended[rid], FinishToken(tokens[num_tokens - 1]))
+        again = harness.submit([*PROMPT, *harness.tokens[rid], 5], 3)
+        while again not in harness.ended:
+            harness.step()
+        harness.expect(again, 3)
+    harness.run()
+    harness.expect_idle()
+
+
+@contract("A model that fails in the middle: tokens so far stay right, and so does what was cached.", PAGES)
+def fails_in_the_middle(impl: type[Scheduler], case: Page) -> None:
+    tokens = expected_tokens(PROMPT, 8, VOCAB_SIZE)
+    harness = harness_for(impl, page_size=case.page_size, fail_token=tokens[3])
+    rid = harness.submit(PROMPT, 30)
+    harness.run()
+    expect_true("it ends with FinishError", isinstance(harness.ended[rid], FinishError), harness.ended[rid])
+    expect_equal("its tokens", harness.tokens[rid], tokens[:4])
+    harness.model_runner.fail_token = None
+    again = harness.submit([*PROMPT, *tokens[:4]], 4)
+    harness.run()
+    harness.expect(again, 4)
+    harness.expect_idle()
+
+
+@contract("The batch before the one that fails is reported whole.", PAGES)
+def reports_before_it_fails(impl: type[Scheduler], case: Page) -> None:
+    tokens = expected_tokens(PROMPT, 8, VOCAB_SIZE)
+    mate_tokens = expected_tokens([4, 2], 30, VOCAB_SIZE)
+    assert tokens[3] not in mate_tokens[:4]
+    harness = harness_for(impl, page_size=case.page_size, fail_token=tokens[3])
+    rid = harness.submit(PROMPT, 30)
+    stopped = harness.submit([4, 2], 30, eos=frozenset([mate_tokens[3]]))
+    harness.run()
+    expect_equal("its tokens", harness.tokens[rid], tokens[:4])
+    expect_equal("the reason of the one that stopped", harness.ended[stopped], FinishToken(mate_tokens[3]))
+    harness.model_runner.fail_token = None
+    again = harness.submit([4, 2, *mate_tokens[:4]], 4)
+    harness.run()
+    harness.expect(again, 4)
+    harness.expect_idle()
+
+
+@contract("A sampler that fails ends its batch with FinishError and leaves the others alone.", EXAMPLE)
+def failing_sampler(impl: type[Scheduler], case: Example) -> None:
+    harness = harness_for(impl)
+    first = harness.submit(PROMPT, 6)
+    for _ in range(3):
+        harness.step()
+    sampler, sample = harness.sampler, harness.sampler.sample
+    sampler.sample = _raise
+    harness.step()
+    sampler.sample = sample
+    later = harness.submit([3, 4], 5)
+    harness.run()
+    reason = harness.ended[first]
+    expect_true("it ends with FinishError", isinstance(reason, FinishError), reason)
+    num_tokens = len(harness.tokens[first])
+    expect_equal("its tokens", harness.tokens[first], expected_tokens(PROMPT, num_tokens, VOCAB_SIZE))
+    harness.expect(later, 5)
+    harness.expect_idle()
+
+
+class Refuses(EveryThird):
+    """Fails the first time that it is asked about so many tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.has_failed = False
+
+    def next_tokens(self, output_ids: Sequence[int], vocab_size: int) -> torch.Tensor:
+        if len(output_ids) == self.num_tokens and not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("the grammar failed, as it was told to")
+        return super().next_tokens(output_ids, vocab_size)
+
+
+@contract("A grammar that fails ends its batch with FinishError and leaves the others alone.", EXAMPLE)
+def failing_grammar(impl: type[Scheduler], case: Example) -> None:
+    for num_tokens in range(3):
+        harness = harness_for(impl, is_spread=True, max_running_requests=1)
+        bad = harness.submit(PROMPT, 9, grammar=Refuses(num_tokens))
+        later = harness.submit([3, 4], 5)
+        harness.run()
+        reason = harness.ended[bad]
+        expect_true("it ends with FinishError", isinstance(reason, FinishError), reason)
+        expect_equal("how many tokens it has", len(harness.tokens[bad]), num_tokens)
+        harness.expect_what_it_gets_alone(later)
+        harness.expect_idle()
+
+
+@contract("Nobody is thrown out for memory that a request which is just ending gives back.", EXAMPLE)
+def looks_before_it_retracts(impl: type[Scheduler], case: Example) -> None:
+    harness = harness_for(impl, pool_tokens=16, schedule_conservativeness=0.01)
+    tokens = expected_tokens([2, 2, 2], 5, VOCAB_SIZE)
+    harness.submit([3, 3, 3], 8)
+    harness.step()
+    harness.step()
+    stopped = harness.submit([2, 2, 2], 8, eos=frozenset([tokens[4]]))
+    harness.run()
+    harness.expect(stopped, 5)
+    expect_equal("requests thrown out", harness.scheduler.stats().num_retractions, 0)
+
+
+@contract("A cache may be flushed as soon as the last request has ended or was aborted.", PAGES)
+def flush_when_idle(impl: type[Scheduler], case: Page) -> None:
+    harness = harness_for(impl, page_size=case.page_size)
+    tokens = expected_tokens(PROMPT, 8, VOCAB_SIZE)
+    for num_steps in range(1, 6):
+        rid = harness.submit(PROMPT, 8, eos=frozenset([tokens[3]]))
+        for _ in range(num_steps):
+            harness.step()
+        harness.scheduler.abort(rid)
+        expect_true("flush_cache()", harness.scheduler.flush_cache())
+        expect_equal("free slots", harness.allocator.available_size(), harness.allocator.size)
+        again = harness.submit(PROMPT, 8)
+        harness.run()
+        harness.expect(again, 8)
+        expect_true("flush_cache()", harness.scheduler.flush_cache())
+
+
+def _raise(*args: Any) -> Any:
+    raise RuntimeError("the sampler failed, as it was told to")
