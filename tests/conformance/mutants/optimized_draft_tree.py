@@ -22,7 +22,7 @@ def changed(kernel: str, before: str, after: str, name: str) -> Any:
     source = (OPTIMIZED / "kernels" / f"{kernel}.py").read_text("utf-8")
     assert source.count(before) == 1, f"{source.count(before)} times: {before!r}"
     mutated = _load(f"{name}_{kernel}", source.replace(before, after))
-    module = _load(f"{name}_ops", (OPTIMIZED / "draft_tree.py").read_text("utf-8"))
+    module = _load(f"{name}_ops", (OPTIMIZED / "speculative" / "draft_tree.py").read_text("utf-8"))
     for function, value in vars(mutated).items():
         if function in vars(module) and callable(value):
             setattr(module, function, value)

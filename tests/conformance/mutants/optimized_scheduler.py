@@ -12,20 +12,22 @@ from tests.conformance.mutants.mutant import mutant_of
 
 FOLDER = Path(optimized.scheduler.__file__).parent
 FILES = (
-    *("cached_prompt", "future_map", "future_runs", "streams", "schedule_batch", "pipeline"),
-    *("speculative_round", "speculative", "scheduler"),
+    *("overlap.cached_prompt", "overlap.future_map", "overlap.future_runs", "overlap.streams"),
+    *("schedule_batch", "overlap.pipeline", "speculative.round", "speculative.speculator", "scheduler"),
 )
 """In the order in which they import each other"""
 
 
 def changed(file: str, before: str, after: str) -> Any:
-    """The Scheduler of sources in one of which `before`, which is there once, became `after`."""
+    """The Scheduler of sources in one of which (`file`: the last part of its name) `before`, which is there
+    once, became `after`."""
+    assert file in [name.rpartition(".")[2] for name in FILES]
     names = [f"optimized.{name}" for name in FILES]
     originals = {name: sys.modules[name] for name in names}
     try:
         for name, module_name in zip(FILES, names):
-            source = (FOLDER / f"{name}.py").read_text("utf-8")
-            if name == file:
+            source = (FOLDER / f"{name.replace('.', '/')}.py").read_text("utf-8")
+            if name.rpartition(".")[2] == file:
                 assert source.count(before) == 1, f"{source.count(before)} times: {before!r}"
                 source = source.replace(before, after)
             module = sys.modules[module_name] = ModuleType(module_name)

@@ -29,7 +29,7 @@ def asking_grammars(impl: type[Speculator]) -> Mutant:
 
 @ahead
 class BeginsWhereTheHostKnows(
-    changed("speculative_round", "seq_lens=starts.kv_lens + num_new", "seq_lens=starts.kv_lens")
+    changed("round", "seq_lens=starts.kv_lens + num_new", "seq_lens=starts.kv_lens")
 ):
     """The KV of the round in flight does not count."""
 
@@ -37,7 +37,7 @@ class BeginsWhereTheHostKnows(
 @ahead
 class WritesWhereTheRoundBeforeDid(
     changed(
-        "speculative_round",
+        "round",
         "columns = num_new[:, None] + self.numbers",
         "columns = 0 * num_new[:, None] + self.numbers",
     )
@@ -48,7 +48,7 @@ class WritesWhereTheRoundBeforeDid(
 @ahead
 class EveryBatchAddsKV(
     changed(
-        "speculative_round",
+        "round",
         "torch.minimum(starts.is_round * run_lens,",
         "torch.minimum((starts.places > 0) * run_lens,",
     )
@@ -59,7 +59,7 @@ class EveryBatchAddsKV(
 @ahead
 class NobodyEndsByLength(
     changed(
-        "speculative_round",
+        "round",
         "torch.minimum(starts.is_round * run_lens, starts.last_starts - starts.kv_lens)",
         "starts.is_round * run_lens",
     )
@@ -70,7 +70,7 @@ class NobodyEndsByLength(
 @ahead
 class RootsThatTheHostKnows(
     changed(
-        "speculative_round",
+        "round",
         "torch.where(starts.places > 0, newest,",
         "torch.where(starts.places < 0, newest,",
     )
@@ -80,14 +80,14 @@ class RootsThatTheHostKnows(
 
 @ahead
 class BoundOfAPlainStep(
-    changed("speculative", "req.kv_committed_len + self.max_kept", "req.kv_committed_len + 1")
+    changed("speculator", "req.kv_committed_len + self.max_kept", "req.kv_committed_len + 1")
 ):
     """Slots are allocated as if a round gave one token."""
 
 
 @ahead
 class SlotsForTheTreeOnly(
-    changed("speculative", "return self._bound(req) + self.num_slots", "return self._bound(req) + 1")
+    changed("speculator", "return self._bound(req) + self.num_slots", "return self._bound(req) + 1")
 ):
     """A round has one slot to draft in."""
 
@@ -96,21 +96,17 @@ class SlotsForTheTreeOnly(
 
 
 @ahead
-class CountsMissTheRun(changed("speculative_round", "        count_runs(info, runs)\n", "")):
+class CountsMissTheRun(changed("round", "        count_runs(info, runs)\n", "")):
     """Penalties do not know the tokens of the round in flight."""
 
 
 @ahead
-class CountsOneTokenOfTheRun(
-    changed("speculative_round", "count_runs(info, runs)", "count_runs(info, runs[:, :1])")
-):
+class CountsOneTokenOfTheRun(changed("round", "count_runs(info, runs)", "count_runs(info, runs[:, :1])")):
     """Penalties know the first token of the round in flight."""
 
 
 @ahead
-class BansMissTheRun(
-    changed("speculative_round", "num_left=bans.num_left - run_lens", "num_left=bans.num_left")
-):
+class BansMissTheRun(changed("round", "num_left=bans.num_left - run_lens", "num_left=bans.num_left")):
     """Stop tokens are banned for as many tokens more as are in flight."""
 
 
@@ -133,7 +129,7 @@ class StoresNoLengths(
 
 @ahead
 class AcceptedKVStaysWhereItIs(
-    changed("speculative_round", "if launched.shape.top_k > 1:", "if launched.shape.top_k > 100:")
+    changed("round", "if launched.shape.top_k > 1:", "if launched.shape.top_k > 100:")
 ):
     """Nodes of a tree are not moved behind the root."""
 
@@ -141,7 +137,7 @@ class AcceptedKVStaysWhereItIs(
 @ahead
 class PaddingOverwritesWithTheRoot(
     changed(
-        "speculative_round",
+        "round",
         "        sources = torch.where(is_behind, targets, sources)\n",
         "        targets = torch.where(is_behind, targets.roll(1, 1), targets)\n",
     )
@@ -150,14 +146,14 @@ class PaddingOverwritesWithTheRoot(
 
 
 @ahead
-class TellsOfPadding(changed("speculative_round", "num_kept=num_kept),", "num_kept=None),")):
+class TellsOfPadding(changed("round", "num_kept=num_kept),", "num_kept=None),")):
     """The drafter takes padding for accepted tokens."""
 
 
 @ahead
 class TellsHiddenStatesOfTheFirstNodes(
     changed(
-        "speculative_round",
+        "round",
         "hidden_states[rows],",
         "hidden_states[(first[:, None] + positions * 0 + torch.arange(width)).flatten()],",
     )
@@ -167,15 +163,13 @@ class TellsHiddenStatesOfTheFirstNodes(
 
 @ahead
 class LooksAtTheTreeTooLate(
-    changed("speculative_round", "depths[:, None]], dim=1)", "tree.depths.amax(dim=1)[:, None]], dim=1)")
+    changed("round", "depths[:, None]], dim=1)", "tree.depths.amax(dim=1)[:, None]], dim=1)")
 ):
     """The depth of a tree is read when the drafter has it back."""
 
 
 @ahead
-class CommitsOneToken(
-    changed("speculative", "req.kv_committed_len += num_kept", "req.kv_committed_len += 1")
-):
+class CommitsOneToken(changed("speculator", "req.kv_committed_len += num_kept", "req.kv_committed_len += 1")):
     """The host counts one token of a round."""
 
 
@@ -189,7 +183,7 @@ class KeepsWhatIsBehindTheEnd(
 @ahead
 class ForgetsItsSurplus(
     changed(
-        "speculative",
+        "speculator",
         "            req.kv_committed_len += num_kept\n",
         """            req.kv_committed_len += num_kept
             req.kv_allocated_len = req.kv_committed_len
@@ -202,7 +196,7 @@ class ForgetsItsSurplus(
 @ahead
 class FreesUnderARound(
     changed(
-        "speculative",
+        "speculator",
         "            req.kv_committed_len += num_kept\n",
         """            req.kv_committed_len += num_kept
             start, end = _ceil(req.kv_committed_len, self.parts.allocator.page_size), req.kv_allocated_len
@@ -219,14 +213,14 @@ class FreesUnderARound(
 
 
 @ahead
-class GrammarsRunAhead(changed("speculative", "all(req.grammar is None for req in running)", "True")):
+class GrammarsRunAhead(changed("speculator", "all(req.grammar is None for req in running)", "True")):
     """A grammar is asked about a text without the round in flight."""
 
 
 @ahead
 class EverybodyRunsAhead(
     changed(
-        "speculative_round",
+        "round",
         "self.drafter.runs_ahead and parts.model_runner.accepts_seq_len_upper_bounds",
         "True",
     )

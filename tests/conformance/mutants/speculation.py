@@ -14,7 +14,7 @@ from reference.speculative.speculator import Speculator
 from shared.types import ForwardBatch, LogitsOutput, Req, SampleOutput, ScheduleBatch, TokenLogprob
 from tests.conformance.mutants.mutant import Mutant
 
-SHAPES, LIMITS = ("scheduler_speculation",), ("scheduler.speculation_limits",)
+SHAPES, LIMITS = ("scheduler.speculation",), ("scheduler.speculation_limits",)
 
 
 def speculating(impl: type[Speculator]) -> Mutant:
