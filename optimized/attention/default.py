@@ -1,7 +1,7 @@
 """The backends that are taken when none is named, by what was measured on each architecture.
 
 Differs from reference: a choice, not a computation. Assumes that what was fastest where it was measured
-(docs/measurements/attention.md) is fastest on other GPUs of the architecture. Decides by the pool's dtype and
+(docs/lab/attention.md) is fastest on other GPUs of the architecture. Decides by the pool's dtype and
 head_dim, and batch by batch by the number of tokens a request, nothing else. Loses where a workload is unlike
 those that were measured: then name a backend.
 """

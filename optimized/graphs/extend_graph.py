@@ -32,7 +32,7 @@ from shared.types.attention import AttentionLayer, BatchAttention
 
 MAX_LAYER_FLOPS = 260e9
 """Of the products of one layer. Beyond, a GPU computes a layer for longer than its kernels take to launch
-(measured on an H200: docs/measurements/prefill.md)."""
+(measured on an H200: docs/lab/prefill.md)."""
 MAX_MIXED_TOKENS = 1024
 """Where steps are mixed, up to so many are captured whatever they take: chunks are small then."""
 

@@ -6,7 +6,7 @@ own choice:
 
 Thousands are timed roughly, a dozen of them again, in turns with the library's own choice, as steps have
 them: behind other kernels, and for so long that the clock is what the GPU's power limit leaves. What is
-fastest by itself and for a moment need not be the fastest there (docs/measurements/products.md). Results go
+fastest by itself and for a moment need not be the fastest there (docs/lab/gemm.md). Results go
 to optimized/kernels/product_configs/<GPU>.json, beside those of other products; those of another version of
 the library are dropped.
 """

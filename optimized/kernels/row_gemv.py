@@ -148,7 +148,7 @@ def row_gemv(
 def plan(out: int, size: int) -> tuple[int, int, int]:
     """(warps a program, rows a block, programs a multiprocessor or 0 for a program a block).
 
-    Measured on an H200 in whole steps (docs/measurements/decode-batch-1.md)."""
+    Measured on an H200 in whole steps (docs/lab/decode-batch-1.md)."""
     if INTERPRETED:
         return 4, 64, 2
     if size != 4096 or out < size:

@@ -200,7 +200,7 @@ def plan(
 ) -> tuple[int, int, int, int]:
     """(warps a program, rows of outputs a warp, 512-byte steps a tile, tiles loaded ahead).
 
-    Measured on an H200 in whole steps (docs/measurements/decode-batch-1.md). Rows of up to 6 KB go to
+    Measured on an H200 in whole steps (docs/lab/decode-batch-1.md). Rows of up to 6 KB go to
     registers whole, of longer ones a tile is enough. Long rows go four to a warp where x is normed, which
     they share, and no gate doubles them, else two, or one where tiles of 4 KB fit.
     """

@@ -113,7 +113,7 @@ def max_tokens(dtype: torch.dtype) -> int:
 
 def kernel_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> str:
     """Of "gemv", "rows", "gemm", "tiled" and "cublas" the fastest for so many tokens, as measured on an H200:
-    docs/measurements/decode-batch-1.md, docs/measurements/products.md."""
+    docs/lab/decode-batch-1.md, docs/lab/gemm.md."""
     num_tokens, size = x.shape
     is_short = size <= 3072
     if num_tokens == 1 or (num_tokens <= 4 and is_short):

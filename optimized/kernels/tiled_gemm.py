@@ -150,7 +150,7 @@ def has_descriptors(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def plan(num_tokens: int, out: int, size: int, gated: bool, in_parts: bool = False) -> Plan:
-    """Measured on an H200 in whole layers and steps (docs/measurements/products.md): mostly as many stages as
+    """Measured on an H200 in whole layers and steps (docs/lab/gemm.md): mostly as many stages as
     fit a multiprocessor, which then holds one program."""
     if in_parts:
         return _plan_in_parts(num_tokens, out, size)

@@ -1,6 +1,6 @@
 """What a small KV pool costs: steps, and tokens computed again after a retraction. Counted, not timed.
 
-    python -m shared.bench.small_pools docs/measurements/small-pools.svg
+    python -m shared.bench.small_pools docs/lab/small-pools.svg
 
 Runs a scheduler on the ledger model (`shared.conformance.ledger`), whose steps need no GPU and give the same
 counts on every machine. Prints them, and writes a plot.
