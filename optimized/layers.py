@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from optimized.kernels import products, skinny_linear
+from optimized.kernels import cublas_linear, small_batch_linear
 from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store, rotate
-from optimized.kernels.rms_norm import add_parts_rms_norm, add_rms_norm, rms_norm
+from optimized.kernels.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
 from optimized.kernels.silu_and_mul import silu_and_mul
 from shared.config import RopeConfig
 from shared.interfaces import layers as interface
@@ -38,19 +38,23 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if use_gemv(x):
-            return skinny_linear.linear(x, self.weight, self.bias)
-        return products.linear(x, self.weight, self.bias)
+            return small_batch_linear.linear(x, self.weight, self.bias)
+        return cublas_linear.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + forward(x), rounded once where a kernel of ours adds. May be written over residual."""
         if use_gemv(x):
-            return skinny_linear.linear_add(x, self.weight, residual, self.bias)
-        return products.linear_add(x, self.weight, residual, self.bias)
+            return small_batch_linear.linear_add(x, self.weight, residual, self.bias)
+        return cublas_linear.linear_add(x, self.weight, residual, self.bias)
 
     def add_later(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(add_to(residual, x), None), or where that is faster (forward(x) in parts, residual): float32
         [parts, num_tokens, out_features], for `add_and_norm` to add."""
-        parts = skinny_linear.linear_parts(x, self.weight) if use_gemv(x) and self.bias is None else None
+        parts = (
+            small_batch_linear.linear_partial_sums(x, self.weight)
+            if use_gemv(x) and self.bias is None
+            else None
+        )
         return (self.add_to(residual, x), None) if parts is None else (parts, residual)
 
 
@@ -65,7 +69,7 @@ class RMSNorm(interface.RMSNorm):
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x may be in parts, float32 [parts, num_tokens, hidden_size]: they are added up as well."""
-        add = add_rms_norm if x.dim() == residual.dim() else add_parts_rms_norm
+        add = add_rms_norm if x.dim() == residual.dim() else add_partial_sums_rms_norm
         return add(x, residual, self.weight, self.eps)
 
 
@@ -136,7 +140,7 @@ class MergedLinear(interface.MergedLinear, Linear):
     def forward(self, x: torch.Tensor, norm: interface.RMSNorm | None = None) -> torch.Tensor:
         """The product of x, or of norm(x)."""
         if use_gemv(x) and is_builtin_layer(norm, RMSNorm):
-            return skinny_linear.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
+            return small_batch_linear.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
         return super().forward(x if norm is None else norm(x))
 
     def weight_views(self) -> dict[str, torch.Tensor]:
@@ -173,9 +177,9 @@ class MLP(nn.Module):
         """silu(gate) * up of x, or of norm(x): what down_proj takes."""
         is_plain = self.gate_up_proj.bias is None and is_builtin_layer(self.act_fn, SiluAndMul)
         if use_gemv(x) and is_plain and norm is None:
-            return skinny_linear.linear_silu(x, self.gate_up_proj.weight)
+            return small_batch_linear.linear_silu(x, self.gate_up_proj.weight)
         if use_gemv(x) and is_plain and is_builtin_layer(norm, RMSNorm):
-            return skinny_linear.norm_linear_silu(x, norm.weight, norm.eps, self.gate_up_proj.weight)
+            return small_batch_linear.norm_linear_silu(x, norm.weight, norm.eps, self.gate_up_proj.weight)
         return self.act_fn(self.gate_up_proj(x, norm))
 
 
@@ -194,7 +198,7 @@ def add_and_norm(
 
 def use_gemv(x: torch.Tensor) -> bool:
     """Whether another kernel than cuBLAS's may be the fastest for the products of x."""
-    return 0 < x.shape[0] <= skinny_linear.max_tokens(x.dtype)
+    return 0 < x.shape[0] <= small_batch_linear.max_tokens(x.dtype)
 
 
 def is_builtin_layer(module: nn.Module | None, layer: type[nn.Module]) -> bool:
@@ -206,5 +210,5 @@ def is_builtin_layer(module: nn.Module | None, layer: type[nn.Module]) -> bool:
 def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weightᵀ in float32, not rounded to the type of x on the way where the library can."""
     if use_gemv(x):
-        return skinny_linear.linear(x, weight, out_dtype=torch.float32)
-    return products.linear(x, weight, out_dtype=torch.float32)
+        return small_batch_linear.linear(x, weight, out_dtype=torch.float32)
+    return cublas_linear.linear(x, weight, out_dtype=torch.float32)

@@ -13,8 +13,8 @@ from torch import nn
 
 from optimized.kernels.moe_align import align
 from optimized.kernels.moe_combine import combine
-from optimized.kernels.moe_gemm import down_product, up_product
-from optimized.kernels.moe_gemv import experts_of_few
+from optimized.kernels.moe_gemm import down_gemm, up_gemm
+from optimized.kernels.moe_gemv import gemv_experts
 from optimized.kernels.moe_tiles import GemvTile, Shape, plan
 from optimized.kernels.moe_topk import route
 from optimized.layers import MLP, Linear
@@ -52,10 +52,10 @@ class FusedExperts(interface.FusedExperts):
         shape = Shape(num_experts, ids.shape[1], hidden_size, intermediate_size)
         up, down = plan(shape, x.shape[0], x.dtype, x.device)
         if isinstance(up, GemvTile):
-            return experts_of_few(x, weights, ids, self.w13, self.w2, (up, down))
+            return gemv_experts(x, weights, ids, self.w13, self.w2, (up, down))
         blocks = align(ids, num_experts, up.block_m)
-        act = up_product(x, self.w13, blocks, ids.shape[1], up)
-        return combine(down_product(act, self.w2, blocks, weights, down), ids)
+        act = up_gemm(x, self.w13, blocks, ids.shape[1], up)
+        return combine(down_gemm(act, self.w2, blocks, weights, down), ids)
 
 
 class MoE(interface.MoE):

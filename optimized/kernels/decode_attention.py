@@ -6,7 +6,7 @@ few short requests the floor is latency: a launch, three dependent reads (length
 
 Shape: the query heads that read one KV head are the rows of one matrix product (padded to 16), so K and V
 are read once for all of them. The grid is [num_kv_heads, programs], as many as fill the GPU once; keys are
-dealt out to them on the device (split_keys.py), so a CUDA graph can hold the launch. Programs of different
+dealt out to them on the device (split_kv.py), so a CUDA graph can hold the launch. Programs of different
 heads and the same keys are neighbours in the grid: together they read whole rows of the pool.
 """
 
@@ -18,15 +18,15 @@ import triton.language as tl
 
 from optimized.kernels.paged_softmax import accumulate, scores_of, slots_at
 from optimized.kernels.portable import pdl_options
-from optimized.kernels.split_keys import (
-    deal_tiles,
+from optimized.kernels.split_kv import (
     finish,
-    leave_part,
     merge_if_last,
-    num_split_programs,
+    num_split_ctas,
     prefetch_tile,
+    schedule_tiles,
     split_sizes,
     split_workspace,
+    store_partial,
 )
 
 
@@ -54,7 +54,7 @@ def _decode_kernel(
     if USE_PDL:
         # The kernel behind this one may read its weights meanwhile.
         tl.extra.cuda.gdc_launch_dependents()
-    run_start, run_end, run_len, first_request, first_start = deal_tiles(
+    run_start, run_end, run_len, first_request, first_start = schedule_tiles(
         seq_lens_ptr, batch_size, window, program, num_programs, BLOCK_N, BLOCK_BS, HAS_WINDOW
     )
     if run_start < run_end:
@@ -112,7 +112,7 @@ def _decode_kernel(
                         GROUP, HEAD_DIM, HAS_SINKS,
                     )  # fmt: skip
                 else:
-                    leave_part(
+                    store_partial(
                         workspace_ptr, acc, largest, sums, head, num_kv_heads, program, num_programs,
                         tiles_start <= run_start, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
                     )  # fmt: skip
@@ -136,7 +136,7 @@ def _decode_kernel(
         tiles_end = tiles_start + tl.cdiv(seq_len, BLOCK_N) - first_key // BLOCK_N
         if tiles_end > run_end:
             sums = tl.sum(total, 1)
-            leave_part(
+            store_partial(
                 workspace_ptr, acc, largest, sums, head, num_kv_heads, program, num_programs,
                 tiles_start <= run_start, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
             )  # fmt: skip
@@ -194,7 +194,7 @@ def decode_attention(
     sizes = split_sizes(num_qo_heads // num_kv_heads, head_dim)
     block_n, programs_per_sm, num_stages = _tile(sizes["BLOCK_D"] * k_buffer.element_size())
     max_tiles = batch_size * triton.cdiv(req_to_token.shape[1], block_n)
-    num_programs = num_split_programs(q.device, num_kv_heads, programs_per_sm, max_tiles)
+    num_programs = num_split_ctas(q.device, num_kv_heads, programs_per_sm, max_tiles)
     _decode_kernel[(num_kv_heads, num_programs)](
         q, k_buffer, v_buffer, out, q if sinks is None else sinks,
         req_to_token, req_pool_indices, seq_lens,

@@ -202,7 +202,7 @@ def _down_kernel(
         )  # fmt: skip
 
 
-def up_product(x: torch.Tensor, w13: torch.Tensor, blocks: Blocks, top_k: int, tile: Tile) -> torch.Tensor:
+def up_gemm(x: torch.Tensor, w13: torch.Tensor, blocks: Blocks, top_k: int, tile: Tile) -> torch.Tensor:
     """x [num_tokens, hidden] -> silu(gate) * up of each row of `blocks`, [max rows, inter]."""
     hidden, inter = w13.shape[2], w13.shape[1] // 2
     max_blocks = blocks.experts.numel()
@@ -216,7 +216,7 @@ def up_product(x: torch.Tensor, w13: torch.Tensor, blocks: Blocks, top_k: int, t
     return act
 
 
-def down_product(
+def down_gemm(
     act: torch.Tensor, w2: torch.Tensor, blocks: Blocks, topk_weights: torch.Tensor, tile: Tile
 ) -> torch.Tensor:
     """The weighted result of each pair, [num_tokens, k, hidden]; that of nobody's pairs is undefined."""

@@ -4,7 +4,7 @@ Floor: the weights of the chosen experts, read once: 6 * inter * hidden bytes a 
 Qwen3-30B-A3B: 8 * 9.4 MB, 17.6 us at 4.3 TB/s. A token more reads as much again, but for experts that
 several chose, so from some number of tokens on the blocks of moe_gemm.py are faster.
 
-Shape: as in skinny_gemv.py, a warp computes whole rows, from tiles [32 lanes, WARPS, STEPS, VECTOR] that lie
+Shape: as in warp_gemv.py, a warp computes whole rows, from tiles [32 lanes, WARPS, STEPS, VECTOR] that lie
 in registers without shared memory. _up takes GROUPS rows of gate and the same of up for one pair. _down takes
 GROUPS rows of the result for one token and goes through all its choices: their weighted sum is made in
 registers, in float32, in a fixed order.
@@ -160,7 +160,7 @@ def _down_kernel(
         tl.store(y_ptr + token.to(tl.int64) * HIDDEN + rows, y, mask=rows < HIDDEN)
 
 
-def experts_of_few(
+def gemv_experts(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,

@@ -124,14 +124,14 @@ def gemv_tiles(size: int, num_rows: int) -> Iterator[GemvTile]:
 def time_up(layers: Layers, tile: Tile) -> float:
     top_k = layers.shape.top_k
     blocks = [align(ids, layers.shape.num_experts, tile.block_m) for ids in layers.ids]
-    return graph_time(lambda i: moe_gemm.up_product(layers.x, layers.w13[i], blocks[i], top_k, tile))
+    return graph_time(lambda i: moe_gemm.up_gemm(layers.x, layers.w13[i], blocks[i], top_k, tile))
 
 
 def time_down(layers: Layers, tile: Tile) -> float:
     blocks = [align(ids, layers.shape.num_experts, tile.block_m) for ids in layers.ids]
     num_rows, inter = blocks[0].pairs.numel(), layers.shape.intermediate_size
     act = torch.randn(num_rows, inter, device="cuda").to(layers.x.dtype)
-    return graph_time(lambda i: moe_gemm.down_product(act, layers.w2[i], blocks[i], layers.weights[i], tile))
+    return graph_time(lambda i: moe_gemm.down_gemm(act, layers.w2[i], blocks[i], layers.weights[i], tile))
 
 
 def time_plan(layers: Layers, plan: Plan) -> float:
@@ -140,10 +140,10 @@ def time_plan(layers: Layers, plan: Plan) -> float:
     def run(i: int) -> torch.Tensor:
         ids, weights = layers.ids[i], layers.weights[i]
         if isinstance(plan.up, GemvTile):
-            return moe_gemv.experts_of_few(layers.x, weights, ids, layers.w13[i], layers.w2[i], plan)
+            return moe_gemv.gemv_experts(layers.x, weights, ids, layers.w13[i], layers.w2[i], plan)
         blocks = align(ids, layers.shape.num_experts, plan.up.block_m)
-        act = moe_gemm.up_product(layers.x, layers.w13[i], blocks, layers.shape.top_k, plan.up)
-        return combine(moe_gemm.down_product(act, layers.w2[i], blocks, weights, plan.down), ids)
+        act = moe_gemm.up_gemm(layers.x, layers.w13[i], blocks, layers.shape.top_k, plan.up)
+        return combine(moe_gemm.down_gemm(act, layers.w2[i], blocks, weights, plan.down), ids)
 
     return graph_time(run)
 
@@ -201,13 +201,13 @@ def compile_tiles(shape: Shape, tiles: list[tuple[str, Any]]) -> None:
             if isinstance(tile, GemvTile):
                 other = next(gemv_tiles(inter if kind == "up" else hidden, top_k if kind == "up" else 1))
                 plan = (tile, other) if kind == "up" else (other, tile)
-                moe_gemv.experts_of_few(x, weights, ids, w13, w2, plan)
+                moe_gemv.gemv_experts(x, weights, ids, w13, w2, plan)
             elif kind == "up":
-                moe_gemm.up_product(x, w13, align(ids, 1, tile.block_m), top_k, tile)
+                moe_gemm.up_gemm(x, w13, align(ids, 1, tile.block_m), top_k, tile)
             else:
                 blocks = align(ids, 1, tile.block_m)
                 act = torch.zeros(blocks.pairs.numel(), inter, dtype=torch.bfloat16, device="cuda")
-                moe_gemm.down_product(act, w2, blocks, weights, tile)
+                moe_gemm.down_gemm(act, w2, blocks, weights, tile)
         except Exception:
             continue  # is named when it is timed
 

@@ -1,8 +1,8 @@
 """RMSNorm of rows, alone or after adding a residual: one launch, one pass, the row stays in registers.
 
-Floor: bytes over the memory's bandwidth. rms_norm reads and writes each row once, 2 * n * size * itemsize;
-add_rms_norm reads two rows and writes two, twice as much, add_parts_rms_norm a row in float32 for each part.
-For few tokens the floor is one launch.
+Roofline bound: bytes over the memory bandwidth. rms_norm reads and writes each row once, 2 * n * size *
+itemsize. add_rms_norm reads two rows and writes two, twice as much. add_partial_sums_rms_norm reads one more
+float32 row for each partial sum. For few tokens the bound is one launch.
 
 Shape: a program takes whole rows, so that the sum of squares needs no second pass and no other program. A
 long row is a program of its own; of short ones (the heads of q and k) it takes several.
@@ -70,7 +70,7 @@ def add_rms_norm(
     return rows.view(x.shape), residual_rows.view(x.shape)
 
 
-def add_parts_rms_norm(
+def add_partial_sums_rms_norm(
     parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """add_rms_norm of parts.sum(0), float32 [parts, n, size], rounded once. residual [n, size] is

@@ -165,7 +165,7 @@ def plan(num_tokens: int, out: int, size: int, gated: bool, in_parts: bool = Fal
     return Plan(64, 64, 128, 7)
 
 
-# --8<-- [start:plan-in-parts]
+# --8<-- [start:plan-split-k]
 def _plan_in_parts(num_tokens: int, out: int, size: int) -> Plan:
     """About as many programs as multiprocessors: by outputs as far as tiles are not too small, then by parts
     of 512 columns and more. x is read once for each program of a part."""
@@ -177,7 +177,7 @@ def _plan_in_parts(num_tokens: int, out: int, size: int) -> Plan:
     return Plan(tokens, rows, 256, 4 if rows == 32 or out <= 1024 else 3, max(parts, 1))
 
 
-# --8<-- [end:plan-in-parts]
+# --8<-- [end:plan-split-k]
 
 
 def num_parts(num_tokens: int, out: int, size: int) -> int:

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from optimized.kernels.paged_softmax import LOG2_E, accumulate, scores_of, slots_at
 from optimized.kernels.portable import INTERPRETED, rounded
-from optimized.kernels.split_keys import num_split_programs
+from optimized.kernels.split_kv import num_split_ctas
 
 MAX_PARTS = 32
 """A merging program loads all parts of its row at once."""
@@ -199,7 +199,7 @@ def tree_attention(
     tile = _tile(max(16, triton.next_power_of_2(num_queries * group)), block_d, q.dtype == torch.float32)
     num_tiles = num_kv_heads * triton.cdiv(num_queries * group, tile["BLOCK_M"])
     max_parts = min(MAX_PARTS, triton.cdiv(req_to_token.shape[1], tile["BLOCK_N"]))
-    num_parts = num_split_programs(q.device, num_tiles * batch_size, 2, max_parts)
+    num_parts = num_split_ctas(q.device, num_tiles * batch_size, 2, max_parts)
     is_whole = num_parts == 1
     parts, maxima, sums = out, out, out
     if not is_whole:

@@ -202,8 +202,8 @@ def _products() -> list[Check]:
 
     if not (registry.has_optimized() and torch.cuda.is_available()):
         return [Check("products", "algorithms", "absent", "needs a CUDA GPU")]
-    is_measured, found = registry.load("layers", "optimized").products.describe(torch.device("cuda", 0))
-    remedy = "" if is_measured else "python -m optimized.kernels.product_tune --help"
+    is_measured, found = registry.load("layers", "optimized").cublas_linear.describe(torch.device("cuda", 0))
+    remedy = "" if is_measured else "python -m optimized.kernels.gemm_tune --help"
     return [Check("products", "algorithms", "ok" if is_measured else "absent", found, remedy)]
 
 

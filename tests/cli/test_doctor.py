@@ -109,7 +109,7 @@ def test_whether_measured_algorithms_are_used(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         (check,) = doctor._products()
         assert (check.state, check.found) == ("ok" if is_measured else "absent", found)
-        assert ("product_tune" in check.remedy) != is_measured
+        assert ("gemm_tune" in check.remedy) != is_measured
 
 
 def test_table_and_json_say_the_same(diptych: Diptych, monkeypatch: pytest.MonkeyPatch) -> None:

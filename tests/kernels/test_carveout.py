@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.kernels import carveout, row_gemv, skinny_gemv
+from optimized.kernels import carveout, cta_gemv, warp_gemv
 from shared.conformance.device import check_device
 
 
@@ -65,10 +65,10 @@ def test_elsewhere_nobody_is_asked(driver: Driver, monkeypatch: pytest.MonkeyPat
     assert driver.asked == []
 
 
-@pytest.mark.parametrize("kernel", [skinny_gemv.gemv, row_gemv.row_gemv], ids=["gemv", "rows"])
+@pytest.mark.parametrize("kernel", [warp_gemv.warp_gemv, cta_gemv.cta_gemv], ids=["warp_gemv", "cta_gemv"])
 def test_gemvs_ask(kernel: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[object] = []
-    for module in (skinny_gemv, row_gemv):
+    for module in (warp_gemv, cta_gemv):
         monkeypatch.setattr(module, "prefer_l1", launches.append)
     x, weight = (torch.ones(n, 64, device=check_device()) for n in (1, 128))
     y = torch.empty(1, 128, device=check_device())

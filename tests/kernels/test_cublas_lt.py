@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from optimized.kernels import cublas_lt, cublas_lt_api, product_search
+from optimized.kernels import cublas_lt, cublas_lt_api, gemm_search
 from optimized.kernels.cublas_lt import Config, Library, Problem, Product
 from optimized.kernels.cublas_lt_api import Algorithm, Candidate, CublasLtError, Functions
 from shared.conformance.compare import expect_close
 from shared.conformance.inputs import HALF_TYPES, Inputs, type_name
 from shared.conformance.poison import poisoned
 from tests.kernels.fake_cublas_lt import PROPOSED, STREAM, FakeCublasLt
-from tests.kernels.test_skinny_linear import close
+from tests.kernels.test_small_batch_linear import close
 
 CONFIG = Config(66, 15, 2, 2, 1, 3, 35, 0, 5)
 SHAPE = (5, 24, 40)  # tokens, out, in
@@ -68,7 +68,7 @@ def test_a_product_of_matrices_stored_by_rows(
 
 def test_an_algorithm_is_rebuilt_from_its_numbers(fake: FakeCublasLt) -> None:
     library, problem = library_of(fake), Problem(*SHAPE, torch.float16, torch.float16)
-    assert product_search.config_of(library, library.algorithm(problem, CONFIG)) == CONFIG
+    assert gemm_search.config_of(library, library.algorithm(problem, CONFIG)) == CONFIG
     assert library.functions.version() == "13.1.2"
 
 
@@ -86,7 +86,7 @@ def test_descriptions_live_as_long_as_their_product(fake: FakeCublasLt) -> None:
     fake.refused = (PROPOSED[0],)
     product = library.prepare(problem, CONFIG)
     assert library.prepare(problem, PROPOSED[0]) is None
-    product_search.proposals(library, problem)
+    gemm_search.proposals(library, problem)
     assert fake.num_objects() == 4
     del product
     assert fake.num_objects() == 0
@@ -152,13 +152,13 @@ def test_the_search_goes_from_proposals_to_what_is_near_the_best(fake: FakeCubla
     def facts(config: Config) -> tuple[int, ...]:
         return config.tile_id, config.splitk_num, config.custom_option, config.cluster_shape_id
 
-    times = product_search.search(library, problem, None, measure)
-    (best,) = product_search.best(times, 1)
+    times = gemm_search.search(library, problem, None, measure)
+    (best,) = gemm_search.best(times, 1)
     assert facts(best) == (3, 2, 2, 6)
     assert asked[0] == PROPOSED[0]
     assert len(asked) == len(set(asked))
     assert all(config.sums_in_float32 for config in asked)
     asked.clear()
-    product_search.search(library, problem, [CONFIG], measure)
+    gemm_search.search(library, problem, [CONFIG], measure)
     assert asked[:2] == [PROPOSED[0], CONFIG]
     assert {config.tile_id for config in asked} == {PROPOSED[0].tile_id, CONFIG.tile_id}

@@ -50,13 +50,13 @@ def test_any_number_of_programs(
     num_programs: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From one that does everything to one for each tile, with and without requests in several runs."""
-    monkeypatch.setattr("optimized.kernels.decode_attention.num_split_programs", lambda *_: num_programs)
+    monkeypatch.setattr("optimized.kernels.decode_attention.num_split_ctas", lambda *_: num_programs)
     batch = AttentionBatch(decode_case(LENGTHS, **options))
     batch.expect(batch.run(TritonAttention))
 
 
 def test_more_parts_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optimized.kernels.decode_attention.num_split_programs", lambda *_: 100)
+    monkeypatch.setattr("optimized.kernels.decode_attention.num_split_ctas", lambda *_: 100)
     batch = AttentionBatch(decode_case((1300, 700), num_kv_heads=4, sinks=(1.0,)))
     batch.expect(batch.run(TritonAttention))
 

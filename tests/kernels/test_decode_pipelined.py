@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from optimized.kernels.decode_attention import _decode_kernel, _tile
-from optimized.kernels.split_keys import split_sizes
+from optimized.kernels.split_kv import split_sizes
 
 for batch_size, head_dim, options in (few, many, few_extras, many_extras, heads_of_64):
     block_n, programs, num_stages = _tile(2 * head_dim)

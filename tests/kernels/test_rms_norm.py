@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from optimized.kernels.rms_norm import add_parts_rms_norm, add_rms_norm, rms_norm
+from optimized.kernels.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
 from shared.conformance.compare import expect_close, expect_equal
 from shared.conformance.device import check_device
 from shared.conformance.inputs import FLOAT_TYPES, Inputs
@@ -44,7 +44,7 @@ def test_parts_are_added_up_and_rounded_once(
     residual = amid_poison(inputs.normal(*shape, dtype=dtype))
     weight = inputs.normal(shape[1], dtype=dtype)
     total = parts.double().sum(0) + residual.double()
-    normed, stream = run_poisoned(add_parts_rms_norm, parts, residual, weight, EPS)
+    normed, stream = run_poisoned(add_partial_sums_rms_norm, parts, residual, weight, EPS)
     assert stream.data_ptr() == residual.data_ptr()
     expect_close("sum", stream, total, tolerance("elementwise", dtype))
     expect_close("norm of the sum", normed, exact(stream, weight), tolerance("norm", dtype))
@@ -52,7 +52,7 @@ def test_parts_are_added_up_and_rounded_once(
     ulp = torch.finfo(dtype).eps
     small = torch.full((4, *shape), ulp / 2, device=parts.device)
     one = torch.ones(shape, dtype=dtype, device=parts.device)
-    _, stream = add_parts_rms_norm(small, one, weight, EPS)
+    _, stream = add_partial_sums_rms_norm(small, one, weight, EPS)
     expect_equal("small parts", stream, torch.full_like(one, 1 + 2 * ulp))
 
 

@@ -11,7 +11,7 @@ import torch
 
 import optimized.layers
 import reference.layers
-from optimized.kernels import skinny_linear
+from optimized.kernels import small_batch_linear
 from optimized.layers import MLP, Linear, MergedLinear
 from optimized.models import MODELS, model_class
 from reference.moe import MoE
@@ -29,10 +29,17 @@ from shared.loading.weight_names import expected_shapes
 from shared.loading.weights import dummy_weights, named_targets
 from tests.conformance.mutants.mutant import module_with
 
-KERNELS = ("qk_norm_rope_store", "rotate", "rms_norm", "add_rms_norm", "add_parts_rms_norm", "silu_and_mul")
+KERNELS = (
+    "qk_norm_rope_store",
+    "rotate",
+    "rms_norm",
+    "add_rms_norm",
+    "add_partial_sums_rms_norm",
+    "silu_and_mul",
+)
 SKINNY = ("linear", "norm_linear", "norm_linear_silu", "linear_add")
 FEW, MANY = 2, 52
-assert FEW <= skinny_linear.max_tokens(torch.float32) < MANY
+assert FEW <= small_batch_linear.max_tokens(torch.float32) < MANY
 
 
 def build(name: str, layers: Layers = optimized.layers, dtype: torch.dtype = torch.float32) -> CausalLM:
@@ -68,7 +75,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for name in KERNELS:
         count(optimized.layers, name)
     for name in SKINNY:
-        count(optimized.layers.skinny_linear, name)
+        count(optimized.layers.small_batch_linear, name)
     return counts
 
 
@@ -151,13 +158,13 @@ def test_what_products_leave_in_parts_is_added_by_the_next_norm(
 ) -> None:
     """Or before it, where it is somebody else's."""
     expected = logits(build(name, layers))
-    monkeypatch.setattr(optimized.layers.skinny_linear, "linear_parts", in_parts)
+    monkeypatch.setattr(optimized.layers.small_batch_linear, "linear_partial_sums", in_parts)
     calls.clear()
     model = build(name, layers)
     expect_close("logits", logits(model), expected, tolerance("logits", torch.float32))
     left = model.config.num_hidden_layers * (1 if name == "mixtral" else 2)
     # In two steps of three: `logits`.
-    assert calls["add_parts_rms_norm"] == (2 * left if layers is OWN else 0)
+    assert calls["add_partial_sums_rms_norm"] == (2 * left if layers is OWN else 0)
     assert calls["linear_add"] == 0
 
 
@@ -168,7 +175,7 @@ def test_hidden_states_are_whole_where_products_leave_parts(monkeypatch: pytest.
         return wanted
 
     expected = captured()
-    monkeypatch.setattr(optimized.layers.skinny_linear, "linear_parts", in_parts)
+    monkeypatch.setattr(optimized.layers.small_batch_linear, "linear_partial_sums", in_parts)
     for layer_id, hidden_states in captured().items():
         close = tolerance("moe", torch.float32)
         expect_close(f"before layer {layer_id}", hidden_states, expected[layer_id], close)
@@ -199,7 +206,7 @@ def test_layers_of_somebody_else_are_called_as_they_are(name: str, calls: Counte
 
 @pytest.mark.parametrize("num_tokens", [1, FEW, MANY])
 @pytest.mark.parametrize("bias", [False, True])
-def test_products(bias: bool, num_tokens: int) -> None:
+def test_cublas_linear(bias: bool, num_tokens: int) -> None:
     inputs = Inputs(0)
     with building(torch.float32):
         merged = MergedLinear(24, {"a": 5, "b": 7, "c": 1}, bias)

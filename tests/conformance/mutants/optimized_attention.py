@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimized.kernels.split_keys import num_split_programs
+from optimized.kernels.split_kv import num_split_ctas
 from shared.interfaces import AttentionBackend
 
 ROOT = Path(__file__).parents[3] / "optimized"
 FILES = {
     name: ROOT / "kernels" / f"{name}.py"
-    for name in ("paged_softmax", "split_keys", "decode_attention", "extend_attention", "tree_attention")
+    for name in ("paged_softmax", "split_kv", "decode_attention", "extend_attention", "tree_attention")
 } | {"triton": ROOT / "attention" / "triton.py"}
 
 
@@ -45,12 +45,12 @@ class KernelMutant:
         monkeypatch.syspath_prepend(str(folder))
         impl: type[AttentionBackend] = importlib.import_module(f"{prefix}triton").TritonAttention
         for name in ("decode_attention", "tree_attention"):
-            monkeypatch.setattr(f"{prefix}{name}.num_split_programs", _as_few_as_interpreted)
+            monkeypatch.setattr(f"{prefix}{name}.num_split_ctas", _as_few_as_interpreted)
         return impl
 
 
 def _as_few_as_interpreted(device: torch.device, *sizes: int) -> int:
-    return num_split_programs(torch.device("cpu"), *sizes)
+    return num_split_ctas(torch.device("cpu"), *sizes)
 
 
 MUTANTS = (
@@ -114,13 +114,13 @@ MUTANTS = (
     KernelMutant(
         "merge_without_weights",
         "decode",
-        "split_keys",
+        "split_kv",
         (("acc * rescale + values * factor", "acc * rescale + values"),),
     ),
     KernelMutant(
         "merge_of_the_wrong_first_part",
         "decode",
-        "split_keys",
+        "split_kv",
         (
             (
                 "2 * first_program + (tiles_start != first_program * run_len).to(tl.int32)",
@@ -204,11 +204,11 @@ MUTANTS = (
 )
 
 SPLIT_MUTANTS = (
-    KernelMutant("counter_not_reset", "", "split_keys", (("tl.store(counter_ptr, 0)", "pass"),)),
+    KernelMutant("counter_not_reset", "", "split_kv", (("tl.store(counter_ptr, 0)", "pass"),)),
     KernelMutant(
         "sink_counted_for_each_part",
         "",
-        "split_keys",
+        "split_kv",
         (
             (
                 "total * rescale + weight * factor",

@@ -59,7 +59,7 @@ def _load_again(tile, mask, IS_MASKED: tl.constexpr):
 
 
 @triton.jit
-def _gemv_kernel(
+def _warp_gemv_kernel(
     x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr,
     eps, stride_x, stride_weight, stride_residual, stride_y,
     NUM_TOKENS: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr,
@@ -162,7 +162,7 @@ def _gemv_kernel(
         tl.store(y_ptr + t * stride_y + rows, rounded(y, y_ptr.dtype.element_ty), mask=mask_rows)
 
 
-def gemv(
+def warp_gemv(
     x: torch.Tensor,
     weight: torch.Tensor,
     y: torch.Tensor,
@@ -184,7 +184,7 @@ def gemv(
     norm_weight, eps = (x, 0.0) if norm is None else norm
     vector = 16 // x.element_size()
     warps, groups, steps, ahead = plan(out, size, num_tokens, vector, norm is not None, gated)
-    launched = _gemv_kernel[(triton.cdiv(out, warps * groups),)](
+    launched = _warp_gemv_kernel[(triton.cdiv(out, warps * groups),)](
         x, norm_weight, weight, x if bias is None else bias, x if residual is None else residual, y,
         eps, x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), y.stride(0),
         NUM_TOKENS=num_tokens, OUT=out, SIZE=size,

@@ -1,8 +1,8 @@
 """Measures cuBLAS's algorithms for the products of a model on this GPU, and writes down those that beat its
 own choice:
 
-    python -m optimized.kernels.product_tune --model Qwen3-8B
-    python -m optimized.kernels.product_tune --model Qwen3-8B,Llama-3.1-8B --tokens 72,88,104 --known
+    python -m optimized.kernels.gemm_tune --model Qwen3-8B
+    python -m optimized.kernels.gemm_tune --model Qwen3-8B,Llama-3.1-8B --tokens 72,88,104 --known
 
 Thousands are timed roughly, a dozen of them again, in turns with the library's own choice, as steps have
 them: behind other kernels, and for so long that the clock is what the GPU's power limit leaves. What is
@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from tqdm.auto import tqdm
 
-from optimized.kernels import cublas_lt, products
+from optimized.kernels import cublas_linear, cublas_lt
+from optimized.kernels.cublas_linear import Shape
 from optimized.kernels.cublas_lt import Config, Library, Problem, Product
 from optimized.kernels.cublas_lt_api import CublasLtError
-from optimized.kernels.product_search import MAX_WORKSPACE, Times, best, search
-from optimized.kernels.products import Shape
+from optimized.kernels.gemm_search import MAX_WORKSPACE, Times, best, search
 from shared.config import ModelConfig
 from shared.loading.model_path import resolve_model_path
 
@@ -76,7 +76,7 @@ class Layers:
         self.x = torch.randn(num_tokens, size, dtype=DTYPE, device=pool.device)
         self.y = torch.zeros(num_tokens, out, dtype=out_dtype, device=pool.device)
         seconds = out * size * max(2 / 4e12, 2 * num_tokens / 6e14)  # about, on an H200
-        is_decode = num_tokens <= products.MAX_EXACT_TOKENS
+        is_decode = num_tokens <= cublas_linear.MAX_EXACT_TOKENS
         self.elsewhere = torch.empty(
             2, int(seconds * 1e12) if is_decode else 0, dtype=DTYPE, device=pool.device
         )
@@ -95,7 +95,7 @@ class Layers:
     def rough_times(self, configs: list[Config], batch: int = 64) -> Times:
         """Microseconds, by events around calls that wait on the device: the host is not in between."""
         times: Times = {}
-        num_calls = 3 if self.problem.num_tokens <= products.MAX_EXACT_TOKENS else 1
+        num_calls = 3 if self.problem.num_tokens <= cublas_linear.MAX_EXACT_TOKENS else 1
         for start in range(0, len(configs), batch):
             runnable = self._runnable(configs[start : start + batch])
             torch.cuda._sleep(100_000 + 20_000 * num_calls * len(runnable))
@@ -202,7 +202,7 @@ def tune(layers: Layers, known: list[Config] | None) -> tuple[float, float, Conf
     return own, times[fastest], fastest if times[fastest] <= (1 - MIN_GAIN) * own else None
 
 
-def write(gpu: str, table: products.Table) -> None:
+def write(gpu: str, table: cublas_linear.Table) -> None:
     rows = [
         f'    "{shape.name()}": {{\n'
         + ",\n".join(f'      "{size}": {json.dumps(config)}' for size, config in sorted(configs.items()))
@@ -210,9 +210,9 @@ def write(gpu: str, table: products.Table) -> None:
         for shape, configs in sorted(table.configs.items())
         if configs
     ]
-    products.FOLDER.mkdir(exist_ok=True)
+    cublas_linear.FOLDER.mkdir(exist_ok=True)
     text = f'{{\n  "cublas": "{table.version}",\n  "products": {{\n' + ",\n".join(rows) + "\n  }\n}\n"
-    products.path_of(gpu).write_text(text)
+    cublas_linear.path_of(gpu).write_text(text)
 
 
 def main() -> None:
@@ -232,16 +232,16 @@ def main() -> None:
     ]
     shapes = {shape: add for model in models for shape, add in shapes_of(model).items()}
     all_tokens = sorted(int(size) for size in args.tokens.split(","))
-    if wrong := [size for size in all_tokens if size % products.STEP or size <= 0]:
-        raise SystemExit(f"--tokens: {wrong} are no multiples of {products.STEP}")
+    if wrong := [size for size in all_tokens if size % cublas_linear.STEP or size <= 0]:
+        raise SystemExit(f"--tokens: {wrong} are no multiples of {cublas_linear.STEP}")
     device = torch.device("cuda", torch.cuda.current_device())
     library = cublas_lt.library(device)
     if library is None:
         raise SystemExit("this PyTorch has no cuBLASLt")
     gpu, version = torch.cuda.get_device_name(device), library.functions.version()
-    before = products.table(gpu)
+    before = cublas_linear.table(gpu)
     is_same = before.version == version
-    table = products.Table(
+    table = cublas_linear.Table(
         version, {shape: dict(rows) for shape, rows in before.configs.items()} if is_same else {}
     )
     pool = torch.empty(POOL_BYTES // DTYPE.itemsize, dtype=DTYPE, device=device).normal_(0, 0.02)
@@ -249,7 +249,7 @@ def main() -> None:
         (shape.problem(num_tokens, DTYPE), add)
         for shape, add in shapes.items()
         for num_tokens in all_tokens
-        if num_tokens <= products.MAX_EXACT_TOKENS
+        if num_tokens <= cublas_linear.MAX_EXACT_TOKENS
         or not shape.in_float32  # logits: of a prompt's last tokens
     ]
     for problem, add in (progress := tqdm(problems, unit="product")):
@@ -257,13 +257,13 @@ def main() -> None:
         write(gpu, table)
 
 
-def tune_one(layers: Layers, table: products.Table, known: bool, progress: tqdm[Any]) -> None:
+def tune_one(layers: Layers, table: cublas_linear.Table, known: bool, progress: tqdm[Any]) -> None:
     shape, num_tokens = Shape.of(layers.problem), layers.problem.num_tokens
     configs = table.configs.setdefault(shape, {})
     others = [config for config in dict.fromkeys(configs.values()) if config is not None]
     own, fastest, config = tune(layers, others if known else None)
     configs.pop(num_tokens, None)
-    if config is not None or num_tokens > products.MAX_EXACT_TOKENS:
+    if config is not None or num_tokens > cublas_linear.MAX_EXACT_TOKENS:
         configs[num_tokens] = config
     progress.write(
         f"{shape.name():26} {num_tokens:4} tokens {own:8.1f} us, {fastest:8.1f} {fastest / own - 1:+7.1%}"

@@ -5,7 +5,7 @@ Floor: the weights' bytes, out_features * in_features * itemsize, over the memor
 Shape: a program computes ROWS outputs of all tokens, each whole, so nothing is added up across programs.
 With so few outputs its warps share them by columns: each multiplies STEP columns of a tile, one product of
 a batch of WARPS, and their sums are added at the end. Tiles come through shared memory, a few on their way
-at any time. Before it waits for the kernel ahead (programmatic dependent launch, see skinny_gemv), a
+at any time. Before it waits for the kernel ahead (programmatic dependent launch, see warp_gemv), a
 program asks for its rows of weights in the L2 cache, which takes neither registers nor shared memory.
 """
 
@@ -23,7 +23,7 @@ WARPS, STEP, STAGES = 4, 128, 4
 
 
 @triton.jit
-def _gemm_kernel(
+def _sliced_k_gemm_kernel(
     x_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr,
     num_tokens, stride_x, stride_weight, stride_residual, stride_y,
     OUT: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
@@ -77,7 +77,7 @@ def _gemm_kernel(
     tl.store(y_ptr + tokens[None, :] * stride_y + rows, rounded(y, y_ptr.dtype.element_ty), mask=in_out)
 
 
-def gemm(
+def sliced_k_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     y: torch.Tensor,
@@ -97,7 +97,7 @@ def gemm(
     options = pdl_options(x)
     # Eighths of rows must begin at multiples of 16 bytes, and be such.
     is_aligned = size % 64 == weight.stride(0) % 8 == weight.data_ptr() % 16 == 0
-    _gemm_kernel[(triton.cdiv(out, ROWS),)](
+    _sliced_k_gemm_kernel[(triton.cdiv(out, ROWS),)](
         x, weight, x if bias is None else bias, x if residual is None else residual, y,
         num_tokens, x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), y.stride(0),
         OUT=out, SIZE=size, TOKENS=max(8, triton.next_power_of_2(num_tokens)),

@@ -19,14 +19,14 @@ import triton.language as tl
 from optimized.kernels.paged_softmax import LOG2_E, slots_at
 from optimized.kernels.portable import num_multiprocessors, rounded, where_flag
 
-INTERPRETED_PROGRAMS = 6
+INTERPRETED_CTAS = 6
 """In all, where there is no GPU to fill: enough that requests are split."""
 PARTS: tl.constexpr = tl.constexpr(8)
 """Of other programs that the last one loads at once."""
 
 
 @triton.jit
-def deal_tiles(
+def schedule_tiles(
     seq_lens_ptr, batch_size, window, program, num_programs,
     BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def deal_tiles(
         run_start = program * run_len
         run_end = tl.minimum(run_start + run_len, total)
     else:
-        # --8<-- [start:deal-tiles]
+        # --8<-- [start:schedule-tiles]
         requests = tl.arange(0, BLOCK_BS)
         in_batch = requests < batch_size
         seq_lens = tl.load(seq_lens_ptr + requests, mask=in_batch, other=0).to(tl.int32)
@@ -56,7 +56,7 @@ def deal_tiles(
         run_end = tl.minimum(run_start + run_len, total)
         first = tl.sum((ends <= run_start).to(tl.int32), 0)
         tiles_start = tl.sum(tl.where(ends <= run_start, num_tiles, 0), 0)
-        # --8<-- [end:deal-tiles]
+        # --8<-- [end:schedule-tiles]
     return run_start, run_end, run_len, first, tiles_start
 
 
@@ -140,7 +140,7 @@ def _merge(
 
 
 @triton.jit
-def leave_part(
+def store_partial(
     workspace_ptr,  # float32: outputs [2 * num_programs, num_kv_heads, GROUP, HEAD_DIM], maxima, sums
     acc, largest, total, head, num_kv_heads, program, num_programs, begins_run,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -165,7 +165,7 @@ def merge_if_last(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MERGED_G: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """After leave_part, once, of a request with the tiles [tiles_start, tiles_end)."""
+    """After store_partial, once, of a request with the tiles [tiles_start, tiles_end)."""
     first_program, last_program = tiles_start // run_len, (tiles_end - 1) // run_len
     tl.debug_barrier()  # the release below is one thread's: all others' stores come before it
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == last_program - first_program:
@@ -179,9 +179,9 @@ def merge_if_last(
         )  # fmt: skip
 
 
-def num_split_programs(device: torch.device, num_kv_heads: int, per_sm: int, max_tiles: int) -> int:
+def num_split_ctas(device: torch.device, num_kv_heads: int, per_sm: int, max_tiles: int) -> int:
     """For each KV head: together they fill the GPU once, and no more of them than there can be tiles."""
-    resident = INTERPRETED_PROGRAMS if device.type != "cuda" else per_sm * num_multiprocessors(device)
+    resident = INTERPRETED_CTAS if device.type != "cuda" else per_sm * num_multiprocessors(device)
     return max(1, min(resident // num_kv_heads, max_tiles))
 
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from optimized import layers
-from optimized.kernels import cublas_lt, product_search, products, skinny_linear
+from optimized.kernels import cublas_linear, cublas_lt, gemm_search, small_batch_linear
+from optimized.kernels.cublas_linear import STEP, Shape, Table
 from optimized.kernels.cublas_lt import Config, Problem, Product
-from optimized.kernels.products import STEP, Shape, Table
 from shared.conformance.compare import expect_close, expect_equal
 from shared.conformance.device import building
 from shared.conformance.inputs import HALF_TYPES, Inputs, type_name
 from shared.conformance.poison import poisoned, run_poisoned
 from shared.conformance.tolerance import Tolerance
-from tests.kernels.test_skinny_linear import close
+from tests.kernels.test_small_batch_linear import close
 
 CONFIG = Config(66, 15, 1, 0, 0, 1, 35, 0, 2)
 OTHER = CONFIG._replace(tile_id=18, splitk_num=2, reduction_scheme=2)
@@ -36,7 +36,7 @@ def test_an_entry_serves_those_who_have_as_many_tiles() -> None:
     table = Table("13.1.0", {shape: {64: CONFIG, 80: OTHER}, Shape(40, 24, True): {64: OTHER}})
 
     def found(num_tokens: int, shape: Shape = shape) -> Config | None:
-        return products.config_for(shape.problem(num_tokens), table)
+        return cublas_linear.config_for(shape.problem(num_tokens), table)
 
     assert [found(n) for n in (56, 57, 64, 65, 72, 73, 80, 81)] == [
         *(None, CONFIG, CONFIG, None),
@@ -51,10 +51,10 @@ def test_an_entry_serves_those_who_have_as_many_tiles() -> None:
 
 
 def test_measured_tables_can_be_read_and_serve_what_they_hold() -> None:
-    paths = sorted(products.FOLDER.glob("*.json"))
+    paths = sorted(cublas_linear.FOLDER.glob("*.json"))
     assert paths
     for path in paths:
-        table = products.table(path.stem)
+        table = cublas_linear.table(path.stem)
         assert table.version.count(".") == 2
         assert table.configs
         for shape, by_tokens in table.configs.items():
@@ -62,7 +62,7 @@ def test_measured_tables_can_be_read_and_serve_what_they_hold() -> None:
                 assert num_tokens > 0
                 assert num_tokens % STEP == 0
                 for dtype in HALF_TYPES:
-                    assert products.config_for(shape.problem(num_tokens, dtype), table) == config
+                    assert cublas_linear.config_for(shape.problem(num_tokens, dtype), table) == config
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_measured_tables_can_be_read_and_serve_what_they_hold() -> None:
 )
 def test_a_table_of_other_algorithms_is_refused(numbers: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        products.parse(json.dumps({"cublas": "13.1.0", "products": {"40 to 24": {"64": numbers}}}))
+        cublas_linear.parse(json.dumps({"cublas": "13.1.0", "products": {"40 to 24": {"64": numbers}}}))
 
 
 class Library:
@@ -91,11 +91,11 @@ class Library:
 def test_no_library_or_one_without_the_algorithm_leaves_it_to_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table("13.1.0", {Shape(40, 24): {64: CONFIG, 128: OTHER}})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
-    monkeypatch.setattr(products, "table", lambda _: table)
+    monkeypatch.setattr(cublas_linear, "table", lambda _: table)
 
     def prepared(num_tokens: int) -> object:
         x, weight = torch.Size((num_tokens, 40)), torch.Size((24, 40))
-        return products._prepared.__wrapped__(x, weight, BF16, BF16, CUDA)
+        return cublas_linear._prepared.__wrapped__(x, weight, BF16, BF16, CUDA)
 
     monkeypatch.setattr(cublas_lt, "library", lambda _: Library())
     assert [prepared(n) for n in (64, 128, 192)] == [(Problem(64, 24, 40, BF16, BF16), CONFIG), None, None]
@@ -105,15 +105,15 @@ def test_no_library_or_one_without_the_algorithm_leaves_it_to_cublas(monkeypatch
 
 def test_the_doctor_says_how_many_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = {"GPU": Table("13.1.0", {Shape(40, 24): {64: CONFIG, 72: CONFIG}, Shape(24, 40): {64: OTHER}})}
-    monkeypatch.setattr(products, "table", lambda gpu: tables.get(gpu, Table("", {})))
+    monkeypatch.setattr(cublas_linear, "table", lambda gpu: tables.get(gpu, Table("", {})))
     library = Library()
     monkeypatch.setattr(cublas_lt, "library", lambda _: library)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
-    assert products.describe(CUDA) == (True, "2 of 3 measured ones (cuBLAS 13.1.0; here 13.2.0)")
+    assert cublas_linear.describe(CUDA) == (True, "2 of 3 measured ones (cuBLAS 13.1.0; here 13.2.0)")
     monkeypatch.setattr(cublas_lt, "library", lambda _: None)
-    assert products.describe(CUDA) == (False, "cuBLAS chooses: this PyTorch has no cuBLASLt")
+    assert cublas_linear.describe(CUDA) == (False, "cuBLAS chooses: this PyTorch has no cuBLASLt")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "another")
-    assert products.describe(CUDA) == (False, "cuBLAS chooses: nothing was measured on another")
+    assert cublas_linear.describe(CUDA) == (False, "cuBLAS chooses: nothing was measured on another")
 
 
 class Recorder:
@@ -133,7 +133,7 @@ class Recorder:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> Recorder:
-    monkeypatch.setattr(products, "measured_product", lambda *_: recorder)
+    monkeypatch.setattr(cublas_linear, "measured_gemm", lambda *_: recorder)
     return recorder
 
 
@@ -142,7 +142,7 @@ def test_every_layer_takes_it_where_cublas_would_multiply(
     num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder, inputs = use(monkeypatch, Recorder()), Inputs(0)
-    monkeypatch.setattr(skinny_linear, "kernel_for", lambda *_, **__: "cublas")
+    monkeypatch.setattr(small_batch_linear, "kernel_for", lambda *_, **__: "cublas")
     with building(BF16):
         merged, down = layers.MergedLinear(48, {"a": 16, "b": 8}), layers.Linear(24, 48)
         mlp, norm = layers.MLP(48, 40), layers.RMSNorm(48, 1e-6)
@@ -158,7 +158,7 @@ def test_every_layer_takes_it_where_cublas_would_multiply(
     assert logits.dtype == torch.float32
     expect_close("sum", total, h.double() + y.double() @ down.weight.double().T, close(BF16, "elementwise"))
     monkeypatch.undo()
-    monkeypatch.setattr(skinny_linear, "kernel_for", lambda *_, **__: "cublas")
+    monkeypatch.setattr(small_batch_linear, "kernel_for", lambda *_, **__: "cublas")
     expect_close(
         "activation", activated, run_poisoned(mlp.activate, h, norm).double(), close(BF16, "elementwise")
     )
@@ -169,11 +169,11 @@ def test_a_bias_is_added_by_cublas_or_behind(monkeypatch: pytest.MonkeyPatch) ->
     x, weight, bias = (inputs.normal(*shape) for shape in ((6, 40), (24, 40), (24,)))
     weight *= 0.1
     expected = x.double() @ weight.double().T + bias.double()
-    expect_close("y", products.linear(x, weight, bias), expected, close(torch.float32, "elementwise"))
+    expect_close("y", cublas_linear.linear(x, weight, bias), expected, close(torch.float32, "elementwise"))
     assert recorder.calls == []
     residual = inputs.normal(6, 24)
     expected = expected + residual.double()
-    y = products.linear_add(x, weight, residual, bias)
+    y = cublas_linear.linear_add(x, weight, residual, bias)
     expect_close("sum", y, expected, close(torch.float32, "elementwise"))
     assert recorder.calls == [(6, 24, True)]
 
@@ -183,9 +183,9 @@ def test_memory_that_it_does_not_take_is_left_to_cublas(monkeypatch: pytest.Monk
     x, weight, residual = (inputs.normal(*shape) for shape in ((6, 40), (24, 40), (6, 24)))
     weight *= 0.1
     expected = x.double() @ weight.double().T
-    expect_close("y", products.linear(x, weight), expected, close(torch.float32, "elementwise"))
+    expect_close("y", cublas_linear.linear(x, weight), expected, close(torch.float32, "elementwise"))
     expected = expected + residual.double()
-    y = products.linear_add(x, weight, residual)
+    y = cublas_linear.linear_add(x, weight, residual)
     expect_close("sum", y, expected, close(torch.float32, "elementwise"))
     assert recorder.calls == []
 
@@ -193,7 +193,7 @@ def test_memory_that_it_does_not_take_is_left_to_cublas(monkeypatch: pytest.Monk
 def test_a_cpu_and_float32_are_left_to_cublas() -> None:
     for dtype in (BF16, torch.float32):
         x, weight = torch.zeros(64, 40, dtype=dtype), torch.zeros(24, 40, dtype=dtype)
-        assert products.measured_product(x, weight, dtype) is None
+        assert cublas_linear.measured_gemm(x, weight, dtype) is None
 
 
 # ---- on a GPU ----
@@ -203,10 +203,10 @@ def proposed(problem: Problem, in_parts: bool = False) -> Product:
     """By an algorithm that any GPU's library proposes, or by one of these in parts."""
     library = cublas_lt.library(CUDA)
     assert library is not None
-    configs = product_search.proposals(library, problem)
+    configs = gemm_search.proposals(library, problem)
     if in_parts:
-        tiles = product_search.tiles(library, problem, configs)
-        configs = list(product_search.split(problem, list(tiles)))
+        tiles = gemm_search.tiles(library, problem, configs)
+        configs = list(gemm_search.split(problem, list(tiles)))
     prepared = (library.prepare(problem, config) for config in configs)
     return next(product for product in prepared if product is not None)
 
@@ -234,7 +234,7 @@ def expect_close_there(what: str, y: torch.Tensor, expected: torch.Tensor, round
 def test_measured_algorithms_against_float64(dtype: torch.dtype) -> None:
     """All of them in bfloat16, in which they were measured, but where another version of the library has no
     such one; one of each product in float16."""
-    table = products.table(torch.cuda.get_device_name())
+    table = cublas_linear.table(torch.cuda.get_device_name())
     library = cublas_lt.library(CUDA)
     assert library is not None
     may_refuse = library.functions.version() != table.version or dtype != BF16
@@ -244,7 +244,7 @@ def test_measured_algorithms_against_float64(dtype: torch.dtype) -> None:
         for num_tokens in measured[: None if dtype == BF16 else 1]:
             name, problem = f"{shape.name()}, {num_tokens} tokens", shape.problem(num_tokens, dtype)
             x = normal(num_tokens, shape.in_features, dtype=dtype, seed=1)
-            product = products.measured_product(x, weight, problem.out_dtype)
+            product = cublas_linear.measured_gemm(x, weight, problem.out_dtype)
             assert product is not None or may_refuse, f"{name}: refused"
             if product is None:
                 continue
@@ -313,7 +313,7 @@ def test_rows_that_begin_anywhere_are_left_to_cublas(monkeypatch: pytest.MonkeyP
     weight = inputs.normal(1024, 512, dtype=BF16, std=512**-0.5)
     x = inputs.normal(64 * 512 + 1, dtype=BF16)[1:].view(64, 512)
     product = proposed(Problem(64, 1024, 512, BF16, BF16))
-    monkeypatch.setattr(products, "measured_product", lambda *_: product)
+    monkeypatch.setattr(cublas_linear, "measured_gemm", lambda *_: product)
     assert not product(x, weight, torch.empty(64, 1024, dtype=BF16, device=CUDA))
-    y = products.linear(x, weight)
+    y = cublas_linear.linear(x, weight)
     expect_close("y", y, x.double() @ weight.double().T, close(BF16, "elementwise"))

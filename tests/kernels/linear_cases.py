@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from optimized.kernels import row_gemv, skinny_gemm, skinny_gemv, skinny_linear, tiled_gemm
+from optimized.kernels import small_batch_linear
 from shared.conformance.compare import Mismatch
 from shared.conformance.device import check_device
 from shared.conformance.inputs import Inputs
@@ -79,12 +80,12 @@ class Data:
 Check = Callable[[ModuleType, Case], None]
 
 
-def run(check: Check, case: Case, patch: pytest.MonkeyPatch, module: ModuleType = skinny_linear) -> None:
+def run(check: Check, case: Case, patch: pytest.MonkeyPatch, module: ModuleType = small_batch_linear) -> None:
     patch.setattr(module, "kernel_for", lambda *_, **__: case.kernel)
     if case.plan is not None:
-        kernel = module.tiled_gemm if case.kernel == "tiled" else module.gemv
+        kernel = module.tiled_gemm if case.kernel == "tiled_gemm" else module.warp_gemv
         patch.setattr(sys.modules[kernel.__module__], "plan", lambda *_, **__: case.plan)
-    if case.plan is not None and case.kernel == "tiled":
+    if case.plan is not None and case.kernel == "tiled_gemm":
         patch.setattr(module, "num_parts", lambda *_: case.plan[-1])
         patch.setattr(module, "_suits_tiles", lambda *_: True)
     check(module, case)
@@ -102,9 +103,7 @@ class Mutant(NamedTuple):
 
 def expect_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The check passes with the kernel as it is, and fails with the bug in it."""
-    source = {"gemv": skinny_gemv, "row_gemv": row_gemv, "gemm": skinny_gemm, "tiled_gemm": tiled_gemm}[
-        mutant.kernel
-    ]
+    source = importlib.import_module(f"optimized.kernels.{mutant.kernel}")
     text = Path(str(source.__file__)).read_text("utf-8")
     assert mutant.old in text
     path = tmp_path / "mutant.py"
@@ -117,8 +116,8 @@ def expect_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     spec.loader.exec_module(module)
     case = replace(mutant.case, dtype=torch.bfloat16)
     run(mutant.check, case, monkeypatch)
-    monkeypatch.setattr(skinny_linear, mutant.kernel, getattr(module, mutant.kernel))
-    for kernels in (skinny_linear.PRODUCTS, skinny_linear.NORMED):
+    monkeypatch.setattr(small_batch_linear, mutant.kernel, getattr(module, mutant.kernel))
+    for kernels in (small_batch_linear.KERNELS, small_batch_linear.NORM_KERNELS):
         if mutant.case.kernel in kernels:
             monkeypatch.setitem(kernels, mutant.case.kernel, getattr(module, mutant.kernel))
     with pytest.raises((Mismatch, AssertionError)):

@@ -9,36 +9,36 @@ from types import ModuleType
 import pytest
 import torch
 
-from optimized.kernels import skinny_linear, tiled_gemm
+from optimized.kernels import small_batch_linear, tiled_gemm
 from shared.conformance.compare import expect_close, expect_equal
 from shared.conformance.device import check_device
 from shared.conformance.inputs import FLOAT_TYPES, HALF_TYPES, type_name
 from shared.conformance.poison import run_poisoned
-from tests.kernels.skinny_cases import EPS, Case, Check, Data, Mutant, close, expect_found, name_of, run
+from tests.kernels.linear_cases import EPS, Case, Check, Data, Mutant, close, expect_found, name_of, run
 
 CASES = [
-    Case("gemv", 1, 1, 1),
-    Case("gemv", 1, 70, 96),
-    Case("gemv", 2, 33, 320),
-    Case("gemv", 3, 5, 257),
-    Case("gemv", 1, 40, 3000),
-    Case("gemv", 2, 37, 1500, (4, 4, 1, 2)),
-    Case("gemv", 1, 64, 2048, (8, 2, 2, 2)),
-    Case("rows", 1, 1, 1),
-    Case("rows", 1, 70, 96),
-    Case("rows", 1, 33, 320),
-    Case("rows", 1, 256, 128),
-    Case("gemm", 1, 1, 1),
-    Case("gemm", 2, 70, 96),
-    Case("gemm", 16, 33, 320),
-    Case("gemm", 9, 16, 1100),
-    Case("tiled", 3, 70, 96),
-    Case("tiled", 20, 1, 328),
-    Case("tiled", 33, 70, 1),
-    Case("tiled", 5, 70, 328, margin=8),
-    Case("tiled", 64, 130, 200, margin=8),
-    Case("tiled", 33, 70, 200, (64, 32, 128, 3, 1), margin=8),
-    Case("tiled", 64, 70, 100, (64, 32, 128, 3, 1)),
+    Case("warp_gemv", 1, 1, 1),
+    Case("warp_gemv", 1, 70, 96),
+    Case("warp_gemv", 2, 33, 320),
+    Case("warp_gemv", 3, 5, 257),
+    Case("warp_gemv", 1, 40, 3000),
+    Case("warp_gemv", 2, 37, 1500, (4, 4, 1, 2)),
+    Case("warp_gemv", 1, 64, 2048, (8, 2, 2, 2)),
+    Case("cta_gemv", 1, 1, 1),
+    Case("cta_gemv", 1, 70, 96),
+    Case("cta_gemv", 1, 33, 320),
+    Case("cta_gemv", 1, 256, 128),
+    Case("sliced_k_gemm", 1, 1, 1),
+    Case("sliced_k_gemm", 2, 70, 96),
+    Case("sliced_k_gemm", 16, 33, 320),
+    Case("sliced_k_gemm", 9, 16, 1100),
+    Case("tiled_gemm", 3, 70, 96),
+    Case("tiled_gemm", 20, 1, 328),
+    Case("tiled_gemm", 33, 70, 1),
+    Case("tiled_gemm", 5, 70, 328, margin=8),
+    Case("tiled_gemm", 64, 130, 200, margin=8),
+    Case("tiled_gemm", 33, 70, 200, (64, 32, 128, 3, 1), margin=8),
+    Case("tiled_gemm", 64, 70, 100, (64, 32, 128, 3, 1)),
     Case("cublas", 3, 70, 96),
 ]
 
@@ -109,40 +109,40 @@ def test_against_float64(case: Case, check: Check, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 @pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=type_name)
-@pytest.mark.parametrize("kernel", ["gemv", "gemm", "tiled", "cublas"])
+@pytest.mark.parametrize("kernel", ["warp_gemv", "sliced_k_gemm", "tiled_gemm", "cublas"])
 def test_every_type(kernel: str, dtype: torch.dtype, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kernel not in ("gemm", "tiled") or dtype != torch.float32:
+    if kernel not in ("sliced_k_gemm", "tiled_gemm") or dtype != torch.float32:
         run(check, Case(kernel, 2, 33, 320, dtype=dtype), monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=type_name)
-@pytest.mark.parametrize("kernel", ["gemv", "gemm", "tiled"])
+@pytest.mark.parametrize("kernel", ["warp_gemv", "sliced_k_gemm", "tiled_gemm"])
 def test_float32_results_of_half_inputs_are_not_rounded_on_the_way(
     kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skinny_linear, "kernel_for", lambda *_, **__: kernel)
+    monkeypatch.setattr(small_batch_linear, "kernel_for", lambda *_, **__: kernel)
     data = Data(Case(kernel, 2, 33, 320, dtype=dtype))
-    y = run_poisoned(skinny_linear.linear, data.x, data.weight, None, torch.float32)
+    y = run_poisoned(small_batch_linear.linear, data.x, data.weight, None, torch.float32)
     assert y.dtype == torch.float32
     expect_close("product", y, data.product(), close(torch.float32, "elementwise"))
 
 
 def test_gates_of_great_size_do_not_make_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skinny_linear, "kernel_for", lambda *_, **__: "gemv")
+    monkeypatch.setattr(small_batch_linear, "kernel_for", lambda *_, **__: "warp_gemv")
     weight = torch.tensor([[-1000.0], [2.0]], device=check_device())
     h = torch.ones(1, 1, device=check_device())
-    y = run_poisoned(skinny_linear.norm_linear_silu, h, torch.ones_like(h[0]), 0.0, weight)
+    y = run_poisoned(small_batch_linear.norm_linear_silu, h, torch.ones_like(h[0]), 0.0, weight)
     expect_equal("activation", y, torch.zeros_like(h))
 
 
-@pytest.mark.parametrize("kernel", ["gemv", "gemm", "tiled"])
+@pytest.mark.parametrize("kernel", ["warp_gemv", "sliced_k_gemm", "tiled_gemm"])
 def test_a_token_of_nan_or_infinity_stays_alone(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skinny_linear, "kernel_for", lambda *_, **__: kernel)
+    monkeypatch.setattr(small_batch_linear, "kernel_for", lambda *_, **__: kernel)
     case = Case(kernel, 3, 20, 100, dtype=torch.float16)
     data = Data(case)
     expected = data.product()
     data.x[0], data.x[2, 5] = torch.nan, torch.inf
-    y = run_poisoned(skinny_linear.linear, data.x, data.weight)
+    y = run_poisoned(small_batch_linear.linear, data.x, data.weight)
     expect_close("the other", y[1], expected[1], close(case.dtype, "elementwise"))
     assert not torch.isfinite(y[[0, 2]]).any()
 
@@ -152,19 +152,35 @@ def test_the_kernel_by_shape_and_tokens() -> None:
         weight = torch.empty(out_features, in_features, dtype=dtype)
         xs = [torch.empty(num_tokens, in_features, dtype=dtype) for num_tokens in (1, 4, 5, 17, 33, 64)]
         is_small = in_features <= 3072 and out_features >= 1024 and dtype != torch.float32
-        gated = skinny_linear.kernel_for(xs[-1], weight, gated=True)
-        assert gated == ("tiled" if is_small else "cublas")
-        return [skinny_linear.kernel_for(x, weight) for x in xs]
+        gated = small_batch_linear.kernel_for(xs[-1], weight, gated=True)
+        assert gated == ("tiled_gemm" if is_small else "cublas")
+        return [small_batch_linear.kernel_for(x, weight) for x in xs]
 
-    assert chosen(2048, 1024) == ["gemv", "gemv", "tiled", "tiled", "tiled", "tiled"]
-    assert chosen(1000, 1024) == ["gemv", "gemv", "gemm", "cublas", "cublas", "cublas"]
-    assert chosen(2048, 4096) == ["rows", "tiled", "tiled", "tiled", "cublas", "cublas"]
-    assert chosen(6144, 4096) == ["rows", "tiled", "tiled", "tiled", "tiled", "tiled"]
-    assert chosen(4096, 4096) == ["rows", "tiled", "tiled", "tiled", "cublas", "cublas"]
+    assert chosen(2048, 1024) == [
+        "warp_gemv",
+        "warp_gemv",
+        "tiled_gemm",
+        "tiled_gemm",
+        "tiled_gemm",
+        "tiled_gemm",
+    ]
+    assert chosen(1000, 1024) == ["warp_gemv", "warp_gemv", "sliced_k_gemm", "cublas", "cublas", "cublas"]
+    assert chosen(2048, 4096) == ["cta_gemv", "tiled_gemm", "tiled_gemm", "tiled_gemm", "cublas", "cublas"]
+    assert chosen(6144, 4096) == [
+        "cta_gemv",
+        "tiled_gemm",
+        "tiled_gemm",
+        "tiled_gemm",
+        "tiled_gemm",
+        "tiled_gemm",
+    ]
+    assert chosen(4096, 4096) == ["cta_gemv", "tiled_gemm", "tiled_gemm", "tiled_gemm", "cublas", "cublas"]
     # Of rows that no descriptor takes, of other types, of routers and of heads.
-    assert chosen(2048, 4100) == ["gemv"] + 5 * ["cublas"]
-    assert chosen(2048, 1024, torch.float32) == ["gemv", "gemv"] + 4 * ["cublas"]
-    assert chosen(128, 4096) == chosen(skinny_linear.MOST_ROWS + 1, 3080) == ["gemv"] + 5 * ["cublas"]
+    assert chosen(2048, 4100) == ["warp_gemv"] + 5 * ["cublas"]
+    assert chosen(2048, 1024, torch.float32) == ["warp_gemv", "warp_gemv"] + 4 * ["cublas"]
+    assert (
+        chosen(128, 4096) == chosen(small_batch_linear.MAX_ROWS + 1, 3080) == ["warp_gemv"] + 5 * ["cublas"]
+    )
 
 
 def test_tiles_fit_a_multiprocessor_and_the_tensor_cores() -> None:
@@ -199,19 +215,19 @@ def test_tiles_fit_a_multiprocessor_and_the_tensor_cores() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("gemv", 1, 4096, 1024),
-        Case("gemv", 4, 1024, 3072),
-        Case("gemv", 1, 1536, 4096),
-        Case("gemv", 1, 640, 17408),
-        Case("rows", 1, 6144, 4096),
-        Case("rows", 1, 4096, 4096),
-        Case("rows", 1, 5120, 5120),
-        Case("gemm", 16, 1024, 2048),
-        Case("tiled", 13, 1024, 4096, margin=8),
-        Case("tiled", 32, 1030, 4096, margin=8),
-        Case("tiled", 61, 1024, 12288, margin=8),
-        Case("tiled", 61, 1024, 4096),
-        Case("tiled", 61, 1024, 1024, margin=8),
+        Case("warp_gemv", 1, 4096, 1024),
+        Case("warp_gemv", 4, 1024, 3072),
+        Case("warp_gemv", 1, 1536, 4096),
+        Case("warp_gemv", 1, 640, 17408),
+        Case("cta_gemv", 1, 6144, 4096),
+        Case("cta_gemv", 1, 4096, 4096),
+        Case("cta_gemv", 1, 5120, 5120),
+        Case("sliced_k_gemm", 16, 1024, 2048),
+        Case("tiled_gemm", 13, 1024, 4096, margin=8),
+        Case("tiled_gemm", 32, 1030, 4096, margin=8),
+        Case("tiled_gemm", 61, 1024, 12288, margin=8),
+        Case("tiled_gemm", 61, 1024, 4096),
+        Case("tiled_gemm", 61, 1024, 1024, margin=8),
     ],
     ids=name_of,
 )
@@ -220,66 +236,69 @@ def test_large(case: Case, check: Check, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 GEMV, TAILS, ROWS, GEMM, TILED = (
-    Case("gemv", 2, 33, 320),
-    Case("gemv", 1, 37, 1500, (4, 4, 1, 2)),
-    Case("rows", 1, 24, 320),
-    Case("gemm", 5, 33, 320),
-    Case("tiled", 5, 33, 100),
+    Case("warp_gemv", 2, 33, 320),
+    Case("warp_gemv", 1, 37, 1500, (4, 4, 1, 2)),
+    Case("cta_gemv", 1, 24, 320),
+    Case("sliced_k_gemm", 5, 33, 320),
+    Case("tiled_gemm", 5, 33, 100),
 )
 MUTANTS = {
-    "the norm forgets eps": Mutant("gemv", "/ SIZE + eps)", "/ SIZE)", check_norm_linear, GEMV),
+    "the norm forgets eps": Mutant("warp_gemv", "/ SIZE + eps)", "/ SIZE)", check_norm_linear, GEMV),
     "the norm's mean counts the padding": Mutant(
-        "gemv", "squares, 0) / SIZE", "squares, 0) / (TILES * COLUMNS)", check_norm_linear, GEMV
+        "warp_gemv", "squares, 0) / SIZE", "squares, 0) / (TILES * COLUMNS)", check_norm_linear, GEMV
     ),
     "the norm's weight is left out": Mutant(
-        "gemv", "x * norm_weight.to(tl.float32)", "x", check_norm_linear, GEMV
+        "warp_gemv", "x * norm_weight.to(tl.float32)", "x", check_norm_linear, GEMV
     ),
     "every token has the first one's norm": Mutant(
-        "gemv", "x * scales[t]", "x * scales[0]", check_norm_linear, GEMV
+        "warp_gemv", "x * scales[t]", "x * scales[0]", check_norm_linear, GEMV
     ),
     "gate and up are swapped": Mutant(
-        "gemv", "row = (p % HALVES) * OUT", "row = ((p + 1) % HALVES) * OUT", check_norm_linear_silu, GEMV
+        "warp_gemv", "row = (p % HALVES) * OUT", "row = ((p + 1) % HALVES) * OUT",
+        check_norm_linear_silu, GEMV,
     ),
     "the last columns are not masked": Mutant(
-        "gemv", "SIZE % COLUMNS != 0", "False", check_linear, Case("gemv", 1, 64, 100)
+        "warp_gemv", "SIZE % COLUMNS != 0", "False", check_linear, Case("warp_gemv", 1, 64, 100)
     ),
     "the last rows are not masked": Mutant(
-        "gemv",
+        "warp_gemv",
         "element_ty), mask=mask_rows)",
         "element_ty), mask=(lanes < GROUPS)[:, None])",
         check_linear_add,
         TAILS,
     ),
     "the tile ahead is the tile at hand": Mutant(
-        "gemv",
+        "warp_gemv",
         "row * row_stride + (i + AHEAD) * COLUMNS",
         "row * row_stride + i * COLUMNS",
         check_linear,
         TAILS,
     ),
     "the residual is the first token's": Mutant(
-        "gemv", "residuals[t]", "residuals[0]", check_linear_add, GEMV
+        "warp_gemv", "residuals[t]", "residuals[0]", check_linear_add, GEMV
     ),
-    "rows: the norm forgets eps": Mutant("row_gemv", "/ SIZE + eps)", "/ SIZE)", check_norm_linear, ROWS),
-    "rows: up is gate": Mutant("row_gemv", "rows + half * OUT", "rows", check_norm_linear_silu, ROWS),
+    "rows: the norm forgets eps": Mutant("cta_gemv", "/ SIZE + eps)", "/ SIZE)", check_norm_linear, ROWS),
+    "rows: up is gate": Mutant("cta_gemv", "rows + half * OUT", "rows", check_norm_linear_silu, ROWS),
     "rows: the next block is the block at hand": Mutant(
-        "row_gemv", "weight_ptr, block + PROGRAMS,", "weight_ptr, block,", check_linear, ROWS
+        "cta_gemv", "weight_ptr, block + PROGRAMS,", "weight_ptr, block,", check_linear, ROWS
     ),
     "rows: each block has the first one's residual": Mutant(
-        "row_gemv", "residual_ptr + rows", "residual_ptr + tl.arange(0, ROWS)", check_linear_add, ROWS
+        "cta_gemv", "residual_ptr + rows", "residual_ptr + tl.arange(0, ROWS)", check_linear_add, ROWS
     ),
     "rows: the last columns are left out": Mutant(
-        "row_gemv", "static_range(1, TILES)", "static_range(1, TILES - 1)", check_linear, ROWS
+        "cta_gemv", "static_range(1, TILES)", "static_range(1, TILES - 1)", check_linear, ROWS
     ),
     "gemm: tokens beyond the last are written": Mutant(
-        "gemm", "element_ty), mask=in_out)", "element_ty), mask=(rows < OUT) & (tokens >= 0)[None, :])",
+        "sliced_k_gemm",
+        "element_ty), mask=in_out)",
+        "element_ty), mask=(rows < OUT) & (tokens >= 0)[None, :])",
         check_linear_add, GEMM,
     ),
     "gemm: the last columns are not masked": Mutant(
-        "gemm", "(columns + start < SIZE)", "(columns >= 0)", check_linear, GEMM
+        "sliced_k_gemm", "(columns + start < SIZE)", "(columns >= 0)", check_linear, GEMM
     ),
     "gemm: the sum of one warp is left out": Mutant(
-        "gemm", "tl.sum(sums, 0)", "tl.sum(sums, 0) - tl.min(sums, 0)", check_linear, GEMM
+        "sliced_k_gemm", "tl.sum(sums, 0)", "tl.sum(sums, 0) - tl.min(sums, 0)", check_linear, GEMM
     ),
     "tiled: up is gate": Mutant("tiled_gemm", "out + row", "row", check_norm_linear_silu, TILED),
     "tiled: tokens beyond the last are written": Mutant(
@@ -291,7 +310,7 @@ MUTANTS = {
     ),
     "tiled: the last tile of columns is left out": Mutant(
         "tiled_gemm", "first + part_size, size)", "first + part_size, size - STEP)", check_linear,
-        Case("tiled", 5, 33, 520, margin=8),
+        Case("tiled_gemm", 5, 33, 520, margin=8),
     ),
 }  # fmt: skip
 

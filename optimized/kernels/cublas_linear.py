@@ -1,7 +1,7 @@
 """Products by cuBLAS: by its own choice of an algorithm, or by a measured one where that was faster.
 
 Measured algorithms lie in product_configs/<GPU>.json, by the weight's shape and the number of tokens; `python
--m optimized.kernels.product_tune` makes them. All add in float32, in one order or another: what the file says
+-m optimized.kernels.gemm_tune` makes them. All add in float32, in one order or another: what the file says
 decides on time alone. A library of another version than the measured one is asked whether it has the
 algorithm.
 """
@@ -79,7 +79,7 @@ def linear(
     """x [num_tokens, in_features], weight [out_features, in_features] -> x @ weightᵀ + bias, rounded once, to
     out_dtype (default: x's); twice where the library has no product of such types."""
     out_dtype = out_dtype or x.dtype
-    product = None if bias is not None else measured_product(x, weight, out_dtype)
+    product = None if bias is not None else measured_gemm(x, weight, out_dtype)
     if product is not None:
         y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
         if product(x, weight, y):
@@ -94,13 +94,13 @@ def linear_add(
 ) -> torch.Tensor:
     """residual + linear(x), written over residual [num_tokens, out_features]. cuBLAS rounds the product
     before it adds, unless it computes it in parts; a bias is added to what was rounded."""
-    product = measured_product(x, weight, residual.dtype)
+    product = measured_gemm(x, weight, residual.dtype)
     if product is None or not product(x, weight, residual, add=True):
         residual.addmm_(x, weight.T)
     return residual if bias is None else residual.add_(bias)
 
 
-def measured_product(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> Product | None:
+def measured_gemm(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> Product | None:
     """None: cuBLAS is to choose."""
     if not x.is_cuda or x.dtype not in HALF_TYPES:
         return None

@@ -1,10 +1,10 @@
 """A matrix of weights times one token's hidden state, every row shared by all warps of a program, and one
-block of rows after the other; else as skinny_gemv.py, whose rules for the chain of kernels it keeps.
+block of rows after the other; else as warp_gemv.py, whose rules for the chain of kernels it keeps.
 
 Floor: the weights' bytes over the memory's bandwidth.
 
 Shape: a thread has the same columns of each row, so x, its norm and the norm's weight take few registers and
-are worked on once a program, where skinny_gemv.py has each warp do all of it for itself. The registers go to
+are worked on once a program, where warp_gemv.py has each warp do all of it for itself. The registers go to
 weights: the first block's are under way before the program waits for the kernel ahead, and the next block's
 while one is summed. The price is a sum across warps for each block, through shared memory and two barriers.
 
@@ -21,8 +21,8 @@ import triton.language as tl
 from optimized.kernels.carveout import prefer_l1
 from optimized.kernels.portable import INTERPRETED, num_multiprocessors, pdl_options, rounded, widened
 
-MOST_ROWS = 65536
-"""Of products within a layer. Heads have more: for one token skinny_gemv.py is near their floor, for some
+MAX_ROWS = 65536
+"""Of products within a layer. Heads have more: for one token warp_gemv.py is near their floor, for some
 cuBLAS; this kernel was not measured."""
 
 
@@ -46,7 +46,7 @@ def _load_block(
 
 
 @triton.jit
-def _row_gemv_kernel(
+def _cta_gemv_kernel(
     x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr, eps, stride_weight,
     OUT: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
     GATED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -113,7 +113,7 @@ def _row_gemv_kernel(
             weights = following
 
 
-def row_gemv(
+def cta_gemv(
     x: torch.Tensor,
     weight: torch.Tensor,
     y: torch.Tensor,
@@ -123,7 +123,7 @@ def row_gemv(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> None:
-    """gemv of skinny_gemv.py, for one token."""
+    """gemv of warp_gemv.py, for one token."""
     size, out = x.shape[1], y.shape[1]
     assert len(x) == 1
     assert weight.shape == ((2 if gated else 1) * out, size)
@@ -135,7 +135,7 @@ def row_gemv(
     num_programs = out // rows
     if per_sm:
         num_programs = min(num_programs, per_sm * (num_multiprocessors(x.device) if x.is_cuda else 1))
-    launched = _row_gemv_kernel[(num_programs,)](
+    launched = _cta_gemv_kernel[(num_programs,)](
         x, norm_weight, weight, x if bias is None else bias, x if residual is None else residual, y,
         eps, weight.stride(0),
         OUT=out, SIZE=size, COLUMNS=min(4096, size & -size), ROWS=rows, PROGRAMS=num_programs,
@@ -159,11 +159,11 @@ def plan(out: int, size: int) -> tuple[int, int, int]:
 
 
 def suits(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
-    """Whether this kernel was faster than skinny_gemv's: for the products of Qwen3-8B, Llama-3.1-8B and
+    """Whether this kernel was faster than warp_gemv's: for the products of Qwen3-8B, Llama-3.1-8B and
     Qwen3-14B whose rows are a hidden state or as long, but for 8B's gate and up, and for O of
     Qwen3-30B-A3B."""
     rows, size = weight.shape
-    if len(x) != 1 or x.element_size() != 2 or rows > MOST_ROWS:
+    if len(x) != 1 or x.element_size() != 2 or rows > MAX_ROWS:
         return False
     if size == 5120:
         return rows >= size

@@ -17,7 +17,7 @@ from shared.conformance.device import check_device
 from shared.conformance.inputs import HALF_TYPES, type_name
 from shared.conformance.poison import run_poisoned
 from shared.conformance.tolerance import Tolerance
-from tests.kernels.skinny_cases import Case, Data, Mutant, close, expect_found, name_of, run
+from tests.kernels.linear_cases import Case, Data, Mutant, close, expect_found, name_of, run
 
 
 def summed(columns: int) -> Tolerance:
@@ -34,7 +34,7 @@ def check_parts(module: ModuleType, case: Case) -> None:
     data = Data(case)
     size = case.in_features
     share = -(-size // (case.plan[4] * case.plan[2])) * case.plan[2]
-    parts = run_poisoned(module.linear_parts, data.x, data.weight)
+    parts = run_poisoned(module.linear_partial_sums, data.x, data.weight)
     assert parts.dtype == torch.float32
     assert parts.shape == (case.plan[4], case.num_tokens, case.out_features)
     # Nothing of the half type's rounding.
@@ -46,10 +46,10 @@ def check_parts(module: ModuleType, case: Case) -> None:
 
 
 PARTED = [
-    Case("tiled", 3, 70, 328, (16, 64, 64, 3, 2), margin=8),
-    Case("tiled", 33, 40, 512, (64, 32, 128, 2, 4), margin=8),
-    Case("tiled", 20, 64, 600, (32, 64, 128, 2, 3)),  # parts of 256, 256 and 88 columns
-    Case("tiled", 64, 33, 100, (64, 64, 64, 2, 3), margin=8),  # the last part has none
+    Case("tiled_gemm", 3, 70, 328, (16, 64, 64, 3, 2), margin=8),
+    Case("tiled_gemm", 33, 40, 512, (64, 32, 128, 2, 4), margin=8),
+    Case("tiled_gemm", 20, 64, 600, (32, 64, 128, 2, 3)),  # parts of 256, 256 and 88 columns
+    Case("tiled_gemm", 64, 33, 100, (64, 64, 64, 2, 3), margin=8),  # the last part has none
 ]
 
 
@@ -90,7 +90,7 @@ SHAPES = [(1024, 2048), (1024, 3072), (2048, 4096), (4096, 4096), (4096, 14336)]
 def test_large_parts(num_tokens: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = tiled_gemm.plan(num_tokens, *shape, False, in_parts=True)
     assert plan.parts > 1
-    test_parts(Case("tiled", num_tokens, *shape, tuple(plan), margin=8), torch.bfloat16, monkeypatch)
+    test_parts(Case("tiled_gemm", num_tokens, *shape, tuple(plan), margin=8), torch.bfloat16, monkeypatch)
 
 
 MUTANTS = {

@@ -10,11 +10,11 @@ import pytest
 import torch
 from tqdm.auto import tqdm
 
-from optimized.kernels import cublas_lt, product_tune, products
+from optimized.kernels import cublas_linear, cublas_lt, gemm_tune
+from optimized.kernels.cublas_linear import Shape, Table
 from optimized.kernels.cublas_lt import Config, Library, Problem
 from optimized.kernels.cublas_lt_api import Functions
-from optimized.kernels.product_tune import Layers, shapes_of
-from optimized.kernels.products import Shape, Table
+from optimized.kernels.gemm_tune import Layers, shapes_of
 from shared.config import ModelConfig
 from shared.loading.model_path import resolve_model_path
 from tests.kernels.fake_cublas_lt import PROPOSED, STREAM, FakeCublasLt, config_of
@@ -58,9 +58,9 @@ def on_a_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Clock]]:
         return SimpleNamespace(replay=lambda: [run(i) for i in range(layers.num_calls)])
 
     monkeypatch.setattr(cublas_lt, "current_stream", lambda _: STREAM)
-    monkeypatch.setattr(product_tune, "ROUND_BYTES", 10_000)
-    monkeypatch.setattr(product_tune, "TURN_SECONDS", 1e-3)
-    monkeypatch.setattr(product_tune, "_mark", lambda: clocks[0].mark())
+    monkeypatch.setattr(gemm_tune, "ROUND_BYTES", 10_000)
+    monkeypatch.setattr(gemm_tune, "TURN_SECONDS", 1e-3)
+    monkeypatch.setattr(gemm_tune, "_mark", lambda: clocks[0].mark())
     monkeypatch.setattr(Layers, "run_own_choice", run_own_choice)
     monkeypatch.setattr(Layers, "_capture", capture)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
@@ -75,7 +75,7 @@ def tuned(
     pool = torch.randn(20_000).to(torch.bfloat16)
     layers = Layers(Library(Functions(clock)), pool, SHAPE.problem(num_tokens), add)
     with tqdm(disable=True) as progress:
-        product_tune.tune_one(layers, table, known, progress)
+        gemm_tune.tune_one(layers, table, known, progress)
     return table.configs[SHAPE]
 
 
@@ -109,11 +109,11 @@ def test_known_ones_are_those_of_other_numbers_of_tokens(on_a_clock: list[Clock]
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "FOLDER", tmp_path)
+    monkeypatch.setattr(cublas_linear, "FOLDER", tmp_path)
     configs = {SHAPE: {16: FAST, 128: PROPOSED[0], 1024: None}, Shape(24, 99, in_float32=True): {8: FAST}}
-    product_tune.write("A GPU", Table("13.1.0", {**configs, Shape(8, 8): {}}))
-    assert products.table.__wrapped__("A GPU") == Table("13.1.0", configs)
-    assert products.table.__wrapped__("another") == Table("", {})
+    gemm_tune.write("A GPU", Table("13.1.0", {**configs, Shape(8, 8): {}}))
+    assert cublas_linear.table.__wrapped__("A GPU") == Table("13.1.0", configs)
+    assert cublas_linear.table.__wrapped__("another") == Table("", {})
 
 
 def test_the_shapes_of_models() -> None:
