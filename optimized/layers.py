@@ -22,9 +22,10 @@ from optimized.kernels.rms_norm import add_partial_sums_rms_norm, add_rms_norm, 
 from optimized.kernels.silu_and_mul import silu_and_mul
 from shared.config import RopeConfig
 from shared.interfaces import layers as interface
-from shared.modeling.hidden_states import layer_output
+from shared.interfaces.attention import BatchAttention
+from shared.modeling.forward import layer_output
 from shared.modeling.rope import rope_angles
-from shared.types.attention import AttentionLayer, BatchAttention
+from shared.types.attention import AttentionLayer
 
 
 class Linear(nn.Module):

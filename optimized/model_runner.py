@@ -29,11 +29,11 @@ from optimized.graphs.verify_graph import VerifyBuffers, verify_batch_sizes
 from shared.config import EngineConfig
 from shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
 from shared.interfaces import model_runner as interface
-from shared.modeling.hidden_states import no_hidden_states, run_model
+from shared.interfaces.attention import BatchAttention
+from shared.modeling.forward import no_hidden_states, run_model
 from shared.sampling.logprobs import input_logprobs_of
 from shared.speculation.adaptive_shape import possible_shapes
 from shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
-from shared.types.attention import BatchAttention
 
 
 @dataclass
@@ -134,6 +134,7 @@ class ModelRunner(interface.ModelRunner):
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
+    # --8<-- [start:forward-and-sample]
     @torch.inference_mode()
     def forward_and_sample(
         self, forward_batch: ForwardBatch, sampler: Sampler, info: SamplingBatchInfo, num_token_ids: int
@@ -145,14 +146,16 @@ class ModelRunner(interface.ModelRunner):
             or self.is_watched
             or self._captured_for != (sampler, num_token_ids)
         ):
-            return super().forward_and_sample(forward_batch, sampler, info, num_token_ids)
-        # --8<-- [start:two-replays]
-        output = self._decode(step, forward_batch, None if kind is SamplingKind.GREEDY else info)
+            logits_output = self.forward(forward_batch)
+            logits = logits_output.next_token_logits[:, :num_token_ids]
+            return logits_output, sampler.sample(logits, info, forward_batch.sampled_positions)
+        logits_output = self._decode(step, forward_batch, None if kind is SamplingKind.GREEDY else info)
         next_token_ids = step.replay_sampler[kind]()
         self.num_sampler_replays += 1
-        # A copy: the next step writes to the same place, perhaps while these are on their way to the host.
-        return output, SampleOutput(next_token_ids[: forward_batch.num_tokens].clone())
-        # --8<-- [end:two-replays]
+        # A copy: the next step overwrites these, perhaps while they are being copied to the CPU.
+        return logits_output, SampleOutput(next_token_ids[: forward_batch.num_tokens].clone())
+
+    # --8<-- [end:forward-and-sample]
 
     # ---- one decode step ----
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
+from shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
 from shared.interfaces import model_runner as interface
-from shared.modeling.hidden_states import no_hidden_states, run_model
+from shared.interfaces.attention import BatchAttention
+from shared.modeling.forward import no_hidden_states, run_model
 from shared.sampling.logprobs import input_logprobs_of
-from shared.types import ForwardBatch, ForwardMode, LogitsOutput
-from shared.types.attention import BatchAttention
+from shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
 
 class ModelRunner(interface.ModelRunner):
@@ -41,3 +41,14 @@ class ModelRunner(interface.ModelRunner):
         return LogitsOutput(logits, input_logprobs, captured)
 
     # --8<-- [end:model-runner-forward]
+
+    # --8<-- [start:forward-and-sample]
+    @torch.inference_mode()
+    def forward_and_sample(
+        self, forward_batch: ForwardBatch, sampler: Sampler, info: SamplingBatchInfo, num_token_ids: int
+    ) -> tuple[LogitsOutput, SampleOutput]:
+        logits_output = self.forward(forward_batch)
+        logits = logits_output.next_token_logits[:, :num_token_ids]
+        return logits_output, sampler.sample(logits, info, forward_batch.sampled_positions)
+
+    # --8<-- [end:forward-and-sample]

@@ -28,7 +28,7 @@ from optimized.attention.page_tables import HostTable, PageTable
 from optimized.kernels.draft_mask import flatten_mask
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
-from shared.modeling.attention_output import output_for
+from shared.modeling.forward import attention_output
 from shared.types import ForwardBatch
 from shared.types.attention import AttentionLayer
 
@@ -116,7 +116,7 @@ class FlashInferAttention(interface.AttentionBackend):
         v: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        output = output_for(q, out)
+        output = attention_output(q, layer, out)
         if q.shape[0] == 0:
             return output
         kind = Kind.of(q, layer, self.kv_pool.dtype, self.kv_pool.page_size)
@@ -195,10 +195,6 @@ class FlashInferAttention(interface.AttentionBackend):
     # ---- what is refused ----
 
     def _check_layer(self, q: torch.Tensor, layer: AttentionLayer) -> None:
-        if layer.num_qo_heads % layer.num_kv_heads != 0:
-            raise ValueError(
-                f"num_qo_heads ({layer.num_qo_heads}) is no multiple of num_kv_heads ({layer.num_kv_heads})"
-            )
         self._refuse_unless(layer.sinks is None, "sinks", "layers without them")
         self._refuse_unless(q.dtype in DTYPES, f"dtype {q.dtype}", "float16 and bfloat16")
 

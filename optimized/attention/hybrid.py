@@ -17,7 +17,7 @@ import torch
 from shared import registry
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
-from shared.modeling.attention_output import output_for
+from shared.modeling.forward import attention_output
 from shared.types import ForwardBatch, ForwardMode
 from shared.types.attention import AttentionLayer
 
@@ -72,7 +72,7 @@ class HybridAttention(interface.AttentionBackend):
     ) -> torch.Tensor:
         if len(plan.parts) == 1:
             return plan.parts[0].backend.run(q, layer, plan.parts[0].plan, k=k, v=v, out=out)
-        output = output_for(q, out)
+        output = attention_output(q, layer, out)
         start = 0
         for part in plan.parts:
             rows = slice(start, start + part.num_tokens)

@@ -20,7 +20,7 @@ from optimized.kernels.extend_attention import extend_attention
 from optimized.kernels.tree_attention import tree_attention
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
-from shared.modeling.attention_output import output_for
+from shared.modeling.forward import attention_output
 from shared.types import ForwardBatch, ForwardMode
 from shared.types.attention import AttentionLayer
 
@@ -97,7 +97,7 @@ class TritonAttention(interface.AttentionBackend):
             "sliding_window": layer.sliding_window,
             "logit_cap": layer.logit_cap,
             "sinks": layer.sinks,
-            "out": output_for(q, out),
+            "out": attention_output(q, layer, out),
         }
         if batch.forward_mode.is_decode and batch.custom_mask is None:
             return decode_attention(q, k_buffer, v_buffer, *where, plan.counters, **options)
@@ -115,10 +115,6 @@ class TritonAttention(interface.AttentionBackend):
 
 
 def _check_layer(q: torch.Tensor, layer: AttentionLayer) -> None:
-    if layer.num_qo_heads % layer.num_kv_heads != 0:
-        raise ValueError(
-            f"num_qo_heads ({layer.num_qo_heads}) is no multiple of num_kv_heads ({layer.num_kv_heads})"
-        )
     if layer.head_dim > MAX_HEAD_DIM:
         raise ValueError(
             f"head_dim {layer.head_dim} is not supported: TritonAttention supports 1 to {MAX_HEAD_DIM}"

@@ -26,9 +26,10 @@ from optimized.graphs.cuda_graph import CudaGraphs, Cut, warn_of_launches
 from optimized.graphs.mixed_graph import MixedRows
 from shared.config import EngineConfig, ModelConfig
 from shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
-from shared.modeling.hidden_states import run_model
+from shared.interfaces.attention import BatchAttention
+from shared.modeling.forward import run_model
 from shared.types import ForwardBatch, ForwardMode
-from shared.types.attention import AttentionLayer, BatchAttention
+from shared.types.attention import AttentionLayer
 
 MAX_LAYER_FLOPS = 260e9
 """Of the products of one layer. Beyond, a GPU computes a layer for longer than its kernels take to launch

@@ -27,12 +27,13 @@ from optimized.layers import (
 )
 from shared.config import ModelConfig
 from shared.interfaces import layers as interface
+from shared.interfaces.attention import BatchAttention
 from shared.interfaces.layers import Layers
 from shared.interfaces.model import CausalLM
 from shared.interfaces.moe import MoE
 from shared.loading.weights import load_weights, named_targets
-from shared.modeling.hidden_states import layer_output
-from shared.types.attention import AttentionLayer, BatchAttention
+from shared.modeling.forward import layer_output
+from shared.types.attention import AttentionLayer
 
 
 class LlamaAttention(nn.Module):

@@ -14,11 +14,12 @@ from torch import nn
 
 from reference.layers import MLP, Linear
 from shared.config import ModelConfig
+from shared.interfaces.attention import BatchAttention
 from shared.interfaces.layers import Layers, RotaryEmbedding
 from shared.interfaces.model import CausalLM
 from shared.interfaces.moe import MoE
 from shared.loading.weights import load_weights, named_targets
-from shared.types.attention import AttentionLayer, BatchAttention
+from shared.types.attention import AttentionLayer
 
 
 class LlamaAttention(nn.Module):

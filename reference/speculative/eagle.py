@@ -11,10 +11,11 @@ from reference.speculative.draft_beams import BeamSteps
 from shared.config import EngineConfig
 from shared.interfaces import DrafterParts, DraftOutput, ReqToTokenPool
 from shared.interfaces import drafter as interface
+from shared.interfaces.attention import BatchAttention
 from shared.loading.kv_sizing import kv_bytes_per_token
-from shared.loading.load_draft_model import load_draft_model, padding_token_ids
+from shared.loading.load_model import load_draft_model
+from shared.speculation.draft_model_base import padding_token_ids
 from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req, TopTokens
-from shared.types.attention import BatchAttention
 
 
 class LastRow(NamedTuple):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import cache
 
 import torch
+
+from shared.loading import load_model
 
 
 @cache
@@ -14,14 +15,6 @@ def check_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@contextlib.contextmanager
-def building(dtype: torch.dtype, device: str | None = None) -> Iterator[None]:
-    """Modules made here have parameters of this dtype on this device (default: the one under check), as an
-    engine makes them."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device or check_device()):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+def building(dtype: torch.dtype, device: str | None = None) -> AbstractContextManager[None]:
+    """As an engine makes modules; the device defaults to the one under check."""
+    return load_model.building(dtype, device or check_device())

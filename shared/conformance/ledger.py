@@ -15,10 +15,10 @@ from typing import TypeVar
 
 import torch
 
-from shared.interfaces import ReqToTokenPool
+from shared.interfaces import ReqToTokenPool, Sampler
 from shared.interfaces import model_runner as interface
 from shared.sampling.logprobs import logprobs_of
-from shared.types import ForwardBatch, ForwardMode, LogitsOutput
+from shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
 POISON = -1
 """What a slot holds that nobody has written: reading it is an error."""
@@ -156,6 +156,13 @@ class LedgerModelRunner(interface.ModelRunner):
         logits = logits_at(fb.input_logprob_rows.tolist())
         found = logprobs_of(logits, fb.input_logprob_ids, fb.num_top_input_logprobs)
         return output._replace(input_logprobs=found)
+
+    def forward_and_sample(
+        self, forward_batch: ForwardBatch, sampler: Sampler, info: SamplingBatchInfo, num_token_ids: int
+    ) -> tuple[LogitsOutput, SampleOutput]:
+        logits_output = self.forward(forward_batch)
+        logits = logits_output.next_token_logits[:, :num_token_ids]
+        return logits_output, sampler.sample(logits, info, forward_batch.sampled_positions)
 
     def logits_after(self, history: Sequence[int]) -> torch.Tensor:
         return self._logits(history_hash(history), history[-1])

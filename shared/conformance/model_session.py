@@ -12,8 +12,8 @@ from shared import registry
 from shared.config import ModelConfig
 from shared.conformance.poison import poison_
 from shared.interfaces import CausalLM
+from shared.interfaces.attention import BatchAttention
 from shared.types import ForwardBatch, ForwardMode
-from shared.types.attention import BatchAttention
 
 
 class ModelSession:

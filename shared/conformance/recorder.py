@@ -12,7 +12,8 @@ from torch import nn
 from shared import interfaces
 from shared.engine.llm import LLM
 from shared.interfaces import TopKOutput
-from shared.modeling.hidden_states import layer_output
+from shared.interfaces.attention import BatchAttention
+from shared.modeling.forward import layer_output
 from shared.types import (
     Accepted,
     ForwardBatch,
@@ -22,7 +23,7 @@ from shared.types import (
     SampleOutput,
     SamplingBatchInfo,
 )
-from shared.types.attention import AttentionLayer, BatchAttention
+from shared.types.attention import AttentionLayer
 
 Key = tuple[str, int]
 """(request id, position): one token of a run. What is computed for it depends on neither batch nor step."""

@@ -1,6 +1,6 @@
 """The contracts: one abstract class per component, its docstring says what must hold."""
 
-from shared.interfaces.attention import AttentionBackend
+from shared.interfaces.attention import AttentionBackend, BatchAttention
 from shared.interfaces.draft_model import DraftModel, DraftOutput
 from shared.interfaces.draft_tree import DraftTreeOps
 from shared.interfaces.drafter import Drafter, DrafterParts
@@ -34,6 +34,7 @@ __all__ = [
     "MAX_WAITS",
     "AddReqResult",
     "AttentionBackend",
+    "BatchAttention",
     "CacheNode",
     "CacheWatcher",
     "CausalLM",

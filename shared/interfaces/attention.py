@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -106,3 +107,25 @@ class AttentionBackend(ABC):
         read, and what it holds otherwise means nothing. Those who decode are neighbours. `run` needs `out`,
         of which rows of nobody stay as they are."""
         raise ValueError(f"{type(self).__name__} does not run ragged batches in CUDA graphs")
+
+
+@dataclass(frozen=True, eq=False)
+class BatchAttention:
+    """What a model needs to compute attention during one step: the backend, the step's plan, and the slots
+    of the new KV. A model calls `store_and_run`, or `run` where a fused kernel has stored K and V already.
+    """
+
+    backend: AttentionBackend
+    plan: Any
+    kv_pool: TokenToKVPool
+    out_cache_loc: torch.Tensor  # [num_tokens] int64
+    rows: torch.Tensor | None = None  # int64, the tokens whose hidden states the model returns; None: all
+
+    def store_and_run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer
+    ) -> torch.Tensor:
+        self.kv_pool.store(layer.layer_id, self.out_cache_loc, k, v)
+        return self.backend.run(q, layer, self.plan, k=k, v=v)
+
+    def run(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return self.backend.run(q, layer, self.plan)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from shared.config.draft import DraftConfig
+from shared.interfaces.attention import BatchAttention
 from shared.interfaces.layers import Layers
 from shared.interfaces.model import CausalLM
 from shared.interfaces.moe import MoE
-from shared.types.attention import BatchAttention
 
 
 class DraftOutput(NamedTuple):

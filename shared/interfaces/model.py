@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shared.config import ModelConfig
+from shared.interfaces.attention import BatchAttention
 from shared.interfaces.layers import Layers
 from shared.interfaces.moe import MoE
-from shared.types.attention import BatchAttention
 
 
 class CausalLM(nn.Module, ABC):

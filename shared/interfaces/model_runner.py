@@ -13,21 +13,20 @@ from shared.types import ForwardBatch, LogitsOutput, SampleOutput, SamplingBatch
 
 
 class ModelRunner(ABC):
-    """Runs one ForwardBatch: plan attention, run the model, take the logits that somebody wants.
+    """Runs one ForwardBatch: plans attention, runs the model, computes the logits of the step.
 
-    `is_watched`: somebody hangs on to the model's modules, or has put something around `forward` or
-    `sampler.sample`. While it is True, every step calls them; nothing is replayed behind their back.
+    `is_watched`: a recorder has hooks on the model's modules, or wraps `forward` or `sampler.sample`. While it
+    is True, every step calls them; no graph is replayed in their place.
 
-    `capture_hidden`: the layers whose inputs somebody wants; may be set between any two steps. While it is
+    `capture_hidden`: the layers whose inputs the drafter reads; may be set between any two steps. While it is
     not None, `LogitsOutput.hidden_states` holds, for every token of the step, the residual streams that go
     into these layers, side by side in this order, [num_tokens, len(capture_hidden) * hidden_size]; for (),
-    the hidden states after the final norm [num_tokens, hidden_size]. They are the caller's as long as the
-    logits are.
+    the hidden states after the final norm [num_tokens, hidden_size]. They are valid as long as the logits are.
     """
 
     model: CausalLM
     is_watched: bool = False
-    accepts_seq_len_upper_bounds: bool = False  # what its attention says of itself
+    accepts_seq_len_upper_bounds: bool = False  # that of its attention backend
     capture_hidden: tuple[int, ...] | None = None
 
     @abstractmethod
@@ -36,25 +35,21 @@ class ModelRunner(ABC):
     @abstractmethod
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
         """Logits of each request's last token (TARGET_VERIFY: of every token), and prompt log-probabilities
-        for `input_logprob_rows`: raw log softmax of the logits, no temperature. Writes the step's KV and
-        nothing else, but that the dummy page may hold anything afterwards. Logits are float32 on the model's
-        device; an IDLE batch gives zero rows. They are the caller's until the next call of `forward` or
-        `forward_and_sample`: whoever needs them longer makes a copy."""
+        for `input_logprob_rows`: raw log softmax over the first `num_token_ids` logits of the batch, no
+        temperature. Writes the step's KV and nothing else, except that the dummy page may hold anything
+        afterwards. Logits are float32 on the model's device; an IDLE batch gives zero rows. They are valid
+        until the next call of `forward` or `forward_and_sample`: copy them to keep them longer."""
 
     def prepare(  # noqa: B027 - there may be nothing to prepare
         self, config: EngineConfig, sampler: Sampler, num_token_ids: int
     ) -> None:
-        """Called at most once, with the pools in place and before the first batch: the time to warm up and
+        """Called at most once, after the pools are made and before the first batch: the time to warm up and
         to capture CUDA graphs. Results do not depend on it. May write the dummy page, and nothing else."""
 
+    @abstractmethod
     def forward_and_sample(
         self, forward_batch: ForwardBatch, sampler: Sampler, info: SamplingBatchInfo, num_token_ids: int
     ) -> tuple[LogitsOutput, SampleOutput]:
-        """`forward`, and a token for each row of its logits (TARGET_VERIFY: for every node): the same results
-        as below, whichever way they are computed. Rows of the model's head beyond `num_token_ids` are padding
-        and must never be sampled. What was sampled is the caller's to keep."""
-        # --8<-- [start:forward-and-sample]
-        logits_output = self.forward(forward_batch)
-        logits = logits_output.next_token_logits[:, :num_token_ids]
-        return logits_output, sampler.sample(logits, info, forward_batch.sampled_positions)
-        # --8<-- [end:forward-and-sample]
+        """`forward`, then `sampler.sample` of its logits (TARGET_VERIFY: of every node's), cut to the first
+        `num_token_ids` columns: those beyond are padding rows of the head. One call, so that an implementation
+        may compute both in one graph; the results are the same. The sampled tokens are never overwritten."""

@@ -1,18 +1,24 @@
-"""A model on its device with its weights."""
+"""Models and draft models on their device, with their weights."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from tqdm.auto import tqdm
 
-from shared.config import EngineConfig, ModelConfig
-from shared.interfaces import CausalLM
+from shared.config import DraftConfig, EngineConfig, ModelConfig
+from shared.config.speculation import check_windows
+from shared.interfaces import CausalLM, DrafterParts, DraftModel
+from shared.loading.draft_weights import dummy_draft_weights, iterate_draft_weights, refuse_language_model
+from shared.loading.model_path import resolve_model_path
 from shared.loading.weights import dummy_weights, iterate_weights
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 def load_model(
@@ -23,22 +29,56 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
 ) -> CausalLM:
-    """Build a folder's model from the chosen components and load it. Its files are checked before the model
-    takes memory."""
+    """The model of a folder, built from the chosen components. Raises `ValueError` for files that do not fit
+    before the model takes memory."""
     if config.load_format == "dummy":
         weights = dummy_weights(model_config, config.random_seed, device)
     else:
         weights = iterate_weights(folder, model_config, LoadingBar().update)
-    with building(device, dtype):
-        model_class = component("models").model_class(model_config.architecture)
-        model: CausalLM = model_class(model_config, component("layers"), component("moe"))
+    model_class: type[CausalLM] = component("models").model_class(model_config.architecture)
+    model = build_model(model_class, model_config, component, device, dtype)
     model.load_weights(weights)
     return model.eval()
 
 
+def load_draft_model(config: EngineConfig, parts: DrafterParts) -> tuple[DraftConfig, DraftModel]:
+    """The draft model of `config`, with the target's embedding and head where it has none of its own. Raises
+    `ValueError` for one that is missing or does not fit the target."""
+    assert config.speculative_draft_model is not None
+    assert config.speculative in ("eagle", "eagle3", "nextn")
+    folder = resolve_model_path(config.speculative_draft_model, config.load_format)
+    if config.load_format != "dummy":
+        refuse_language_model(folder, config.speculative, config.speculative_draft_model)
+    draft_config = DraftConfig.from_pretrained(folder, parts.model_config, config.speculative)
+    if config.load_format == "dummy":
+        weights = dummy_draft_weights(draft_config, config.random_seed, parts.device)
+    else:
+        weights = iterate_draft_weights(folder)
+    model_class: type[DraftModel] = parts.component("draft_models").draft_model_class(
+        draft_config.draft_format
+    )
+    model = build_model(model_class, draft_config, parts.component, parts.device, parts.dtype)
+    model.load_weights(weights)
+    model.share(parts.model)
+    check_windows(config, draft_config.model)
+    return draft_config, model.eval()
+
+
+def build_model(
+    model_class: Callable[..., _Model],
+    config: ModelConfig | DraftConfig,
+    component: Callable[[str], Any],
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> _Model:
+    """A model from the chosen layers and experts. Its parameters are allocated; `load_weights` fills them."""
+    with building(dtype, device):
+        return model_class(config, component("layers"), component("moe"))
+
+
 @contextlib.contextmanager
-def building(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """New parameters go to this device and have this dtype; both settings are undone afterwards."""
+def building(dtype: torch.dtype, device: torch.device | str) -> Iterator[None]:
+    """Parameters that are made inside have this dtype and are on this device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -49,11 +89,11 @@ def building(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 
 
 MIN_BYTES = 500_000_000
-"""A smaller checkpoint is loaded before anybody would read the bar."""
+"""The loading bar appears for checkpoints from this size on: smaller ones are loaded in a moment."""
 
 
 class LoadingBar:
-    """`update` fits `iterate_weights(on_progress=...)`."""
+    """Shows how much of a checkpoint is read: `update` is the `on_progress` of `iterate_weights`."""
 
     def __init__(self) -> None:
         self._bar: tqdm[Any] | None = None

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.nn.functional as F
 
-from shared.config import DraftConfig
-from shared.interfaces import CausalLM, DraftModel, MoE
+from shared.config import DraftConfig, EngineConfig, draft_shape
+from shared.interfaces import CausalLM, DrafterParts, DraftModel, MoE
 from shared.interfaces.layers import Layers
 from shared.loading.weights import load_weights, named_targets
 
@@ -123,3 +123,16 @@ class BaseDraftModel(DraftModel):
                 f"d2t leads from {len(target_ids)} draft ids to {num_distinct} ids of the target"
             )
         return d2t
+
+
+def padding_token_ids(
+    config: EngineConfig, parts: DrafterParts, draft_config: DraftConfig, model: DraftModel
+) -> torch.Tensor | None:
+    """The ids of the draft model that have no token, bool [vocab_size]; None if there are none. Raises
+    `ValueError` if fewer ids have a token than a draft step has beams."""
+    draft_ids = torch.arange(draft_config.model.vocab_size, device=parts.device)
+    is_token = model.to_target_ids(draft_ids) < parts.num_token_ids
+    num_tokens, top_k = int(is_token.sum()), draft_shape(config).top_k
+    if num_tokens < top_k:
+        raise ValueError(f"speculative_topk={top_k}: only {num_tokens} ids of the draft model have a token")
+    return None if num_tokens == len(draft_ids) else ~is_token

@@ -16,8 +16,8 @@ from shared.conformance.compare import expect_close
 from shared.conformance.contracts import attention_outputs, attention_ragged
 from shared.conformance.suite import check_implementation, clauses_of
 from shared.conformance.tolerance import Tolerance, tolerance
+from shared.interfaces.attention import BatchAttention
 from shared.types import ForwardMode
-from shared.types.attention import BatchAttention
 from tests.conformance.mutants.attention_outputs import Lenient, Output
 from tests.conformance.mutants.blockwise_attention import BlockwiseAttention
 from tests.conformance.mutants.ragged_attention import Ragged

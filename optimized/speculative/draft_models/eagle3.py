@@ -15,10 +15,10 @@ from optimized.layers import MLP, Linear, MergedLinear, logits
 from optimized.models.llama import LlamaAttention
 from shared.config import DraftConfig, ModelConfig
 from shared.interfaces import MoE
+from shared.interfaces.attention import BatchAttention
 from shared.interfaces.draft_model import DraftOutput
 from shared.interfaces.layers import Layers, RotaryEmbedding
 from shared.speculation.draft_model_base import BaseDraftModel
-from shared.types.attention import BatchAttention
 
 
 class Eagle3Attention(LlamaAttention):

@@ -13,10 +13,10 @@ from reference.layers import MLP, Linear
 from reference.models.llama import LlamaAttention
 from shared.config import DraftConfig, ModelConfig
 from shared.interfaces import MoE
+from shared.interfaces.attention import BatchAttention
 from shared.interfaces.draft_model import DraftOutput
 from shared.interfaces.layers import Layers, RotaryEmbedding
 from shared.speculation.draft_model_base import BaseDraftModel
-from shared.types.attention import BatchAttention
 
 
 class Eagle3Attention(LlamaAttention):

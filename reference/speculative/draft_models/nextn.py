@@ -15,10 +15,10 @@ from reference.layers import Linear
 from reference.models.llama import LlamaDecoderLayer
 from shared.config import DraftConfig
 from shared.interfaces import MoE
+from shared.interfaces.attention import BatchAttention
 from shared.interfaces.draft_model import DraftOutput
 from shared.interfaces.layers import Layers
 from shared.speculation.draft_model_base import BaseDraftModel
-from shared.types.attention import BatchAttention
 
 _LAYER = re.compile(r"layers\.\d+\.(.*)")
 _NAMES = {

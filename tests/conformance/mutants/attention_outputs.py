@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shared.modeling.attention_output import output_for
+from shared.modeling.forward import attention_output
 from shared.types.attention import AttentionLayer
 from tests.conformance.mutants.blockwise_attention import BlockwiseAttention
 from tests.conformance.mutants.mutant import mutant_of
@@ -25,7 +25,7 @@ class Output(BlockwiseAttention):
         **kv: Any,
     ) -> torch.Tensor:
         output = super().run(q, layer, plan, **kv)
-        return output if out is None else self.deliver(output, output_for(q, out))
+        return output if out is None else self.deliver(output, attention_output(q, layer, out))
 
     def deliver(self, output: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return out.copy_(output)

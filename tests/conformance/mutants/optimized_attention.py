@@ -200,7 +200,12 @@ MUTANTS = (
         "decode_attention",
         (("sinks_ptr + head * GROUP", "sinks_ptr"),),
     ),
-    KernelMutant("out_forgotten", "output-given", "triton", (("output_for(q, out)", "output_for(q, None)"),)),
+    KernelMutant(
+        "out_forgotten",
+        "output-given",
+        "triton",
+        (("attention_output(q, layer, out)", "attention_output(q, layer, None)"),),
+    ),
 )
 
 SPLIT_MUTANTS = (

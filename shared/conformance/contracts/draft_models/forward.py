@@ -21,8 +21,8 @@ from shared.conformance.model_session import ModelSession
 from shared.conformance.poison import run_poisoned
 from shared.conformance.tolerance import EXACT, tolerance
 from shared.interfaces import CausalLM, DraftModel, DraftOutput
+from shared.interfaces.attention import BatchAttention
 from shared.loading.draft_weights import dummy_draft_weights
-from shared.types.attention import BatchAttention
 
 DraftModels = Any
 """A module (or namespace) with `draft_model_class(draft_format)`."""

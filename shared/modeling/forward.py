@@ -1,0 +1,58 @@
+"""What the models, attention backends and model runners of both panels share."""
+
+from __future__ import annotations
+
+import torch
+
+from shared.interfaces.attention import BatchAttention
+from shared.interfaces.model import CausalLM
+from shared.types import ForwardBatch
+from shared.types.attention import AttentionLayer
+
+
+def run_model(
+    model: CausalLM, batch: ForwardBatch, attention: BatchAttention, layers: tuple[int, ...] | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Hidden states after the final norm [num_tokens, hidden_size], and the hidden states that
+    `ModelRunner.capture_hidden` = `layers` asks for."""
+    if not layers:
+        hidden_states = model(batch.input_ids, batch.positions, attention)
+        return hidden_states, None if layers is None else hidden_states
+    captured = dict.fromkeys(layers, batch.input_ids)  # any values: the model replaces them
+    hidden_states = model(batch.input_ids, batch.positions, attention, captured)
+    return hidden_states, torch.cat([captured[layer_id] for layer_id in layers], dim=-1)
+
+
+def no_hidden_states(model: CausalLM, layers: tuple[int, ...] | None) -> torch.Tensor | None:
+    """The second result of `run_model` for a batch without tokens."""
+    if layers is None:
+        return None
+    like = next(model.parameters())
+    return like.new_empty(0, max(len(layers), 1) * model.config.hidden_size)
+
+
+def layer_output(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """The output of a decoder layer that returned (x, residual): their sum, or x alone. x may be split-K
+    partial sums, float32 [splits, num_tokens, hidden_size]."""
+    if residual is None:
+        return x
+    return x + residual if x.dim() == residual.dim() else (x.sum(0) + residual).to(residual.dtype)
+
+
+def attention_output(q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor | None) -> torch.Tensor:
+    """The tensor that `AttentionBackend.run` writes: `out`, or a new one. `ValueError` for an `out` or a
+    number of heads that the contract does not allow."""
+    if layer.num_qo_heads % layer.num_kv_heads != 0:
+        raise ValueError(
+            f"num_qo_heads ({layer.num_qo_heads}) is no multiple of num_kv_heads ({layer.num_kv_heads})"
+        )
+    if out is None:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)} on {out.device}; it must be {q.dtype} "
+            f"{tuple(q.shape)} on {q.device}"
+        )
+    if not out.is_contiguous():
+        raise ValueError(f"out of shape {tuple(out.shape)} and strides {out.stride()} is not contiguous")
+    return out
