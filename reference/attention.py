@@ -9,7 +9,7 @@ import torch
 
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
-from shared.modeling.attention_output import output_for
+from shared.modeling.forward import attention_output
 from shared.types import ForwardBatch
 from shared.types.attention import AttentionLayer
 
@@ -98,11 +98,7 @@ class TorchAttention(interface.AttentionBackend):
         v: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if layer.num_qo_heads % layer.num_kv_heads != 0:
-            raise ValueError(
-                f"num_qo_heads ({layer.num_qo_heads}) is no multiple of num_kv_heads ({layer.num_kv_heads})"
-            )
-        output = output_for(q, out)
+        output = attention_output(q, layer, out)
         for block in plan.blocks:
             rows = slice(block.token_start, block.token_end)
             output[rows] = self._run_block(q[rows], layer, block)

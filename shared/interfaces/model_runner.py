@@ -15,13 +15,13 @@ from shared.types import ForwardBatch, LogitsOutput, SampleOutput, SamplingBatch
 class ModelRunner(ABC):
     """Runs one ForwardBatch: plans attention, runs the model, computes the logits of the step.
 
-    `is_watched`: a recorder has hooks on the model's modules, or wraps `forward` or `sampler.sample`. While it
-    is True, every step calls them; no graph is replayed in their place.
+    `is_watched`: a recorder has hooks on the model's modules, or wraps `forward` or `sampler.sample`. While
+    it is True, every step calls them; no graph is replayed in their place.
 
     `capture_hidden`: the layers whose inputs the drafter reads; may be set between any two steps. While it is
     not None, `LogitsOutput.hidden_states` holds, for every token of the step, the residual streams that go
     into these layers, side by side in this order, [num_tokens, len(capture_hidden) * hidden_size]; for (),
-    the hidden states after the final norm [num_tokens, hidden_size]. They are valid as long as the logits are.
+    the hidden states after the final norm [num_tokens, hidden_size]. They are valid as long as the logits.
     """
 
     model: CausalLM
@@ -51,5 +51,5 @@ class ModelRunner(ABC):
         self, forward_batch: ForwardBatch, sampler: Sampler, info: SamplingBatchInfo, num_token_ids: int
     ) -> tuple[LogitsOutput, SampleOutput]:
         """`forward`, then `sampler.sample` of its logits (TARGET_VERIFY: of every node's), cut to the first
-        `num_token_ids` columns: those beyond are padding rows of the head. One call, so that an implementation
-        may compute both in one graph; the results are the same. The sampled tokens are never overwritten."""
+        `num_token_ids` columns: those beyond are padding rows of the head. One call, so that a graph may
+        compute both; the results are the same. The sampled tokens are never overwritten."""

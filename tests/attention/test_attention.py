@@ -13,7 +13,8 @@ from reference.attention import TorchAttention
 from shared.conformance.attention_batches import LAYER_ID, AttentionBatch, AttentionCase, expect_attention
 from shared.conformance.clause import clauses_in
 from shared.conformance.compare import expect_close
-from shared.conformance.contracts import attention_outputs, attention_ragged
+from shared.conformance.contracts.attention import outputs as attention_outputs
+from shared.conformance.contracts.attention import ragged as attention_ragged
 from shared.conformance.suite import check_implementation, clauses_of
 from shared.conformance.tolerance import Tolerance, tolerance
 from shared.interfaces.attention import BatchAttention

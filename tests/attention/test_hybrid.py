@@ -17,7 +17,7 @@ from shared import registry
 from shared.conformance import suite
 from shared.conformance.attention_batches import AttentionBatch, AttentionCase
 from shared.conformance.clause import clauses_in
-from shared.conformance.contracts import attention_outputs
+from shared.conformance.contracts.attention import outputs as attention_outputs
 from shared.conformance.replanned_attention import _replanned
 from shared.conformance.suite import check_implementation, clauses_of
 from shared.types import ForwardBatch, ForwardMode

@@ -11,8 +11,8 @@ from optimized.graphs.decode_graph import DecodeBuffers, SamplingKind, captured_
 from optimized.graphs.verify_graph import verify_batch_sizes
 from shared import registry
 from shared.config import EngineConfig
-from shared.conformance.contracts import model_runner_decode as clauses
-from shared.conformance.contracts import model_runner_verify as verify_clauses
+from shared.conformance.contracts.model_runner import decode as clauses
+from shared.conformance.contracts.model_runner import verify as verify_clauses
 from shared.conformance.contracts.model_runner.decode import Decoding, PreparedSession
 from shared.conformance.contracts.model_runner.forward import model_for
 from shared.conformance.suite import check_implementation, clauses_of

@@ -14,7 +14,7 @@ from shared import registry
 from shared.bench.round import pieces_of
 from shared.bench.step_inputs import fill_pool
 from shared.config import EngineConfig
-from shared.conformance.contracts import drafter as clauses
+from shared.conformance.contracts.drafter import drafting as clauses
 from shared.conformance.contracts.drafter.drafting import Setting
 from shared.conformance.replanned_attention import attention_for_graphs
 from shared.engine.assembly import Assembly, assemble
