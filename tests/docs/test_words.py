@@ -1,0 +1,67 @@
+"""Pages, docstrings, comments and messages use the field's words (docs/glossary.md), not private ones."""
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("shared", "reference", "optimized", "tests", "docs", "notebooks")
+LAB = ROOT / "docs" / "lab"  # a record: it keeps the words of its time
+
+BANNED = {
+    r"somebody|nobody|everybody|whoever": "name the request, caller or component",
+    r"thrown out|throws? out|throwing out|gives? way": "retracted, preempted, evicted",
+    r"(is|are|was|were|be|been|being) told": "gets, receives, is called for",
+    r"lent": "borrowed",
+    r"steps? of prompts|prompt steps?": "prefill steps",
+    r"one batch ahead": "overlap scheduling",
+    r"rows? of nobody|ids? of no token": "padding rows, padding token ids",
+    r"matrix products?|products? of matrices": "GEMM",
+    r"longest gap|gaps between (the )?tokens": "max ITL, ITL",
+    r"dealt out|deal(s|ing)? out": "distributed, scheduled",
+    r"the host": "the CPU",
+    r"news": "pending outputs, events",
+    r"for the sake of": "for",
+}
+ALLOWED = {"tests/docs/test_words.py"}
+
+_BANNED = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
+
+
+def texts_of(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of a page, or of the comments and strings of a source."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        yield from enumerate(text.splitlines(), start=1)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING):
+            yield from enumerate(token.string.splitlines(), start=token.start[0])
+
+
+def private_words(path: Path) -> list[str]:
+    where = path.relative_to(ROOT).as_posix()
+    lines = texts_of(path)
+    return [f"{where}:{n}: {found[0]!r}" for n, line in lines if (found := _BANNED.search(line))]
+
+
+def files(suffix: str) -> list[Path]:
+    found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob(f"*{suffix}"))]
+    if suffix == ".md":
+        found.append(ROOT / "README.md")
+    return [path for path in found if LAB not in path.parents and path.relative_to(ROOT).as_posix() not in ALLOWED]
+
+
+@pytest.mark.parametrize("page", files(".md"), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_pages_use_the_words_of_the_field(page: Path) -> None:
+    assert private_words(page) == []
+
+
+def test_each_word_has_a_replacement_and_is_found() -> None:
+    assert all(BANNED.values())
+    assert _BANNED.search("a slot that nobody owns")
+    assert not _BANNED.search("silently, newsletter, the hostname")
