@@ -53,7 +53,7 @@ def files(suffix: str) -> list[Path]:
     found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob(f"*{suffix}"))]
     if suffix == ".md":
         found.append(ROOT / "README.md")
-    return [path for path in found if LAB not in path.parents and path.relative_to(ROOT).as_posix() not in ALLOWED]
+    return [p for p in found if LAB not in p.parents and p.relative_to(ROOT).as_posix() not in ALLOWED]
 
 
 @pytest.mark.parametrize("page", files(".md"), ids=lambda page: page.relative_to(ROOT).as_posix())
