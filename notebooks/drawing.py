@@ -1,4 +1,4 @@
-"""Pictures of an engine's memory: the page pool and the radix tree, through the interfaces alone."""
+"""Plots of an engine's memory: the page pool and the radix tree. Uses the public interfaces only."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ KINDS = (
     "free",
     "in the tree, evictable",
     "in the tree, locked by a request",
-    "one request's own",
+    "owned by one request",
     "dummy page",
 )
-MAX_CHARS = 44  # of an edge's text; longer ones lose their middle
+MAX_CHARS = 44  # of an edge's text; longer text is cut in the middle
 COLOURS = ("#eeeeee", "#9ecae1", "#3182bd", "#fdae6b", "#555555")
 
 
@@ -33,8 +33,8 @@ def slot_kinds(llm: LLM) -> np.ndarray:
     kinds[allocator.free_slots().cpu().numpy()] = KINDS.index("free")
     for node in parts.tree_cache.nodes():
         kinds[node.slots] = 2 if node.lock_ref else 1
-    # What is left was allocated for a request and is not in the tree: its newest, partial page.
-    kinds[kinds == -1] = KINDS.index("one request's own")
+    # The rest is allocated for a request and not in the tree: its partial page.
+    kinds[kinds == -1] = KINDS.index("owned by one request")
     num_alive = len(state.running) + (state.chunked_req is not None)
     assert num_alive or not (kinds == 3).any(), "slots without an owner"
     return kinds
@@ -120,7 +120,7 @@ def _draw_node(axes: Axes, llm: LLM, node: CacheNode, x: float, y: float) -> Non
     text = llm.tokenizer.decode(node.key).replace("\n", "↵") if llm.tokenizer is not None else str(node.key)
     if len(text) > MAX_CHARS:
         text = f"{text[: MAX_CHARS // 2]} … {text[-MAX_CHARS // 2 :]}"
-    text = textwrap.fill(text, 24).replace("$", r"\$")  # matplotlib would typeset what two dollars enclose
+    text = textwrap.fill(text, 24).replace("$", r"\$")  # matplotlib typesets text between two dollars
     label = f"{text}\n{len(node.key)} tokens, {node.lock_ref} locks"
     colour = "#6baed6" if node.lock_ref else "#deebf7"
     box = {"boxstyle": "round", "facecolor": colour, "edgecolor": "#999999"}
