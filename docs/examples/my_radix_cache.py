@@ -1,8 +1,8 @@
-"""A prefix cache of one's own: simple, complete, and checked by
+"""A simple, complete prefix cache. Check it:
 
 diptych check radix_cache docs/examples/my_radix_cache.py:MyRadixCache
 
-Everything that the reference keeps up to date (sizes, the leaves) is counted afresh here, whenever asked.
+Sizes and leaves are computed on each call.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class MyRadixCache(PrefixCache):
     def discard(self, key: RadixKey, start: int) -> None:
         begin = 0
         for node in self._path(self._walk(self._pages(key))):
-            if begin >= start and node.lock_ref == 0:  # nor has anybody locked what lies below it
+            if begin >= start and node.lock_ref == 0:  # descendants of an unlocked node are unlocked
                 del node.parent.children[node.pages[0]]
                 if self.allocator is not None:
                     self.allocator.free(torch.cat([node.slots, *(each.slots for each in self._below(node))]))
@@ -140,7 +140,7 @@ class MyRadixCache(PrefixCache):
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
         slots = self.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_allocated_len)
-        start = end = req.cache_protected_len  # [start, end): what the tree takes over
+        start = end = req.cache_protected_len  # [start, end): slots that the tree takes
         if is_insert:
             key = RadixKey(req.all_ids[: req.kv_committed_len], req.extra_key, self.is_bigram)
             start = max(start, self.insert(key, slots, req.priority).prefix_len)
@@ -179,7 +179,7 @@ class MyRadixCache(PrefixCache):
 
     # --8<-- [start:walk-and-split]
     def _walk(self, pages: list[Page]) -> Node:
-        """The deepest node on the way of `pages`; one that they leave half-way is split there."""
+        """The deepest node on the path of `pages`; a node that they leave in the middle is split."""
         self.time += 1
         node, start = self.root, 0
         while start < len(pages) and pages[start] in node.children:

@@ -1,8 +1,8 @@
-"""Section markers: the comments by which documentation quotes code. Run it: python tests/docs/marker_lint.py
+"""Lint of section markers, the comments by which pages quote code. Run it: python tests/docs/marker_lint.py
 
 In a source: "--8<-- [start:kebab-label]" and "--8<-- [end:kebab-label]" after a comment sign. In a page:
---8<-- "path/of/source.py:kebab-label". The extension that reads them runs an unterminated section to the
-end of the file and takes the first of two equal labels, silently: hence this check.
+--8<-- "path/of/source.py:kebab-label". The snippets extension reads an unterminated section to the end of
+the file and takes the first of two equal labels, without a warning. This lint reports both.
 """
 
 import re
@@ -29,7 +29,7 @@ class Section:
 
 
 def sections_of(path: str, text: str) -> tuple[list[Section], list[str]]:
-    """The sections of one source, and what is wrong with its markers."""
+    """The sections of one source, and the errors of its markers."""
     sections: list[Section] = []
     errors: list[str] = []
     open_at: dict[str, int] = {}  # label -> lines of code before it
@@ -60,12 +60,12 @@ def sections_of(path: str, text: str) -> tuple[list[Section], list[str]]:
                 f"{path}: section {section.label!r} has {section.num_lines} lines, not 1 to {MAX_LINES}"
             )
     if len(sections) > MAX_SECTIONS:
-        errors.append(f"{path}: {len(sections)} sections; more than {MAX_SECTIONS} drown the code")
+        errors.append(f"{path}: {len(sections)} sections; at most {MAX_SECTIONS} are allowed")
     return sections, errors
 
 
 def quotes_of(text: str) -> Iterator[tuple[int, str, str]]:
-    """(line, path, label) of every quotation in a page; label "" where none is named."""
+    """(line, path, label) of every quote in a page; label "" for a whole file."""
     for number, line in enumerate(text.splitlines(), start=1):
         match = _QUOTE.match(line)
         if match:
@@ -73,7 +73,7 @@ def quotes_of(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def lint(root: Path = ROOT) -> list[str]:
-    """Everything that is wrong, over all sources and pages."""
+    """All errors, over all sources and pages."""
     errors: list[str] = []
     sections: dict[tuple[str, str], Section] = {}
     for folder in SOURCES:
@@ -99,5 +99,5 @@ def lint(root: Path = ROOT) -> list[str]:
 
 if __name__ == "__main__":
     problems = lint()
-    print("\n".join(problems) or "all section markers are right")
+    print("\n".join(problems) or "all section markers are correct")
     sys.exit(bool(problems))

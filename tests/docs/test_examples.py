@@ -1,4 +1,4 @@
-"""The examples of the documentation work: Python blocks run, and commands exist with their options."""
+"""Examples in pages work: Python blocks run, and commands exist with their options."""
 
 import re
 import shlex
@@ -46,8 +46,8 @@ def test_python_example_runs(page: Path, code: str, capsys: pytest.CaptureFixtur
     assert "42" in capsys.readouterr().out
 
 
-def test_as_many_clauses_as_the_page_says() -> None:
-    """With the one that asks for the component's surface."""
+def test_number_of_clauses_in_the_page() -> None:
+    """Including the clause that checks the component's methods."""
     clauses = suite.clauses_of("radix_cache")
     num_cases = sum(len(clause.cases) for clause in clauses)
     says = f"all {len(clauses) + 1} clauses hold, in {num_cases + 1} cases"

@@ -1,4 +1,4 @@
-"""The section markers of this repository are right, and the lint finds each way to get one wrong."""
+"""The section markers of this repository are correct, and the lint finds each kind of error."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 from marker_lint import lint, sections_of
 
 
-def test_all_section_markers_are_right() -> None:
+def test_all_section_markers_are_correct() -> None:
     assert lint() == []
 
 

@@ -1,4 +1,4 @@
-"""What the documentation names exists: files, modules, and symbols of modules, wherever in backticks."""
+"""Files, modules and symbols that pages name in backticks exist."""
 
 import importlib
 import importlib.util
@@ -24,7 +24,7 @@ def names_in(page: Path) -> list[str]:
 
 
 def resolve(dotted: str) -> object:
-    """The object behind "package.module.Class.method"; AttributeError or ImportError where there is none."""
+    """The object named "package.module.Class.method"; raises AttributeError or ImportError."""
     parts = dotted.removesuffix("()").split(".")
     for cut in range(len(parts), 0, -1):
         name = ".".join(parts[:cut])
@@ -43,7 +43,7 @@ def resolve(dotted: str) -> object:
 
 
 def vocabulary() -> dict[str, type]:
-    """Classes that pages may name without their module: the contracts, the types, the engine."""
+    """Classes that pages name without their module: interfaces, types, the engine."""
     found: dict[str, type] = {}
     for name in (
         "shared.interfaces",

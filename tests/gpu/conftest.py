@@ -1,7 +1,7 @@
 """The order of the GPU tests.
 
-FlashInfer compiles a kernel when it is first needed, under a lock: workers that need the same one wait. So
-tests of backends that may compile come last, when the others are done.
+FlashInfer compiles a kernel on first use, under a lock, and other workers that need it wait. So tests of
+backends that may compile run last.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 MAY_COMPILE = ("flashinfer", "fa3", "optimized")
-"""Backends; the panel's own choice takes prompts to FA3."""
+"""Tests of backends that compile; the default backend uses FA3 for prompts."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

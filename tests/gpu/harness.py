@@ -1,4 +1,4 @@
-"""Engines on the GPU: the optimized panel, and the reference beside it."""
+"""Engines on the GPU: the optimized panel and the reference."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ OPTIMIZED = {
     "max_running_requests": 8,
     "cuda_graph_max_tokens": 256,
 }
-"""Few requests at once, and few tokens: few graphs to capture."""
+"""A small batch size and few tokens, so that few graphs are captured."""
 
 
 def attention_backends() -> list[str]:
-    """Every registered backend but the reference, each once."""
+    """Every registered backend except the reference, once each."""
     by_target = {target: name for name, target in registry.IMPLEMENTATIONS["attention"].items()}
     return sorted(name for name in by_target.values() if name != "reference")
 
@@ -36,18 +36,18 @@ def reference(model: str, **flags: Any) -> LLM:
 
 
 def optimized(model: str, backend: str | None = None, **flags: Any) -> LLM:
-    """`backend` None: the one that the panel chooses."""
+    """`backend` None: the default of the panel."""
     return LLM(model=model, **{**OPTIMIZED, "max_total_tokens": 8192, **with_attention(backend), **flags})
 
 
 @cache
 def reference_answers(model: str, dtype: str = "float32") -> list[GenerateOutput]:
-    """All prompts at once, on the GPU: that it answers each as if it were alone is tested elsewhere."""
+    """Runs all prompts in one batch on the GPU. Batch invariance is tested elsewhere."""
     return answers_with_alternatives(model, **REFERENCE, dtype=dtype, max_total_tokens=8192)
 
 
 def name_of(value: Any) -> str:
-    """Of a parameter: flags as the command line has them."""
+    """A test id: flags as on the command line."""
     if not isinstance(value, dict):
         return str(value)
     return ",".join(f"{name}={value}" for name, value in value.items()) or "default"

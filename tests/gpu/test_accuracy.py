@@ -1,4 +1,4 @@
-"""Level L6: the optimized panel answers held-out questions as well as the reference, however it is set."""
+"""Level L6: the optimized panel scores as well as the reference in every configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def reference_score(model: str) -> float:
 
 
 def expect_score(model: str, **flags: Any) -> None:
-    """In bfloat16, the models' own type."""
+    """In bfloat16, the dtype of the checkpoints."""
     found = exact_match(model, **{**OPTIMIZED, **flags})
     assert found >= LOWEST_SCORE
     assert found >= reference_score(model) - LARGEST_LOSS

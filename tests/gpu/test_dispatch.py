@@ -1,4 +1,4 @@
-"""The optimized panel ran: its components were called, its graphs replayed, its kernels seen on the GPU."""
+"""The fast path ran: component calls, graph replays and kernels in a profile."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_the_optimized_components_did_the_work(model: str, backend: str) -> None
     target = registry.IMPLEMENTATIONS["attention"][backend].replace(":", ".")
     record.expect_ran("attention.plan", target)
     record.expect_ran("attention.run", target)
-    # One prefill step; every other step is two replays: of the model, and of the sampler.
+    # One prefill step; every other step replays two graphs: the model and the sampler.
     assert runner.num_graph_replays == PARAMS.max_new_tokens - 1
     assert runner.num_sampler_replays == PARAMS.max_new_tokens - 1
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_decode_step_consists_of_our_kernels(model: str) -> None:
-    """No kernel of eager PyTorch works in a layer; what is left of them is around the model."""
+    """Layers run no eager PyTorch kernels; only code around the model does."""
     llm = optimized(model, "triton")
     fill_pool(llm)
     with step_of(llm, StepCase("decode", 4, 100), 0.8, 0) as step:

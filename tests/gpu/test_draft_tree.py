@@ -1,4 +1,4 @@
-"""A round of drafting and verifying in one CUDA graph: nothing waits for the device, shapes are fixed."""
+"""A round of drafting and verification in one CUDA graph: no synchronization, fixed shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BS, K, NUM_STEPS, NUM_NODES, VOCAB_SIZE = 5, 4, 5, 16, 32000
 
 
 def make_logits(seed: int) -> list[torch.Tensor]:
-    """Whole numbers: ties are frequent."""
+    """Integer scores, so that ties are frequent."""
     generator = torch.Generator().manual_seed(seed)
     rows = [BS] + [BS * K] * (NUM_STEPS - 1)
     return [torch.randint(0, 30, (n, VOCAB_SIZE), generator=generator).float().cuda() for n in rows]
@@ -31,7 +31,7 @@ def round_of(
     shaped = [
         top if i == 0 else TopTokens(*(tensor.view(BS, K, K) for tensor in top)) for i, top in enumerate(tops)
     ]
-    # Probabilities of the panels differ in their last bits; eighths do not.
+    # Probabilities of the panels differ in the last bits; multiples of 1/8 do not.
     shaped = [TopTokens((top.token_ids % 8 + 1) / 8, top.token_ids) for top in shaped]
     root_ids = torch.arange(BS, device=samples.device)
     tree = ops.build(root_ids, draft(ops, shaped), NUM_NODES)
@@ -59,7 +59,7 @@ def test_a_round_can_be_captured() -> None:
         generator = torch.Generator().manual_seed(seed)
         seq_lens.copy_(torch.randint(NUM_NODES, 300, (BS,), generator=generator))
         graph.replay()
-        # Every node's sample is its first child's token, so that something is accepted; then the graph again.
+        # Every node samples its first child's token, so that drafts are accepted; then the graph is replayed.
         first_child = tree.token_ids.gather(1, tree.next_token.clamp(min=0))
         samples.copy_(first_child)
         graph.replay()

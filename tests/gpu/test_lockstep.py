@@ -48,21 +48,21 @@ BACKENDS += [("tiny-moe", backend, flags) for backend in attention_backends() fo
 
 @pytest.mark.parametrize(("model", "backend", "flags"), BACKENDS, ids=name_of)
 def test_bfloat16_is_close(model: str, backend: str, flags: dict[str, Any]) -> None:
-    """With A's tokens, and of a mixture of experts with A's experts: of every token every op is compared."""
+    """With A's tokens and, in a mixture of experts, A's experts: every op of every token is compared."""
     a, b = reference(model, dtype="bfloat16"), optimized(model, backend, dtype="bfloat16", **flags)
     outcome = run(a, b, teacher_forced=True)
     num_tokens_part = sum(tie.op == SAMPLED_IDS for tie in outcome.near_ties)
     assert num_tokens_part <= outcome.num_tokens // 20
-    # One choice for each layer. On a CPU, through Triton's interpreter, 1 to 2 in a hundred part.
+    # One choice per layer. On a CPU, in Triton's interpreter, 1 to 2 % of them differ.
     num_choices = outcome.num_tokens * a.model_config.num_hidden_layers
     assert len(outcome.near_ties) - num_tokens_part <= num_choices // 20
 
 
 @pytest.mark.parametrize("backend", attention_backends())
 def test_replayed_steps_are_close_too(backend: str) -> None:
-    """With graphs on, what is seen of a decode step is its logits and its tokens. Not of a mixture of
-    experts: a router's near tie inside a graph is not seen, and then logits differ by any amount. For both
-    models tests/model_runner/test_graphs.py holds replayed steps to launched ones, bit by bit."""
+    """With graphs on, logits and tokens of a decode step are compared. A mixture of experts is excluded: a
+    router's near tie inside a graph is not recorded, and logits then differ by any amount. For both models
+    tests/model_runner/test_graphs.py compares replayed steps with launched ones, bit by bit."""
     a, b = reference("tiny-dense", dtype="bfloat16"), optimized("tiny-dense", backend, dtype="bfloat16")
     run(a, b, graphs=True, teacher_forced=True)
     assert b.assembly.parts.model_runner.num_graph_replays >= GREEDY.max_new_tokens - 1

@@ -1,4 +1,4 @@
-"""The optimized pools on a GPU: a step's calls wait for nothing, and device and host hold the same rows."""
+"""The optimized pools on a GPU: no call of a step synchronizes, and device and CPU hold the same rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def no_synchronization() -> Iterator[None]:
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.usefixtures("no_synchronization")
 def test_lives_of_requests_wait_for_nothing(page_size: int) -> None:
-    """Admission with a cached prefix, prefill, decoding, the end, eviction."""
+    """Admission with a cached prefix, prefill, decode, finish, eviction."""
     rows = memory_pool.ReqToTokenPool(8, 512, "cuda")
     allocator = memory_pool.TokenToKVPoolAllocator(64 * 16, page_size, "cuda")
     tree = RadixCache(page_size, allocator, rows)
@@ -63,7 +63,7 @@ def test_lives_of_requests_wait_for_nothing(page_size: int) -> None:
 
 
 class allowed:
-    """A look at the device, on purpose."""
+    """Synchronizes on purpose."""
 
     def __enter__(self) -> None:
         torch.cuda.set_sync_debug_mode("default")

@@ -1,4 +1,4 @@
-"""Speculation under overlap on a GPU: the reference's answers, streams, no wait in a steady round."""
+"""Speculation with overlap scheduling on a GPU: same answers, no synchronization in a round."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_float32_answers_are_the_references(flags: dict[str, Any]) -> None:
 
 
 def test_what_requests_ask_of_the_sampler_is_as_without_drafts() -> None:
-    """Penalties count the tokens in flight; log-probabilities come to the right tokens."""
+    """Penalties count the tokens in flight; log-probabilities belong to the right tokens."""
     plain = optimized("tiny-dense", use=USE, dtype="float32")
     expected = plain.generate(prompts(plain), SAMPLED, progress=False)
     for found, wanted in zip(
@@ -76,7 +76,7 @@ def test_nothing_waits_in_a_steady_round(params: SamplingParams, page_size: int)
         llm.step()
     streams = scheduler_of(llm).pipeline.streams = Checked(torch.device("cuda"))
     for _ in range(4):
-        with no_waiting():  # forming, launching, and processing what has arrived
+        with no_waiting():  # forming, launching, processing results
             llm.step()
     assert streams.num_launches == 4
     assert isinstance(scheduler_of(llm).pipeline.batches[-1], RoundInFlight)
@@ -86,7 +86,7 @@ def test_nothing_waits_in_a_steady_round(params: SamplingParams, page_size: int)
 
 
 def test_the_next_round_is_queued_while_one_runs() -> None:
-    """The GPU is kept busy: a step returns although the round that it launched has not begun."""
+    """A step returns before the round that it launched has begun."""
     llm = speculating()
     llm.submit(prompts(llm)[0], GREEDY)
     for _ in range(4):

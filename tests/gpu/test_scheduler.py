@@ -1,4 +1,4 @@
-"""The overlapping scheduler on a GPU: streams, no wait in a step, and the reference's answers."""
+"""The overlap scheduler on a GPU: streams, no synchronization in a step, same answers as the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .harness import MODELS, OPTIMIZED, name_of, optimized, reference, reference
 pytestmark = pytest.mark.gpu
 
 USE = {"scheduler": "optimized", "memory_pool": "optimized", "attention": "triton"}
-"""Triton's attention takes float32; the other pools would have to ask the device."""
+"""Triton attention accepts float32; the reference pools would synchronize."""
 
 FLAGS: tuple[dict[str, Any], ...] = (
     {},
@@ -57,7 +57,7 @@ def test_float32_answers_are_the_references(model: str, flags: dict[str, Any]) -
 
 @pytest.mark.parametrize("model", MODELS)
 def test_what_requests_ask_of_the_sampler_is_the_references(model: str) -> None:
-    """Penalties count the token in flight; log-probabilities come to the right request."""
+    """Penalties count the token in flight; log-probabilities belong to the right request."""
     engines = reference(model, dtype="float32"), overlapped(model, dtype="float32", chunked_prefill_size=32)
     answers = [llm.generate(prompts(llm), SAMPLED, progress=False) for llm in engines]
     for expected, found in zip(*answers):
@@ -65,7 +65,7 @@ def test_what_requests_ask_of_the_sampler_is_the_references(model: str) -> None:
         for name in ("output_logprobs", "input_logprobs"):
             ours, theirs = getattr(found, name), getattr(expected, name)
             assert [entry.token_id for entry in ours] == [entry.token_id for entry in theirs]
-            # Kernels sum in another order; a logprob of another token would be far off.
+            # Kernels sum in another order; a log-probability of another token differs by far more.
             for a, b in zip(ours, theirs):
                 assert (a.logprob is None) == (b.logprob is None)
                 assert a.logprob is None or abs(a.logprob - b.logprob) < 1e-3
@@ -96,7 +96,7 @@ def test_models_run_on_a_stream_of_their_own() -> None:
 
 
 class Checked(CudaStreams):
-    """Whatever makes the host wait for the GPU while a batch is launched raises."""
+    """Any synchronization with the GPU during a launch raises."""
 
     num_launches = 0
 
@@ -127,7 +127,7 @@ def test_nothing_waits_in_a_steady_decode_step(params: SamplingParams, page_size
         llm.step()
     streams = scheduler_of(llm).pipeline.streams = Checked(torch.device("cuda"))
     for _ in range(8):
-        with no_waiting():  # forming, launching, and processing what has arrived
+        with no_waiting():  # forming, launching, processing results
             llm.step()
     assert streams.num_launches == 8
     while llm.step():
@@ -136,7 +136,7 @@ def test_nothing_waits_in_a_steady_decode_step(params: SamplingParams, page_size
 
 
 def test_the_next_batch_is_queued_while_one_runs() -> None:
-    """The GPU is kept busy: a step returns although the batch that it launched has not begun."""
+    """A step returns before the batch that it launched has begun."""
     llm = overlapped("tiny-dense")
     llm.submit(prompts(llm)[0], GREEDY)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Random load on the optimized panel: some rounds. `diptych soak` goes on for longer."""
+"""A few rounds of random load on the optimized panel. `diptych soak` runs more."""
 
 from __future__ import annotations
 

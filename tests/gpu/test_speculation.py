@@ -1,4 +1,4 @@
-"""Speculation in CUDA graphs on a GPU: the text of no speculation, and replays that are what is launched."""
+"""Speculation in CUDA graphs on a GPU: same text as without speculation, and replay equals launch."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_round_waits_for_nothing() -> None:
 
 
 def test_acceptance_is_the_recorded_one() -> None:
-    """The built-in head on held-out questions: as often as through the reference, to a hundredth."""
+    """Acceptance of the built-in head on held-out questions equals the reference's within 0.01."""
     head = ASSETS / "tiny-dense-eagle3"
     recorded = json.loads((head / "training.json").read_text())["acceptance"]["5/4/16"]
     flags = {**OPTIMIZED, "use": OVERLAPPED, "dtype": "float32"}

@@ -1,4 +1,4 @@
-"""Level L3: whatever the optimized panel's switches are set to, the answers are the reference's."""
+"""Level L3: the answers of the optimized panel equal the reference's for every setting of its switches."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def test_float32_answers_are_the_references(model: str, flags: dict[str, Any]) -
 @pytest.mark.parametrize("flags", BACKEND_SWITCHES, ids=name_of)
 @pytest.mark.parametrize("backend", attention_backends())
 def test_bfloat16_answers_part_at_near_ties_only(backend: str, flags: dict[str, Any]) -> None:
-    """Of the dense model. In a mixture of experts rounding may send a token to another expert, after which
-    any other token is right too: to move what each op of the reference gives by up to two units in the last
-    place made up to 6 of the 8 answers of tiny-moe part, some where the two tokens' logits were 0.7 apart. Of
-    that model test_lockstep.py forces tokens and experts, and then compares all of it."""
+    """The dense model only. In a mixture of experts, rounding can route a token to another expert, and other
+    tokens are then correct too: changing each op of the reference by up to two units in the last place
+    changed up to 6 of 8 answers of tiny-moe, some where the two logits were 0.7 apart. test_lockstep.py
+    covers that model: it forces tokens and experts and compares every op."""
     expected = reference_answers("tiny-dense", "bfloat16")
     flags = {**OPTIMIZED, **with_attention(backend), **flags}
     assert expect_near_answers("tiny-dense", expected, "bfloat16", **flags) <= len(QUESTIONS) // 2
@@ -67,7 +67,7 @@ def test_bfloat16_answers_part_at_near_ties_only(backend: str, flags: dict[str, 
     [("tiny-dense", backend) for backend in attention_backends()] + [("tiny-moe", "optimized")],
 )
 def test_graphs_change_no_token(model: str, backend: str) -> None:
-    """The same padded batches with and without graphs: the same tokens, in bfloat16 too."""
+    """The same padded batches give the same tokens with and without graphs, in bfloat16 too."""
     answers = []
     for flags in ({}, {"disable_cuda_graph": True}):
         llm = optimized(model, backend, dtype="bfloat16", **flags)

@@ -1,4 +1,4 @@
-"""The host launches a step and goes on: while the device is still busy with something else."""
+"""Launching a step does not wait for the device, which is busy with other work."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.gpu
 
 CASES = (StepCase("prefill", 2, 0, 300), StepCase("prefill", 3, 100, 30), StepCase("decode", 4, 100))
 BUSY_CYCLES = 4_000_000_000
-"""Two seconds or so: launching a step of a tiny model takes some hundredths."""
+"""About two seconds; launching a step of a tiny model takes some hundredths."""
 
 
 @contextmanager
 def refusing_to_wait() -> Iterator[None]:
-    """What PyTorch knows to wait raises, and says where. It knows neither events nor other libraries."""
+    """Synchronizing PyTorch calls raise. Events and other libraries are not covered."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that not everything is found
+        warnings.simplefilter("ignore")  # that not every call is found
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -41,7 +41,7 @@ def test_a_step_is_launched_without_waiting(model: str, graphs: bool, backend: s
     fill_pool(llm)
     for case in CASES:
         with step_of(llm, case, 0.8, 0) as step:
-            step()  # compiles, and makes what later steps share
+            step()  # compiles, and allocates what later steps share
             torch.cuda.synchronize()
             torch.cuda._sleep(BUSY_CYCLES)
             busy = torch.cuda.Event()

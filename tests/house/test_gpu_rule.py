@@ -1,4 +1,4 @@
-"""The rule of tests/conftest.py: with a GPU, a skipped GPU test is a failure; without, it is a skip."""
+"""The rule of tests/conftest.py: a GPU test that skips itself fails where a GPU is present."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Dependencies point one way (reference -> shared <- optimized), and nothing heavy is imported early."""
+"""Dependencies point one way (reference -> shared <- optimized), and heavy packages are imported late."""
 
 import ast
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from tree import ROOT, python_files
 
 FORBIDDEN = {
-    # `shared` assembles components that it finds by name (importlib), so it names no panel in an import.
+    # `shared` imports components by name (importlib), so no import statement names a panel.
     "shared": {"reference", "optimized"},
     "reference": {"optimized", "triton", "flashinfer", "tests"},
     "optimized": {"reference", "tests"},
@@ -75,7 +75,7 @@ print("done")
     ids=["packages", "contracts", "engine"],
 )
 def test_import_stays_light(modules: list[str], heavy: list[str]) -> None:
-    # `import torch` itself brings triton where triton is installed: what counts is what comes on top of it.
+    # `import torch` imports triton where it is installed; only further imports count.
     program = f"""
 import importlib, sys
 if "torch" not in {heavy!r}:

@@ -1,4 +1,4 @@
-"""The shape of the repository: what lies at the top, and how large files may grow."""
+"""The layout of the repository: top-level entries and file sizes."""
 
 import sys
 from fnmatch import fnmatch
@@ -14,30 +14,30 @@ MAX_LINES = 400
 MIB = 2**20
 
 
-def test_top_level_holds_exactly_what_was_designed() -> None:
+def test_top_level_entries() -> None:
     entries = {name.parts[0] for name in project_files()}
     assert {entry for entry in entries if not entry.startswith(".")} == TOP_LEVEL
 
 
-def test_no_text_file_is_longer_than_a_reader_can_hold() -> None:
+def test_length_of_text_files() -> None:
     suffixes = {".py", ".md", ".toml", ".yml", ".yaml", ".sh"}
     lengths = {
         str(name): sum("# --8<--" not in line for line in (ROOT / name).read_text("utf-8").splitlines())
         for name in project_files()
         if name.suffix in suffixes
-    }  # markers of quoted sections do not count: they are the documentation's, not the reader's
+    }  # markers of quoted sections do not count
     assert lengths
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 
-def test_files_stay_small_enough_to_clone_in_a_moment() -> None:
+def test_size_of_files() -> None:
     sizes = {str(name): (ROOT / name).stat().st_size for name in project_files()}
     assert {name: size for name, size in sizes.items() if size >= 8 * MIB} == {}
     assert sum(sizes.values()) < 30 * MIB
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="reads pyproject.toml with tomllib, of Python 3.11")
-def test_what_packages_read_at_run_time_is_in_the_wheel() -> None:
+def test_package_data_is_in_the_wheel() -> None:
     import tomllib
 
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]

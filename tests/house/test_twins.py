@@ -1,4 +1,4 @@
-"""Files of one name in both panels face each other."""
+"""Files of the same name in both panels have the same public classes, methods and order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def helper(a, b): ...
 OPTIMIZED = REFERENCE.replace('"""A cache."""', '"""A cache. Differs from reference: hashes pages."""')
 
 
-def test_twins_face_each_other() -> None:
+def test_twins_have_the_same_surface() -> None:
     for reference, optimized in twin_files(ROOT):
         assert twin_differences(reference.read_text(), optimized.read_text()) == [], optimized
 
@@ -41,13 +41,13 @@ def test_pairs_are_found_by_their_path(tmp_path: Path) -> None:
 
 
 def test_every_optimized_component_has_a_twin() -> None:
-    """What has no twin is a kernel, or machinery that only the optimized panel needs."""
+    """Files without a twin are kernels or mechanisms that only the optimized panel has."""
     own = {"kernels", "graphs", "overlap", "attention"}
     own |= {"waiting_matches.py", "page_ring.py", "eviction_heap.py", "speculative/round.py"}
     for path in (ROOT / "optimized").rglob("*.py"):
         name = path.relative_to(ROOT / "optimized")
         if path.name != "__init__.py" and not own & {name.parts[0], name.as_posix()}:
-            assert (ROOT / "reference" / name).is_file(), f"optimized/{name} faces nothing"
+            assert (ROOT / "reference" / name).is_file(), f"optimized/{name} has no twin"
 
 
 def test_equal_surfaces_pass() -> None:
@@ -57,7 +57,7 @@ def test_equal_surfaces_pass() -> None:
 
 
 def test_functions_are_a_panels_own() -> None:
-    """A module-level function may be missing; one of the same name must be the same (below)."""
+    """A module-level function may be missing; one of the same name has the same parameters."""
     assert twin_differences(REFERENCE, OPTIMIZED.replace("def helper(a, b): ...\n", "")) == []
     first = "def before(): ...\n"
     two = REFERENCE.replace("def helper", f"{first}def helper")
@@ -89,7 +89,7 @@ def test_another_order_is_named() -> None:
     assert twin_differences(REFERENCE, "".join(lines)) == ["Cache.match is out of order"]
 
 
-def test_what_is_private_does_not_count() -> None:
+def test_private_names_do_not_count() -> None:
     assert list(public_surface(REFERENCE)) == [
         "Cache",
         "Cache.__init__",

@@ -1,4 +1,4 @@
-"""What the tests of this folder look at: the files of the project, as git sees them."""
+"""The files of the project, as git lists them."""
 
 import subprocess
 from functools import cache
