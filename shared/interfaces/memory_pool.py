@@ -1,8 +1,8 @@
 """Contracts of the three memory pools.
 
 `req_to_token[req_pool_idx, position]` is a *slot*; a slot's KV is `k_buffer(layer)[slot]`; slot
-s belongs to page s // page_size. Slots of one page are contiguous. Page 0 is a dummy that padding writes
-to; the allocator never hands it out. Row 0 of req_to_token is a dummy row of zeros, likewise.
+s is on page s // page_size. Slots of one page are contiguous. Page 0 is a dummy that padding writes to;
+the allocator never allocates it. Row 0 of req_to_token is a dummy row of zeros, likewise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 class ReqToTokenPool(ABC):
     """Rows that map a request's positions to slots. Kernels read `req_to_token`; only this class writes it.
 
-    Attributes: `size` rows that can be handed out (ids 1..size); `max_len` positions a row;
+    Attributes: `size` rows that can be allocated (ids 1..size); `max_len` positions a row;
     `req_to_token` int32 [size + 1, max_len] on the device.
     """
 
@@ -30,12 +30,12 @@ class ReqToTokenPool(ABC):
 
     @abstractmethod
     def alloc(self, num_reqs: int) -> list[int] | None:
-        """So many distinct rows, first in first out, or None (and nothing taken) when fewer are free.
-        A row's contents are undefined until written."""
+        """Distinct rows, first in first out; None, without allocating any, if fewer are free. A row's
+        contents are undefined until written."""
 
     @abstractmethod
     def free(self, req_pool_indices: Sequence[int]) -> None:
-        """Give rows back. A row that is not handed out, or row 0, is an AssertionError."""
+        """Free rows. A row that is not allocated, or row 0, is an AssertionError."""
 
     @abstractmethod
     def write(self, req_pool_idx: int, start: int, slots: torch.Tensor) -> None:
@@ -43,8 +43,8 @@ class ReqToTokenPool(ABC):
 
     @abstractmethod
     def read(self, req_pool_idx: int, start: int, end: int) -> torch.Tensor:
-        """Slots of positions [start, end), int64, a copy: on the device, or on the host where the pool keeps
-        its rows there as well."""
+        """Slots of positions [start, end), int64, a copy: on the device, or on the CPU if the pool keeps its
+        rows there as well."""
 
     def write_ragged(
         self,
@@ -63,14 +63,14 @@ class ReqToTokenPool(ABC):
             offset += length
 
     def read_each(self, req_pool_indices: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """The slot of one position of each row, on the host. Rows that are on a GPU alone are waited for."""
+        """The slot of one position of each row, on the CPU. Synchronizes if the rows are only on a GPU."""
         assert len(req_pool_indices) == len(positions)
         slots: list[int] = self.req_to_token[list(req_pool_indices), list(positions)].tolist()
         return slots
 
     @abstractmethod
     def available_size(self) -> int:
-        """Rows that `alloc` could hand out now."""
+        """Rows that `alloc` can allocate now."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -78,10 +78,10 @@ class ReqToTokenPool(ABC):
 
 
 class TokenToKVPoolAllocator(ABC):
-    """Hands out slots. `size` slots in whole pages: ids page_size .. size + page_size - 1.
+    """Allocates slots. `size` slots in whole pages: ids page_size .. size + page_size - 1.
 
-    Slots are int64 tensors on `slot_device`; they are taken from any device. A slot is handed out to one
-    owner until freed. No method ever evicts: callers evict first.
+    Slots are int64 tensors on `slot_device`; arguments may be on any device. A slot has one owner until it
+    is freed. No method evicts: callers evict first.
     """
 
     size: int
@@ -94,13 +94,13 @@ class TokenToKVPoolAllocator(ABC):
 
     @property
     def slot_device(self) -> torch.device:
-        """Where slots are handed out: the model's device, or the host for an allocator that works there."""
+        """Device of allocated slots: the model's, or the CPU for an allocator that works there."""
         return self.device
 
     @abstractmethod
     def alloc(self, num_tokens: int) -> torch.Tensor | None:
-        """Slots of whole pages; `num_tokens` must be a multiple of page_size (`AssertionError`). None, and
-        nothing taken, when fewer are free. alloc(0) is empty."""
+        """Slots of whole pages; `num_tokens` must be a multiple of page_size (`AssertionError`). None,
+        without allocating any, if fewer are free. alloc(0) is empty."""
 
     @abstractmethod
     def alloc_extend(
@@ -109,11 +109,11 @@ class TokenToKVPoolAllocator(ABC):
         """Slots for requests that grow from prefix_lens[i] to seq_lens[i] tokens, concatenated in order.
 
         last_locs[i] is the slot of token prefix_lens[i] - 1 (-1 for an empty prefix;
-        where a prefix ends with its page, -1 will do as well), and
+        if a prefix ends with its page, -1 is allowed too), and
         (last_locs[i] + 1) % page_size == prefix_lens[i] % page_size. Each request first fills the rest of
         its last page (last_loc + 1 ...), then takes new pages in order: consecutive positions of a page
-        are consecutive slots. New pages: sum of ceil(seq / page) - ceil(prefix / page). None, and nothing
-        taken, when fewer are free.
+        are consecutive slots. New pages: sum of ceil(seq / page) - ceil(prefix / page). None, without
+        allocating any, if fewer are free.
         """
 
     @abstractmethod
@@ -123,9 +123,9 @@ class TokenToKVPoolAllocator(ABC):
 
     @abstractmethod
     def free(self, slots: torch.Tensor) -> None:
-        """Give back every page that a slot of `slots` lies on. The pages must be handed out (a page freed
-        twice is an `AssertionError`); an empty tensor is fine. Between `free_group_begin` and
-        `free_group_end` nothing freed can be handed out again."""
+        """Free every page that has a slot of `slots`. The pages must be allocated (a page freed twice is an
+        `AssertionError`); an empty tensor is allowed. Between `free_group_begin` and `free_group_end` no
+        freed slot is allocated again."""
 
     @abstractmethod
     def free_group_begin(self) -> None:
@@ -133,7 +133,7 @@ class TokenToKVPoolAllocator(ABC):
 
     @abstractmethod
     def free_group_end(self) -> None:
-        """Free all that was collected, in one go."""
+        """Free all collected slots together."""
 
     @abstractmethod
     def available_size(self) -> int:
@@ -141,11 +141,11 @@ class TokenToKVPoolAllocator(ABC):
 
     @abstractmethod
     def backup_state(self) -> Any:
-        """A value that `restore_state` takes back."""
+        """A value for `restore_state`."""
 
     @abstractmethod
     def restore_state(self, state: Any) -> None:
-        """As if everything allocated or freed since `backup_state` had not been."""
+        """Undo every allocation and free since `backup_state`."""
 
     @abstractmethod
     def free_slots(self) -> torch.Tensor:

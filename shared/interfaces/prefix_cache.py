@@ -1,4 +1,4 @@
-"""Contract of a prefix cache: KV of finished and running requests, found again by their tokens."""
+"""Contract of a prefix cache: KV of finished and running requests, looked up by their tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.types import Req
 
 @dataclass(frozen=True)
 class RadixKey:
-    """What KV is looked up by: tokens within a namespace. Keys of different `extra_key` never match.
+    """The key of cached KV: tokens within a namespace. Keys of different `extra_key` never match.
 
     `is_bigram`: entry i stands for the pair (token i, token i + 1), because a draft model's KV depends on
     the next token: the key of n tokens has n - 1 entries.
@@ -31,11 +31,11 @@ class RadixKey:
 
 class MatchResult(NamedTuple):
     device_indices: torch.Tensor  # int64 slots of the matched tokens, whole pages
-    last_node: Any  # the deepest node matched: what to lock
+    last_node: Any  # the deepest matched node, to be locked
 
 
 class InsertResult(NamedTuple):
-    prefix_len: int  # tokens that were in the cache before
+    prefix_len: int  # tokens that were cached before
     last_node: Any  # the node that holds the key's last token
 
 
@@ -51,9 +51,9 @@ class CacheNode(NamedTuple):
 
 
 class CacheWatcher(ABC):
-    """Is told of a tree's changes, each as soon as it is made: so a match can be kept until it would end
-    elsewhere. A match ends on a node's border, so it ends elsewhere only when a leaf is added below its last
-    node, or that node is removed."""
+    """Receives each change of a tree when it is made, so that a match can be kept until it would change. A
+    match ends at the end of a node, so it changes only when a leaf is added below its last node, or that
+    node is removed."""
 
     @abstractmethod
     def inserted(self, parent: Any, key: Hashable) -> None:
@@ -61,7 +61,7 @@ class CacheWatcher(ABC):
 
     @abstractmethod
     def split(self, upper: Any, lower: Any) -> None:
-        """`lower` was cut in two: `upper`, new, stands between it and what was its parent."""
+        """`lower` was split: the new node `upper` is between it and its former parent."""
 
     @abstractmethod
     def removed(self, leaf: Any) -> None:
@@ -69,7 +69,7 @@ class CacheWatcher(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Nothing is left but a root."""
+        """Only the root is left."""
 
 
 class PrefixCache(ABC):
@@ -77,14 +77,14 @@ class PrefixCache(ABC):
     a multiple of page_size. `lock_ref` counts the requests that use a node or a node below it; nodes with
     lock_ref 0 are evictable, the others protected.
 
-    A cache built with no pools (`allocator` and `req_to_token_pool` None) only matches and inserts: values
-    are then whatever the caller passes, and the two request methods must not be called. Whatever sits in
-    the tree owns its slots: a caller of `insert` hands them over, except for the first `prefix_len`.
+    A cache without pools (`allocator` and `req_to_token_pool` None) only matches and inserts: values are
+    what the caller passes, and the two request methods must not be called. The tree owns the slots of its
+    nodes: a caller of `insert` transfers them, except for the first `prefix_len`.
     """
 
     page_size: int
-    disable: bool = False  # a cache that never finds anything
-    is_bigram: bool = False  # requests are kept under bigrams; as the constructor was told
+    disable: bool = False  # True: the cache never finds a prefix
+    is_bigram: bool = False  # requests are keyed by bigrams; the constructor's argument
 
     @abstractmethod
     def __init__(
@@ -95,10 +95,10 @@ class PrefixCache(ABC):
         eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = "lru",
         is_bigram: bool = False,
     ) -> None:
-        """A cache that uses them refuses a page_size below 1 and an unknown policy (`ValueError`)."""
+        """Raises `ValueError` for a page_size below 1 or an unknown policy, if the cache uses them."""
 
     def prefix_key(self, req: Req) -> RadixKey:
-        """What a request's prefix is looked up by: entries of at most its first max_prefix_len tokens."""
+        """The key of a request's prefix: entries of at most its first max_prefix_len tokens."""
         num_tokens = req.max_prefix_len + self.is_bigram  # the last pair's second token follows them
         return RadixKey(req.all_ids[:num_tokens], req.extra_key, self.is_bigram)
 
@@ -107,16 +107,16 @@ class PrefixCache(ABC):
         """The longest cached prefix of `key`, in whole pages. A key shorter than a page, and the empty
         key, match nothing: empty indices and the root.
 
-        Not pure: it refreshes the access time of what it matched (only that: an unmatched remainder keeps
-        its own) and may split a node so that the match ends on a node's border. A split keeps totals and
-        locks, and the split node's object stays the *lower* half: holders of it lose nothing.
+        Not pure: it updates the access time of the matched part (an unmatched remainder keeps its own) and
+        may split a node so that the match ends at the end of a node. A split keeps totals and locks. The
+        split node's object stays the *lower* half, so a request that holds it keeps its whole prefix.
         """
 
     @abstractmethod
     def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
-        """Add the whole pages of `key`, with `value` (int64 slots, at least as many) behind them. Existing
-        nodes keep their slots. Priority is raised to the maximum along the path. Inserting what is there
-        creates nothing. A key shorter than a page inserts nothing. Values are copied."""
+        """Add the whole pages of `key`, with their slots `value` (int64, at least as many). Existing
+        nodes keep their slots. Priority is raised to the maximum along the path. Inserting a cached key
+        creates no node. A key shorter than a page inserts nothing. Values are copied."""
 
     @abstractmethod
     def inc_lock_ref(self, node: Any) -> None:
@@ -128,25 +128,24 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def evict(self, num_tokens: int) -> int:
-        """Free at least so many tokens, if so many are evictable, and return how many were freed. Removes
-        whole leaves in the eviction policy's order, no more of them than suffice, never a locked node, and
-        parents once they are leaves.
+        """Free at least `num_tokens` tokens, or all that are evictable, and return the number freed. Removes
+        whole leaves in the order of the eviction policy, no more than needed, never a locked node, and
+        parents when they become leaves.
 
         Order, first evicted first: lru (last access), lfu (hits, last access; a hit is a match or an insert
         through the node), fifo (creation), priority (priority, last access). A new node has no hit; the
-        upper half of a split takes over all of these from the whole.
+        upper half of a split copies all of these from the node.
         """
 
     @abstractmethod
     def discard(self, key: RadixKey, start: int) -> None:
-        """Free what the tree holds of `key` from its entry `start` on, with everything below it: nodes that
-        begin at `start` or behind it, and that nobody has locked. For KV that is bad, or may be. (To
-        find them it matches `key`, with all that a match does.)"""
+        """Free the unlocked nodes of `key` that begin at entry `start` or later, with everything below them.
+        For KV that contains or may contain NaN. (It matches `key`, with all effects of a match.)"""
 
     @abstractmethod
     def cache_unfinished_req(self, req: Req) -> None:
-        """After a request's `fill_ids` have their KV (prefill, or one chunk of it): move the whole pages of
-        it into the tree, so that others can share them, and lock them for the request.
+        """Called when a request's `fill_ids` have KV (after prefill or one chunk): move its whole pages into
+        the tree, so that other requests can share them, and lock them for the request.
 
         Where the tree already had the tokens, the request's row is remapped to the tree's slots *before*
         its duplicates are freed. Updates req.prefix_indices (all of fill_ids' slots, the partial page
@@ -155,10 +154,10 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
-        """Release a request's memory. The first kv_committed_len tokens' whole pages go into the tree
-        (`is_insert`; False: everything the request owns is freed); duplicates, the partial page and
-        over-allocated slots are freed, each once; the lock is dropped; the row is freed. Afterwards
-        req.req_pool_idx is None and the request owns nothing."""
+        """Release a request's memory. The whole pages of the first kv_committed_len tokens go into the tree
+        (`is_insert`; False: all slots of the request are freed). Duplicates, the partial page and
+        over-allocated slots are freed, each once. The lock and the row are released. Afterwards
+        req.req_pool_idx is None and the request owns no memory."""
 
     @abstractmethod
     def evictable_size(self) -> int:
@@ -170,15 +169,15 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything without freeing slots: the caller resets the pools too."""
+        """Remove all nodes without freeing slots: the caller resets the pools too."""
 
     @abstractmethod
     def node_id(self, node: Any) -> int:
         """The number of a node (`MatchResult.last_node`) in `nodes()`; the root's is 0."""
 
     def watch(self, watcher: CacheWatcher) -> bool:
-        """Tell `watcher` of every change from now on. False, and nothing else, in a cache that tells nobody
-        (the default); one that does has `parent` too."""
+        """Send every later change to `watcher`. Returns False in a cache without notifications (the default);
+        a cache with them implements `parent` too."""
         return False
 
     def parent(self, node: Any) -> Any:

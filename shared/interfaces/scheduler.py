@@ -22,7 +22,7 @@ from shared.types import Req, SpeculationStats, StepOutput
 
 @dataclass(frozen=True)
 class SchedulerParts:
-    """What a scheduler works with. The engine assembles it from the chosen components."""
+    """The components that a scheduler uses. The engine assembles them."""
 
     model_runner: ModelRunner
     sampler: Sampler
@@ -31,13 +31,13 @@ class SchedulerParts:
     tree_cache: PrefixCache
     policy: SchedulePolicy
     prefill_adder: type[PrefillAdder]
-    num_token_ids: int  # ids [0, this) have a token; the model's head may have more rows: padding
+    num_token_ids: int  # ids [0, num_token_ids) have a token; further rows of the head are padding
     decode_text: Callable[[list[int]], str]  # ids to text, special tokens included (for stop strings)
     clock: Callable[[], float]  # seconds, monotonic
-    drafter: Drafter | None = None  # None: no speculation; else the next two are needed as well
+    drafter: Drafter | None = None  # None: no speculation; otherwise the next two are required
     draft_tree: DraftTreeOps | None = None
-    kv_pool: TokenToKVPool | None = None  # the target's
-    timeline: Timeline = field(default_factory=Timeline)  # off, unless somebody records the steps
+    kv_pool: TokenToKVPool | None = None  # of the target
+    timeline: Timeline = field(default_factory=Timeline)  # off unless a trace is recorded
 
 
 class SchedulerStats(NamedTuple):
@@ -45,7 +45,7 @@ class SchedulerStats(NamedTuple):
     num_running: int
     num_steps: int
     num_prompt_tokens: int  # prompt tokens of all requests admitted so far
-    num_cached_tokens: int  # those of them that came from the prefix cache
+    num_cached_tokens: int  # of these, found in the prefix cache
     num_generated_tokens: int
     num_retractions: int
     new_token_ratio: float
@@ -54,24 +54,24 @@ class SchedulerStats(NamedTuple):
 
 @dataclass
 class SchedulerState:
-    """Who is where; for checkers, statistics and drawings. A request is in exactly one of the places."""
+    """Where each request is, for checkers, statistics and drawings. A request is in exactly one place."""
 
     waiting_queue: list[Req] = field(default_factory=list)
-    # Decoding, or prefilled in the last step; the newest token of each may still be under way.
+    # Decoding, or prefilled in the last step; the newest token of each may be in flight.
     running: list[Req] = field(default_factory=list)
-    chunked_req: Req | None = None  # prompt cut, goes on in the next step
+    chunked_req: Req | None = None  # chunked prompt, continues in the next step
 
 
 class Scheduler(ABC):
     """Continuous batching: each `step` runs one batch, prefill before decode.
 
     A request enters by `add_request` and leaves by exactly one StepOutput with a finished_reason; then it
-    owns nothing. Nothing a request does can disturb another one.
+    owns no memory. A failing request does not affect others.
 
     With a drafter (`SchedulerParts.drafter`) a decode step verifies drafts where memory allows, and gives a
-    request one token or more. The answers are the same: text, reasons to finish, log-probabilities, at any
-    temperature and with every parameter. The drafter is told what its contract says. A scheduler that cannot
-    speculate refuses a drafter (`ValueError`).
+    request one token or more. Text, finish reasons and log-probabilities are the same as without, at any
+    temperature and with every parameter. The scheduler calls the drafter as its contract demands. A scheduler
+    that cannot speculate refuses a drafter (`ValueError`).
     """
 
     @abstractmethod
@@ -79,30 +79,30 @@ class Scheduler(ABC):
 
     @abstractmethod
     def add_request(self, req: Req) -> None:
-        """Queue a request. Raises `ValueError`, before anything is taken, when its rid is in use, when its
+        """Queue a request. Raises `ValueError`, before any memory is taken, when its rid is in use, when its
         prompt is empty or leaves no room for one output token in the context or in the KV pool, or when an
         id is outside the vocabulary. max_new_tokens is clamped so that prompt + output fits.
 
-        With the queue full (max_queued_requests) the newcomer, or with priority scheduling a strictly less
-        important waiting request, ends with FinishAbort(status=503) in the next step's output."""
+        If the queue is full (max_queued_requests), the new request ends with FinishAbort(status=503) in the
+        next step's output; with priority scheduling a waiting request of strictly lower priority, if any."""
 
     @abstractmethod
     def abort(self, rid: str) -> bool:
-        """End a request, in whatever state, with FinishAbort in the next step's output (a token in flight
-        is dropped). The rid must match exactly. False when there is no such request: it ended already."""
+        """End a request, in any state, with FinishAbort in the next step's output (a token in flight is
+        dropped). The rid must match exactly. False if there is no such request or it has ended."""
 
     @abstractmethod
     def retract(self, rid: str) -> bool:
-        """Throw a running or half-prefilled request back into the waiting queue: its tokens stay, its
-        memory goes, and it is computed again later. What the scheduler does by itself when memory is short;
-        public, so that tests can force it. False when the request is not running."""
+        """Return a running or partly prefilled request to the waiting queue: its tokens stay, its memory is
+        freed, and it is computed again later. The scheduler calls this when memory is short; it is public
+        so that tests can force it. False if the request is not running."""
 
     @abstractmethod
     def step(self) -> list[StepOutput]:
-        """Launch one batch, if there is anything to run, and report what is known: of this batch, or of the
-        one before while this one runs. Every request with work gets a step within a bounded number of
-        calls. An exception from the model ends the requests of that batch with FinishError, after the tokens
-        of the batch before, and leaves the others alone."""
+        """Launch one batch, if there is work, and return the outputs that are known: of this batch, or of
+        the previous one while this one runs. Every request with work is in a batch within a bounded number
+        of calls. An exception from the model ends the requests of that batch with FinishError, after the
+        tokens of the previous batch. Other requests continue."""
 
     @abstractmethod
     def has_work(self) -> bool:
