@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference.attention import TorchAttention
 from shared.conformance.attention_batches import LAYER_ID, AttentionBatch, AttentionCase, expect_attention
@@ -20,8 +19,8 @@ from shared.conformance.tolerance import Tolerance, tolerance
 from shared.interfaces.attention import BatchAttention
 from shared.types import ForwardMode
 from tests.conformance.mutants.attention_outputs import Lenient, Output
-from tests.conformance.mutants.blockwise_attention import BlockwiseAttention
 from tests.conformance.mutants.ragged_attention import Ragged
+from tests.conformance.mutants.stepped_attention import SteppedAttention
 
 FLOAT64 = Tolerance(1e-12, 1e-12, 1e-12, "nothing is computed below float64: sums of a few hundred products")
 REQUESTS = {
@@ -82,41 +81,10 @@ def test_a_request_without_new_tokens(mask: Any, sliding_window: int) -> None:
     expect_close("output", batch.run(TorchAttention), expected[rows], tolerance("attention", torch.float32))
 
 
-def test_slots_that_left_the_window_are_not_even_read() -> None:
-    """Also for the later queries of a long prompt."""
-    for cached, new in ((49, 1), (20, 180)):
-        batch = AttentionBatch(AttentionCase("", ((cached, new), (7, 2)), sliding_window=7))
-        expected = batch.expected()
-        dead = batch.slots[0][: cached - 7]
-        batch.kv_pool.k_buffer(LAYER_ID)[dead] = torch.nan
-        batch.kv_pool.v_buffer(LAYER_ID)[dead] = torch.nan
-        row = tolerance("attention", torch.float32)
-        expect_close("output", batch.run(TorchAttention), expected, row)
-
-
 def test_a_tree_that_is_a_chain_equals_the_causal_mask_to_the_bit() -> None:
     case = AttentionCase("", ((8, 4), (16, 4)), mask="chain")
     outputs = [AttentionBatch(replace(case, mask=mask)).run(TorchAttention) for mask in ("chain", "causal")]
     assert torch.equal(*outputs)
-
-
-def test_a_long_prompt_never_has_all_its_scores_at_once() -> None:
-    """[num_qo_heads, 2048, 2048] scores would be 16.8 million; an eighth of that is enough at a time."""
-
-    class LargestTensor(TorchDispatchMode):
-        num_elements = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                self.num_elements = max(self.num_elements, result.numel())
-            return result
-
-    batch = AttentionBatch(AttentionCase("", ((0, 2048),), head_dim=8))
-    backend = TorchAttention(batch.req_to_token_pool, batch.kv_pool)
-    with LargestTensor() as largest:
-        backend.run(batch.q, batch.layer, backend.plan(batch.forward_batch))
-    assert largest.num_elements <= 4 * 2048 * 2048 // 8
 
 
 def test_store_and_run_reads_what_it_just_stored() -> None:
@@ -134,7 +102,7 @@ def test_store_and_run_reads_what_it_just_stored() -> None:
 
 
 def test_the_attention_that_bugs_are_planted_in_is_right() -> None:
-    verdicts = check_implementation(clauses_of("attention"), BlockwiseAttention, TorchAttention)
+    verdicts = check_implementation(clauses_of("attention"), SteppedAttention, TorchAttention)
     assert [(v.clause.name, v.case.name) for v in verdicts if not v.holds] == []
 
 

@@ -6,41 +6,42 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from reference.attention import AttentionBlock, AttentionPlan
+from reference.attention import RequestPlan
 from shared.types import ForwardBatch
 from shared.types.attention import AttentionLayer
-from tests.conformance.mutants.blockwise_attention import BlockwiseAttention
 from tests.conformance.mutants.mutant import mutant_of
+from tests.conformance.mutants.stepped_attention import SteppedAttention, positions_of, visible_in_window
 
 
 @mutant_of("attention")
-class WindowOffByOne(BlockwiseAttention):
+class WindowOffByOne(SteppedAttention):
     """A window of w shows w tokens, the token itself included."""
 
-    def visible(self, block: AttentionBlock, layer: AttentionLayer) -> torch.Tensor:
+    def visible(self, request: RequestPlan, layer: AttentionLayer) -> torch.Tensor:
         window = layer.sliding_window
-        return block.visible(max(window - 1, 0) if window >= 0 else -1)
+        return visible_in_window(request, max(window - 1, 0) if window >= 0 else -1)
 
 
 @mutant_of("attention")
-class WindowZeroIsNone(BlockwiseAttention):
+class WindowZeroIsNone(SteppedAttention):
     """A window of 0 is taken for no window."""
 
-    def visible(self, block: AttentionBlock, layer: AttentionLayer) -> torch.Tensor:
-        return block.visible(layer.sliding_window or -1)
+    def visible(self, request: RequestPlan, layer: AttentionLayer) -> torch.Tensor:
+        return visible_in_window(request, layer.sliding_window or -1)
 
 
 @mutant_of("attention")
-class WindowIgnoresTheMask(BlockwiseAttention):
+class WindowIgnoresTheMask(SteppedAttention):
     """With a mask given, the window is forgotten."""
 
-    def visible(self, block: AttentionBlock, layer: AttentionLayer) -> torch.Tensor:
-        return block.visible(layer.sliding_window if block.custom_mask is None else -1)
+    def visible(self, request: RequestPlan, layer: AttentionLayer) -> torch.Tensor:
+        return visible_in_window(request, -1 if self.has_mask else layer.sliding_window)
 
 
 @mutant_of("attention")
-class CapBeforeScale(BlockwiseAttention):
+class CapBeforeScale(SteppedAttention):
     """The soft-cap is applied to q·k, and the scale afterwards."""
 
     def scores(self, q: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -48,7 +49,7 @@ class CapBeforeScale(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class NoCap(BlockwiseAttention):
+class NoCap(SteppedAttention):
     """The soft-cap is ignored."""
 
     def capped(self, scores: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -56,7 +57,7 @@ class NoCap(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class ScaleFromHeadDim(BlockwiseAttention):
+class ScaleFromHeadDim(SteppedAttention):
     """The scale is head_dim ** -0.5, whatever the layer says."""
 
     def scores(self, q: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -64,7 +65,7 @@ class ScaleFromHeadDim(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class SinksInTheNumerator(BlockwiseAttention):
+class SinksInTheNumerator(SteppedAttention):
     """The sink's weight counts for the first key, whose value it adds."""
 
     def weights(self, scores: torch.Tensor, sees: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -75,7 +76,7 @@ class SinksInTheNumerator(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class SinksTakeNothing(BlockwiseAttention):
+class SinksTakeNothing(SteppedAttention):
     """Sinks are ignored."""
 
     def weights(self, scores: torch.Tensor, sees: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -83,7 +84,7 @@ class SinksTakeNothing(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class SinksAreScaled(BlockwiseAttention):
+class SinksAreScaled(SteppedAttention):
     """The sink's logit is scaled like a score."""
 
     def weights(self, scores: torch.Tensor, sees: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -93,7 +94,7 @@ class SinksAreScaled(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class OneSinkForAll(BlockwiseAttention):
+class OneSinkForAll(SteppedAttention):
     """All heads of a group use their first head's sink."""
 
     def weights(self, scores: torch.Tensor, sees: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -104,7 +105,7 @@ class OneSinkForAll(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class HeadsByModulo(BlockwiseAttention):
+class HeadsByModulo(SteppedAttention):
     """Query head h reads KV head h % num_kv_heads."""
 
     def kv_heads(self, layer: AttentionLayer) -> torch.Tensor:
@@ -112,30 +113,32 @@ class HeadsByModulo(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class TopLeftCausal(BlockwiseAttention):
+class TopLeftCausal(SteppedAttention):
     """The causal mask is aligned at the top left: cached tokens shift what is seen."""
 
-    def visible(self, block: AttentionBlock, layer: AttentionLayer) -> torch.Tensor:
-        if block.custom_mask is None:
-            shifted = block.query_positions - block.query_positions[:, :1]
-            block = replace(block, query_positions=shifted)
-        return block.visible(layer.sliding_window)
+    def visible(self, request: RequestPlan, layer: AttentionLayer) -> torch.Tensor:
+        if self.has_mask:
+            return super().visible(request, layer)
+        query_positions, key_positions = positions_of(request)
+        shifted = query_positions - query_positions[:1]
+        sees = key_positions <= shifted
+        return sees if layer.sliding_window < 0 else sees & (key_positions >= shifted - layer.sliding_window)
 
 
 @mutant_of("attention")
-class DoesNotSeeItself(BlockwiseAttention):
+class DoesNotSeeItself(SteppedAttention):
     """Tokens see only those before them."""
 
-    def visible(self, block: AttentionBlock, layer: AttentionLayer) -> torch.Tensor:
-        sees = block.visible(layer.sliding_window)
-        if block.custom_mask is None:
-            itself = block.key_positions[:, None] == block.query_positions[:, :, None]
-            sees = sees & (~itself | (block.query_positions[:, :, None] == 0))
+    def visible(self, request: RequestPlan, layer: AttentionLayer) -> torch.Tensor:
+        sees = super().visible(request, layer)
+        if not self.has_mask:
+            query_positions, key_positions = positions_of(request)
+            sees = sees & ((key_positions != query_positions) | (query_positions == 0))
         return sees
 
 
 @mutant_of("attention")
-class BlindIsNaN(BlockwiseAttention):
+class BlindIsNaN(SteppedAttention):
     """A token that sees nothing gets the softmax of nothing."""
 
     def weights(self, scores: torch.Tensor, sees: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -144,7 +147,7 @@ class BlindIsNaN(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class BlindIsTheMean(BlockwiseAttention):
+class BlindIsTheMean(SteppedAttention):
     """A token that sees nothing gets the mean of all values: masked by -1e9 instead of -inf."""
 
     def weights(self, scores: torch.Tensor, sees: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -153,10 +156,10 @@ class BlindIsTheMean(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class TransposedTree(BlockwiseAttention):
+class TransposedTree(SteppedAttention):
     """Among the new tokens, the mask says who is seen by whom."""
 
-    def plan(self, forward_batch: ForwardBatch) -> AttentionPlan:
+    def plan(self, forward_batch: ForwardBatch) -> list[RequestPlan]:
         if forward_batch.custom_mask is not None:
             sizes = list(zip(forward_batch.extend_seq_lens_cpu, forward_batch.seq_lens_cpu))
             masks = forward_batch.custom_mask.split([new * seq_len for new, seq_len in sizes])
@@ -169,49 +172,50 @@ class TransposedTree(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class TreeForgetsThePrefix(BlockwiseAttention):
+class TreeForgetsThePrefix(SteppedAttention):
     """A tree's tokens see each other and nothing that is cached."""
 
-    def visible(self, block: AttentionBlock, layer: AttentionLayer) -> torch.Tensor:
-        sees = block.visible(layer.sliding_window)
-        if block.custom_mask is not None:
-            sees = sees & (block.key_positions[:, None] >= block.query_positions[:, :1, None])
-        return sees
+    def visible(self, request: RequestPlan, layer: AttentionLayer) -> torch.Tensor:
+        sees = super().visible(request, layer)
+        query_positions, key_positions = positions_of(request)
+        return sees & (key_positions >= query_positions[:1]) if self.has_mask else sees
 
 
 @mutant_of("attention")
-class TreeIsCausal(BlockwiseAttention):
+class TreeIsCausal(SteppedAttention):
     """The mask is ignored: drafts see their siblings."""
 
-    def plan(self, forward_batch: ForwardBatch) -> AttentionPlan:
+    def plan(self, forward_batch: ForwardBatch) -> list[RequestPlan]:
         return super().plan(replace(forward_batch, custom_mask=None))
 
 
 @mutant_of("attention")
-class OneMaskForAll(BlockwiseAttention):
+class OneMaskForAll(SteppedAttention):
     """Every request reads the first one's mask."""
 
-    def visible(self, block: AttentionBlock, layer: AttentionLayer) -> torch.Tensor:
-        if block.custom_mask is not None:
-            block = replace(block, custom_mask=block.custom_mask[:1].expand_as(block.custom_mask))
-        return block.visible(layer.sliding_window)
+    def plan(self, forward_batch: ForwardBatch) -> list[RequestPlan]:
+        plans = super().plan(forward_batch)
+        if not self.has_mask:
+            return plans
+        mask = plans[0].visible
+        return [p._replace(visible=_resized(mask, *p.visible.shape)) for p in plans]
+
+
+def _resized(mask: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
+    return F.pad(mask, (0, num_columns - mask.shape[1], 0, num_rows - mask.shape[0]))
 
 
 @mutant_of("attention")
-class ReadsThePadding(BlockwiseAttention):
-    """Slots behind a request's end are multiplied by a weight of zero: 0 * NaN."""
+class ReadsThePadding(SteppedAttention):
+    """The slot behind a request's end is multiplied by a weight of zero: 0 * NaN."""
 
-    def plan(self, forward_batch: ForwardBatch) -> AttentionPlan:
-        plan = super().plan(forward_batch)
-        blocks = []
-        for block in plan.blocks:
-            behind = block.key_positions > block.query_positions[:, -1:]
-            blocks.append(replace(block, slots=block.slots.masked_fill(behind, 0)))
-        return AttentionPlan(blocks)
+    def _run_request(self, q: torch.Tensor, layer: AttentionLayer, request: RequestPlan) -> torch.Tensor:
+        output = super()._run_request(q, layer, request)
+        return output + 0.0 * self.kv_pool.v_buffer(layer.layer_id)[0, 0].to(output.dtype)
 
 
 @mutant_of("attention")
-class SoftmaxInHalfPrecision(BlockwiseAttention):
+class SoftmaxInHalfPrecision(SteppedAttention):
     """Scores and their softmax have the type of q."""
 
     def score_dtype(self, q: torch.Tensor) -> torch.dtype:
@@ -219,12 +223,12 @@ class SoftmaxInHalfPrecision(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class SumInHalfPrecision(BlockwiseAttention):
+class SumInHalfPrecision(SteppedAttention):
     """The softmax's sum is kept in the type of q: it stops growing."""
 
-    def _run_block(self, q: torch.Tensor, layer: AttentionLayer, block: AttentionBlock) -> torch.Tensor:
+    def _run_request(self, q: torch.Tensor, layer: AttentionLayer, request: RequestPlan) -> torch.Tensor:
         self.q_dtype = q.dtype
-        return super()._run_block(q, layer, block)
+        return super()._run_request(q, layer, request)
 
     def weights(self, scores: torch.Tensor, sees: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         weights = super().weights(scores, sees, layer)
@@ -238,37 +242,32 @@ class SumInHalfPrecision(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class NoMaximumTakenOff(BlockwiseAttention):
+class NoMaximumTakenOff(SteppedAttention):
     """exp of the scores as they are."""
 
     def weights(self, scores: torch.Tensor, sees: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         weights = scores.exp()
         total = weights.sum(-1, keepdim=True)
         if layer.sinks is not None:
-            total = total + layer.sinks.to(total.dtype).exp()[None, :, None, None]
+            total = total + layer.sinks.to(total.dtype).exp()[:, None, None]
         return (weights / total).masked_fill(~sees, 0.0)
 
 
 @mutant_of("attention")
-class IgnoresThePages(BlockwiseAttention):
+class IgnoresThePages(SteppedAttention):
     """A request's slots are taken for consecutive from its first one on."""
 
-    def plan(self, forward_batch: ForwardBatch) -> AttentionPlan:
+    def plan(self, forward_batch: ForwardBatch) -> list[RequestPlan]:
         plan = super().plan(forward_batch)
         last = self.kv_pool.k_buffer(0).shape[0] - 1
-        return AttentionPlan(
-            [
-                replace(block, slots=(block.slots[:, :1] + block.key_positions).clamp(max=last))
-                for block in plan.blocks
-            ]
-        )
+        return [p._replace(slots=(p.slots[:1] + positions_of(p)[1]).clamp(max=last)) for p in plan]
 
 
 @mutant_of("attention")
-class PlanReadsTheValues(BlockwiseAttention):
+class PlanReadsTheValues(SteppedAttention):
     """K and V are gathered by plan, before the new tokens' are stored."""
 
-    def plan(self, forward_batch: ForwardBatch) -> AttentionPlan:
+    def plan(self, forward_batch: ForwardBatch) -> list[RequestPlan]:
         self.gathered = [
             (self.kv_pool.k_buffer(i).clone(), self.kv_pool.v_buffer(i).clone())
             for i in range(self.kv_pool.num_layers)
@@ -295,7 +294,7 @@ class Gathered:
 
 
 @mutant_of("attention")
-class OneLayerForAll(BlockwiseAttention):
+class OneLayerForAll(SteppedAttention):
     """Every layer reads the last layer's K and V."""
 
     def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:
@@ -303,16 +302,16 @@ class OneLayerForAll(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class KeepsTheFirstPlan(BlockwiseAttention):
+class KeepsTheFirstPlan(SteppedAttention):
     """A second batch of as many tokens is run by the plan of the first."""
 
-    def plan(self, forward_batch: ForwardBatch) -> AttentionPlan:
+    def plan(self, forward_batch: ForwardBatch) -> list[RequestPlan]:
         plans = self.__dict__.setdefault("plans", {})
         return plans.setdefault(forward_batch.num_tokens, super().plan(forward_batch))
 
 
 @mutant_of("attention")
-class ScalesQInPlace(BlockwiseAttention):
+class ScalesQInPlace(SteppedAttention):
     """q is scaled where it lies."""
 
     def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:
@@ -320,7 +319,7 @@ class ScalesQInPlace(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class OutputBufferIsReused(BlockwiseAttention):
+class OutputBufferIsReused(SteppedAttention):
     """The next run overwrites what the last one gave."""
 
     def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:
@@ -330,7 +329,7 @@ class OutputBufferIsReused(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class LeavesRowsUnwritten(BlockwiseAttention):
+class LeavesRowsUnwritten(SteppedAttention):
     """The last row of the output is left as the allocator gave it."""
 
     def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:
@@ -341,7 +340,7 @@ class LeavesRowsUnwritten(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class AssumesADenseQ(BlockwiseAttention):
+class AssumesADenseQ(SteppedAttention):
     """q is read as if its rows followed one another in memory."""
 
     def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:
@@ -349,7 +348,7 @@ class AssumesADenseQ(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class RefusesPlainLayers(BlockwiseAttention):
+class RefusesPlainLayers(SteppedAttention):
     """head_dim 64 is not supported, though everything must support it."""
 
     def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:
@@ -359,7 +358,7 @@ class RefusesPlainLayers(BlockwiseAttention):
 
 
 @mutant_of("attention")
-class RefusesWithoutAWord(BlockwiseAttention):
+class RefusesWithoutAWord(SteppedAttention):
     """sinks are refused without saying so."""
 
     def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:

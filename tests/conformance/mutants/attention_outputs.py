@@ -8,11 +8,11 @@ import torch
 
 from shared.modeling.forward import attention_output
 from shared.types.attention import AttentionLayer
-from tests.conformance.mutants.blockwise_attention import BlockwiseAttention
 from tests.conformance.mutants.mutant import mutant_of
+from tests.conformance.mutants.stepped_attention import SteppedAttention
 
 
-class Output(BlockwiseAttention):
+class Output(SteppedAttention):
     """Attention with one decision more: how the output, a tensor of its own, gets to `out`."""
 
     def run(
@@ -104,7 +104,7 @@ class RemembersOut(Output):
         return super().run(q, layer, plan, out=out, **kv)
 
 
-class Lenient(BlockwiseAttention):
+class Lenient(SteppedAttention):
     """`takes` lets some tensor pass for out that is none."""
 
     def run(

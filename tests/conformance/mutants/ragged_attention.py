@@ -9,11 +9,11 @@ import torch
 
 from shared.conformance.replanned_attention import RaggedPlan, _replanned
 from shared.types import ForwardBatch
-from tests.conformance.mutants.blockwise_attention import BlockwiseAttention
 from tests.conformance.mutants.mutant import Mutant, mutant_of
+from tests.conformance.mutants.stepped_attention import SteppedAttention
 
 
-class Ragged(_replanned(BlockwiseAttention)):  # type: ignore[misc]
+class Ragged(_replanned(SteppedAttention)):  # type: ignore[misc]
     """Attention that is right, with one decision more: which batch its buffers hold."""
 
     def plan_ragged(self, forward_batch: ForwardBatch) -> RaggedPlan:
