@@ -22,7 +22,7 @@ class RequestPlan(NamedTuple):
 
 class TorchAttention(interface.AttentionBackend):
     """Supports every layer and every batch of the contract. Holds the scores of one request at a time,
-    float32 [num_queries, num_qo_heads, num_keys]."""
+    float32 [num_qo_heads, num_queries, num_keys]."""
 
     accepts_seq_len_upper_bounds = True
 
@@ -70,23 +70,23 @@ class TorchAttention(interface.AttentionBackend):
     # --8<-- [start:gather-and-score]
     def _run_request(self, q: torch.Tensor, layer: AttentionLayer, request: RequestPlan) -> torch.Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        k = self.kv_pool.k_buffer(layer.layer_id)[request.slots].to(dtype)  # [num_keys, heads, head_dim]
+        k = self.kv_pool.k_buffer(layer.layer_id)[request.slots].to(dtype)  # [keys, KV heads, head_dim]
         v = self.kv_pool.v_buffer(layer.layer_id)[request.slots].to(dtype)
-        # The query heads of one KV head together: [num_queries, num_kv_heads, group_size, head_dim].
-        q = q.to(dtype).unflatten(1, (layer.num_kv_heads, layer.num_qo_heads // layer.num_kv_heads))
-        scores = torch.einsum("qhgd,khd->qhgk", q * layer.scale, k)
+        # Each KV head serves a group of query heads.
+        group_size = layer.num_qo_heads // layer.num_kv_heads
+        k, v = (x.transpose(0, 1).repeat_interleave(group_size, dim=0) for x in (k, v))
+        scores = (q.to(dtype) * layer.scale).transpose(0, 1) @ k.transpose(1, 2)  # [heads, queries, keys]
         if layer.logit_cap > 0:
             scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
         visible = request.visible
         if layer.sliding_window >= 0:
             visible = visible.triu(visible.shape[1] - visible.shape[0] - layer.sliding_window)
-        visible = visible[:, None, None, :]
         scores = scores.masked_fill(~visible, float("-inf"))
         if layer.sinks is not None:  # one more column, without a value
-            sinks = layer.sinks.to(dtype).view(*scores.shape[1:3], 1).expand(*scores.shape[:3], 1)
+            sinks = layer.sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)
             scores = torch.cat([scores, sinks], dim=-1)
         # The softmax of a query that sees nothing is NaN: its weights become zeros.
-        weights = torch.softmax(scores, dim=-1)[..., : len(k)].masked_fill(~visible, 0.0)
-        return torch.einsum("qhgk,khd->qhgd", weights, v).flatten(1, 2)
+        weights = torch.softmax(scores, dim=-1)[..., : len(request.slots)].masked_fill(~visible, 0.0)
+        return (weights @ v).transpose(0, 1)
 
     # --8<-- [end:gather-and-score]
