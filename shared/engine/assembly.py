@@ -54,7 +54,7 @@ def assemble(
     if config.disable_radix_cache:
         selection["radix_cache"] = selection["chunk_cache"]
     theirs = _load_user_components(selection)
-    tokenizer = _load_tokenizer(config, folder)
+    tokenizer = load_tokenizer(config, folder)
     device, dtype = torch.device(str(config.device)), _dtype(config, model_config)
 
     def component(name: str) -> Any:
@@ -196,7 +196,8 @@ def _dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
     return torch.float32 if config.device == "cpu" else model_config.dtype
 
 
-def _load_tokenizer(config: EngineConfig, folder: Any) -> Tokenizer | None:
+def load_tokenizer(config: EngineConfig, folder: Any) -> Tokenizer | None:
+    """The model's tokenizer, or the one that the flag names; None for dummy weights without one."""
     if config.tokenizer is not None:
         return Tokenizer.from_pretrained(resolve_model_path(config.tokenizer, "dummy"))
     has_one = (folder / "tokenizer.json").is_file() or (folder / "tokenizer.model").is_file()

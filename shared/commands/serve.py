@@ -1,0 +1,105 @@
+"""`diptych serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared.commands.options import EngineOptions, spread
+
+if TYPE_CHECKING:
+    from shared.server.state import ServerState
+
+SERVER = "Server"
+
+
+def _option(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=SERVER, **more)
+
+
+@spread
+def serve(
+    *,
+    engine: EngineOptions,
+    host: Annotated[str, _option("Address to listen on. 0.0.0.0: every interface.")] = "127.0.0.1",
+    port: Annotated[int, _option("Port to listen on; 0: any free one.", min=0, max=65535)] = 8000,
+    served_model_name: Annotated[
+        str | None, _option("Name of the model in the API. Default: --model.", show_default=False)
+    ] = None,
+    api_key: Annotated[
+        list[str] | None, _option("A key that clients must send; repeatable.", envvar="DIPTYCH_API_KEY")
+    ] = None,
+    max_live_requests: Annotated[
+        int, _option("Requests in the engine at one time; beyond: 429.", min=1)
+    ] = 1024,
+    max_body_mib: Annotated[int, _option("Longest body, in MiB; beyond: 413.", min=1)] = 32,
+    drain_seconds: Annotated[
+        float, _option("After SIGTERM, seconds for running requests to end.", min=0)
+    ] = 30.0,
+    in_process: Annotated[
+        bool | None,
+        _option(
+            "Run the engine in a thread of the server's process. Default: on a CPU.",
+            "--in-process/--separate-process",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Serve a model over HTTP with OpenAI's API. Without arguments: the built-in model on port 8000."""
+    try:
+        from shared.server.serve import run_server
+    except ImportError as error:
+        raise ImportError(f"serving needs {error.name}: pip install 'diptych[server]'") from None
+    import asyncio
+
+    from shared.config import EngineConfig
+    from shared.engine.assembly import default_device, load_tokenizer
+    from shared.loading.model_path import resolve_model_path
+    from shared.server.state import ServerSettings
+
+    config = EngineConfig(**engine.to_flags())
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        api_keys=tuple(api_key or ()),
+        max_body_bytes=max_body_mib * 2**20,
+        max_live_requests=max_live_requests,
+        drain_seconds=drain_seconds,
+    )
+    folder = resolve_model_path(config.model, config.load_format)
+    device = config.device or default_device()
+    in_thread = in_process if in_process is not None else not device.startswith("cuda")
+    print(f"starting {config.model} on {device} ...", file=sys.stderr)
+    code = asyncio.run(
+        run_server(
+            config,
+            settings,
+            lambda: load_tokenizer(config, folder),
+            in_thread=in_thread,
+            announce=_announce,
+        )
+    )
+    if code:
+        raise typer.Exit(code)
+
+
+def _announce(state: ServerState, port: int) -> None:
+    ready, host = state.ready, state.settings.host
+    address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    parts = ready.description
+    print(f"serving {state.model_name} at http://{address}:{port}")
+    print(
+        f"  scheduler {parts.get('scheduler')}, attention {parts.get('attention')}; context "
+        f"{ready.context_len:,} tokens, KV pool {ready.max_total_tokens:,} tokens, at most "
+        f"{ready.max_running_requests} running requests"
+    )
+    if host not in ("127.0.0.1", "localhost", "::1") and not state.settings.api_keys:
+        print("  warning: no API key, and reachable from other computers (--api-key)", file=sys.stderr)
+    body = '{"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}'
+    print(
+        f"  curl http://{address}:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        flush=True,
+    )

@@ -1,0 +1,131 @@
+"""/v1/completions: prompts to a generation, and its deltas to chunks; a whole response is their fold."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from shared.server.chat import usage_body
+from shared.server.engine_client import Delta
+from shared.server.errors import bad_request
+from shared.server.generation import Generation, Usage
+from shared.server.logprobs import CompletionLogprobs, TokenTexts
+from shared.server.protocol import MAX_PROMPTS, CompletionRequest
+from shared.server.state import ServerState
+
+DEFAULT_MAX_TOKENS = 16
+Chunk = dict[str, Any]
+
+
+async def start_completion(body: CompletionRequest, state: ServerState) -> Generation:
+    """Validate everything and make the generation; nothing runs yet."""
+    if body.suffix is not None:
+        raise bad_request("suffix is not supported", "suffix")
+    prompts = await _prompts_of(body, state)
+    max_new_tokens = body.max_tokens if body.max_tokens is not None else DEFAULT_MAX_TOKENS
+    echoes_logprobs = body.echo and body.logprobs is not None
+    params = body.sampling_params(
+        max_new_tokens, body.logprobs, **({"logprob_start_len": 0} if echoes_logprobs else {})
+    )
+    for prompt in prompts:
+        state.prompts.check(prompt, params)
+    return state.generation(prompts, params, body)
+
+
+async def _prompts_of(body: CompletionRequest, state: ServerState) -> list[list[int]]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        texts_or_ids: list[Any] = [prompt]
+    elif prompt and isinstance(prompt[0], int):
+        texts_or_ids = [prompt]
+    else:
+        texts_or_ids = list(prompt)
+    if not texts_or_ids:
+        raise bad_request("prompt is an empty list", "prompt")
+    if len(texts_or_ids) > MAX_PROMPTS:
+        raise bad_request(f"prompt takes at most {MAX_PROMPTS} entries, got {len(texts_or_ids)}", "prompt")
+    return [
+        await state.prompts.of_text(each, body.add_special_tokens) if isinstance(each, str) else list(each)
+        for each in texts_or_ids
+    ]
+
+
+class CompletionChoice:
+    """One choice: its log-probabilities' offsets, and the echo that comes first."""
+
+    def __init__(self, body: CompletionRequest, echo: str, texts: TokenTexts) -> None:
+        self.echo = echo
+        self.logprobs = CompletionLogprobs(texts, body.logprobs) if body.logprobs is not None else None
+
+    def piece(self, delta: Delta) -> tuple[str, dict[str, Any] | None]:
+        """Text and log-probabilities of a delta; the first one begins with the echoed prompt."""
+        text, self.echo = self.echo + delta.text, ""
+        found = delta.input_logprobs + delta.logprobs
+        return text, self.logprobs.piece(found) if self.logprobs is not None and found else None
+
+
+async def completion_chunks(
+    body: CompletionRequest, generation: Generation, state: ServerState
+) -> AsyncIterator[Chunk]:
+    """Text chunks; the last one of a choice carries its finish_reason. Then usage, if asked for."""
+    head = {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": state.model_name,
+    }
+    include_usage = body.stream_options is not None and body.stream_options.include_usage
+    texts = TokenTexts(state.prompts.token_bytes, body.return_tokens_as_token_ids)
+    choices = [
+        CompletionChoice(body, _echo(body, state, generation, sample.index), texts)
+        for sample in generation.samples
+    ]
+    async for deltas in generation.run():
+        for index, delta in deltas:
+            text, logprobs = choices[index].piece(delta)
+            finish = delta.finish
+            if not text and logprobs is None and finish is None:
+                continue
+            entry: dict[str, Any] = {
+                "index": index,
+                "text": text,
+                "logprobs": logprobs,
+                "finish_reason": finish.kind if finish is not None else None,
+            }
+            if finish is not None and finish.kind == "stop":
+                entry["matched_stop"] = finish.matched or finish.token_id
+            yield {**head, "choices": [entry], **({"usage": None} if include_usage else {})}
+    if include_usage:
+        yield {**head, "choices": [], "usage": usage_body(generation.usage)}
+
+
+def _echo(body: CompletionRequest, state: ServerState, generation: Generation, index: int) -> str:
+    if not body.echo or state.prompts.tokenizer is None:
+        return ""
+    prompt = generation.prompts[index // generation.params.n]
+    return state.prompts.tokenizer.decode(prompt, skip_special_tokens=body.skip_special_tokens)
+
+
+def fold_completion(chunks: list[Chunk], usage: Usage) -> dict[str, Any]:
+    """The response of a request that does not stream."""
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for entry in chunk["choices"]:
+            choice = choices.get(entry["index"])
+            if choice is None:
+                choices[entry["index"]] = dict(entry)
+                continue
+            choice["text"] += entry["text"]
+            if entry["logprobs"] is not None:
+                if choice["logprobs"] is None:
+                    choice["logprobs"] = entry["logprobs"]
+                else:
+                    for name, values in entry["logprobs"].items():
+                        choice["logprobs"][name] = choice["logprobs"][name] + values
+            for name in ("finish_reason", "matched_stop"):
+                if entry.get(name) is not None:
+                    choice[name] = entry[name]
+    head = {name: chunks[0][name] for name in ("id", "object", "created", "model")}
+    return {**head, "choices": [choices[i] for i in sorted(choices)], "usage": usage_body(usage)}

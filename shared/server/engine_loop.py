@@ -1,0 +1,262 @@
+"""The engine's side of the server: messages in, one scheduler step, messages out, without a pause."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from shared.engine.assembly import Assembly
+from shared.server.messages import (
+    VERSION,
+    Abort,
+    Control,
+    Dead,
+    FromEngine,
+    Generate,
+    Heartbeat,
+    Load,
+    Outputs,
+    Ready,
+    Reply,
+    RequestOutput,
+    ToEngine,
+    finish_of,
+)
+from shared.types import FinishAbort, FinishReason, Req, StepOutput
+
+IDLE_TICK = 0.1
+"""Seconds that an idle engine waits for a message before it looks at its clock again."""
+HEARTBEAT_INTERVAL = 0.25
+"""Seconds between heartbeats; the API's picture of the load is at most this old."""
+MAX_MESSAGES_PER_STEP = 512
+"""Messages read between two steps: a flood of them must not keep running requests waiting."""
+
+
+class Channel(Protocol):
+    """Where messages come from and go to."""
+
+    def receive(self, timeout: float) -> ToEngine | None:
+        """The next message; None when none comes within `timeout` seconds (0: none is there)."""
+
+    def send(self, message: FromEngine) -> None: ...
+
+
+class EngineLoop:
+    """Drives one scheduler until `stop` is called or the API asks for it."""
+
+    def __init__(self, assembly: Assembly, channel: Channel) -> None:
+        self.assembly = assembly
+        self.scheduler = assembly.scheduler
+        self.channel = channel
+        self.is_paused = False
+        self._is_stopping = False
+        self._counter = 0
+        self._last_heartbeat = 0.0
+        self._eos_token_ids = assembly.model_config.eos_token_ids | (
+            assembly.tokenizer.eos_token_ids if assembly.tokenizer is not None else frozenset()
+        )
+        self._live: dict[str, bool] = {}  # rid -> whether its input log-probabilities are still to be sent
+        self._refused: list[RequestOutput] = []  # requests that the scheduler did not take
+
+    def run(self) -> None:
+        """Serve until stopped. An exception of the engine itself is reported as `Dead`, then raised."""
+        try:
+            self.channel.send(self._ready())
+            while not self._is_stopping:
+                self._read_messages()
+                self._step()
+                self._beat()
+        except BaseException as error:
+            with contextlib.suppress(Exception):
+                self.channel.send(Dead(reason=f"{type(error).__name__}: {error}"))
+            raise
+
+    # ---- messages in ----
+
+    def _read_messages(self) -> None:
+        is_busy = self.scheduler.has_work() and not self.is_paused
+        timeout = 0.0 if is_busy or self._refused else IDLE_TICK
+        for _ in range(MAX_MESSAGES_PER_STEP):
+            message = self.channel.receive(timeout)
+            if message is None:
+                return
+            timeout = 0.0
+            if isinstance(message, Generate):
+                self._on_generate(message)
+            elif isinstance(message, Abort):
+                for rid in message.rids:
+                    self.scheduler.abort(rid)
+            else:
+                self._on_control(message)
+            if self._is_stopping:
+                return
+
+    def _on_generate(self, message: Generate) -> None:
+        req = Req(
+            rid=message.rid,
+            origin_input_ids=message.input_ids,
+            sampling_params=message.params,
+            seed=message.seed,
+            eos_token_ids=self._eos_token_ids,
+            extra_key=message.extra_key,
+            priority=message.priority,
+            routing_key=message.routing_key,
+        )
+        try:
+            self.scheduler.add_request(req)
+        except ValueError as error:
+            self._refused.append(_refusal(message.rid, FinishAbort(str(error), 400)))
+        else:
+            self._live[message.rid] = message.params.logprob_start_len >= 0
+
+    def _on_control(self, message: Control) -> None:
+        handler: Callable[..., dict[str, Any]] | None = getattr(self, f"on_{message.action}", None)
+        try:
+            if handler is None:
+                raise ValueError(f"unknown action {message.action!r}")
+            reply = Reply(call_id=message.call_id, result=handler(**message.args))
+        except (ValueError, TypeError) as error:
+            reply = Reply(call_id=message.call_id, error=str(error))
+        self.channel.send(reply)
+
+    # ---- the actions of Control ----
+
+    def on_stop(self) -> dict[str, Any]:
+        """End the loop after this message."""
+        self._is_stopping = True
+        return {}
+
+    def on_flush_cache(self) -> dict[str, Any]:
+        """Empty the prefix cache; `flushed` is False while requests are alive."""
+        return {"flushed": self.scheduler.flush_cache()}
+
+    def on_abort_all(self) -> dict[str, Any]:
+        """End every live request."""
+        return {"num_aborted": sum(self.scheduler.abort(rid) for rid in list(self._live))}
+
+    def on_pause(self, mode: str = "in_place") -> dict[str, Any]:
+        """Run no step until `continue`. in_place: requests keep their memory; retract: they return to the
+        queue and give it back; abort: they end."""
+        if mode not in ("in_place", "retract", "abort"):
+            raise ValueError(f"mode must be in_place, retract or abort, got {mode!r}")
+        if mode == "abort":
+            self.on_abort_all()
+            self._drain()
+        elif mode == "retract":
+            for rid in list(self._live):
+                self.scheduler.retract(rid)
+        self.is_paused = True
+        return {}
+
+    def on_continue(self) -> dict[str, Any]:
+        """Run steps again."""
+        self.is_paused = False
+        return {}
+
+    def on_load(self) -> dict[str, Any]:
+        """The snapshot of a heartbeat, now."""
+        load = self._load()
+        return {name: getattr(load, name) for name in load.__struct_fields__}
+
+    def on_cache_tree(self, max_nodes: int = 500) -> dict[str, Any]:
+        """The nodes of the prefix cache, parents first, at most `max_nodes`."""
+        nodes = []
+        for node in self.assembly.parts.tree_cache.nodes():
+            if len(nodes) == max_nodes:
+                break
+            nodes.append(
+                {
+                    "id": node.node_id,
+                    "parent": node.parent_id,
+                    "num_tokens": len(node.slots),
+                    "lock_ref": node.lock_ref,
+                }
+            )
+        return {"nodes": nodes}
+
+    # ---- steps and messages out ----
+
+    def _step(self) -> None:
+        outputs, self._refused = self._refused, []
+        if self.scheduler.has_work() and not self.is_paused:
+            outputs += map(self._output, self.scheduler.step())
+        if outputs:
+            self.channel.send(Outputs(outputs=outputs))
+
+    def _drain(self) -> None:
+        """Steps until no request is left: for requests that have just been aborted."""
+        while self.scheduler.has_work():
+            outputs = [self._output(output) for output in self.scheduler.step()]
+            if outputs:
+                self.channel.send(Outputs(outputs=outputs))
+
+    def _output(self, output: StepOutput) -> RequestOutput:
+        input_logprobs = []
+        if self._live.get(output.rid) and (output.new_token_ids or output.finished_reason is not None):
+            input_logprobs = output.input_logprobs
+            self._live[output.rid] = False
+        finish = None
+        if output.finished_reason is not None:
+            finish = finish_of(output.finished_reason)
+            self._live.pop(output.rid, None)
+        return RequestOutput(
+            rid=output.rid,
+            new_token_ids=output.new_token_ids,
+            finish=finish,
+            output_logprobs=output.output_logprobs,
+            input_logprobs=input_logprobs,
+            num_cached_tokens=output.num_cached_tokens,
+            num_accepted_tokens=output.speculation.num_accepted_tokens,
+        )
+
+    def _beat(self) -> None:
+        self._counter += 1
+        now = time.monotonic()
+        if now - self._last_heartbeat >= HEARTBEAT_INTERVAL:
+            self._last_heartbeat = now
+            self.channel.send(Heartbeat(counter=self._counter, load=self._load()))
+
+    def _load(self) -> Load:
+        stats, parts = self.scheduler.stats(), self.assembly.parts
+        return Load(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_steps=stats.num_steps,
+            num_used_tokens=parts.allocator.size - parts.allocator.available_size(),
+            num_evictable_tokens=parts.tree_cache.evictable_size(),
+            num_prompt_tokens=stats.num_prompt_tokens,
+            num_cached_tokens=stats.num_cached_tokens,
+            num_generated_tokens=stats.num_generated_tokens,
+            num_retractions=stats.num_retractions,
+            num_verifications=stats.speculation.num_verifications,
+            num_accepted_tokens=stats.speculation.num_accepted_tokens,
+            is_paused=self.is_paused,
+        )
+
+    def _ready(self) -> Ready:
+        assembly = self.assembly
+        assert assembly.config.context_len is not None
+        return Ready(
+            version=VERSION,
+            context_len=assembly.config.context_len,
+            vocab_size=assembly.model_config.vocab_size,
+            num_token_ids=assembly.parts.num_token_ids,
+            max_total_tokens=assembly.parts.allocator.size,
+            max_running_requests=assembly.config.max_running_requests,
+            eos_token_ids=sorted(self._eos_token_ids),
+            description={**assembly.selection, **assembly.memory.rows()},
+        )
+
+
+def _refusal(rid: str, reason: FinishReason) -> RequestOutput:
+    return RequestOutput(
+        rid=rid,
+        new_token_ids=[],
+        finish=finish_of(reason),
+        output_logprobs=[],
+        input_logprobs=[],
+        num_cached_tokens=0,
+        num_accepted_tokens=0,
+    )

@@ -1,0 +1,235 @@
+"""Endpoints beside OpenAI's: native generation, tokens, and the administration of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from ipaddress import ip_address
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from shared.server import sse
+from shared.server.errors import ApiError, bad_request
+from shared.server.generation import Generation
+from shared.server.protocol import DetokenizeRequest, NativeRequest, TokenizeRequest
+from shared.server.state import ServerState
+from shared.types import SamplingParams
+
+
+def add_native_routes(app: FastAPI, state: ServerState) -> None:
+    """/generate, /tokenize, /detokenize and what clients ask about the model."""
+
+    @app.post("/generate")
+    async def generate(body: NativeRequest, request: Request) -> Response:
+        generation = await _start(body, state)
+        answers = _answers(body, generation)
+        if body.stream:
+            first = await anext(answers)
+
+            async def rest() -> AsyncIterator[dict[str, Any]]:
+                yield first
+                async for answer in answers:
+                    yield answer
+
+            return StreamingResponse(sse.events(rest()), media_type="text/event-stream")
+        last: dict[int, dict[str, Any]] = {}
+        async for answer in answers:
+            last[answer["index"]] = answer
+        outputs = [last[index] for index in sorted(last)]
+        return JSONResponse(outputs[0] if len(outputs) == 1 else outputs)
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("give either prompt or messages", "prompt")
+        if body.prompt is not None:
+            ids = await state.prompts.of_text(body.prompt, body.add_special_tokens)
+        else:
+            args = {"add_generation_prompt": body.add_generation_prompt}
+            ids = await state.prompts.of_messages(body.messages or [], None, args)
+        return {"tokens": ids, "count": len(ids), "max_model_len": state.ready.context_len}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        tokenizer = state.prompts.tokenizer
+        if tokenizer is None:
+            raise bad_request("this model has no tokenizer")
+        if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < state.ready.vocab_size:
+            raise bad_request(f"tokens must be in [0, {state.ready.vocab_size})", "tokens")
+        text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        return {"prompt": text, "text": text}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        tokenizer = state.prompts.tokenizer
+        if tokenizer is None:
+            raise ApiError(404, "this model has no tokenizer")
+        eos = getattr(tokenizer.hf_tokenizer, "eos_token", None)
+        return {
+            "eos_token": eos,
+            "vocab_size": tokenizer.vocab_size,
+            "chat_template": tokenizer.hf_tokenizer.chat_template,
+        }
+
+    @app.get("/model_info")
+    @app.get("/get_model_info")
+    async def model_info() -> dict[str, Any]:
+        return {
+            "model_path": state.model_name,
+            "is_generation": True,
+            "context_length": state.ready.context_len,
+            "vocab_size": state.ready.vocab_size,
+        }
+
+
+async def _start(body: NativeRequest, state: ServerState) -> Generation:
+    if (body.text is None) == (body.input_ids is None):
+        raise bad_request("give either text or input_ids", "text")
+    prompt = body.input_ids if body.input_ids is not None else await state.prompts.of_text(body.text or "")
+    fields = body.sampling_params.model_dump(exclude={"sampling_seed", "seed", "stop", "stop_regex"})
+    stops = {
+        name: (value,)
+        if isinstance(value := getattr(body.sampling_params, name), str)
+        else tuple(value or ())
+        for name in ("stop", "stop_regex")
+    }
+    fields["stop_token_ids"] = tuple(fields["stop_token_ids"] or ())
+    state.prompts.check(prompt)
+    room = state.prompts.ready.context_len - len(prompt)
+    fields["max_new_tokens"] = min(fields["max_new_tokens"], room)
+    try:
+        params = SamplingParams(
+            **fields,
+            **stops,
+            return_logprob=body.return_logprob,
+            top_logprobs_num=body.top_logprobs_num if body.return_logprob else 0,
+            logprob_start_len=body.logprob_start_len if body.return_logprob else -1,
+        )
+    except ValueError as error:
+        raise bad_request(str(error), "sampling_params") from None
+    state.prompts.check(prompt, params)
+    state.check_admission(params.n)
+    seed = body.sampling_params.seed
+    seed = body.sampling_params.sampling_seed if seed is None else seed
+    return Generation(
+        state.client,
+        state.prompts.tokenizer,
+        state.metrics,
+        [prompt],
+        params,
+        seed=secrets.randbits(63) if seed is None else seed,
+        priority=body.priority,
+    )
+
+
+async def _answers(body: NativeRequest, generation: Generation) -> AsyncIterator[dict[str, Any]]:
+    """Answers with cumulative text, one for each delta."""
+    texts = [""] * len(generation.samples)
+    ids: list[list[int]] = [[] for _ in generation.samples]
+    logprobs: list[list[Any]] = [[] for _ in generation.samples]
+    prompt_logprobs: list[list[Any]] = [[] for _ in generation.samples]
+    async for deltas in generation.run():
+        for index, delta in deltas:
+            sample = generation.samples[index]
+            texts[index] += delta.text
+            ids[index] += delta.token_ids
+            logprobs[index] += [[p.logprob, p.token_id, None] for p in delta.logprobs]
+            prompt_logprobs[index] += [[p.logprob, p.token_id, None] for p in delta.input_logprobs]
+            finish = delta.finish
+            reason = {"type": finish.kind} if finish is not None else None
+            if finish is not None and finish.kind == "stop":
+                reason = {"type": "stop", "matched": finish.matched or finish.token_id}
+            if finish is not None and finish.kind == "length":
+                reason = {"type": "length", "length": finish.length}
+            meta: dict[str, Any] = {
+                "id": body.rid or sample.rid,
+                "finish_reason": reason,
+                "prompt_tokens": sample.num_prompt_tokens,
+                "completion_tokens": len(ids[index]),
+                "cached_tokens": sample.num_cached_tokens,
+                "e2e_latency": time.monotonic() - generation.start_time,
+            }
+            if body.return_logprob:
+                meta["output_token_logprobs"] = logprobs[index]
+                meta["input_token_logprobs"] = prompt_logprobs[index]
+            yield {"index": index, "text": texts[index], "output_ids": ids[index], "meta_info": meta}
+
+
+def add_admin_routes(app: FastAPI, state: ServerState) -> None:
+    """Operations on the engine. With API keys they need one; without, they answer loopback only."""
+
+    def guard(request: Request) -> None:
+        host = request.client.host if request.client is not None else None
+        if not state.settings.api_keys and host is not None and not _is_loopback(host):
+            raise ApiError(403, "admin endpoints answer loopback only, or need an API key")
+
+    admin = [Depends(guard)]
+
+    @app.post("/flush_cache", dependencies=admin)
+    async def flush_cache(timeout: float = 0.0) -> Response:
+        """Empty the prefix cache; wait at most `timeout` seconds until the engine is idle."""
+        end = time.monotonic() + min(max(timeout, 0.0), 600.0)
+        while True:
+            result = await state.client.control("flush_cache")
+            if result["flushed"] or time.monotonic() >= end:
+                break
+            await asyncio.sleep(0.05)
+        if not result["flushed"]:
+            raise ApiError(409, "the cache cannot be flushed while requests are alive")
+        return JSONResponse({"success": True})
+
+    @app.post("/abort_request", dependencies=admin)
+    async def abort_request(request: Request) -> dict[str, Any]:
+        """End all requests ({"abort_all": true}); single ones end when their client leaves."""
+        try:
+            body = await request.json()
+        except ValueError:
+            raise bad_request("the body is not valid JSON") from None
+        if not isinstance(body, dict) or body.get("abort_all") is not True:
+            raise bad_request('the body must be {"abort_all": true}', "abort_all")
+        return await state.client.control("abort_all")
+
+    @app.post("/pause_generation", dependencies=admin)
+    async def pause_generation(request: Request) -> dict[str, Any]:
+        """Run no step until /continue_generation. Body: {"mode": "in_place" | "retract" | "abort"}."""
+        text = await request.body()
+        mode = "in_place"
+        if text:
+            body = await request.json()
+            mode = body.get("mode", mode) if isinstance(body, dict) else mode
+        try:
+            await state.client.control("pause", mode=mode)
+        except ValueError as error:
+            raise bad_request(str(error), "mode") from None
+        return {"paused": True}
+
+    @app.post("/continue_generation", dependencies=admin)
+    async def continue_generation() -> dict[str, Any]:
+        await state.client.control("continue")
+        return {"paused": False}
+
+    @app.get("/server_info", dependencies=admin)
+    @app.get("/get_server_info", dependencies=admin)
+    async def server_info() -> dict[str, Any]:
+        load = await state.client.control("load")
+        verifications = load["num_verifications"]
+        accept = load["num_accepted_tokens"] / max(verifications, 1) + (verifications > 0)
+        return {
+            "model": state.model_name,
+            "context_len": state.ready.context_len,
+            "max_total_num_tokens": state.ready.max_total_tokens,
+            "components": state.ready.description,
+            "load": load,
+            "internal_states": [{"avg_spec_accept_length": accept}],
+        }
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "testclient"

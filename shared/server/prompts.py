@@ -1,0 +1,142 @@
+"""Prompts and limits: text to token ids off the event loop, and refusal before any memory is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from shared.server.errors import ApiError, bad_request
+from shared.server.messages import Ready
+from shared.server.protocol import Message
+from shared.text.token_bytes import TokenBytes
+from shared.text.tokenizer import Tokenizer
+from shared.types import SamplingParams
+
+NUM_TOKENIZER_THREADS = 2
+
+
+class Prompts:
+    """Tokenizes in threads and checks prompts against the model's limits."""
+
+    def __init__(self, tokenizer: Tokenizer | None, ready: Ready) -> None:
+        self.tokenizer = tokenizer
+        self.ready = ready
+        self.token_bytes = TokenBytes(tokenizer) if tokenizer is not None else None
+        self._threads = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        longest = (
+            max((len(self.token_bytes.of(i)) for i in range(ready.num_token_ids)), default=1)
+            if self.token_bytes is not None
+            else 1
+        )
+        self.max_text_bytes = ready.context_len * max(longest, 1)
+        """No longer text can fit the context: it is refused before it is tokenized."""
+
+    async def of_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        tokenizer = self._need_tokenizer()
+        if len(text) > self.max_text_bytes:
+            raise bad_request(
+                f"the prompt has {len(text)} characters; the context of {self.ready.context_len} tokens holds "
+                f"at most {self.max_text_bytes}"
+            )
+        return await self._run(tokenizer.encode, text, add_special_tokens)
+
+    async def of_messages(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, template_args: dict[str, Any]
+    ) -> list[int]:
+        """Token ids of a conversation, by the model's chat template."""
+        tokenizer = self._need_tokenizer()
+        plain = [_plain(message) for message in messages]
+        num_chars = sum(len(message["content"] or "") for message in plain)
+        if num_chars > self.max_text_bytes:
+            raise bad_request(
+                f"the messages have {num_chars} characters; the context of {self.ready.context_len} tokens "
+                f"holds at most {self.max_text_bytes}",
+                "messages",
+            )
+        if tools:
+            template_args = {**template_args, "tools": tools}
+        return await self._run(lambda: tokenizer.chat(plain, **template_args))
+
+    async def _run(self, function: Any, *args: Any) -> list[int]:
+        loop = asyncio.get_running_loop()
+        try:
+            ids: list[int] = await loop.run_in_executor(self._threads, function, *args)
+        except ValueError as error:
+            raise bad_request(str(error)) from None
+        return ids
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise bad_request("this model has no tokenizer: send token ids")
+        return self.tokenizer
+
+    def check(self, prompt: list[int], params: SamplingParams | None = None) -> None:
+        """400 for a prompt or parameters that the engine cannot serve."""
+        ready = self.ready
+        if not prompt:
+            raise bad_request("the prompt is empty; it needs at least one token", "prompt")
+        if min(prompt) < 0 or max(prompt) >= ready.vocab_size:
+            raise bad_request(f"prompt token ids must be in [0, {ready.vocab_size})", "prompt")
+        limit = min(ready.context_len, ready.max_total_tokens)
+        if len(prompt) >= limit:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} tokens; this model takes at most {limit - 1} and one of output",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        if params is None:
+            return
+        if len(prompt) + params.max_new_tokens > ready.context_len:
+            raise ApiError(
+                400,
+                f"the prompt's {len(prompt)} tokens and max_tokens={params.max_new_tokens} exceed the context "
+                f"of {ready.context_len} tokens",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if (params.stop or params.stop_regex) and self.tokenizer is None:
+            raise bad_request("this model has no tokenizer: stop texts need one", "stop")
+        try:
+            params.check_against_vocab(ready.vocab_size)
+        except ValueError as error:
+            raise bad_request(str(error)) from None
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as chat templates expect it."""
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    plain: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content if content is not None else "",
+    }
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            plain[name] = getattr(message, name)
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning:
+        plain["reasoning_content"] = reasoning
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _arguments(text: str) -> Any:
+    """Templates print arguments as JSON themselves: they get the value where the text is JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,267 @@
+"""The bodies of requests, validated. An unknown field with a value is refused by name; `null` and `false` are
+accepted anywhere, because public clients send their defaults."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from shared.server.errors import bad_request
+from shared.types import SamplingParams
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 512
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPTS = 2048
+MAX_SAMPLES = 256
+
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class Body(BaseModel):
+    """Base of all bodies."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unset(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {
+            name: value
+            for name, value in data.items()
+            if value is not None and not (value is False and name not in cls.model_fields)
+        }
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchemaFormat(Body):
+    name: str = "schema"
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class SamplingFields(Body):
+    """Fields of sampling that chat and completions share."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    best_of: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    seed: Int64 | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    no_stop_trim: bool = False
+    priority: int = 0
+    routing_key: str | None = None
+    cache_salt: str | None = None
+    return_tokens_as_token_ids: bool = False
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+    def sampling_params(self, max_new_tokens: int, num_logprobs: int | None, **more: Any) -> SamplingParams:
+        """For the engine. `num_logprobs`: alternatives beside each token; None: no log-probabilities."""
+        if self.best_of is not None and self.best_of != 1:
+            raise bad_request(f"best_of must be 1, got {self.best_of}", "best_of")
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stop) > MAX_STOPS:
+            raise bad_request(f"stop takes at most {MAX_STOPS} texts, got {len(stop)}", "stop")
+        if any(not 0 < len(text) <= MAX_STOP_CHARS for text in stop):
+            raise bad_request(f"a stop text has 1 to {MAX_STOP_CHARS} characters", "stop")
+        regexes = [self.stop_regex] if isinstance(self.stop_regex, str) else self.stop_regex or []
+        try:
+            return SamplingParams(
+                max_new_tokens=max_new_tokens,
+                min_new_tokens=min(self.min_tokens, max_new_tokens),
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k if self.top_k != 0 else -1,
+                min_p=self.min_p,
+                n=self.n,
+                stop=tuple(stop),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                stop_regex=tuple(regexes),
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                repetition_penalty=self.repetition_penalty,
+                logit_bias=self._logit_bias(),
+                ignore_eos=self.ignore_eos,
+                skip_special_tokens=self.skip_special_tokens,
+                no_stop_trim=self.include_stop_str_in_output or self.no_stop_trim,
+                return_logprob=num_logprobs is not None,
+                top_logprobs_num=num_logprobs or 0,
+                **more,
+            )
+        except ValueError as error:
+            raise bad_request(str(error)) from None
+
+    def _logit_bias(self) -> dict[int, float]:
+        biases: dict[int, float] = {}
+        for key, value in (self.logit_bias or {}).items():
+            if not (key.isascii() and key.isdigit()) or not math.isfinite(value) or abs(value) > 100:
+                raise bad_request(
+                    f"logit_bias maps token ids to numbers from -100 to 100, got {key!r}: {value!r}",
+                    "logit_bias",
+                )
+            biases[int(key)] = -math.inf if value == -100 else value
+        return biases
+
+
+class Function(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class ToolChoice(Body):
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+
+
+class ChatRequest(SamplingFields):
+    """/v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    separate_reasoning: bool = True
+
+
+class CompletionRequest(SamplingFields):
+    """/v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    suffix: str | None = None
+    add_special_tokens: bool = True
+
+
+class TokenizeRequest(Body):
+    """/tokenize: a text, or messages through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(Body):
+    """/detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool = False
+
+
+class NativeSamplingParams(Body):
+    """`sampling_params` of /generate: fields of SamplingParams."""
+
+    max_new_tokens: Annotated[int, Field(ge=0)] = 128
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: Int64 | None = None
+    sampling_seed: Int64 | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+
+class NativeRequest(Body):
+    """/generate, in the manner of SGLang's native endpoint: streamed texts are cumulative."""
+
+    text: str | None = None
+    input_ids: list[int] | None = None
+    sampling_params: NativeSamplingParams = NativeSamplingParams()
+    stream: bool = False
+    return_logprob: bool = False
+    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    logprob_start_len: int = -1
+    priority: int = 0
+    rid: str | None = None  # echoed only: the server makes its own ids
