@@ -223,6 +223,7 @@ def add_admin_routes(app: FastAPI, state: ServerState) -> None:
             "context_len": state.ready.context_len,
             "max_total_num_tokens": state.ready.max_total_tokens,
             "components": state.ready.description,
+            "num_live_requests": state.client.num_live,
             "load": load,
             "internal_states": [{"avg_spec_accept_length": accept}],
         }

@@ -39,8 +39,8 @@ class Prompts:
         tokenizer = self._need_tokenizer()
         if len(text) > self.max_text_bytes:
             raise bad_request(
-                f"the prompt has {len(text)} characters; the context of {self.ready.context_len} tokens holds "
-                f"at most {self.max_text_bytes}"
+                f"the prompt has {len(text)} characters; the context of {self.ready.context_len} tokens "
+                f"holds at most {self.max_text_bytes}"
             )
         return await self._run(tokenizer.encode, text, add_special_tokens)
 
@@ -85,7 +85,8 @@ class Prompts:
         if len(prompt) >= limit:
             raise ApiError(
                 400,
-                f"the prompt has {len(prompt)} tokens; this model takes at most {limit - 1} and one of output",
+                f"the prompt has {len(prompt)} tokens; this model takes at most {limit - 1} and one of "
+                "output",
                 param="messages",
                 code="context_length_exceeded",
             )
@@ -94,8 +95,8 @@ class Prompts:
         if len(prompt) + params.max_new_tokens > ready.context_len:
             raise ApiError(
                 400,
-                f"the prompt's {len(prompt)} tokens and max_tokens={params.max_new_tokens} exceed the context "
-                f"of {ready.context_len} tokens",
+                f"the prompt's {len(prompt)} tokens and max_tokens={params.max_new_tokens} exceed the "
+                f"context of {ready.context_len} tokens",
                 param="max_tokens",
                 code="context_length_exceeded",
             )

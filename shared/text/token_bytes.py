@@ -46,7 +46,7 @@ class TokenBytes:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters stand for their own byte, the others follow from 256 on."""
+    """GPT-2's alphabet: a printable Latin-1 character stands for its own byte, the others follow from 256."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

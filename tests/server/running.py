@@ -1,0 +1,98 @@
+"""A real `diptych serve` in a process of its own, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT = 120.0
+MAIN = "from shared.cli import main; main()"
+
+
+class RunningServer:
+    """`url` answers while the process lives. `log`: what it printed so far."""
+
+    def __init__(self, *flags: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", MAIN, "serve", "--port", "0", *flags],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.log: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = self._wait_for_url()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.log.extend(iter(self.process.stdout.readline, ""))
+
+    def _wait_for_url(self) -> str:
+        end = time.monotonic() + START_TIMEOUT
+        while time.monotonic() < end:
+            found = re.search(r"serving \S+ at (http://\S+)", "".join(self.log))
+            if found:
+                return found[1]
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        self.kill()
+        raise AssertionError("the server did not start:\n" + "".join(self.log))
+
+    @property
+    def children(self) -> list[int]:
+        """Process ids of the server's child processes (the engine)."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in path.read_text().split()]
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON of a GET; anything but 200 raises."""
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+        return found
+
+    def wait_idle(self, timeout: float = 20.0) -> dict[str, int]:
+        """The load once no request is live. Fails when that takes longer than `timeout` seconds."""
+        end = time.monotonic() + timeout
+        while True:
+            info = self.get("/server_info")
+            load: dict[str, int] = info["load"]
+            if info["num_live_requests"] == load["num_running"] == load["num_waiting"] == 0:
+                return load
+            assert time.monotonic() < end, f"still busy: {info}"
+            time.sleep(0.05)
+
+    def terminate(self, timeout: float = 30.0) -> int:
+        """SIGTERM, then the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[RunningServer]:
+    """A server that is gone afterwards."""
+    server = RunningServer(*flags)
+    try:
+        yield server
+    finally:
+        server.kill()

@@ -1,0 +1,231 @@
+"""Faults of clients, networks and processes. After each one the pools are whole and others are served."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.server.running import MAIN, ROOT, RunningServer, serving
+
+SUM = [{"role": "user", "content": "What is 12 + 30?"}]
+LONG = {"messages": SUM, "max_tokens": 1500, "ignore_eos": True, "temperature": 1.0}
+
+
+def post(server: RunningServer, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
+    """Status and JSON. `body`: bytes as they are, anything else as JSON."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def connect(server: RunningServer, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a chat request was sent, and nothing read."""
+    place = urlsplit(server.url)
+    connection = socket.create_connection((place.hostname, place.port))
+    data = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
+
+
+def assert_whole(server: RunningServer) -> None:
+    """Idle, nothing leaked, and a good request is answered."""
+    load = server.wait_idle()
+    assert load["num_used_tokens"] == load["num_evictable_tokens"], "slots without an owner"
+    status, answer = post(server, "/v1/chat/completions", {"messages": SUM, "temperature": 0})
+    assert status == 200
+    assert answer["choices"][0]["message"]["content"] == "12 + 30 = 42"
+
+
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
+def test_hundreds_of_disconnects(server: RunningServer, is_stream: bool) -> None:
+    connections = [connect(server, {**LONG, "stream": is_stream}) for _ in range(200)]
+    time.sleep(0.5)
+    for connection in connections:
+        connection.close()
+    start = time.monotonic()
+    assert_whole(server)
+    assert time.monotonic() - start < 15  # run to their ends they would take minutes
+
+
+def test_one_disconnect_leaves_the_others_alone(server: RunningServer) -> None:
+    body = {"messages": SUM, "temperature": 0}
+    answers: list[str] = []
+
+    def ask() -> None:
+        answers.append(post(server, "/v1/chat/completions", body)[1]["choices"][0]["message"]["content"])
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    leaving = connect(server, {**LONG, "stream": True})
+    for thread in threads:
+        thread.start()
+    leaving.close()
+    for thread in threads:
+        thread.join()
+    assert answers == ["12 + 30 = 42"] * 8
+    assert_whole(server)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b'{"messages": 3}', 400),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "seed": 1e400}', 400),
+        (b"[" * 100_000, 400),
+        (b"\xff\xfe", 400),
+    ],
+    ids=["empty", "cut", "list", "type", "surrogate", "nan", "infinite", "nested", "bytes"],
+)
+def test_malformed_bodies(server: RunningServer, body: bytes, status: int) -> None:
+    assert post(server, "/v1/chat/completions", body)[0] == status
+    assert_whole(server)
+
+
+def test_large_body(server: RunningServer) -> None:
+    status, answer = post(server, "/v1/completions", {"prompt": "a" * 10_000_000})
+    assert status == 400
+    assert "characters" in answer["error"]["message"]
+    status, answer = post(server, "/v1/completions", b"x" * (33 * 2**20))
+    assert status == 413
+    assert_whole(server)
+
+
+def test_wrong_content_type(server: RunningServer) -> None:
+    request = urllib.request.Request(
+        server.url + "/v1/completions", b"prompt=a", {"Content-Type": "text/csv"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=10)
+    assert caught.value.code == 415
+
+
+def test_slow_reader_does_not_slow_the_others(server: RunningServer) -> None:
+    slow = connect(server, {**LONG, "stream": True, "n": 8})
+    start = time.monotonic()
+    status, _ = post(server, "/v1/chat/completions", {"messages": SUM, "temperature": 0})
+    assert status == 200
+    assert time.monotonic() - start < 20
+    slow.close()
+    assert_whole(server)
+
+
+def test_full_server_answers_429_with_retry_after() -> None:
+    with serving("--max-live-requests", "2") as server:
+        connections = [connect(server, {**LONG, "stream": True}) for _ in range(2)]
+        for connection in connections:
+            connection.recv(10)  # it runs
+        request = urllib.request.Request(
+            server.url + "/v1/chat/completions",
+            json.dumps({"messages": SUM}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=10)
+        assert caught.value.code == 429
+        assert int(caught.value.headers["Retry-After"]) >= 1
+        for connection in connections:
+            connection.close()
+        assert_whole(server)
+
+
+def test_death_of_the_engine_ends_everything() -> None:
+    with serving("--separate-process") as server:
+        connection = connect(server, {**LONG, "stream": True})
+        connection.recv(10)
+        (engine,) = [pid for pid in server.children if _is_engine(pid)]
+        os.kill(engine, signal.SIGKILL)
+        rest = _read_all(connection)
+        assert b'"error"' in rest
+        assert b"SIGKILL" in rest
+        assert rest.rstrip().endswith(b"data: [DONE]") or rest.rstrip().endswith(b"0")
+        assert server.process.wait(20) not in (0, None)
+        assert not os.path.exists(f"/proc/{engine}")
+
+
+def test_death_of_the_api_leaves_no_orphan() -> None:
+    with serving("--separate-process") as server:
+        children = server.children
+        assert children
+        server.process.kill()
+        server.process.wait()
+        end = time.monotonic() + 10
+        while any(os.path.exists(f"/proc/{pid}") for pid in children):
+            assert time.monotonic() < end, "an orphan stays"
+            time.sleep(0.05)
+
+
+def test_sigterm_drains() -> None:
+    with serving("--separate-process", "--drain-seconds", "20") as server:
+        connection = connect(server, {**LONG, "max_tokens": 60, "stream": True})
+        connection.recv(10)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert b'"finish_reason":"length"' in _read_all(connection)
+        assert server.process.wait(20) == 0
+
+
+def test_deadline_of_the_drain() -> None:
+    with serving("--separate-process", "--drain-seconds", "0.5") as server:
+        connection = connect(server, {**LONG, "stream": True})
+        connection.recv(10)
+        server.process.send_signal(signal.SIGTERM)
+        assert b'"error"' in _read_all(connection)
+        assert server.process.wait(20) == 0
+
+
+def test_two_servers_on_one_port(server: RunningServer) -> None:
+    port = str(urlsplit(server.url).port)
+    second = subprocess.run(
+        [sys.executable, "-c", MAIN, "serve", "--port", port],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert second.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in second.stderr
+    assert_whole(server)
+
+
+def test_api_keys() -> None:
+    with serving("--api-key", "secret", "--api-key", "other") as server:
+        body = {"messages": SUM, "max_tokens": 1}
+        assert urllib.request.urlopen(server.url + "/health", timeout=10).status == 200
+        for path in ("/v1/chat/completions", "/generate", "/flush_cache"):
+            assert post(server, path, body)[0] == 401
+        assert post(server, "/v1/chat/completions", body, Authorization="Bearer wrong")[0] == 401
+        assert post(server, "/v1/chat/completions", body, Authorization="Bearer secret")[0] == 200
+        assert post(server, "/v1/chat/completions", body, **{"x-api-key": "other"})[0] == 200
+
+
+def _is_engine(pid: int) -> bool:
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return b"spawn_main" in file.read()
+
+
+def _read_all(connection: socket.socket) -> bytes:
+    connection.settimeout(30)
+    found = b""
+    while piece := connection.recv(65536):
+        found += piece
+        if found.rstrip().endswith(b"\r\n0"):
+            break
+    return found

@@ -1,0 +1,90 @@
+"""Reasoning and tool calls, however the text is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.server.parsers import ReasoningParser, ToolParser
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": "}\\"{ü"}}\n</tool_call>'
+SWAPPED = '<tool_call>{"arguments": {"city": "Bergen"}, "name": "weather"}</tool_call>'
+
+
+def pieces(text: str, cuts: list[int]) -> list[str]:
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    return [text[start:end] for start, end in pairwise(places)]
+
+
+def read_tools(parts: list[str]) -> tuple[str, list[dict[str, str]]]:
+    """Content and calls; asserts that a call's id and name come once and first."""
+    parser, content, calls = ToolParser(), "", []
+    for text, deltas in [*map(parser.feed, parts), parser.finish()]:
+        content += text
+        for delta in deltas:
+            if delta.index == len(calls):
+                assert delta.name is not None
+                assert delta.call_id is not None
+                calls.append({"name": delta.name, "arguments": ""})
+            else:
+                assert delta.name is None
+                assert delta.call_id is None
+            calls[delta.index]["arguments"] += delta.arguments
+    return content, calls
+
+
+def read_reasoning(parts: list[str], starts_inside: bool) -> dict[str, str]:
+    parser, found = ReasoningParser(starts_inside), {"content": "", "reasoning": ""}
+    for part in [*map(parser.feed, parts), parser.finish()]:
+        for piece in part:
+            found[piece.kind] += piece.text
+    return found
+
+
+@given(st.lists(st.integers(0, 300), max_size=20))
+def test_two_calls_and_prose(cuts: list[int]) -> None:
+    content, calls = read_tools(pieces(f"Let me see. {CALL}\n{CALL} Done < 3.", cuts))
+    assert content == "Let me see.  Done < 3."
+    assert [call["name"] for call in calls] == ["add", "add"]
+    for call in calls:
+        assert json.loads(call["arguments"]) == {"a": 12, "b": '}"{ü'}
+
+
+@given(st.lists(st.integers(0, 100), max_size=10))
+def test_keys_in_another_order(cuts: list[int]) -> None:
+    content, calls = read_tools(pieces(SWAPPED, cuts))
+    assert content == ""
+    assert calls == [{"name": "weather", "arguments": '{"city": "Bergen"}'}]
+
+
+@pytest.mark.parametrize(
+    "text", ["<tool_call>nothing</tool_call>", "<tool_call>{", "a <tool_cal", "<tool_call>[1]</tool_call> b"]
+)
+def test_what_is_no_call_stays_content(text: str) -> None:
+    for cut in range(len(text)):
+        assert read_tools([text[:cut], text[cut:]]) == (text, [])
+
+
+@given(st.lists(st.integers(0, 100), max_size=10))
+def test_reasoning_then_content(cuts: list[int]) -> None:
+    parts = pieces("<think>\nTwelve < thirty.\n</think>\n\nIt is 42.", cuts)
+    assert read_reasoning(parts, False) == {"reasoning": "Twelve < thirty.\n", "content": "It is 42."}
+
+
+@given(st.lists(st.integers(0, 100), max_size=10))
+def test_the_template_opened_the_reasoning(cuts: list[int]) -> None:
+    parts = pieces("Hm.</think>Yes", cuts)
+    assert read_reasoning(parts, True) == {"reasoning": "Hm.", "content": "Yes"}
+
+
+@pytest.mark.parametrize("text", ["No marker.", " <thin", "a <think>b</think>", ""])
+def test_without_reasoning_all_is_content(text: str) -> None:
+    assert read_reasoning(list(text), False) == {"reasoning": "", "content": text}
+
+
+def test_reasoning_cut_off_by_length() -> None:
+    assert read_reasoning(["<think>", "a</th"], False) == {"reasoning": "a</th", "content": ""}
