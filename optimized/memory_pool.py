@@ -1,11 +1,11 @@
-"""Memory pools with their books on the host, in arrays: the device is sent numbers in one copy, never asked.
+"""Memory pools with their state on the CPU, in arrays: the device is sent numbers in one copy, never asked.
 
 Differs from reference: slots are handed out on the CPU (`slot_device`), free pages are a ring of numbers, who
-owns a page is an array of flags, and req_to_token has a copy on the host that is what `read` reads. A batch's
+owns a page is an array of flags, and req_to_token has a copy on the CPU, which `read` reads. A batch's
 pages are found by array arithmetic, and its rows go to the device in one copy and one launch. `move` is one
 kernel for all layers.
 
-Why the host: everybody who handles slots is Python there. The tree stores them, an extension begins at the
+Why the CPU: all code that handles slots is Python there. The tree stores them, an extension begins at the
 last one, a page freed twice must be found when it is freed. On the device each look is a wait for all that
 was queued before it, and each handling a launch: about 5 microseconds of Python, some twenty times in a
 request's life. As arrays they take about 1 microsecond each, and what a kernel needs is 12 bytes a token,
@@ -96,7 +96,7 @@ class ReqToTokenPool(interface.ReqToTokenPool):
         self._used_rows: set[int] = set()
 
     def _send(self, where: Array, values: npt.NDArray[np.int32]) -> None:
-        """req_to_token.flatten()[where] = values, on the device: one copy, one launch, and nobody waits."""
+        """req_to_token.flatten()[where] = values, on the device: one copy, one launch, no synchronization."""
         table = self.req_to_token
         is_cuda = table.device.type == "cuda"
         # Page-locked memory is not given to anybody else before the copy is done: its allocator sees to that.

@@ -1,6 +1,6 @@
 """Which waiting requests fit into this step: the same budgets, looked at no more often than they change.
 
-Differs from reference: what running requests reserve is summed as an array, and only once somebody is to be
+Differs from reference: what running requests reserve is summed as an array, and only once a request is to be
 added: a step that only goes on with a cut prompt sums nothing. Memory is not looked at again after the lock
 of a request that found nothing in the cache: locking the root changes nothing. Who computes a prefix now is
 looked up in a dictionary. Assumes, like the reference, that prompts and outputs do not change during a step.

@@ -58,7 +58,7 @@ class SchedulePolicy(interface.SchedulePolicy):
         return PolicyResult(self._shuffled(reqs) if policy == "random" else iter(reqs), frozenset())
 
     def _shuffled(self, reqs: list[Req]) -> Iterator[Req]:
-        """Each place draws from those who are left. Nobody is moved: `moved` has who would be elsewhere."""
+        """Each place draws from the remaining requests. `moved` has the displaced ones."""
         moved: dict[int, Req] = {}
         for i in range(len(reqs)):
             j = self.rng.randrange(i, len(reqs))

@@ -1,7 +1,7 @@
-"""Continuous batching, one batch ahead: batch N+1 is formed and launched before N's results are read.
+"""Continuous batching with overlap scheduling: batch N+1 is formed and launched before N's results are read.
 
-Differs from reference: the GPU goes from batch to batch without waiting for the host, which forms the next
-one and processes the last one meanwhile. A request decodes from a token that the host does not know yet
+Differs from reference: the GPU goes from batch to batch without waiting for the CPU, which forms the next
+one and processes the last one meanwhile. A request decodes from a token that the CPU does not have yet
 (optimized/overlap/future_map.py). If that token ends it, one token too many was computed: its row is
 dropped, and its slot freed with the others; an end by length is known ahead. A prompt is cached when it is
 launched: a request that finds it there runs behind it, and begins anew if it comes out as NaN. Loses a step's
@@ -67,8 +67,8 @@ class Scheduler(interface.Scheduler):
         self.running: list[Req] = []
         self.chunked_req: Req | None = None
         self.live: dict[str, Req] = {}
-        self.outputs: list[StepOutput] = []  # news for the next return of step()
-        self.batch_is_full = False  # no memory for more requests until somebody leaves
+        self.outputs: list[StepOutput] = []  # pending outputs for the next return of step()
+        self.batch_is_full = False  # no memory for more requests until one leaves
         self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
         self.counts = SchedulerCounts()
 
@@ -114,7 +114,7 @@ class Scheduler(interface.Scheduler):
         is_launched = batch is not None and self._launch(batch)
         self._catch_up(num_left=num_ahead if is_launched else 0)
         if not self.live:
-            self._catch_up(num_left=0)  # rows of ended requests: once nobody is left, nothing runs
+            self._catch_up(num_left=0)  # rows of ended requests: without live requests nothing may run
         if self.config.check_invariants:
             self._check_invariants()
         outputs, self.outputs = self.outputs, []
@@ -224,7 +224,7 @@ class Scheduler(interface.Scheduler):
         if self._has_memory_to_decode(decodable):
             self.new_token_ratio.decay()
         elif self.pipeline:
-            return None  # it may end somebody: see, before somebody is thrown out
+            return None  # it may end requests: process it before any is retracted
         else:
             decodable = self._retract_to_decode()
         return self._prepare_for_decode(decodable)
@@ -237,8 +237,8 @@ class Scheduler(interface.Scheduler):
         return evict_for(num_tokens, self.parts.tree_cache, self.parts.allocator)
 
     def _retract_to_decode(self) -> list[Req]:
-        """Throw out requests until the others can go on. The last one stays; a prompt that is being computed
-        gives way to it, and alone it fits, because submission checked that. Returns who goes on."""
+        """Retract requests until the others can decode. The last one stays: a chunked prompt is retracted
+        before it, and alone it fits, because submission checked that. Returns the remaining requests."""
         candidates = retraction_order(self.running)
         while not self._has_memory_to_decode(decodable := self.pipeline.decodable(self.running)):
             if len(candidates) > 1:
@@ -287,7 +287,7 @@ class Scheduler(interface.Scheduler):
         logits_output: LogitsOutput,
         sample_output: SampleOutput,
     ) -> None:
-        """Of the requests that have stayed. `forward_batch` is as long as its lists on the host say."""
+        """Of the requests that are still in the batch. `forward_batch` has the length of its CPU lists."""
         assert sample_output.next_token_ids.shape == (forward_batch.batch_size,)
         next_token_ids = sample_output.next_token_ids.tolist()
         logprobs = to_token_logprobs(next_token_ids, sample_output.logprobs)

@@ -1,12 +1,12 @@
 """Where in the tree the tokens of each waiting request end, kept from pass to pass.
 
 The reference matches every waiting request anew in every pass. Here a request is matched when it joins, and
-again only when its match would end elsewhere: the tree tells (`CacheWatcher`). A tree that tells nobody is
-matched anew each time.
+again only when its match would end elsewhere: the tree reports it (`CacheWatcher`). A tree without
+notifications is matched anew each time.
 
-Who shares a prefix with somebody before it takes no tree to find out: two requests share so many tokens
-exactly if their first so many are equal. So a dictionary by those tokens holds all who would compute one
-prefix, and the first of them does.
+Finding requests that share a prefix takes no tree: two requests share n tokens exactly if their first n
+tokens are equal. So a dictionary by those tokens holds all requests with one prefix, and the first of them
+computes it.
 """
 
 from __future__ import annotations

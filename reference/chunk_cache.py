@@ -15,7 +15,7 @@ from shared.types import Req
 
 class ChunkCache(interface.PrefixCache):
     """Only keeps the chunks of a prompt together: `cache_unfinished_req` is where the next chunk goes on.
-    There is no tree: the root is None, and whoever calls `insert` still owns the slots."""
+    There is no tree: the root is None, and the caller of `insert` still owns the slots."""
 
     disable = True
 

@@ -143,7 +143,7 @@ class RadixCache(interface.PrefixCache):
         prefix_len, node = self.insert(key, slots, req.priority)
         shared = self._path_slots(node)
         # [num_owned, prefix_len) was in the tree already (another request was faster). The row must
-        # point to the tree's slots before its own are free for somebody else to overwrite.
+        # point to the tree's slots before its own are freed and may be overwritten.
         self.req_to_token_pool.write(req.req_pool_idx, num_owned, shared[num_owned:prefix_len])
         self.allocator.free(slots[num_owned:prefix_len])
         self.inc_lock_ref(node)

@@ -43,7 +43,8 @@ class SchedulePolicy(interface.SchedulePolicy):
         return PolicyResult(queue, frozenset())
 
     def _shuffled(self, queue: list[Req]) -> Iterator[Req]:
-        """Each place draws from those who are left: whoever stops early has drawn no more than was needed."""
+        """Each place draws from the remaining requests, so a caller that stops early draws only what it
+        needs."""
         for i in range(len(queue)):
             j = self.rng.randrange(i, len(queue))
             queue[i], queue[j] = queue[j], queue[i]
@@ -63,7 +64,7 @@ class SchedulePolicy(interface.SchedulePolicy):
             queue.sort(key=lambda req: -matched_len[req.rid])
         else:
             queue = _depth_first(queue, node_of, self._parents())
-        # A stable partition: who waits for somebody else's prefix goes last.
+        # A stable partition: requests that wait for a shared prefix go last.
         queue.sort(key=lambda req: req.rid in deprioritized)
         return PolicyResult(queue, deprioritized)
 

@@ -56,8 +56,8 @@ class Scheduler(interface.Scheduler):
         self.running: list[Req] = []
         self.chunked_req: Req | None = None
         self.live: dict[str, Req] = {}
-        self.outputs: list[StepOutput] = []  # news for the next return of step()
-        self.batch_is_full = False  # no memory for more requests until somebody leaves
+        self.outputs: list[StepOutput] = []  # pending outputs for the next return of step()
+        self.batch_is_full = False  # no memory for more requests until one leaves
         self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
         self.speculator = Speculator(config, self.context_len, parts) if parts.drafter is not None else None
         self.counts = SchedulerCounts()
@@ -211,8 +211,8 @@ class Scheduler(interface.Scheduler):
         return evict_for(num_tokens, self.parts.tree_cache, self.parts.allocator)
 
     def _retract_to_decode(self) -> None:
-        """Throw out requests until the others can go on. The last one stays; a prompt that is being computed
-        gives way to it, and alone it fits, because submission checked that."""
+        """Retract requests until the others can decode. The last one stays: a chunked prompt is retracted
+        before it, and alone it fits, because submission checked that."""
         candidates = retraction_order(self.running)
         while not self._has_memory_to_decode():
             if len(candidates) > 1:

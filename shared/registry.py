@@ -1,7 +1,7 @@
 """Component name + choice -> implementation. Nothing is imported until it is chosen.
 
-A choice is a name of the table below, or somebody else's package.module:Class or file.py:Class, or, for
-attention, two names of the table joined by a plus sign: the first for prompts, the second for decoding.
+A choice is a name of the table below, a user-provided package.module:Class or file.py:Class, or, for
+attention, two names of the table joined by a plus sign: the first for prefill, the second for decode.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def has_optimized() -> bool:
 
 
 def load(component: str, choice: str) -> Any:
-    """The class (or module of classes) behind a choice; imports it now. Whatever somebody else's code raises
-    at that becomes one `ValueError`; what ours raises is a defect, and comes as it is."""
+    """The class (or module of classes) behind a choice; imports it now. An exception of
+    user-provided code becomes one `ValueError`; an exception of the engine's own code is not changed."""
     pair = _pair(component, choice)
     if pair is not None:
         return _load_target(component, choice, PAIRS[component])(*pair)
@@ -180,7 +180,7 @@ def _pair(component: str, choice: str) -> tuple[str, str] | None:
 
 
 def is_target(choice: str) -> bool:
-    """Whether a choice is spelled as somebody's own: package.module:Class or file.py:Class."""
+    """Whether a choice names user-provided code: package.module:Class or file.py:Class."""
     return ":" in choice or "." in choice
 
 

@@ -1,4 +1,4 @@
-"""What happened when: spans of the host's work, the device's forward passes, and counters beside them."""
+"""Timeline: spans of CPU work, forward passes of the device, and counters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Recording:
 
 
 class DeviceClock(Protocol):
-    """Times of the device's own work, told by the host's clock."""
+    """Times of work on the device, in the CPU's clock."""
 
     def mark(self) -> Any:
         """Stands for the moment at which the device gets here. Waits for nothing."""
@@ -105,12 +105,12 @@ class Timeline:
         self.is_on = True
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Around some work of the host."""
+        """A span of CPU work."""
         return _OpenSpan(self, name, args) if self.is_on else _NOTHING
 
     def forward(self, batch: ForwardBatch) -> AbstractContextManager[None]:
-        """Around the launch of a step, with the stream current that it runs on: a span "launch" of the host,
-        and one on the device from where its stream gets to the step until the step is done."""
+        """Around the launch of a step, with its stream current: a CPU span "launch", and a device span from
+        where the stream reaches the step until the step is done."""
         return _OpenForward(self, batch) if self.is_on else _NOTHING
 
     def count(self, **values: float) -> None:

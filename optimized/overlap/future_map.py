@@ -1,4 +1,4 @@
-"""Tokens that are not known yet: names on the host, values on the device.
+"""Future tokens: names on the CPU, values on the device.
 
 A batch is launched before the one before it has ended. The token that it decodes from exists on the device
 only, or not even there: so its input id is the name of a place in a ring, where the device looks it up when
@@ -53,8 +53,8 @@ class FutureMap:
         return replace(forward_batch, input_ids=torch.where(ids < 0, tokens, ids) if has_ids else tokens)
 
     def store(self, first: int, next_token_ids: torch.Tensor) -> None:
-        """An id that is none (-1, after NaN) becomes 0: its request has ended, and nobody looks at the row
-        that decodes from it."""
+        """An id that is none (-1, after NaN) becomes 0: its request has ended, and the row that decodes
+        from it is not read."""
         places = self.token_ids[first : first + next_token_ids.shape[0]]
         torch.clamp(next_token_ids, min=0, out=places)
 
@@ -62,7 +62,7 @@ class FutureMap:
 
 
 def count_in_flight(info: SamplingBatchInfo, named: ForwardBatch, resolved: ForwardBatch) -> None:
-    """Add to `output_counts` the tokens that the host did not know when it made them: those that the batch
+    """Add to `output_counts` the tokens that the CPU did not have when it made them: those that the batch
     decodes from. `named` has their names, `resolved` the tokens."""
     if info.output_counts is None:
         return

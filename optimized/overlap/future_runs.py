@@ -1,6 +1,6 @@
 """Runs of tokens that are not known yet: beside the newest token of a request, all that a batch gives it.
 
-A round of speculation gives a request one token or several, and the next round is launched before the host
+A round of speculation gives a request one token or several, and the next round is launched before the CPU
 knows how many. What it needs of them is looked up here when it starts: how long the request is by then, and
 which tokens its penalties have to count.
 """
@@ -34,7 +34,7 @@ class FutureRuns:
 
 
 def count_runs(info: SamplingBatchInfo, token_ids: torch.Tensor) -> None:
-    """Add runs to `output_counts`, which the host made without them."""
+    """Add runs to `output_counts`, which the CPU made without them."""
     if info.output_counts is not None:
         is_token = (token_ids >= 0).to(info.output_counts.dtype)
         info.output_counts.scatter_add_(1, token_ids.clamp(min=0), is_token)

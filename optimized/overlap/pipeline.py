@@ -1,6 +1,6 @@
 """Batches between their launch and the processing of their results.
 
-The host forms a batch from what it knows, launches it, and comes back for its results later.
+The CPU forms a batch from what it knows, launches it, and reads its results later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Any = TypeVar("_Any")
 class InFlight:
     """A batch between its launch and the processing of its results.
 
-    `rows` shrinks: a request that is thrown out or ends takes its row along, and whatever the batch computes
+    `rows` shrinks: a request that is retracted or ends removes its row, and whatever the batch computes
     for it is dropped.
     """
 
@@ -104,7 +104,7 @@ class Pipeline:
         self.future_map = FutureMap(parts.req_to_token_pool.size, self.device)
         self.batches: deque[InFlight] = deque()
         self._no_logits = torch.empty(0)
-        # Where somebody speculates: made when a batch is launched, called when it was sampled.
+        # With speculation: made when a batch is launched, called when it was sampled.
         self.extension_of: Callable[[BatchInFlight], Extension] | None = None
         self._last_info: tuple[list[Req], SamplingBatchInfo] | None = None  # that can be used again
 
@@ -112,7 +112,7 @@ class Pipeline:
         return len(self.batches)
 
     def place_of(self, req: Req) -> int | None:
-        """Where the token is that the request decodes from next; None: the host knows it."""
+        """Place of the token that the request decodes from next; None: the CPU has it."""
         return self.batches[-1].place_of(req) if self.batches else None
 
     def places_of(self, reqs: Sequence[Req]) -> list[int | None]:
@@ -129,7 +129,7 @@ class Pipeline:
         ]
 
     def drop(self, req: Req) -> None:
-        """Whatever is computed for the request is not wanted any more. Nobody will look at the logits of a
+        """Results computed for the request are not used any more. No check will read the logits of a
         token in flight, so neither is its KV."""
         for batch in self.batches:
             row = batch.rows.pop(req, None)
@@ -140,7 +140,7 @@ class Pipeline:
     def launch(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:
         parts, num_token_ids = self.parts, self.parts.num_token_ids
         places = self.places_of(batch.reqs)
-        num_in_flight = [int(place is not None) for place in places]  # tokens that the host does not know yet
+        num_in_flight = [int(place is not None) for place in places]  # tokens that the CPU does not have yet
         with parts.timeline.span("prepare"):
             names = [None if place is None else self.future_map.name_of(place) for place in places]
             named = name_tokens(batch, names, self.device)
@@ -187,7 +187,7 @@ class Pipeline:
             launched.logits_output = self.parts.model_runner.forward(resolved)
 
     def sample(self, launched: BatchInFlight) -> None:
-        """Now that every token before is known. The logits are lent until the next forward pass."""
+        """Now that every token before is known. The logits are valid until the next forward pass."""
         parts, num_token_ids = self.parts, self.parts.num_token_ids
         info = make_sampling_batch_info(launched.batch.reqs, num_token_ids, self.device)
 
@@ -206,6 +206,6 @@ class Pipeline:
     def _sampled(
         self, launched: BatchInFlight, logits_output: LogitsOutput, sample_output: SampleOutput
     ) -> tuple[LogitsOutput, SampleOutput]:
-        """What goes to the host: not the logits. The tokens stay on the device as well."""
+        """The results to copy to the CPU: not the logits. The tokens stay on the device as well."""
         self.future_map.store(launched.first_place, sample_output.next_token_ids)
         return LogitsOutput(self._no_logits, logits_output.input_logprobs), sample_output

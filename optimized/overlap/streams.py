@@ -1,8 +1,8 @@
-"""Where a batch runs while the host forms the next one.
+"""Streams: where a batch runs while the CPU forms the next one.
 
 The scheduler works on the stream that its caller is on: slots, rows of req_to_token, the tensors of a batch.
 Models run on a second one, and only there are KV, logits and future tokens read or written. Each launch waits
-for what was scheduled before it, never the other way round; the host waits only for a batch's results. These
+for what was scheduled before it, never the other way round; the CPU waits only for a batch's results. These
 leave on a third stream, while the next batch runs.
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 Work = Callable[[], Any]
-"""Queues a batch on the device, and returns the tensors that the host wants: one, or tuples of them."""
+"""Queues a batch on the device, and returns the tensors to copy to the CPU: one, or tuples of them."""
 
 
 class Pending(ABC):
-    """What a launch will have brought to the host."""
+    """Results of a launch, on their way to the CPU."""
 
     @abstractmethod
     def wait(self) -> Any:
@@ -48,13 +48,13 @@ class Done(Pending):
 
 
 class CudaStreams(Streams):
-    """Of a CUDA GPU. Whoever launches keeps the tensors that `work` reads until its results are there: the
+    """Of a CUDA GPU. The caller keeps the tensors that `work` reads until its results arrive: the
     allocator of memory knows only of the stream on which a tensor was made."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.forward_stream = torch.cuda.Stream(device)
-        # Between two batches a copy to the host would take the device 15 microseconds, mostly of waiting.
+        # Between two batches a copy to the CPU would take the device 15 microseconds, mostly of waiting.
         self.copy_stream = torch.cuda.Stream(device)
         self.scheduled = torch.cuda.Event()
         self.computed = torch.cuda.Event()
@@ -73,7 +73,7 @@ class CudaStreams(Streams):
                 arrived = torch.cuda.Event()
                 arrived.record()
         except BaseException:
-            self.forward_stream.synchronize()  # nobody keeps the tensors of a batch that fails
+            self.forward_stream.synchronize()  # the tensors of a batch that fails are not kept
             raise
         return Arriving(on_host, arrived, result)
 

@@ -107,7 +107,7 @@ class EagleDrafter(interface.Drafter):
         return self._draft(batch, shape)
 
     def forget(self, req: Req) -> None:
-        """A row is overwritten by whoever has it next."""
+        """A row is overwritten by its next owner."""
 
     # ---- what is captured ----
 

@@ -31,7 +31,7 @@ from shared.types import (
 
 
 class Starts(NamedTuple):
-    """Where a round goes on, as far as the host knows when it launches it."""
+    """Where a round begins, as far as the CPU knows at its launch."""
 
     rows: torch.Tensor  # [bs] int64, of req_to_token
     kv_lens: torch.Tensor  # [bs] int64, without what a round in flight will add
@@ -44,7 +44,7 @@ class Starts(NamedTuple):
 
 
 class KeptRows(NamedTuple):
-    """What the drafter is told of a round."""
+    """Arguments of the drafter's `extend` for a round."""
 
     forward_batch: ForwardBatch
     hidden_states: torch.Tensor | None
@@ -54,7 +54,7 @@ class KeptRows(NamedTuple):
 @dataclass
 class RoundInFlight(InFlight):
     shape: DraftShape
-    kept: KeptRows | None = field(default=None, init=False)  # for a drafter that is told once it is known
+    kept: KeptRows | None = field(default=None, init=False)  # for a drafter that is called once it is known
 
     @property
     def max_kept(self) -> int:
@@ -62,7 +62,7 @@ class RoundInFlight(InFlight):
 
 
 class Outcome(NamedTuple):
-    """What comes to the host."""
+    """Results that are copied to the CPU."""
 
     numbers: torch.Tensor  # [bs, max_kept + 2] int64: tokens, how many of them count, depth of the tree
     logprobs: LogprobsOutput | None  # of max_kept tokens for each request
@@ -123,7 +123,7 @@ class Rounds:
     # --8<-- [start:where-a-round-begins]
     def _draft_batch(self, reqs: list[Req], starts: Starts, run_lens: torch.Tensor) -> DraftBatch:
         """A request that has ended by its length would begin too far: behind its last position there are
-        slots to write to, and nobody reads what it is given."""
+        slots to write to, and its results are not read."""
         num_new = torch.minimum(starts.is_round * run_lens, starts.last_starts - starts.kv_lens)
         newest = self.pipeline.future_map.token_ids[starts.places]
         columns = num_new[:, None] + self.numbers
@@ -185,7 +185,7 @@ class Rounds:
         )
 
     def _lens_of(self, bs: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a batch with n tokens of each request: how many, and where they begin. Nobody writes to them."""
+        """Of a batch with n tokens of each request: how many, and where they begin. Read-only."""
         if (bs, n) not in self._lens:
             num_each = torch.full((bs,), n, dtype=torch.int64, device=self.device)
             self._lens[bs, n] = num_each, torch.arange(bs, device=self.device) * n
@@ -200,9 +200,9 @@ class Rounds:
         logits_output: LogitsOutput,
         sampled: SampleOutput,
     ) -> Outcome:
-        """Accepted KV becomes the row's next; the next round and the drafter are told."""
+        """Accepted KV becomes the row's next; the next round and the drafter get it."""
         width, num_nodes = launched.max_kept, tree.num_draft_tokens
-        depths = tree.depths.amax(dim=1)  # now: the tree is lent until the drafter is called again
+        depths = tree.depths.amax(dim=1)  # now: the tree is valid until the drafter is called again
         num_kept = accepted.num_accepted + 1
         nodes = accepted.node_indices.clamp(min=0)  # behind the path: the root once more
         is_behind = accepted.node_indices < 0

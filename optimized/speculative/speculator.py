@@ -1,5 +1,5 @@
-"""Rounds of speculation, one ahead: drafted, verified and launched before the host knows what the one before
-gave.
+"""Rounds of speculation, launched ahead: drafted, verified and launched before the CPU knows what the one
+before gave.
 
 Differs from reference: what a round needs of the one before is on the device
 (optimized/overlap/future_runs.py): each request's newest token, how many it was given, which ones. Accepted
@@ -44,8 +44,8 @@ from shared.types import (
 class Speculator:
     """Stands beside the scheduler's plain decode step, and does what that does, several tokens at a time.
 
-    `kv_committed_len` is what the host knows: where the round in flight begins. The request's slots reach
-    from there over all that this round may accept, and then `num_slots` further.
+    `kv_committed_len` is the length known to the CPU: where the round in flight begins. The request's slots
+    reach from there over all that this round may accept, and then `num_slots` further.
     """
 
     def __init__(self, config: EngineConfig, context_len: int, parts: SchedulerParts) -> None:
@@ -73,8 +73,8 @@ class Speculator:
         return sum(max(self._end(req) - req.kv_allocated_len, 0) for req in running)
 
     def can_prepare(self, reqs: Sequence[Req]) -> bool:
-        """Whether there is room for everybody's tree, and somebody who may still produce two tokens. If not,
-        a plain step does: nobody is thrown out for the sake of a guess."""
+        """Whether there are slots for every request's tree, and a request that may still produce two tokens.
+        If not, the step is a decode step: drafts cause no retraction."""
         if all(self._num_tokens_left(req) <= 1 for req in reqs):
             return False
         if self._has_room(reqs):
@@ -131,13 +131,13 @@ class Speculator:
     # --8<-- [end:give-back]
 
     def run(self, batch: ScheduleBatch) -> None:
-        """What the host knows goes over now: it may know more when the device comes to the round."""
+        """Copies what the CPU knows now: it may know more when the device reaches the round."""
         reqs = batch.reqs
         first_place = self.pipeline.future_map.take(len(reqs))
         launched = RoundInFlight(batch, first_place, self.shape)
         with self.parts.timeline.span("prepare"):
             starts = launched.keep(self._starts(reqs))
-            # What is in flight the device adds: nobody knows yet how many tokens that is.
+            # The device adds what is in flight: the CPU does not know the number of tokens yet.
             info = launched.keep(self.pipeline.sampling_info(reqs, [0] * len(reqs)))
             bans = launched.keep(make_early_bans(reqs, self.parts.num_token_ids, self.device))
         work = partial(self.rounds.run, launched, starts, info, bans)
@@ -177,7 +177,7 @@ class Speculator:
     def finish(
         self, launched: RoundInFlight, outcome: Outcome
     ) -> list[tuple[Req, list[int], list[TokenLogprob]]]:
-        """The tokens of the requests that have stayed, and their log-probabilities if somebody wants any."""
+        """The tokens of the requests that have stayed, and their log-probabilities if requested."""
         width = launched.max_kept
         numbers = outcome.numbers.tolist()
         if launched.kept is not None:
@@ -198,7 +198,7 @@ class Speculator:
     def stats(self, num_accepted_tokens: int) -> SpeculationStats:
         return SpeculationStats(self.num_verifications, self.num_drafted_tokens, num_accepted_tokens)
 
-    # ---- what the host knows ----
+    # ---- state known to the CPU ----
 
     def _num_tokens_left(self, req: Req) -> int:
         """At most, with what is in flight."""
@@ -287,7 +287,7 @@ class Speculator:
 
 
 def _last_start(req: Req) -> int:
-    """KV of a request that has all the tokens it may have: nobody who goes on has so much."""
+    """KV of a request at its maximum length: no request that continues has as much."""
     return len(req.origin_input_ids) + req.max_new_tokens - 1
 
 

@@ -137,7 +137,7 @@ def candidate_parents(steps: Sequence[Beams]) -> torch.Tensor:
 def accept_by_rejection(
     tree: DraftTree, probs: torch.Tensor, coins: torch.Tensor, bonus_coins: torch.Tensor
 ) -> Accepted:
-    """The usual walk, to compare with: it is told the target's distribution at every node, not a sample.
+    """The usual walk, to compare with: it gets the target's distribution at every node, not a sample.
 
     probs [bs, N, V] sum to 1; coins [bs, N] and bonus_coins [bs] are uniform in [0, 1). At each node its coin
     falls on one of the children, each as wide as its probability, or beside all of them. Then the bonus token

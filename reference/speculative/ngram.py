@@ -125,7 +125,7 @@ class NgramDrafter(interface.Drafter):
             if token_id < self.num_token_ids:
                 sequence.open_runs = self.trie.append(token_id, sequence.open_runs)
             else:
-                sequence.open_runs = []  # a prompt may hold what nobody can draft
+                sequence.open_runs = []  # a prompt may have ids that cannot be drafted
         sequence.num_tokens = req.num_tokens
 
 

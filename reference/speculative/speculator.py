@@ -60,8 +60,8 @@ class Speculator:
         return self.num_slots * len(running)
 
     def can_prepare(self, reqs: Sequence[Req]) -> bool:
-        """Whether there is room for everybody's tree, and somebody who may still produce two tokens. If not,
-        a plain step does: nobody is thrown out for the sake of a guess."""
+        """Whether there are slots for every request's tree, and a request that may still produce two tokens.
+        If not, the step is a decode step: drafts cause no retraction."""
         if all(_num_tokens_left(req) <= 1 for req in reqs):
             return False
         tree_cache, allocator = self.parts.tree_cache, self.parts.allocator

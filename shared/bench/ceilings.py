@@ -68,8 +68,8 @@ def call_times(
     num_runs: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Seconds from the end of one call to the end of the next, calls following each other without a pause: on
-    a GPU the host runs ahead, so what it does is hidden, unless it is slower than the device."""
+    """Seconds from the end of one call to the end of the next, without a pause between calls. On a GPU the
+    CPU runs ahead, so its work is hidden unless it is slower than the device."""
     if device.type != "cuda":
         marks = [clock()]
         for _ in range(num_runs):
@@ -95,8 +95,8 @@ def launch_times(
     num_runs: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Seconds that the host takes for each call, on a device that has nothing else to do: behind many calls
-    it would also wait for a place in their queue, however little it does itself."""
+    """Seconds of CPU time for each call, on an idle device: behind many calls the CPU would also wait for a
+    place in the launch queue."""
     times = []
     for _ in range(num_runs):
         if device.type == "cuda":

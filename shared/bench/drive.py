@@ -87,8 +87,8 @@ def run_to_end(
 def submitted(
     llm: LLM, requests: Sequence[Request], sampling: Sampling, clock: Clock = time.perf_counter
 ) -> Iterator[tuple[list[OutputCollector], float]]:
-    """(their collectors, when the first was submitted), on an engine with an empty cache. Whoever has not
-    ended at the end of the block, or when it is interrupted, is aborted."""
+    """(collectors, time of the first submission), on an engine with an empty cache. Requests that have not
+    finished at the end of the block, or when it is interrupted, are aborted."""
     flush(llm)
     collectors: list[OutputCollector] = []
     start = clock()

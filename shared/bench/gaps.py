@@ -1,4 +1,4 @@
-"""When tokens came: the first one of each request, and the gaps between one piece of news and the next."""
+"""TTFT and inter-token latency from the times at which outputs arrived."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Between the two nearest ranks in proportion, as numpy has it."""
+    """Linear interpolation between the two nearest ranks, like numpy."""
     if not values:
         raise ValueError(f"the {percent}th percentile of nothing")
     ordered = sorted(values)
@@ -22,11 +22,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 class Gap(NamedTuple):
-    """A request's news at `end`, its last one before at `start`."""
+    """Two successive outputs of a request, at `start` and `end`."""
 
     start: float
     end: float
-    num_tokens: int  # that came at the end: more than one with speculation
+    num_tokens: int  # of the second output: more than one with speculation
 
     @property
     def seconds(self) -> float:

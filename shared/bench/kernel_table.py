@@ -14,8 +14,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 NUM_STEPS = 8
-"""One after the other, without a pause: what the host does is hidden as in life, and the gap before the first
-kernel, which is not seen, does not matter."""
+"""Without a pause between them: CPU work is hidden as in the engine, and the gap before the first kernel,
+which is not recorded, does not matter."""
 
 GAPS = "gaps"
 NAME_LEN = 64

@@ -109,7 +109,7 @@ def run_window(
         meter = GapMeter(collectors)
         while min(meter.num_seen) < 2:  # the first token came while other prompts were computed
             if not llm.step():
-                check_whole(collectors, running)  # somebody failed: it says who
+                check_whole(collectors, running)  # raises with the request that failed
             meter.look(clock())
         start = now = clock()
         meter.gaps.clear()

@@ -44,7 +44,7 @@ def plot_speeds(
 
 
 def plot_gaps(file: Path, title: str, gaps: Mapping[str, Sequence[float]]) -> None:
-    """Share of the gaps between tokens that are at most so long, one line for each name."""
+    """Cumulative distribution of inter-token latency, one line for each name."""
     figure, axes = _figure(title)
     for label, seconds in gaps.items():
         ordered = sorted(seconds)

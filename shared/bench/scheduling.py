@@ -1,5 +1,5 @@
-"""What scheduling costs the host in a step, by how many requests wait: the policy's pass, the prefill adder,
-the queue itself. No model runs."""
+"""CPU time of scheduling one step, by number of waiting requests: policy, prefill adder and queue. No model
+runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SchedulingCase:
 @dataclass(frozen=True)
 class SchedulingResult:
     case: SchedulingCase
-    first_pass: float  # seconds: the first step, in which everybody who waits is new
+    first_pass: float  # seconds: the first step, in which all waiting requests are new
     blocks: tuple[float, ...]  # seconds a step, each the mean of so many steps one after the other
 
     @property

@@ -159,7 +159,7 @@ def step_of(llm: LLM, case: StepCase, temperature: float, seed: int) -> Iterator
 def time_step(
     step: Callable[[], object], device: torch.device, num_repeats: int
 ) -> tuple[list[float], list[float]]:
-    """(seconds of each step when they follow each other, seconds that the host takes to launch each)."""
+    """(seconds of each step when they follow each other, CPU seconds to launch each)."""
     for _ in range(NUM_WARM_UP):
         step()
     once = max(call_times(step, device, 1)[0], 1e-9)

@@ -25,9 +25,9 @@ FORWARD_MODES: dict[Mode, ForwardMode] = {
 
 @dataclass(frozen=True)
 class StepCase:
-    """What is asked of a step. Decode: every request gets its token number `context_len`. Prefill:
-    `num_tokens` new tokens, dealt out evenly, behind `context_len` cached ones of each request. Mixed: beside
-    the `batch_size` requests that decode, one more begins its prompt; `num_tokens` of both in all."""
+    """The shape of a step. Decode: every request computes its token number `context_len`. Prefill:
+    `num_tokens` new tokens, divided evenly, after `context_len` cached ones of each request. Mixed:
+    `batch_size` requests decode and one more begins its prompt; `num_tokens` in all."""
 
     mode: Mode
     batch_size: int

@@ -102,8 +102,8 @@ class SharedPrefix:
         return [Case(f"{self.groups} groups of {self.group_size}", requests)]
 
     def ideal_hit_rate(self, requests: list[Request], page_size: int) -> float:
-        """Share of all prompt tokens that a cache could give: in each group everybody but one finds the
-        shared beginning, as far as it fills whole pages."""
+        """Share of all prompt tokens that a cache can provide: in each group all requests but one find the
+        shared prefix, as far as it fills whole pages."""
         cached = self.groups * (self.group_size - 1) * (self.shared_len // page_size * page_size)
         return cached / sum(len(request.prompt) for request in requests)
 

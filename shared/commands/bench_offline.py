@@ -72,7 +72,7 @@ def offline(
     \b
     offline-256    256 requests of 100 to 1,024 prompt tokens, and as many of output
     shared-prefix  64 groups of 16 requests that share 2,048 tokens, with and without the cache
-    long-prompts   gaps between the tokens of 32 requests while prompts of 8,192 tokens arrive
+    long-prompts   inter-token latency of 32 requests while prompts of 8,192 tokens arrive
     uniform        requests of equal lengths, several numbers of them
     """
     chosen = make_workload(

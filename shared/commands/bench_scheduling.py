@@ -1,4 +1,4 @@
-"""`diptych bench scheduling`: what a step's scheduling costs the host, by how many requests wait."""
+"""`diptych bench scheduling`: CPU time of scheduling one step, by number of waiting requests."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def _measure_one(
 
 def print_ceilings(console: Console, ceilings: Ceilings, device: str) -> None:
     console.print(
-        f"measured here: memory {ceilings.bandwidth / 1e12:.3g} TB/s, matrix products "
+        f"measured here: memory {ceilings.bandwidth / 1e12:.3g} TB/s, GEMM "
         f"{ceilings.matrix_rate / 1e12:.3g} TFLOP/s"
     )
     if not device.startswith("cuda"):

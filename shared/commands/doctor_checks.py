@@ -166,7 +166,7 @@ def _component(name: str, choice: str, load: Callable[[str, str], object]) -> Ch
     found = choice + (f" (also: {', '.join(others)})" if others else "")
     try:
         load(name, choice)
-    except Exception as error:  # a component of somebody else's may fail in any way
+    except Exception as error:  # a user-provided component may raise anything
         return Check("components", name, "problem", f"{found}: {error}")
     return Check("components", name, "ok", found)
 

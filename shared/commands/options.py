@@ -143,9 +143,7 @@ class EngineOptions:
     ] = None
     cuda_graph_max_tokens: Annotated[
         int | None,
-        _option(
-            GRAPHS, "Largest captured step of prompts, in tokens; 0: none. Default: by the model's size."
-        ),
+        _option(GRAPHS, "Largest captured prefill step, in tokens; 0: none. Default: by the model's size."),
     ] = None
 
     check_invariants: Annotated[

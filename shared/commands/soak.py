@@ -24,11 +24,11 @@ def soak(
         int, typer.Option(min=1, help="What happens in a round, aside from its end.", rich_help_panel="Load")
     ] = 120,
 ) -> None:
-    """Rounds of random flags and random requests, streamed, aborted, dropped and thrown out, with all
-    invariants checked after every step and each answer compared with what it is alone. In float32; flags that
-    are given hold in every round.
+    """Rounds of random flags and random requests, streamed, aborted, dropped and retracted. All invariants
+    are checked after every step, and each answer is compared with that of the request alone. In float32;
+    flags given here hold in every round.
 
-    Exit status 0: nothing was wrong; 1: a round failed; 2: nothing could be compared.
+    Exit status 0: no failure; 1: a round failed; 2: nothing could be compared.
     `--seed N --seconds 0` repeats round N.
     """
     if not 0 <= seconds < math.inf:  # 0: one round

@@ -71,7 +71,7 @@ class EngineConfig:
     disable_cuda_graph: bool = False  # decode by launching every kernel anew
     cuda_graph_max_bs: int | None = None  # largest captured batch; default: max_running_requests, at most 512
     cuda_graph_bs: tuple[int, ...] | None = None  # captured batch sizes; default: 1, 2, 4, 8, 12, 16, 24 ...
-    cuda_graph_max_tokens: int | None = None  # largest captured step of prompts, 0: none; default: by model
+    cuda_graph_max_tokens: int | None = None  # largest captured prefill step, 0: none; default: by model
 
     check_invariants: bool = False  # after every step: slow, for tests and debugging
 

@@ -26,8 +26,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def exact_match(model: str, **flags: Any) -> float:
-    """The share of held-out questions answered exactly, greedily. In a small pool requests are thrown out
-    every few steps, on top of what memory forces."""
+    """Share of held-out questions answered exactly, greedily. In a small pool requests are retracted every
+    few steps, in addition to retractions for lack of memory."""
     llm = LLM(model=model, **{"max_total_tokens": 16384, **flags})
     assert llm.tokenizer is not None
 

@@ -14,8 +14,8 @@ SCRIBBLE = (-1, -1, -1)
 
 
 class AheadDrafter(LedgerDrafter):
-    """Drafts from the tokens that its KV says a request has. That KV is complete and consistent for whoever
-    goes on; who has ended may be computed once more, behind the last token that it may have."""
+    """Drafts from the tokens recorded in its KV. That KV is complete and consistent for running requests; a
+    finished request may be computed once more, after its last token."""
 
     runs_ahead = True
 
@@ -56,13 +56,13 @@ class AheadDrafter(LedgerDrafter):
         )
         histories = [self._history(*each) for each in zip(batch.reqs, rows, seq_lens)]
         token_ids, parents, num_nodes = [], [], []
-        lent = batch.slots.flatten().tolist()
-        assert len(set(lent)) == len(lent), "a slot is lent twice"
+        borrowed = batch.slots.flatten().tolist()
+        assert len(set(borrowed)) == len(borrowed), "two requests have the same slot"
         assert batch.num_slots >= self.num_slots(shape)
-        for slot in lent:
+        for slot in borrowed:
             self.kv[slot] = SCRIBBLE
         for i, (req, history) in enumerate(zip(batch.reqs, histories)):
-            assert seq_lens[i] <= batch.seq_lens_cpu[i], "the host's bound is none"
+            assert seq_lens[i] <= batch.seq_lens_cpu[i], "not an upper bound"
             ids: list[int] = []
             above: list[int] = []
             if history is not None:
@@ -73,7 +73,7 @@ class AheadDrafter(LedgerDrafter):
             token_ids.append([roots[i], *ids, *[0] * num_padding])
             parents.append([0, *above, *[0] * num_padding])
         for each in zip(batch.reqs, rows, seq_lens):
-            self._history(*each)  # nobody's KV was in the slots lent to another
+            self._history(*each)  # the slots of one request held no KV of another
         self.lent = self.draft_tree.from_parents(*map(torch.tensor, (token_ids, parents, num_nodes)))
         return self.lent
 

@@ -1,4 +1,4 @@
-"""What a request gets when nobody else is there: no scheduler, no batch, no cache."""
+"""The answer of a request alone: no scheduler, no batch, no cache."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class DispatchRecord:
         """Raise `Mismatch` unless this implementation was called there, and no other."""
         found = self.implementations(label)
         if found != {implementation}:
-            raise Mismatch(f"who did {label}", implementation, sorted(found) or "nobody")
+            raise Mismatch(f"who did {label}", implementation, sorted(found) or "none")
 
 
 def _class_name(owner: Any) -> str:

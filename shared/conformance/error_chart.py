@@ -22,7 +22,7 @@ class Series(NamedTuple):
 
 
 def error_chart(series: Sequence[Series], marked_op: str | None = None) -> str:
-    """The errors on a logarithmic scale; layers are told apart by vertical lines. The title of each point
+    """The errors on a logarithmic scale; vertical lines separate the layers. The title of each point
     (shown when the mouse rests on it) names op and error. `marked_op` gets a red line."""
     ops = list(dict.fromkeys(op for one in series for op in one.errors))
     finite = [e for one in series for e in one.errors.values() if math.isfinite(e)]

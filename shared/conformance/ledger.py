@@ -21,7 +21,7 @@ from shared.sampling.logprobs import logprobs_of
 from shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
 POISON = -1
-"""What a slot holds that nobody has written: reading it is an error."""
+"""The content of a slot that was never written: reading it is an error."""
 
 
 _Hash = TypeVar("_Hash", int, float)
@@ -110,7 +110,7 @@ class LedgerModelRunner(interface.ModelRunner):
         assert int(fb.out_cache_loc.min()) > 0, "the dummy page was written for a real token"
         assert len(set(fb.out_cache_loc.tolist())) == fb.num_tokens, "two tokens were given one slot"
         if self.fail_token is not None and (fb.input_ids == self.fail_token).any():
-            raise RuntimeError("the model failed, as it was told to")
+            raise RuntimeError("the model fails on purpose")
         self.ledger[fb.out_cache_loc] = fb.input_ids
         self.num_computed_tokens += fb.num_tokens
 
@@ -220,7 +220,7 @@ class LedgerModelRunner(interface.ModelRunner):
 
     def _read(self, slots: torch.Tensor) -> list[int]:
         history: list[int] = self.ledger[slots].tolist()
-        assert min(history, default=0) != POISON, "a slot was read that nobody has written"
+        assert min(history, default=0) != POISON, "a slot was read that was never written"
         return history
 
     def _check_positions(self, positions: list[int], right: list[int]) -> None:

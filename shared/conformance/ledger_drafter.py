@@ -22,8 +22,8 @@ than N, each parent (0: the root) before its children."""
 
 class LedgerDrafter(interface.Drafter):
     """Keeps in each slot what a draft model's KV there would be made of: the token, the one after it, and the
-    target's hidden state. `draft` reads every request's back, and scribbles on the slots it was lent, as on
-    the tree that it lent itself, when it is called again.
+    target's hidden state. `draft` reads every request's KV back, and overwrites its borrowed slots; when it
+    is called again it overwrites the tree that it returned.
 
     `is_late`: batches run later than they were formed. A prompt's slots may be the prefix cache's by then."""
 
@@ -85,10 +85,12 @@ class LedgerDrafter(interface.Drafter):
             assert int(batch.root_ids[i]) == req.output_ids[-1]
             self._expect_kv(req, req.all_ids)
             assert batch.num_slots >= self.num_slots(shape)
-            lent = self.req_to_token_pool.read(req.req_pool_idx, seq_len, seq_len + batch.num_slots).tolist()
-            assert batch.slots[i].tolist() == lent, "a row does not name the slots that are lent"
-            used.update(lent)
-            for slot in lent:
+            borrowed = self.req_to_token_pool.read(
+                req.req_pool_idx, seq_len, seq_len + batch.num_slots
+            ).tolist()
+            assert batch.slots[i].tolist() == borrowed, "slots differ from those of the row"
+            used.update(borrowed)
+            for slot in borrowed:
                 self.kv[slot] = (-1, -1, -1)
             ids, above = self.guess(req.all_ids, shape, self.vocab_size)
             assert len(ids) == len(above) < shape.num_draft_tokens
@@ -96,16 +98,16 @@ class LedgerDrafter(interface.Drafter):
             num_nodes.append(1 + len(ids))
             token_ids.append([req.all_ids[-1], *ids, *[0] * num_padding])
             parents.append([0, *above, *[0] * num_padding])
-        assert len(used) == batch.batch_size * batch.num_slots, "a slot was lent twice"
+        assert len(used) == batch.batch_size * batch.num_slots, "two requests have the same slot"
         for req in batch.reqs:
-            self._expect_kv(req, req.all_ids)  # nobody's KV was in the slots lent to another
+            self._expect_kv(req, req.all_ids)  # the slots of one request held no KV of another
         self.lent = self.draft_tree.from_parents(
             torch.tensor(token_ids), torch.tensor(parents), torch.tensor(num_nodes)
         )
         return self.lent
 
     def take_back(self) -> None:
-        """Somebody who still looks at the last tree finds something else."""
+        """Overwrites the last tree, so that a late reader fails."""
         if self.lent is not None:
             for values in vars(self.lent).values():
                 values.fill_(99)

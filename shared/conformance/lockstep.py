@@ -23,9 +23,9 @@ class Lockstep:
     then logits within the table's tolerance, then sampled ids exactly.
 
     Where the sampled ids differ although the logits are close, and the gap between the two tokens in A's
-    logits is below NEAR_TIE, nobody is wrong: the request is given up from there. So it is where a token's
-    experts differ although the router's logits are close. With `teacher_forced`, B goes on with A's tokens
-    and A's experts, and nothing is given up: what follows is held as strictly as if there had been no tie.
+    logits is below NEAR_TIE, both are correct: the request is not compared further. The same holds if a
+    token's experts differ although the router's logits are close. With `teacher_forced`, B continues with
+    A's tokens and A's experts, and everything after a tie is compared with the same strictness.
     `strict_schedule`: other batches are a divergence too. `graphs`: CUDA graphs stay on, and of the steps
     that they replay only logits and ids are compared; there no expert is seen or forced.
     """

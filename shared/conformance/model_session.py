@@ -17,8 +17,8 @@ from shared.types import ForwardBatch, ForwardMode
 
 
 class ModelSession:
-    """`num_reqs` requests whose tokens are computed as told, on the model's device and in its type. Slots
-    that nobody has written hold NaN."""
+    """`num_reqs` requests whose tokens are computed on call, on the model's device and in its dtype. Slots
+    that were never written hold NaN."""
 
     def __init__(self, model: CausalLM, num_reqs: int = 1, max_len: int = 256, page_size: int = 1) -> None:
         config, pools = self.layers_of(model), registry.load("memory_pool", "reference")

@@ -35,7 +35,7 @@ class RaggedPlan:
     buffers: ForwardBatch
 
     def live(self) -> tuple[ForwardBatch, torch.Tensor]:
-        """The batch of those who are somebody, by the buffers as they are now, and its rows of q."""
+        """The batch without padding rows, from the present buffers, and its rows of q."""
         fb = self.buffers
         num_new = (fb.seq_lens > 0).long() if fb.forward_mode.is_decode else fb.extend_seq_lens
         who = num_new.nonzero().flatten()

@@ -63,9 +63,9 @@ def shape_flags(shape: DraftShape) -> dict[str, Any]:
 
 
 class SchedulerHarness:
-    """Drives one scheduler and collects what it says. `replace`: component -> class (memory_pool: module) to
-    use in place of the reference's. `guess`: speculate, and draft what it says; `runs_ahead`: before the host
-    knows for what text."""
+    """Drives one scheduler and collects its outputs. `replace`: component -> class (memory_pool: module) to
+    use in place of the reference's. `guess`: speculate with the drafts that it returns; `runs_ahead`: before
+    the CPU has the text."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class SchedulerHarness:
         return outputs
 
     def run(self, max_steps: int = 2000) -> None:
-        """To the end of all work. More steps than `max_steps` mean that somebody starves."""
+        """Until all requests are done. More than `max_steps` steps mean that a request starves."""
         for _ in range(max_steps):
             if not self.scheduler.has_work():
                 return

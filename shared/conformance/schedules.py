@@ -1,7 +1,7 @@
-"""Random schedules: who arrives when, who is aborted or thrown out, under which configuration.
+"""Random schedules: arrivals, aborts, retractions and the configuration.
 
 Any correct scheduler gives every request the tokens that its prompt implies, whatever the schedule; where
-they sample, penalise, stop, or want log-probabilities, what each would get alone. A schedule is a value, so a
+they sample, penalise, stop, or return log-probabilities, what each gets alone. A schedule is a value, so a
 failing one can be made smaller.
 """
 

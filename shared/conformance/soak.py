@@ -190,7 +190,7 @@ class Round:
             self.asked.append(Asked(question, None, collectors))
 
     def run_to_end(self) -> None:
-        """Nobody starves, and everything comes back."""
+        """No request starves, and all memory is freed."""
         most = MAX_STEPS_PER_REQUEST * sum(asked.question.params.n for asked in self.asked)
         num_steps = 0
         while self.llm.step():

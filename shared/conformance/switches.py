@@ -81,7 +81,7 @@ GRAPH_SWITCHES: tuple[dict[str, Any], ...] = (
     {"cuda_graph_bs": (3, 8)},  # every batch but two is padded
     {"cuda_graph_bs": (1,)},  # larger batches run without
     {"cuda_graph_max_tokens": 0},
-    {"cuda_graph_max_tokens": 64, "chunked_prefill_size": 150},  # larger steps of prompts run without
+    {"cuda_graph_max_tokens": 64, "chunked_prefill_size": 150},  # larger prefill steps run without
 )
 """Those that mean something where steps are replayed from CUDA graphs."""
 

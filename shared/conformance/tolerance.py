@@ -39,7 +39,7 @@ _SOFTMAX = (
     "weights relatively; half types round the probabilities before the second product (one more unit)"
 )
 _GEMM_CHAIN = (
-    "two matrix products with a rounding to the type between them; each rounds its output once and the "
+    "two GEMMs with a rounding to the type between them; each rounds its output once and the "
     "second sums the first's roundings"
 )
 

@@ -126,7 +126,7 @@ def assemble(
 
 
 def print_memory(memory: MemoryPlan) -> None:
-    """Where the GPU's memory goes, for whoever starts an engine at a terminal."""
+    """Prints the use of GPU memory when an engine starts."""
     from rich.console import Console
     from rich.table import Table
 
@@ -167,8 +167,8 @@ def default_panel(device: str) -> str:
 
 
 def _load_user_components(selection: Mapping[str, str]) -> dict[str, Any]:
-    """The components that are somebody's own. `ValueError` for one that does not implement its interface, as
-    `diptych check` says it."""
+    """User-provided components. Raises `ValueError` for one that does not implement its interface, with the
+    message of `diptych check`."""
     theirs: dict[str, Any] = {}
     for name, choice in selection.items():
         if not registry.is_target(choice):
@@ -181,7 +181,7 @@ def _load_user_components(selection: Mapping[str, str]) -> dict[str, Any]:
 
 
 def drafter_class(implementation: Any, config: EngineConfig) -> type[Drafter]:
-    """A panel's module knows one for each algorithm; somebody's own is a class."""
+    """The drafter class: a panel's module has one per algorithm; a user-provided drafter is a class."""
     if isinstance(implementation, type):
         return implementation
     chosen: type[Drafter] = implementation.drafter_class(config.speculative)

@@ -15,7 +15,7 @@ def gc_freeze() -> Iterator[None]:
     batch is formed meanwhile. It comes after some hundred thousand new objects, so in the middle of a long
     run. Garbage that the block itself makes is collected as before, and freezing and thawing take a
     microsecond. Only for a block, so that nothing of the caller's lives for ever: an engine that is dropped
-    gives its memory back. Whoever has frozen objects of his own keeps them frozen, and so does a block
+    gives its memory back. Objects frozen by the caller stay frozen, and so do those of a block
     around this one.
     """
     is_ours = gc.get_freeze_count() == 0

@@ -133,7 +133,7 @@ class LLM:
         return collectors
 
     def step(self) -> bool:
-        """Run one batch and hand its news to the collectors. False when there was nothing to do."""
+        """Run one batch and give its outputs to the collectors. False if there was no work."""
         if not self.scheduler.has_work():
             return False
         outputs = self.scheduler.step()

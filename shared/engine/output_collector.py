@@ -41,7 +41,7 @@ class OutputCollector:
         return len(self.output_ids)
 
     def add(self, output: StepOutput) -> None:
-        assert not self.is_finished, f"{self.rid}: news after the end"
+        assert not self.is_finished, f"{self.rid}: output after the end"
         self.output_ids += output.new_token_ids
         self.output_logprobs += output.output_logprobs
         self.input_logprobs = output.input_logprobs

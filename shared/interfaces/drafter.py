@@ -49,9 +49,9 @@ class Drafter(ABC):
     """Its KV at position i depends on token i + 1 too, so the prefix cache matches pairs of tokens."""
 
     runs_ahead: bool = False
-    """It can be called for a step before the host knows what came of the one before: it looks at tensors, not
-    at `req.output_ids`, and takes lengths on the host for upper bounds. Else whoever speculates waits for
-    each step to end before it asks for the next drafts."""
+    """True: it can be called for a step before the CPU has the results of the previous one. It reads tensors,
+    not `req.output_ids`, and uses lengths on the CPU as upper bounds only. False: the speculator waits for
+    each step to end before it calls the drafter again."""
 
     num_kv_bytes_per_token: int = 0
     """What one slot takes in its pool; known once it is made."""
@@ -101,7 +101,7 @@ class Drafter(ABC):
         No guess: just the root. Positions behind the context's end are never verified; a drafter may draft
         there if it can (its own positions must stay in its model's range), or stop.
 
-        The tree is lent until the drafter is called again: then its tensors may hold something else."""
+        The tree is valid until the drafter is called again, which may overwrite its tensors."""
 
     def forget(self, req: Req) -> None:  # noqa: B027 - there may be nothing to forget
         """The request has ended or was retracted: drop what is kept under its rid. May be called for a

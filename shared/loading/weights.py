@@ -26,7 +26,7 @@ PIECE_BYTES = 64 * 2**20
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 LARGE_BYTES = 512 * 2**20
-"""A made-up tensor beyond this size is collected on the host: an embedding would need its room twice."""
+"""A made-up tensor beyond this size is collected on the CPU: an embedding would need its memory twice."""
 
 
 def iterate_weights(

@@ -133,7 +133,7 @@ def append_tokens(
     vocab_size: int,
 ) -> int:
     """How many of what one step gave a request are output: up to its end, if one of them is that.
-    `finished_reason` says so. logprobs: of the tokens, or empty where nobody wants any."""
+    `finished_reason` says so. logprobs: of the tokens, or empty if not requested."""
     if req.max_new_tokens == 0:  # only the prompt's log-probabilities or its KV were wanted
         req.finished_reason, req.finished_len = FinishLength(0), 0
         return 0

@@ -32,7 +32,7 @@ class BaseDraftModel(DraftModel):
     @abstractmethod
     def canonical_name(self, name: str) -> str | None:
         """Of a tensor of a checkpoint, without "model.": the parameter's name here, or one of `_own`. None:
-        nobody needs it."""
+        it is not used."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if any(parameter.is_meta for parameter in self.parameters()):

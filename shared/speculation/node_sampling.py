@@ -80,8 +80,8 @@ def expand_to_nodes(
 def with_grammars(
     info: SamplingBatchInfo, reqs: Sequence[Req], tree: DraftTree, vocab_size: int
 ) -> SamplingBatchInfo:
-    """`info` of nodes with what grammars allow behind each of them. Waits for the tree where there is one.
-    Nobody is asked about a text that is not allowed itself: what is sampled behind it is never looked at."""
+    """`info` of nodes with the tokens that grammars allow after each. Synchronizes with the tree if there is
+    a grammar. A text that is not allowed itself is not continued: samples after it are never used."""
     if info.vocab_mask is None:
         return info
     masks = info.vocab_mask.cpu().view(tree.batch_size, tree.num_draft_tokens, -1).clone()

@@ -73,7 +73,7 @@ def ask_yes_no(dice: Dice, story: Story) -> Exchange:
 
 
 def ask_unsaid(dice: Dice, story: Story) -> Exchange:
-    """Ask for something that the story leaves open: about somebody in it, or about a stranger."""
+    """Ask for a fact that the story does not give, about a person in it or a stranger."""
     told = {(fact.subject, fact.relation.name) for fact in story.facts}
     while True:
         relation = dice.pick(RELATIONS)

@@ -132,7 +132,7 @@ def batch_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 def train_steps(
     model: PreTrainedModel, batches: Iterable[Batch], options: TrainOptions, compile_model: bool = False
 ) -> Iterator[torch.Tensor]:
-    """Train in place; yields each step's loss as a tensor, so that nobody waits for the device unasked."""
+    """Train in place; yields each step's loss as a tensor, so that the loop does not synchronize."""
     device = model.device
     loss_fn = torch.compile(batch_loss) if compile_model else batch_loss
     optimizer = MasterAdamW(model, options)

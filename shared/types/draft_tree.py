@@ -37,8 +37,8 @@ class DraftTree:
     """bs trees of N nodes each, on the model's device.
 
     Node 0 is the root: the request's newest token, which has no KV yet. A parent's index is smaller than its
-    children's. Nodes from num_nodes on are padding: token 0, no parent, depth 0, no links, seen by nobody
-    but themselves, never accepted.
+    children's. Nodes from num_nodes on are padding: token 0, no parent, depth 0, no links, visible
+    to themselves only, never accepted.
     """
 
     token_ids: torch.Tensor  # [bs, N] int64

@@ -72,7 +72,7 @@ NO_SPECULATION = SpeculationStats()
 
 @dataclass(slots=True)
 class StepOutput:
-    """News about one request from one scheduler step. Exactly one of a request's StepOutputs has a
+    """Output of one request in one scheduler step. Exactly one of a request's StepOutputs has a
     `finished_reason`, and it is the last. A request that ends counts `finished_len` output ids.
 
     Not frozen: one is made for each request and step, and a frozen one takes three times as long to make."""

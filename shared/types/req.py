@@ -55,7 +55,7 @@ class Req:
     kv_allocated_len: int = 0  # KV entries that exist: more than committed only while speculating
 
     num_pending_chunks: int = 0  # chunks scheduled whose sampled token is to be discarded
-    is_retracted: bool = False  # waiting again after it was thrown out of the running batch
+    is_retracted: bool = False  # waiting again after a retraction
     num_retractions: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_verifications: int = 0  # steps in which drafts were verified
@@ -102,7 +102,7 @@ class Req:
         return longest
 
     def step_output(self, num_new_tokens: int) -> StepOutput:
-        """The news about this request: its last so many output ids, and its end if it has come."""
+        """This step's output: the last `num_new_tokens` output ids, and the finish reason if any."""
         num_tokens = len(self.output_ids)
         start = num_tokens - num_new_tokens
         return StepOutput(

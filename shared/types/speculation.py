@@ -25,11 +25,11 @@ class DraftShape(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Requests to draft for, in the order in which their trees are wanted; tensors on the target's device.
+    """Requests to draft for, in the order of their trees; tensors on the target's device.
 
     Request i has n = seq_lens[i] tokens with KV, in the target's pool and in the drafter's. Its newest token,
     root_ids[i], stands at position n and has none. slots[i] are `req_to_token[row, n : n + num_slots]`, and
-    nobody else's: the drafter may use them until `draft` returns; then the target does.
+    of no other request: the drafter may use them until `draft` returns; then the target does.
 
     For a drafter that runs ahead, `seq_lens_cpu` are upper bounds. And it writes to `slots` as they stand
     here: the device may come to a batch when a request of it has ended.

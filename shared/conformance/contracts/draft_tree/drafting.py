@@ -119,7 +119,7 @@ DRAFTED = (
     Drafted("exactly all candidates", 2, 3, 3, 22, seed=9),
     Drafted("fewer candidates than nodes", 3, 2, 2, 16, seed=10),
     Drafted("only the root", 2, 2, 2, 1, seed=11),
-    Drafted("nobody", 0, 2, 2, 4),
+    Drafted("no request", 0, 2, 2, 4),
 )
 
 

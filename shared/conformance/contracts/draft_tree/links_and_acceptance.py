@@ -51,7 +51,7 @@ class Trees:
         num = self.num_draft_tokens
         rows = [[row + [-7919] * (num - len(row)) for row in table] for table in (ids, parents)]
         for row in rows[1]:
-            row[0] = -7919  # nobody looks at the root's parent
+            row[0] = -7919  # the root's parent is not read
         sizes = torch.tensor([len(row) for row in ids], dtype=torch.int64, device=check_device())
         shape = (self.batch_size, num)
         tensors = [
@@ -74,7 +74,7 @@ TREES = (
     Trees("one long chain", 1, 33, is_chain=True, is_full=True, seed=7),
     Trees("sixty-four", 3, 64, 3, seed=8),
     Trees("two tokens", 8, 12, 2, seed=9),
-    Trees("nobody", 0, 4),
+    Trees("no request", 0, 4),
 )
 
 

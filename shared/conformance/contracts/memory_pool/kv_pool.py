@@ -133,7 +133,7 @@ def padding_goes_to_the_dummy_page(impl: Any, case: Example) -> None:
     expected = contents(pool)
     expected[0][6], expected[NUM_LAYERS][6] = k[1], v[1]
     pool.store(0, slots(0, 6, 0, 0), k, v)
-    for i in (0, NUM_LAYERS):  # which of several tokens a dummy slot keeps is nobody's business
+    for i in (0, NUM_LAYERS):  # a dummy slot may keep any of its tokens
         (pool.k_buffer(0) if i == 0 else pool.v_buffer(0))[0] = expected[i][0]
     expect_contents("after store", pool, expected)
 

@@ -30,11 +30,11 @@ class Shared:
 
 
 @contract(
-    "Whose prefix is computed in this step waits for it, if it is long enough and nobody has it yet.",
+    "A request whose prefix this step computes waits for it, if it is long enough and not cached yet.",
     (
         Shared("long enough", True, num_shared=10),
         Shared("too short", False, num_shared=9),
-        Shared("nobody waits", False, threshold=None),
+        Shared("no request waits", False, threshold=None),
         Shared("threshold of no tokens: one", True, num_shared=1, threshold=0),
         Shared("nothing in common", False, num_shared=0, threshold=0),
         Shared("pages: long enough", True, num_shared=12, page_size=4),
@@ -114,7 +114,7 @@ def so_many_wait_and_no_more(impl: type[PrefillAdder], case: Example) -> None:
     expect_equal("can_run_list", [r.rid for r in adder.can_run_list], ["first"])
 
 
-@contract("Without a prefix cache nobody waits.", EXAMPLE)
+@contract("Without a prefix cache no request waits.", EXAMPLE)
 def without_a_cache_nobody_waits(impl: type[PrefillAdder], case: Example) -> None:
     setup = Setup(impl)
     setup.tree = registry.load("chunk_cache", "reference")(1, setup.allocator)

@@ -56,7 +56,7 @@ def discards_whole_nodes(impl: type[PrefixCache], case: Example) -> None:
     expect_equal("edges", tree.keys(), [[1, 2, 3]])
 
 
-@contract("What somebody holds stays; what nobody holds below it goes.", EXAMPLE)
+@contract("Locked nodes stay; unlocked nodes below them are discarded.", EXAMPLE)
 def discards_nothing_in_use(impl: type[PrefixCache], case: Example) -> None:
     tree = tree_of(impl, [1], [1, 2], [1, 2, 3], [1, 2, 3, 4])
     node = tree.node([1, 2])

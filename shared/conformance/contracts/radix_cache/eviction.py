@@ -18,7 +18,7 @@ POLICIES = ("lru", "lfu", "fifo", "priority")
 
 
 class Tree:
-    """A cache whose slots come from an allocator, so that freed slots can be told."""
+    """A cache whose slots come from an allocator, so that freed slots are known."""
 
     def __init__(self, impl: type[PrefixCache], eviction_policy: str = "lru", page_size: int = 1) -> None:
         world = CacheWorld(impl, page_size, num_pages=64, eviction_policy=eviction_policy)

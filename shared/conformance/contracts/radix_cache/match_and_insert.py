@@ -162,7 +162,7 @@ def node_of_insert(impl: type[PrefixCache], case: PageSize) -> None:
         expect_equal(f"tokens that its lock protects, of {length}", cache.protected_size(), length)
 
 
-@contract("Keys, values and results are copies: nobody's later change reaches the tree.", EXAMPLE)
+@contract("Keys, values and results are copies: later changes by the caller do not reach the tree.", EXAMPLE)
 def copies(impl: type[PrefixCache], case: Example) -> None:
     cache = impl(1)
     tokens, value = [1, 2, 3], slots(100, 3)

@@ -39,7 +39,7 @@ LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 
 
 
 @contract(
-    "A wish holds for the request that has it, from its first token to its last, and for nobody else.",
+    "A sampling parameter applies to its request, from its first token to its last, and to no other.",
     (
         Wish("frequency penalty", {"frequency_penalty": 1.5}),
         Wish("presence penalty", {"presence_penalty": 1.5}),
@@ -78,7 +78,7 @@ def min_new_tokens(impl: type[Scheduler], case: Example) -> None:
 
 
 @contract(
-    "A request that is thrown out short of min_new_tokens comes back with its stop tokens banned.", EXAMPLE
+    "A request that is retracted before min_new_tokens still has its stop tokens banned afterwards.", EXAMPLE
 )
 def min_new_tokens_after_retraction(impl: type[Scheduler], case: Example) -> None:
     for num_steps in range(2, 9):
@@ -135,7 +135,7 @@ MOMENTS = tuple(
 )
 
 
-@contract("Whenever a request is thrown out or aborted: its tokens so far, then its others or none.", MOMENTS)
+@contract("Whenever a request is retracted or aborted: its tokens so far, then the rest or none.", MOMENTS)
 def any_moment(impl: type[Scheduler], case: Moment) -> None:
     harness = harness_for(impl, is_spread=True, page_size=case.page_size, chunked_prefill_size=8)
     rid = harness.submit([*PROMPT, *PROMPT], 10, temperature=0.8, seed=3, **LOGPROBS)

@@ -109,7 +109,7 @@ class Refuses(EveryThird):
     def next_tokens(self, output_ids: Sequence[int], vocab_size: int) -> torch.Tensor:
         if len(output_ids) == self.num_tokens and not self.has_failed:
             self.has_failed = True
-            raise RuntimeError("the grammar failed, as it was told to")
+            raise RuntimeError("the grammar fails on purpose")
         return super().next_tokens(output_ids, vocab_size)
 
 
@@ -127,7 +127,7 @@ def failing_grammar(impl: type[Scheduler], case: Example) -> None:
         harness.expect_idle()
 
 
-@contract("Nobody is thrown out for memory that a request which is just ending gives back.", EXAMPLE)
+@contract("No request is retracted for memory that a finishing request is about to free.", EXAMPLE)
 def looks_before_it_retracts(impl: type[Scheduler], case: Example) -> None:
     harness = harness_for(impl, pool_tokens=16, schedule_conservativeness=0.01)
     tokens = expected_tokens([2, 2, 2], 5, VOCAB_SIZE)
@@ -137,7 +137,7 @@ def looks_before_it_retracts(impl: type[Scheduler], case: Example) -> None:
     stopped = harness.submit([2, 2, 2], 8, eos=frozenset([tokens[4]]))
     harness.run()
     harness.expect(stopped, 5)
-    expect_equal("requests thrown out", harness.scheduler.stats().num_retractions, 0)
+    expect_equal("retractions", harness.scheduler.stats().num_retractions, 0)
 
 
 @contract("A cache may be flushed as soon as the last request has ended or was aborted.", PAGES)
@@ -158,4 +158,4 @@ def flush_when_idle(impl: type[Scheduler], case: Page) -> None:
 
 
 def _raise(*args: Any) -> Any:
-    raise RuntimeError("the sampler failed, as it was told to")
+    raise RuntimeError("the sampler fails on purpose")

@@ -143,7 +143,7 @@ class Leaves:
 
 @contract(
     "Nor does it live on when the request leaves before it is known.",
-    (Leaves("aborted", True), Leaves("thrown out", False)),
+    (Leaves("aborted", True), Leaves("retracted", False)),
 )
 def leaves_before_it_is_known(impl: type[Scheduler], case: Leaves) -> None:
     harness = harness_for(impl)
@@ -167,7 +167,7 @@ def leaves_before_it_is_known(impl: type[Scheduler], case: Leaves) -> None:
     harness.expect_idle()
 
 
-@contract("Nor does what a request computes behind its end, which nobody looks at.", EXAMPLE)
+@contract("Nor does what a request computes after its end, which is never read.", EXAMPLE)
 def spoilt_behind_the_end(impl: type[Scheduler], case: Example) -> None:
     tokens = expected_tokens(BEFORE, 3, VOCAB_SIZE)
     last = tokens[-1]

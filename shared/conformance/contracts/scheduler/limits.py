@@ -21,7 +21,7 @@ class Refused:
 
 
 @contract(
-    "add_request refuses what cannot be served with ValueError, takes nothing, and disturbs nobody.",
+    "add_request refuses bad requests with ValueError; it takes nothing and affects no other request.",
     (
         Refused("empty prompt", ()),
         Refused("id above the vocabulary", (1, 61)),

@@ -157,13 +157,13 @@ def shortage_retracts(impl: type[Scheduler], case: Shortage) -> None:
         harness.submit(list(range(i, i + case.num_prompt)), case.max_new_tokens) for i in range(case.num_reqs)
     ]
     harness.run()
-    expect_true("somebody was retracted", harness.scheduler.stats().num_retractions > 0)
+    expect_true("a request was retracted", harness.scheduler.stats().num_retractions > 0)
     for rid in rids:
         harness.expect(rid, case.max_new_tokens)
     harness.expect_idle()
 
 
-@contract("A prompt half computed gives way to the last running request.", EXAMPLE)
+@contract("A partly computed prompt is retracted before the last running request.", EXAMPLE)
 def chunked_gives_way(impl: type[Scheduler], case: Example) -> None:
     harness = harness_for(impl, pool_tokens=48, chunked_prefill_size=8, schedule_conservativeness=0.01)
     first = harness.submit([1, 2, 3], 40)
@@ -236,7 +236,7 @@ class Policy:
 
 
 @contract(
-    "A prefix that several new requests share is computed once, whatever the policy; nobody else waits.",
+    "A prefix that several new requests share is computed once, under every policy; no other request waits.",
     (Policy("fcfs"), Policy("lpm"), Policy("dfs-weight"), Policy("random"), Policy("fcfs", 24)),
 )
 def in_batch_prefix(impl: type[Scheduler], case: Policy) -> None:

@@ -1,7 +1,6 @@
-"""Clauses of the scheduler, fifth part: a drafter that can be asked before the host knows for what text, and
-what is sampled at nodes where a grammar has a say.
+"""Clauses of the scheduler: drafters that run ahead of the CPU, and sampling at nodes under a grammar.
 
-A scheduler need not make use of it: the answers are the same.
+A scheduler need not run ahead: the answers are the same.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class Asked:
 
 
 @contract(
-    "What requests ask of the sampler knows the tokens that the host does not: a whole run of them.",
+    "Sampling parameters count tokens that the CPU does not have yet: a whole run of them.",
     tuple(
         Asked(name, tuple(params.items()))
         for name, params in (

@@ -106,7 +106,7 @@ class Shortage:
 
 
 @contract(
-    "Without room for drafts a step is a plain one; nobody is retracted before that is too much.",
+    "Without room for drafts a step is a decode step; requests are retracted only if that does not fit.",
     (
         Shortage("alone, to the pool's last slot", 1, 32, 1, 3, 30, False),
         Shortage("alone, to the pool's last page", 16, 32, 1, 3, 30, False),
@@ -203,7 +203,7 @@ def failure_inside(impl: type[Scheduler], case: Failure) -> None:
     def fails(*args: Any) -> Any:
         calls.append(len(calls))
         if calls[-1] == case.call:
-            raise RuntimeError("as it was told to")
+            raise RuntimeError("fails on purpose")
         return works(*args)
 
     setattr(target, case.method, fails)
