@@ -229,7 +229,7 @@ def test_arrivals_keep_their_times_when_the_engine_is_late() -> None:
 
 
 def test_a_gap_that_outlasts_the_window_is_whole() -> None:
-    """Prefills of 5 s, in a window of 3 s: nobody gets a token before all three are done."""
+    """Prefills of 5 s in a window of 3 s: no request gets a token before all three are done."""
     window = window_of(TimedEngine(seconds_a_prompt_token=0.01), LONG, True)
     assert [gap.seconds for gap in window.gaps] == pytest.approx([15.01] * 2)
     assert window.num_arrivals == 3

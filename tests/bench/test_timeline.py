@@ -1,4 +1,4 @@
-"""The timeline and its file, under a clock that the test moves and a device that works behind the host."""
+"""The timeline and its file, with a clock that the test moves and a device that runs behind the CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Clock:
 
 
 class LateDevice:
-    """Its marks can only be read once everything is done: each comes 5 seconds after the host made it."""
+    """Its marks can only be read once everything is done: each is 5 seconds after the CPU recorded it."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -242,14 +242,14 @@ def test_a_gpu_tells_when_it_worked() -> None:
         with timeline.forward(batch(ForwardMode.DECODE, 3)):
             a @ a
     recording = timeline.stop()
-    assert recording.host[-1].end < recording.forward[-1].end, "the host ran ahead"
+    assert recording.host[-1].end < recording.forward[-1].end, "the CPU ran ahead"
     assert all(span.end - span.start > 1e-3 for span in recording.forward)
     assert idle_time(recording.forward).share < 0.02
 
 
 @pytest.mark.gpu
 def test_an_engine_on_a_gpu_waits_for_no_event_before_the_end() -> None:
-    """A step's work on the device begins behind its launch, and ends before its tokens are on the host."""
+    """A step's work on the device begins after its launch and ends before its tokens are on the CPU."""
     llm = LLM(model="tiny-dense", device="cuda", max_total_tokens=4096)
     for _ in range(2):  # the first time, kernels are compiled
         llm.timeline.start(llm.assembly.parts.allocator.device)

@@ -37,7 +37,7 @@ class Collector:
 
 @dataclass
 class TimedEngine:
-    """Prefill comes first, one prompt a step; then everybody gets `tokens_a_step`. `interrupt_at`: Ctrl-C
+    """Prefill comes first, one prompt a step; then each request gets `tokens_a_step`. `interrupt_at`: Ctrl-C
     arrives in that step."""
 
     clock: Clock = field(default_factory=Clock)

@@ -96,7 +96,7 @@ def test_layers_whose_sums_are_left_in_parts_are_compared_too(tmp_path: Path, la
     ],
 )
 def test_a_bug_is_found_where_it_is(tmp_path: Path, base: str, body: str, op: str) -> None:
-    """With layers of somebody else's the models fuse less, and every op has its counterpart."""
+    """With user-provided layers the models fuse less, and every op has its counterpart."""
     layers = plant(tmp_path, BUG.format(base=base, body=body))
     outcome = compare(b={"use": {"models": "optimized", "layers": layers}}, num_new=1)
     assert divergence_of(outcome).op == op

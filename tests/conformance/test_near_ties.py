@@ -1,4 +1,4 @@
-"""Choices that either side may make are told, and not counted as divergences."""
+"""Choices that either side may make are reported and not counted as divergences."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_other_chunks_and_pages_depart_at_near_ties_at_most(expected: list[Any])
 
 def test_a_token_that_is_not_nearly_as_likely_is_named(tmp_path: Path, expected: list[Any]) -> None:
     use = {"sampler": f"{plant(tmp_path, SECOND_BEST)}:Bad"}
-    # Without a cache nobody waits for a prefix that another computes: row 1 is prompt 1.
+    # Without a cache no request waits for a prefix that another computes: row 1 is prompt 1.
     flags = {"disable_radix_cache": True, "use": use}
     with pytest.raises(Mismatch, match="prompt 1, output token 8"):
         expect_near_answers("tiny-dense", expected, "bfloat16", **REFERENCE, **flags)

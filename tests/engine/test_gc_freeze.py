@@ -15,7 +15,7 @@ from shared.types import SamplingParams
 
 
 class Knot:
-    """Garbage once nobody holds it: only the collector frees it."""
+    """Cyclic garbage when unreferenced: only the collector frees it."""
 
     def __init__(self) -> None:
         self.itself = self

@@ -58,8 +58,8 @@ def test_a_warm_cache_changes_nothing(model: str, alone: list[list[int]]) -> Non
 def test_arrival_order_mates_and_forced_retraction_change_nothing(
     model: str, alone: list[list[int]], seed: int, speculates: bool
 ) -> None:
-    """Requests arrive in random order between steps; running ones are thrown out at random; and half of the
-    mates are noise: sampled, penalised, aborted on the way."""
+    """Requests arrive in random order between steps; running ones are retracted at random; and half of the
+    others are noise: sampled, penalised, aborted on the way."""
     rng = random.Random(seed)
     llm = LLM(
         model=model, device="cpu", panel="reference", check_invariants=True, chunked_prefill_size=32,

@@ -102,7 +102,7 @@ def test_a_round_waits_for_nothing() -> None:
         busy.record()
         for call in pieces.values():
             call()
-        assert not busy.query(), "the host waited for the device"
+        assert not busy.query(), "the CPU waited for the device"
         torch.cuda.synchronize()
 
 

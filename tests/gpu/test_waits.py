@@ -48,5 +48,5 @@ def test_a_step_is_launched_without_waiting(model: str, graphs: bool, backend: s
             busy.record()
             with refusing_to_wait():
                 step()
-            assert not busy.query(), f"{case}: the host waited for the device"
+            assert not busy.query(), f"{case}: the CPU waited for the device"
             torch.cuda.synchronize()

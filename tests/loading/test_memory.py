@@ -1,4 +1,4 @@
-"""What loading takes beside the model itself: on the host one shard and a little, on the device a little."""
+"""Memory of loading beyond the model: on the CPU one shard and a little more, on the device a little."""
 
 from __future__ import annotations
 

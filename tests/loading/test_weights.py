@@ -135,7 +135,7 @@ def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
 def test_a_tied_head_that_is_no_copy_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    """Which of the two the model was trained with, nobody can tell."""
+    """The checkpoint does not say which of the two the model was trained with."""
     tied = dict(dummy_weights(ModelConfig.from_dict(CONFIGS["llama-llama3"])))
     embedding = tied["model.embed_tokens.weight"]
     monkeypatch.setattr(weights_module, "PIECE_BYTES", rows * embedding.shape[1] * embedding.itemsize)

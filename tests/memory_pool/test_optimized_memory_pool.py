@@ -136,7 +136,7 @@ def test_a_row_is_not_written_beyond_its_end() -> None:
 
 
 class ApartFromItsDevice(memory_pool.ReqToTokenPool):
-    """As if the CPU were a device of its own: its rows are not the host's."""
+    """As if the CPU were a device of its own: its rows are separate from the CPU's."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

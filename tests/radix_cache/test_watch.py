@@ -16,7 +16,7 @@ from shared.interfaces import CacheWatcher, RadixKey
 
 
 class Mirror(CacheWatcher):
-    """The tree's nodes, by what it was told: each with the one above it."""
+    """The tree's nodes as reported to the watcher: each with its parent."""
 
     def __init__(self, cache: RadixCache) -> None:
         self.cache = cache

@@ -1,7 +1,7 @@
-"""A device that is slow: the scheduler on top of it sees results at the last moment, or at any moment before.
+"""A simulated slow device: results arrive as late as possible, or at any moment before.
 
-What a batch does runs when somebody waits for it, or when later launches push it along; until then nothing of
-it has happened. So whatever the scheduler changes that a batch under way still reads shows in the tokens.
+A batch runs when the scheduler waits for it, or when later launches force it. So a change by the scheduler to
+data that a batch in flight still reads shows in the tokens.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def waiting(rid: int, tokens: list[int], **fields: Any) -> Req:
 
 
 def test_lpm_around_its_limit() -> None:
-    """It matches up to 128, then nobody, then those who are left."""
+    """It matches up to 128 requests, then none, then the remaining ones."""
     world = World(WATCHED[0], random.Random(0))
     world.insert()
     for num_waiting in (120, 128, 129, 200, 128, 90):

@@ -62,7 +62,7 @@ def harness_for(impl: type[Scheduler] = Scheduler, **options: Any) -> SchedulerH
 
 
 class Recording(OneStream):
-    """Notes when a batch is launched, and when somebody asks for its results."""
+    """Records when a batch is launched and when its results are read."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
@@ -108,7 +108,7 @@ def test_one_surplus_step_after_a_stop_token() -> None:
     assert harness.tokens[rid] == tokens[:4]
     assert streams.num_launches == 5
     assert harness.model_runner.num_computed_tokens == num_computed - (20 - 5)
-    assert not harness.scheduler.pipeline, "nothing runs when nobody is left"
+    assert not harness.scheduler.pipeline, "nothing runs without live requests"
     harness.expect_idle()
 
 
@@ -201,7 +201,7 @@ def test_a_row_that_is_used_again_at_once_is_read_by_the_batch_in_flight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler_harness, "num_rows", lambda config: config.max_running_requests + 1)
-    with pytest.raises(AssertionError, match="a slot was read that nobody has written"):
+    with pytest.raises(AssertionError, match="a slot was read that was never written"):
         rows_change_hands.run(LateScheduler, EXAMPLE[0], None)
 
 
@@ -213,7 +213,7 @@ def test_any_schedule_of_any_requests(seed: int, impl: type[Scheduler]) -> None:
 
 
 def test_a_slow_device_shows_what_is_made_too_late() -> None:
-    """Counts that are made when the batch runs: the host may know the token in flight by then."""
+    """Counts that are made when the batch runs: the CPU may have the token in flight by then."""
     make_info = "info = self.sampling_info(batch.reqs, num_in_flight)"
     start = "def forward_and_sample() -> tuple[LogitsOutput, SampleOutput]:"
     before = f"            {make_info}\n\n            {start}\n"

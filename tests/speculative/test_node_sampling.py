@@ -41,7 +41,7 @@ def check(reqs: list[Req], tree: DraftTree) -> None:
             nothing = torch.zeros(len(at_nodes), VOCAB_SIZE, dtype=torch.bool)
             ours, theirs = (nothing if value is None else value for value in (ours, theirs))
         if isinstance(theirs, torch.Tensor):
-            # Rows without penalties are not counted in a plain batch; nobody reads them.
+            # Rows without penalties are not counted in a plain batch, and not read.
             rows = is_node & needs_penalty if field.name == "output_counts" else is_node
             assert torch.equal(ours[rows], theirs[rows]), field.name
             assert ours.dtype == theirs.dtype, field.name

@@ -65,7 +65,7 @@ def test_between_steps_a_request_owns_what_two_rounds_may_need(page_size: int) -
         harness.step()
     while not req.finished:
         assert isinstance(harness.scheduler.pipeline.batches[-1], RoundInFlight)
-        assert req.kv_committed_len == req.num_tokens - 1, "what the host knows"
+        assert req.kv_committed_len == req.num_tokens - 1, "length on the CPU"
         surplus = req.kv_allocated_len - req.kv_committed_len
         assert speculator.num_slots <= surplus <= speculator.num_slots + speculator.max_kept
         harness.step()

@@ -25,7 +25,7 @@ DRAFTERS = {
     "the target, one beam": model_drafter(TARGET, 1, 4, 5),
     "the target, three beams": model_drafter(TARGET, 3, 3, 9),
     "the target, more nodes than drafts": model_drafter(TARGET, 2, 2, 12),
-    "somebody else": model_drafter(ToyTarget(seed=1), 4, 3, 12),
+    "another model": model_drafter(ToyTarget(seed=1), 4, 3, 12),
     "the least likely": model_drafter(TARGET, 2, 3, 6, flip=True),
     "dice": random_drafter(12, seed=3),
     "only roots": random_drafter(1, seed=4),

@@ -134,7 +134,7 @@ class PaddingIsTheLastExpert(FusedExperts):
 
 @part_of_moe
 class ExpertZeroIsPadding(FusedExperts):
-    """The first expert is taken for nobody."""
+    """The first expert is treated as padding."""
 
     def forward(self, x, topk):
         return super().forward(x, topk._replace(topk_ids=topk.topk_ids.where(topk.topk_ids > 0, -1)))

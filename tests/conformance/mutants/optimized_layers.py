@@ -50,7 +50,7 @@ def in_every_model(changes: type, name: str = "") -> Mutant:
 
 @layer
 class RowsLieDensely(RMSNorm):
-    """The kernel is told a stride that only whole tensors have."""
+    """The kernel gets a stride that only whole tensors have."""
 
     def forward(self, x):
         dense = x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride(), x.storage_offset())

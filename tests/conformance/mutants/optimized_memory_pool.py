@@ -114,7 +114,7 @@ MUTANTS = [
     ),
     pool_with(
         "DecodesOnTheSamePage",
-        "At a page's end the next slot is somebody else's.",
+        "At a page's end the next slot belongs to another page.",
         "slots[begins_page] = pages * self.page_size",
         "pass",
     ),

@@ -1,4 +1,4 @@
-"""Planted bugs in steps of prompts beside requests that decode, with graphs played on a CPU."""
+"""Planted bugs in mixed steps, with graphs simulated on a CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mixed(impl: type[WithOwnRows]) -> Mutant:
 
 @mixed
 class LeavesOldRequests(WithOwnRows):
-    """Whoever had a row in an earlier step has it still, where nobody else does."""
+    """A request of an earlier step keeps its row if no other request has it."""
 
     def load(self, batch):
         before = self.rows._ints.clone()
@@ -52,7 +52,7 @@ class DecodesARowBehind(WithOwnRows):
 
 @mixed
 class ForgetsDecoding(WithOwnRows):
-    """Nobody decodes beside the prompts."""
+    """No request decodes beside the prompts."""
 
     def load(self, batch):
         super().load(batch)

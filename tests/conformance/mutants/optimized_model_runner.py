@@ -252,7 +252,7 @@ class LendsTheIds(FakeGraphsRunner):
 
 @mutant_of("model_runner")
 class ReplaysUnseen(FakeGraphsRunner):
-    """Steps are replayed although somebody watches."""
+    """Steps are replayed although hooks record them."""
 
     def forward_and_sample(self, forward_batch, sampler, info, num_token_ids):
         watched, self.is_watched = self.is_watched, False
@@ -277,7 +277,7 @@ class LogitsOfTheLargestGraph(FakeGraphsRunner):
 
 @mutant_of("model_runner")
 class WarmsUpInALiveSlot(FakeGraphsRunner):
-    """Capturing writes to the first slot that somebody may own."""
+    """Capturing writes to the first slot that a request may own."""
 
     def prepare(self, config, sampler, num_token_ids):
         super().prepare(config, sampler, num_token_ids)
@@ -286,7 +286,7 @@ class WarmsUpInALiveSlot(FakeGraphsRunner):
 
 
 class WithOwnExtend(FakeGraphsRunner):
-    """Runs steps of prompts otherwise."""
+    """Runs prefill steps otherwise."""
 
     def prepare(self, config, sampler, num_token_ids):
         super().prepare(config, sampler, num_token_ids)

@@ -93,7 +93,7 @@ class RetractedTokenCounts(
         "scheduler", "        self.pipeline.drop(req)\n", "        req.finished and self.pipeline.drop(req)\n"
     )
 ):
-    """A request that was thrown out and came back gets the token of before, and then the same once more."""
+    """A request that was retracted and readmitted gets an earlier token again, twice."""
 
 
 @mutant_of("scheduler")
@@ -155,7 +155,7 @@ class GrammarMissesTheTokenInFlight(changed("pipeline", "req.grammar is not None
 
 @mutant_of("scheduler")
 class DecodesFromTheTokenBefore(changed("schedule_batch", "if name is None else name", "if True else name")):
-    """The input of a decode step is the newest token that the host knows."""
+    """The input of a decode step is the newest token on the CPU."""
 
 
 @mutant_of("scheduler")
@@ -195,7 +195,7 @@ class SharesTheListOfRequests(
         "for row, req in enumerate(r for r in self.running[: batch.batch.batch_size] if r in batch.rows):",
     )
 ):
-    """A batch's rows are told from the list of running requests as it is when results come."""
+    """A batch's rows are read from the list of running requests when its results arrive."""
 
 
 @mutant_of("scheduler")
@@ -228,7 +228,7 @@ class AbortWaitsForTheToken(
 
 @mutant_of("scheduler")
 class CachesWhatTheModelDidNotCompute(changed("scheduler", "req.kv_committed_len -= 1", "pass")):
-    """A request that ended before the model failed leaves a slot in the cache that nobody wrote."""
+    """A request that ended before the model failed leaves a slot in the cache that was never written."""
 
 
 @mutant_of("scheduler")
@@ -252,7 +252,7 @@ class WhoCameWithItGoesOn(
 
 @mutant_of("scheduler")
 class EverybodyBeginsAnew(changed("scheduler", "and prompt.may_be_held_by(req)", "")):
-    """Whoever is new begins anew, whether he could find the prompt or not."""
+    """Every new request starts again, whether it can have found the prompt or not."""
 
 
 @mutant_of("scheduler")
@@ -301,7 +301,7 @@ class LateSamplingFailsAlone(
 """,
     )
 ):
-    """A grammar that fails loses its batch, and nobody is told."""
+    """A grammar that fails loses its batch without an output."""
 
 
 @mutant_of("scheduler")
@@ -331,9 +331,9 @@ class RetractsBeforeItLooks(
     changed(
         "scheduler",
         """        elif self.pipeline:
-            return None  # it may end somebody: see, before somebody is thrown out
+            return None  # it may end requests: process it before any is retracted
 """,
         "",
     )
 ):
-    """Who is thrown out is decided while the batch in flight may be about to end somebody."""
+    """Retraction is decided while the batch in flight may be about to end a request."""

@@ -102,7 +102,7 @@ class NobodyBelowChildren(
         "stack.append((entry[2], iter(())))",
     )
 ):
-    """Below the root's children nobody is walked to."""
+    """Requests below the root's children are not visited."""
 
 
 @mutant_of("schedule_policy")
@@ -121,7 +121,7 @@ class SharersOfHalfAPage(
 
 @mutant_of("schedule_policy")
 class LeadersStayPutOff(matches_with("self.put_off.discard(self.by_ticket[tickets[0]].rid)", "pass")):
-    """Whoever is first once the first one left is put off for ever."""
+    """The first request after the first one left is deferred for ever."""
 
 
 @mutant_of("schedule_policy")

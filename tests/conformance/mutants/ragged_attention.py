@@ -45,7 +45,7 @@ class KeepsTheRequestsOfItsPlan(Ragged):
 
 @ragged
 class BeginsWithTheFirstRow(Ragged):
-    """What is somebody's is taken for the first rows."""
+    """Live rows are assumed to be the first ones."""
 
     def run(self, q: torch.Tensor, layer: Any, plan: Any, **kv: Any) -> torch.Tensor:
         if not isinstance(plan, RaggedPlan):
@@ -59,7 +59,7 @@ class BeginsWithTheFirstRow(Ragged):
 
 @ragged
 class ClearsRowsOfNobody(Ragged):
-    """Rows of nobody become zeros."""
+    """Padding rows become zeros."""
 
     def run(self, q: torch.Tensor, layer: Any, plan: Any, **kv: Any) -> torch.Tensor:
         if isinstance(plan, RaggedPlan):

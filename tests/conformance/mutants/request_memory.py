@@ -147,7 +147,7 @@ class ChunkLeaksWhatWasNotCommitted(ChunkCache):
 
 @mutant_of("chunk_cache")
 class ChunkIsProtected(ChunkCache):
-    """A chunk counts as the cache's, so that nobody frees it at the end."""
+    """A chunk counts as the cache's, so that it is not freed at the end."""
 
     def cache_unfinished_req(self, req: Req) -> None:
         super().cache_unfinished_req(req)

@@ -53,7 +53,7 @@ class EveryBatchAddsKV(
         "torch.minimum((starts.places > 0) * run_lens,",
     )
 ):
-    """KV of a prefill in flight, which the host counts already, is counted again."""
+    """KV of a prefill in flight, which the CPU counts already, is counted again."""
 
 
 @ahead
@@ -170,7 +170,7 @@ class LooksAtTheTreeTooLate(
 
 @ahead
 class CommitsOneToken(changed("speculator", "req.kv_committed_len += num_kept", "req.kv_committed_len += 1")):
-    """The host counts one token of a round."""
+    """The CPU counts one token of a round."""
 
 
 @ahead
@@ -190,7 +190,7 @@ class ForgetsItsSurplus(
 """,
     )
 ):
-    """After each round the slots behind the KV are nobody's."""
+    """After each round the slots behind the KV have no owner."""
 
 
 @ahead
@@ -225,7 +225,7 @@ class EverybodyRunsAhead(
         "True",
     )
 ):
-    """A drafter that looks at tokens on the host is asked before they are there."""
+    """A drafter that reads tokens on the CPU is called before they are there."""
 
 
 @ahead

@@ -52,7 +52,7 @@ class DividesBeforeShifting(WithOwnSteps):
 
 @mutant_of("sampler")
 class NanSpoilsTheBatch(Sampler):
-    """One row with a NaN gives everybody -1."""
+    """One row with a NaN gives every row -1."""
 
     def sample(self, logits, info, positions):
         output = super().sample(logits, info, positions)

@@ -116,7 +116,7 @@ class SpoiltChunksStayCached(Scheduler):
 
 @mutant_of("scheduler")
 class FullForever(Scheduler):
-    """batch_is_full is never reset: nobody is admitted after the first shortage."""
+    """batch_is_full is never reset: no request is admitted after the first shortage."""
 
     def _finish(self, req: Req, reason: FinishReason, num_new_tokens: int = 0) -> None:
         was_full = self.batch_is_full
@@ -208,7 +208,7 @@ class AddsTheChunkedRequestAtAnyCost(PrefillAdder):
 
 @mutant_of("prefill_adder")
 class ReservesAllOfMaxNewTokens(PrefillAdder):
-    """A huge max_new_tokens is not clipped, and starves everybody else."""
+    """A huge max_new_tokens is not clipped, and starves all other requests."""
 
     def _reservation(self, req: Req) -> int:
         return int((req.max_new_tokens - len(req.output_ids)) * self.new_token_ratio)
@@ -216,7 +216,7 @@ class ReservesAllOfMaxNewTokens(PrefillAdder):
 
 @mutant_of("prefill_adder")
 class ComputesPrefixesAgain(PrefillAdder):
-    """Nobody waits for a prefix that this step computes."""
+    """No request waits for a prefix that this step computes."""
 
     def _is_computed_now(self, key: RadixKey, matched_len: int) -> bool:
         return False
@@ -243,7 +243,7 @@ class LetsEverybodyWait(PrefillAdder):
 
 @mutant_of("scheduler")
 class StopsAtWhoWaits(Scheduler):
-    """A request that waits for a prefix keeps everybody behind it from being tried."""
+    """A request that waits for a prefix keeps all requests behind it from being tried."""
 
     def _add_waiting(self, adder: PrefillAdder) -> None:
         add_one_req = adder.add_one_req

@@ -1,5 +1,4 @@
-"""Planted bugs in what surrounds draft trees: slots, compaction, ends inside accepted runs, rows, what the
-drafter is told."""
+"""Planted bugs around draft trees: slots, compaction, ends inside accepted runs, rows, calls of the drafter."""
 
 from __future__ import annotations
 
@@ -103,7 +102,7 @@ class CommitsTheWholeTree(Speculator):
 
 @speculating
 class TellsTheChunksSample(Speculator):
-    """Behind an incomplete prompt the drafter is told the token that was sampled there."""
+    """After an incomplete prompt the drafter gets the token that was sampled there."""
 
     def extend(
         self,
@@ -233,7 +232,7 @@ class KeepsLogprobsBehindTheEnd(Scheduler):
 
 @of_scheduler
 class RetractsForDrafts(Scheduler):
-    """Without room for drafts somebody is retracted."""
+    """Without room for drafts a request is retracted."""
 
     def _get_batch_decode(self):
         if self.speculator is not None and len(self.running) > 1:

@@ -147,7 +147,7 @@ class PaddedHead:
 
 @mixed_into_every_model
 class KeepsTheTensors:
-    """Weights are not copied: whoever made them still owns them."""
+    """Weights are not copied: the caller still owns them."""
 
     def load_weights(self, weights):
         weights = list(weights)
@@ -322,7 +322,7 @@ class IdleInTheModelsType(ModelRunner):
 
 @mutant_of("model_runner")
 class RunsIdleBatches(ModelRunner):
-    """An idle step computes a token of padding, in the first slot that somebody owns."""
+    """An idle step computes a token of padding, in the first slot that a request owns."""
 
     def forward(self, forward_batch):
         if forward_batch.forward_mode is ForwardMode.IDLE:
