@@ -1,4 +1,4 @@
-"""Planted bugs around draft trees: slots, compaction, ends inside accepted runs, rows, calls of the drafter."""
+"""Planted bugs around draft trees: slots, compaction, ends inside accepted runs, rows, drafter calls."""
 
 from __future__ import annotations
 
