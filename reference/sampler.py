@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 
 from shared.interfaces import sampler as contract
-from shared.sampling.logprobs import logprobs_of
+from shared.sampling.logprobs import logprobs_of, sort_descending
 from shared.sampling.noise import gumbel_noise
-from shared.sampling.ordering import sort_descending
 from shared.types import SampleOutput, SamplingBatchInfo
 
 NEG_INF = float("-inf")
@@ -19,7 +18,7 @@ class Sampler(contract.Sampler):
     def sample(self, logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> SampleOutput:
         # --8<-- [start:sample-steps]
         logits = logits.float()
-        has_nan = logits.amax(dim=-1).isnan()  # now: masking would hide a NaN
+        has_nan = logits.isnan().any(dim=-1)  # before masks can hide a NaN
 
         logits = apply_penalties(logits, info)
         logits = apply_masks(logits, info)
@@ -27,17 +26,13 @@ class Sampler(contract.Sampler):
             logits = logits + info.logit_bias
 
         max_logits = logits.amax(dim=-1)
-        is_bad = has_nan | max_logits.isnan() | (max_logits == NEG_INF)
-        if info.is_all_greedy and not info.return_logprob:
-            return SampleOutput(logits.argmax(dim=-1).masked_fill(is_bad, -1))
-
         scaled = scale(logits, max_logits, info.temperatures)
-        if info.is_all_greedy:
-            next_token_ids = logits.argmax(dim=-1)
-        else:
-            next_token_ids = draw(scaled, info, positions)
-            # top_k=1 would not do: different logits can round to equal scaled ones.
-            next_token_ids = torch.where(info.is_greedy, logits.argmax(dim=-1), next_token_ids)
+        # Greedy rows look at unscaled logits: two that differ can be equal once they are scaled.
+        next_token_ids = logits.argmax(dim=-1)
+        if not info.is_all_greedy:
+            drawn = draw(scaled, info, positions)
+            next_token_ids = torch.where(info.is_greedy, next_token_ids, drawn)
+        is_bad = has_nan | max_logits.isnan() | (max_logits == NEG_INF)
         next_token_ids = next_token_ids.masked_fill(is_bad, -1)
         # --8<-- [end:sample-steps]
 
@@ -74,45 +69,39 @@ def apply_masks(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
 
 
 def scale(logits: torch.Tensor, max_logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """(logits - max) / temperature: softmax ignores the shift, and nothing overflows however small the
-    temperature. A logit of +inf is the limit of a large one: the tokens that have it share everything."""
+    """(logits - max) / temperature. The softmax ignores the shift, and with it no temperature overflows. A
+    maximum of +inf gives 0 to the tokens that have it and -inf to all others."""
     max_logits = max_logits[:, None]
     return ((logits - max_logits) / temperatures[:, None]).masked_fill(logits == max_logits, 0.0)
 
 
 def draw(scaled: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> torch.Tensor:
-    """[bs] int64: the token with the largest log p + Gumbel noise among those that the filters keep.
-
-    `scaled` differs from log p by a constant in each row, which changes no argmax."""
+    """[bs] int64: the token with the largest log p + Gumbel noise among those that the filters keep. A row of
+    `scaled` differs from log p by a constant, which changes no argmax."""
     if scaled.device.type == "mps":  # has no float64
         on_cpu = {name: getattr(info, name).cpu() for name in ("seeds", "top_ks", "top_ps", "min_ps")}
         return draw(scaled.cpu(), replace(info, **on_cpu), positions.cpu()).to(scaled.device)
     # --8<-- [start:gumbel-draw]
-    seeds, positions = info.seeds[:, None], positions[:, None]
-    if not info.needs_filter:
-        token_ids = torch.arange(scaled.shape[-1], device=scaled.device)
-        return (scaled + gumbel_noise(seeds, positions, token_ids)).argmax(dim=-1)
-    ordered, token_ids = sort_descending(scaled, num=int(info.top_ks.max()))
-    total = scaled.to(torch.float64).exp().sum(dim=-1)
-    keep = filter_mask(ordered, total, info)
-    num_columns = max(int(keep.sum(dim=-1).max()), 1)  # what is kept is a prefix of each row
-    ordered = ordered.masked_fill(~keep, NEG_INF)[:, :num_columns]
-    token_ids = token_ids[:, :num_columns]
-    best = (ordered + gumbel_noise(seeds, positions, token_ids)).argmax(dim=-1, keepdim=True)
-    return token_ids.gather(-1, best)[:, 0]
+    token_ids = torch.arange(scaled.shape[-1], device=scaled.device)
+    noise = gumbel_noise(info.seeds[:, None], positions[:, None], token_ids)
+    if info.needs_filter:
+        ordered, ids_in_order = sort_descending(scaled)
+        kept = ordered.masked_fill(~filter_mask(ordered, info), NEG_INF)
+        scaled = torch.empty_like(scaled).scatter(-1, ids_in_order, kept)
+    return (scaled + noise).argmax(dim=-1)
     # --8<-- [end:gumbel-draw]
 
 
-def filter_mask(ordered: torch.Tensor, total: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
-    """Joint top-k, top-p and min-p -> bool, as `ordered`: a prefix of each row.
-
-    ordered: [bs, n], the largest of each row of `scaled`, in order; total: [bs], sum of exp(scaled)."""
+def filter_mask(ordered: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+    """Joint top-k, top-p and min-p. ordered: [bs, vocab_size], rows of `scaled`, the likeliest token first ->
+    bool of the same shape: the tokens that stay."""
     weights = ordered.to(torch.float64).exp()  # p / max p
     before = weights.cumsum(dim=-1) - weights
+    total = weights.sum(dim=-1, keepdim=True)
     top_ps = info.top_ps[:, None]
     ranks = torch.arange(ordered.shape[-1], device=ordered.device)
     keep = ranks < info.top_ks[:, None]
-    # top_p = 1 keeps everything; the rounded sum could reach the total too early.
-    keep &= (before < top_ps * total[:, None]) | (top_ps >= 1.0)
+    # top_p = 1 keeps everything: the rounded sum can reach the total before the last token.
+    keep &= (before < top_ps * total) | (top_ps >= 1.0)
     keep &= weights >= info.min_ps[:, None]
     return keep

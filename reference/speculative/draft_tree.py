@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from shared.interfaces import draft_tree as contract
-from shared.sampling.ordering import sort_descending
+from shared.sampling.logprobs import sort_descending
 from shared.types import Accepted, Beams, DraftTree, TopTokens
 
 

@@ -6,11 +6,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shared.sampling.ordering import sort_descending
 from shared.types import ForwardBatch, LogprobsOutput, Req, TokenLogprob
 
 LOGPROB_ROWS = 512
-"""Prompt positions whose logits exist at once: a long prompt times a large vocabulary would not fit."""
+"""Prompt positions whose logits exist at once: those of a long prompt over a large vocabulary fill memory."""
+
+
+def sort_descending(values: torch.Tensor, num: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, m] -> the `num` largest values of each row (default: all) and their indices, ordered by (value
+    descending, index ascending). A plain stable sort: on one CPU core a row of 152,000 takes 16 ms, which
+    every row that samples with top-k, top-p or min-p pays in the reference."""
+    ordered, indices = torch.sort(values, dim=-1, descending=True, stable=True)
+    return ordered[:, :num], indices[:, :num]
 
 
 def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobsOutput:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.sampling.logprobs import logprobs_of, to_token_logprobs
+from shared.sampling.logprobs import logprobs_of, sort_descending, to_token_logprobs
 from shared.types import LogprobsOutput, TokenLogprob
 
 # float32 keeps 24 bits; a log-probability here is at most 30 in size and goes through a sum of 1,000 terms
@@ -64,3 +64,20 @@ def test_conversion_for_answers() -> None:
     without = LogprobsOutput(output.token_logprobs, torch.empty(2, 0), torch.empty(2, 0, dtype=torch.int64))
     assert to_token_logprobs([4, 6], without) == [TokenLogprob(4, -1.0), TokenLogprob(6, -2.0)]
     assert to_token_logprobs([4, 6], None) == []
+
+
+VALUES = [
+    [1.0, 3.0, 3.0, -2.0, 0.0, -0.0, 3.0, -math.inf],
+    [0.0, -0.0, 0.0, -0.0, math.inf, -1e-45, 1e-45, -3e38],
+    [-5.0] * 8,
+]
+
+
+@pytest.mark.parametrize("num", [None, 1, 3, 8, 20])
+def test_ties_come_lowest_index_first(num: int | None) -> None:
+    values = torch.tensor(VALUES)
+    ordered, indices = sort_descending(values, num)
+    for row, row_values, row_indices in zip(values.tolist(), ordered.tolist(), indices.tolist()):
+        expected = sorted(range(8), key=lambda i: (-row[i], i))[:num]
+        assert row_indices == expected
+        assert row_values == [row[i] for i in expected]

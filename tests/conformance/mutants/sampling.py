@@ -9,14 +9,14 @@ import torch
 
 import reference.sampler as steps
 from reference.sampler import NEG_INF, Sampler
+from shared.sampling.logprobs import sort_descending
 from shared.sampling.noise import gumbel_noise
-from shared.sampling.ordering import sort_descending
 from shared.types import SampleOutput, SamplingBatchInfo
 from tests.conformance.mutants.mutant import mutant_of
 
 # Bound here: within a mutant the names of `steps` mean the mutant's own.
 correct_apply_penalties, correct_apply_masks = steps.apply_penalties, steps.apply_masks
-correct_scale, correct_filter_mask = steps.scale, steps.filter_mask
+correct_scale, correct_filter_mask, correct_draw = steps.scale, steps.filter_mask, steps.draw
 
 REPLACEABLE = (
     "apply_penalties",
@@ -42,16 +42,22 @@ class WithOwnSteps(Sampler):
 # Filters
 
 
+def top_p_of(left, ordered, info):
+    """top_p as a share of the weights that are left."""
+    share = left.sum(-1) / ordered.double().exp().sum(-1)
+    return replace(info, top_ps=torch.where(info.top_ps < 1.0, info.top_ps * share, 1.0))
+
+
 @mutant_of("sampler")
 class TopPDropsTheCrossingToken(WithOwnSteps):
     """A token is kept only if the sum with it stays within top_p."""
 
     @staticmethod
-    def filter_mask(ordered, total, info):
+    def filter_mask(ordered, info):
         weights = ordered.double().exp()
-        keep = weights.cumsum(-1) <= info.top_ps[:, None] * total[:, None]
+        keep = weights.cumsum(-1) <= info.top_ps[:, None] * weights.sum(-1, keepdim=True)
         keep[:, 0] = True
-        return correct_filter_mask(ordered, total, replace(info, top_ps=torch.ones_like(info.top_ps))) & keep
+        return correct_filter_mask(ordered, replace(info, top_ps=torch.ones_like(info.top_ps))) & keep
 
 
 @mutant_of("sampler")
@@ -59,10 +65,10 @@ class TopPStopsOneLate(WithOwnSteps):
     """The token after a sum of exactly top_p is kept as well: <= for <."""
 
     @staticmethod
-    def filter_mask(ordered, total, info):
+    def filter_mask(ordered, info):
         weights = ordered.double().exp()
-        keep = weights.cumsum(-1) - weights <= info.top_ps[:, None] * total[:, None]
-        return correct_filter_mask(ordered, total, replace(info, top_ps=torch.ones_like(info.top_ps))) & keep
+        keep = weights.cumsum(-1) - weights <= info.top_ps[:, None] * weights.sum(-1, keepdim=True)
+        return correct_filter_mask(ordered, replace(info, top_ps=torch.ones_like(info.top_ps))) & keep
 
 
 @mutant_of("sampler")
@@ -70,14 +76,10 @@ class TopKKeepsAllTies(WithOwnSteps):
     """Every token as likely as the last of the top k survives."""
 
     @staticmethod
-    def sort_descending(values, num=None):
-        return sort_descending(values)
-
-    @staticmethod
-    def filter_mask(ordered, total, info):
+    def filter_mask(ordered, info):
         least = ordered.gather(1, info.top_ks[:, None] - 1)
         everything = torch.full_like(info.top_ks, ordered.shape[1])
-        return correct_filter_mask(ordered, total, replace(info, top_ks=everything)) & (ordered >= least)
+        return correct_filter_mask(ordered, replace(info, top_ks=everything)) & (ordered >= least)
 
 
 @mutant_of("sampler")
@@ -85,10 +87,10 @@ class SequentialFilters(WithOwnSteps):
     """top-p looks at what top-k left, renormalised."""
 
     @staticmethod
-    def filter_mask(ordered, total, info):
+    def filter_mask(ordered, info):
         ranks = torch.arange(ordered.shape[1], device=ordered.device)
         left = ordered.double().exp().masked_fill(ranks >= info.top_ks[:, None], 0.0)
-        return correct_filter_mask(ordered, left.sum(-1), info)
+        return correct_filter_mask(ordered, top_p_of(left, ordered, info))
 
 
 @mutant_of("sampler")
@@ -96,10 +98,10 @@ class TopPAfterMinP(WithOwnSteps):
     """top-p looks at what min-p left, renormalised."""
 
     @staticmethod
-    def filter_mask(ordered, total, info):
+    def filter_mask(ordered, info):
         weights = ordered.double().exp()
         left = weights.masked_fill(weights < info.min_ps[:, None], 0.0)
-        return correct_filter_mask(ordered, left.sum(-1), info)
+        return correct_filter_mask(ordered, top_p_of(left, ordered, info))
 
 
 @mutant_of("sampler")
@@ -107,11 +109,11 @@ class MinPRelativeToOne(WithOwnSteps):
     """min_p is taken for a probability, not for a share of the largest."""
 
     @staticmethod
-    def filter_mask(ordered, total, info):
-        p = ordered.double().exp() / total[:, None]
+    def filter_mask(ordered, info):
+        p = ordered.double().softmax(-1)
         keep = p >= info.min_ps[:, None]
         keep[:, 0] = True
-        return correct_filter_mask(ordered, total, replace(info, min_ps=torch.zeros_like(info.min_ps))) & keep
+        return correct_filter_mask(ordered, replace(info, min_ps=torch.zeros_like(info.min_ps))) & keep
 
 
 @mutant_of("sampler")
@@ -119,10 +121,8 @@ class FiltersOfTheFirstRow(WithOwnSteps):
     """One top_k for the whole batch."""
 
     @staticmethod
-    def filter_mask(ordered, total, info):
-        return correct_filter_mask(
-            ordered, total, replace(info, top_ks=info.top_ks[:1].expand_as(info.top_ks))
-        )
+    def filter_mask(ordered, info):
+        return correct_filter_mask(ordered, replace(info, top_ks=info.top_ks[:1].expand_as(info.top_ks)))
 
 
 @mutant_of("sampler")
@@ -143,9 +143,15 @@ class NoiseByRank(WithOwnSteps):
     """A token's noise depends on its place after sorting."""
 
     @staticmethod
-    def gumbel_noise(seeds, positions, token_ids):
-        ranks = torch.arange(token_ids.shape[-1], device=token_ids.device).expand_as(token_ids)
-        return gumbel_noise(seeds, positions, ranks)
+    def draw(scaled, info, positions):
+        _, ids = sort_descending(scaled)
+        ranks = torch.empty_like(ids).scatter(-1, ids, torch.arange(ids.shape[-1]).expand_as(ids))
+
+        def noise_by_rank(seeds, positions, token_ids):
+            return gumbel_noise(seeds, positions, ranks)
+
+        with patch.object(steps, "gumbel_noise", noise_by_rank):
+            return correct_draw(scaled, info, positions)
 
 
 @mutant_of("sampler")

@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 
 from reference.sampler import NEG_INF, Sampler, apply_masks, apply_penalties
-from shared.sampling.logprobs import logprobs_of
-from shared.sampling.ordering import sort_descending
+from shared.sampling.logprobs import logprobs_of, sort_descending
 from shared.types import SampleOutput
 from tests.conformance.mutants.mutant import mutant_of
 from tests.conformance.mutants.sampling import WithOwnSteps
