@@ -30,7 +30,7 @@ def commands(program: str) -> list[tuple[str, list[str]]]:
     """(page, arguments) of every call of `program` in a shell example."""
     found = []
     for page, block in blocks("bash"):
-        for line in block.splitlines():
+        for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if program in words:
                 found.append((page.name, words[words.index(program) + 1 :]))
