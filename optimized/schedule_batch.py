@@ -16,7 +16,9 @@ from shared.to_device import ALIGNMENT, copy_to_device, pinned, vectors_to_devic
 from shared.types import ForwardBatch, ForwardMode, ScheduleBatch
 
 
-def name_tokens(batch: ScheduleBatch, names: Sequence[int | None], device: torch.device) -> ForwardBatch:
+def name_tokens(
+    batch: ScheduleBatch, names: Sequence[int | None], num_token_ids: int, device: torch.device
+) -> ForwardBatch:
     """The batch as tensors; input ids below zero are `names` in the FutureMap. Call it once memory is
     allocated and before any result is processed."""
     assert batch.out_cache_loc is not None
@@ -63,6 +65,7 @@ def name_tokens(batch: ScheduleBatch, names: Sequence[int | None], device: torch
         input_logprob_rows=wanted[0] if logprob_rows else None,
         input_logprob_ids=wanted[1] if logprob_rows else None,
         num_top_input_logprobs=max((req.sampling_params.top_logprobs_num for req in extending), default=0),
+        num_token_ids=num_token_ids,
     )
 
 

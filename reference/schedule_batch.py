@@ -11,7 +11,7 @@ from shared.sampling.logprobs import input_logprob_rows
 from shared.types import ForwardBatch, ScheduleBatch
 
 
-def make_forward_batch(batch: ScheduleBatch, device: torch.device) -> ForwardBatch:
+def make_forward_batch(batch: ScheduleBatch, num_token_ids: int, device: torch.device) -> ForwardBatch:
     """The batch as tensors. Call it once memory is allocated and before any result is processed."""
     assert batch.out_cache_loc is not None
     num_extend = batch.batch_size - batch.num_decode_reqs
@@ -51,4 +51,5 @@ def make_forward_batch(batch: ScheduleBatch, device: torch.device) -> ForwardBat
         input_logprob_rows=tensor(rows) if rows else None,
         input_logprob_ids=tensor(ids) if rows else None,
         num_top_input_logprobs=max((req.sampling_params.top_logprobs_num for req in extending), default=0),
+        num_token_ids=num_token_ids,
     )

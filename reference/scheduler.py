@@ -231,7 +231,7 @@ class Scheduler(interface.Scheduler):
             return self.speculator.run(batch)
         num_token_ids = self.parts.num_token_ids
         with self.parts.timeline.span("prepare"):
-            forward_batch = make_forward_batch(batch, self.parts.allocator.device)
+            forward_batch = make_forward_batch(batch, num_token_ids, self.parts.allocator.device)
             info = make_sampling_batch_info(batch.reqs, num_token_ids, self.parts.allocator.device)
         with self.parts.timeline.forward(forward_batch):
             logits_output, sample_output = self.parts.model_runner.forward_and_sample(

@@ -143,7 +143,7 @@ class Pipeline:
         num_in_flight = [int(place is not None) for place in places]  # tokens that the CPU does not have yet
         with parts.timeline.span("prepare"):
             names = [None if place is None else self.future_map.name_of(place) for place in places]
-            named = name_tokens(batch, names, self.device)
+            named = name_tokens(batch, names, num_token_ids, self.device)
         launched = BatchInFlight(batch, self.future_map.take(batch.batch_size), named, chunked_req)
         if not parts.tree_cache.disable:
             extending = batch.reqs[: batch.batch_size - batch.num_decode_reqs]

@@ -51,7 +51,7 @@ def input_logprobs_of(
         return None
     pieces = [
         logprobs_of(
-            compute_logits(hidden_states[rows[i : i + LOGPROB_ROWS]]),
+            compute_logits(hidden_states[rows[i : i + LOGPROB_ROWS]])[:, : forward_batch.num_token_ids],
             ids[i : i + LOGPROB_ROWS],
             forward_batch.num_top_input_logprobs,
         )

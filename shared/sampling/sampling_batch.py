@@ -125,6 +125,15 @@ def _banned_ids(req: Req, num_outputs: int) -> Iterable[int]:
     return ids
 
 
+def bans_every_token(req: Req, num_outputs: int, vocab_size: int) -> bool:
+    """Whether the request leaves no token to sample after its first `num_outputs` output tokens."""
+    banned = {token_id for token_id in _banned_ids(req, num_outputs) if token_id < vocab_size}
+    if req.grammar is not None:
+        words = req.grammar.next_tokens(req.output_ids[:num_outputs], vocab_size).tolist()
+        banned |= {i for i in range(vocab_size) if not words[i // 32] >> (i % 32) & 1}
+    return len(banned) == vocab_size
+
+
 def _penalties(
     reqs: Sequence[Req], vocab_size: int, device: torch.device | str
 ) -> dict[str, torch.Tensor | None]:
@@ -154,8 +163,11 @@ def _penalties(
 def _counts(
     ids_of_rows: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str
 ) -> torch.Tensor:
-    """int32 [bs, vocab_size]: how often each id occurs in each row's list."""
-    flat = _on([row * vocab_size + i for row, ids in enumerate(ids_of_rows) for i in ids], device)
+    """int32 [bs, vocab_size]: how often each id occurs in each row's list. A prompt may hold ids from
+    vocab_size on, of padding rows of the embedding: they have no column and are not counted."""
+    flat = _on(
+        [row * vocab_size + i for row, ids in enumerate(ids_of_rows) for i in ids if i < vocab_size], device
+    )
     counts = torch.zeros(len(ids_of_rows) * vocab_size, dtype=torch.int32, device=device)
     counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
     return counts.view(len(ids_of_rows), vocab_size)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from shared.sampling.logprobs import cut_top
+from shared.sampling.sampling_batch import bans_every_token
 from shared.types import (
     FinishError,
     FinishLength,
@@ -36,7 +37,8 @@ def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab
     A wish to end (`to_finish`) goes first, and the new tokens do not count. Otherwise the earliest token
     that gives a reason wins, whatever the reason. Reasons of one token, in this order:
 
-    1. it is no token (< 0 or >= vocab_size: the sampler saw NaN logits): FinishError, not counted;
+    1. it is no token (< 0 or >= vocab_size: the logits held NaN, or every token is banned): FinishError,
+       not counted;
     2. an end-of-sequence or stop token, unless ignore_eos;
     3. a stop string is in the text so far; of several the one that begins first;
     4. a stop regex matches in the text so far; likewise;
@@ -65,8 +67,7 @@ def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab
     for position in range(start, len(req.output_ids)):
         token_id, count = req.output_ids[position], position + 1
         if not 0 <= token_id < vocab_size:
-            message = f"the model gave no valid token at output position {position} (its logits held NaN)"
-            _finish(req, FinishError(message), position)
+            _finish(req, _no_token(req, position, vocab_size), position)
             return
         reason: FinishReason | None = None
         if not params.ignore_eos and (token_id in req.eos_token_ids or token_id in params.stop_token_ids):
@@ -84,6 +85,14 @@ def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab
 def _finish(req: Req, reason: FinishReason, finished_len: int) -> None:
     req.finished_reason = reason
     req.finished_len = finished_len
+
+
+def _no_token(req: Req, position: int, vocab_size: int) -> FinishError:
+    where = f"no token at output position {position}"
+    if bans_every_token(req, position, vocab_size):
+        message = f"{where}: every token is banned by logit_bias, min_new_tokens or the grammar"
+        return FinishError(message, status=400)
+    return FinishError(f"{where}: the model's logits held NaN")
 
 
 def _match_stop_text(req: Req, count: int, decode_text: DecodeText) -> FinishReason | None:

@@ -72,6 +72,9 @@ class ForwardBatch:
     input_logprob_rows: torch.Tensor | None = None  # [n] int64
     input_logprob_ids: torch.Tensor | None = None  # [n] int64
     num_top_input_logprobs: int = 0
+    # The first so many columns of the logits are tokens; prompt log-probabilities are normalised over these,
+    # as those of the output are. None: all columns.
+    num_token_ids: int | None = None
     # [bs] int64: of each request's tokens only so many first ones are tokens, the rest is padding. None: all.
     num_kept: torch.Tensor | None = None
 

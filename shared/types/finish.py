@@ -57,7 +57,7 @@ class FinishAbort(FinishReason):
 
 @dataclass(frozen=True)
 class FinishError(FinishReason):
-    """The model produced something that is no token for this request (its logits were NaN)."""
+    """No token could be sampled: the logits held NaN, or the request bans every token (status 400)."""
 
     message: str
     status: int = 500

@@ -39,7 +39,7 @@ class LogitsOutput(NamedTuple):
 class SampleOutput(NamedTuple):
     """What the sampler returns for a batch of bs rows."""
 
-    next_token_ids: torch.Tensor  # [bs] int64; -1 in a row whose logits held a NaN or no token at all
+    next_token_ids: torch.Tensor  # [bs] int64; -1: the row held a NaN, or every token is banned
     logprobs: LogprobsOutput | None = None  # [bs] rows, when any request of the batch asks for them
 
 

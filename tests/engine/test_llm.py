@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from shared.engine.llm import LLM
 from shared.loading.model_path import ASSETS
-from shared.types import FinishAbort, FinishLength, FinishString, FinishToken, SamplingParams
+from shared.types import FinishAbort, FinishError, FinishLength, FinishString, FinishToken, SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)
 QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -192,6 +192,23 @@ class TestSampling:
         with pytest.raises(ValueError, match="temperature"):
             SamplingParams(temperature=math.inf)
 
+    def test_padding_ids_in_a_prompt_disturb_no_request(self, llm: LLM) -> None:
+        num_ids, vocab_size = llm.tokenizer.vocab_size, llm.model_config.vocab_size
+        params = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True, repetition_penalty=1.3)
+        prompts = [[5, num_ids, 7], [5, vocab_size - 1, 7], [5, 6, 7]]
+        together = llm.generate(prompts, params, progress=False)
+        alone = [llm.generate(prompt, params, progress=False) for prompt in prompts]
+        assert [o.output_ids for o in together] == [o.output_ids for o in alone]
+        assert all(isinstance(o.finish_reason, FinishLength) for o in together)
+
+    def test_a_request_that_bans_every_token_says_so(self, llm: LLM) -> None:
+        bias = dict.fromkeys(range(llm.tokenizer.vocab_size), -math.inf)
+        params = SamplingParams(max_new_tokens=4, temperature=0.0, logit_bias=bias)
+        output = llm.generate("a", params, progress=False)
+        assert isinstance(output.finish_reason, FinishError)
+        assert "every token is banned" in output.finish_reason.message
+        assert "NaN" not in output.finish_reason.message
+
 
 class TestStop:
     """CASES G31."""
@@ -293,6 +310,22 @@ class TestLogprobs:
         assert other.output_logprobs == []
         streamed = [e for p in llm.stream(prompt, params) for e in p.output_logprobs]
         assert [e.token_id for e in streamed] == output.output_ids
+
+    def test_of_the_prompt_and_of_the_output_are_normalised_alike(self, llm: LLM) -> None:
+        """Over the ids that have a token: those of padding rows of the head have no probability."""
+        num_ids = llm.tokenizer.vocab_size
+        params = SamplingParams(
+            max_new_tokens=1,
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=num_ids,
+            temperature=1.0,
+            ignore_eos=True,
+        )
+        output = llm.generate("one two three", params, progress=False)
+        for entry in (*output.input_logprobs[1:], *output.output_logprobs):
+            assert {token_id for token_id, _ in entry.top} == set(range(num_ids))
+            assert sum(math.exp(logprob) for _, logprob in entry.top) == pytest.approx(1.0, abs=1e-4)
 
     def test_of_the_prompt_only(self, llm: LLM) -> None:
         params = SamplingParams(max_new_tokens=0, return_logprob=True, logprob_start_len=0)

@@ -115,6 +115,15 @@ def test_penalties_count_the_requests_own_tokens() -> None:
     assert info.repetition_penalties.tolist() == [1.0, 1.0, 1.5]
 
 
+def test_padding_ids_of_a_prompt_are_not_penalised() -> None:
+    """The head has more rows than there are tokens. An id of such a row has no column: it counts nowhere, in
+    particular not in the columns of the next request."""
+    reqs = [make_req([8, 9, 2], [9], repetition_penalty=1.5) for _ in range(2)]
+    info = make_info(reqs, 8)
+    assert info.prompt_mask.nonzero().tolist() == [[0, 2], [1, 2]]
+    assert info.output_counts.sum() == 0
+
+
 def test_penalties_survive_a_retraction() -> None:
     req = make_req([0, 1], [2, 2, 3], frequency_penalty=0.5, repetition_penalty=1.5)
     before = make_info([req], 5)

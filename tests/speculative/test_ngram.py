@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from reference.speculative.ngram import NgramTrie, TrieNode, continue_tokens
-from shared.types import DraftShape
+from types import SimpleNamespace
+
+import torch
+
+from reference.speculative.ngram import NgramDrafter, NgramTrie, TrieNode, continue_tokens
+from shared import registry
+from shared.config import EngineConfig
+from shared.types import DraftBatch, DraftShape, Req, SamplingParams
 
 CHAIN = DraftShape(5, 1, 6)
 
@@ -52,6 +58,24 @@ def test_the_frequent_goes_before_the_rare_and_widths_and_depths_hold() -> None:
     assert ids[1] == 6
     assert [ids[n] for n in range(1, len(ids)) if parents[n] == 0] == [6, 5]
     assert all(parents[parent] == 0 for parent in parents)  # no node is deeper than 2
+
+
+def test_padding_ids_of_a_prompt_are_never_drafted() -> None:
+    """The head has more rows than there are tokens, and a prompt may hold the ids of such rows."""
+    config = EngineConfig(model="tiny-dense", speculative="ngram", device="cpu")
+    tree_ops = registry.load("draft_tree", "reference")
+    parts = SimpleNamespace(device=torch.device("cpu"), num_token_ids=100, component=lambda name: tree_ops)
+    drafter = NgramDrafter(config, parts)
+    params = SamplingParams(max_new_tokens=5)
+    req = Req("r", [1, 2, 100, 150, 3, 1, 2, 100, 150, 3, 1, 2], params, 0, frozenset())
+    slots = torch.zeros(1, 5, dtype=torch.int64)
+    batch = DraftBatch([req], torch.tensor([2]), torch.tensor([0]), torch.tensor([11]), (11,), slots)
+    tree = drafter.draft(batch, DraftShape(3, 2, 6))
+    assert int(tree.token_ids.max()) < 100
+    assert int(tree.num_nodes) == 1  # 2 was followed by a padding id only
+    req.origin_input_ids += [7, 1, 2]
+    tree = drafter.draft(batch, DraftShape(3, 2, 6))
+    assert 7 in tree.token_ids.tolist()[0]
 
 
 def test_nothing_seen_is_nothing_drafted() -> None:

@@ -250,6 +250,14 @@ class InputLogprobsOfTheLastRows(ModelRunner):
 
 
 @mutant_of("model_runner")
+class InputLogprobsOverPaddingRows(ModelRunner):
+    """Prompt log-probabilities are normalised over padding rows of the head too."""
+
+    def forward(self, forward_batch):
+        return super().forward(replace(forward_batch, num_token_ids=None))
+
+
+@mutant_of("model_runner")
 class RawLogitsForLogprobs(ModelRunner):
     """Logits are not normalised."""
 

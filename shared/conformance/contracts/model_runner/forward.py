@@ -126,13 +126,15 @@ def rows_belong_to_requests(impl: type[ModelRunner], case: Steps) -> None:
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Prompts of these lengths; of each the log-probabilities of its tokens from `start` on."""
+    """Prompts of these lengths; of each the log-probabilities of its tokens from `start` on. The head has 331
+    rows, the first `num_token_ids` of them have a token."""
 
     name: str
     lens: tuple[int, ...]
     start: int
     num_top: int
     seed: int = 0
+    num_token_ids: int = 331
 
     def __post_init__(self) -> None:
         if not self.lens or 0 in self.lens or not any(n > self.start + 1 for n in self.lens):
@@ -140,18 +142,19 @@ class PromptLogprobs:
 
 
 @contract(
-    "Prompt log-probabilities are log softmax of the raw logits: row r says how likely its id was to follow "
-    "row r's token. The best come first, as many as asked for.",
+    "Prompt log-probabilities are log softmax of the raw logits of the ids that have a token: row r says how "
+    "likely its id was to follow row r's token. The best come first, as many as asked for.",
     (
         PromptLogprobs("one prompt", (40,), 0, 3),
         PromptLogprobs("no alternatives", (40, 9), 0, 0),
+        PromptLogprobs("a head with padding rows", (40, 9), 0, 3, num_token_ids=100),
         PromptLogprobs("some rows of some requests", (30, 2, 50, 1), 7, 1),
         PromptLogprobs("more rows than a large vocabulary would allow at once", (250, 3, 250, 129, 80), 0, 5),
     ),
 )
 def input_logprobs(impl: type[ModelRunner], case: PromptLogprobs) -> None:
     inputs = Inputs(case.seed)
-    new_ids = {i: inputs.integers(331, n).tolist() for i, n in enumerate(case.lens)}
+    new_ids = {i: inputs.integers(case.num_token_ids, n).tolist() for i, n in enumerate(case.lens)}
     rows, ids, start = [], [], 0
     for i, n in enumerate(case.lens):
         rows += range(start + case.start, start + n - 1)
@@ -164,6 +167,7 @@ def input_logprobs(impl: type[ModelRunner], case: PromptLogprobs) -> None:
         input_logprob_rows=torch.tensor(rows),
         input_logprob_ids=torch.tensor(ids),
         num_top_input_logprobs=case.num_top,
+        num_token_ids=case.num_token_ids,
     )
     found = session.run(batch)
     exact = ModelSession(model.double(), len(case.lens))
@@ -171,7 +175,7 @@ def input_logprobs(impl: type[ModelRunner], case: PromptLogprobs) -> None:
     last = torch.tensor(case.lens).cumsum(0) - 1
     expect_close("next_token_logits", found.next_token_logits, logits[last], LOGITS)
 
-    logprobs = logits[rows].log_softmax(dim=-1)
+    logprobs = logits[rows, : case.num_token_ids].log_softmax(dim=-1)
     assert found.input_logprobs is not None
     token_logprobs, top_logprobs, top_ids = found.input_logprobs
     expect_close("token_logprobs", token_logprobs, logprobs[range(len(ids)), ids], LOGITS)
