@@ -7,8 +7,8 @@ some dozens kernels of their own where these are faster, else cuBLAS, told which
 another than its own choice was measured to be faster. Assumes that Triton runs here, on a GPU or in its
 interpreter; refuses float64.
 
-A fused form is taken only where every layer in it is this file's own: a norm or a rotation of somebody else's
-is called as what it is.
+A fused form is taken only where every layer in it is this file's own: a user-provided norm or
+rotation is called by itself.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def add_and_norm(
         and x.dim() > residual.dim()
         and type(norm).add_and_norm is not RMSNorm.add_and_norm
     ):
-        x, residual = layer_output(x, residual), None  # somebody else's takes no parts
+        x, residual = layer_output(x, residual), None  # a user-provided norm takes no partial sums
     return (norm(x), x) if residual is None else norm.add_and_norm(x, residual)
 
 

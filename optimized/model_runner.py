@@ -5,12 +5,12 @@ captured in a graph, and the sampler in one more for each kind of sampling. A st
 batch into fixed buffers, a `replan` of attention and two launches, however many kernels the model has.
 Trees (verify_graph.py) are those of the shapes that may be drafted; hidden states for a draft model are left
 in a buffer of the runner's.
-Without graphs (a flag, a CPU, somebody watching) the same padded batch goes through the same plan and
+Without graphs (a flag, a CPU, recording hooks) the same padded batch goes through the same plan and
 kernels, so the result is the same bit for bit. Assumes that attention can be captured; else it says so once
 and launches kernel by kernel. Loses where padding is large against the batch, as in a list of few sizes.
-Steps of prompts are replayed in pieces, or whole where others decode (extend_graph.py). Everything else -
+Prefill steps are replayed in pieces, mixed steps whole (extend_graph.py). Everything else -
 batches beyond the largest size, sampling with penalties, masks or log-probabilities - runs eagerly; prompts
-then leave the last layer, behind attention, to their last tokens alone, unless somebody watches.
+then compute the last layer after attention for their last tokens only, unless hooks record it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ModelRunner(interface.ModelRunner):
         self._hidden: torch.Tensor | None = None  # where replays leave hidden states
         self._captured_hidden: tuple[int, ...] | None = None
         self._captured_for: tuple[Sampler, int] | None = None
-        self._last: CapturedCall | None = None  # whose logits are lent out
+        self._last: CapturedCall | None = None  # owner of the borrowed logits
         self._check_lent = False
 
     @torch.inference_mode()
@@ -102,7 +102,7 @@ class ModelRunner(interface.ModelRunner):
     def _launch(
         self, forward_batch: ForwardBatch, rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Kernel by kernel: hidden states, of `rows` or of all tokens, and those that somebody wants."""
+        """Kernel by kernel: hidden states of `rows` or of all tokens, and the captured ones if requested."""
         plan = self.attention.plan(forward_batch)
         attention = BatchAttention(self.attention, plan, self.kv_pool, forward_batch.out_cache_loc, rows)
         return run_model(self.model, forward_batch, attention, self.capture_hidden)
@@ -190,7 +190,7 @@ class ModelRunner(interface.ModelRunner):
     ) -> LogitsOutput:
         """The output of a batch; the rows of padding are cut off."""
         assert not (self._check_lent and self._last is not None and self._last.is_lent), (
-            "somebody holds the logits of an earlier step, which the next one overwrites: copy them"
+            "the logits of an earlier step are still referenced, and the next step overwrites them: copy them"
         )
         num_tokens, size = forward_batch.num_tokens, step.batch.batch_size
         step.buffers.load(forward_batch, size, info)
@@ -213,7 +213,7 @@ class ModelRunner(interface.ModelRunner):
         )
 
     def _run(self, batch: ForwardBatch, plan: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits of every token, and the hidden states that somebody wants."""
+        """Logits of every token, and hidden states if requested."""
         attention = BatchAttention(self.attention, plan, self.kv_pool, batch.out_cache_loc)
         hidden_states, captured = run_model(self.model, batch, attention, self.capture_hidden)
         return self.model.compute_logits(hidden_states), captured

@@ -62,7 +62,7 @@ class FusedExperts(interface.FusedExperts):
         y = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         for expert_id in topk.topk_ids.unique().tolist():
             if expert_id < 0:
-                continue  # padding: nobody's tokens
+                continue  # padding tokens
             token_rows, slots = (topk.topk_ids == expert_id).nonzero(as_tuple=True)
             hidden = self.act_fn(x[token_rows] @ self.w13[expert_id].T) @ self.w2[expert_id].T
             y.index_add_(0, token_rows, hidden.to(y.dtype) * topk.topk_weights[token_rows, slots, None])

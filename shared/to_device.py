@@ -1,4 +1,4 @@
-"""Numbers from the host to the device, without waiting for it.
+"""Copies from the CPU to the device, without synchronization.
 
 A copy to a GPU starts from page-locked memory. The allocator of that memory keeps it until the copy is done.
 """

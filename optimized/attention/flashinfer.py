@@ -1,9 +1,9 @@
 """Attention by FlashInfer's kernels over the paged pool: FlashAttention 2, on any NVIDIA GPU from Ampere on.
 
-Differs from reference: a step is planned on the host, from the batch's lengths alone. FlashInfer cuts the
+Differs from reference: a step is planned on the CPU, from the batch's lengths alone. FlashInfer cuts the
 work into pieces that fill the GPU, once for each kind of layer (window, soft-cap, scale), when the first such
 layer runs. Page tables are written on the device. Assumes a CUDA GPU, float16 or bfloat16, and a compiler
-(nvcc) the first time that a kind is met. Loses where planning on the host shows: small models, few requests.
+(nvcc) the first time that a kind is met. Loses where planning on the CPU shows: small models, few requests.
 
 K and V are read from the pool also where `run` is given them. FlashInfer's kernels for that (ragged) are a
 tenth faster, but fused layers hand over no K and V, and those of FlashAttention 3 let a NaN of one request

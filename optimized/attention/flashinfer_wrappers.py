@@ -122,7 +122,7 @@ class PackedMask:
 class PlannedWrapper:
     """One wrapper, planned again for each batch.
 
-    A plan is written to page-locked memory and copied from there to the device in stream order. So the host
+    A plan is written to page-locked memory and copied from there to the device in stream order. So the CPU
     may run ahead by one plan of the same wrapper; before it writes the next one, it waits for that copy.
     """
 

@@ -1,4 +1,4 @@
-"""Which pages a step's requests read: written on the device, and counted once more on the host, where plans
+"""Which pages a step's requests read: written on the device, and counted once more on the CPU, where plans
 are made, so that nothing waits for the device."""
 
 from __future__ import annotations

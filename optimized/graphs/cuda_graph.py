@@ -43,7 +43,7 @@ class CudaGraphs:
         self, function: Callable[[Cut], list[torch.Tensor]]
     ) -> tuple[Replay, list[torch.Tensor]]:
         """The same for a function that calls `cut` where something is to be launched between two graphs.
-        Replays the last one; its outputs, too, are lent."""
+        Replays the last one; its outputs are borrowed buffers too."""
         self._rehearse(lambda: function(lambda tensors: (_nothing, tensors)))
         with self._capturing() as recording:
             outputs = function(recording.cut)
@@ -81,19 +81,19 @@ class Recording:
 
     # --8<-- [start:cut-a-graph]
     def cut(self, tensors: list[torch.Tensor]) -> tuple[Replay, list[torch.Tensor]]:
-        """Ends the graph and begins another. Gives the first one's replay, and its `tensors` as they are
-        lent after it: later pieces and other graphs write there."""
+        """Ends the graph and begins another. Returns the first one's replay and its `tensors` as borrowed
+        buffers: later pieces and other graphs write there."""
         self.graph.capture_end()
-        replay, lent = self.graph.replay, [Memory.of(tensor).as_tensor() for tensor in tensors]
+        replay, borrowed = self.graph.replay, [Memory.of(tensor).as_tensor() for tensor in tensors]
         self.begin()
-        return replay, lent
+        return replay, borrowed
 
     # --8<-- [end:cut-a-graph]
 
 
 class CapturedCall:
     """Calling it replays the graph. `output` keeps its memory from the graphs captured later; after
-    `give_up_output` they may use it too, and what a call returns is lent until the next replay of any."""
+    `give_up_output` they may use it too, and the result of a call is valid until the next replay of any."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: torch.Tensor) -> None:
         self.graph = graph
@@ -110,7 +110,7 @@ class CapturedCall:
 
     @property
     def is_lent(self) -> bool:
-        """Somebody still has what the last call returned, or a view of it. Known only when tracked."""
+        """The result of the last call, or a view of it, is still referenced. Known only when tracked."""
         return self._borrower() is not None
 
     def give_up_output(self, track: bool) -> None:
@@ -143,7 +143,7 @@ def try_to_capture(
     except RuntimeError as error:
         if "synchroniz" not in str(error):
             raise
-        warn_of_launches(doing, f"{what} makes the host wait for the GPU")
+        warn_of_launches(doing, f"{what} makes the CPU wait for the GPU")
         return None
 
 
@@ -153,8 +153,8 @@ def warn_of_launches(doing: str, reason: str) -> None:
 
 @contextlib.contextmanager
 def _refusing_to_wait() -> Iterator[None]:
-    """Whatever makes the host wait for the device raises: it could not be captured, and would spoil the
-    capture with an error that does not say so."""
+    """Operations that make the CPU wait for the device raise: they cannot be captured, and the error of a
+    failed capture does not name them."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that not everything is found: capturing finds the rest

@@ -35,8 +35,8 @@ class DraftCalls:
 
 
 class DraftGraphs:
-    """Nothing is captured until `capture_all`; then, what does not fit any graph is told from what does by
-    None and False. For one shape: where it adapts, each of the possible ones has its own."""
+    """Nothing is captured until `capture_all`; afterwards None and False mark batches that fit no graph. For
+    one draft shape: with adaptive shapes, each has its own."""
 
     def __init__(
         self,

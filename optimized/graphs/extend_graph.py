@@ -1,15 +1,14 @@
-"""Steps of prompts in pieces: what lies between two attentions is replayed from a CUDA graph.
+"""Prefill steps in pieces: the layers between two attention calls are replayed from a CUDA graph.
 
-Differs from reference: launching a layer's ten kernels takes the host longer than they take the GPU, unless
-tokens are many. So a step is padded to one of a list of numbers of tokens, and for each of them the model is
-captured as one graph up to the first attention, one from there to the next, and so on to the end. Attention
-itself is planned and launched for the batch as it is, without its padding, and writes to where the next graph
-reads: so any backend will do, and lengths may be what they are. Nothing in a model knows of this: the backend
-that it is handed ends one graph and begins the next. Without graphs (a flag, a CPU, somebody watching) the
-same padded tokens go through the same kernels, so the result is the same bit for bit. Assumes that a row's
-result does not depend on other rows. Loses where the GPU takes longer than the host in any case, for it
-computes the padding too: steps of more tokens than the largest size run as they are. Steps in which others
-decode beside the prompts are replayed whole where attention can be captured for them (mixed_graph.py).
+Differs from reference: for few tokens, launching the ten kernels of a layer takes the CPU longer than running
+them takes the GPU. So a step is padded to one of a list of sizes. For each size the model is captured as one
+graph up to the first attention, one from there to the next, and so on to the end. Attention is planned and
+launched for the batch without its padding and writes to where the next graph reads, so any backend and any
+lengths work. The model is unchanged: the attention backend that it gets ends one graph and begins the next.
+Without graphs (a flag, a CPU, recording hooks) the same padded tokens go through the same kernels, so results
+are bit-identical. Assumes that a row's result does not depend on other rows. Loses where the GPU takes longer
+than the CPU, because it computes the padding too: steps above the largest size run without graphs. Mixed
+steps are replayed whole where attention can be captured for them (mixed_graph.py).
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Pieces:
 
     up_to_attention: list[Piece]  # none: attention is in the graph
     replay_rest: Callable[[], None]
-    outputs: list[torch.Tensor]  # lent until any other graph is replayed
+    outputs: list[torch.Tensor]  # borrowed buffers: valid until any other graph is replayed
 
     # --8<-- [start:replay-pieces]
     def __call__(self, attention: AttentionBackend, plan: Any) -> list[torch.Tensor]:
@@ -155,8 +154,8 @@ class CutHere(AttentionBackend):
 
 
 class ExtendSteps:
-    """Runs steps of prompts, padded to one of `sizes` tokens, over buffers of its own. A token of padding
-    stands at position 0 and writes to the dummy page."""
+    """Runs prefill steps, padded to one of `sizes` tokens, over its own buffers. A padding token has position
+    0 and writes to the dummy page."""
 
     def __init__(
         self,
@@ -195,7 +194,7 @@ class ExtendSteps:
     def run(
         self, batch: ForwardBatch, layers: tuple[int, ...] | None, replay: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What `run_model` gives, lent until the next step of any kind. `replay`: if it can."""
+        """The output of `run_model`, valid until the next step of any kind. `replay`: if possible."""
         n = batch.num_tokens
         size = self.sizes[bisect_left(self.sizes, n)]
         self._load(batch, size)
@@ -235,7 +234,7 @@ class ExtendSteps:
             except RuntimeError as error:
                 if "synchroniz" not in str(error):
                     raise
-                warn_of_launches("prefill", "the model makes the host wait for the GPU")
+                warn_of_launches("prefill", "the model makes the CPU wait for the GPU")
                 return
 
     def _capture(self, graphs: CudaGraphs, size: int) -> Pieces:
@@ -260,14 +259,14 @@ class ExtendSteps:
     def _run_model(
         self, size: int, attention: AttentionBackend, plan: Any, layers: tuple[int, ...] | None
     ) -> list[torch.Tensor]:
-        """Hidden states, and those that somebody wants."""
+        """Hidden states, and the captured ones if requested."""
         batch = self._batch_of(size)
         handle = BatchAttention(attention, plan, self.kv_pool, batch.out_cache_loc)
         hidden_states, captured = run_model(self.model, batch, handle, layers)
         return [hidden_states] if captured is None else [hidden_states, captured]
 
     def _batch_of(self, size: int) -> ForwardBatch:
-        """The buffers' first tokens, as if they were one request's: nobody but the model looks at it."""
+        """The buffers' first tokens as a batch of one request, for the model only."""
         if size not in self._batches:
             input_ids, positions, out_cache_loc = self._inputs[:, :size]
             zero = torch.zeros(1, dtype=torch.int64, device=self._inputs.device)

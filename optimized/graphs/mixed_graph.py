@@ -1,11 +1,11 @@
-"""Steps of prompts beside requests that decode: the whole model as one graph, attention included.
+"""Mixed steps: prompts beside decoding requests, the whole model as one graph, attention included.
 
-Differs from reference: who has which rows of such a step is told by buffers (`MixedRows`), so one graph of so
-many tokens serves any of them. Two kernels in each layer extend the prompts and decode the others, each into
-its rows of one output; what is nobody's is skipped on the device. In pieces (extend_graph.py) the GPU waits
-twice in each layer, for attention and for the next graph, and the host launches both. Assumes that attention
-takes ragged batches, and that prompts are few and not very long: theirs is the kernel that can be captured,
-and FlashAttention 3 is faster where there is much to attend to. Other steps go in pieces.
+Differs from reference: buffers (`MixedRows`) hold the request of each row, so one graph of N tokens serves
+every mixed step of up to N. Two kernels in each layer extend the prompts and decode the other requests, each
+into its rows of one output; padding rows are skipped on the device. In pieces (extend_graph.py) the GPU waits
+twice in each layer, for attention and for the next graph, and the CPU launches both. Assumes that attention
+accepts ragged batches, and that prompts are few and not very long: only Triton's prefill kernel can be
+captured, and FlashAttention 3 is faster for long ones. Other steps run in pieces.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class MixedAttention(AttentionBackend):
 
 
 class MixedRows:
-    """Buffers that say whose the rows of a step are: where each prompt begins and how long it is, and for
-    every row the request that decodes there. Without a length: nobody."""
+    """Buffers with the owner of each row of a step: start and length of each prompt, and for every row the
+    request that decodes there. Length 0: a padding row."""
 
     def __init__(self, attention: AttentionBackend, heads: torch.Tensor) -> None:
         self.attention = attention

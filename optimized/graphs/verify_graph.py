@@ -66,7 +66,7 @@ class VerifyBuffers:
             self.bools.load([info.is_greedy], num_nodes)
         self.node_ints.load(node_ints, num_nodes)
         self.ints.load([fb.req_pool_indices, fb.seq_lens], size)
-        if self.tree_mask is not None:  # padding keeps whatever it had: it is nobody's
+        if self.tree_mask is not None:  # padding rows keep their old mask: they are not read
             assert fb.tree_mask is not None
             self.tree_mask[: fb.batch_size].copy_(fb.tree_mask)
 

@@ -101,7 +101,7 @@ class Library:
         return Product(self, description, algorithm, checked.workspace_size, max(1, *wanted))
 
     def describe(self, problem: Problem) -> Description:
-        """The library forgets it when nobody has it any more."""
+        """Destroyed in the library when it is no longer referenced."""
         num_tokens, out, size, dtype, out_dtype = problem
         product, op = c_void_p(), c_int(TRANSPOSED)
         self.call("cublasLtMatmulDescCreate", byref(product), COMPUTE_32F, CUDA_TYPES[torch.float32])

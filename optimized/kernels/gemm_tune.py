@@ -93,7 +93,7 @@ class Layers:
         product(self.x, self.weights[i % len(self.weights)], self.y, self.add)
 
     def rough_times(self, configs: list[Config], batch: int = 64) -> Times:
-        """Microseconds, by events around calls that wait on the device: the host is not in between."""
+        """Microseconds, by events around calls that wait on the device: without the CPU in between."""
         times: Times = {}
         num_calls = 3 if self.problem.num_tokens <= cublas_linear.MAX_EXACT_TOKENS else 1
         for start in range(0, len(configs), batch):

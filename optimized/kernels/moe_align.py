@@ -1,7 +1,7 @@
 """Puts the (token, choice) pairs in order of their experts, in blocks of one expert each.
 
 Floor: num_pairs ids in, num_pairs and a few numbers out: 4096 tokens of 8 experts are 131 KB each way. So the
-floor is a launch, or two; nothing waits for a count to reach the host.
+bound is a launch, or two; nothing waits for a count to reach the CPU.
 
 Shape: no atomics, so that the same ids give the same blocks, always. A program puts one expert's pairs, of
 one chunk of all pairs, in their places, in order. For that it needs to know how many pairs every expert has
@@ -60,7 +60,7 @@ def _place_kernel(
         tl.extra.cuda.gdc_wait()
     ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
     if BLOCK_C == 1:
-        counts = tl.histogram(tl.where(ids < 0, EXPERTS, ids), BLOCK_E)  # those of nobody in a bin too many
+        counts = tl.histogram(tl.where(ids < 0, EXPERTS, ids), BLOCK_E)  # padding in one extra bin
         num_before = 0
     else:
         mask = (chunks < tl.num_programs(1)) & (experts < EXPERTS)[None, :]
@@ -89,7 +89,7 @@ def _place_kernel(
 
 
 def align(topk_ids: torch.Tensor, num_experts: int, block_size: int) -> Blocks:
-    """topk_ids int32 [num_tokens, k], -1 for nobody."""
+    """topk_ids int32 [num_tokens, k], -1 for padding."""
     num_pairs = topk_ids.numel()
     assert num_pairs > 0
     assert topk_ids.is_contiguous()

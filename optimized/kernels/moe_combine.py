@@ -29,7 +29,7 @@ def _combine_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # What belongs to nobody was never written.
+    # Padding pairs were never written.
     has_expert = tl.load(ids_ptr + token * TOP_K + choices, mask=choices < TOP_K, other=-1) >= 0
     rows = out_ptr + (token * TOP_K + choices) * HIDDEN
     results = tl.load(rows + offs, mask=has_expert & (offs < HIDDEN), other=0.0).to(tl.float32)

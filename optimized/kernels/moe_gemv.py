@@ -121,7 +121,7 @@ def _down_kernel(
     first_rows = tl.program_id(0) * (WARPS * GROUPS) + tl.arange(0, WARPS) * GROUPS
     tile_rows = first_rows[None, :, None, None]
     offsets = tile_rows.to(tl.int64) * INTER + columns
-    # Of a choice of nobody nothing is read.
+    # For a padding choice nothing is read.
     ids, tiles, choice_weights = (), (), ()
     for j in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + token * TOP_K + j)

@@ -2,7 +2,7 @@
 
 A program takes some columns of one layer's K and V, and all of the slots: it reads the sources of its
 columns, waits for all of its threads, and writes the targets. No other program touches these columns, so
-nothing is written that somebody has still to read. Hence a limit on the slots: a tile holds them all in
+nothing is written that is still to be read. Hence a limit on the slots: a tile holds them all in
 registers.
 
 Floor: reading and writing 2 * slots * bytes of a token over the memory's bandwidth. For the few slots that

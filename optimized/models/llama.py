@@ -5,7 +5,7 @@ the heads of q and k and stores k and v; a product that ends a block adds its re
 So a layer's input is the stream itself, whole, except where adding is left to the next norm: behind an MoE,
 and behind products of some dozens of tokens that are faster in parts. A layer is five kernels and attention
 for a few tokens, seven for dozens in a small model, eight for many. The last one goes on behind attention
-with the tokens alone whose hidden states are wanted: of a prompt nobody reads the others.
+with the tokens alone whose hidden states are read: of a prompt, the last ones.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class LlamaModel(nn.Module):
 def _capture(
     captured: dict[int, torch.Tensor] | None, layer_id: int, x: torch.Tensor, residual: torch.Tensor | None
 ) -> None:
-    """A copy of what goes into a layer, if somebody wants it: the layer may overwrite it."""
+    """A copy of a layer's input, if requested: the layer may overwrite the original."""
     if captured is not None and layer_id in captured:
         captured[layer_id] = x.clone() if residual is None else layer_output(x, residual)
 

@@ -131,7 +131,7 @@ class LlamaModel(nn.Module):
 def _capture(
     captured: dict[int, torch.Tensor] | None, layer_id: int, x: torch.Tensor, residual: torch.Tensor | None
 ) -> None:
-    """A copy of what goes into a layer, if somebody wants it: the layer may overwrite it."""
+    """A copy of a layer's input, if requested: the layer may overwrite the original."""
     if captured is not None and layer_id in captured:
         captured[layer_id] = x.clone() if residual is None else x + residual
 

@@ -101,11 +101,10 @@ class AttentionBackend(ABC):
     def plan_ragged(self, forward_batch: ForwardBatch) -> Any:
         """A plan for capturing, as `plan_for_graph` gives one, of an EXTEND or DECODE batch that need not be
         of the same shape again: before each replay its buffers hold any batch of that mode, of no more
-        requests and tokens. All lengths are told from the tensors, so there is nothing to `replan`.
+        requests and tokens. All lengths are read from the tensors, so there is nothing to `replan`.
 
-        A request without new tokens is nobody's, and so is one of seq_len 0 that decodes: nothing of it is
-        read, and what it holds otherwise means nothing. Those who decode are neighbours. `run` needs `out`,
-        of which rows of nobody stay as they are."""
+        An entry without new tokens, or a decoding one of seq_len 0, is no request: it is not read further.
+        Decoding requests are neighbours. `run` needs `out`, whose padding rows it does not write."""
         raise ValueError(f"{type(self).__name__} does not run ragged batches in CUDA graphs")
 
 

@@ -66,9 +66,9 @@ class DraftModel(nn.Module, ABC):
     ) -> DraftOutput:
         """input_ids [n] int64, of the target's vocabulary; positions [n] int64, those of the tokens before
         them; hidden_states [n, config.target_hidden_size] of the target at `positions`, or
-        [n, config.model.hidden_size] from an earlier `DraftOutput`: the two are told apart by their width,
-        and mean the same where it is equal. Row j of a prompt thus holds token j + 1 and the target's hidden
-        state j, at position j. Writes every layer's K and V to attention.out_cache_loc."""
+        [n, config.model.hidden_size] from an earlier `DraftOutput`: they are distinguished by their
+        width, and mean the same if it is equal. Row j of a prompt thus holds token j + 1 and the target's
+        hidden state j, at position j. Writes every layer's K and V to attention.out_cache_loc."""
 
     @abstractmethod
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from shared.config import MoEConfig
 
 class TopKOutput(NamedTuple):
     topk_weights: torch.Tensor  # [num_tokens, k] float32
-    topk_ids: torch.Tensor  # [num_tokens, k] int32; -1: nobody (padding)
+    topk_ids: torch.Tensor  # [num_tokens, k] int32; -1: padding
 
 
 class TopK(ABC):

@@ -24,7 +24,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None  # default: the engine's `model`
-    api_keys: tuple[str, ...] = ()  # none: everybody may ask, and admin routes answer loopback only
+    api_keys: tuple[str, ...] = ()  # empty: no key needed, and admin routes answer loopback only
     max_body_bytes: int = 32 * 2**20
     max_live_requests: int = 1024  # samples in the engine at one time; beyond: 429
     drain_seconds: float = 30.0  # after SIGTERM, for running requests to end

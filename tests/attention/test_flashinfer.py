@@ -90,7 +90,7 @@ def test_graphs_of_several_sizes_take_turns() -> None:
     replays = {size: Replay(batch, backend) for size, batch in batches.items()}
     steps = [(size, seq_lens) for _ in range(6) for size in replays for seq_lens in lengths(size)]
     random.shuffle(steps)
-    torch.cuda._sleep(200_000_000)  # the device is busy while the host plans all steps
+    torch.cuda._sleep(200_000_000)  # the device is busy while the CPU plans all steps
     outputs = [replays[size](seq_lens) for size, seq_lens in steps]
     for (size, seq_lens), output in zip(steps, outputs):
         forward_batch = with_lengths(batches[size], seq_lens)

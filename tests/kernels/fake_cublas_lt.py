@@ -58,7 +58,7 @@ class FakeCublasLt:
         return call
 
     def num_objects(self) -> int:
-        """That nobody has destroyed, the handle not counted."""
+        """Objects that were not destroyed, without the handle."""
         return sum(thing is not None for thing in self._objects) - 1
 
     def _new(self, pointer: Any, thing: Any) -> None:

@@ -223,7 +223,7 @@ def integers(*shape: int, most: int = 3) -> torch.Tensor:
 
 
 def expect_close_there(what: str, y: torch.Tensor, expected: torch.Tensor, rounding: Tolerance) -> None:
-    """expect_close without a way to the host: there are billions of numbers."""
+    """expect_close without copies to the CPU: there are billions of numbers."""
     error = (y - expected).abs()
     assert bool((error <= rounding.atol + rounding.rtol * expected.abs()).all()), f"{what}: {error.max()}"
     assert float(error.norm()) <= rounding.rms * float(expected.norm()), what

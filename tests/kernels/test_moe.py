@@ -51,19 +51,19 @@ def run_experts(
 def routing(kind: str, num_tokens: int, num_experts: int, k: int) -> TopKOutput:
     inputs = Inputs(1)
     ids = torch.stack([inputs.permutation(num_experts)[:k] for _ in range(num_tokens)]).to(torch.int32)
-    if kind == "skewed":  # everybody's first choice is one expert, and half of the experts have nobody
+    if kind == "skewed":  # the first choice of all tokens is one expert, and half of the experts have none
         ids = ids % (num_experts // 2)
         ids[:, 0] = num_experts - 1
         ids[:, 1:] = torch.arange(k - 1)
     if kind == "padded":
         ids[::3] = -1
         ids[1::3, 0] = -1
-    if kind == "nobody":
+    if kind == "all padded":
         ids.fill_(-1)
     return TopKOutput(inputs.uniform(num_tokens, k), ids)
 
 
-@pytest.mark.parametrize("kind", ["random", "skewed", "padded", "nobody"])
+@pytest.mark.parametrize("kind", ["random", "skewed", "padded", "all padded"])
 @pytest.mark.parametrize("name", list(PLANS))
 def test_every_plan_on_every_routing(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     num_tokens = 5 if name == "gemv" else 70

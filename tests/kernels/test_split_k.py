@@ -21,8 +21,8 @@ from tests.kernels.linear_cases import Case, Data, Mutant, close, expect_found, 
 
 
 def summed(columns: int) -> Tolerance:
-    """Of float32 sums that nobody rounds: tensor cores cut off, where others round, what does not fit a sum,
-    at each step of 16 columns. On average that is half a unit in the last place of it, always towards 0."""
+    """For unrounded float32 sums: tensor cores truncate at each step of 16 columns, where other code rounds.
+    On average that is half a unit in the last place of the sum, always towards 0."""
     steps, exact = columns / 16, close(torch.float32, "elementwise")
     reason = f"{steps:g} steps, each cut off; sums up to 4, of variance 1 at most"
     atol, rms = max(exact.atol, steps * 2.0**-22), max(exact.rms, steps * 2.0**-24)

@@ -54,7 +54,7 @@ class FakePieces:
 
     def __init__(self, function: Callable[[Cut], list[torch.Tensor]]) -> None:
         self.function = function
-        self.cuts: list[list[torch.Tensor]] = []  # what each one lent
+        self.cuts: list[list[torch.Tensor]] = []  # borrowed buffers of each
         self.outputs = [output.clone() for output in function(self._cut_at_capture)]
         self.thread: threading.Thread | None = None
         self.may_run, self.has_stopped = threading.Semaphore(0), threading.Semaphore(0)

@@ -1,4 +1,4 @@
-"""Steps of prompts in pieces of graphs: on a CPU with graphs played, on a GPU bit by bit."""
+"""Prefill steps in pieces of graphs: on a CPU with simulated graphs, on a GPU bit by bit."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_larger_models_are_captured_for_fewer_tokens() -> None:
     mixed = EngineConfig(chunked_prefill_size=4096, enable_mixed_chunk=True)
     assert captured_token_counts(mixed, shape("Qwen3-8B"))[-1] == MAX_MIXED_TOKENS
     assert captured_token_counts(mixed, shape("Qwen3-30B-A3B"))[-1] == largest["Qwen3-30B-A3B"]
-    # A whole step of the default size: launched eagerly it leaves the GPU waiting for the host.
+    # A whole step of the default size: launched eagerly it leaves the GPU waiting for the CPU.
     assert captured_token_counts(EngineConfig(), shape("Qwen3-0.6B"))[-1] == 8192
 
 
@@ -112,7 +112,7 @@ def test_what_is_replayed_and_what_is_not() -> None:
 
 
 def test_a_step_launched_as_it_is_asks_for_its_last_tokens() -> None:
-    """For all of them where somebody reads the others, too, or looks at every op."""
+    """For all tokens if the others are read too, or if hooks record every op."""
     session, seen = PreparedSession(FakeGraphsRunner, model_for(), CASES[1]), []
     session.model.register_forward_hook(lambda module, args, output: seen.append(output.shape[0]))
     ids = list(range(70))

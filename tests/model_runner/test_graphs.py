@@ -90,7 +90,7 @@ def test_every_batch_size(model: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", range(2))
 def test_sizes_in_any_order(backend: str, seed: int) -> None:
-    """Requests come and go, of every kind of sampling, and some are thrown out."""
+    """Requests with every kind of sampling come and go, and some are retracted."""
     dice = random.Random(seed)
     pair = Pair("tiny-dense", backend, page_size=dice.choice([1, 16]), enable_mixed_chunk=bool(seed))
     kinds: list[dict[str, Any]] = [
@@ -150,7 +150,7 @@ def test_logits_that_somebody_holds_are_not_overwritten() -> None:
         pass
     assert collector.finish_reason.kind == "error"
     assert "copy them" in collector.finish_reason.message
-    # Nobody holds them any more.
+    # They are no longer referenced.
     held.clear()
     runner.forward_and_sample = forward_and_sample
     llm.generate([1, 2, 3], SamplingParams(max_new_tokens=8, temperature=0.0), progress=False)

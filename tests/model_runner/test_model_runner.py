@@ -238,7 +238,7 @@ def test_hidden_states_come_out_of_graphs_too() -> None:
         found, expected = (s.run(s.forward_batch(new_ids)).hidden_states for s in (session, plain))
         assert torch.equal(found, expected), number
     assert session.runner.num_graph_replays == 4  # of 5 requests there is no graph
-    # Somebody wants others: they are not what was captured.
+    # Other layers are requested than those captured.
     session.runner.capture_hidden = plain.runner.capture_hidden = ()
     found, expected = (s.run(s.forward_batch({0: [1]})).hidden_states for s in (session, plain))
     assert torch.equal(found, expected)
@@ -250,7 +250,7 @@ def test_a_model_that_waits_for_the_gpu_is_said_and_works(monkeypatch: pytest.Mo
         raise RuntimeError("called a synchronizing CUDA operation")
 
     monkeypatch.setattr(FakeGraphs, "capture", refuse)
-    with pytest.warns(RuntimeWarning, match="the model makes the host wait"):
+    with pytest.warns(RuntimeWarning, match="the model makes the CPU wait"):
         session = PreparedSession(FakeGraphsRunner, model_for(), FEW)
     session.prefill(FEW)
     session.run(session.forward_batch({0: [1], 1: [2], 2: [3]}))

@@ -1,4 +1,4 @@
-"""Finds without a GPU what would make its host wait: ops whose result, or the size of it, the host needs."""
+"""Finds synchronization without a GPU: ops whose result, or its size, the CPU needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _RefusingMode(TorchDispatchMode):
         if name in WAITS or (name.startswith("index") and _has_mask(args)):
             raise Waited(f"{name}: a GPU would have to finish first")
         if name == "repeat_interleave" and (kwargs or {}).get("output_size") is None:
-            raise Waited("repeat_interleave without output_size: the host needs the sum")
+            raise Waited("repeat_interleave without output_size: the CPU needs the sum")
         return func(*args, **(kwargs or {}))
 
 

@@ -156,7 +156,7 @@ INHERITED = module_with(optimized.layers, RMSNorm=AddsItself)
 def test_what_products_leave_in_parts_is_added_by_the_next_norm(
     name: str, layers: Layers, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or before it, where it is somebody else's."""
+    """Or before it, if it is user-provided."""
     expected = logits(build(name, layers))
     monkeypatch.setattr(optimized.layers.small_batch_linear, "linear_partial_sums", in_parts)
     calls.clear()

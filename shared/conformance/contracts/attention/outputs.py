@@ -34,7 +34,7 @@ RARER = (
     AttentionCase("head_dim 80", ((13, 4), (2, 1)), head_dim=80, num_qo_heads=6),
 )
 MARGIN = 3
-"""Rows of somebody else's, before and after those for the output."""
+"""Rows of another tensor before and after those of the output."""
 
 
 def amid_others(batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:

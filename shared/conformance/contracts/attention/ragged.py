@@ -27,7 +27,7 @@ CASES = tuple(
     for case in in_types(kind, torch.float32, torch.bfloat16)
 )
 NOBODY = 6
-"""Rows of the step that are nobody's, and for prompts as many requests."""
+"""Padding rows of the step, and for prompts as many padding requests."""
 FRONT = 2
 """As many of these rows are the first."""
 
@@ -62,7 +62,7 @@ class Buffers:
         )
 
     def load(self, q: torch.Tensor, batch: ForwardBatch) -> slice:
-        """The rows that are somebody's from now on."""
+        """Fills the buffers; returns the live rows."""
         step, n = self.step, batch.batch_size
         rows = slice(FRONT, FRONT + len(q))
         first = FRONT if self.is_decode else 0
@@ -77,8 +77,8 @@ class Buffers:
 
 
 @contract(
-    "A ragged plan serves any batch that fits into its buffers, told by them alone; rows of nobody in out "
-    "stay as they are. Who gives no such plan says so.",
+    "A ragged plan serves any batch that fits into its buffers, from the buffers alone; padding rows of out "
+    "are not written. A backend without ragged plans raises.",
     CASES,
 )
 def ragged(impl: type[AttentionBackend], case: AttentionCase) -> None:
@@ -99,6 +99,6 @@ def ragged(impl: type[AttentionBackend], case: AttentionCase) -> None:
             close = tolerance("attention", case.dtype)
             expect_close(f"step {number}", output[rows], expected[wanted], close)
             others = torch.cat([output[:FRONT], output[rows.stop :]])
-            expect_equal(f"step {number}: rows of nobody", others, torch.full_like(others, 7.0))
+            expect_equal(f"step {number}: padding rows", others, torch.full_like(others, 7.0))
 
     or_refusal(case, steps)

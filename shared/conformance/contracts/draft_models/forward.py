@@ -179,7 +179,7 @@ def expect_same_drafts(impl: DraftModels, case: Head, reference: DraftModels) ->
         expect_form(name, tensor, like=expected[name], dtype=dtype)
         expect_close(name, tensor, expected[name], close)
     for i, (ours, theirs) in enumerate(zip(actual_session.kv_buffers(), expected_session.kv_buffers())):
-        # Where nobody has written, NaN is expected.
+        # Rows that were never written hold NaN.
         expect_close(f"KV buffer {i}", ours, theirs, close)
 
 

@@ -73,7 +73,7 @@ def leading_model(impl: DraftModels, case: Head) -> None:
     expect_loaded(draft, impl, case)
 
 
-@contract("What nobody needs is passed over: RoPE's frequencies, and in EAGLE-3 the table t2d.", HEADS_ONCE)
+@contract("Unused tensors are skipped: RoPE's frequencies, and in EAGLE-3 the table t2d.", HEADS_ONCE)
 def harmless_tensors(impl: DraftModels, case: Head) -> None:
     layer = "midlayer" if case.config().draft_format == "eagle3" else "layers.0"
     extra = {f"{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4)}

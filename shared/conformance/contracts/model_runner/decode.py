@@ -30,7 +30,7 @@ NUM_TOKEN_IDS = 300  # of a head of 331 rows
 @dataclass(frozen=True)
 class Decoding:
     """Requests that have a prompt, then steps that decode so many of them, others each time. `sizes`: those
-    captured, where graphs are used at all; `max_tokens`: of a captured step of prompts."""
+    captured, where graphs are used at all; `max_tokens`: of a captured prefill step."""
 
     name: str
     batch_sizes: tuple[int, ...]
@@ -137,7 +137,7 @@ def graphs_change_nothing(impl: type[ModelRunner], case: Decoding) -> None:
         expect_equal(f"logits of step {number}, {len(new_ids)} requests", found, expected)
 
 
-@agreement("Decode steps of every batch size give each request's own logits, and nobody else's.", CASES)
+@agreement("Decode steps of every batch size give each request its own logits.", CASES)
 def decode_logits(impl: type[ModelRunner], case: Decoding, reference: type[ModelRunner]) -> None:
     ours = PreparedSession(impl, model_for(case.config, case.dtype), case)
     exact = PreparedSession(reference, model_for(case.config, case.dtype).double(), case)

@@ -1,4 +1,4 @@
-"""Clauses of a prepared model runner: steps of prompts of every number of tokens, one after the other."""
+"""Clauses of a prepared model runner: prefill steps of every number of tokens, one after the other."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from shared.types import ForwardBatch, ForwardMode
 
 @dataclass(frozen=True)
 class Extending(Decoding):
-    """Steps of so many new tokens each, dealt out at random; every third among requests that decode. After
-    each, one that decodes: it reads the KV that was written."""
+    """Prefill steps of `token_counts` new tokens, divided at random; every third is mixed. After each, a
+    decode step, which reads the KV that was written."""
 
     token_counts: tuple[int, ...] = ()
     capture_hidden: tuple[int, ...] | None = None
@@ -57,7 +57,7 @@ class Extending(Decoding):
             yield ForwardMode.DECODE, {i: [dice.randrange(331)] for i in lens}
 
     def decoding(self, dice: random.Random, room: list[int], num_tokens: int) -> list[int]:
-        """Requests with something behind them, and a token of the step left for somebody else."""
+        """Requests with cached tokens that leave a token of the step to another request."""
         begun = [i for i in range(self.num_reqs) if 0 < room[i] < 200]
         chosen = dice.sample(begun, min(len(begun), self.num_reqs // 2, num_tokens - 1))
         for i in chosen:
@@ -92,7 +92,7 @@ CASES = (
 def batch_of(
     session: PreparedSession, mode: ForwardMode, new_ids: dict[int, list[int]], seed: int
 ) -> ForwardBatch:
-    """Steps of prompts are asked for the log-probabilities of some of their tokens."""
+    """Prefill steps return log-probabilities of some of their tokens."""
     fields: dict[str, Any] = {}
     if mode is not ForwardMode.DECODE:
         dice, num_tokens = random.Random(seed), sum(map(len, new_ids.values()))
@@ -104,7 +104,7 @@ def batch_of(
 
 
 @contract(
-    "Whether steps of prompts are replayed changes no bit of their results: at every number of tokens, "
+    "Replaying prefill steps changes no bit of their results: at every number of tokens, "
     "behind a smaller or larger step, with cached tokens and decoding requests, whatever the dummy page "
     "holds.",
     CASES,
@@ -124,7 +124,7 @@ def extend_graphs_change_nothing(impl: type[ModelRunner], case: Extending) -> No
 
 
 @agreement(
-    "Steps of prompts of every number of tokens give each request's own logits, and hidden states.", CASES
+    "Prefill steps of every number of tokens give each request its own logits and hidden states.", CASES
 )
 def extend_logits(impl: type[ModelRunner], case: Extending, reference: type[ModelRunner]) -> None:
     layers = case.capture_hidden
@@ -146,7 +146,7 @@ def extend_logits(impl: type[ModelRunner], case: Extending, reference: type[Mode
             )
 
 
-@contract("A step of prompts writes its tokens' slots, the dummy page and nothing else.", CASES[1:3])
+@contract("A prefill step writes its tokens' slots, the dummy page and nothing else.", CASES[1:3])
 def extend_writes_its_slots(impl: type[ModelRunner], case: Extending) -> None:
     session = PreparedSession(impl, model_for(case.config, case.dtype), case)
     for number, (mode, new_ids) in enumerate(case.schedule()):

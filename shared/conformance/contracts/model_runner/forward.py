@@ -291,6 +291,6 @@ def writes_nothing_else(impl: type[ModelRunner], case: Steps) -> None:
             new = buffer[batch.out_cache_loc]
             expect_true(f"{what}: the step's slots are written", not bool(new.isnan().any()))
             old[batch.out_cache_loc] = new
-            # Page 0 belongs to nobody: padding may write there.
+            # Page 0 is the dummy page: padding may write there.
             same = (buffer == old) | (buffer.isnan() & old.isnan())
             expect_true(f"{what}: other slots are as before", bool(same[case.page_size :].all()))

@@ -101,9 +101,7 @@ def replayed_trees(impl: type[ModelRunner], case: Verifying) -> None:
         expect_equal(f"{what}: hidden states", found.hidden_states, expected.hidden_states)
 
 
-@agreement(
-    "Trees of every batch size give each node's own logits and hidden states, and nobody else's.", CASES
-)
+@agreement("Trees of every batch size give each node its own logits and hidden states.", CASES)
 def tree_logits(impl: type[ModelRunner], case: Verifying, reference: type[ModelRunner]) -> None:
     ours = PreparedSession(impl, model_for(case.config, case.dtype), case, capture_hidden=(2,))
     exact = PreparedSession(reference, model_for(case.config, case.dtype).double(), case, capture_hidden=(2,))

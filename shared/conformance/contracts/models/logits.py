@@ -148,7 +148,7 @@ def hidden_states_and_kv(impl: Models, case: Text, reference: Models) -> None:
         buffers = zip(*(session.kv_buffers() for session in sessions))
         for i, (ours, theirs) in enumerate(buffers):
             what = f"{'KV'[i // config.num_hidden_layers]} of layer {i % config.num_hidden_layers}"
-            # Where nobody has written, NaN is expected.
+            # Rows that were never written hold NaN.
             expect_close(what, ours, theirs, close)
 
 

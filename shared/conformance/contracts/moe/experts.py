@@ -91,7 +91,7 @@ def silu_and_mul64(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @contract(
-    "y[t] is the weighted sum of its experts' outputs; x is not modified; nobody looks at empty experts.",
+    "y[t] is the weighted sum of its experts' outputs; x is not modified; empty experts are not read.",
     EXPERTS,
 )
 def fused_experts(impl: type[MoE], case: Experts) -> None:

@@ -108,7 +108,7 @@ def asking_changes_nothing(impl: type[Sampler], case: Ask) -> None:
     positions = range(20)
     with_logprobs, _, _ = sample_asked(impl, logits, (case,) * 20, top_logprobs_num=2)
     without = run_sampler(impl, logits, make_info(plain, 200), positions)
-    expect_equal("logprobs that nobody asked for", without.logprobs, None)
+    expect_equal("logprobs that were not requested", without.logprobs, None)
     expect_equal("ids", with_logprobs, without.next_token_ids.tolist())
     expect_equal("ids at position 0", sample(impl, logits[:1], plain[:1]), with_logprobs[:1])
 

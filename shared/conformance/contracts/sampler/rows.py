@@ -1,4 +1,4 @@
-"""Clauses of the sampler: a row's token depends on the row alone, and a bad row is nobody else's trouble."""
+"""Clauses of the sampler: a row's token depends on the row alone, and a bad row does not affect others."""
 
 from __future__ import annotations
 
