@@ -40,7 +40,7 @@ def _load_block(
         for i in tl.static_range(TILES):
             row_starts = weight_ptr + (rows + half * OUT).to(tl.int64)[:, None] * stride_weight
             tile = row_starts + (i * COLUMNS + columns)[None, :]
-            # Nobody reads them again: they shall not drive x out of the cache.
+            # Weights are read once: they must not evict x from the cache.
             weights += (tl.load(tile, mask=mask, other=0.0, eviction_policy="evict_first"),)
     return weights
 

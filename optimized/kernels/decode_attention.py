@@ -4,9 +4,9 @@ Floor: the bytes of live K and V, read once: 2 * sum(seq_lens) * num_kv_heads * 
 memory's bandwidth; each is used for 2 operations a query head, far below what the tensor cores can do. For
 few short requests the floor is latency: a launch, three dependent reads (length, slot, key) and a merge.
 
-Shape: the query heads that read one KV head are the rows of one matrix product (padded to 16), so K and V
+Shape: the query heads that read one KV head are the rows of one GEMM (padded to 16), so K and V
 are read once for all of them. The grid is [num_kv_heads, programs], as many as fill the GPU once; keys are
-dealt out to them on the device (split_kv.py), so a CUDA graph can hold the launch. Programs of different
+divided among them on the device (split_kv.py), so a CUDA graph can hold the launch. Programs of different
 heads and the same keys are neighbours in the grid: together they read whole rows of the pool.
 """
 

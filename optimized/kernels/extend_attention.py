@@ -5,7 +5,7 @@ Floor: 4 * head_dim operations for each (query head, visible key), at the tensor
 Shape: flash attention. A program holds a tile of BLOCK_M queries and walks over the keys they see, BLOCK_N
 at a time, with an online softmax; scores never reach memory. The rows of a tile are (token, query head of
 one KV head) pairs, tokens first, so a tile is full whatever the ratio of heads, and a tree of a few drafts
-still makes one matrix product. Keys are walked in two stretches: those that every row sees, without a mask,
+still makes one GEMM. Keys are walked in two stretches: those that every row sees, without a mask,
 then those on the diagonal; with a window or a mask of the batch there is one stretch, all masked, that begins
 where the first row's window does.
 

@@ -8,7 +8,7 @@ Shape: a program is one block of pairs of one expert (moe_align.py) by a tile of
 same columns are one product in one program, so that the 2 * inter columns never go to memory. Rows of x are
 gathered by their pair; the activations between the two products lie in the order of blocks, so that the
 second reads them in a row. Results are stored by pair, and added up by moe_combine.py: no atomics. A large
-block of which the second half is nobody's, as every expert may have one at its end, is computed by half.
+block whose second half is padding (every expert may have one at its end) is computed by half.
 
 Blocks of few pairs swap the operands: weights are then the side that the tensor cores want 64 rows of.
 Where the sizes allow it, weights come by tensor descriptor (the copy engine computes the addresses);
@@ -45,7 +45,7 @@ def _block_and_column(num_blocks, num_columns: tl.constexpr, GROUP: tl.constexpr
 
 @triton.jit
 def _fits_in_half(pairs_ptr, block, num_pairs, BLOCK_M: tl.constexpr, HALVES: tl.constexpr):
-    """Whether the second half of a block is nobody's."""
+    """Whether the second half of a block is padding."""
     if HALVES:
         fits = tl.load(pairs_ptr + block * BLOCK_M + BLOCK_M // 2) >= num_pairs
     else:
@@ -117,7 +117,7 @@ def _up_block(
         gate, up = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
     act = rounded(gate / (1.0 + tl.exp(-gate)) * up, act_ptr.dtype.element_ty)
     offs_n = first_column + tl.arange(0, BLOCK_N)
-    # The rows of nobody are stored as well: what the next product makes of them goes nowhere.
+    # Padding rows are stored as well: the results of the next GEMM for them are not used.
     act_rows = act_ptr + rows.to(tl.int64)[:, None] * INTER
     tl.store(act_rows + offs_n[None, :], act, mask=(offs_n < INTER)[None, :])
 
@@ -219,7 +219,7 @@ def up_gemm(x: torch.Tensor, w13: torch.Tensor, blocks: Blocks, top_k: int, tile
 def down_gemm(
     act: torch.Tensor, w2: torch.Tensor, blocks: Blocks, topk_weights: torch.Tensor, tile: Tile
 ) -> torch.Tensor:
-    """The weighted result of each pair, [num_tokens, k, hidden]; that of nobody's pairs is undefined."""
+    """The weighted result of each pair, [num_tokens, k, hidden]; that of padding pairs is undefined."""
     hidden, inter = w2.shape[1:]
     out = torch.empty(*topk_weights.shape, hidden, dtype=act.dtype, device=act.device)
     use_tma = _can_use_descriptor(w2, tile)

@@ -2,7 +2,7 @@
 
 Floor: one read of these rows' logits; for batches without any, an empty launch.
 
-Shape: a fixed number of programs deals out the slices of the undecided rows, so that a batch without any
+Shape: a fixed number of programs shares the slices of the undecided rows, so that a batch without any
 costs a launch and one load. For each slice they count and add up the tokens before the proposal, the best of
 all, and before a second token, which is likely to be the best of those before it. Where min_p drops the
 proposal, nothing need be counted: instead they find the best token of each slice that min_p may keep. The

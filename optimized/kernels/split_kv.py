@@ -1,11 +1,11 @@
-"""Dealing the keys of a batch out to programs evenly, and merging what several programs found for a request.
+"""Split-KV scheduling: the keys of a batch are divided evenly among programs, and partial results are merged.
 
 The tiles of BLOCK_N keys of all requests, one after the other, are cut into runs of equal length, one for
 each program of a KV head. A run may end in the middle of a request, or span many. One long request thus
-keeps every multiprocessor busy, and so does a ragged batch, without the host knowing any length: a program
+keeps every multiprocessor busy, and so does a ragged batch, without lengths on the CPU: a program
 finds its run from seq_lens alone.
 
-A request that several programs share is merged by whichever arrives last: each leaves its unnormalised
+A request that several programs share is merged by the last to arrive: each leaves its unnormalised
 output, maximum and sum, and counts itself; the last one adds them up in the order of positions, so that the
 result does not depend on who was last, and sets the counter back to 0 for the next launch.
 """

@@ -7,7 +7,7 @@ memory's bus idles from the last load of one to the first load of the next.
 
 Shape: a warp computes GROUPS outputs, each whole, so nothing is added up across warps or programs. It
 loads the first AHEAD tiles of its rows of weights into registers *before* it waits for the kernel ahead
-(programmatic dependent launch), for weights depend on nobody; only then x. By launching its dependents at
+(programmatic dependent launch), because no kernel writes weights; only then x. By launching its dependents at
 once it lets the next kernel do the same, so the stream of weights goes on across kernels, as far as
 registers reach.
 
@@ -42,7 +42,7 @@ def _load(tile, mask, IS_MASKED: tl.constexpr):
 
 @triton.jit
 def _load_once(tile, mask, IS_MASKED: tl.constexpr):
-    """Of weights, which nobody reads again: they shall not drive x out of the cache."""
+    """Loads weights, which are read once: they must not evict x from the cache."""
     if IS_MASKED:
         return tl.load(tile, mask=mask, other=0.0, eviction_policy="evict_first")
     else:
