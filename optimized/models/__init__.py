@@ -1,4 +1,10 @@
-"""The model families, by the name that a config.json has under "architectures"."""
+"""The model families: the "architectures" of a config.json -> the class.
+
+All families here are one decoder. What a family adds is a field of ModelConfig, which
+`shared.config.hf_config` reads; the comments name it. A family that needs its own code gets its own file.
+
+Differs from reference: the decoder (llama.py).
+"""
 
 from __future__ import annotations
 
@@ -7,12 +13,18 @@ from importlib import import_module
 from shared.interfaces.model import CausalLM
 
 MODELS = {
+    # no biases (attention_bias and mlp_bias in config.json), scaled RoPE
     "LlamaForCausalLM": "optimized.models.llama:LlamaForCausalLM",
-    "MistralForCausalLM": "optimized.models.mistral:MistralForCausalLM",
-    "MixtralForCausalLM": "optimized.models.mixtral:MixtralForCausalLM",
-    "Qwen2ForCausalLM": "optimized.models.qwen2:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "optimized.models.qwen3:Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM": "optimized.models.qwen3_moe:Qwen3MoeForCausalLM",
+    # a sliding window in every layer, in early releases
+    "MistralForCausalLM": "optimized.models.llama:LlamaForCausalLM",
+    # MoE in every layer: softmax over all experts, the best two renormalised
+    "MixtralForCausalLM": "optimized.models.llama:LlamaForCausalLM",
+    # biases on q, k and v; windows from layer max_window_layers on
+    "Qwen2ForCausalLM": "optimized.models.llama:LlamaForCausalLM",
+    # RMSNorm on each head of q and k; head_dim is set apart from hidden_size
+    "Qwen3ForCausalLM": "optimized.models.llama:LlamaForCausalLM",
+    # Qwen3 with MoE in the layers of decoder_sparse_step and mlp_only_layers
+    "Qwen3MoeForCausalLM": "optimized.models.llama:LlamaForCausalLM",
 }
 
 LAYERS = "optimized"
@@ -20,8 +32,8 @@ LAYERS = "optimized"
 
 
 def model_class(architecture: str) -> type[CausalLM]:
-    """The class for an architecture; an unknown one raises `ValueError` listing the known."""
+    """The class for an architecture; an unknown one raises `ValueError` listing the known ones."""
     if architecture not in MODELS:
-        raise ValueError(f"no model for architecture {architecture!r}; there are {', '.join(MODELS)}")
+        raise ValueError(f"no model for architecture {architecture!r}; supported are {', '.join(MODELS)}")
     module, name = MODELS[architecture].split(":")
     return getattr(import_module(module), name)

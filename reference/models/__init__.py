@@ -1,4 +1,8 @@
-"""The model families, by the name that a config.json has under "architectures"."""
+"""The model families: the "architectures" of a config.json -> the class.
+
+All families here are one decoder. What a family adds is a field of ModelConfig, which
+`shared.config.hf_config` reads; the comments name it. A family that needs its own code gets its own file.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,24 @@ from importlib import import_module
 from shared.interfaces.model import CausalLM
 
 MODELS = {
+    # no biases (attention_bias and mlp_bias in config.json), scaled RoPE
     "LlamaForCausalLM": "reference.models.llama:LlamaForCausalLM",
-    "MistralForCausalLM": "reference.models.mistral:MistralForCausalLM",
-    "MixtralForCausalLM": "reference.models.mixtral:MixtralForCausalLM",
-    "Qwen2ForCausalLM": "reference.models.qwen2:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "reference.models.qwen3:Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM": "reference.models.qwen3_moe:Qwen3MoeForCausalLM",
+    # a sliding window in every layer, in early releases
+    "MistralForCausalLM": "reference.models.llama:LlamaForCausalLM",
+    # MoE in every layer: softmax over all experts, the best two renormalised
+    "MixtralForCausalLM": "reference.models.llama:LlamaForCausalLM",
+    # biases on q, k and v; windows from layer max_window_layers on
+    "Qwen2ForCausalLM": "reference.models.llama:LlamaForCausalLM",
+    # RMSNorm on each head of q and k; head_dim is set apart from hidden_size
+    "Qwen3ForCausalLM": "reference.models.llama:LlamaForCausalLM",
+    # Qwen3 with MoE in the layers of decoder_sparse_step and mlp_only_layers
+    "Qwen3MoeForCausalLM": "reference.models.llama:LlamaForCausalLM",
 }
 
 
 def model_class(architecture: str) -> type[CausalLM]:
-    """The class for an architecture; an unknown one raises `ValueError` listing the known."""
+    """The class for an architecture; an unknown one raises `ValueError` listing the known ones."""
     if architecture not in MODELS:
-        raise ValueError(f"no model for architecture {architecture!r}; there are {', '.join(MODELS)}")
+        raise ValueError(f"no model for architecture {architecture!r}; supported are {', '.join(MODELS)}")
     module, name = MODELS[architecture].split(":")
     return getattr(import_module(module), name)

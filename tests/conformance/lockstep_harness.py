@@ -58,9 +58,9 @@ def divergence_of(outcome: Outcome) -> Divergence:
 
 MODEL = """
     from reference import models
-    from reference.models.qwen3 import Qwen3ForCausalLM
+    from reference.models.llama import LlamaForCausalLM
 
-    class Bad(Qwen3ForCausalLM):
+    class Bad(LlamaForCausalLM):
         {body}
 
     def model_class(architecture):

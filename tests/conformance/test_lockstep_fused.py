@@ -47,7 +47,7 @@ def test_layers_whose_sums_are_left_in_parts_are_compared_too(tmp_path: Path, la
         """
         import torch
         from optimized.layers import Linear
-        from optimized.models.qwen3 import Qwen3ForCausalLM
+        from optimized.models.llama import LlamaForCausalLM
 
         def in_parts(linear):
             def add_later(residual, x):
@@ -55,7 +55,7 @@ def test_layers_whose_sums_are_left_in_parts_are_compared_too(tmp_path: Path, la
                 return torch.stack(parts).float(), residual
             return add_later
 
-        class InParts(Qwen3ForCausalLM):
+        class InParts(LlamaForCausalLM):
             def __init__(self, *args):
                 super().__init__(*args)
                 for module in self.modules():
@@ -106,9 +106,9 @@ def test_rows_of_the_merged_weight_in_another_order(tmp_path: Path) -> None:
     models = plant(
         tmp_path,
         """
-        from optimized.models.qwen3 import Qwen3ForCausalLM
+        from optimized.models.llama import LlamaForCausalLM
 
-        class Bad(Qwen3ForCausalLM):
+        class Bad(LlamaForCausalLM):
             def load_weights(self, weights):
                 super().load_weights(weights)
                 qkv_proj = self.model.layers[2].self_attn.qkv_proj

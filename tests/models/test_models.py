@@ -20,7 +20,6 @@ def test_every_architecture_that_configs_know_has_a_model() -> None:
     assert set(MODELS) == set(FAMILIES)
     for architecture in MODELS:
         assert issubclass(model_class(architecture), CausalLM)
-        assert model_class(architecture).__name__ == architecture
 
 
 def test_a_family_is_imported_only_when_chosen() -> None:
@@ -29,7 +28,7 @@ import sys
 from reference.models import model_class
 assert not any(name.startswith("reference.models.") for name in sys.modules)
 model_class("MistralForCausalLM")
-assert "reference.models.mixtral" not in sys.modules and "transformers" not in sys.modules
+assert "reference.models.llama" in sys.modules and "transformers" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 

@@ -1,6 +1,6 @@
 """The draft models that read a target's hidden states, by format.
 
-Differs from reference: EAGLE-3, the format that heads are trained in today, has fused layers. Assumes that
+Differs from reference: EAGLE-3, the format of most public heads, has fused layers. Assumes that
 the others, which are taken from the reference, are rare. Loses nothing: a name is looked up once.
 """
 
@@ -16,7 +16,7 @@ DRAFT_MODELS: dict[str, str] = {"eagle3": "optimized.speculative.draft_models.ea
 
 
 def draft_model_class(draft_format: DraftFormat) -> type[DraftModel]:
-    """The class for a format; an unknown one raises `ValueError` listing the known."""
+    """The class for a format; an unknown one raises `ValueError` listing the known ones."""
     if draft_format not in DRAFT_MODELS:
         found: type[DraftModel] = registry.load("draft_models", "reference").draft_model_class(draft_format)
         return found

@@ -15,7 +15,7 @@ DRAFT_MODELS: dict[str, str] = {
 
 
 def draft_model_class(draft_format: DraftFormat) -> type[DraftModel]:
-    """The class for a format; an unknown one raises `ValueError` listing the known."""
+    """The class for a format; an unknown one raises `ValueError` listing the known ones."""
     if draft_format not in DRAFT_MODELS:
         raise ValueError(
             f"no draft model of format {draft_format!r}; the formats are {', '.join(DRAFT_MODELS)}"

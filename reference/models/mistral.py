@@ -1,7 +1,0 @@
-"""Mistral: the Llama decoder with a sliding window in every layer (`config.sliding_windows`)."""
-
-from reference.models.llama import LlamaForCausalLM
-
-
-class MistralForCausalLM(LlamaForCausalLM):
-    """A token of layer l sees `window` tokens back, through l layers l * window; later releases see all."""
