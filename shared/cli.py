@@ -41,9 +41,21 @@ app.command("soak")(soak.soak)
 app.add_typer(bench.app, name="bench")
 
 
+def _print_version(value: bool) -> None:
+    if value:
+        from diptych import __version__
+
+        print(f"diptych {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+    ] = False,
 ) -> None:
     """The options before the subcommand's name."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
@@ -94,6 +95,7 @@ class EngineConfig:
         self._check_cuda_graph_bs()
         if self.cuda_graph_max_tokens is not None and self.cuda_graph_max_tokens < 0:
             raise ValueError(f"cuda_graph_max_tokens must be >= 0 or None, got {self.cuda_graph_max_tokens}")
+        self._check_types()
         check_speculation(self)
         if not 0.0 < self.mem_fraction_static < 1.0:
             raise ValueError(f"mem_fraction_static must be in (0, 1), got {self.mem_fraction_static!r}")
@@ -116,6 +118,29 @@ class EngineConfig:
             raise ValueError(
                 f"enable_priority_scheduling works with the policies fcfs and lof, not {self.schedule_policy}"
             )
+
+    def _check_types(self) -> None:
+        """Values of flags that no other check looks at: a text "false" is not False."""
+        for name, default in _DEFAULTS.items():
+            value = getattr(self, name)
+            if isinstance(default, bool) and not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if isinstance(default, float) and not (is_number and math.isfinite(value)):
+                raise ValueError(f"{name} must be a number, got {value!r}")
+        for name in ("waiting_timeout", "running_timeout"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise ValueError(f"{name} must be a number of seconds or None, got {value!r}")
+        for name in ("random_seed", "priority_preemption_threshold"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
+        for name in ("model", "tokenizer", "device", "speculative_draft_model"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (value is None and _DEFAULTS[name] is None):
+                raise ValueError(f"{name} must be a text, got {value!r}")
+        if not isinstance(self.use, Mapping):
+            raise ValueError(f"use must map components to implementations, got {self.use!r}")
 
     def _check_cuda_graph_bs(self) -> None:
         sizes = self.cuda_graph_bs

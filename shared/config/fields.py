@@ -6,6 +6,24 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+MAX_INTEGER = 2**31 - 1
+MAXIMA = {
+    "num_hidden_layers": 2**12,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "max_position_embeddings": 2**24,
+    "original_max_position_embeddings": 2**24,
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "moe_intermediate_size": 2**22,
+}
+"""The largest values that a config.json may have: a hundred times what models have, and small enough that no
+hostile file makes the engine build a billion layers before it refuses the weights."""
+
 
 class _Required:
     """The default of a key that must be there."""
@@ -39,13 +57,18 @@ class Fields:
         return default
 
     def error(self, key: str, wanted: str) -> ValueError:
-        return ValueError(f"{self.where}: {key} is {self.values[key]!r}; it must be {wanted}")
+        return ValueError(f"{self.where}: {key} is {self.values[key]!r:.80}; it must be {wanted}")
 
     def integer(self, key: str, default: Any = REQUIRED, minimum: int = 1) -> Any:
+        maximum = MAXIMA.get(key, MAX_INTEGER)
         wanted = f"an integer >= {minimum}"
         value = self.raw(key, wanted, default)
-        if value is not default and (not _is_integer(value) or value < minimum):
+        if value is default:
+            return value
+        if not _is_integer(value) or value < minimum:
             raise self.error(key, wanted)
+        if value > maximum:
+            raise self.error(key, f"at most {maximum}")
         return value
 
     def number(self, key: str, default: Any = REQUIRED, above: float = 0.0) -> Any:
@@ -53,11 +76,8 @@ class Fields:
         value = self.raw(key, wanted, default)
         if value is default:
             return value
-        if (
-            not (_is_integer(value) or isinstance(value, float))
-            or not math.isfinite(value)
-            or not value > above
-        ):
+        is_number = isinstance(value, float) or (_is_integer(value) and abs(value) < 2**1023)
+        if not is_number or not math.isfinite(value) or not value > above:
             raise self.error(key, wanted)
         return float(value)
 

@@ -109,7 +109,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
 def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from shared.config.fields import Fields
+from shared.config.fields import MAXIMA, Fields
 from shared.config.model import RopeConfig, RopeType
 
 
@@ -26,11 +26,17 @@ def parse_rope(fields: Fields, head_dim: int, default_theta: float) -> RopeConfi
 def context_len(rope: RopeConfig, max_position_embeddings: int) -> int:
     """linear, dynamic and yarn stretch a model that was trained on shorter texts by `factor`, and
     max_position_embeddings may give the length before or after. llama3 always gives the one after."""
+    stretched = float(max_position_embeddings)
     if rope.rope_type == "linear":
-        return int(max_position_embeddings * rope.factor)
-    if rope.rope_type in ("dynamic", "yarn"):
-        return max(max_position_embeddings, int(rope.original_max_position_embeddings * rope.factor))
-    return max_position_embeddings
+        stretched = max_position_embeddings * rope.factor
+    elif rope.rope_type in ("dynamic", "yarn"):
+        stretched = max(max_position_embeddings, rope.original_max_position_embeddings * rope.factor)
+    longest = MAXIMA["max_position_embeddings"]
+    if not 1 <= stretched <= longest:
+        raise ValueError(
+            f"RoPE factor {rope.factor:g} makes a context of {stretched:g} tokens; it must be 1 to {longest}"
+        )
+    return int(stretched)
 
 
 def _scaling(rope: Fields, rope_type: RopeType, max_position_embeddings: int) -> dict[str, Any]:

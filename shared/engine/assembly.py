@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from shared.interfaces import CausalLM, Drafter, DrafterParts, Scheduler, Schedu
 from shared.loading.kv_sizing import MemoryPlan, free_gpu_memory, num_rows, num_speculative_slots, plan_memory
 from shared.loading.load_model import load_model
 from shared.loading.model_path import resolve_model_path
-from shared.text.tokenizer import Tokenizer
+from shared.text.tokenizer import TOKENIZER_FILES, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Assembly:
     model: CausalLM
     kv_pool: TokenToKVPool
     memory: MemoryPlan
-    tokenizer: Tokenizer | None  # None only for a model of dummy weights without one
+    tokenizer: Tokenizer | None  # None: the model has none, and serves token ids
     parts: SchedulerParts
     scheduler: Scheduler
 
@@ -197,11 +198,14 @@ def _dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
 
 
 def load_tokenizer(config: EngineConfig, folder: Any) -> Tokenizer | None:
-    """The model's tokenizer, or the one that the flag names; None for dummy weights without one."""
+    """The model's tokenizer, or the one that the flag names; None for a model without one, which serves
+    token ids."""
     if config.tokenizer is not None:
-        return Tokenizer.from_pretrained(resolve_model_path(config.tokenizer, "dummy"))
-    has_one = (folder / "tokenizer.json").is_file() or (folder / "tokenizer.model").is_file()
-    if config.load_format == "dummy" and not has_one:
+        tokenizer_folder = Path(config.tokenizer).expanduser()
+        if not tokenizer_folder.is_dir():
+            tokenizer_folder = resolve_model_path(config.tokenizer, "dummy")
+        return Tokenizer.from_pretrained(tokenizer_folder)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     return Tokenizer.from_pretrained(folder)
 

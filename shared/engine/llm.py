@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -15,18 +17,30 @@ from shared.sampling.sampling_batch import derive_seed
 from shared.types import GenerateOutput, Req, SamplingParams
 
 Prompt = str | list[int]
+Message = Mapping[str, Any]
+
+REQUEST_FIELDS = ("rid", "extra_key", "priority", "routing_key")
+"""Keywords of `generate`, `stream` and `chat` that concern the request; others are sampling parameters."""
 
 
 class LLM:
-    """Assembles the chosen components and drives the scheduler.
+    """A model with its scheduler, in this process.
 
-        llm = LLM(model="tiny-dense")
-        print(llm.generate("Who has the red kite?").text)
+        llm = LLM("tiny-dense")
+        print(llm.generate("Count from 3 to 9.", temperature=0, max_tokens=32).text)
+        print(llm.chat([{"role": "user", "content": "What is 12 + 30?"}]).text)
 
-    Keyword arguments are the fields of EngineConfig. Not thread-safe; several `stream`s may be read in turn.
+    model: a built-in model's name, a local folder, or a Hugging Face id. Other keywords are the fields of
+    EngineConfig. `config`: all of them in one object, which keywords then change.
+
+    Raises `ValueError` for a bad flag or an unusable model, before memory is taken.
+
+    Threads may share an LLM: one call at a time works on the engine, and each step serves all requests.
     """
 
-    def __init__(self, config: EngineConfig | None = None, **flags: Any) -> None:
+    def __init__(self, model: str | None = None, *, config: EngineConfig | None = None, **flags: Any) -> None:
+        if model is not None:
+            flags["model"] = model
         assembly = assemble((config or EngineConfig()).updated(**flags))
         self.config = assembly.config
         self.model_config = assembly.model_config
@@ -34,9 +48,15 @@ class LLM:
         self.assembly = assembly
         self.scheduler = assembly.scheduler
         self.timeline = assembly.parts.timeline
-        self._collectors: dict[str, OutputCollector] = {}  # of the requests that are alive
-        self._rids = count()
+        self._collectors: dict[str, OutputCollector] = {}  # of live requests, by the scheduler's request id
+        self._serials = count()  # make the scheduler's request ids unique
+        self._names = count()  # of requests without an rid
         self._seeds = random.Random(self.config.random_seed)
+        self._lock = threading.RLock()
+        self._depth = 0  # of nested calls that work on the engine, in the thread that holds the lock
+        self._aborts: list[str] = []  # asked for inside such a call: done at its end
+
+    # ---- answers ----
 
     def generate(
         self,
@@ -44,43 +64,71 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
-        **request: Any,
+        **keywords: Any,
     ) -> GenerateOutput | list[GenerateOutput]:
-        """Answer one prompt or a list of them, each a text or a list of token ids. One prompt with n = 1
-        gives one output; otherwise a list, prompt by prompt, n samples each. `request`: rid, extra_key,
-        priority, routing_key, as in `submit`.
+        """Answer one prompt or a list of them, each a text or a list of token ids.
 
-        Raises `ValueError` for a bad request; then none of the prompts is generated, and requests submitted
-        otherwise are not disturbed.
+        sampling_params: for all prompts, or one for each. Keywords change them: any field of SamplingParams,
+        `max_tokens` for max_new_tokens, and rid, extra_key, priority, routing_key as in `submit`.
+        progress: show a progress bar on a terminal.
+
+        Returns one output for one prompt with n = 1; otherwise a list, prompt by prompt, n samples each.
+        Raises `ValueError` for a bad request; then no prompt is generated, and other requests go on.
         """
+        request, sampling = _split(keywords)
         is_single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         batch: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item]
-        params = self._params_of(sampling_params, len(batch))
+        params = [each.updated(**sampling) for each in self._params_of(sampling_params, len(batch))]
         collectors: list[OutputCollector] = []
         try:
             with gc_freeze():
                 for i, prompt in enumerate(batch):
-                    names = dict(request)
-                    if not is_single and names.get("rid") is not None:
-                        names["rid"] = f"{names['rid']}-{i}"
-                    collectors += self.submit(prompt, params[i], **names)
+                    fields = dict(request)
+                    if not is_single and fields.get("rid") is not None:
+                        fields["rid"] = f"{fields['rid']}-{i}"
+                    collectors += self.submit(prompt, params[i], **fields)
                 self._run(collectors, progress)
         except BaseException:
             for collector in collectors:
-                self.abort(collector.rid)
+                self._abort(collector)
             raise
         outputs = [collector.whole() for collector in collectors]
         return outputs[0] if is_single and len(outputs) == 1 else outputs
 
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        template_args: Mapping[str, Any] | None = None,
+        **keywords: Any,
+    ) -> GenerateOutput | list[GenerateOutput]:
+        """Answer a conversation: messages with `role` and `content`, through the model's chat template.
+
+        template_args: the template's own switches, such as enable_thinking. Keywords and result as in
+        `generate`. Raises `ValueError` for a model without a chat template."""
+        return self.generate(self.chat_prompt(messages, **(template_args or {})), sampling_params, **keywords)
+
+    def chat_prompt(self, messages: Sequence[Message], **template_args: Any) -> list[int]:
+        """The token ids of a conversation, for `generate` and `stream`."""
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer, so it has no chat template: give token ids")
+        return self.tokenizer.chat(messages, **template_args)
+
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **request: Any
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **keywords: Any
     ) -> Iterator[GenerateOutput]:
-        """Answer one prompt piece by piece; with n > 1 the pieces of all samples, told apart by `index`. The
-        request is submitted (and bad input raised) at the call. Dropping the iterator aborts it."""
-        collectors = self.submit(prompt, sampling_params or SamplingParams(), **request)
-        pieces = self._stream(collectors)
+        """Answer one prompt piece by piece; with n > 1 the pieces of all samples, told apart by `index`.
+
+        Keywords as in `generate`. The request is submitted (and bad input raised) at the call. Dropping the
+        iterator aborts the request."""
+        request, sampling = _split(keywords)
+        params = (sampling_params or SamplingParams()).updated(**sampling)
+        pieces = self._stream(self.submit(prompt, params, **request))
         next(pieces)  # a generator that was never begun would not clean up when it is dropped
         return pieces
+
+    # ---- requests ----
 
     def submit(
         self,
@@ -92,72 +140,76 @@ class LLM:
         priority: int = 0,
         routing_key: str | None = None,
     ) -> list[OutputCollector]:
-        """Queue one prompt without running anything: one collector for each of its n samples."""
+        """Queue one prompt without running anything: one collector for each of its n samples.
+
+        rid: a name for `abort`, distinct among live requests; default: a new one. extra_key: namespace in the
+        prefix cache. priority: larger is more important. routing_key: see the policy of that name. Raises
+        `ValueError` for a request that cannot be served; then nothing of it is left."""
         with self.timeline.span("tokenise"):
             prompt_ids = self._encode(prompt)
-        needs_text = sampling_params.stop or sampling_params.stop_regex
-        if needs_text and self.tokenizer is None:
-            raise ValueError("this model has no tokenizer: stop and stop_regex need one")
-        for name, value in (("rid", rid), ("extra_key", extra_key), ("routing_key", routing_key)):
-            if value is not None and not isinstance(value, str):
-                raise ValueError(f"{name} must be a text or None, got {value!r}")
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise ValueError(f"priority must be an integer, got {priority!r}")
-        rid = rid if rid is not None else f"req-{next(self._rids)}"
-        seed = sampling_params.seed
-        if seed is None:
-            seed = self._seeds.getrandbits(63)
-        collectors: list[OutputCollector] = []
-        try:
-            # --8<-- [start:make-req]
-            for i in range(sampling_params.n):
-                req = Req(
-                    rid=rid if sampling_params.n == 1 else f"{rid}#{i}",
-                    origin_input_ids=prompt_ids,
-                    sampling_params=sampling_params,
-                    seed=derive_seed(seed, i),
-                    eos_token_ids=self._eos_token_ids(),
-                    extra_key=extra_key,
-                    priority=priority,
-                    routing_key=routing_key,
-                )
-                with self.timeline.span("receive"):
-                    self.scheduler.add_request(req)
-                collectors.append(OutputCollector(req, i, self.tokenizer, submitted_as=rid))
-                self._collectors[req.rid] = collectors[-1]
-            # --8<-- [end:make-req]
-        except ValueError:
-            for collector in collectors:
-                self.abort(collector.rid)
-            raise
+        self._check_fields(sampling_params, rid, extra_key, priority, routing_key)
+        with self._exclusive():
+            if rid is not None and any(c.submitted_as == rid for c in self._collectors.values()):
+                raise ValueError(f"request id {rid!r} is in use")
+            name = rid if rid is not None else f"req-{next(self._names)}"
+            seeds_before = self._seeds.getstate()
+            seed = sampling_params.seed
+            if seed is None:
+                seed = self._seeds.getrandbits(63)
+            collectors: list[OutputCollector] = []
+            try:
+                # --8<-- [start:make-req]
+                for i in range(sampling_params.n):
+                    req = Req(
+                        rid=f"{name}:{next(self._serials)}",
+                        origin_input_ids=prompt_ids,
+                        sampling_params=sampling_params,
+                        seed=derive_seed(seed, i),
+                        eos_token_ids=self._eos_token_ids(),
+                        extra_key=extra_key,
+                        priority=priority,
+                        routing_key=routing_key,
+                    )
+                    with self.timeline.span("receive"):
+                        self.scheduler.add_request(req)
+                    collectors.append(OutputCollector(req, i, self.tokenizer, submitted_as=name))
+                    self._collectors[req.rid] = collectors[-1]
+                # --8<-- [end:make-req]
+            except ValueError:
+                self._seeds.setstate(seeds_before)  # a refused request changes no later one
+                for collector in collectors:
+                    self._abort(collector)
+                raise
         return collectors
 
     def step(self) -> bool:
-        """Run one batch and give its outputs to the collectors. False if there was no work."""
-        if not self.scheduler.has_work():
-            return False
-        outputs = self.scheduler.step()
-        with self.timeline.span("detokenise"):
-            for output in outputs:
-                collector = self._collectors.get(output.rid)
-                if collector is not None:
-                    collector.add(output)
-                    if collector.is_finished:
-                        del self._collectors[output.rid]
-        if self.timeline.is_on:
-            stats, free = self.stats(), self.assembly.parts.allocator.available_size()
-            self.timeline.count(running=stats.num_running, waiting=stats.num_waiting, free_tokens=free)
-        return True
+        """Run one batch and hand its outputs to the collectors. False when there was nothing to do."""
+        with self._exclusive():
+            if not self.scheduler.has_work():
+                return False
+            outputs = self.scheduler.step()
+            with self.timeline.span("detokenise"):
+                for output in outputs:
+                    collector = self._collectors.get(output.rid)
+                    if collector is not None:
+                        collector.add(output)
+                        if collector.is_finished:
+                            del self._collectors[output.rid]
+            if self.timeline.is_on:
+                stats, free = self.stats(), self.assembly.parts.allocator.available_size()
+                self.timeline.count(running=stats.num_running, waiting=stats.num_waiting, free_tokens=free)
+            return True
 
     def abort(self, rid: str) -> bool:
         """End a request (with n > 1: all its samples). False when it has ended or never was."""
-        rids = [r for r, collector in self._collectors.items() if rid in (r, collector.submitted_as)]
-        were_alive = [self.scheduler.abort(r) for r in rids]  # a list: every one of them is to end
+        found = [c for c in list(self._collectors.values()) if rid in (c.rid, c.submitted_as)]
+        were_alive = [self._abort(collector) for collector in found]  # a list: each of them is to end
         return any(were_alive)
 
     def flush_cache(self) -> bool:
         """Forget all cached prefixes. Refused (False) while requests are alive."""
-        return self.scheduler.flush_cache()
+        with self._exclusive():
+            return self.scheduler.flush_cache()
 
     def describe(self) -> dict[str, str]:
         """Which implementation stands behind each component, and where the memory went."""
@@ -197,19 +249,59 @@ class LLM:
                     yield piece
         finally:
             for collector in collectors:
-                if not collector.is_finished:
-                    self.abort(collector.rid)
+                self._abort(collector)
+
+    def _abort(self, collector: OutputCollector) -> bool:
+        """End one sample. Inside a step, where the garbage collector may close a forgotten stream, the abort
+        waits for the end of the step: nothing is removed from a batch that runs."""
+        with self._lock:
+            rid = collector.scheduler_rid
+            if rid not in self._collectors:
+                return False
+            if self._depth == 0:
+                return self.scheduler.abort(rid)
+            self._aborts.append(rid)
+            return True
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Work on the engine alone; aborts that came meanwhile follow at the end."""
+        with self._lock:
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                while self._depth == 0 and self._aborts:
+                    self.scheduler.abort(self._aborts.pop())
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this model has no tokenizer: give the prompt as token ids")
+            longest = self.config.context_len * self.tokenizer.max_token_bytes
+            if len(prompt) > longest:  # refused before it is tokenized
+                raise ValueError(
+                    f"the prompt has {len(prompt)} characters; the context of {self.config.context_len} "
+                    f"tokens holds at most {longest}"
+                )
             return self.tokenizer.encode(prompt)
         if not isinstance(prompt, (list, tuple)) or not set(map(type, prompt)) <= {int}:
             raise ValueError(
                 f"a prompt is a text or a list of token ids, got {type(prompt).__name__}: {prompt!r:.80}"
             )
         return list(prompt)
+
+    def _check_fields(
+        self, params: SamplingParams, rid: object, extra_key: object, priority: object, routing_key: object
+    ) -> None:
+        if (params.stop or params.stop_regex) and self.tokenizer is None:
+            raise ValueError("this model has no tokenizer: stop and stop_regex need one")
+        for name, value in (("rid", rid), ("extra_key", extra_key), ("routing_key", routing_key)):
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"{name} must be a text or None, got {value!r}")
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise ValueError(f"priority must be an integer, got {priority!r}")
 
     def _eos_token_ids(self) -> frozenset[int]:
         ids = self.model_config.eos_token_ids
@@ -225,3 +317,9 @@ class LLM:
         if len(params) != num_prompts:
             raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts")
         return list(params)
+
+
+def _split(keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keywords of the request, and those of sampling."""
+    request = {name: value for name, value in keywords.items() if name in REQUEST_FIELDS}
+    return request, {name: value for name, value in keywords.items() if name not in REQUEST_FIELDS}

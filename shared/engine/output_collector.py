@@ -11,7 +11,9 @@ class OutputCollector:
     """One request as its submitter sees it. Without a tokenizer the text stays empty."""
 
     def __init__(self, req: Req, index: int, tokenizer: Tokenizer | None, submitted_as: str) -> None:
-        self.rid = req.rid
+        self.scheduler_rid = req.rid
+        n = req.sampling_params.n
+        self.rid = submitted_as if n == 1 else f"{submitted_as}#{index}"  # as users see it
         self.submitted_as = submitted_as  # the id that all samples of a request share
         self.index = index
         self.num_prompt_tokens = len(req.origin_input_ids)

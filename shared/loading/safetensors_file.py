@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 SUPPORTED_DTYPES = ("F64", "F32", "F16", "BF16")
 INDEX_DTYPES = ("I64", "I32", "BOOL")  # of tables that a draft model's checkpoint has beside its weights
+MAX_HEADER_BYTES = 100_000_000  # as the format says
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -83,6 +86,8 @@ def read_header(path: Path, supported: tuple[str, ...] = SUPPORTED_DTYPES) -> di
             raise ValueError(
                 f"{path} is cut off or no safetensors file: {num_bytes:,} bytes end in its header"
             )
+        if header_len > MAX_HEADER_BYTES:
+            raise ValueError(f"{path} is no safetensors file: a header of {header_len:,} bytes")
         header = file.read(header_len)
     try:
         entries: dict[str, Any] = json.loads(header)
@@ -92,7 +97,7 @@ def read_header(path: Path, supported: tuple[str, ...] = SUPPORTED_DTYPES) -> di
             for name, entry in entries.items()
         }
         dtypes = {name: str(entry["dtype"]) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is no safetensors file: its header makes no sense ({error!r})") from None
     promised = 8 + header_len + max((info.end for info in infos.values()), default=0)
     if promised != num_bytes:
@@ -102,4 +107,11 @@ def read_header(path: Path, supported: tuple[str, ...] = SUPPORTED_DTYPES) -> di
     for name, dtype in dtypes.items():
         if dtype not in supported:
             raise ValueError(f"{path}: {name} is of type {dtype}; supported are {', '.join(supported)}")
+        info, num_values = infos[name], math.prod(infos[name].shape)
+        is_valid = min(info.shape, default=0) >= 0 and 0 <= info.start <= info.end
+        if not is_valid or num_values * DTYPE_BYTES[dtype] != info.num_bytes:
+            raise ValueError(
+                f"{path} is damaged: {name} has shape {info.shape} and type {dtype}, and bytes {info.start} "
+                f"to {info.end}"
+            )
     return dict(sorted(infos.items(), key=lambda item: item[1].start))

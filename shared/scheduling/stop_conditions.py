@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
 from shared.sampling.logprobs import cut_top
 from shared.sampling.sampling_batch import bans_every_token
+from shared.text.stop_text import (
+    MAX_CHARACTER_BYTES,
+    NUM_CONTEXT_TOKENS,
+    REPLACEMENT,
+    RegexTimeout,
+    first_stop_string,
+    search_stop_regex,
+)
 from shared.types import (
     FinishError,
     FinishLength,
@@ -17,12 +24,6 @@ from shared.types import (
     Req,
     TokenLogprob,
 )
-
-NUM_CONTEXT_TOKENS = 5
-"""Prompt tokens decoded in front of the output: some tokenizers drop the space of a text's first word."""
-
-REPLACEMENT = "\ufffd"  # stands for bytes that are no (whole) character
-MAX_CHARACTER_BYTES = 4
 
 _WINDOW_SLACK = 8
 """Characters beyond the longest stop string: a window may begin inside a character and show it as up to
@@ -41,7 +42,7 @@ def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab
        not counted;
     2. an end-of-sequence or stop token, unless ignore_eos;
     3. a stop string is in the text so far; of several the one that begins first;
-    4. a stop regex matches in the text so far; likewise;
+    4. a stop regex matches in the text so far; likewise; a regex that takes too long: FinishError;
     5. the token is number max_new_tokens. Last, so that an answer that is complete says so ("stop") even
        if it has the greatest length.
 
@@ -100,15 +101,19 @@ def _match_stop_text(req: Req, count: int, decode_text: DecodeText) -> FinishRea
     params = req.sampling_params
     if params.stop:
         text = _tail_text(req, count, max(map(len, params.stop)) + _WINDOW_SLACK, decode_text)
-        found = [(text.find(string), string) for string in params.stop if string in text]
-        if found:
-            return FinishString(min(found, key=lambda match: match[0])[1])
+        matched = first_stop_string(text, params.stop)
+        if matched is not None:
+            return FinishString(matched)
     if params.stop_regex:
         text = _output_text(req, count, decode_text)
-        matches = [match for pattern in params.stop_regex if (match := re.search(pattern, text))]
+        try:
+            found = [(search_stop_regex(pattern, text), pattern) for pattern in params.stop_regex]
+        except RegexTimeout as error:
+            return FinishError(str(error), status=400)
+        matches = [(*match, pattern) for match, pattern in found if match is not None]
         if matches:
-            first = min(matches, key=lambda match: match.start())
-            return FinishRegex(first.re.pattern, first.group())
+            _, text, pattern = min(matches, key=lambda match: match[0])
+            return FinishRegex(pattern, text)
     return None
 
 

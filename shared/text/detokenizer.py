@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
+from shared.text.stop_text import (
+    MAX_CHARACTER_BYTES,
+    NUM_CONTEXT_TOKENS,
+    REPLACEMENT,
+    RegexTimeout,
+    num_held_chars,
+    search_stop_regex,
+)
 from shared.text.tokenizer import Tokenizer
 from shared.types import FinishReason, FinishRegex, FinishString, FinishToken, SamplingParams
-
-NUM_CONTEXT_TOKENS = 5
-"""Prompt tokens in front of the first piece: a tokenizer may treat the start of a text in a special way
-(drop a space)."""
-
-REPLACEMENT = "\ufffd"  # stands for bytes that are no (whole) character
-MAX_CHARACTER_BYTES = 4
 
 _MAX_PENDING_TOKENS = 16
 """More tokens than any incomplete character can have: then the bytes are no characters."""
@@ -59,8 +59,9 @@ class IncrementalDetokenizer:
         if trim and isinstance(finished_reason, FinishToken) and new_ids:
             assert new_ids[-1] == finished_reason.token_id
             new_ids = new_ids[:-1]
-        self._pending += self._visible(new_ids)
-        self._held_text += self._take_text()
+        visible = self._visible(new_ids)
+        self._pending += visible
+        self._held_text += self._take_text(len(visible))
 
         if self._is_finished:
             text = _cut(self._held_text, finished_reason) if trim else self._held_text
@@ -69,21 +70,39 @@ class IncrementalDetokenizer:
         self._held_text = self._held_text[len(text) :]
         return text
 
-    def _take_text(self) -> str:
+    def _take_text(self, num_new: int) -> str:
         """Text of the pending tokens, as far as it is certain; they become the context of the next ones."""
         if not self._pending:
             return ""
         text = self._text_after_context(self._pending)
-        num_taken = len(self._pending)
-        if not self._is_finished and (not text or text.endswith(REPLACEMENT)):
-            num_taken = 0
-            if len(self._pending) > _MAX_PENDING_TOKENS:
-                num_taken, text = self._certain_part(text)
-        if num_taken == 0:
-            return ""
-        self._context, self._pending = self._pending[:num_taken], self._pending[num_taken:]
-        self._context_text = self._tokenizer.decode(self._context)
+        if text and not text.endswith(REPLACEMENT):
+            return self._take(len(self._pending), text)
+        # A tokenizer with byte fallback decodes a run of bytes that ends inside a character to U+FFFD as a
+        # whole: the characters before that end are taken without it.
+        # (With one new token nothing before it has become whole: it was tried when it was the end.)
+        num_whole, whole = self._whole_characters() if num_new > 1 else (0, "")
+        if num_whole:
+            return self._take(num_whole, whole) + self._take_text(1)
+        if self._is_finished:
+            return self._take(len(self._pending), text)
+        if len(self._pending) > _MAX_PENDING_TOKENS:
+            return self._take(*self._certain_part(text))
+        return ""
+
+    def _take(self, num_tokens: int, text: str) -> str:
+        """Make the first pending tokens, whose text this is, the context of the others."""
+        if num_tokens:
+            self._context, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]
+            self._context_text = self._tokenizer.decode(self._context)
         return text
+
+    def _whole_characters(self) -> tuple[int, str]:
+        """How many pending tokens come before an incomplete last character, and their text."""
+        for num_kept in range(1, min(MAX_CHARACTER_BYTES, len(self._pending))):
+            text = self._text_after_context(self._pending[:-num_kept])
+            if text and not text.endswith(REPLACEMENT):
+                return len(self._pending) - num_kept, text
+        return 0, ""
 
     def _certain_part(self, text: str) -> tuple[int, str]:
         """Of many pending tokens that make no character: how many later tokens cannot change, and their
@@ -105,7 +124,7 @@ class IncrementalDetokenizer:
             return 0
         if params.stop_regex:
             return len(self._held_text)
-        return max((_overlap(self._held_text, string) for string in params.stop), default=0)
+        return num_held_chars(self._held_text, params.stop)
 
     def _visible(self, ids: Sequence[int]) -> list[int]:
         if not self._params.skip_special_tokens:
@@ -121,18 +140,14 @@ class IncrementalDetokenizer:
         return tail
 
 
-def _overlap(text: str, string: str) -> int:
-    """Length of the longest proper prefix of `string` that ends `text`."""
-    for length in range(min(len(string) - 1, len(text)), 0, -1):
-        if text.endswith(string[:length]):
-            return length
-    return 0
-
-
 def _cut(text: str, reason: FinishReason | None) -> str:
+    """`text` up to the stop text that ended it."""
     if isinstance(reason, FinishString):
         return text.partition(reason.matched)[0]
     if isinstance(reason, FinishRegex):
-        match = re.search(reason.pattern, text)
-        return text[: match.start()] if match else text
+        try:
+            match = search_stop_regex(reason.pattern, text)
+        except RegexTimeout:
+            match = None
+        return text[: match[0]] if match else text.partition(reason.matched)[0]
     return text

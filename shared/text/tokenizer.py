@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+TEMPLATE_SECONDS = 1.0
+"""Time limit of a chat template: it comes with the model, and may loop."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -25,14 +33,15 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Tokenizer:
-        """Raises `ValueError` for a folder that holds no tokenizer, or one that cannot be loaded."""
+        """Raises `ValueError` for a folder that holds no tokenizer, or one that cannot be loaded. Code that
+        the folder brings along is never run."""
         folder = Path(folder)
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
             raise ValueError(f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
         from transformers import AutoTokenizer  # takes seconds to import
 
         try:
-            return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+            return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
         except Exception as error:  # of any kind: what a broken file raises depends on how it is broken
             reason = (str(error).splitlines() or [""])[0]
             raise ValueError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
@@ -75,12 +84,21 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         try:
-            text = self.hf_tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **template_args
-            )
-        except (TemplateError, TypeError, KeyError, IndexError, AttributeError) as error:
+            with time_limit(TEMPLATE_SECONDS, "the chat template"):
+                text = self.hf_tokenizer.apply_chat_template(
+                    list(messages),
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **template_args,
+                )
+        except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         return self.encode(text, add_special_tokens=False)  # the template has written them
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest token's spelling: a text of N bytes has at least N / this tokens."""
+        return max(len(token.encode()) for token in self.hf_tokenizer.get_vocab())
 
     def token_to_id(self, token: str) -> int | None:
         token_id = self.hf_tokenizer.convert_tokens_to_ids(token)
@@ -100,3 +118,22 @@ def _plain_decoder(hf_tokenizer: Any) -> Any:
     kind = type(hf_tokenizer)
     is_plain = isinstance(hf_tokenizer, Plain) and kind.decode is Plain.decode
     return hf_tokenizer.backend_tokenizer if is_plain and kind._decode is Plain._decode else None
+
+
+@contextmanager
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """End Python code of this thread that runs longer, by a `ValueError` at its next line. Works in every
+    thread, which a signal would not."""
+    end = time.monotonic() + seconds
+    before = sys.gettrace()
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if time.monotonic() > end:
+            raise ValueError(f"{what} takes longer than {seconds:g} s")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import regex
 
 MIN_TEMPERATURE = 1e-6
 """A temperature below this means greedy: dividing by it would overflow half precision."""
 MAX_FLOAT = 3.4e38
 """Sampling computes in float32, where a larger number is infinite."""
+MAX_SAMPLES = 1024
+"""The largest `n`: each sample is a request of its own."""
+REGEX_CHECK_SECONDS = 0.5
+"""Time limit of trying a stop regex on the empty text."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # prompt and output, the Hugging Face definition
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None  # None: a fresh one for each request
-    n: int = 1  # samples of one prompt; sample i derives its own seed
+    n: int = 1  # samples of one prompt, at most MAX_SAMPLES; sample i derives its own seed
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     stop_regex: tuple[str, ...] = ()
@@ -53,7 +60,8 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(value))
         self._check_int("max_new_tokens", at_least=0)
         self._check_int("min_new_tokens", at_least=0)
-        self._check_int("n", at_least=1)
+        self._check_int("n", at_least=1, at_most=MAX_SAMPLES)
+        self._check_booleans()
         self._check_int("top_logprobs_num", at_least=0)
         self._check_int("logprob_start_len", at_least=-1)
         self._check_float("temperature", low=0.0)
@@ -86,8 +94,8 @@ class SamplingParams:
             if not isinstance(pattern, str):
                 raise ValueError(f"stop_regex must hold patterns (strings), got {pattern!r}")
             try:
-                matches_nothing = re.compile(pattern).search("") is not None
-            except re.error as error:
+                matches_nothing = regex.compile(pattern).search("", timeout=REGEX_CHECK_SECONDS) is not None
+            except (regex.error, RecursionError, OverflowError, TimeoutError) as error:
                 raise ValueError(f"stop_regex {pattern!r} is not a valid pattern: {error}") from None
             if matches_nothing:
                 raise ValueError(f"stop_regex {pattern!r} matches the empty text: nothing could be generated")
@@ -103,10 +111,18 @@ class SamplingParams:
                     f"logit_bias[{token_id}] must be a finite number or -inf (never produce), got {bias!r}"
                 )
 
-    def _check_int(self, name: str, at_least: int) -> None:
+    def _check_booleans(self) -> None:
+        for name in ("ignore_eos", "no_stop_trim", "skip_special_tokens", "return_logprob"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+
+    def _check_int(self, name: str, at_least: int, at_most: int | None = None) -> None:
         value = getattr(self, name)
         if not _is_int(value) or value < at_least:
             raise ValueError(f"{name} must be an integer >= {at_least}, got {value!r}")
+        if at_most is not None and value > at_most:
+            raise ValueError(f"{name} must be at most {at_most}, got {value!r}")
 
     def _check_float(self, name: str, low: float, high: float = MAX_FLOAT, low_open: bool = False) -> None:
         value = getattr(self, name)
@@ -114,6 +130,20 @@ class SamplingParams:
         if not is_number or value < low or value > high or (low_open and value == low):
             left = "(" if low_open else "["
             raise ValueError(f"{name} must be a number in {left}{low:g}, {high:g}], got {value!r}")
+
+    def updated(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed. `max_tokens` is another name of max_new_tokens. An unknown name
+        raises `ValueError` with the nearest right ones."""
+        names = [f.name for f in fields(self)]
+        if "max_tokens" in changes:
+            if "max_new_tokens" in changes:
+                raise ValueError("max_tokens and max_new_tokens are the same: give one of them")
+            changes["max_new_tokens"] = changes.pop("max_tokens")
+        for name in changes:
+            if name not in names:
+                near = difflib.get_close_matches(name, names) or names
+                raise ValueError(f"unknown sampling parameter {name!r}; did you mean {', '.join(near)}?")
+        return replace(self, **changes) if changes else self
 
     @property
     def is_greedy(self) -> bool:

@@ -341,7 +341,7 @@ class TestLogprobs:
         collector = llm.submit("one two three", params)[0]
         for step in range(40):
             if step % 4 == 2:
-                llm.scheduler.retract(collector.rid)
+                llm.scheduler.retract(collector.scheduler_rid)
             llm.step()
         output = collector.whole()
         assert output.num_retractions > 1

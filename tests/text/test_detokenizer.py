@@ -100,6 +100,19 @@ def test_no_piece_holds_half_a_character(text: str) -> None:
     assert all("\ufffd" not in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("size", [2, 3, 5, 6, 7])
+@pytest.mark.parametrize("num_emoji", [1, 4, 30])
+def test_byte_fallback_with_several_tokens_a_step(size: int, num_emoji: int) -> None:
+    """Speculation ends steps inside characters: their bytes must not spoil the whole ones before."""
+    tokenizer = byte_fallback()
+    text = "🙂🙃" * num_emoji
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    pieces, _ = stream(tokenizer, cut(ids, [size] * len(ids)))
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert "\ufffd" not in "".join(pieces)
+    assert max(map(len, pieces)) <= size  # nothing is held longer than its own character
+
+
 def test_a_text_that_ends_inside_a_character_says_so() -> None:
     pieces, _ = stream(byte_level(), [[i] for i in byte_tokens("a🙂")[:-1]])
     assert pieces == ["a", "", "", "\ufffd"]

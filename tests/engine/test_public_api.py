@@ -1,0 +1,227 @@
+"""`import diptych`: what users write."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import diptych
+from diptych import LLM, EngineConfig, GenerateOutput, SamplingParams
+from shared.engine import llm as llm_module
+from shared.types import FinishAbort, FinishError
+from tests.house.tree import ROOT
+
+SUM = [{"role": "user", "content": "What is 12 + 30?"}]
+
+
+def run_python(program: str) -> str:
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("tiny-dense", device="cpu", panel="reference", check_invariants=True)
+
+
+def test_importing_it_imports_nothing_heavy() -> None:
+    program = "import sys, diptych; print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_names() -> None:
+    assert set(diptych.__all__) <= set(dir(diptych))
+    for name in diptych.__all__:
+        assert getattr(diptych, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Engine'"):
+        diptych.Engine
+
+
+def test_the_model_is_the_first_argument() -> None:
+    config = EngineConfig(device="cpu", max_total_tokens=128)
+    small = LLM("tiny-dense", config=config, max_running_requests=2)
+    assert (small.config.model, small.config.max_running_requests) == ("tiny-dense", 2)
+    assert small.config.max_total_tokens == 128
+
+
+def test_sampling_keywords(llm: LLM) -> None:
+    output = llm.generate("Count from 3 to 9.", temperature=0, max_tokens=5, ignore_eos=True)
+    assert isinstance(output, GenerateOutput)
+    assert output.num_output_tokens == 5
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    assert llm.generate("Count from 3 to 9.", params, max_new_tokens=5).output_ids == output.output_ids
+    pieces = list(llm.stream("Count from 3 to 9.", temperature=0, max_tokens=5, ignore_eos=True))
+    assert [i for piece in pieces for i in piece.output_ids] == output.output_ids
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"temprature": 0}, "unknown sampling parameter 'temprature'; did you mean temperature"),
+        ({"max_tokens": 1, "max_new_tokens": 1}, "are the same"),
+        ({"n": 10**6}, "n must be at most 1024"),
+        ({"ignore_eos": "false"}, "ignore_eos must be True or False, got 'false'"),
+        ({"rid": 3}, "rid must be a text"),
+    ],
+)
+def test_wrong_keywords(llm: LLM, keywords: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate("a", **keywords)
+
+
+def test_chat(llm: LLM) -> None:
+    output = llm.chat(SUM, temperature=0)
+    assert isinstance(output, GenerateOutput)
+    assert output.text == "12 + 30 = 42"
+    assert "".join(piece.text for piece in llm.stream(llm.chat_prompt(SUM), temperature=0)) == output.text
+
+
+def test_an_rid_is_free_again_after_an_abort(llm: LLM) -> None:
+    """The second request must not get the first one's end."""
+    (first,) = llm.submit("one two", SamplingParams(max_new_tokens=50, ignore_eos=True), rid="a")
+    llm.step()
+    assert llm.abort("a")
+    with pytest.raises(ValueError, match="'a' is in use"):
+        llm.submit("three", SamplingParams(), rid="a")
+    llm.step()
+    assert isinstance(first.finish_reason, FinishAbort)
+    output = llm.generate("three four", rid="a", temperature=0, max_tokens=4, ignore_eos=True)
+    assert (output.rid, output.num_output_tokens) == ("a", 4)
+
+
+def test_generated_names_do_not_collide(llm: LLM) -> None:
+    (other,) = llm.submit("x", SamplingParams(), rid="probe")
+    number = int(llm.submit("y", SamplingParams())[0].rid.partition("-")[2])
+    llm.submit("z", SamplingParams(), rid=f"req-{number + 1}")
+    outputs = llm.generate(["b", "c"], temperature=0, max_tokens=2, ignore_eos=True)
+    assert [o.num_output_tokens for o in outputs] == [2, 2]
+    while llm.step():
+        pass
+    assert other.is_finished
+
+
+def test_a_refused_request_changes_no_seed() -> None:
+    def answers(llm: LLM) -> list[list[int]]:
+        return [
+            o.output_ids for o in llm.generate(["a", "b"], temperature=2.0, max_tokens=8, ignore_eos=True)
+        ]
+
+    plain, disturbed = (LLM("tiny-dense", device="cpu", max_total_tokens=256) for _ in range(2))
+    with pytest.raises(ValueError, match="KV pool"):
+        disturbed.generate([1] * 300)
+    assert answers(disturbed) == answers(plain)
+
+
+def test_a_stream_forgotten_during_a_step_is_aborted_behind_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector may close a stream in the middle of a batch."""
+    params = {"max_tokens": 30, "ignore_eos": True}
+    stream = llm.stream("forgotten", **params)
+    next(stream)
+    holder = [stream]
+    del stream
+    add_output = llm_module.OutputCollector.add
+    run_batch = type(llm.scheduler).run_batch
+
+    def dropping(self, batch):
+        holder.clear()
+        gc.collect()
+        return run_batch(self, batch)
+
+    monkeypatch.setattr(type(llm.scheduler), "run_batch", dropping)
+    output = llm.generate("kept", progress=False, **params)
+    assert output.num_output_tokens == 30
+    assert llm_module.OutputCollector.add is add_output
+    while llm.step():
+        pass
+    assert llm.flush_cache()
+
+
+def test_threads_share_an_llm(llm: LLM) -> None:
+    prompts = [f"Count from {i} to 9." for i in range(6)]
+    alone = [llm.generate(p, temperature=0, max_tokens=12, progress=False).output_ids for p in prompts]
+    found: dict[int, list[int]] = {}
+
+    def ask(i: int) -> None:
+        found[i] = llm.generate(prompts[i], temperature=0, max_tokens=12, progress=False).output_ids
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(6)] == alone
+
+
+def test_a_regex_without_end_ends_its_own_request(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("a" * 60)
+    bias = {ids[-1]: 1000.0}
+    (hostile,) = llm.submit(ids, SamplingParams(stop_regex="(a+)+b", max_new_tokens=400, logit_bias=bias))
+    (other,) = llm.submit("Count:", SamplingParams(max_new_tokens=20, temperature=0, ignore_eos=True))
+    while llm.step():
+        pass
+    assert isinstance(hostile.finish_reason, FinishError)
+    assert "took more than" in hostile.finish_reason.message
+    assert other.num_output_tokens == 20
+
+
+def test_a_long_prompt_is_refused_before_it_is_tokenized(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda *_: pytest.fail("tokenized"))
+    with pytest.raises(ValueError, match="20000000 characters; the context of 2048 tokens holds at most"):
+        llm.generate("a" * 20_000_000)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"mem_fraction_static": "a"}, "mem_fraction_static must be a number, got 'a'"),
+        ({"disable_radix_cache": "false"}, "disable_radix_cache must be True or False, got 'false'"),
+        ({"waiting_timeout": "5"}, "waiting_timeout must be a number of seconds"),
+        ({"random_seed": 1.5}, "random_seed must be an integer"),
+        ({"model": 3}, "model must be a text, got 3"),
+        ({"use": "attention=triton"}, "use must map components"),
+        ({"schedule_conservativeness": float("nan")}, "schedule_conservativeness must be a number"),
+    ],
+)
+def test_flags_of_a_wrong_type(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**flags)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
+    source = ROOT / "shared" / "assets" / "tiny-dense"
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    ids = LLM("tiny-dense", device="cpu").tokenizer.encode("Count from 3 to 9.")
+    bare = LLM(str(tmp_path), device="cpu", max_total_tokens=256)
+    output = bare.generate(ids, temperature=0, max_tokens=4, ignore_eos=True)
+    assert (output.num_output_tokens, output.text) == (4, "")
+    for wrong in (lambda: bare.generate("text"), lambda: bare.chat(SUM)):
+        with pytest.raises(ValueError, match="no tokenizer"):
+            wrong()
+    with pytest.raises(ValueError, match="no tokenizer"):
+        bare.generate(ids, stop="a")
+    tokenizer_only = tmp_path / "tokenizer"
+    tokenizer_only.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tokenizer_only / name).write_bytes((source / name).read_bytes())
+    named = LLM(str(tmp_path), device="cpu", tokenizer=str(tokenizer_only), max_total_tokens=256)
+    assert named.generate("Count from 3 to 9.", temperature=0, max_tokens=2).text
+
+
+def test_version() -> None:
+    program = "import sys; sys.argv = ['diptych', '--version']; from shared.cli import main; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == f"diptych {diptych.__version__}"

@@ -1,0 +1,117 @@
+"""Files of a model folder that are made to harm: refused with a ValueError, within a second."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.config.hf_config import parse_config, read_json
+from shared.loading.safetensors_file import read_header
+from shared.text.tokenizer import Tokenizer
+from tests.house.tree import ROOT
+
+ASSET = ROOT / "shared" / "assets" / "tiny-dense"
+
+
+@pytest.fixture(autouse=True)
+def within_a_few_seconds() -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < 5  # a second on a quiet computer
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 10**9},
+        {"max_position_embeddings": 10**9},
+        {"vocab_size": 10**12},
+        {"num_attention_heads": 10**9, "num_key_value_heads": 10**9},
+        {"head_dim": 10**9},
+        {"rms_norm_eps": 10**400},
+        {"rope_parameters": {"rope_type": "linear", "factor": 1e300}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 1e300}},
+    ],
+    ids=str,
+)
+def test_numbers_beyond_any_model(changes: dict[str, Any]) -> None:
+    config = json.loads((ASSET / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"at most|context of|must be"):
+        parse_config({**config, **changes})
+
+
+def test_nested_json(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"a":' * 100_000)
+    with pytest.raises(ValueError, match="is not JSON"):
+        read_json(path)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"shape": [10**30, 10**30], "data_offsets": [0, 8]},
+        {"shape": [1e999], "data_offsets": [0, 8]},
+        {"shape": [2], "data_offsets": [8, 0]},
+        {"shape": [-2], "data_offsets": [0, 8]},
+        {"shape": [3], "data_offsets": [0, 8]},
+    ],
+    ids=str,
+)
+def test_headers_that_contradict_themselves(tmp_path: Path, entry: dict[str, Any]) -> None:
+    path = tmp_path / "model.safetensors"
+    good = {"b": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+    header = json.dumps({"a": {"dtype": "F32", **entry}, **good}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(ValueError, match=r"damaged|makes no sense|cut off"):
+        read_header(path)
+
+
+def test_nested_header(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    header = b"[" * 200_000
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match="makes no sense"):
+        read_header(path)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}", "takes longer"),
+        ("{{ raise_exception('no') }}", "refuses these messages"),
+        ("{{ 1 / 0 }}", "refuses these messages"),
+        ("{% for i in range(10 ** 12) %}{% endfor %}", "refuses these messages"),
+        ("{{ messages[0].content.nothing.at_all }}", "refuses these messages"),
+    ],
+)
+def test_chat_templates(template: str, message: str) -> None:
+    tokenizer = Tokenizer.from_pretrained(ASSET)
+    tokenizer.hf_tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=message):
+        tokenizer.chat([{"role": "user", "content": "a"}])
+
+
+def test_code_of_a_model_folder_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even after a "y" on standard input, which is what transformers asks for."""
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_bytes((ASSET / name).read_bytes())
+    (tmp_path / "evil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class Evil(PreTrainedTokenizerFast): pass\n"
+    )
+    auto_map = {"AutoTokenizer": [None, "evil.Evil"]}
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Evil", "auto_map": auto_map})
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with contextlib.suppress(ValueError):
+        Tokenizer.from_pretrained(tmp_path)
+    assert not (tmp_path / "ran").exists()
