@@ -1,14 +1,12 @@
-"""The layers that models are built from, as kernels, and the products that several of them share.
+"""The layers of the models as kernels, with merged weights and fusion.
 
-Differs from reference: weights that multiply the same input are one matrix (q, k and v; gate and up), and a
-norm, an activation or a sum is computed by the product or the kernel beside it, so that hidden states cross
-the memory's bus once less. For a few tokens the products are GEMVs that take the norm and the sum in, for
-some dozens kernels of their own where these are faster, else cuBLAS, told which algorithm to take where
-another than its own choice was measured to be faster. Assumes that Triton runs here, on a GPU or in its
-interpreter; refuses float64.
+Differs from reference: weights that multiply the same input are one matrix (q, k and v; gate and up). A norm,
+an activation or a residual sum is computed by the GEMM or kernel beside it, which saves one pass over the
+hidden states. For a few tokens the GEMMs are GEMVs that include norm and sum; for dozens of tokens they are
+Triton kernels where these are faster, otherwise cuBLAS with a measured algorithm where that beats its own
+choice. Assumes that Triton runs, on a GPU or in its interpreter; refuses float64.
 
-A fused form is taken only where every layer in it is this file's own: a user-provided norm or
-rotation is called by itself.
+Only layers of this file are fused: a user-provided norm or rotation is called by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from shared.types.attention import AttentionLayer
 
 class Linear(nn.Module):
     """y = x @ weightᵀ + bias, x [num_tokens, in_features]. The parameters hold nothing until weights are
-    loaded. Every product with a weight of a model goes through this class."""
+    loaded. Every GEMM with a weight of a model uses this class."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
@@ -99,7 +97,7 @@ class RotaryEmbedding(interface.RotaryEmbedding):
         attention: BatchAttention,
         layer: AttentionLayer,
     ) -> torch.Tensor:
-        """The product of q, k and v -> q [num_tokens, num_qo_heads, head_dim], normed and rotated; k, so too,
+        """Output of the QKV GEMM -> q [num_tokens, num_qo_heads, head_dim], normed and rotated; k, so too,
         and v go to the pool."""
         return qk_norm_rope_store(
             qkv,
@@ -139,7 +137,7 @@ class MergedLinear(interface.MergedLinear, Linear):
         self.parts = parts  # name -> rows of the weight
 
     def forward(self, x: torch.Tensor, norm: interface.RMSNorm | None = None) -> torch.Tensor:
-        """The product of x, or of norm(x)."""
+        """The GEMM of x, or of norm(x)."""
         if use_gemv(x) and is_builtin_layer(norm, RMSNorm):
             return small_batch_linear.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
         return super().forward(x if norm is None else norm(x))
@@ -198,7 +196,7 @@ def add_and_norm(
 
 
 def use_gemv(x: torch.Tensor) -> bool:
-    """Whether another kernel than cuBLAS's may be the fastest for the products of x."""
+    """Whether a kernel other than cuBLAS may be the fastest GEMM for x."""
     return 0 < x.shape[0] <= small_batch_linear.max_tokens(x.dtype)
 
 

@@ -99,7 +99,7 @@ class ReqToTokenPool(interface.ReqToTokenPool):
         """req_to_token.flatten()[where] = values, on the device: one copy, one launch, no synchronization."""
         table = self.req_to_token
         is_cuda = table.device.type == "cuda"
-        # Page-locked memory is not given to anybody else before the copy is done: its allocator sees to that.
+        # The allocator of page-locked memory does not reuse it before the copy is done.
         staged = torch.empty(where.nbytes + values.nbytes, dtype=torch.uint8, pin_memory=is_cuda)
         numbers = staged.numpy()
         numbers[: where.nbytes].view(np.int64)[:] = where

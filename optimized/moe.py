@@ -1,7 +1,7 @@
-"""Mixture of experts in a handful of launches: routing, sorting by expert, two grouped products, a sum.
+"""Mixture of experts in a handful of launches: routing, sorting by expert, two grouped GEMMs, a sum.
 
 Differs from reference: no loop over experts, and nothing waits for the routing to reach the CPU. Pairs of
-token and expert are sorted into blocks on the device and all experts' products are two launches; few tokens
+token and expert are sorted into blocks on the device and all experts' GEMMs are two launches; few tokens
 go pair by pair instead. Sums are in float32 and in a fixed order. The shared experts' gate and up are one
 matrix. Assumes that Triton runs here, on a GPU or in its interpreter; refuses float64.
 """

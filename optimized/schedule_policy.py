@@ -2,7 +2,7 @@
 
 Differs from reference: a pass does not look at every waiting request. The policy follows the queue and takes
 in who came and who left since the last pass; sorted orders are lists with a place for each newcomer,
-cache-aware ones keep every request's match until the tree tells that it would end elsewhere. What still grows
+cache-aware ones keep every request's match until the tree reports that it changes. What still grows
 with the queue is moving pointers in a list, some nanoseconds a request. Assumes a `WaitingQueue` (any
 other sequence is ordered from scratch, with the same result) and, for lpm and dfs-weight, a tree that can be
 watched. It loses on short queues of requests that come and go at once. And a request that waits does not keep

@@ -32,8 +32,8 @@ def copy_to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Te
 
 
 def pinned(*shape: int, device: torch.device) -> torch.Tensor:
-    """int64 numbers to be filled in and copied to the device. Page-locked memory is not given to anybody else
-    before a copy from it is done: its allocator sees to that."""
+    """int64 numbers to be filled in and copied to the device. The allocator of page-locked memory does not
+    reuse it before a copy from it is done."""
     return torch.empty(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 

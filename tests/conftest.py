@@ -29,7 +29,7 @@ def cuda_is_available() -> bool:
 def _one_thread() -> None:
     import torch
 
-    torch.set_num_threads(1)  # sums come out in the same order on every machine
+    torch.set_num_threads(1)  # the same order of summation on every computer
 
 
 @pytest.fixture(autouse=True)

@@ -114,7 +114,7 @@ class CapturedCall:
         return self._borrower() is not None
 
     def give_up_output(self, track: bool) -> None:
-        """`track`: each call lends another tensor, so that the last one's end is seen."""
+        """`track`: each call returns another tensor, so that the end of the last one is detected."""
         output = self.output
         assert output is not None
         memory = Memory.of(output)

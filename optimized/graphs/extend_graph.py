@@ -31,8 +31,8 @@ from shared.types import ForwardBatch, ForwardMode
 from shared.types.attention import AttentionLayer
 
 MAX_LAYER_FLOPS = 260e9
-"""Of the products of one layer. Beyond, a GPU computes a layer for longer than its kernels take to launch
-(measured on an H200: docs/lab/prefill.md)."""
+"""FLOPs of the GEMMs of one layer. Above it, a GPU computes a layer for longer than its kernels take to
+launch (measured on an H200: docs/lab/prefill.md)."""
 MAX_MIXED_TOKENS = 1024
 """Where steps are mixed, up to so many are captured whatever they take: chunks are small then."""
 
@@ -48,7 +48,7 @@ def captured_token_counts(config: EngineConfig, model: ModelConfig) -> tuple[int
     if most is None:
         most = max(config.max_prefill_tokens, config.context_len or model.context_len)
         most += config.max_running_requests * config.enable_mixed_chunk
-    # Below 256 tokens a product reads weights for longer than it computes: padding is nearly free.
+    # Below 256 tokens a GEMM is bound by reading weights, so padding is nearly free.
     steps = [16, 32, 64, 128, 192, 256, 384, 512, 768]
     steps += [start + i * start // 4 for start in (1024, 2048, 4096, 8192) for i in range(4)]
     sizes = [size for size in steps if size <= limit]
@@ -58,7 +58,7 @@ def captured_token_counts(config: EngineConfig, model: ModelConfig) -> tuple[int
 
 
 def flops_per_token(model: ModelConfig) -> int:
-    """Of the products of the costliest kind of layer."""
+    """FLOPs of the GEMMs of the costliest kind of layer."""
     q, kv = model.num_qo_heads * model.head_dim, model.num_kv_heads * model.head_dim
     mlp = model.intermediate_size
     if model.moe is not None:

@@ -2,7 +2,7 @@
 
 A verify step is as regular as a decode step: every request computes the nodes of one tree. So it is captured
 likewise, with the vectors of nodes that many times as long, and with the mask in a buffer whose shape says
-nothing about how long anybody is.
+nothing about lengths.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The largest logit of each row, the lowest id on ties, for batches in which every row wants just that.
+"""The largest logit of each row, the lowest id on ties, for batches of greedy rows.
 
 Floor: one read of the logits, 4 * vocab_size bytes a row.
 

@@ -6,8 +6,8 @@ pairs share each of them, still below what the tensor cores can do.
 Shape: the rows of a tile are the (token, query head of one KV head) pairs of a request, as in
 extend_attention: 16 drafts of 4 heads fill a tile of 64. Keys are cut into as many equal parts as fill the
 GPU, at least a tile each; a second launch merges what the parts found, a program for each row. Keys before
-the tree are read without a mask; the tree's own under `tree_mask`, whose size does not depend on how long
-anybody is. All requests have equally many new tokens. Grids follow from shapes alone, so a CUDA graph can
+the tree are read without a mask; the tree's own under `tree_mask`, whose size does not depend on
+lengths. All requests have equally many new tokens. Grids follow from shapes alone, so a CUDA graph can
 hold both launches.
 """
 

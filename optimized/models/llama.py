@@ -1,11 +1,11 @@
 """The decoder that all dense families share, and that takes an MoE for its MLP.
 
-Differs from reference: q, k and v come from one product, and so do gate and up; one kernel norms and rotates
-the heads of q and k and stores k and v; a product that ends a block adds its result to the residual stream.
-So a layer's input is the stream itself, whole, except where adding is left to the next norm: behind an MoE,
-and behind products of some dozens of tokens that are faster in parts. A layer is five kernels and attention
-for a few tokens, seven for dozens in a small model, eight for many. The last one goes on behind attention
-with the tokens alone whose hidden states are read: of a prompt, the last ones.
+Differs from reference: q, k and v come from one GEMM, and so do gate and up; one kernel norms and rotates the
+heads of q and k and stores k and v; a GEMM that ends a block adds its result to the residual stream. So the
+input of a layer is the residual stream, except where the next norm adds: after an MoE, and after split-K
+GEMMs of dozens of tokens. A layer is five kernels and attention for a few tokens, seven for dozens in a small
+model, eight for many. After attention, the last layer computes only the tokens whose hidden states are read:
+the last token of each prompt.
 """
 
 from __future__ import annotations

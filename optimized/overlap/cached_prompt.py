@@ -1,4 +1,4 @@
-"""A prompt that is in the prefix cache before anybody knows what came of it."""
+"""A prompt that is in the prefix cache before its logits are known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class CachedPrompt(NamedTuple):
 
     key: RadixKey
     start: int
-    page_len: int  # tokens that tell what a page of the cache holds: of bigrams one more
+    page_len: int  # tokens that determine a page of the cache: one more for bigrams
 
     @classmethod
     def of(cls, req: Req, tree_cache: PrefixCache) -> CachedPrompt:

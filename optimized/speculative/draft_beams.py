@@ -1,8 +1,8 @@
 """A model's drafting steps, K beams of a request at once, each seeing just its own ancestors.
 
 Differs from reference: a step's mask has a column for each beam so far and none for what is before them, so
-its size follows from the step's number alone, as that of everything else; and tokens go to the slots that the
-batch lends. So steps are made without waiting for the device, and can be captured in a CUDA graph. Assumes
+its size follows from the step's number alone, as that of everything else; and tokens go to the slots of the
+batch. So steps are made without waiting for the device, and can be captured in a CUDA graph. Assumes
 attention that takes a `tree_mask`. Loses nothing.
 """
 

@@ -151,13 +151,13 @@ class Speculator:
         logits_output: LogitsOutput,
         sample_output: SampleOutput,
     ) -> None:
-        """Tell the drafter of KV that stays, after a prefill or a plain decode step."""
+        """Call the drafter's `extend` for KV that stays, after a prefill or a decode step."""
         next_token_ids = sample_output.next_token_ids.clamp(min=0)  # a NaN's: its request ends anyway
         self.drafter.extend(reqs, forward_batch, logits_output.hidden_states, next_token_ids)
 
     def extension_of(self, launched: BatchInFlight) -> Extension:
-        """Tells the drafter of a batch, and the next round of its tokens. Made when that batch is launched: a
-        prompt may be at its next chunk when it runs."""
+        """Calls the drafter for a batch, and gives its tokens to the next round. Made when that batch is
+        launched: a prompt may be at its next chunk when it runs."""
         reqs = launched.batch.reqs
         prompt_ids = None
         chunked = launched.chunked_req
@@ -238,7 +238,7 @@ class Speculator:
         return Starts(*vectors, slots, bounds)
 
     def _extend_late(self, launched: RoundInFlight, num_kept: list[int]) -> None:
-        """Tell a drafter that wants to know how much was accepted: of the requests that have stayed."""
+        """Report acceptance to a drafter that uses it: of the requests that have stayed."""
         kept, width = launched.kept, launched.max_kept
         assert kept is not None
         reqs, rows = list(launched.rows), list(launched.rows.values())

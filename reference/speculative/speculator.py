@@ -120,7 +120,7 @@ class Speculator:
         logits_output: LogitsOutput,
         sample_output: SampleOutput,
     ) -> None:
-        """Tell the drafter of KV that stays, after a prefill or a plain decode step."""
+        """Call the drafter's `extend` for KV that stays, after a prefill or a decode step."""
         next_token_ids = sample_output.next_token_ids.clamp(min=0)  # a NaN's: its request ends anyway
         for i, req in enumerate(reqs):
             if req.num_pending_chunks:  # what was sampled is no token of this prompt
@@ -181,7 +181,7 @@ class Speculator:
         logits_output: LogitsOutput,
         sampled: SampleOutput,
     ) -> tuple[ForwardBatch, LogitsOutput, SampleOutput]:
-        """Commit the nodes of `paths`, free the others, and tell the drafter."""
+        """Commit the nodes of `paths`, free the others, and call the drafter's `extend`."""
         reqs, num_nodes = batch.reqs, self.shape.num_draft_tokens
         rows = self._tensor([i * num_nodes + node for i, path in enumerate(paths) for node in path])
         slots = torch.cat(self._keep_slots(reqs, paths))

@@ -32,7 +32,7 @@ def device_and_dtype(flags: dict[str, Any], config: ModelConfig) -> tuple[torch.
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Of this device, for products of this type."""
+    """Ceilings of this device, for GEMM of this dtype."""
     ceilings = Ceilings(_bandwidth(device), _matrix_rate(device, dtype))
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -49,7 +49,7 @@ def _bandwidth(device: torch.device) -> float:
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Of a product of two random square matrices."""
+    """Rate of a GEMM of two random square matrices."""
     n = MATRIX_SIZE[device.type]
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     return 2 * n**3 / median_time(lambda: a @ b, device)

@@ -121,7 +121,7 @@ def flush(llm: LLM) -> None:
 
 
 def check_fits(llm: LLM, requests: Sequence[Request]) -> None:
-    """The engine would cut answers that do not fit; a measurement wants all of them."""
+    """The engine would cut answers that do not fit; a measurement needs all of them."""
     context_len = llm.config.context_len or llm.model_config.context_len
     pool_size = llm.assembly.parts.allocator.size
     for request in requests:

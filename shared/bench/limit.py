@@ -15,9 +15,9 @@ from shared.config import ModelConfig
 
 @dataclass(frozen=True)
 class Limit:
-    """Seconds. Prefill: the products of all prompts at the matrix rate. Decode: in each step all weights (of
-    experts those that uniform routing leads one to expect) and the KV of all running requests once, at the
-    bandwidth. All requests run together: with fewer at once, weights would be read more often."""
+    """Seconds. Prefill: the GEMMs of all prompts at the matrix rate. Decode: in each step all weights (of
+    experts the expected number under uniform routing) and the KV of all running requests once, at the
+    bandwidth. All requests run together: at lower concurrency weights are read more often."""
 
     prefill: float
     decode: float

@@ -63,7 +63,7 @@ class CacheResult:
     times: dict[str, tuple[float, ...]]
 
     def least(self, operation: str) -> float:
-        """What a call costs when nothing else wants the processor."""
+        """Cost of a call on an idle processor."""
         return min(self.times[operation])
 
     def median(self, operation: str) -> float:
@@ -71,7 +71,7 @@ class CacheResult:
 
 
 class FullCache:
-    """A tree as the case wants it. Whatever is done to it, it keeps its size."""
+    """A tree of the case's size. The size stays the same under all calls."""
 
     def __init__(self, case: CacheCase, seed: int = 0) -> None:
         self.rng = random.Random(seed)

@@ -1,4 +1,5 @@
-"""The time of a round of speculation - draft, verify, accept, tell the drafter - against a plain decode step.
+"""The time of a round of speculation - draft, verify, accept, extend the drafter - against a plain decode
+step.
 
 The pieces are those that a scheduler calls, on the engine's own components, for requests of a given length;
 what the scheduler itself does for a round is not in here. With random weights next to nothing is accepted: a

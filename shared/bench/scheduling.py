@@ -54,7 +54,7 @@ class SchedulingResult:
 
     @property
     def least(self) -> float:
-        """What a step costs when nothing else wants the processor."""
+        """Cost of a step on an idle processor."""
         return min(self.blocks)
 
     @property

@@ -46,8 +46,8 @@ class Ceilings:
 @dataclass(frozen=True)
 class StepCost:
     """Bytes: every weight once (of an untied embedding no table, of experts only those that are hit), and the
-    KV of all visible tokens once, the new ones' written. FLOPs: two for each multiplication of the matrix
-    products and of attention. Activations, logits and norms' arithmetic are not counted."""
+    KV of all visible tokens once, the new ones' written. FLOPs: two for each multiplication of GEMMs and
+    attention. Activations, logits and norms are not counted."""
 
     phases: tuple[Phase, ...]
 
@@ -68,11 +68,11 @@ class StepCost:
         return sum(phase.flops for phase in self.phases)
 
     def floor(self, ceilings: Ceilings) -> float:
-        """Seconds: the larger of what the bytes and what the products take. Nothing can be faster."""
+        """Roofline bound in seconds: the larger of the time of the bytes and of the operations."""
         return max(self.num_bytes / ceilings.bandwidth, self.flops / ceilings.matrix_rate)
 
     def roofline(self, ceilings: Ceilings) -> float:
-        """Seconds, when one phase must end before the next starts: the sum of their floors."""
+        """Seconds, when one phase must end before the next starts: the sum of their bounds."""
         return sum(
             max(phase.num_bytes / ceilings.bandwidth, phase.flops / ceilings.matrix_rate)
             for phase in self.phases

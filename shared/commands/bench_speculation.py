@@ -151,7 +151,7 @@ def choose_prompts(file: Path | None, num: int | None) -> list[Asked]:
         return held_out(64 if num is None else num)
     asked = read_prompts(file)
     if num is not None and num > len(asked):
-        raise ValueError(f"{file} has {len(asked)} prompts, and --num-prompts wants {num}")
+        raise ValueError(f"{file} has {len(asked)} prompts, fewer than --num-prompts {num}")
     return asked[:num]
 
 

@@ -97,7 +97,7 @@ Span = tuple[int, int, int]  # request, first position, end
 
 
 class RefusalWarning(UserWarning):
-    """A backend does not support a case, and said so as its contract wants it."""
+    """A backend does not support a case, and raised as its contract demands."""
 
 
 class AttentionBatch:

@@ -1,4 +1,4 @@
-"""A drafter whose KV can be read, beside the ledger model: it drafts whatever a test wants, and asserts that
+"""A drafter whose KV can be read, beside the ledger model: it drafts what a test chooses, and asserts that
 everything its contract promises it has come to pass."""
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A whole engine under random load, round after round: no wrong text, no leak, no stall.
 
-In each round an engine is built with random flags; requests come, are streamed, aborted, dropped and thrown
-out; all invariants are checked after every step. Then each answer is compared with what the same request gets
-alone, from an engine of the reference panel that does nothing but that. In float32 the two are equal to the
-token, but for near ties: those are counted.
+In each round an engine is built with random flags; requests are streamed, aborted, dropped and
+retracted; all invariants are checked after every step. Then each answer is compared with what the same
+request gets alone, from an engine of the reference panel that does nothing but that. In float32 the two are
+equal to the token, but for near ties: those are counted.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class AttentionBackend(ABC):
     supports_cuda_graph: bool = False
     accepts_seq_len_upper_bounds: bool = False
     """In TARGET_VERIFY batches without a custom_mask, `seq_lens_cpu` may be upper bounds: lengths are
-    told from the tensors."""
+    read from the tensors."""
     supports_ragged_graphs: bool = False
     """There is a `plan_ragged`."""
 

@@ -31,7 +31,7 @@ class DraftModel(nn.Module, ABC):
     order. Holds weights, no per-request state.
 
     Attributes: `config.model` describes its own layers: it has `num_hidden_layers` of them, with a KV pool of
-    their own. `config.target_layers` are the layers of the target whose input streams it wants, side by side;
+    their own. `config.target_layers` are the layers of the target whose input streams it reads, side by side;
     (): the target's hidden states after the final norm.
     """
 

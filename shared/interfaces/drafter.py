@@ -42,7 +42,7 @@ class Drafter(ABC):
     """
 
     hidden_layers: tuple[int, ...] | None = None
-    """Hidden states that `extend` wants of the target. None: none. (): the output of its final norm. Else:
+    """Hidden states of the target that `extend` reads. None: none. (): the output of its final norm. Else:
     the residual stream at the input of these layers, side by side, in this order."""
 
     is_bigram: bool = False

@@ -22,7 +22,7 @@ GIB = 2**30
 LIBRARIES = 1 * GIB
 """Workspaces of cuBLAS and of attention backends, compiled kernels, gaps between tensors."""
 BYTES_PER_LOGIT = 24
-"""Of one row and token id: the head's product, its float32, and what a sampler makes of it (float64 sums)."""
+"""Per row and token id: the head's output, its float32 copy, and the sampler's buffers (float64 sums)."""
 BYTES_PER_GRAPH = 16 * 2**20
 """What CUDA keeps for the kernels of a captured step, beside the tensors that all graphs share."""
 NUM_GRAPHS = 36

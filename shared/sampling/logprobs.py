@@ -120,5 +120,5 @@ def distribute_input_logprobs(
 
 
 def cut_top(entry: TokenLogprob, req: Req) -> TokenLogprob:
-    """A batch carries as many alternatives as its greediest request wants; give each what it asked for."""
+    """A batch carries the largest number of alternatives of its requests; cut each to its own number."""
     return entry._replace(top=entry.top[: req.sampling_params.top_logprobs_num])

@@ -137,4 +137,4 @@ class SamplingBatchInfo:
     presence_penalties: torch.Tensor | None = None  # [bs] float32
     repetition_penalties: torch.Tensor | None = None  # [bs] float32
     return_logprob: bool = False
-    num_top_logprobs: int = 0  # the most that any row wants
+    num_top_logprobs: int = 0  # maximum over the rows

@@ -33,7 +33,7 @@ class LogitsOutput(NamedTuple):
     next_token_logits: torch.Tensor  # [bs, vocab_size] float32, of the last token of each request
     # (TARGET_VERIFY: of every token, [num_tokens, vocab_size])
     input_logprobs: LogprobsOutput | None = None  # for ForwardBatch.input_logprob_rows
-    hidden_states: torch.Tensor | None = None  # [num_tokens, ...]: when a draft model wants them
+    hidden_states: torch.Tensor | None = None  # [num_tokens, ...]: when a draft model reads them
 
 
 class SampleOutput(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler, and when it wants to stop."""
+"""Sampling parameters and stop conditions of a request."""
 
 from __future__ import annotations
 

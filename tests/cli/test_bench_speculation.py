@@ -56,7 +56,7 @@ def test_bad_input_is_refused(diptych: Callable[..., Result], tmp_path: Path) ->
     ngram = "--speculative=ngram"
     assert "choose what is measured" in error_of()
     assert "--batch must be 1 to 1" in error_of(ngram, f"--prompts={prompts}", "--batch=1,2")
-    assert "--num-prompts wants 3" in error_of(ngram, f"--prompts={prompts}", "--num-prompts=3")
+    assert "fewer than --num-prompts 3" in error_of(ngram, f"--prompts={prompts}", "--num-prompts=3")
     assert "cannot read prompts" in error_of(ngram, f"--prompts={tmp_path / 'missing'}")
     assert "no folder" in error_of(ngram, "-o", str(tmp_path / "no" / "file.json"))
 

@@ -1,4 +1,4 @@
-"""The record tells who did the work, and leaves no trace."""
+"""The record names the implementation of each call, and leaves no trace."""
 
 from __future__ import annotations
 

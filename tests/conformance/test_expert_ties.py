@@ -1,4 +1,4 @@
-"""A router's near ties: told, not counted, and with teacher forcing no end of the comparison."""
+"""A router's near ties: reported, not counted; with teacher forcing the comparison continues."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from .lockstep_harness import compare, divergence_of, engine, num_tokens, plant,
 NGRAM = {"speculative": "ngram"}
 EAGLE = {"speculative": "eagle3", "speculative_draft_model": "tiny-dense-eagle3"}
 AHEAD = {**EAGLE, "use": {"scheduler": "optimized", "memory_pool": "optimized"}}
-"""A round is launched before the one ahead has told what it kept."""
+"""A round is launched before the kept tokens of the previous one are known."""
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ FOLDERS = ("shared", "reference", "optimized", "tests", "docs", "notebooks")
 LAB = ROOT / "docs" / "lab"  # a record: it keeps the words of its time
 
 BANNED = {
-    r"somebody|nobody|everybody|whoever": "name the request, caller or component",
+    r"(some|no|any|every)body|anyone|whoever": "name the request, caller or component",
+    r"wants": "needs, reads, requests",
     r"thrown out|throws? out|throwing out|gives? way": "retracted, preempted, evicted",
     r"(is|are|was|were|be|been|being) told": "gets, receives, is called for",
-    r"lent": "borrowed",
+    r"lent|lends": "borrowed, borrows",
     r"steps? of prompts|prompt steps?": "prefill steps",
     r"one batch ahead": "overlap scheduling",
     r"rows? of nobody|ids? of no token": "padding rows, padding token ids",

@@ -1,4 +1,4 @@
-"""A cache that can be watched tells of every change of its tree, and of nothing else."""
+"""A watched cache reports every change of its tree, and nothing else."""
 
 from __future__ import annotations
 

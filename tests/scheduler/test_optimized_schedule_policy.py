@@ -1,4 +1,4 @@
-"""The optimized policies over a tree that tells of its changes: pass for pass the order of the reference over
+"""The optimized policies over a tree that reports its changes: pass for pass the order of the reference over
 the same tree, and how little of the queue a pass looks at."""
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def test_replays_are_what_is_launched() -> None:
             pieces["extend"]()
             drafter.graphs[0]._calls = calls
             for found, expected in zip(extended, states(drafter)):
-                # Products over rows of padding too may be summed otherwise.
+                # GEMMs that include padding rows may sum in another order.
                 assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5), bs
 
 

@@ -1,7 +1,7 @@
 """EAGLE-3: one decoder layer over the target's hidden states at several depths.
 
-Differs from reference: as the target's layers (models/llama.py): q, k and v come from one product, and so do
-gate and up; one kernel rotates heads and stores k and v; the products that end a block add to the residual
+Differs from reference: as the target's layers (models/llama.py): q, k and v come from one GEMM, and so do
+gate and up; one kernel rotates heads and stores k and v; the GEMMs that end a block add to the residual
 stream, so the layer's output is one tensor; logits are not rounded on the way to float32. Assumes the
 panel's layers; with others it runs too, one kernel after the other.
 """

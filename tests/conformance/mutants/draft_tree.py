@@ -216,7 +216,7 @@ class DraftsMeetTheirOwnSample(DraftTreeOps):
 
 @mutant_of("draft_tree")
 class NoBonus(DraftTreeOps):
-    """The token after the last accepted draft is thrown away."""
+    """The token after the last accepted draft is discarded."""
 
     def accept(self, tree, target_ids, max_depth=None):
         found = super().accept(tree, target_ids, max_depth)

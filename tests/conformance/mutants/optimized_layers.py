@@ -227,7 +227,7 @@ class MergedBiasesForgotten:
 
 @in_every_model
 class DownWithoutTheResidual:
-    """The MLP's product takes the place of the stream, instead of being added to it."""
+    """The MLP's output replaces the residual stream instead of being added to it."""
 
     def __init__(self, config, layers, moe):
         super().__init__(config, layers, moe)
@@ -237,7 +237,7 @@ class DownWithoutTheResidual:
 
 @in_every_model
 class AddsWithoutTheBias:
-    """Products that add to the stream forget their bias."""
+    """GEMMs that add to the residual stream omit their bias."""
 
     def __init__(self, config, layers, moe):
         super().__init__(config, layers, moe)

@@ -257,7 +257,7 @@ class EverybodyBeginsAnew(changed("scheduler", "and prompt.may_be_held_by(req)",
 
 @mutant_of("scheduler")
 class ForgetsWhatWasFound(changed("cached_prompt", "req.kv_matched_len, page_size", "0, page_size")):
-    """Not only what a request computed is thrown away, but what it found as well."""
+    """Not only the computed part of a prompt is discarded, but the matched part too."""
 
 
 @mutant_of("scheduler")

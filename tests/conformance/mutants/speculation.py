@@ -243,7 +243,7 @@ class RetractsForDrafts(Scheduler):
 
 @of_scheduler
 class NeverForgets(Scheduler):
-    """The drafter is not told of a request's end."""
+    """The drafter is not called at a request's end."""
 
     def __init__(self, config, model_config, parts):
         super().__init__(config, model_config, parts)

@@ -49,7 +49,7 @@ def greedy_in_a_mixed_batch(impl: type[Sampler], case: Example) -> None:
     expect_equal("greedy ids", ids[1::2], [row.index(2.0) for row in logits.tolist()[1::2]])
 
 
-@contract("Greedy tells apart logits that softmax does not.", EXAMPLE)
+@contract("Greedy distinguishes logits that softmax does not.", EXAMPLE)
 def greedy_is_no_softmax(impl: type[Sampler], case: Example) -> None:
     row = [1e-8, 2e-8, 0.0]  # exp(-1e-8) is 1 in float32
     for ask in (GREEDY, Ask("", top_k=1)):

@@ -217,4 +217,4 @@ def failure_inside(impl: type[Scheduler], case: Failure) -> None:
     harness.expect(later, 20)
     harness.expect_idle()
     assert harness.drafter is not None
-    expect_equal("requests that the drafter was not told to forget", harness.drafter.known, set())
+    expect_equal("requests that the drafter still holds", harness.drafter.known, set())
