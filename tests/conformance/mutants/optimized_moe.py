@@ -84,8 +84,8 @@ MUTANTS = (
         "places_from_1_on",
         "fused-experts",
         "moe_align",
-        "tl.cumsum(is_builtin_layer, axis=0) - 1",
-        "tl.cumsum(is_builtin_layer, axis=0)",
+        "tl.cumsum(is_expert, axis=0) - 1",
+        "tl.cumsum(is_expert, axis=0)",
     ),
     KernelMutant(
         "blocks_one_too_few",
