@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels.carveout import prefer_l1
-from optimized.kernels.portable import INTERPRETED, num_multiprocessors, pdl_options, rounded, widened
+from optimized.kernels.portable import INTERPRETED, gpu_of, pdl_options, rounded, widened
 
 MAX_ROWS = 65536
 """Of products within a layer. Heads have more: for one token warp_gemv.py is near their floor, for some
@@ -134,7 +134,7 @@ def cta_gemv(
     rows = min(rows, out & -out)
     num_programs = out // rows
     if per_sm:
-        num_programs = min(num_programs, per_sm * (num_multiprocessors(x.device) if x.is_cuda else 1))
+        num_programs = min(num_programs, per_sm * max(gpu_of(x.device).num_multiprocessors, 1))
     launched = _cta_gemv_kernel[(num_programs,)](
         x, norm_weight, weight, x if bias is None else bias, x if residual is None else residual, y,
         eps, weight.stride(0),

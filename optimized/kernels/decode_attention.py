@@ -12,12 +12,14 @@ heads and the same keys are neighbours in the grid: together they read whole row
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from optimized.kernels.paged_softmax import accumulate, scores_of, slots_at
-from optimized.kernels.portable import pdl_options
+from optimized.kernels.portable import Gpu, gpu_of, pdl_options
 from optimized.kernels.split_kv import (
     finish,
     merge_if_last,
@@ -154,13 +156,40 @@ def _decode_kernel(
             )  # fmt: skip
 
 
-def _tile(row_bytes: int) -> tuple[int, int, int]:
-    """Keys of a tile, programs on a multiprocessor, stages. A read of K waits for a read of its slot: of 5
-    stages two tiles are under way, of 7 three. Large tiles mean fewer steps of the softmax and fewer parts to
-    merge, for any number of requests."""
+class Tile(NamedTuple):
+    block_n: int  # keys
+    ctas_per_sm: int
+    num_stages: int
+
+
+def _tile(block_g: int, row_bytes: int, gpu: Gpu) -> Tile:
+    """The largest tile whose loads in flight fit the shared memory, for BLOCK_G query heads and rows of K of
+    row_bytes. Large tiles mean fewer softmax steps and fewer partial outputs, for any number of requests."""
     if row_bytes >= 256:
-        return max(16, 32768 // row_bytes), 1, 5
-    return max(16, min(128, 16384 // row_bytes)), 2, 7
+        largest = Tile(max(16, 32768 // row_bytes), 1, 5)
+    else:
+        largest = Tile(max(16, min(128, 16384 // row_bytes)), 2, 7)
+    limit = gpu.shared_memory_per_cta(largest.ctas_per_sm)
+    for num_stages in (largest.num_stages, 3):
+        block_n = largest.block_n
+        while block_n >= 16:
+            tile = largest._replace(block_n=block_n, num_stages=num_stages)
+            if _shared_memory(tile, block_g, row_bytes) <= limit:
+                return tile
+            block_n //= 2
+    raise ValueError(
+        f"decode attention of {block_g} query heads a KV head, in rows of {row_bytes} bytes, needs more than "
+        f"the {limit} bytes of shared memory that a CTA has on this GPU"
+    )
+
+
+def _shared_memory(tile: Tile, block_g: int, row_bytes: int) -> int:
+    """Bytes of a CTA, an upper bound. A read of K waits for a read of its slot: 3 stages hold one tile of K
+    and V, 5 stages two, 7 stages three."""
+    tiles_in_flight = (tile.num_stages - 1) // 2
+    kv = 2 * tiles_in_flight * tile.block_n * (row_bytes + 8)
+    q = max(4096, (4 if tile.ctas_per_sm == 1 else 2) * block_g * row_bytes)
+    return kv + q
 
 
 def decode_attention(
@@ -192,9 +221,9 @@ def decode_attention(
     if batch_size == 0:
         return out
     sizes = split_sizes(num_qo_heads // num_kv_heads, head_dim)
-    block_n, programs_per_sm, num_stages = _tile(sizes["BLOCK_D"] * k_buffer.element_size())
-    max_tiles = batch_size * triton.cdiv(req_to_token.shape[1], block_n)
-    num_programs = num_split_ctas(q.device, num_kv_heads, programs_per_sm, max_tiles)
+    tile = _tile(sizes["BLOCK_G"], sizes["BLOCK_D"] * k_buffer.element_size(), gpu_of(q.device))
+    max_tiles = batch_size * triton.cdiv(req_to_token.shape[1], tile.block_n)
+    num_programs = num_split_ctas(q.device, num_kv_heads, tile.ctas_per_sm, max_tiles)
     _decode_kernel[(num_kv_heads, num_programs)](
         q, k_buffer, v_buffer, out, q if sinks is None else sinks,
         req_to_token, req_pool_indices, seq_lens,
@@ -202,12 +231,12 @@ def decode_attention(
         batch_size, scale, logit_cap, sliding_window,
         q.stride(0), q.stride(1), k_buffer.stride(1), v_buffer.stride(1), req_to_token.stride(0),
         STRIDE_K=k_buffer.stride(0), STRIDE_V=v_buffer.stride(0),
-        **sizes, PAGE_SIZE=page_size, BLOCK_N=block_n,
+        **sizes, PAGE_SIZE=page_size, BLOCK_N=tile.block_n,
         BLOCK_BS=1 if batch_size == 1 else max(16, triton.next_power_of_2(batch_size)),
         HAS_WINDOW=sliding_window >= 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        # Read ahead like keys, q takes shared memory for each tile under way: two programs have none left.
-        Q_EACH_TILE=programs_per_sm == 1,
-        num_warps=4, num_stages=num_stages, **pdl_options(q),
+        # Loaded ahead as keys are, q takes shared memory for each tile in flight: two CTAs have none left.
+        Q_EACH_TILE=tile.ctas_per_sm == 1,
+        num_warps=4, num_stages=tile.num_stages, **pdl_options(q),
     )  # fmt: skip
     return out

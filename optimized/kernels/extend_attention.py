@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels.paged_softmax import LOG2_E, accumulate, scores_of, slots_at
-from optimized.kernels.portable import INTERPRETED, pdl_options, rounded
+from optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, pdl_options, rounded
 
 
 @triton.jit(do_not_specialize=["batch_size", "window"])
@@ -127,13 +127,13 @@ def _extend_kernel(
     tl.store(out_tile, rounded(acc / total[:, None], out_ptr.dtype.element_ty), mask=mask_q)
 
 
-def _tile(rows: int, block_d: int, is_float32: bool, has_mask: bool) -> dict[str, int]:
-    """Tiles for requests of so many rows; what is larger keeps too much in registers.
+def _tile(rows: int, block_d: int, is_float32: bool, has_mask: bool, gpu: Gpu) -> dict[str, int]:
+    """Tiles for requests of so many rows. Larger ones spill registers.
 
-    A read of K waits for a read of slots: with num_stages 3 one tile is under way while one is worked on,
-    with 5 two are.
+    A read of K waits for a read of slots: with num_stages 3 one tile is in flight during the computation of
+    another, with 5 two are.
     """
-    if INTERPRETED:  # a program costs, and a row does not
+    if INTERPRETED:  # a CTA costs time, and a row does not
         sizes = (min(rows, 128), 64, 4, 1)
     elif is_float32:
         sizes = (min(rows, 16 if block_d > 128 else 32), 32, 4 if block_d > 128 else 8, 2)
@@ -142,7 +142,7 @@ def _tile(rows: int, block_d: int, is_float32: bool, has_mask: bool) -> dict[str
     elif rows <= 32:
         sizes = (rows, 32 if block_d > 128 else 64, 4, 5)
     elif block_d > 128:
-        sizes = (128, 32, 8, 5)
+        sizes = (128, 32, 8, 5) if gpu.has_large_shared_memory else (min(rows, 64), 32, 4, 3)
     elif rows == 64:
         sizes = (64, 64, 4, 5)
     else:
@@ -177,7 +177,7 @@ def extend_attention(
         return out
     block_d = max(16, triton.next_power_of_2(head_dim))
     rows = triton.next_power_of_2(triton.cdiv(num_tokens * group, batch_size))
-    tile = _tile(max(16, rows), block_d, q.dtype == torch.float32, custom_mask is not None)
+    tile = _tile(max(16, rows), block_d, q.dtype == torch.float32, custom_mask is not None, gpu_of(q.device))
     block_m = tile["BLOCK_M"]
     # A request's last tile may be nearly empty.
     max_tiles = triton.cdiv(num_tokens * group, block_m) + min(batch_size, num_tokens) - 1

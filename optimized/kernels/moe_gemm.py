@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from optimized.kernels.moe_align import Blocks
 from optimized.kernels.moe_tiles import Tile
-from optimized.kernels.portable import INTERPRETED, pdl_options, rounded
+from optimized.kernels.portable import INTERPRETED, gpu_of, pdl_options, rounded
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -242,11 +242,10 @@ def _operand(w: torch.Tensor, parts: int, tile: Tile, use_tma: bool) -> torch.Te
 def _can_use_descriptor(w: torch.Tensor, tile: Tile) -> bool:
     return (
         tile.use_tma
-        and not INTERPRETED
         and w.dtype.itemsize == 2
         and w.data_ptr() % 16 == 0
         and w.shape[-1] % 8 == 0
-        and torch.cuda.get_device_capability(w.device) >= (9, 0)
+        and gpu_of(w.device).is_hopper_or_newer
     )
 
 

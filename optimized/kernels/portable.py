@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -61,27 +61,55 @@ def largest_or_nan(x, axis: tl.constexpr):
 
 
 def interpreted_rows(num_rows: int) -> int:
-    """How many rows a program takes in the interpreter, where a program costs and a row does not; 0 on a GPU,
-    where it is the other way round."""
+    """Rows of one CTA in the interpreter, where a CTA costs time and a row does not; 0 on a GPU, where a
+    kernel takes its own number."""
     return min(triton.next_power_of_2(max(num_rows, 1)), 64) if INTERPRETED else 0
 
 
+class Gpu(NamedTuple):
+    """What kernels choose tiles and instructions by."""
+
+    capability: tuple[int, int]
+    num_multiprocessors: int  # 0: the interpreter
+    shared_memory: int  # bytes, the most that one CTA may have
+
+    @property
+    def is_hopper_or_newer(self) -> bool:
+        """Programmatic dependent launch, tensor descriptors (TMA), bulk copies."""
+        return self.capability >= (9, 0)
+
+    @property
+    def has_large_shared_memory(self) -> bool:
+        """Enough for the tiles of sm_80, 90 and 100; sm_86, 89 and 120 have 99 KB."""
+        return self.shared_memory >= 160 * 1024
+
+    def shared_memory_per_cta(self, num_ctas: int) -> int:
+        """Bytes of each of so many CTAs on one multiprocessor. Its shared memory is 1 KB more than one CTA
+        may have, and the driver takes 1 KB of each CTA's share."""
+        return (self.shared_memory + 1024) // num_ctas - 1024
+
+
+_INTERPRETER = Gpu((0, 0), 0, 227 * 1024)
+
+
+@cache
+def gpu_of(device: torch.device) -> Gpu:
+    if INTERPRETED:
+        return _INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(
+        (properties.major, properties.minor),
+        properties.multi_processor_count,
+        properties.shared_memory_per_block_optin,
+    )
+
+
 def pdl_options(x: torch.Tensor) -> dict[str, Any]:
-    """Launch options of a kernel with a USE_PDL switch: with programmatic dependent launch it may start
-    before the kernel ahead of it has ended, and waits by itself (gdc_wait) before it touches memory
-    that others write."""
-    return _PDL if not INTERPRETED and _has_pdl(x.device) else _NO_PDL
+    """Launch options of a kernel with a USE_PDL switch. Under programmatic dependent launch a kernel may
+    start before the previous kernel has ended. It calls gdc_wait before it touches memory that others
+    write."""
+    return _PDL if gpu_of(x.device).is_hopper_or_newer else _NO_PDL
 
 
 _PDL = {"USE_PDL": True, "launch_pdl": True}
 _NO_PDL = {"USE_PDL": False}
-
-
-@cache
-def _has_pdl(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
-def num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

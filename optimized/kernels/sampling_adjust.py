@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.kernels.portable import INTERPRETED
 from shared.types import SamplingBatchInfo
 
 TILE = 4096
@@ -77,7 +78,7 @@ def adjust(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
     if all(getattr(info, name) is None for name in ADJUSTMENTS) or logits.numel() == 0:
         return logits
     num_rows, vocab_size = logits.shape
-    tile = TILE if logits.is_cuda else INTERPRETED_TILE
+    tile = INTERPRETED_TILE if INTERPRETED else TILE
     columns = min(triton.next_power_of_2(vocab_size), tile)
     rows = tile // columns
     given = {

@@ -16,8 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.kernels.portable import gpu_of
 from optimized.kernels.sampling_noise import gumbel64, noise_state, scaled_logits
-from optimized.kernels.sampling_pick import MULTIPROCESSORS, Picked, floor_of
+from optimized.kernels.sampling_pick import Picked, floor_of
 from optimized.kernels.sampling_scan import WIDTH, Scan, readable_columns
 from optimized.kernels.sampling_walk import best_of_slice, is_before, is_kept, lost, walk
 from shared.types import SamplingBatchInfo
@@ -124,7 +125,7 @@ def check(
     """Writes the token ids that are still missing."""
     num_rows, vocab_size = logits.shape
     num_slices = scanned.slice_max.shape[1]
-    _check_kernel[(min(num_rows * num_slices, 2 * MULTIPROCESSORS),)](
+    _check_kernel[(min(num_rows * num_slices, 2 * gpu_of(logits.device).num_multiprocessors or 8),)](
         logits, info.seeds, positions, info.temperatures, info.top_ks, info.top_ps, info.min_ps,
         picked.largest, picked.totals, scanned.slice_best, picked.proposed, picked.proposed_ids,
         picked.counters, torch.empty(num_rows, num_slices, dtype=torch.int32, device=logits.device),

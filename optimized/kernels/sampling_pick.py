@@ -20,14 +20,12 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.kernels.portable import gpu_of
 from optimized.kernels.sampling_gather import CAPACITY, LOWEST, MAX_GROUPS, gather, kth_bound
 from optimized.kernels.sampling_noise import MARGIN, gumbel64, lowest_id, noise_state, scaled_logits
 from optimized.kernels.sampling_scan import LOG2_E, MAX_TOP_K, WIDTH, Scan, readable_columns
 from optimized.kernels.sampling_walk import EPSILON, best_token, is_before, mass_before, refresh
 from shared.types import SamplingBatchInfo
-
-MULTIPROCESSORS = 132
-"""More rows than these run faster two to a multiprocessor, though registers then spill in the rarer ways."""
 
 
 class Picked(NamedTuple):
@@ -254,6 +252,6 @@ def pick(logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor,
         DEPTH=scanned.depth, WIDTH=WIDTH, LANES=scanned.lanes,
         SLICES=triton.next_power_of_2(num_slices), GROUPS=triton.next_power_of_2(max(num_groups, 1)),
         MAX_GROUPS=MAX_GROUPS, CAPACITY=CAPACITY, num_warps=8,
-        maxnreg=128 if num_rows > MULTIPROCESSORS else None,
+        maxnreg=128 if num_rows > gpu_of(logits.device).num_multiprocessors else None,
     )  # fmt: skip
     return picked

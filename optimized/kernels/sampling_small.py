@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.kernels.portable import INTERPRETED
 from optimized.kernels.sampling_noise import gumbel64, lowest_id, noise_state, scaled_logits
 from shared.types import LogprobsOutput, SampleOutput, SamplingBatchInfo
 
@@ -105,8 +106,8 @@ def _small_kernel(
 def sample_small(logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> SampleOutput:
     """logits [bs, vocab_size <= MAX_VOCAB_SIZE], adjusted already."""
     num_rows, vocab_size = logits.shape
-    columns = triton.next_power_of_2(max(vocab_size, MIN_COLUMNS if logits.is_cuda else 1))
-    rows = max((TILE if logits.is_cuda else INTERPRETED_TILE) // columns, 1)
+    columns = triton.next_power_of_2(max(vocab_size, 1 if INTERPRETED else MIN_COLUMNS))
+    rows = max((INTERPRETED_TILE if INTERPRETED else TILE) // columns, 1)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     logprobs = None
     if info.return_logprob:

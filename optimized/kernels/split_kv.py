@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels.paged_softmax import LOG2_E, slots_at
-from optimized.kernels.portable import num_multiprocessors, rounded, where_flag
+from optimized.kernels.portable import gpu_of, rounded, where_flag
 
 INTERPRETED_CTAS = 6
 """In all, where there is no GPU to fill: enough that requests are split."""
@@ -181,7 +181,7 @@ def merge_if_last(
 
 def num_split_ctas(device: torch.device, num_kv_heads: int, per_sm: int, max_tiles: int) -> int:
     """For each KV head: together they fill the GPU once, and no more of them than there can be tiles."""
-    resident = INTERPRETED_CTAS if device.type != "cuda" else per_sm * num_multiprocessors(device)
+    resident = per_sm * gpu_of(device).num_multiprocessors or INTERPRETED_CTAS
     return max(1, min(resident // num_kv_heads, max_tiles))
 
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from optimized.kernels.portable import INTERPRETED, pdl_options, rounded
+from optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, pdl_options, rounded
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 MAX_TOKENS = 64
@@ -38,6 +38,17 @@ class Plan(NamedTuple):
     stages: int
     parts: int = 1
     """Of the columns."""
+
+    def fitted(self, gated: bool, gpu: Gpu) -> Plan:
+        """With fewer stages, of fewer columns, where the GPU has less shared memory than these take."""
+
+        def num_fitting(step: int) -> int:
+            return gpu.shared_memory // ((self.tokens + (2 if gated else 1) * self.rows) * step * 2)
+
+        step = self.step
+        while step > 64 and num_fitting(step) < min(self.stages, 3):
+            step //= 2
+        return self._replace(step=step, stages=min(self.stages, num_fitting(step)))
 
 
 @triton.jit
@@ -125,7 +136,8 @@ def tiled_gemm(
     assert residual is None or residual.stride(1) == 1
     in_parts = y.dim() == 3
     assert not in_parts or (bias is None and residual is None and not gated)
-    tokens, rows, step, stages, parts = plan(num_tokens, out, size, gated, in_parts)
+    measured = Plan(*plan(num_tokens, out, size, gated, in_parts))
+    tokens, rows, step, stages, parts = measured.fitted(gated, gpu_of(x.device))
     assert parts == (y.shape[0] if in_parts else 1)
     use_tma = has_descriptors(x, weight)
     _tiled_gemm_kernel[(triton.cdiv(out, rows), parts)](
@@ -143,7 +155,7 @@ def tiled_gemm(
 
 def has_descriptors(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the copy engine can bring both: Hopper and later, rows that begin at multiples of 16 bytes."""
-    has_engine = INTERPRETED or pdl_options(x)["USE_PDL"]
+    has_engine = INTERPRETED or gpu_of(x.device).is_hopper_or_newer
     return has_engine and all(
         (matrix.data_ptr() | matrix.stride(0) * matrix.element_size()) % 16 == 0 for matrix in (x, weight)
     )

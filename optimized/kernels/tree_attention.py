@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels.paged_softmax import LOG2_E, accumulate, scores_of, slots_at
-from optimized.kernels.portable import INTERPRETED, rounded
+from optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, rounded
 from optimized.kernels.split_kv import num_split_ctas
 
 MAX_PARTS = 32
@@ -159,14 +159,16 @@ def _merge_kernel(
     tl.store(out_ptr + row * HEAD_DIM + offs_d, output, mask=offs_d < HEAD_DIM)
 
 
-def _tile(rows: int, block_d: int, is_float32: bool) -> dict[str, int]:
+def _tile(rows: int, block_d: int, is_float32: bool, gpu: Gpu) -> dict[str, int]:
     """Tiles for requests of so many rows."""
-    if INTERPRETED:  # a program costs, and a row does not
+    if INTERPRETED:  # a CTA costs time, and a row does not
         sizes = (min(rows, 128), 16, 4, 1)
     elif is_float32:
         sizes = (min(rows, 16 if block_d > 128 else 32), 32, 4, 2)
+    elif block_d > 128 and not gpu.has_large_shared_memory:
+        sizes = (min(rows, 64), 32, 4, 3)
     else:
-        sizes = (min(rows, 64), 32, 4, 5)  # two programs share an SM; with 64 keys there is room for one
+        sizes = (min(rows, 64), 32, 4, 5)  # two CTAs share a multiprocessor; with 64 keys only one fits
     return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), sizes))
 
 
@@ -196,7 +198,8 @@ def tree_attention(
     assert q.stride(2) == k_buffer.stride(2) == v_buffer.stride(2) == req_to_token.stride(1) == 1
     assert tree_mask is None or tree_mask.is_contiguous()
     block_d = max(16, triton.next_power_of_2(head_dim))
-    tile = _tile(max(16, triton.next_power_of_2(num_queries * group)), block_d, q.dtype == torch.float32)
+    rows = max(16, triton.next_power_of_2(num_queries * group))
+    tile = _tile(rows, block_d, q.dtype == torch.float32, gpu_of(q.device))
     num_tiles = num_kv_heads * triton.cdiv(num_queries * group, tile["BLOCK_M"])
     max_parts = min(MAX_PARTS, triton.cdiv(req_to_token.shape[1], tile["BLOCK_N"]))
     num_parts = num_split_ctas(q.device, num_tiles * batch_size, 2, max_parts)

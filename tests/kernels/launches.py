@@ -1,0 +1,194 @@
+"""Launches of every kernel, in the sizes of the models of shared/assets: what test_portability.py compiles.
+
+The tensors are on the default device. Nothing is computed: the worker sets the device "meta".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimized.kernels import moe_tiles, small_batch_linear
+from optimized.kernels.decode_attention import decode_attention
+from optimized.kernels.extend_attention import extend_attention
+from optimized.kernels.moe_align import align
+from optimized.kernels.moe_combine import combine
+from optimized.kernels.moe_gemm import down_gemm, up_gemm
+from optimized.kernels.moe_gemv import gemv_experts
+from optimized.kernels.moe_tiles import GemvTile, Shape
+from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store
+from optimized.kernels.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
+from optimized.kernels.silu_and_mul import silu_and_mul
+from optimized.kernels.tree_attention import tree_attention
+from optimized.sampler import Sampler
+from shared.config import ModelConfig
+from shared.types import SamplingBatchInfo
+
+Launch = Callable[[], object]
+NUM_KV_HEADS = 8
+PAGE_SIZES = {64: 16}
+"""By head_dim; elsewhere 1."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def clear_caches() -> None:
+    """Of choices that hold for one GPU."""
+    moe_tiles.plan.cache_clear()
+
+
+def _attention(head_dim: int, group: int, batch: int, tokens: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """q, K, V, and what says where a request's keys are."""
+    q = torch.empty(batch * tokens, group * NUM_KV_HEADS, head_dim, dtype=dtype)
+    k, v = torch.empty(2, 4096, NUM_KV_HEADS, head_dim, dtype=dtype)
+    rows, seq_lens = torch.empty(2, batch, dtype=torch.int64)
+    return q, k, v, torch.empty(512, 8192, dtype=torch.int32), rows, seq_lens
+
+
+def decode(head_dim: int, group: int, batch: int, dtype: torch.dtype, **options: Any) -> None:
+    q, *others = _attention(head_dim, group, batch, 1, dtype)
+    counters = torch.empty(batch * NUM_KV_HEADS, dtype=torch.int32)
+    page_size = PAGE_SIZES.get(head_dim, 1)
+    decode_attention(q, *others, counters, out=torch.empty_like(q), scale=1.0, page_size=page_size, **options)
+
+
+def extend(
+    head_dim: int, group: int, tokens: int, dtype: torch.dtype, masked: bool = False, **options: Any
+) -> None:
+    batch = 4
+    q, *others = _attention(head_dim, group, batch, tokens, dtype)
+    new = torch.empty(2, batch, dtype=torch.int64)
+    mask = torch.empty(1 << 20, dtype=torch.bool) if masked else None
+    extend_attention(
+        q, *others, *new, out=torch.empty_like(q), scale=1.0, custom_mask=mask,
+        page_size=PAGE_SIZES.get(head_dim, 1), **options,
+    )  # fmt: skip
+
+
+def tree(head_dim: int, group: int, tokens: int, dtype: torch.dtype) -> None:
+    batch = 4
+    q, *others = _attention(head_dim, group, batch, tokens, dtype)
+    mask = torch.empty(batch, tokens, tokens, dtype=torch.bool)
+    tree_attention(q, *others, out=torch.empty_like(q), scale=1.0, tree_mask=mask)
+
+
+def linear(num_tokens: int, size: int, out: int, dtype: torch.dtype, kind: str) -> None:
+    """As a decoder layer calls it: the QKV projection with a norm, gate and up, O or down with the sum."""
+    x, norm = torch.empty(num_tokens, size, dtype=dtype), torch.empty(size, dtype=dtype)
+    weight = torch.empty(out, size, dtype=dtype)
+    if kind == "norm":
+        small_batch_linear.norm_linear(x, norm, 1e-6, weight)
+    elif kind == "gated":
+        small_batch_linear.norm_linear_silu(x, norm, 1e-6, weight)
+    else:
+        partial_sums = small_batch_linear.linear_partial_sums(x, weight)
+        if partial_sums is not None:
+            add_partial_sums_rms_norm(
+                partial_sums, torch.empty(num_tokens, out, dtype=dtype), torch.empty(out, dtype=dtype), 1e-6
+            )
+        small_batch_linear.linear_add(x, weight, torch.empty(num_tokens, out, dtype=dtype))
+
+
+def experts(shape: Shape, num_tokens: int, dtype: torch.dtype) -> None:
+    num_experts, top_k, hidden, inter = shape
+    x = torch.empty(num_tokens, hidden, dtype=dtype)
+    w13 = torch.empty(num_experts, 2 * inter, hidden, dtype=dtype)
+    w2 = torch.empty(num_experts, hidden, inter, dtype=dtype)
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32)
+    weights = torch.empty(num_tokens, top_k)
+    up, down = moe_tiles.plan(shape, num_tokens, dtype, x.device)
+    if isinstance(up, GemvTile):
+        gemv_experts(x, weights, ids, w13, w2, (up, down))
+    else:
+        blocks = align(ids, num_experts, up.block_m)
+        combine(down_gemm(up_gemm(x, w13, blocks, top_k, up), w2, blocks, weights, down), ids)
+
+
+def rows(num_tokens: int, hidden: int, inter: int, dtype: torch.dtype) -> None:
+    x, weight = torch.empty(num_tokens, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
+    rms_norm(x, weight, 1e-6)
+    add_rms_norm(x, torch.empty_like(x), weight, 1e-6)
+    silu_and_mul(torch.empty(num_tokens, 2 * inter, dtype=dtype))
+
+
+def rope(num_tokens: int, head_dim: int, rotary_dim: int, normed: bool, dtype: torch.dtype) -> None:
+    num_qo_heads = 4 * NUM_KV_HEADS
+    qkv = torch.empty(num_tokens, (num_qo_heads + 2 * NUM_KV_HEADS) * head_dim, dtype=dtype)
+    positions, slots = torch.empty(2, num_tokens, dtype=torch.int64)
+    weight = torch.empty(head_dim, dtype=dtype) if normed else None
+    k, v = torch.empty(2, 4096, NUM_KV_HEADS, head_dim, dtype=dtype)
+    cos_sin = torch.empty(4096, rotary_dim)
+    qk_norm_rope_store(
+        qkv, positions, cos_sin, weight, weight, 1e-6, k, v, slots, num_qo_heads, NUM_KV_HEADS, head_dim
+    )
+
+
+def sample(num_rows: int, vocab_size: int, filtered: bool, logprobs: bool, greedy: bool) -> None:
+    floats, ints = torch.empty(3, num_rows).unbind(), torch.empty(2, num_rows, dtype=torch.int64).unbind()
+    info = SamplingBatchInfo(
+        temperatures=floats[0], top_ks=ints[0], top_ps=floats[1], min_ps=floats[2], seeds=ints[1],
+        is_greedy=torch.empty(num_rows, dtype=torch.bool), is_all_greedy=greedy, needs_filter=filtered,
+        logit_bias=torch.empty(num_rows, vocab_size), return_logprob=logprobs,
+        num_top_logprobs=5 if logprobs else 0,
+    )  # fmt: skip
+    positions = torch.empty(num_rows, dtype=torch.int64)
+    Sampler().sample(torch.empty(num_rows, vocab_size), info, positions)
+
+
+def _launches() -> dict[str, Launch]:
+    """By name: the kernel family, then its sizes."""
+    found: dict[str, Launch] = {}
+
+    def add(launch: Callable[..., None], name: str, *sizes: Any, **options: Any) -> None:
+        found[f"{launch.__name__}-{name}"] = partial(launch, *sizes, **options)
+
+    for head_dim in (64, 96, 128, 256):
+        for dtype, groups in (("bf16", (4, 64)), ("fp16", (4,)), ("fp32", (4,))):
+            for group in groups:
+                name = f"d{head_dim}-g{group}-{dtype}"
+                add(decode, name, head_dim, group, 64, DTYPES[dtype])
+        extras: dict[str, Any] = {"sliding_window": 100, "logit_cap": 30.0, "sinks": torch.empty(32)}
+        add(decode, f"d{head_dim}-g4-bf16-extras", head_dim, 4, 1, torch.bfloat16, **extras)
+        for dtype, all_tokens in (("bf16", (4, 8, 16, 32)), ("fp16", (32,)), ("fp32", (4, 32))):
+            for tokens in all_tokens:
+                name = f"d{head_dim}-m{4 * tokens}-{dtype}"
+                add(extend, name, head_dim, 4, tokens, DTYPES[dtype])
+                add(tree, name, head_dim, 4, tokens, DTYPES[dtype])
+        add(extend, f"d{head_dim}-m128-bf16-extras", head_dim, 4, 32, torch.bfloat16, **extras)
+        add(extend, f"d{head_dim}-m128-bf16-masked", head_dim, 4, 32, torch.bfloat16, masked=True)
+        add(rope, f"d{head_dim}-t8", 8, head_dim, head_dim, True, torch.bfloat16)
+        add(rope, f"d{head_dim}-t1024-half", 1024, head_dim, head_dim // 2, False, torch.float16)
+    for model, config in MODELS.items():
+        hidden, inter = config.hidden_size, config.intermediate_size
+        q, kv = config.num_qo_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        for num_tokens, dtype in ((1, "bf16"), (4, "fp16"), (16, "bf16"), (32, "fp16"), (64, "bf16")):
+            name = f"{model}-t{num_tokens}"
+            add(linear, f"{name}-qkv", num_tokens, hidden, q + 2 * kv, DTYPES[dtype], "norm")
+            add(linear, f"{name}-o", num_tokens, q, hidden, DTYPES[dtype], "sum")
+            if config.moe is None:
+                add(linear, f"{name}-gate-up", num_tokens, hidden, 2 * inter, DTYPES[dtype], "gated")
+                add(linear, f"{name}-down", num_tokens, inter, hidden, DTYPES[dtype], "sum")
+        add(rows, model, 64, hidden, inter, torch.bfloat16)
+        if config.moe is not None:
+            moe = config.moe
+            shape = Shape(moe.num_experts, moe.num_experts_per_tok, hidden, moe.intermediate_size)
+            for num_tokens, dtype in ((1, "bf16"), (64, "fp16"), (512, "bf16"), (4096, "bf16"), (64, "fp32")):
+                add(experts, f"{model}-t{num_tokens}-{dtype}", shape, num_tokens, DTYPES[dtype])
+    for vocab_size in sorted({config.vocab_size for config in MODELS.values()}):
+        add(sample, f"v{vocab_size}-greedy", 64, vocab_size, False, False, True)
+        add(sample, f"v{vocab_size}-plain", 64, vocab_size, False, False, False)
+        add(sample, f"v{vocab_size}-filtered", 64, vocab_size, True, False, False)
+        add(sample, f"v{vocab_size}-logprobs", 256, vocab_size, True, True, False)
+    return found
+
+
+ASSETS = Path(__file__).parents[2] / "shared" / "assets"
+MODELS = {
+    path.parent.name: ModelConfig.from_pretrained(path.parent)
+    for path in sorted(ASSETS.glob("**/config.json"))
+    if "eagle3" not in path.parent.name
+}
+LAUNCHES = _launches()

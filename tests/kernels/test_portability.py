@@ -1,0 +1,99 @@
+"""Every launch fits the shared memory of each supported GPU: kernels are compiled here, without a GPU.
+
+The tiles are those that the launchers choose there (compile_worker.py). Compilation ends with ptxas, so an
+instruction that an architecture lacks fails too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kernels.compile_worker import GPUS
+from tests.kernels.launches import LAUNCHES
+
+ROOT = Path(__file__).parents[2]
+FAST = (
+    ("sm_80", "decode-d128-g4-bf16"),
+    ("sm_86", "decode-d128-g4-bf16"),
+    ("sm_86", "extend-d256-m128-bf16"),
+    ("sm_86", "tree-d256-m64-bf16"),
+    ("sm_86", "experts-Mixtral-8x7B-v0.1-t4096-bf16"),
+    ("sm_89", "decode-d64-g4-fp16"),
+    ("sm_90", "decode-d64-g4-bf16"),
+    ("sm_90", "decode-d128-g4-bf16"),
+    ("sm_90", "decode-d128-g4-bf16-extras"),
+    ("sm_90", "linear-Qwen3-0.6B-t64-down"),
+    ("sm_100", "linear-Qwen3-8B-t16-qkv"),
+    ("sm_120", "decode-d256-g4-bf16"),
+    ("sm_120", "linear-Qwen3-8B-t16-qkv"),
+)
+TILED = ("decode", "extend", "tree", "linear", "experts")
+"""Kernels whose tiles depend on the GPU. The others are compiled for the oldest and the newest GPU."""
+FULL = [
+    (gpu, name)
+    for gpu in GPUS
+    for name in LAUNCHES
+    if (name.startswith(TILED) or gpu in ("sm_80", "sm_120")) and (gpu, name) not in FAST
+]
+
+DECODE_COPIES = 3
+"""Of slots, K and V, in the loop. Pipelined, they also precede the loop, once for each tile in flight.
+Triton leaves a loop that it cannot pipeline as it is, for instance one with a barrier."""
+
+Launched = tuple[str, int, int]  # kernel, bytes of shared memory, asynchronous copies
+Ask = Callable[[str, str], list[Launched]]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Ask]:
+    """(GPU, launch) -> the kernels launched."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.kernels.compile_worker"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    stdin, stdout = process.stdin, process.stdout
+
+    def ask(gpu: str, name: str) -> list[Launched]:
+        print(json.dumps([gpu, name]), file=stdin, flush=True)
+        answer: dict[str, Any] = json.loads(stdout.readline())
+        assert "error" not in answer, answer["error"]
+        return [tuple(kernel) for kernel in answer["launched"]]
+
+    yield ask
+    stdin.close()
+    assert process.wait(60) == 0
+
+
+def check(compiled: Ask, gpu: str, name: str) -> None:
+    launched = compiled(gpu, name)
+    assert launched or name.startswith("linear"), "only cuBLAS, which is not Triton"
+    num_ctas = 2 if name.startswith("decode-d64") and "fp32" not in name else 1  # of a multiprocessor
+    limit = GPUS[gpu].shared_memory_per_cta(num_ctas)
+    assert [kernel for kernel in launched if kernel[1] > limit] == []
+    if name.startswith("decode"):
+        assert launched[0][2] >= 2 * DECODE_COPIES, "the loop is not pipelined"
+
+
+@pytest.mark.parametrize(("gpu", "name"), FAST, ids=map("-".join, FAST))
+def test_launches_fit(compiled: Ask, gpu: str, name: str) -> None:
+    check(compiled, gpu, name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("gpu", "name"), FULL, ids=map("-".join, FULL))
+def test_all_launches_fit(compiled: Ask, gpu: str, name: str) -> None:
+    check(compiled, gpu, name)
