@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from shared.config import EngineConfig
@@ -49,7 +49,6 @@ class LLM:
         self.scheduler = assembly.scheduler
         self.timeline = assembly.parts.timeline
         self._collectors: dict[str, OutputCollector] = {}  # of live requests, by the scheduler's request id
-        self._serials = count()  # make the scheduler's request ids unique
         self._names = count()  # of requests without an rid
         self._seeds = random.Random(self.config.random_seed)
         self._lock = threading.RLock()
@@ -161,7 +160,7 @@ class LLM:
                 # --8<-- [start:make-req]
                 for i in range(sampling_params.n):
                     req = Req(
-                        rid=f"{name}:{next(self._serials)}",
+                        rid=self._unused_rid(name if sampling_params.n == 1 else f"{name}#{i}"),
                         origin_input_ids=prompt_ids,
                         sampling_params=sampling_params,
                         seed=derive_seed(seed, i),
@@ -181,6 +180,12 @@ class LLM:
                     self._abort(collector)
                 raise
         return collectors
+
+    def _unused_rid(self, rid: str) -> str:
+        """A request keeps its id in the scheduler until its end is reported; one that reuses the id before
+        gets another there."""
+        candidates = chain([rid], (f"{rid}:{i}" for i in count()))
+        return next(name for name in candidates if name not in self._collectors)
 
     def step(self) -> bool:
         """Run one batch and hand its outputs to the collectors. False when there was nothing to do."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from optimized.radix_cache import RadixCache
 from reference.memory_pool import TokenToKVPoolAllocator
 from reference.radix_cache import RadixCache as ReferenceCache
-from shared.conformance.contracts import request_lives
+from shared.conformance.contracts.radix_cache import request_lives
 from shared.interfaces.prefix_cache import RadixKey
 
 POLICIES = ["lru", "lfu", "fifo", "priority"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from reference.chunk_cache import ChunkCache
 from reference.radix_cache import RadixCache
-from shared.conformance.contracts import radix_sequences, request_lives
+from shared.conformance.contracts.radix_cache import request_lives, sequences
 from shared.conformance.contracts.radix_cache.request_lives import Event, Lives
 from shared.conformance.contracts.radix_cache.sequences import Call, Calls
 from shared.interfaces.prefix_cache import RadixKey
@@ -71,7 +71,7 @@ def test_no_calls_break_the_tree(
     )
     calls = tuple(data.draw(some(call, 40)))
     case = Calls("found", page_size, policy, is_bigram, calls, num_pages)
-    radix_sequences.Run(RadixCache, case).play()
+    sequences.Run(RadixCache, case).play()
 
 
 @pytest.mark.parametrize("impl", [RadixCache, ChunkCache])
