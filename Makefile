@@ -27,12 +27,13 @@ STORY := Read this story: Mara lives in Bergen. Mara works as a baker. Mara's ca
 ASK_1 := Retell the story as a list of facts.
 ASK_2 := In which city does Mara live?
 
-.PHONY: help run test test-gpu format lint types docs pytest serve-docs clean
+.PHONY: help run test test-all test-gpu format lint types docs pytest pytest-all serve-docs clean
 .NOTPARALLEL:
 
 help:
 	@echo "make run        stream answers of the built-in model on the best panel of this machine"
-	@echo "make test       format, lint, types, docs and tests (what .ci/run calls)"
+	@echo "make test       format, lint, types, docs and the fast cut of the tests (what .ci/run calls)"
+	@echo "make test-all   the same with the whole grids"
 	@echo "make test-gpu   the tests that need a CUDA GPU, and every contract on it"
 	@echo "make serve-docs the documentation at http://127.0.0.1:8000"
 	@echo "make clean      remove $(VENV) and build outputs"
@@ -41,6 +42,8 @@ run: $(VENV)/.installed
 	@$(BIN)/diptych generate --temperature 0 --system "$(SYSTEM)" "$(STORY) $(ASK_1)" "$(STORY) $(ASK_2)"
 
 test: format lint types docs pytest
+
+test-all: format lint types docs pytest-all
 
 format: $(VENV)/.installed-test
 	$(call banner,ruff format)
@@ -61,7 +64,11 @@ docs: $(VENV)/.installed-test
 # One thread per worker: the results do not depend on the number of cores, and the workers do not compete.
 pytest: $(VENV)/.installed-test
 	$(call banner,pytest)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not full" -n $(WORKERS) --dist worksteal
+
+pytest-all: $(VENV)/.installed-test
+	$(call banner,pytest with the whole grids)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist worksteal
 
 test-gpu: $(VENV)/.installed-test
 	$(call banner,pytest on the GPU)

@@ -13,7 +13,7 @@ to make the input again, and smaller ones can be made from it (see `shrink`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Literal
 
@@ -27,6 +27,10 @@ class Clause:
     cases: tuple[Any, ...]
     check: Check
     kind: Literal["contract", "agreement"]
+
+    def with_cases(self, cases: Sequence[Any]) -> Clause:
+        """The same clause over other cases."""
+        return replace(self, cases=tuple(cases))
 
     def run(self, impl: Any, case: Any, reference: Any) -> None:
         """Raise unless the clause holds for this case. `reference`: the implementation to agree with."""

@@ -9,6 +9,7 @@ import pytest
 from shared import registry
 from shared.conformance.clause import Clause
 from shared.conformance.suite import CONTRACTS, clauses_of
+from tests.conformance.fast_cut import fast_cases
 
 
 def marks(component: str, choice: str) -> list[Any]:
@@ -21,6 +22,7 @@ def cases() -> list[Any]:
     params = []
     for component in CONTRACTS:
         for clause in clauses_of(component):
+            fast = fast_cases(clause)
             for choice in registry.choices(component):
                 for case in clause.cases:
                     name = f"{component}-{choice}-{clause.name}-{case.name}"
@@ -31,7 +33,10 @@ def cases() -> list[Any]:
                             clause,
                             case,
                             id=name.replace(" ", "_"),
-                            marks=marks(component, choice),
+                            marks=[
+                                *marks(component, choice),
+                                *([] if case.name in fast else [pytest.mark.full]),
+                            ],
                         )
                     )
     return params

@@ -18,6 +18,11 @@ class Mutant:
     impl: Any
     first: tuple[str, ...] = ()
 
+    @property
+    def key(self) -> str:
+        """Its name in killers.json."""
+        return f"{self.component}-{self.name}"
+
 
 def mutant_of(component: str) -> Callable[[Any], Mutant]:
     """Turns a subclass into a Mutant, named after it; its docstring says what goes wrong."""
