@@ -1,50 +1,72 @@
-"""The leaves of a tree in the order in which they are evicted, kept between evictions.
+"""The leaves of a tree in eviction order, kept between evictions.
 
-What a leaf is ordered by only ever grows, so an entry made earlier comes no later than it should. Entries are
-left alone while nodes are used, locked or grow children, and put right when they come to the top.
+A leaf's entry is not touched while the leaf is used, locked, or grows children. It is corrected when it comes
+to the top. That suffices for policies whose order value only grows with use: an entry made earlier then comes
+no later than it should. Under mru the value falls with use, so each use adds an entry, and the older entries
+of the same leaf are dropped at the top.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from optimized.radix_cache import TreeNode
+from optimized.array_tree import TreeNode
+
+MIN_LIMIT = 1024
+"""Entries that the heap may hold before outdated ones are searched for."""
 
 
 class EvictionHeap:
-    def __init__(self, order: Callable[[TreeNode], tuple[int, ...]]) -> None:
+    def __init__(self, order: Callable[[TreeNode], tuple[int, ...]], falls_with_use: bool = False) -> None:
         self.order = order
+        self.falls_with_use = falls_with_use
         self.clear()
 
     def clear(self) -> None:
-        # An entry for every unlocked leaf, with what it was ordered by at some time; perhaps for other nodes.
-        # The node id only breaks ties, so that nodes themselves are never compared.
+        # (order value when the entry was made, node id, node): at least one entry for each unlocked leaf, and
+        # perhaps entries for other nodes. The node id breaks ties: nodes are never compared.
         self.entries: list[tuple[tuple[int, ...], int, TreeNode]] = []
+        self._limit = MIN_LIMIT
 
     def add(self, node: TreeNode) -> None:
-        """Give an evictable leaf its entry, if it has none."""
+        """Make an entry for an evictable leaf that has none."""
         if not node.is_queued and _is_evictable(node):
-            heapq.heappush(self.entries, (self.order(node), node.node_id, node))
-            node.is_queued = True
+            self._push(node)
+
+    def used(self, node: TreeNode) -> None:
+        """To be called after each access of a leaf."""
+        if self.falls_with_use and node.is_queued:
+            self._push(node)
+            if len(self.entries) > self._limit:
+                self._drop_outdated()
 
     def pop(self) -> TreeNode | None:
-        """The leaf that goes next, without its entry."""
+        """The leaf that is evicted next. Its entry is removed."""
         while self.entries:
             order, _, node = self.entries[0]
+            order_now = self.order(node)
             if not _is_evictable(node):
                 heapq.heappop(self.entries)
-                node.is_queued = False  # until it is a leaf and unlocked again
-            elif order != (order_now := self.order(node)):
+                node.is_queued = False  # until it is an unlocked leaf again
+            elif order < order_now:
                 heapq.heapreplace(self.entries, (order_now, node.node_id, node))
             else:
                 heapq.heappop(self.entries)
-                return node
+                if order == order_now:
+                    return node
         return None
+
+    def _push(self, node: TreeNode) -> None:
+        heapq.heappush(self.entries, (self.order(node), node.node_id, node))
+        node.is_queued = True
+
+    def _drop_outdated(self) -> None:
+        self.entries = [entry for entry in self.entries if entry[0] == self.order(entry[2])]
+        heapq.heapify(self.entries)
+        self._limit = 2 * len(self.entries) + MIN_LIMIT
 
 
 def _is_evictable(node: TreeNode) -> bool:
-    """The root is not, nor is what was discarded: neither has a parent."""
+    """The root has no parent, and neither has a removed node."""
     return not node.children and node.lock_ref == 0 and node.parent is not None

@@ -23,6 +23,7 @@ from shared.interfaces import (
     TokenToKVPoolAllocator,
 )
 from shared.interfaces import prefill_adder as interface
+from shared.scheduling.admission import prefix_key
 from shared.types import Req
 
 
@@ -81,7 +82,7 @@ class PrefillAdder(interface.PrefillAdder):
         return None
 
     def add_one_req(self, req: Req) -> AddReqResult:
-        key = self.tree_cache.prefix_key(req)
+        key = prefix_key(req, self.tree_cache.is_bigram)
         match = self.tree_cache.match_prefix(key)
         matched_len = len(match.device_indices)
         if self._is_computed_now(key, matched_len):

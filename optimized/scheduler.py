@@ -19,14 +19,13 @@ from shared.config import EngineConfig, ModelConfig
 from shared.interfaces import (
     AddReqResult,
     PrefillAdder,
-    PrefillBudget,
     SchedulerParts,
     SchedulerState,
     SchedulerStats,
 )
 from shared.interfaces import scheduler as interface
 from shared.sampling.logprobs import to_token_logprobs
-from shared.scheduling.admission import NewTokenRatio, admit, all_overdue, all_turned_away
+from shared.scheduling.admission import NewTokenRatio, admit, all_overdue, all_turned_away, budget_of_step
 from shared.scheduling.counts import SchedulerCounts
 from shared.scheduling.invariants import check_invariants
 from shared.scheduling.step_memory import (
@@ -159,7 +158,7 @@ class Scheduler(interface.Scheduler):
         decodable = self.pipeline.decodable(self.running)
         num_reserved = self.speculator.num_reserved(decodable) if self.speculator else 0
         adder = self.parts.prefill_adder(
-            PrefillBudget.of_step(self.config, self.new_token_ratio.current, len(decodable), num_reserved),
+            budget_of_step(self.config, self.new_token_ratio.current, len(decodable), num_reserved),
             self.parts.tree_cache,
             self.parts.allocator,
             decodable,

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.config import EngineConfig
-from shared.interfaces import CacheWatcher, PrefixCache, RadixKey
+from shared.interfaces import CacheWatcher, PrefixCache, RadixKey, WatchablePrefixCache
+from shared.scheduling.pages import round_up_to_page
 from shared.scheduling.waiting_queue import Changes
 from shared.types import Req
 
@@ -45,10 +46,12 @@ class WaitingMatches(CacheWatcher):
         # Tokens of a page, and of a prefix that is worth waiting for: of bigrams one more.
         self.page_len = page_size + tree_cache.is_bigram
         self.shares_anything = config.in_batch_prefix_deprioritize_threshold <= 0
-        num_shared = -(-config.in_batch_prefix_deprioritize_threshold // page_size) * page_size
+        num_shared = round_up_to_page(config.in_batch_prefix_deprioritize_threshold, page_size)
         self.shared_len = num_shared + tree_cache.is_bigram
         self.is_depth_first = is_depth_first
-        self.is_told = tree_cache.watch(self)
+        self.watched = tree_cache if isinstance(tree_cache, WatchablePrefixCache) else None
+        if self.watched is not None:
+            self.watched.watch(self)
         self.clear()
 
     def clear(self) -> None:
@@ -64,7 +67,9 @@ class WaitingMatches(CacheWatcher):
         """Bring everything up to date with the queue and the tree."""
         for req in changes.left:
             self._drop(req)
-        tickets = {req: self.by_req[req].ticket for req in (self._stale if self.is_told else self.by_req)}
+        tickets = {
+            req: self.by_req[req].ticket for req in (self.by_req if self.watched is None else self._stale)
+        }
         for req in tickets:
             self._drop(req)
         self._stale = {}
@@ -72,7 +77,7 @@ class WaitingMatches(CacheWatcher):
         for req, ticket in tickets.items():
             self._match(req, ticket)
         if self.is_depth_first:
-            parents = {} if self.is_told else self._parents()
+            parents = self._parents() if self.watched is None else {}
             for req, ticket in tickets.items():
                 self.forest.add(ticket, self._path(self.by_req[req], parents))
 
@@ -162,10 +167,10 @@ class WaitingMatches(CacheWatcher):
     def _path(self, match: Match, parents: dict[int, int]) -> list[int]:
         """Numbers of the nodes down to a match's last one, without the root's."""
         path: list[int] = []
-        if self.is_told:
+        if self.watched is not None:
             node = match.node
-            while (above := self.tree_cache.parent(node)) is not None:
-                path.append(self.tree_cache.node_id(node))
+            while (above := self.watched.parent(node)) is not None:
+                path.append(self.watched.node_id(node))
                 node = above
         else:
             node_id = match.node_id

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from shared.config.engine import EvictionPolicyName
 from shared.interfaces import prefix_cache as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from shared.interfaces.prefix_cache import CacheNode, InsertResult, MatchResult, RadixKey
@@ -24,7 +25,7 @@ class ChunkCache(interface.PrefixCache):
         page_size: int,
         allocator: TokenToKVPoolAllocator | None = None,
         req_to_token_pool: ReqToTokenPool | None = None,
-        eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = "lru",
+        eviction_policy: EvictionPolicyName = "lru",
         is_bigram: bool = False,
     ) -> None:
         self.page_size = page_size

@@ -39,6 +39,23 @@ class ReqToTokenPool(interface.ReqToTokenPool):
     def read(self, req_pool_idx: int, start: int, end: int) -> torch.Tensor:
         return self.req_to_token[req_pool_idx, start:end].to(torch.int64)
 
+    def write_ragged(
+        self,
+        req_pool_indices: Sequence[int],
+        starts: Sequence[int],
+        lens: Sequence[int],
+        slots: torch.Tensor,
+    ) -> None:
+        assert len(req_pool_indices) == len(starts) == len(lens)
+        assert len(slots) == sum(lens), f"{len(slots)} slots for {sum(lens)} positions"
+        for row, start, row_slots in zip(req_pool_indices, starts, slots.split(list(lens))):
+            self.write(row, start, row_slots)
+
+    def read_each(self, req_pool_indices: Sequence[int], positions: Sequence[int]) -> list[int]:
+        assert len(req_pool_indices) == len(positions)
+        slots: list[int] = self.req_to_token[list(req_pool_indices), list(positions)].tolist()
+        return slots
+
     def available_size(self) -> int:
         return len(self._free_rows)
 
@@ -63,6 +80,10 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
         self.page_size = page_size
         self.device = torch.device(device)
         self.clear()
+
+    @property
+    def slot_device(self) -> torch.device:
+        return self.device
 
     def alloc(self, num_tokens: int) -> torch.Tensor | None:
         assert num_tokens % self.page_size == 0, f"{num_tokens} tokens, page_size {self.page_size}"

@@ -14,6 +14,7 @@ from shared.interfaces import (
     TokenToKVPoolAllocator,
 )
 from shared.interfaces import prefill_adder as interface
+from shared.scheduling.admission import prefix_key
 from shared.types import Req
 
 
@@ -71,7 +72,7 @@ class PrefillAdder(interface.PrefillAdder):
 
     # --8<-- [start:add-one-req]
     def add_one_req(self, req: Req) -> AddReqResult:
-        key = self.tree_cache.prefix_key(req)
+        key = prefix_key(req, self.tree_cache.is_bigram)
         match = self.tree_cache.match_prefix(key)
         if self._is_computed_now(key, len(match.device_indices)):
             self.num_waits += 1

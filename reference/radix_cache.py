@@ -1,47 +1,39 @@
-"""The prefix cache as a radix tree: Python objects, token lists, a scan for leaves when evicting."""
+"""The prefix cache as a radix tree: Python objects, lists of tokens, a search for leaves at each eviction."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from shared.config.engine import EvictionPolicyName
 from shared.interfaces import prefix_cache as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from shared.interfaces.prefix_cache import CacheNode, InsertResult, MatchResult, RadixKey
+from shared.scheduling.eviction_order import eviction_order
+from shared.scheduling.pages import round_down_to_page
 from shared.types import Req
 
 
 @dataclass(eq=False)
 class TreeNode:
-    """An edge of the tree and the subtree below it. Times are ticks of the cache's own counter."""
+    """An edge of the tree, and the subtree below it. Times are ticks of the cache's own counter."""
 
     node_id: int
-    parent: TreeNode | None  # None: the root, or a node that was evicted
-    key: list[Any]  # tokens or bigrams, whole pages; the root's is empty
-    value: torch.Tensor  # int64 slots, as many as the key
+    parent: TreeNode | None  # None: the root, or a node that was removed
+    key: list[Any]  # tokens or bigrams in whole pages; empty for the root
+    value: torch.Tensor  # [len(key)] int64, the slots
     extra_key: str | None
     creation_time: int
     last_access_time: int
     priority: int
     hit_count: int = 0
     lock_ref: int = 0
-    children: dict[Hashable, TreeNode] = field(default_factory=dict)
-
-
-EVICTION_ORDER: dict[str, Callable[[TreeNode], tuple[int, ...]]] = {
-    "lru": lambda node: (node.last_access_time,),
-    "lfu": lambda node: (node.hit_count, node.last_access_time),
-    "fifo": lambda node: (node.creation_time,),
-    "priority": lambda node: (node.priority, node.last_access_time),
-}
-
-# Keys are compared by slices of so many tokens, then token by token in the slice that differs.
-COMPARE_LEN = 64
+    children: dict[Hashable, TreeNode] = field(default_factory=dict)  # by the first page of their keys
 
 
 class RadixCache(interface.PrefixCache):
@@ -50,39 +42,31 @@ class RadixCache(interface.PrefixCache):
         page_size: int,
         allocator: TokenToKVPoolAllocator | None = None,
         req_to_token_pool: ReqToTokenPool | None = None,
-        eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = "lru",
+        eviction_policy: EvictionPolicyName = "lru",
         is_bigram: bool = False,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
-        if eviction_policy not in EVICTION_ORDER:
-            raise ValueError(f"eviction_policy {eviction_policy!r} is none of {', '.join(EVICTION_ORDER)}")
         self.page_size = page_size
         self.allocator = allocator
         self.req_to_token_pool = req_to_token_pool
-        self.eviction_order = EVICTION_ORDER[eviction_policy]
+        self.eviction_order = eviction_order(eviction_policy)
         self.is_bigram = is_bigram
         self.device = torch.device("cpu") if allocator is None else allocator.slot_device
         self.reset()
 
     def match_prefix(self, key: RadixKey) -> MatchResult:
-        node, _ = self._walk(self._whole_pages(key), key.extra_key)
+        node, _ = self._walk(key)
         return MatchResult(self._path_slots(node), node)
 
     def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
-        entries = self._whole_pages(key)
-        assert len(value) >= len(entries), f"{len(value)} slots for {len(entries)} tokens"
-        node, prefix_len = self._walk(entries, key.extra_key)
+        num_cached = round_down_to_page(len(key), self.page_size)
+        assert len(value) >= num_cached, f"{len(value)} slots for {num_cached} tokens"
+        node, prefix_len = self._walk(key)
         for ancestor in self._path(node):
             ancestor.priority = max(ancestor.priority, priority)
-        if prefix_len < len(entries):
-            node = self._add_leaf(
-                node,
-                key=entries[prefix_len:],
-                value=value[prefix_len : len(entries)].to(torch.int64, copy=True),
-                extra_key=key.extra_key,
-                priority=priority,
-            )
+        if prefix_len < num_cached:
+            node = self._add_leaf(node, key, prefix_len, value[prefix_len:num_cached], priority)
         return InsertResult(prefix_len, node)
 
     def inc_lock_ref(self, node: TreeNode) -> None:
@@ -104,7 +88,7 @@ class RadixCache(interface.PrefixCache):
     def evict(self, num_tokens: int) -> int:
         if num_tokens <= 0:
             return 0
-        # The node id only breaks ties, so that nodes themselves are never compared.
+        # The node id breaks ties: nodes are never compared.
         leaves = [
             (self.eviction_order(node), node.node_id, node)
             for node in self._all_nodes()
@@ -123,8 +107,8 @@ class RadixCache(interface.PrefixCache):
         # --8<-- [end:radix-evict]
 
     def discard(self, key: RadixKey, start: int) -> None:
-        node, end = self._walk(self._whole_pages(key), key.extra_key)
-        highest = None
+        node, end = self._walk(key)
+        highest = None  # the highest node on the path that goes; all nodes below it go too
         for ancestor in self._path(node):
             end -= len(ancestor.key)
             if end < start or ancestor.lock_ref > 0:
@@ -142,8 +126,8 @@ class RadixCache(interface.PrefixCache):
         key = RadixKey(req.fill_ids, req.extra_key, self.is_bigram)
         prefix_len, node = self.insert(key, slots, req.priority)
         shared = self._path_slots(node)
-        # [num_owned, prefix_len) was in the tree already (another request was faster). The row must
-        # point to the tree's slots before its own are freed and may be overwritten.
+        # Another request cached [num_owned, prefix_len) first. The row must name the tree's slots before the
+        # request's own slots are freed and may be overwritten.
         self.req_to_token_pool.write(req.req_pool_idx, num_owned, shared[num_owned:prefix_len])
         self.allocator.free(slots[num_owned:prefix_len])
         self.inc_lock_ref(node)
@@ -158,9 +142,9 @@ class RadixCache(interface.PrefixCache):
         slots = self.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_allocated_len)
         if is_insert:
             key = RadixKey(req.all_ids[: req.kv_committed_len], req.extra_key, self.is_bigram)
-            num_cached = len(self._whole_pages(key))
             prefix_len, _ = self.insert(key, slots, req.priority)
-            # Duplicates, then the partial page with what was allocated and never committed.
+            num_cached = round_down_to_page(len(key), self.page_size)
+            # Duplicates; then the partial page, and slots that were allocated and never committed.
             unused = torch.cat([slots[num_owned:prefix_len], slots[max(num_cached, num_owned) :]])
         else:
             unused = slots[num_owned:]
@@ -189,28 +173,27 @@ class RadixCache(interface.PrefixCache):
 
     def nodes(self) -> Iterator[CacheNode]:
         for node in self._all_nodes():
-            slots = node.value.tolist()
-            yield CacheNode(
-                node.node_id, node.parent.node_id, list(node.key), slots, node.lock_ref, node.extra_key
-            )
+            key, slots = list(node.key), node.value.tolist()
+            yield CacheNode(node.node_id, node.parent.node_id, key, slots, node.lock_ref, node.extra_key)
 
     def _whole_pages(self, key: RadixKey) -> list[Any]:
-        """The key's tokens or bigrams, cut to whole pages. No copy when there is nothing to cut."""
+        """The key's tokens or bigrams, cut to whole pages."""
         entries = list(pairwise(key.token_ids)) if key.is_bigram else key.token_ids
-        num_cut = len(entries) % self.page_size
-        return entries[: len(entries) - num_cut] if num_cut else entries
+        return entries[: round_down_to_page(len(entries), self.page_size)]
 
     def _child_key(self, entries: list[Any], start: int, extra_key: str | None) -> Hashable:
+        """The page at `start`, by which a node finds the child that begins with it."""
         return extra_key, *entries[start : start + self.page_size]
 
     # --8<-- [start:radix-walk]
-    def _walk(self, entries: list[Any], extra_key: str | None) -> tuple[TreeNode, int]:
-        """Descend as far as `entries` (whole pages) lead, splitting the node in which they part from the
-        tree or end. Returns the deepest node and the length matched; every node on the way is a hit."""
+    def _walk(self, key: RadixKey) -> tuple[TreeNode, int]:
+        """Descend from the root as far as whole pages of `key` match. A node that they match in part is
+        split. Returns the deepest node and the matched length. Every node on the way gets a hit."""
+        entries = self._whole_pages(key)
         self._time += 1
         node, start = self.root, 0
         while start < len(entries):
-            child = node.children.get(self._child_key(entries, start, extra_key))
+            child = node.children.get(self._child_key(entries, start, key.extra_key))
             if child is None:
                 break
             matched_len = self._matched_len(entries, start, child.key)
@@ -223,43 +206,34 @@ class RadixCache(interface.PrefixCache):
         # --8<-- [end:radix-walk]
 
     def _matched_len(self, entries: list[Any], start: int, key: list[Any]) -> int:
-        """How much of `key` stands in `entries` from `start` on, in whole pages."""
-        longest = min(len(entries) - start, len(key))
-        n = 0
-        while n < longest and entries[start + n : start + n + COMPARE_LEN] == key[n : n + COMPARE_LEN]:
-            n += COMPARE_LEN
+        """Length of the common prefix of entries[start:] and `key`, in whole pages."""
+        n, longest = 0, min(len(entries) - start, len(key))
         while n < longest and entries[start + n] == key[n]:
             n += 1
-        n = min(n, longest)
-        return n - n % self.page_size
+        return round_down_to_page(n, self.page_size)
 
     # --8<-- [start:radix-split]
     def _split(self, child: TreeNode, upper_len: int) -> TreeNode:
-        """Cut a node in two and return the new upper half, untouched yet. `child` stays the lower one:
-        requests that hold it still hold all of their path. Both were stored, hit and locked alike so far."""
-        upper = self._new_node(
-            child.parent,
-            child.key[:upper_len],
-            child.value[:upper_len],
-            child.extra_key,
-            creation_time=child.creation_time,
-            priority=child.priority,
-        )
+        """Cut a node in two and return the new upper half. `child` stays the lower half, so that requests
+        that hold it keep all of their path. Both halves have the node's age, hits, locks and priority."""
+        key, value = child.key[:upper_len], child.value[:upper_len]
+        upper = self._new_node(child.parent, key, value, child.extra_key, child.creation_time, child.priority)
         upper.hit_count = child.hit_count
         upper.lock_ref = child.lock_ref
         upper.parent.children[self._child_key(upper.key, 0, upper.extra_key)] = upper
         child.parent = upper
-        child.key = child.key[upper_len:]
-        child.value = child.value[upper_len:]
+        child.key, child.value = child.key[upper_len:], child.value[upper_len:]
         upper.children[self._child_key(child.key, 0, child.extra_key)] = child
         return upper
         # --8<-- [end:radix-split]
 
     def _add_leaf(
-        self, parent: TreeNode, key: list[Any], value: torch.Tensor, extra_key: str | None, priority: int
+        self, parent: TreeNode, key: RadixKey, start: int, value: torch.Tensor, priority: int
     ) -> TreeNode:
-        leaf = self._new_node(parent, key, value, extra_key, creation_time=self._time, priority=priority)
-        parent.children[self._child_key(key, 0, extra_key)] = leaf
+        """A leaf with the key's entries from `start` on, and a copy of their slots `value`."""
+        entries, value = self._whole_pages(key)[start:], value.to(torch.int64, copy=True)
+        leaf = self._new_node(parent, entries, value, key.extra_key, self._time, priority)
+        parent.children[self._child_key(entries, 0, key.extra_key)] = leaf
         self._evictable_size += len(value)
         return leaf
 
@@ -283,15 +257,9 @@ class RadixCache(interface.PrefixCache):
     ) -> TreeNode:
         self._num_nodes += 1
         return TreeNode(
-            node_id=self._num_nodes - 1,
-            parent=parent,
-            key=key,
-            value=value,
-            extra_key=extra_key,
-            creation_time=creation_time,
-            last_access_time=creation_time,
-            priority=priority,
-        )
+            self._num_nodes - 1, parent, key, value, extra_key,
+            creation_time, last_access_time=creation_time, priority=priority,
+        )  # fmt: skip
 
     def _unlock(self, req: Req) -> None:
         if req.last_node is not None:
@@ -299,7 +267,7 @@ class RadixCache(interface.PrefixCache):
         req.last_node = None
 
     def _path(self, node: TreeNode) -> Iterator[TreeNode]:
-        """From `node` up to the root, without the root."""
+        """The nodes from `node` up to the root, without the root."""
         while node is not self.root:
             assert node.parent is not None, f"node {node.node_id} is no longer in the tree"
             yield node
@@ -314,7 +282,7 @@ class RadixCache(interface.PrefixCache):
         return islice(self._nodes_from(self.root), 1, None)
 
     def _nodes_from(self, node: TreeNode) -> Iterator[TreeNode]:
-        """A node and those below it, parents first."""
+        """`node` and all nodes below it, parents first."""
         stack = [node]
         while stack:
             node = stack.pop()

@@ -8,7 +8,6 @@ from shared.config import EngineConfig, ModelConfig
 from shared.interfaces import (
     AddReqResult,
     PrefillAdder,
-    PrefillBudget,
     RadixKey,
     SchedulerParts,
     SchedulerState,
@@ -17,7 +16,7 @@ from shared.interfaces import (
 from shared.interfaces import scheduler as interface
 from shared.sampling.logprobs import collect_input_logprobs, to_token_logprobs
 from shared.sampling.sampling_batch import make_sampling_batch_info
-from shared.scheduling.admission import NewTokenRatio, admit, all_overdue, all_turned_away
+from shared.scheduling.admission import NewTokenRatio, admit, all_overdue, all_turned_away, budget_of_step
 from shared.scheduling.counts import SchedulerCounts
 from shared.scheduling.invariants import check_invariants
 from shared.scheduling.step_memory import (
@@ -133,7 +132,7 @@ class Scheduler(interface.Scheduler):
         if self.chunked_req is None and (self.batch_is_full or not self.waiting_queue):
             return None
         adder = self.parts.prefill_adder(
-            PrefillBudget.of_step(
+            budget_of_step(
                 self.config,
                 self.new_token_ratio.current,
                 len(self.running),

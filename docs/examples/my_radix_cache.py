@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -31,6 +31,9 @@ ORDERS = {
     "lru": lambda node: node.used,
     "lfu": lambda node: (node.hits, node.used),
     "fifo": lambda node: node.created,
+    "mru": lambda node: -node.used,
+    "filo": lambda node: -node.created,
+    "slru": lambda node: (node.hits >= 2, node.used),
     "priority": lambda node: (node.priority, node.used),
 }
 
@@ -55,7 +58,7 @@ class MyRadixCache(PrefixCache):
         page_size: int,
         allocator: TokenToKVPoolAllocator | None = None,
         req_to_token_pool: ReqToTokenPool | None = None,
-        eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = "lru",
+        eviction_policy: str = "lru",
         is_bigram: bool = False,
     ) -> None:
         if page_size < 1:

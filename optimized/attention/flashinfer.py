@@ -29,6 +29,7 @@ from optimized.kernels.draft_mask import flatten_mask
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from shared.modeling.forward import attention_output
+from shared.scheduling.pages import num_pages_of
 from shared.types import ForwardBatch
 from shared.types.attention import AttentionLayer
 
@@ -175,7 +176,9 @@ class FlashInferAttention(interface.AttentionBackend):
         if plan.max_seq_len is None:
             indices = self._new_indices(host.num_pages)
         else:
-            indices = self._indices_for_graph(window, batch.batch_size * -(-plan.max_seq_len // page_size))
+            indices = self._indices_for_graph(
+                window, batch.batch_size * num_pages_of(plan.max_seq_len, page_size)
+            )
         tables = Tables(host, PageTable.empty(batch.batch_size, self.kv_pool.device, indices))
         self._fill(tables, batch, window)
         return tables

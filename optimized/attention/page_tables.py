@@ -10,6 +10,7 @@ import torch
 
 from optimized.kernels.page_table import fill_page_table
 from shared.interfaces.memory_pool import ReqToTokenPool
+from shared.scheduling.pages import num_pages_of, round_down_to_page
 from shared.types import ForwardBatch
 
 
@@ -33,8 +34,8 @@ class HostTable:
         if window >= 0:
             num_new = np.array(forward_batch.extend_seq_lens_cpu, dtype=np.int32)
             first_seen = np.maximum(seq_lens - num_new - window, 0)
-            kv_lens = seq_lens - first_seen // page_size * page_size
-        num_pages = (kv_lens + (page_size - 1)) // page_size
+            kv_lens = seq_lens - round_down_to_page(first_seen, page_size)
+        num_pages = num_pages_of(kv_lens, page_size)
         indptr = np.zeros(len(seq_lens) + 1, dtype=np.int32)
         num_pages.cumsum(out=indptr[1:])
         return HostTable(

@@ -25,6 +25,7 @@ from shared.config import EngineConfig, draft_shape
 from shared.interfaces import SchedulerParts
 from shared.loading.kv_sizing import num_speculative_slots
 from shared.sampling.logprobs import to_token_logprobs
+from shared.scheduling.pages import num_pages_of, round_up_to_page
 from shared.scheduling.step_memory import evict_for, rows_of
 from shared.speculation.adaptive_shape import AdaptiveShape
 from shared.speculation.node_sampling import make_early_bans
@@ -87,8 +88,9 @@ class Speculator:
     def _has_room(self, reqs: Sequence[Req]) -> bool:
         tree_cache, allocator = self.parts.tree_cache, self.parts.allocator
         page_size = allocator.page_size
-        num_tokens = sum(
-            max(_ceil(self._end(req), page_size) - _ceil(req.kv_allocated_len, page_size), 0) for req in reqs
+        num_tokens = page_size * sum(
+            max(num_pages_of(self._end(req), page_size) - num_pages_of(req.kv_allocated_len, page_size), 0)
+            for req in reqs
         )
         # What cannot suffice must not cost the cached prefixes.
         if num_tokens > allocator.available_size() + tree_cache.evictable_size():
@@ -123,7 +125,7 @@ class Speculator:
         for req in reqs:
             assert not self.is_in_round(req), f"{req.rid}: a round in flight writes where it may"
             assert req.req_pool_idx is not None
-            start, end = _ceil(req.kv_committed_len, page_size), req.kv_allocated_len
+            start, end = round_up_to_page(req.kv_committed_len, page_size), req.kv_allocated_len
             if start < end:
                 self.parts.allocator.free(self.parts.req_to_token_pool.read(req.req_pool_idx, start, end))
             req.kv_allocated_len = req.kv_committed_len
@@ -289,7 +291,3 @@ class Speculator:
 def _last_start(req: Req) -> int:
     """KV of a request at its maximum length: no request that continues has as much."""
     return len(req.origin_input_ids) + req.max_new_tokens - 1
-
-
-def _ceil(num_tokens: int, page_size: int) -> int:
-    return -(-num_tokens // page_size) * page_size

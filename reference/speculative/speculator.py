@@ -11,6 +11,7 @@ from shared.config import EngineConfig, draft_shape
 from shared.interfaces import SchedulerParts
 from shared.loading.kv_sizing import num_speculative_slots
 from shared.sampling.sampling_batch import make_sampling_batch_info
+from shared.scheduling.pages import num_pages_of, round_up_to_page
 from shared.scheduling.step_memory import evict_for, rows_of
 from shared.speculation.adaptive_shape import AdaptiveShape
 from shared.speculation.node_sampling import expand_to_nodes, make_early_bans, with_grammars
@@ -66,8 +67,9 @@ class Speculator:
             return False
         tree_cache, allocator = self.parts.tree_cache, self.parts.allocator
         page_size = allocator.page_size
-        num_tokens = sum(
-            _ceil(req.kv_committed_len + self.num_slots, page_size) - _ceil(req.kv_committed_len, page_size)
+        num_tokens = page_size * sum(
+            num_pages_of(req.kv_committed_len + self.num_slots, page_size)
+            - num_pages_of(req.kv_committed_len, page_size)
             for req in reqs
         )
         # What cannot suffice must not cost the cached prefixes.
@@ -233,7 +235,7 @@ class Speculator:
                 if path != list(range(len(path))):
                     targets.append(kept[-1])
                     sources.append(slots[nodes])
-                unused.append(slots[_ceil(end, page_size) - start :])
+                unused.append(slots[round_up_to_page(end, page_size) - start :])
         if targets:
             assert self.parts.kv_pool is not None
             self.parts.kv_pool.move(torch.cat(targets), torch.cat(sources))
@@ -266,7 +268,3 @@ def _paths(accepted: Accepted) -> list[list[int]]:
 
 def _num_tokens_left(req: Req) -> int:
     return req.max_new_tokens - len(req.output_ids)
-
-
-def _ceil(num_tokens: int, page_size: int) -> int:
-    return -(-num_tokens // page_size) * page_size

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from shared import registry
 from shared.config import EngineConfig
 from shared.interfaces import AddReqResult, PrefillBudget
+from shared.scheduling.pages import round_up_to_page
 from shared.scheduling.waiting_queue import WaitingQueue
 from shared.types import Req, SamplingParams
 
@@ -76,7 +77,7 @@ class Rehearsal:
         )
         pools = registry.load("memory_pool", "reference")
         request_len = PREFIX_LEN + OWN_LEN + MAX_NEW_TOKENS
-        num_tokens = -(-(case.num_running + 64) * request_len // case.page_size) * case.page_size
+        num_tokens = round_up_to_page((case.num_running + 64) * request_len, case.page_size)
         self.rows = pools.ReqToTokenPool(case.num_running + 1, request_len, "cpu")
         self.allocator = pools.TokenToKVPoolAllocator(num_tokens, case.page_size, "cpu")
         self.tree = registry.load("radix_cache", case.panel)(case.page_size, self.allocator, self.rows)

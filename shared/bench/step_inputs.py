@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 
 from shared.sampling.sampling_batch import make_sampling_batch_info
+from shared.scheduling.pages import num_pages_of, round_up_to_page
 from shared.types import ForwardBatch, ForwardMode, Req, SamplingBatchInfo, SamplingParams
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class StepCase:
 
     def num_pool_tokens(self, page_size: int) -> int:
         """Slots, in whole pages, that the requests take."""
-        return sum(-(-n // page_size) * page_size for n in self.seq_lens)
+        return sum(round_up_to_page(n, page_size) for n in self.seq_lens)
 
 
 def fill_pool(llm: LLM, seed: int = 0) -> None:
@@ -115,7 +116,7 @@ def place_requests(llm: LLM, case: StepCase, seed: int = 0) -> list[int]:
     order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(seed))
     start = 0
     for row, seq_len in zip(rows, case.seq_lens):
-        end = start - (-seq_len // llm.config.page_size)
+        end = start + num_pages_of(seq_len, llm.config.page_size)
         chosen = order[start:end].to(pages.device)
         parts.req_to_token_pool.write(row, 0, pages[chosen].flatten()[:seq_len])
         start = end

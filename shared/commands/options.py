@@ -69,7 +69,9 @@ class EngineOptions:
     disable_radix_cache: Annotated[
         bool | None, _option(MEMORY, "Never reuse the KV of an earlier prompt.", "--disable-radix-cache")
     ] = None
-    eviction_policy: Annotated[str | None, _option(MEMORY, "lru, lfu, fifo or priority.")] = None
+    eviction_policy: Annotated[
+        str | None, _option(MEMORY, "lru, lfu, fifo, mru, filo, priority or slru.")
+    ] = None
 
     schedule_policy: Annotated[
         str | None, _option(SCHEDULING, "fcfs, lpm, dfs-weight, lof, random or routing-key.")

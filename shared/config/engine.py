@@ -11,7 +11,7 @@ from shared.config.speculation import check_speculation
 
 Panel = Literal["reference", "optimized"]
 SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"]
-EvictionPolicyName = Literal["lru", "lfu", "fifo", "priority"]
+EvictionPolicyName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
 SpeculativeAlgorithm = Literal["eagle", "eagle3", "nextn", "standalone", "ngram"]
 
 

@@ -17,6 +17,7 @@ from shared.conformance.inputs import HALF_TYPES, Inputs, type_name
 from shared.conformance.poison import poison_, run_poisoned
 from shared.conformance.tolerance import tolerance
 from shared.interfaces import AttentionBackend, ReqToTokenPool, TokenToKVPool
+from shared.scheduling.pages import num_pages_of
 from shared.types import ForwardBatch, ForwardMode
 from shared.types.attention import AttentionLayer
 
@@ -108,7 +109,7 @@ class AttentionBatch:
         self.case = case
         inputs, device, page_size = Inputs(case.seed), check_device(), case.page_size
         pools = registry.load("memory_pool", "reference")
-        num_pages = sum(-(-n // page_size) for n in case.seq_lens) + 8
+        num_pages = sum(num_pages_of(n, page_size) for n in case.seq_lens) + 8
         self.kv_pool: TokenToKVPool = pools.TokenToKVPool(
             num_pages * page_size, page_size, NUM_LAYERS, case.num_kv_heads, case.head_dim, case.dtype, device
         )

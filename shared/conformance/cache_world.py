@@ -13,6 +13,7 @@ from shared.conformance.compare import expect_equal, expect_true
 from shared.conformance.device import check_device
 from shared.interfaces import PrefixCache, RadixKey, SchedulerState
 from shared.scheduling.invariants import check_idle, check_invariants
+from shared.scheduling.pages import round_up_to_page
 from shared.types import Req, SamplingParams
 
 NUM_ROWS = 8
@@ -67,7 +68,7 @@ class CacheWorld:
         """Compute what follows prefix_indices, up to `chunk` tokens. False, nothing changed: no memory."""
         start = len(req.prefix_indices)
         end = req.num_tokens if chunk is None else min(start + chunk, req.num_tokens)
-        self._make_room(-(-end // self.page_size) * self.page_size - start)
+        self._make_room(round_up_to_page(end, self.page_size) - start)
         last_loc = int(req.prefix_indices[-1]) if start else -1
         slots = self.allocator.alloc_extend([start], [end], [last_loc])
         if slots is None:

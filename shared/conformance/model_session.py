@@ -13,6 +13,7 @@ from shared.config import ModelConfig
 from shared.conformance.poison import poison_
 from shared.interfaces import CausalLM
 from shared.interfaces.attention import BatchAttention
+from shared.scheduling.pages import round_up_to_page
 from shared.types import ForwardBatch, ForwardMode
 
 
@@ -26,7 +27,7 @@ class ModelSession:
         self.model = model
         self.device = weight.device
         self.req_to_token_pool = pools.ReqToTokenPool(num_reqs, max_len, self.device)
-        size = num_reqs * -(-max_len // page_size) * page_size
+        size = num_reqs * round_up_to_page(max_len, page_size)
         self.allocator = pools.TokenToKVPoolAllocator(size, page_size, self.device)
         self.kv_pool = pools.TokenToKVPool(
             size,

@@ -124,5 +124,8 @@ class FlatCache:
             "lru": (data.accessed,),
             "lfu": (data.hits, data.accessed),
             "fifo": (data.created,),
+            "mru": (-data.accessed,),
+            "filo": (-data.created,),
+            "slru": (int(data.hits > 1), data.accessed),
             "priority": (data.priority, data.accessed),
         }[self.policy]

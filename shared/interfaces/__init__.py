@@ -24,6 +24,7 @@ from shared.interfaces.prefix_cache import (
     MatchResult,
     PrefixCache,
     RadixKey,
+    WatchablePrefixCache,
 )
 from shared.interfaces.sampler import Sampler
 from shared.interfaces.schedule_policy import PolicyResult, SchedulePolicy
@@ -70,4 +71,5 @@ __all__ = [
     "TokenToKVPoolAllocator",
     "TopK",
     "TopKOutput",
+    "WatchablePrefixCache",
 ]

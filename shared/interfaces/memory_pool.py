@@ -46,6 +46,7 @@ class ReqToTokenPool(ABC):
         """Slots of positions [start, end), int64, a copy: on the device, or on the CPU if the pool keeps its
         rows there as well."""
 
+    @abstractmethod
     def write_ragged(
         self,
         req_pool_indices: Sequence[int],
@@ -55,18 +56,10 @@ class ReqToTokenPool(ABC):
     ) -> None:
         """`write` for many rows: the next lens[i] of `slots` go to row req_pool_indices[i], from position
         starts[i] on. No position is written twice."""
-        assert len(req_pool_indices) == len(starts) == len(lens)
-        assert len(slots) == sum(lens), f"{len(slots)} slots for {sum(lens)} positions"
-        offset = 0
-        for row, start, length in zip(req_pool_indices, starts, lens):
-            self.write(row, start, slots[offset : offset + length])
-            offset += length
 
+    @abstractmethod
     def read_each(self, req_pool_indices: Sequence[int], positions: Sequence[int]) -> list[int]:
         """The slot of one position of each row, on the CPU. Synchronizes if the rows are only on a GPU."""
-        assert len(req_pool_indices) == len(positions)
-        slots: list[int] = self.req_to_token[list(req_pool_indices), list(positions)].tolist()
-        return slots
 
     @abstractmethod
     def available_size(self) -> int:
@@ -93,9 +86,9 @@ class TokenToKVPoolAllocator(ABC):
         """`size` must be a positive multiple of `page_size` (`ValueError`). `device`: the model's."""
 
     @property
+    @abstractmethod
     def slot_device(self) -> torch.device:
         """Device of allocated slots: the model's, or the CPU for an allocator that works there."""
-        return self.device
 
     @abstractmethod
     def alloc(self, num_tokens: int) -> torch.Tensor | None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from shared.config import EngineConfig
 from shared.interfaces.memory_pool import TokenToKVPoolAllocator
 from shared.interfaces.prefix_cache import PrefixCache
 from shared.types import Req
@@ -40,21 +39,6 @@ class PrefillBudget:
     num_mixed_decode_tokens: int = 0
     num_reserved_tokens: int = 0
     in_batch_prefix_threshold: int | None = None
-
-    @classmethod
-    def of_step(
-        cls, config: EngineConfig, new_token_ratio: float, num_running: int, num_reserved_tokens: int = 0
-    ) -> PrefillBudget:
-        """`num_running`: requests that decode in this step."""
-        return cls(
-            page_size=config.page_size,
-            max_prefill_tokens=config.max_prefill_tokens,
-            chunked_prefill_size=config.chunked_prefill_size,
-            new_token_ratio=new_token_ratio,
-            num_mixed_decode_tokens=num_running if config.enable_mixed_chunk else 0,
-            num_reserved_tokens=num_reserved_tokens,
-            in_batch_prefix_threshold=config.in_batch_prefix_deprioritize_threshold,
-        )
 
 
 class PrefillAdder(ABC):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from shared.config.engine import EvictionPolicyName
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from shared.types import Req
 
@@ -40,7 +41,7 @@ class InsertResult(NamedTuple):
 
 
 class CacheNode(NamedTuple):
-    """A node as the invariants checker and the drawings see it."""
+    """A node as the invariants checker and the drawings read it."""
 
     node_id: int
     parent_id: int
@@ -51,9 +52,9 @@ class CacheNode(NamedTuple):
 
 
 class CacheWatcher(ABC):
-    """Receives each change of a tree when it is made, so that a match can be kept until it would change. A
-    match ends at the end of a node, so it changes only when a leaf is added below its last node, or that
-    node is removed."""
+    """Is called at each change of a tree (`WatchablePrefixCache`), so that a match can be kept until it
+    changes. A match ends at the end of a node. It changes only when a leaf is added below its last node, or
+    when that node is removed."""
 
     @abstractmethod
     def inserted(self, parent: Any, key: Hashable) -> None:
@@ -92,15 +93,10 @@ class PrefixCache(ABC):
         page_size: int,
         allocator: TokenToKVPoolAllocator | None = None,
         req_to_token_pool: ReqToTokenPool | None = None,
-        eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = "lru",
+        eviction_policy: EvictionPolicyName = "lru",
         is_bigram: bool = False,
     ) -> None:
         """Raises `ValueError` for a page_size below 1 or an unknown policy, if the cache uses them."""
-
-    def prefix_key(self, req: Req) -> RadixKey:
-        """The key of a request's prefix: entries of at most its first max_prefix_len tokens."""
-        num_tokens = req.max_prefix_len + self.is_bigram  # the last pair's second token follows them
-        return RadixKey(req.all_ids[:num_tokens], req.extra_key, self.is_bigram)
 
     @abstractmethod
     def match_prefix(self, key: RadixKey) -> MatchResult:
@@ -132,9 +128,14 @@ class PrefixCache(ABC):
         whole leaves in the order of the eviction policy, no more than needed, never a locked node, and
         parents when they become leaves.
 
-        Order, first evicted first: lru (last access), lfu (hits, last access; a hit is a match or an insert
-        through the node), fifo (creation), priority (priority, last access). A new node has no hit; the
-        upper half of a split copies all of these from the node.
+        The policies. Least first, and then by last access:
+        - lru: last access; mru: the same, latest first;
+        - fifo: creation; filo: the same, latest first;
+        - lfu: hits;
+        - slru: nodes of less than 2 hits before all others;
+        - priority: priority.
+        A hit is a match or an insert through the node. A new node has no hit. The upper half of a split has
+        the lower half's hits, creation and priority.
         """
 
     @abstractmethod
@@ -175,16 +176,19 @@ class PrefixCache(ABC):
     def node_id(self, node: Any) -> int:
         """The number of a node (`MatchResult.last_node`) in `nodes()`; the root's is 0."""
 
-    def watch(self, watcher: CacheWatcher) -> bool:
-        """Send every later change to `watcher`. Returns False in a cache without notifications (the default);
-        a cache with them implements `parent` too."""
-        return False
-
-    def parent(self, node: Any) -> Any:
-        """The node above, None above the root."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be watched")
-
     @abstractmethod
     def nodes(self) -> Iterator[CacheNode]:
         """All nodes but the root, parents first; children of the root have parent_id 0. (For policies,
         checkers and drawings; may be slow.)"""
+
+
+class WatchablePrefixCache(PrefixCache):
+    """A prefix cache that reports its changes. Optional: users of a cache work without it, more slowly."""
+
+    @abstractmethod
+    def watch(self, watcher: CacheWatcher) -> None:
+        """Call `watcher` at every later change."""
+
+    @abstractmethod
+    def parent(self, node: Any) -> Any:
+        """The node above `node`; None for the root."""

@@ -18,6 +18,7 @@ import torch
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from shared.interfaces.prefix_cache import CacheNode, PrefixCache
 from shared.interfaces.scheduler import SchedulerState
+from shared.scheduling.pages import round_up_to_page
 from shared.types import Req
 
 NUM_SLOTS_SHOWN = 8
@@ -78,7 +79,7 @@ class _Audit:
     def num_in_use(self) -> int:
         """Slots that live requests own privately."""
         page_size = self.allocator.page_size
-        num_tokens = sum(-(-req.kv_allocated_len // page_size) * page_size for req in self.live)
+        num_tokens = sum(round_up_to_page(req.kv_allocated_len, page_size) for req in self.live)
         return num_tokens - sum(req.cache_protected_len for req in self.live)
 
     def path(self, req: Req) -> list[CacheNode]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shared.interfaces import PrefixCache, ReqToTokenPool, TokenToKVPoolAllocator
+from shared.scheduling.pages import num_pages_of
 from shared.types import ForwardMode, Req, ScheduleBatch
 
 
@@ -55,7 +56,7 @@ def prepare_for_extend(
     # Most prefixes end with a page: then where they end does not matter, and no device is asked.
     last_locs = [int(req.prefix_indices[-1]) if n % page else -1 for req, n in zip(reqs, prefix_lens)]
     evict_for(
-        sum(-(-s // page) * page - -(-p // page) * page for p, s in zip(prefix_lens, seq_lens)),
+        sum(num_pages_of(s, page) - num_pages_of(p, page) for p, s in zip(prefix_lens, seq_lens)) * page,
         tree_cache,
         allocator,
     )

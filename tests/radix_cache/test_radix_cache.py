@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from reference.chunk_cache import ChunkCache
 from reference.radix_cache import RadixCache
+from shared.config.engine import EvictionPolicyName
 from shared.conformance.contracts.radix_cache import request_lives, sequences
 from shared.conformance.contracts.radix_cache.request_lives import Event, Lives
 from shared.conformance.contracts.radix_cache.sequences import Call, Calls
 from shared.interfaces.prefix_cache import RadixKey
 
-POLICIES = st.sampled_from(["lru", "lfu", "fifo", "priority"])
+POLICIES = st.sampled_from(get_args(EvictionPolicyName))
 PAGE_SIZES = [1, 2, 4]
 
 
@@ -32,8 +33,8 @@ def test_a_bad_page_size_is_named(page_size: int) -> None:
 
 
 def test_an_unknown_eviction_policy_is_named_beside_the_known() -> None:
-    with pytest.raises(ValueError, match=r"mru.*lru, lfu, fifo, priority"):
-        RadixCache(1, eviction_policy="mru")
+    with pytest.raises(ValueError, match=r"lifo.*lru, lfu, fifo, mru, filo, priority, slru"):
+        RadixCache(1, eviction_policy="lifo")
 
 
 def test_the_length_of_a_key_is_that_of_its_entries() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import optimized.array_tree as tree
 import optimized.eviction_heap as heap
 import optimized.radix_cache as original
 from tests.conformance.mutants.mutant import mutant_of
 
-SOURCE, HEAP = (Path(module.__file__).read_text("utf-8") for module in (original, heap))
+SOURCE, HEAP, TREE = (Path(module.__file__).read_text("utf-8") for module in (original, heap, tree))
 
 
 def changed(before: str, after: str) -> Any:
@@ -31,11 +32,22 @@ def with_heap(before: str, after: str) -> Any:
     return own["RadixCache"]
 
 
+def with_tree(before: str, after: str) -> Any:
+    """The optimized RadixCache over nodes that are changed so."""
+    assert TREE.count(before) == 1, f"{TREE.count(before)} times: {before!r}"
+    names: dict[str, Any] = {"__name__": tree.__name__}
+    exec(TREE.replace(before, after), names)
+    own: dict[str, Any] = {"__name__": original.__name__}
+    exec(SOURCE, own)
+    own |= {name: names[name] for name in ("TreeNode", "as_array", "matched_len", "part_of")}
+    return own["RadixCache"]
+
+
 # The heap
 
 
 @mutant_of("radix_cache")
-class EvictsByAStaleEntry(with_heap("elif order != (order_now :=", "elif order > (order_now :=")):
+class EvictsByAStaleEntry(with_heap("order_now = self.order(node)", "order_now = order")):
     """A leaf goes in the place that it had when its entry was made, however often it was used since."""
 
 
@@ -52,7 +64,7 @@ class HeapIgnoresChildren(
 
 
 @mutant_of("radix_cache")
-class UnlockedLeavesAreForgotten(changed("self.heap.add(node)  # those above have children", "pass")):
+class UnlockedLeavesAreForgotten(changed("self.heap.add(node)  # its ancestors have children", "pass")):
     """A leaf whose entry was dropped while it was locked never gets another one."""
 
 
@@ -74,7 +86,7 @@ class SplitTakesTheEntry(
 
 
 @mutant_of("radix_cache")
-class NewLeavesAreForgotten(changed("            self.heap.add(leaf)\n", "")):
+class NewLeavesAreForgotten(changed("        self.heap.add(leaf)\n", "")):
     """A leaf gets its entry with its first unlock only."""
 
 
@@ -95,6 +107,18 @@ class FreesTheLastLeafOnly(changed("free(torch.cat(values))", "free(values[-1])"
     """Of the leaves of one call the slots of one come back."""
 
 
+@mutant_of("radix_cache")
+class MruEntriesAreNotRenewed(with_heap("if self.falls_with_use and node.is_queued:", "if False:")):
+    """Under mru a leaf that is used keeps its old entry, which is dropped when it comes to the top."""
+
+
+@mutant_of("radix_cache")
+class MruTakesOldEntries(
+    with_heap("                if order == order_now:\n                    return", "                return")
+):
+    """Under mru a leaf goes in the place of any of its entries."""
+
+
 # Splits and sizes
 
 
@@ -104,7 +128,7 @@ class SplitKeepsTheLength(changed("        child.num_slots -= upper_len\n", ""))
 
 
 @mutant_of("radix_cache")
-class LowerHalfReadsTheUpperSlots(changed("node.value[start:end]", "node.value[: end - start]")):
+class LowerHalfReadsTheUpperSlots(with_tree("node.value[start:end]", "node.value[: end - start]")):
     """Both halves of a split begin with the same slot."""
 
 
@@ -122,25 +146,27 @@ class UnlockedSizeStays(changed("self._protected_size -= ancestor.num_slots", "p
 
 
 @mutant_of("radix_cache")
-class MatchEndsWithinAPage(changed("return n - n % self.page_size", "return n")):
+class MatchEndsWithinAPage(
+    with_tree("return round_down_to_page(n - key.is_bigram, page_size)", "return n - key.is_bigram")
+):
     """Edges are cut where keys part, within a page or not."""
 
 
 @mutant_of("radix_cache")
-class MatchesPastTheEnd(changed("n += len(piece)", "n += piece_len")):
+class MatchesPastTheEnd(with_tree("n += len(piece)", "n += piece_len")):
     """The last piece of a comparison counts as long as a whole one."""
 
 
 @mutant_of("radix_cache")
 class MissesTheFirstDifference(
-    changed("if piece.tobytes() != stored.tobytes():", "if piece[1:].tobytes() != stored[1:].tobytes():")
+    with_tree("if piece.tobytes() != stored.tobytes():", "if piece[1:].tobytes() != stored[1:].tobytes():")
 ):
     """A piece that differs in its first token counts as equal."""
 
 
 @mutant_of("radix_cache")
 class ComparesTheWrongPiece(
-    changed("_as_array(key.token_ids[start + n :", "_as_array(key.token_ids[start :")
+    with_tree("as_array(key.token_ids[start + n :", "as_array(key.token_ids[start :")
 ):
     """What is compared with an edge is shifted by its first page."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from reference.radix_cache import RadixCache, TreeNode
@@ -160,7 +163,7 @@ class RaisesTheLastNodeOnly(RadixCache):
     """An insert's priority does not reach the nodes above."""
 
     def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
-        node, _ = self._walk(self._whole_pages(key), key.extra_key)
+        node, _ = self._walk(key)
         before = [(ancestor, ancestor.priority) for ancestor in self._path(node)]
         result = super().insert(key, value, priority)
         for ancestor, old in before:
@@ -175,8 +178,8 @@ class RaisesTheLastNodeOnly(RadixCache):
 class NeverCountsHits(RadixCache):
     """lfu is lru: no hit is ever counted."""
 
-    def _walk(self, entries, extra_key: str | None):
-        node, matched_len = super()._walk(entries, extra_key)
+    def _walk(self, key: RadixKey):
+        node, matched_len = super()._walk(key)
         for ancestor in self._path(node):
             ancestor.hit_count = 0
         return node, matched_len
@@ -186,13 +189,45 @@ class NeverCountsHits(RadixCache):
 class TouchesTheLastNodeOnly(RadixCache):
     """A match refreshes the node in which it ends, and none above: parents look old."""
 
-    def _walk(self, entries, extra_key: str | None):
+    def _walk(self, key: RadixKey):
         before = {node.node_id: node.hit_count for node in self._all_nodes()}
-        node, matched_len = super()._walk(entries, extra_key)
+        node, matched_len = super()._walk(key)
         for ancestor in self._path(node):
             if ancestor is not node and ancestor.node_id in before:
                 ancestor.hit_count = before[ancestor.node_id]
         return node, matched_len
+
+
+def with_order(policy: str, order: Callable[[TreeNode], tuple[int, ...]]) -> type[RadixCache]:
+    """A cache whose `policy` evicts in another order."""
+
+    class Reordered(RadixCache):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if options.get("eviction_policy") == policy:
+                self.eviction_order = order
+
+    return Reordered
+
+
+@mutant_of("radix_cache")
+class MruIsLru(with_order("mru", lambda node: (node.last_access_time,))):
+    """mru evicts what was not used for the longest time."""
+
+
+@mutant_of("radix_cache")
+class FiloByAccess(with_order("filo", lambda node: (-node.last_access_time,))):
+    """filo evicts what was used last, not what was created last."""
+
+
+@mutant_of("radix_cache")
+class SlruProtectsAfterOneHit(with_order("slru", lambda node: (node.hit_count > 0, node.last_access_time))):
+    """slru keeps a node longer that was hit once."""
+
+
+@mutant_of("radix_cache")
+class SlruCountsHits(with_order("slru", lambda node: (node.hit_count, node.last_access_time))):
+    """slru orders by the number of hits, like lfu."""
 
 
 @mutant_of("radix_cache")

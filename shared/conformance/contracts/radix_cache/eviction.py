@@ -1,11 +1,12 @@
-"""Clauses of the radix cache, third part: what eviction takes first, what it never takes, what comes back."""
+"""Clauses of the radix cache: eviction order, locked nodes, freed slots."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from shared.config.engine import EvictionPolicyName
 from shared.conformance.cache_world import CacheWorld
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_raises
@@ -14,7 +15,7 @@ from shared.conformance.contracts.page_sizes import PageSize, page_sizes
 from shared.conformance.contracts.radix_cache.match_and_insert import sizes, slots
 from shared.interfaces import PrefixCache, RadixKey
 
-POLICIES = ("lru", "lfu", "fifo", "priority")
+POLICIES = get_args(EvictionPolicyName)
 
 
 class Tree:
@@ -205,6 +206,54 @@ ORDERS = (
         ((2,), (1,), (3,), (4,), (5,)),
     ),
     Order(
+        "mru: the latest access first",
+        "mru",
+        (put(1), put(2), put(3), put(4), hit(2, 99), put(1)),
+        ((1,), (2,), (4,), (3,)),
+    ),
+    Order(
+        "mru: a leaf that is used again and again goes first, and its parent in its place",
+        "mru",
+        (put(1, 2), put(8), put(1, 2, 3), hit(8), hit(1, 2, 3), put(9), hit(8), hit(1, 2)),
+        ((8,), (9,), (3,), (1, 2)),
+    ),
+    Order(
+        "mru: what a match does not reach keeps its time",
+        "mru",
+        (put(1, 2, 3, 4), put(5, 6), hit(1, 2, 99)),
+        ((5, 6), (3, 4), (1, 2)),
+    ),
+    Order(
+        "filo: the newest first, whatever was used since",
+        "filo",
+        (put(1), put(2), put(3), hit(1), hit(1), put(2)),
+        ((3,), (2,), (1,)),
+    ),
+    Order(
+        "filo: both halves of a split are as old as the whole",
+        "filo",
+        (put(1, 2), put(3), put(4), *[hit(1)] * 3),
+        ((4,), (3,), (2,), (1,)),
+    ),
+    Order(
+        "slru: fewer than two hits first, then the last access",
+        "slru",
+        (put(1), put(2), hit(1), hit(1), put(3), hit(3), put(4), hit(2), put(5)),
+        ((3,), (4,), (2,), (5,), (1,)),
+    ),
+    Order(
+        "slru: from two hits on only the last access counts",
+        "slru",
+        (put(1), put(2), *[hit(1)] * 5, hit(2), hit(2), put(3), *[hit(3)] * 2, hit(1)),
+        ((2,), (3,), (1,)),
+    ),
+    Order(
+        "slru: the upper half of a split takes over the hits",
+        "slru",
+        (put(1, 2), hit(1, 2), hit(1, 2), put(3), hit(3), hit(1), put(4)),
+        ((3,), (4,), (2,), (1,)),
+    ),
+    Order(
         "priority: the least important first, then the last access",
         "priority",
         (put(1, priority=5), put(2), put(3, priority=5), put(4, priority=-2), hit(1)),
@@ -245,6 +294,6 @@ def eviction_order(impl: type[PrefixCache], case: Order) -> None:
 @contract("A page size below 1 and an unknown eviction policy are refused.", EXAMPLE)
 def bad_arguments(impl: type[PrefixCache], case: Example) -> None:
     expect_raises("page_size 0", ValueError, impl, 0)
-    expect_raises("eviction_policy 'mru'", ValueError, lambda: impl(1, eviction_policy="mru"))
+    expect_raises("eviction_policy 'lifo'", ValueError, lambda: impl(1, eviction_policy="lifo"))
     for policy in POLICIES:
         impl(1, eviction_policy=policy)

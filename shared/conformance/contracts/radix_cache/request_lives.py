@@ -54,7 +54,7 @@ class Lives:
 def random_lives(seed: int, num_events: int = 40) -> Lives:
     """Prompts of two different tokens, so that prefixes are shared often."""
     rng = random.Random(seed)
-    policy, page_size = POLICIES[seed % 4], (1, 2, 4)[seed // 4 % 3]
+    policy, page_size = POLICIES[seed % len(POLICIES)], (1, 2, 4)[seed // len(POLICIES) % 3]
     name = f"random lives {seed}, {policy}, page {page_size}"
     events = tuple(_random_event(rng, page_size) for _ in range(num_events))
     return Lives(name, page_size, policy, events, rng.choice([8, 14, 30]))

@@ -52,7 +52,7 @@ class Calls:
 def random_calls(seed: int, num_calls: int = 80) -> Calls:
     """Few different tokens: keys share prefixes and part in all places."""
     rng = random.Random(seed)
-    policy, page_size = POLICIES[seed % 4], (1, 2, 4)[seed // 4 % 3]
+    policy, page_size = POLICIES[seed % len(POLICIES)], (1, 2, 4)[seed // len(POLICIES) % 3]
     name = f"random calls {seed}, {policy}, page {page_size}"
     calls = tuple(_random_call(rng, page_size) for _ in range(num_calls))
     return Calls(name, page_size, policy, rng.random() < 0.3, calls, rng.choice([8, 48]))
