@@ -1,9 +1,9 @@
 """The leaves of a tree in eviction order, kept between evictions.
 
-A leaf's entry is not touched while the leaf is used, locked, or grows children. It is corrected when it comes
+A leaf's entry stays as it is while the leaf is used, locked, or grows children. It is corrected when it comes
 to the top. That suffices for policies whose order value only grows with use: an entry made earlier then comes
-no later than it should. Under mru the value falls with use, so each use adds an entry, and the older entries
-of the same leaf are dropped at the top.
+no later than it should. Under mru the value falls with use. So each use adds an entry, which comes before the
+older entries of the same leaf.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ class EvictionHeap:
                 heapq.heapreplace(self.entries, (order_now, node.node_id, node))
             else:
                 heapq.heappop(self.entries)
-                if order == order_now:
-                    return node
+                return node
         return None
 
     def _push(self, node: TreeNode) -> None:

@@ -1,7 +1,6 @@
-"""Twin files face each other: the classes that `reference/x.py` offers, and their methods, `optimized/x.py`
-offers under the same names, with the same parameters, in the same order. Module-level functions are a panel's
-own way of cutting a mechanism into pieces: only where both have one of a name must the two agree. Read from
-the source: nothing is imported."""
+"""Twin files face each other: `optimized/x.py` has the classes of `reference/x.py` and their methods, with
+the same names and parameters, in the same order. Module-level functions may differ; those of the same name
+have the same parameters. The sources are read, not imported."""
 
 from __future__ import annotations
 
@@ -28,9 +27,10 @@ def public_surface(source: str) -> Surface:
 
 def twin_differences(reference: str, optimized: str) -> list[str]:
     """What keeps two sources from facing each other. The optimized one may have names of its own (a kernel's
-    launcher, a helper); the reference's classes and methods it has too, alike and in the same order."""
+    launcher, a helper). It has the reference's classes and methods too, with the same parameters, in the same
+    order. A class may come from another file of the panel."""
     ours, theirs = public_surface(reference), public_surface(optimized)
-    required = _of_classes(reference)
+    required = {name for name in _of_classes(reference) if name.partition(".")[0] not in _imported(optimized)}
     problems = [f"{name} is missing" for name in ours if name in required and name not in theirs]
     for name, parameters in ours.items():
         if name in theirs and theirs[name] != parameters:
@@ -60,6 +60,14 @@ def _of_classes(source: str) -> set[str]:
     """The classes of a source's surface, and their methods."""
     classes = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     return {name for name in public_surface(source) if name.partition(".")[0] in classes}
+
+
+def _imported(source: str) -> set[str]:
+    """Names that a source imports from its panel."""
+    imports = [node for node in ast.parse(source).body if isinstance(node, ast.ImportFrom)]
+    return {
+        alias.name for node in imports if str(node.module).startswith("optimized.") for alias in node.names
+    }
 
 
 def _is_public(name: str) -> bool:

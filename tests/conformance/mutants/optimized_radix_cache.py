@@ -109,14 +109,7 @@ class FreesTheLastLeafOnly(changed("free(torch.cat(values))", "free(values[-1])"
 
 @mutant_of("radix_cache")
 class MruEntriesAreNotRenewed(with_heap("if self.falls_with_use and node.is_queued:", "if False:")):
-    """Under mru a leaf that is used keeps its old entry, which is dropped when it comes to the top."""
-
-
-@mutant_of("radix_cache")
-class MruTakesOldEntries(
-    with_heap("                if order == order_now:\n                    return", "                return")
-):
-    """Under mru a leaf goes in the place of any of its entries."""
+    """Under mru a leaf that is used keeps the place of an earlier use."""
 
 
 # Splits and sizes
