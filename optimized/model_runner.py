@@ -27,12 +27,12 @@ from optimized.graphs.decode_graph import DecodeBuffers, SamplingKind, captured_
 from optimized.graphs.extend_graph import ExtendSteps, captured_token_counts
 from optimized.graphs.verify_graph import VerifyBuffers, verify_batch_sizes
 from shared.config import EngineConfig
+from shared.config.speculation import possible_shapes
 from shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
 from shared.interfaces import model_runner as interface
 from shared.interfaces.attention import BatchAttention
 from shared.modeling.forward import no_hidden_states, run_model
 from shared.sampling.logprobs import input_logprobs_of
-from shared.speculation.adaptive_shape import possible_shapes
 from shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
 

@@ -20,12 +20,12 @@ from optimized.graphs.cuda_graph import CudaGraphs
 from optimized.graphs.draft_graphs import DraftGraphs
 from optimized.speculative.draft_beams import BeamSteps
 from shared.config import EngineConfig
+from shared.config.speculation import possible_shapes
 from shared.interfaces import DrafterParts, DraftOutput, ReqToTokenPool
 from shared.interfaces import drafter as interface
 from shared.interfaces.attention import BatchAttention
 from shared.loading.kv_sizing import kv_bytes_per_token
 from shared.loading.load_model import load_draft_model
-from shared.speculation.adaptive_shape import possible_shapes
 from shared.speculation.draft_model_base import padding_token_ids
 from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, Req, TopTokens
 

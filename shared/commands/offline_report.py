@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shared.bench.long_prompts import LongPromptsResult
     from shared.bench.offline import CaseResult
     from shared.bench.yardstick import Row
-    from shared.commands.bench_offline import Measurement
+    from shared.commands.offline_measurement import Measurement
 
 
 def finish(

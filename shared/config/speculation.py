@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from shared.config.model import ModelConfig
 from shared.types.speculation import DraftShape
 
-if TYPE_CHECKING:
-    from shared.config.engine import EngineConfig
-    from shared.config.model import ModelConfig
+
+class SpeculationFlags(Protocol):
+    """The flags of `EngineConfig` that this file reads."""
+
+    @property
+    def speculative(self) -> str | None: ...
+    @property
+    def speculative_draft_model(self) -> str | None: ...
+    @property
+    def speculative_num_steps(self) -> int | None: ...
+    @property
+    def speculative_topk(self) -> int | None: ...
+    @property
+    def speculative_num_draft_tokens(self) -> int | None: ...
+    @property
+    def speculative_auto(self) -> bool: ...
+    @property
+    def enable_mixed_chunk(self) -> bool: ...
+
 
 DEFAULT_SHAPES: dict[str, DraftShape] = {
     "eagle": DraftShape(5, 4, 16),
@@ -21,7 +38,7 @@ DEFAULT_SHAPES: dict[str, DraftShape] = {
 NEEDS_DRAFT_MODEL = ("eagle", "eagle3", "nextn", "standalone")
 
 
-def draft_shape(config: EngineConfig) -> DraftShape:
+def draft_shape(config: SpeculationFlags) -> DraftShape:
     """What to draft: the flags, and where one is missing the algorithm's default, or what the others leave
     room for."""
     assert config.speculative is not None
@@ -37,7 +54,26 @@ def draft_shape(config: EngineConfig) -> DraftShape:
     return DraftShape(num_steps, top_k, num_draft_tokens)
 
 
-def check_speculation(config: EngineConfig) -> None:
+def possible_shapes(config: SpeculationFlags) -> list[DraftShape]:
+    """The shapes that an engine may draft with, the largest first."""
+    largest = draft_shape(config)
+    return shapes_up_to(largest)[::-1] if config.speculative_auto else [largest]
+
+
+def shapes_up_to(largest: DraftShape) -> list[DraftShape]:
+    """Shapes of 1, 2, 4 ... steps, up to the largest, with nodes in proportion."""
+    shapes = []
+    num_steps = 1
+    while num_steps < largest.num_steps:
+        most = DraftShape(num_steps, largest.top_k, 0).max_nodes
+        num_drafts = -(-(largest.num_draft_tokens - 1) * num_steps // largest.num_steps)
+        num_nodes = most if largest.top_k == 1 else min(1 + num_drafts, most)
+        shapes.append(DraftShape(num_steps, largest.top_k, num_nodes))
+        num_steps *= 2
+    return [*shapes, largest]
+
+
+def check_speculation(config: SpeculationFlags) -> None:
     """Raise `ValueError` for flags that contradict one another."""
     given = [
         name
@@ -73,7 +109,7 @@ def check_speculation(config: EngineConfig) -> None:
         raise ValueError(f"{what}: {drafted} give at most {shape.max_nodes} nodes, the newest token included")
 
 
-def check_windows(config: EngineConfig, model_config: ModelConfig) -> None:
+def check_windows(config: SpeculationFlags, model_config: ModelConfig) -> None:
     """Raise `ValueError` for trees over layers with a sliding window: a window counts slots back from a
     token's own, and in a tree siblings lie between a node and its ancestors."""
     if config.speculative is None or draft_shape(config).top_k == 1:

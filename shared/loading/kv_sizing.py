@@ -9,9 +9,9 @@ import psutil
 import torch
 
 from shared.config import EngineConfig, ModelConfig, draft_shape
+from shared.config.speculation import possible_shapes
 from shared.interfaces import Drafter
 from shared.sampling.logprobs import LOGPROB_ROWS
-from shared.speculation.adaptive_shape import possible_shapes
 
 MAX_CPU_TOKENS = 65_536
 """Enough for a laptop's worth of requests; more only on request (max_total_tokens)."""

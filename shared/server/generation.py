@@ -109,7 +109,12 @@ class Generation:
                 yield deltas
         finally:
             self.client.abort(sample.rid for sample in self.samples if sample.finish is None)
-            self.metrics.request_ended(self)
+            self._report_end()
+
+    def _report_end(self) -> None:
+        usage, seconds = self.usage, time.monotonic() - self.start_time
+        is_aborted = any(s.finish is None or s.finish.kind in ("abort", "error") for s in self.samples)
+        self.metrics.request_ended(usage.prompt_tokens, usage.cached_tokens, seconds, is_aborted)
 
     def _submit(self) -> None:
         for sample in self.samples:
@@ -131,7 +136,11 @@ class Generation:
 
     def _deliver_to(self, sample: Sample) -> Callable[[Delta], None]:
         def deliver(delta: Delta) -> None:
-            self.metrics.tokens_came(self, sample, delta)
+            if delta.token_ids:
+                now, is_first = time.monotonic(), sample.num_tokens == 0
+                since = self.start_time if is_first else sample.last_time
+                self.metrics.tokens_came(len(delta.token_ids), now - since, is_first)
+                sample.last_time = now
             sample.num_tokens += len(delta.token_ids)
             sample.num_cached_tokens = delta.num_cached_tokens
             sample.num_accepted_tokens = delta.num_accepted_tokens

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-if TYPE_CHECKING:
-    from shared.server.engine_client import Delta, EngineClient
-    from shared.server.generation import Generation, Sample
+from shared.server.engine_client import EngineClient
 
 _LATENCY = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
@@ -48,29 +45,26 @@ class Metrics:
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"diptych:{name}", text, buckets=_LATENCY, registry=self.registry)
 
-    def tokens_came(self, generation: Generation, sample: Sample, delta: Delta) -> None:
-        """One delivery to one sample."""
-        now = time.monotonic()
-        num_new = len(delta.token_ids)
-        if num_new:
-            if sample.num_tokens == 0:
-                self.time_to_first_token.observe(now - generation.start_time)
-            else:
-                for _ in range(num_new):
-                    self.inter_token_latency.observe((now - sample.last_time) / num_new)
-            sample.last_time = now
-            self.generation_tokens.inc(num_new)
+    def tokens_came(self, num_new_tokens: int, seconds: float, is_first: bool) -> None:
+        """One delivery to one sample: `seconds` after the previous one, or if first, after the arrival."""
+        if is_first:
+            self.time_to_first_token.observe(seconds)
+        else:
+            for _ in range(num_new_tokens):
+                self.inter_token_latency.observe(seconds / num_new_tokens)
+        self.generation_tokens.inc(num_new_tokens)
 
-    def request_ended(self, generation: Generation) -> None:
-        """The HTTP request is over, however it ended."""
-        usage = generation.usage
+    def request_ended(
+        self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float, is_aborted: bool
+    ) -> None:
+        """An HTTP request ended, `seconds` after its arrival."""
         self.num_requests.inc()
-        self.prompt_tokens.inc(usage.prompt_tokens)
-        self.cached_tokens.inc(usage.cached_tokens)
-        if any(s.finish is None or s.finish.kind in ("abort", "error") for s in generation.samples):
+        self.prompt_tokens.inc(num_prompt_tokens)
+        self.cached_tokens.inc(num_cached_tokens)
+        if is_aborted:
             self.num_aborted.inc()
         else:
-            self.e2e_latency.observe(time.monotonic() - generation.start_time)
+            self.e2e_latency.observe(seconds)
 
     def render(self, client: EngineClient, max_total_tokens: int) -> bytes:
         """The text of /metrics."""

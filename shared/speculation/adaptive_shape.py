@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.config import EngineConfig, draft_shape
+from shared.config.speculation import shapes_up_to
 from shared.types import DraftShape
 
 WINDOW = 32
@@ -44,21 +44,3 @@ class AdaptiveShape:
 
     def _clear(self) -> None:
         self.num_verifications = self.num_drafted = self.num_accepted = 0
-
-
-def possible_shapes(config: EngineConfig) -> list[DraftShape]:
-    """Those that an engine may draft with, the largest first."""
-    largest = draft_shape(config)
-    return shapes_up_to(largest)[::-1] if config.speculative_auto else [largest]
-
-
-def shapes_up_to(largest: DraftShape) -> list[DraftShape]:
-    shapes = []
-    num_steps = 1
-    while num_steps < largest.num_steps:
-        most = DraftShape(num_steps, largest.top_k, 0).max_nodes
-        num_drafts = -(-(largest.num_draft_tokens - 1) * num_steps // largest.num_steps)
-        num_nodes = most if largest.top_k == 1 else min(1 + num_drafts, most)
-        shapes.append(DraftShape(num_steps, largest.top_k, num_nodes))
-        num_steps *= 2
-    return [*shapes, largest]

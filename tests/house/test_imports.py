@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -39,9 +39,106 @@ def test_package_imports_only_what_it_may(package: str) -> None:
     assert wrong == []
 
 
+# Modules of shared/ that are no part of the engine: they measure it, test it, train its models, or start it.
+AROUND_THE_ENGINE = ("shared.conformance", "shared.bench", "shared.commands", "shared.tiny", "shared.cli")
+
+
 def module_name(path: Path) -> str:
     parts = path.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def module_level_imports(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports outside functions; those in `if TYPE_CHECKING` and `try` too."""
+    for node in body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif isinstance(node, (ast.If, ast.Try, ast.With, ast.ClassDef)):
+            for part in ("body", "orelse", "finalbody"):
+                yield from module_level_imports(getattr(node, part, []))
+
+
+def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Module -> modules among `sources` that it imports at module level. `from package import module` imports
+    the module. `from package import name` counts as an import of the package."""
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        imported = graph[module] = set()
+        for node in module_level_imports(ast.parse(source).body):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                full = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [name if name in sources else str(node.module) for name in full]
+            imported |= {name for name in names if name in sources and name != module}
+    return graph
+
+
+def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The groups of modules that import one another, directly or through others."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen, stack = set(), list(graph[start])
+        while stack:
+            if (module := stack.pop()) not in seen:
+                seen.add(module)
+                stack += graph[module]
+        reached[start] = seen
+    in_cycle = sorted(module for module in graph if module in reached[module])
+    groups = {frozenset(b for b in in_cycle if b in reached[a] and a in reached[b]) for a in in_cycle}
+    return sorted(sorted(group) for group in groups)
+
+
+def project_graph() -> dict[str, set[str]]:
+    files = python_files("shared", "reference", "optimized")
+    return import_graph({module_name(path): (ROOT / path).read_text(encoding="utf-8") for path in files})
+
+
+def test_modules_import_one_another_without_a_cycle() -> None:
+    assert cycles(project_graph()) == []
+
+
+def test_folders_import_one_another_without_a_cycle() -> None:
+    """The folders of shared/, such as shared.types and shared.config."""
+    folders: dict[str, set[str]] = {}
+    for module, imported in project_graph().items():
+        folder = ".".join(module.split(".")[:2])
+        targets = {".".join(name.split(".")[:2]) for name in imported}
+        folders[folder] = folders.get(folder, set()) | (targets - {folder})
+    assert cycles({folder: targets & set(folders) for folder, targets in folders.items()}) == []
+
+
+def test_engine_imports_nothing_that_is_around_it() -> None:
+    """Imports in functions count too."""
+    wrong = []
+    for path in python_files("shared", "reference", "optimized"):
+        if f"{module_name(path)}.".startswith(tuple(f"{name}." for name in AROUND_THE_ENGINE)):
+            continue
+        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            outside = tuple(f"{name}." for name in (*AROUND_THE_ENGINE, "tests"))
+            wrong += [f"{path}:{node.lineno}: {name}" for name in names if f"{name}.".startswith(outside)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "found"),
+    [
+        ({"a": "import b", "b": "import c", "c": ""}, []),
+        ({"a": "import b", "b": "from a import x"}, [["a", "b"]]),
+        ({"a": "if TYPE_CHECKING:\n    import b", "b": "import c", "c": "import a"}, [["a", "b", "c"]]),
+        ({"p": "", "p.a": "from p import b", "p.b": "from p import a"}, [["p.a", "p.b"]]),
+        ({"a": "import b", "b": "def f():\n    import a"}, []),
+    ],
+    ids=["chain", "two modules", "for types alone", "modules of a package", "in a function"],
+)
+def test_cycles_are_found(sources: dict[str, str], found: list[list[str]]) -> None:
+    assert cycles(import_graph(sources)) == found
 
 
 def run_python(program: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from shared.config.speculation import shapes_up_to
 from shared.conformance.ledger_drafter import Guess, perfect, useless
 from shared.conformance.scheduler_harness import SchedulerHarness, shape_flags
-from shared.speculation.adaptive_shape import WINDOW, AdaptiveShape, shapes_up_to
+from shared.speculation.adaptive_shape import WINDOW, AdaptiveShape
 from shared.types import DraftShape
 
 LARGEST = DraftShape(5, 2, 11)
