@@ -1,4 +1,4 @@
-"""Which waiting requests fit into this step: explicit budgets, one request at a time."""
+"""Admission of waiting requests to a prefill step: explicit budgets, one request at a time."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from shared.interfaces import (
 )
 from shared.interfaces import prefill_adder as interface
 from shared.scheduling.admission import prefix_key
+from shared.scheduling.pages import round_down_to_page, round_up_to_page
 from shared.types import Req
 
 
@@ -35,7 +36,9 @@ class PrefillAdder(interface.PrefillAdder):
         self.new_chunked_req: Req | None = None
         self.num_waits = 0
         threshold = None if tree_cache.disable else budget.in_batch_prefix_threshold
-        self.worth_waiting = None if threshold is None else self._ceil(max(threshold, 1))
+        self.min_shared_len = (
+            None if threshold is None else round_up_to_page(max(threshold, 1), self.page_size)
+        )
 
         # --8<-- [start:prefill-budgets]
         num_mixed = budget.num_mixed_decode_tokens
@@ -49,17 +52,15 @@ class PrefillAdder(interface.PrefillAdder):
 
     @property
     def rem_total_tokens(self) -> int:
-        """Read afresh each time: locking a prefix shrinks what is evictable."""
-        free = self.allocator.available_size() + self.tree_cache.evictable_size()
-        return free - self.reserved_tokens
+        """Computed at each call: locking a prefix makes it not evictable."""
+        return self._num_free() - self.reserved_tokens
 
     def add_chunked_req(self, req: Req) -> Req | None:
         prefix_len = len(req.prefix_indices)
         remaining = req.num_tokens - prefix_len
-        # What this step's decoding and the other requests' outputs reserve does not count here: a prompt that
-        # was begun goes on, on whatever memory there is.
-        room = self.allocator.available_size() + self.tree_cache.evictable_size()
-        limit = room if self.rem_chunk_tokens is None else min(room, self.rem_chunk_tokens)
+        # Reservations of other requests do not count: a started prompt continues in whatever memory is free.
+        num_free = self._num_free()
+        limit = num_free if self.rem_chunk_tokens is None else min(num_free, self.rem_chunk_tokens)
         extend_len = self._truncate(remaining, limit)
         if extend_len == 0:
             return req
@@ -74,13 +75,14 @@ class PrefillAdder(interface.PrefillAdder):
     def add_one_req(self, req: Req) -> AddReqResult:
         key = prefix_key(req, self.tree_cache.is_bigram)
         match = self.tree_cache.match_prefix(key)
-        if self._is_computed_now(key, len(match.device_indices)):
+        matched_len = len(match.device_indices)
+        if self._is_computed_now(key, matched_len):
             self.num_waits += 1
             return AddReqResult.WAIT if self.num_waits <= MAX_WAITS else AddReqResult.OTHER
-        remaining = req.num_tokens - len(match.device_indices)
+        remaining = req.num_tokens - matched_len
         if not self._fits(req, remaining):
             return AddReqResult.NO_TOKEN
-        if self._ceil(remaining) >= self.rem_input_tokens and self.can_run_list:
+        if round_up_to_page(remaining, self.page_size) >= self.rem_input_tokens and self.can_run_list:
             return AddReqResult.OTHER
         extend_len = self._truncate(remaining, self.rem_chunk_tokens)
         if extend_len == 0:
@@ -92,7 +94,7 @@ class PrefillAdder(interface.PrefillAdder):
             return AddReqResult.NO_TOKEN
         req.last_node = match.last_node
         req.prefix_indices = match.device_indices
-        req.cache_protected_len = len(match.device_indices)
+        req.cache_protected_len = matched_len
         self._extend(req, extend_len)
         # --8<-- [end:add-one-req]
         if extend_len < remaining:
@@ -103,32 +105,36 @@ class PrefillAdder(interface.PrefillAdder):
         return AddReqResult.CONTINUE
 
     def preempt_to_schedule(self, req: Req, min_priority_gap: int) -> list[Req]:
-        missing = self._ceil(req.num_tokens) + _clipped_max_new(req) + 1 - self.rem_total_tokens
         candidates = [r for r in self.running if req.priority - r.priority > min_priority_gap]
+        num_needed = round_up_to_page(req.num_tokens, self.page_size) + _clipped_max_new(req) + 1
+        missing = num_needed - self.rem_total_tokens
         candidates.sort(key=lambda r: (r.priority, -r.queue_start_time))
         victims: list[Req] = []
         for victim in candidates:
             if victims and missing <= 0:
                 break
             victims.append(victim)
-            # Only what is the victim's alone; its prefix may be shared.
+            # What only the victim owns. Its prefix in the cache may be shared.
             missing -= victim.kv_allocated_len - victim.cache_protected_len + self._reservation(victim)
         if missing > 0:
             return []
-        for victim in victims:
-            self.running.remove(victim)
-            self.reserved_tokens -= self._reservation(victim)
+        self.running = [r for r in self.running if r not in victims]
+        self.reserved_tokens -= sum(self._reservation(victim) for victim in victims)
         return victims
 
+    def _num_free(self) -> int:
+        """Tokens that are free, or become free by eviction."""
+        return self.allocator.available_size() + self.tree_cache.evictable_size()
+
     def _is_computed_now(self, key: RadixKey, matched_len: int) -> bool:
-        """Whether one that was added leaves enough in the cache that the key goes on with."""
-        if self.worth_waiting is None or len(key) < matched_len + self.worth_waiting:
+        """Whether an added request computes a prefix of `key` that is long enough to wait for."""
+        if self.min_shared_len is None or len(key) < matched_len + self.min_shared_len:
             return False
-        wanted = key.token_ids[: matched_len + self.worth_waiting + key.is_bigram]
+        shared_prefix = key.token_ids[: matched_len + self.min_shared_len + key.is_bigram]
         return any(
             len(other.prefix_indices) == matched_len
             and other.extra_key == key.extra_key
-            and other.fill_ids[: len(wanted)] == wanted
+            and other.fill_ids[: len(shared_prefix)] == shared_prefix
             for other in self.can_run_list
         )
 
@@ -137,15 +143,15 @@ class PrefillAdder(interface.PrefillAdder):
 
     def _fits(self, req: Req, extend_len: int) -> bool:
         if not self.running and not self.can_run_list:
-            # Alone, it has all the memory there is, and it was checked on submission to fit into that.
-            return self._ceil(extend_len) <= self.rem_total_tokens
-        return self._ceil(extend_len) + _clipped_max_new(req) < self.rem_total_tokens
+            # Alone it may use all memory: submission checked that it fits.
+            return round_up_to_page(extend_len, self.page_size) <= self.rem_total_tokens
+        return round_up_to_page(extend_len, self.page_size) + _clipped_max_new(req) < self.rem_total_tokens
 
     def _truncate(self, remaining: int, limit: int | None) -> int:
-        """Tokens to compute now: all that remain, or as many whole pages as the limit allows."""
-        if limit is None or self._ceil(remaining) <= limit:
+        """Tokens to compute in this step: all that remain, or as many whole pages as the limit allows."""
+        if limit is None or round_up_to_page(remaining, self.page_size) <= limit:
             return remaining
-        return max(limit // self.page_size, 0) * self.page_size
+        return max(round_down_to_page(limit, self.page_size), 0)
 
     def _extend(self, req: Req, extend_len: int) -> None:
         prefix_len = len(req.prefix_indices)
@@ -154,14 +160,11 @@ class PrefillAdder(interface.PrefillAdder):
         self.can_run_list.append(req)
 
     def _charge(self, extend_len: int, max_new_tokens: int) -> None:
-        num_tokens = self._ceil(extend_len)
+        num_tokens = round_up_to_page(extend_len, self.page_size)
         self.reserved_tokens += num_tokens + max_new_tokens
         self.rem_input_tokens -= num_tokens
         if self.rem_chunk_tokens is not None:
             self.rem_chunk_tokens -= num_tokens
-
-    def _ceil(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size) * self.page_size
 
 
 def _clipped_max_new(req: Req) -> int:

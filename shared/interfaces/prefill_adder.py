@@ -97,6 +97,7 @@ class PrefillAdder(ABC):
     @abstractmethod
     def preempt_to_schedule(self, req: Req, min_priority_gap: int) -> list[Req]:
         """Running requests to preempt so that `req` fits: those whose priority is lower by more than
-        `min_priority_gap`, lowest first, then the most recently queued first, as few as needed. Empty if
-        they do not suffice. Their reservations are removed from the budget; the caller retracts them,
-        requeues them, and tries `req` again."""
+        `min_priority_gap`, lowest first, then the most recently queued first, as few as needed. A request
+        frees its reservation and the slots that it alone owns, [cache_protected_len, kv_allocated_len): its
+        prefix in the cache may be shared. Empty if they do not suffice. Their reservations are removed from
+        the budget; the caller retracts them, requeues them, and tries `req` again."""

@@ -151,9 +151,16 @@ class ReservesInOneSum(adder_with("num_left.clip(0, CLIP_MAX_NEW_TOKENS)", "num_
 
 @mutant_of("prefill_adder")
 class PreemptedStillReserve(
-    adder_with("self.charged_tokens -= sum(self._reservation(victim) for victim in victims)", "pass")
+    adder_with("self.reserved_tokens -= sum(self._reservation(victim) for victim in victims)", "pass")
 ):
     """What preempted requests had reserved is not given back."""
+
+
+@mutant_of("prefill_adder")
+class SharedPrefixesAreFreed(
+    adder_with("victim.kv_allocated_len - victim.cache_protected_len", "victim.kv_allocated_len")
+):
+    """A prefix that other requests use counts as freed when one of them is preempted."""
 
 
 @mutant_of("prefill_adder")
@@ -162,7 +169,7 @@ class FillsAllOfIt(adder_with("req.all_ids[: prefix_len + extend_len]", "req.all
 
 
 @mutant_of("prefill_adder")
-class ForgetsToCharge(adder_with("self.charged_tokens += num_tokens + max_new_tokens", "pass")):
+class ForgetsToCharge(adder_with("self.reserved_tokens += num_tokens + max_new_tokens", "pass")):
     """What is added reserves nothing."""
 
 
@@ -177,7 +184,9 @@ class ForgetsTheCachedPart(adder_with("other.fill_ids[:matched_len] == before", 
 
 
 @mutant_of("prefill_adder")
-class WaitsForPartOfAPage(adder_with("self._ceil(max(threshold, 1))", "max(threshold, 1)")):
+class WaitsForPartOfAPage(
+    adder_with("round_up_to_page(max(threshold, 1), self.page_size)", "max(threshold, 1)")
+):
     """Less than a page is waited for, and never found in the cache."""
 
 

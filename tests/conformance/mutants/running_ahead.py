@@ -199,7 +199,8 @@ class FreesUnderARound(
         "speculator",
         "            req.kv_committed_len += num_kept\n",
         """            req.kv_committed_len += num_kept
-            start, end = _ceil(req.kv_committed_len, self.parts.allocator.page_size), req.kv_allocated_len
+            page_size, end = self.parts.allocator.page_size, req.kv_allocated_len
+            start = round_up_to_page(req.kv_committed_len, page_size)
             if start < end:
                 self.parts.allocator.free(self.parts.req_to_token_pool.read(req.req_pool_idx, start, end))
             req.kv_allocated_len = req.kv_committed_len

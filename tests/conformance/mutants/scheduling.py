@@ -215,6 +215,21 @@ class ReservesAllOfMaxNewTokens(PrefillAdder):
 
 
 @mutant_of("prefill_adder")
+class CountsSharedPrefixesAsFreed(PrefillAdder):
+    """A prefix that other requests use counts as freed when one of them is preempted."""
+
+    def preempt_to_schedule(self, req: Req, min_priority_gap: int) -> list[Req]:
+        protected = [(r, r.cache_protected_len) for r in self.running]
+        for running, _ in protected:
+            running.cache_protected_len = 0
+        try:
+            return super().preempt_to_schedule(req, min_priority_gap)
+        finally:
+            for running, length in protected:
+                running.cache_protected_len = length
+
+
+@mutant_of("prefill_adder")
 class ComputesPrefixesAgain(PrefillAdder):
     """No request waits for a prefix that this step computes."""
 

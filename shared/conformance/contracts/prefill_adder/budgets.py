@@ -298,6 +298,23 @@ def all_or_nothing(impl: type[PrefillAdder], case: Example) -> None:
     )
 
 
+@contract("A preempted request frees what it alone owns: its prefix in the cache may be shared.", EXAMPLE)
+def a_shared_prefix_is_not_freed(impl: type[PrefillAdder], case: Example) -> None:
+    setup = Setup(impl, pool=60)
+    setup.cache(list(range(1, 41)))
+    prefix = setup.tree.match_prefix(RadixKey(list(range(1, 41))))
+    sharers = [running(41, 21, rid=rid, queue_start_time=time) for rid, time in (("old", 1.0), ("new", 2.0))]
+    for sharer in sharers:
+        setup.allocator.alloc(10)
+        setup.tree.inc_lock_ref(prefix.last_node)
+        sharer.last_node, sharer.cache_protected_len = prefix.last_node, 40
+        sharer.kv_committed_len = sharer.kv_allocated_len = 50
+    for needed, expected in ((9, ["new"]), (10, ["new", "old"]), (20, [])):  # and one token of output
+        adder = setup.adder(sharers, new_token_ratio=0.0)
+        chosen = adder.preempt_to_schedule(req(needed - 1, 1, priority=20), min_priority_gap=10)
+        expect_equal(f"preempted for {needed} tokens", [victim.rid for victim in chosen], expected)
+
+
 @contract("The priority gap must be exceeded, not met.", EXAMPLE)
 def the_gap_must_be_exceeded(impl: type[PrefillAdder], case: Example) -> None:
     setup = Setup(impl, pool=60)
