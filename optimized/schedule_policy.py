@@ -1,12 +1,11 @@
-"""The order in which waiting requests are tried, kept up to date instead of made anew.
+"""The order in which waiting requests are tried, updated as requests come and go.
 
-Differs from reference: a pass does not look at every waiting request. The policy follows the queue and takes
-in who came and who left since the last pass; sorted orders are lists with a place for each newcomer,
-cache-aware ones keep every request's match until the tree reports that it changes. What still grows
-with the queue is moving pointers in a list, some nanoseconds a request. Assumes a `WaitingQueue` (any
-other sequence is ordered from scratch, with the same result) and, for lpm and dfs-weight, a tree that can be
-watched. It loses on short queues of requests that come and go at once. And a request that waits does not keep
-its prefix recently used, as matching it again and again does.
+Differs from reference: a pass does not visit every waiting request. The policy follows the queue and applies
+its changes since the last pass. Sorted orders are sorted lists; cache-aware orders keep the match of each
+request until the tree reports that it changes. What still grows with the queue is moving pointers in a list,
+some nanoseconds a request. Assumes a `WaitingQueue` (another sequence is ordered from scratch, with the same
+result) and, for lpm and dfs-weight, a `WatchablePrefixCache`. It loses on short queues of requests that come
+and go at once. A waiting request is not matched again in each pass, so its prefix ages in the cache.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from shared.scheduling.waiting_queue import Changes, Follower, WaitingQueue
 from shared.types import Req
 
 LPM_QUEUE_LIMIT = 128
-"""Matching and sorting a longer queue costs more than a good order saves."""
+"""In a longer queue, matching and sorting cost more than a good order saves."""
 
 
 class SchedulePolicy(interface.SchedulePolicy):
@@ -39,32 +38,23 @@ class SchedulePolicy(interface.SchedulePolicy):
         if config.schedule_policy in ("lpm", "dfs-weight") and not tree_cache.disable:
             is_depth_first = config.schedule_policy == "dfs-weight"
             self._matches = WaitingMatches(config, tree_cache, is_depth_first)
-        # What is kept, and for which queue: one of the above, the others are empty.
+        # The index that is up to date, and the queue that it follows. The other indexes are empty.
         self._index: SortedQueue | RoutedQueue | WaitingMatches = self._by_key
         self._queue: WaitingQueue | None = None
         self._follower: Follower | None = None
 
     def order(self, waiting_queue: Sequence[Req], running: Sequence[Req]) -> PolicyResult:
-        """What is given is read where it is kept: that changes in the next pass, not before."""
+        """The result reads the lists of this object. They change in the next call, not before."""
         policy = self._effective_policy(len(waiting_queue))
         if policy in ("lpm", "dfs-weight"):
             return self._cache_aware_order(policy, waiting_queue)
         if policy == "routing-key":
-            self._follow(waiting_queue, self._by_route)
             counts = Counter(req.routing_key for req in running if req.routing_key is not None)
+            self._follow(waiting_queue, self._by_route)
             return PolicyResult(self._by_route.order(counts), frozenset())
         self._follow(waiting_queue, self._by_key)
         reqs = self._by_key.reqs
         return PolicyResult(self._shuffled(reqs) if policy == "random" else iter(reqs), frozenset())
-
-    def _shuffled(self, reqs: list[Req]) -> Iterator[Req]:
-        """Each place draws from the remaining requests. `moved` has the displaced ones."""
-        moved: dict[int, Req] = {}
-        for i in range(len(reqs)):
-            j = self.rng.randrange(i, len(reqs))
-            drawn = moved.get(j, reqs[j])
-            moved[j] = moved.pop(i, reqs[i])
-            yield drawn
 
     def _effective_policy(self, num_waiting: int) -> str:
         policy = self.config.schedule_policy
@@ -74,19 +64,34 @@ class SchedulePolicy(interface.SchedulePolicy):
             return "fcfs"
         return policy
 
+    def _sort_key(self, req: Req) -> tuple[float, float]:
+        by_priority, policy = self.config.enable_priority_scheduling, self.config.schedule_policy
+        second = {"lof": -req.max_new_tokens, "fcfs": req.queue_start_time if by_priority else 0}
+        return -req.priority if by_priority else 0, second.get(policy, 0)
+
+    def _shuffled(self, reqs: list[Req]) -> Iterator[Req]:
+        """Each place draws from the remaining requests. `moved`: the requests that draws displaced."""
+        moved: dict[int, Req] = {}
+        for i in range(len(reqs)):
+            j = self.rng.randrange(i, len(reqs))
+            drawn = moved.get(j, reqs[j])
+            moved[j] = moved.pop(i, reqs[i])
+            yield drawn
+
     def _cache_aware_order(self, policy: str, waiting_queue: Sequence[Req]) -> PolicyResult:
         matches = self._matches
         assert matches is not None
         self._follow(waiting_queue, matches)
-        if policy == "dfs-weight":
-            return PolicyResult(matches.depth_first(), matches.put_off)
-        ranks = {req: (req.rid in matches.put_off, -matches.by_req[req].matched_len) for req in waiting_queue}
-        return PolicyResult(sorted(waiting_queue, key=ranks.__getitem__), matches.put_off)
+        deprioritized = matches.deprioritized
+        if policy == "lpm":
+            ranks = {req: (req.rid in deprioritized, -matches.by_req[req].length) for req in waiting_queue}
+            return PolicyResult(sorted(waiting_queue, key=ranks.__getitem__), deprioritized)
+        return PolicyResult(matches.depth_first(), deprioritized)
 
     def _follow(
         self, waiting_queue: Sequence[Req], index: SortedQueue | RoutedQueue | WaitingMatches
     ) -> None:
-        """Bring the index up to date with a queue. A plain sequence is a new queue each time."""
+        """Bring the index up to date with a queue. A plain sequence is a new queue in each call."""
         is_queue = isinstance(waiting_queue, WaitingQueue)
         queue = waiting_queue if is_queue else WaitingQueue(waiting_queue)
         if queue is not self._queue or index is not self._index:
@@ -97,14 +102,9 @@ class SchedulePolicy(interface.SchedulePolicy):
         assert self._follower is not None
         index.update(self._follower.take())
 
-    def _sort_key(self, req: Req) -> tuple[float, float]:
-        by_priority, policy = self.config.enable_priority_scheduling, self.config.schedule_policy
-        second = {"lof": -req.max_new_tokens, "fcfs": req.queue_start_time if by_priority else 0}
-        return -req.priority if by_priority else 0, second.get(policy, 0)
-
 
 class SortedQueue:
-    """Waiting requests by a key; among equals in the order of the queue."""
+    """Waiting requests sorted by a key, and among equal keys in the order of the queue."""
 
     def __init__(self, key: Callable[[Req], tuple[float, float]]) -> None:
         self.key = key
@@ -112,8 +112,8 @@ class SortedQueue:
 
     def clear(self) -> None:
         self.reqs: list[Req] = []
-        self._keys: list[tuple[float, ...]] = []  # theirs, and the ticket: no two are equal
-        self._key_of: dict[Req, tuple[float, ...]] = {}  # a request that left may be another one already
+        self._keys: list[tuple[float, ...]] = []  # each with the ticket: no two are equal
+        self._key_of: dict[Req, tuple[float, ...]] = {}  # a request that left may have changed
 
     def update(self, changes: Changes) -> None:
         for req in changes.left:
@@ -127,24 +127,24 @@ class SortedQueue:
 
 
 class RoutedQueue:
-    """Waiting requests by routing key, each key's in the order of the queue; and all of them."""
+    """Waiting requests by routing key, for each key in the order of the queue; and all of them."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        self._everyone = SortedQueue(lambda req: (0, 0))
+        self._all = SortedQueue(lambda req: (0, 0))
         self._waiting: dict[str | None, dict[Req, None]] = {}
 
     def update(self, changes: Changes) -> None:
-        self._everyone.update(changes)
+        self._all.update(changes)
         for req in changes.left:
             del self._waiting[req.routing_key][req]
-        for req in changes.joined:  # these come last: their tickets are the newest
+        for req in changes.joined:  # at the end: their tickets are the newest
             self._waiting.setdefault(req.routing_key, {})[req] = None
 
     def order(self, counts: Counter[str | None]) -> Iterator[Req]:
-        """First those whose key is running, the most frequent first, then by key; behind them the others."""
+        """Requests with a running routing key first, by frequency, then by key; then all others."""
         most_frequent = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
         with_key = chain.from_iterable(self._waiting.get(key, ()) for key, _ in most_frequent)
-        return chain(with_key, (req for req in self._everyone.reqs if req.routing_key not in counts))
+        return chain(with_key, (req for req in self._all.reqs if req.routing_key not in counts))

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shared.config import EngineConfig
-from shared.interfaces import PolicyResult, PrefixCache, RadixKey
+from shared.interfaces import MatchResult, PolicyResult, PrefixCache, RadixKey
 from shared.interfaces import schedule_policy as interface
 from shared.types import Req
 
 LPM_QUEUE_LIMIT = 128
-"""Matching and sorting a longer queue costs more than a good order saves."""
+"""In a longer queue, matching and sorting cost more than a good order saves."""
 
 ROOT_ID = 0
 
@@ -27,28 +27,13 @@ class SchedulePolicy(interface.SchedulePolicy):
 
     def order(self, waiting_queue: Sequence[Req], running: Sequence[Req]) -> PolicyResult:
         policy = self._effective_policy(len(waiting_queue))
-        queue = list(waiting_queue)
         if policy in ("lpm", "dfs-weight"):
-            return self._cache_aware_order(policy, queue)
-        if policy == "fcfs" and self.config.enable_priority_scheduling:
-            queue.sort(key=lambda req: (-req.priority, req.queue_start_time))
-        elif policy == "lof":
-            by_priority = self.config.enable_priority_scheduling
-            queue.sort(key=lambda req: (-req.priority if by_priority else 0, -req.max_new_tokens))
-        elif policy == "random":
-            return PolicyResult(self._shuffled(queue), frozenset())
-        elif policy == "routing-key":
+            return self._cache_aware_order(policy, waiting_queue)
+        if policy == "routing-key":
             counts = Counter(req.routing_key for req in running if req.routing_key is not None)
-            queue.sort(key=lambda req: _routing_rank(req, counts))
-        return PolicyResult(queue, frozenset())
-
-    def _shuffled(self, queue: list[Req]) -> Iterator[Req]:
-        """Each place draws from the remaining requests, so a caller that stops early draws only what it
-        needs."""
-        for i in range(len(queue)):
-            j = self.rng.randrange(i, len(queue))
-            queue[i], queue[j] = queue[j], queue[i]
-            yield queue[i]
+            return PolicyResult(_by_routing_key(waiting_queue, counts), frozenset())
+        reqs = sorted(waiting_queue, key=self._sort_key)
+        return PolicyResult(self._shuffled(reqs) if policy == "random" else reqs, frozenset())
 
     def _effective_policy(self, num_waiting: int) -> str:
         policy = self.config.schedule_policy
@@ -58,64 +43,75 @@ class SchedulePolicy(interface.SchedulePolicy):
             return "fcfs"
         return policy
 
-    def _cache_aware_order(self, policy: str, queue: list[Req]) -> PolicyResult:
-        matched_len, node_of, deprioritized = self._match_prefixes(queue)
-        if policy == "lpm":
-            queue.sort(key=lambda req: -matched_len[req.rid])
-        else:
-            queue = _depth_first(queue, node_of, self._parents())
-        # A stable partition: requests that wait for a shared prefix go last.
-        queue.sort(key=lambda req: req.rid in deprioritized)
-        return PolicyResult(queue, deprioritized)
+    def _sort_key(self, req: Req) -> tuple[float, float]:
+        by_priority, policy = self.config.enable_priority_scheduling, self.config.schedule_policy
+        second = {"lof": -req.max_new_tokens, "fcfs": req.queue_start_time if by_priority else 0}
+        return -req.priority if by_priority else 0, second.get(policy, 0)
 
-    def _match_prefixes(self, queue: list[Req]) -> tuple[dict[str, int], dict[str, int], frozenset[str]]:
-        """Per rid: cached tokens and the node where the match ends; and who shares a prefix that a request
-        before it in the queue is about to compute."""
-        scratch = type(self.tree_cache)(
-            page_size=self.tree_cache.page_size, is_bigram=self.tree_cache.is_bigram
-        )
-        matched_len: dict[str, int] = {}
-        node_of: dict[str, int] = {}
+    def _shuffled(self, reqs: list[Req]) -> Iterator[Req]:
+        """Each place draws from the remaining requests, so a caller that stops early draws only what it
+        needs."""
+        for i in range(len(reqs)):
+            j = self.rng.randrange(i, len(reqs))
+            reqs[i], reqs[j] = reqs[j], reqs[i]
+            yield reqs[i]
+
+    def _cache_aware_order(self, policy: str, waiting_queue: Sequence[Req]) -> PolicyResult:
+        matches, deprioritized = self._match_prefixes(waiting_queue)
+        if policy == "lpm":
+            reqs = sorted(waiting_queue, key=lambda req: -len(matches[req].device_indices))
+        else:
+            last_nodes = {req: self.tree_cache.node_id(matches[req].last_node) for req in waiting_queue}
+            parents = {node.node_id: node.parent_id for node in self.tree_cache.nodes()}
+            reqs = _depth_first(last_nodes, parents)
+        reqs.sort(key=lambda req: req.rid in deprioritized)  # stable: deprioritized requests go last
+        return PolicyResult(reqs, deprioritized)
+
+    def _match_prefixes(self, queue: Sequence[Req]) -> tuple[dict[Req, MatchResult], frozenset[str]]:
+        """The cached prefix of each request; and the rids of requests that share a prefix with an earlier
+        request of the queue, which computes it in this step."""
+        page_size, is_bigram = self.tree_cache.page_size, self.tree_cache.is_bigram
+        computed_now = type(self.tree_cache)(page_size=page_size, is_bigram=is_bigram)
+        matches: dict[Req, MatchResult] = {}
         deprioritized: set[str] = set()
         for req in queue:
-            token_ids = req.all_ids
-            key = RadixKey(token_ids, req.extra_key, self.tree_cache.is_bigram)
-            match = self.tree_cache.match_prefix(key)
-            matched_len[req.rid] = len(match.device_indices)
-            node_of[req.rid] = self.tree_cache.node_id(match.last_node)
-            if matched_len[req.rid] > self.config.in_batch_prefix_check_threshold:
+            key = RadixKey(req.all_ids, req.extra_key, is_bigram)
+            matches[req] = self.tree_cache.match_prefix(key)
+            if len(matches[req].device_indices) > self.config.in_batch_prefix_check_threshold:
                 continue
-            num_shared = len(scratch.match_prefix(key).device_indices)
+            num_shared = len(computed_now.match_prefix(key).device_indices)
             if num_shared >= self.config.in_batch_prefix_deprioritize_threshold:
                 deprioritized.add(req.rid)
             else:
-                scratch.insert(key, torch.zeros(len(token_ids), dtype=torch.int64))
-        return matched_len, node_of, frozenset(deprioritized)
-
-    def _parents(self) -> dict[int, int]:
-        return {node.node_id: node.parent_id for node in self.tree_cache.nodes()}
+                computed_now.insert(key, torch.zeros(req.num_tokens, dtype=torch.int64))
+        return matches, frozenset(deprioritized)
 
 
-def _routing_rank(req: Req, counts: Counter[str | None]) -> tuple[int, str]:
-    if req.routing_key in counts:
-        assert req.routing_key is not None
-        return (-counts[req.routing_key], req.routing_key)
-    return (1, "")  # behind every key that is running
+def _by_routing_key(queue: Sequence[Req], counts: Counter[str | None]) -> list[Req]:
+    """Requests with a running routing key first, by frequency, then by key; then all others."""
+
+    def rank(req: Req) -> tuple[int, str]:
+        if req.routing_key not in counts:
+            return 1, ""
+        return -counts[req.routing_key], str(req.routing_key)
+
+    return sorted(queue, key=rank)
 
 
-def _depth_first(queue: list[Req], node_of: dict[str, int], parents: dict[int, int]) -> list[Req]:
-    """Requests of one subtree side by side, so that its prefix is used while it is in the cache."""
+def _depth_first(last_nodes: dict[Req, int], parents: dict[int, int]) -> list[Req]:
+    """Requests of one subtree next to each other, so that they run while its prefix is cached. `last_nodes`:
+    the node at which the match of each request ends, in the order of the queue."""
     weight: Counter[int] = Counter()  # waiting requests in a node's subtree
     first: dict[int, int] = {}  # place in the queue of the first of them
-    children: dict[int, list[int]] = {}
     own: dict[int, list[Req]] = {}
-    for place, req in enumerate(queue):
-        own.setdefault(node_of[req.rid], []).append(req)
-        node: int | None = node_of[req.rid]
+    for place, (req, last_node) in enumerate(last_nodes.items()):
+        own.setdefault(last_node, []).append(req)
+        node: int | None = last_node
         while node is not None:
             weight[node] += 1
             first.setdefault(node, place)
             node = parents.get(node)
+    children: dict[int, list[int]] = {}
     for node, parent in parents.items():
         if weight[node]:
             children.setdefault(parent, []).append(node)

@@ -8,6 +8,7 @@ from typing import Any
 
 import optimized.prefill_adder as adder
 import optimized.schedule_policy as policy
+import optimized.waiting_forest as forest
 import optimized.waiting_matches as matches
 from tests.conformance.mutants.mutant import mutant_of
 
@@ -30,6 +31,17 @@ def matches_with(before: str, after: str) -> Any:
     names: dict[str, Any] = {"__name__": policy.__name__}
     exec(Path(str(policy.__file__)).read_text("utf-8"), names)
     names["WaitingMatches"] = changed(matches, before, after)["WaitingMatches"]
+    return names["SchedulePolicy"]
+
+
+def forest_with(before: str, after: str) -> Any:
+    """The policy over matches with a changed depth-first order."""
+    own: dict[str, Any] = {"__name__": matches.__name__}
+    exec(Path(str(matches.__file__)).read_text("utf-8"), own)
+    own["Forest"] = changed(forest, before, after)["Forest"]
+    names: dict[str, Any] = {"__name__": policy.__name__}
+    exec(Path(str(policy.__file__)).read_text("utf-8"), names)
+    names["WaitingMatches"] = own["WaitingMatches"]
     return names["SchedulePolicy"]
 
 
@@ -74,7 +86,7 @@ class EvictionsAreMissed(matches_with("            self._stale |= reqs", "      
 
 
 @mutant_of("schedule_policy")
-class SplitsAreMissed(matches_with("self._unlist(lower)\n        self._list(upper)", "return")):
+class SplitsAreMissed(forest_with("self._unlist(lower)\n        self._list(upper)", "return")):
     """A node that was split keeps its old parent."""
 
 
@@ -90,14 +102,14 @@ class ResetKeepsNumbers(matches_with("match.node_id = NO_NODE", "pass")):
 
 @mutant_of("schedule_policy")
 class TiesByNumber(
-    matches_with("return -len(self.tickets), self.tickets[0]", "return -len(self.tickets), self.node_id")
+    forest_with("return -len(self.tickets), self.tickets[0]", "return -len(self.tickets), self.node_id")
 ):
     """Children that weigh the same go in the order in which they were made."""
 
 
 @mutant_of("schedule_policy")
 class NobodyBelowChildren(
-    matches_with(
+    forest_with(
         "stack.append((entry[2], iter(list(entry[2].children))))",
         "stack.append((entry[2], iter(())))",
     )
@@ -120,12 +132,12 @@ class SharersOfHalfAPage(
 
 
 @mutant_of("schedule_policy")
-class LeadersStayPutOff(matches_with("self.put_off.discard(self.by_ticket[tickets[0]].rid)", "pass")):
+class LeadersStayPutOff(matches_with("self.deprioritized.discard(self.by_ticket[tickets[0]].rid)", "pass")):
     """The first request after the first one left is deferred for ever."""
 
 
 @mutant_of("schedule_policy")
-class CachedPrefixesArePutOff(matches_with("if matched_len <= self.check_threshold:", "if True:")):
+class CachedPrefixesArePutOff(matches_with("if match.length <= self.check_threshold:", "if True:")):
     """Requests wait for a prefix that the cache has."""
 
 
