@@ -1,20 +1,17 @@
-"""Memory pools with their state on the CPU, in arrays: the device is sent numbers in one copy, never asked.
+"""Memory pools with their state in arrays on the CPU: slots are copied to the device and never read from it.
 
-Differs from reference: slots are handed out on the CPU (`slot_device`), free pages are a ring of numbers, who
-owns a page is an array of flags, and req_to_token has a copy on the CPU, which `read` reads. A batch's
-pages are found by array arithmetic, and its rows go to the device in one copy and one launch. `move` is one
-kernel for all layers.
+Differs from reference: slots are allocated on the CPU (`slot_device`). Free pages are a ring (page_ring.py),
+and req_to_token has a copy on the CPU, which `read` reads. A batch's slots are computed by array operations;
+its rows go to the device in one copy and one launch. `move` is one kernel for all layers. Assumes that
+req_to_token is written through its pool. Loses where slots come from the device: freeing them waits for the
+device.
 
-Why the CPU: all code that handles slots is Python there. The tree stores them, an extension begins at the
-last one, a page freed twice must be found when it is freed. On the device each look is a wait for all that
-was queued before it, and each handling a launch: about 5 microseconds of Python, some twenty times in a
-request's life. As arrays they take about 1 microsecond each, and what a kernel needs is 12 bytes a token,
-once: 3 KB when 256 requests decode, 96 KB when 8,192 prompt tokens are computed (2 microseconds at 50 GB/s).
-The copy of req_to_token takes 4 bytes a position: 42 MB for 257 rows of 40,960, of which the system gives
-what is used.
-
-Assumes that req_to_token is written through its pool. It loses where slots come from the device: freeing them
-waits for them. A backup copies the books of all pages, 9 bytes each.
+Why the CPU: the code that handles slots is Python. The tree stores slots, an extension begins at the last
+slot, and a page that is freed twice must be found at once. On the device each such read is a synchronization,
+and each operation a launch: about 5 microseconds, some twenty times per request. On arrays an operation takes
+about 1 microsecond, and kernels need 12 bytes a token, copied once: 3 KB when 256 requests decode, 96 KB for
+8,192 prompt tokens (2 microseconds at 50 GB/s). The copy of req_to_token takes 4 bytes a position: 42 MB for
+257 rows of 40,960, of which the system allocates the pages that are used. A backup copies 9 bytes a page.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ import torch
 from optimized.kernels.move_kv import can_move, move_kv
 from optimized.page_ring import Array, PageRing, PagesState
 from shared.interfaces import memory_pool as interface
+from shared.scheduling.pages import num_pages_of
 
 
 class ReqToTokenPool(interface.ReqToTokenPool):
@@ -37,10 +35,10 @@ class ReqToTokenPool(interface.ReqToTokenPool):
         self.size = size
         self.max_len = max_len
         self.req_to_token = torch.zeros(size + 1, max_len, dtype=torch.int32, device=device)
-        self.is_on_host = self.req_to_token.device.type == "cpu"
-        # On a CPU the two are one and the same memory.
-        self.on_host: npt.NDArray[np.int32] = (
-            self.req_to_token.numpy() if self.is_on_host else np.zeros((size + 1, max_len), np.int32)
+        self.is_on_cpu = self.req_to_token.device.type == "cpu"
+        # If the device is the CPU, both are the same memory.
+        self.cpu_copy: npt.NDArray[np.int32] = (
+            self.req_to_token.numpy() if self.is_on_cpu else np.zeros((size + 1, max_len), np.int32)
         )
         self.clear()
 
@@ -53,7 +51,7 @@ class ReqToTokenPool(interface.ReqToTokenPool):
 
     def free(self, req_pool_indices: Sequence[int]) -> None:
         for row in req_pool_indices:
-            assert row in self._used_rows, f"row {row} of req_to_token is not handed out"
+            assert row in self._used_rows, f"row {row} of req_to_token is not allocated"
             self._used_rows.remove(row)
             self._free_rows.append(row)
 
@@ -61,7 +59,7 @@ class ReqToTokenPool(interface.ReqToTokenPool):
         self.write_ragged([req_pool_idx], [start], [len(slots)], slots)
 
     def read(self, req_pool_idx: int, start: int, end: int) -> torch.Tensor:
-        return torch.from_numpy(self.on_host[req_pool_idx, start:end].astype(np.int64))
+        return torch.from_numpy(self.cpu_copy[req_pool_idx, start:end].astype(np.int64))
 
     def write_ragged(
         self,
@@ -77,15 +75,15 @@ class ReqToTokenPool(interface.ReqToTokenPool):
         rows, first, num = _array(req_pool_indices), _array(starts), _array(lens)
         ends = first + num
         assert ends.max() <= self.max_len, f"positions up to {ends.max()} do not fit a row of {self.max_len}"
-        values = _on_host(slots).astype(np.int32)
+        values = _on_cpu(slots).astype(np.int32)
         where = _ragged(rows * self.max_len + first, num)
-        self.on_host.reshape(-1)[where] = values
-        if not self.is_on_host:
-            self._send(where, values)
+        self.cpu_copy.reshape(-1)[where] = values
+        if not self.is_on_cpu:
+            self._copy_to_device(where, values)
 
     def read_each(self, req_pool_indices: Sequence[int], positions: Sequence[int]) -> list[int]:
         assert len(req_pool_indices) == len(positions)
-        slots: list[int] = self.on_host[_array(req_pool_indices), _array(positions)].tolist()
+        slots: list[int] = self.cpu_copy[_array(req_pool_indices), _array(positions)].tolist()
         return slots
 
     def available_size(self) -> int:
@@ -95,17 +93,17 @@ class ReqToTokenPool(interface.ReqToTokenPool):
         self._free_rows = deque(range(1, self.size + 1))
         self._used_rows: set[int] = set()
 
-    def _send(self, where: Array, values: npt.NDArray[np.int32]) -> None:
+    def _copy_to_device(self, where: Array, values: npt.NDArray[np.int32]) -> None:
         """req_to_token.flatten()[where] = values, on the device: one copy, one launch, no synchronization."""
         table = self.req_to_token
         is_cuda = table.device.type == "cuda"
-        # The allocator of page-locked memory does not reuse it before the copy is done.
-        staged = torch.empty(where.nbytes + values.nbytes, dtype=torch.uint8, pin_memory=is_cuda)
-        numbers = staged.numpy()
+        # The allocator of page-locked memory does not reuse it before the copy has ended.
+        buffer = torch.empty(where.nbytes + values.nbytes, dtype=torch.uint8, pin_memory=is_cuda)
+        numbers = buffer.numpy()
         numbers[: where.nbytes].view(np.int64)[:] = where
         numbers[where.nbytes :].view(np.int32)[:] = values
-        sent = staged.to(table.device, non_blocking=is_cuda)
-        indices, slots = sent[: where.nbytes].view(torch.int64), sent[where.nbytes :].view(torch.int32)
+        copied = buffer.to(table.device, non_blocking=is_cuda)
+        indices, slots = copied[: where.nbytes].view(torch.int64), copied[where.nbytes :].view(torch.int32)
         table.view(-1).index_copy_(0, indices, slots)
 
 
@@ -139,17 +137,17 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
         page_size = self.page_size
         prefixes, seqs, lasts = _array(prefix_lens), _array(seq_lens), _array(last_locs)
         self._check_growth(prefixes, seqs, lasts)
-        pages_before, pages_after = -(-prefixes // page_size), -(-seqs // page_size)
-        num_new = pages_after - pages_before
+        pages_before = num_pages_of(prefixes, page_size)
+        num_new = num_pages_of(seqs, page_size) - pages_before
         pages = self._pages.take(int(num_new.sum()))
         if pages is None:
             return None
 
-        # For every new token: its request, its position, and which of that request's new pages it is on.
+        # Of each new token: its request, its position, its page's index among the request's new pages.
         lens = seqs - prefixes
         request = np.repeat(np.arange(len(lens)), lens)
         positions = _ragged(prefixes, lens)
-        page = positions // page_size - pages_before[request]  # -1: on the page that the prefix ends on
+        page = positions // page_size - pages_before[request]  # -1: the page on which the prefix ends
         slots = lasts[request] + 1 + positions - prefixes[request]
         is_new = page >= 0
         first_page = np.cumsum(num_new) - num_new
@@ -159,7 +157,7 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
 
     def alloc_decode(self, seq_lens: Sequence[int], last_locs: Sequence[int]) -> torch.Tensor | None:
         assert len(seq_lens) == len(last_locs)
-        if self.page_size == 1:  # each token has a page of its own, whatever is before it
+        if self.page_size == 1:  # each token has a page of its own
             pages = self._pages.take(len(seq_lens))
             return None if pages is None else torch.from_numpy(pages)
         seqs, lasts = _array(seq_lens), _array(last_locs)
@@ -174,7 +172,7 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
 
     def free(self, slots: torch.Tensor) -> None:
         if len(slots) > 0:
-            self._pages.free(_on_host(slots) // self.page_size)
+            self._pages.free(_on_cpu(slots) // self.page_size)
 
     def free_group_begin(self) -> None:
         self._pages.begin_group()
@@ -198,11 +196,11 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
         self._pages = PageRing(self.size // self.page_size)
 
     def _check_growth(self, prefixes: Array, seqs: Array, lasts: Array) -> None:
-        is_right = (prefixes >= 0) & (prefixes <= seqs)
-        assert is_right.all(), f"cannot grow from {prefixes[~is_right][0]} to {seqs[~is_right][0]} tokens"
-        is_right = (lasts + 1) % self.page_size == prefixes % self.page_size
-        assert is_right.all(), (
-            f"slot {lasts[~is_right][0]} cannot hold token {prefixes[~is_right][0] - 1} "
+        is_valid = (prefixes >= 0) & (prefixes <= seqs)
+        assert is_valid.all(), f"cannot grow from {prefixes[~is_valid][0]} to {seqs[~is_valid][0]} tokens"
+        is_valid = (lasts + 1) % self.page_size == prefixes % self.page_size
+        assert is_valid.all(), (
+            f"slot {lasts[~is_valid][0]} cannot hold token {prefixes[~is_valid][0] - 1} "
             f"with page_size {self.page_size}"
         )
 
@@ -250,7 +248,7 @@ class TokenToKVPool(interface.TokenToKVPool):
         if self._k.is_cuda and can_move(self._k, len(targets)):
             move_kv(self._k, self._v, targets, sources)
         else:
-            # Indexing on the right-hand side copies: every source is read before a target is written.
+            # Indexing on the right-hand side copies: all sources are read before a target is written.
             self._k[:, targets] = self._k[:, sources]
             self._v[:, targets] = self._v[:, sources]
 
@@ -264,12 +262,12 @@ def _array(values: Sequence[int]) -> Array:
     return np.fromiter(values, np.int64, len(values))
 
 
-def _on_host(slots: torch.Tensor) -> npt.NDArray[Any]:
-    """Slots of ours are there. Others are waited for."""
+def _on_cpu(slots: torch.Tensor) -> npt.NDArray[Any]:
+    """Slots of this allocator are on the CPU. Slots on a device are waited for."""
     return slots.cpu().numpy()
 
 
 def _ragged(starts: Array, lens: Array) -> Array:
-    """starts[0], starts[0] + 1 ... (lens[0] of them), starts[1] ..."""
+    """The ranges of lens[i] numbers from starts[i] on, concatenated."""
     ends = np.cumsum(lens)
     return np.repeat(starts - (ends - lens), lens) + np.arange(ends[-1] if len(ends) else 0)

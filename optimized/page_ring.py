@@ -1,4 +1,4 @@
-"""Which pages are free, in arrays: a batch's pages are taken and given back at once."""
+"""The free pages as a ring buffer: the pages of a batch are allocated and freed by one array operation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PagesState(NamedTuple):
 
 
 class PageRing:
-    """Pages 1..num_pages, handed out first in, first out. Each is in exactly one of: the ring's `num_free`
-    entries from `_head` on, those whose `_is_used` is set, the open group."""
+    """Pages 1..num_pages, allocated first in, first out. Each page is in exactly one of: the `num_free`
+    entries of the ring from `_head` on, the pages with `_is_used` set, the open group."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -29,10 +29,10 @@ class PageRing:
         self._head = 0
         self._is_used = np.zeros(num_pages + 1, np.bool_)
         self._group: list[Array] | None = None  # pages freed while a group is open
-        self._stamps = np.zeros(num_pages + 1, np.int64)  # what it holds between two calls does not matter
+        self._stamps = np.zeros(num_pages + 1, np.int64)  # scratch memory of one call
 
     def take(self, num_pages: int) -> Array | None:
-        """None, and nothing taken, when fewer are free."""
+        """The next pages; None, without allocating any, if fewer are free."""
         if num_pages > self.num_free:
             return None
         pages = self._first(num_pages)
@@ -42,13 +42,12 @@ class PageRing:
         return pages
 
     def free(self, pages: Array) -> None:
-        """Any of them may be there several times; all must be handed out (`AssertionError`)."""
-        pages = pages[
-            np.concatenate([[True], pages[1:] != pages[:-1]])
-        ]  # equal ones mostly follow each other
+        """Pages may be repeated. All must be allocated (`AssertionError`)."""
+        is_first_of_run = np.concatenate([[True], pages[1:] != pages[:-1]])
+        pages = pages[is_first_of_run]  # most repeated pages are adjacent
         is_page = (pages >= 1) & (pages <= self.num_pages)
-        is_out = is_page & self._is_used[np.where(is_page, pages, 0)]
-        assert is_out.all(), f"pages {sorted(set(pages[~is_out].tolist()))} are not handed out"
+        is_allocated = is_page & self._is_used[np.where(is_page, pages, 0)]
+        assert is_allocated.all(), f"pages {sorted(set(pages[~is_allocated].tolist()))} are not allocated"
         pages = self._first_of_each(pages)
         self._is_used[pages] = False
         if self._group is None:
@@ -81,7 +80,7 @@ class PageRing:
         self._group = None if state.group is None else list(state.group)
 
     def _first(self, num_pages: int) -> Array:
-        """A copy of the ring's first so many."""
+        """A copy of the first pages of the ring."""
         end = self._head + num_pages
         if end <= self.num_pages:
             return self._ring[self._head : end].copy()
@@ -95,7 +94,7 @@ class PageRing:
         self.num_free += len(pages)
 
     def _first_of_each(self, pages: Array) -> Array:
-        """Distinct pages, in the order in which they come first."""
+        """Distinct pages, in the order of their first occurrence."""
         order = np.arange(len(pages))
-        self._stamps[pages[::-1]] = order[::-1]  # of several values for one place the last one stays
+        self._stamps[pages[::-1]] = order[::-1]  # of several values for one index the last one stays
         return pages[self._stamps[pages] == order]

@@ -1,4 +1,4 @@
-"""The prefix cache switched off: nothing is found, nothing outlives its request."""
+"""The prefix cache of `--disable-radix-cache`: no prefix is found, and KV is freed with its request."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shared.types import Req
 
 
 class ChunkCache(interface.PrefixCache):
-    """Only keeps the chunks of a prompt together: `cache_unfinished_req` is where the next chunk goes on.
-    There is no tree: the root is None, and the caller of `insert` still owns the slots."""
+    """Keeps the slots of a chunked prompt in `prefix_indices`, for its next chunk. There is no tree: the root
+    is None, and `insert` takes no slots."""
 
     disable = True
 

@@ -1,4 +1,4 @@
-"""Memory pools: rows of slots, free slots, and the KV those slots hold. Free lists are Python deques."""
+"""Memory pools: rows of slots, free slots, and the KV in the slots. Free lists are Python deques."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from shared.interfaces import memory_pool as interface
+from shared.scheduling.pages import num_pages_of, round_up_to_page
 
 
 class ReqToTokenPool(interface.ReqToTokenPool):
@@ -27,7 +28,7 @@ class ReqToTokenPool(interface.ReqToTokenPool):
 
     def free(self, req_pool_indices: Sequence[int]) -> None:
         for row in req_pool_indices:
-            assert row in self._used_rows, f"row {row} of req_to_token is not handed out"
+            assert row in self._used_rows, f"row {row} of req_to_token is not allocated"
             self._used_rows.remove(row)
             self._free_rows.append(row)
 
@@ -71,7 +72,7 @@ class AllocatorState(NamedTuple):
 
 
 class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
-    """Every page is in exactly one of: `_free_pages`, `_used_pages`, the open free group."""
+    """Each page is in exactly one of: `_free_pages`, `_used_pages`, the open free group."""
 
     def __init__(self, size: int, page_size: int, device: torch.device | str) -> None:
         if page_size < 1 or size < page_size or size % page_size != 0:
@@ -95,14 +96,14 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
     ) -> torch.Tensor | None:
         assert len(prefix_lens) == len(seq_lens) == len(last_locs)
         page_size = self.page_size
-        # Count first: a request must not keep half of what it asked for.
+        # Count first: either all requests get their slots, or none.
         num_new_pages = 0
         for prefix_len, seq_len, last_loc in zip(prefix_lens, seq_lens, last_locs):
             assert 0 <= prefix_len <= seq_len, f"cannot grow from {prefix_len} to {seq_len} tokens"
             assert (last_loc + 1) % page_size == prefix_len % page_size, (
                 f"slot {last_loc} cannot hold token {prefix_len - 1} with page_size {page_size}"
             )
-            num_new_pages += self._num_pages(seq_len) - self._num_pages(prefix_len)
+            num_new_pages += num_pages_of(seq_len, page_size) - num_pages_of(prefix_len, page_size)
         pages = self._take_pages(num_new_pages)
         if pages is None:
             return None
@@ -112,12 +113,12 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
         num_taken = 0
         slots: list[int] = []
         for prefix_len, seq_len, last_loc in zip(prefix_lens, seq_lens, last_locs):
-            page_end = self._num_pages(prefix_len) * page_size
+            page_end = round_up_to_page(prefix_len, page_size)  # of the page on which the prefix ends
             num_filled = min(seq_len, page_end) - prefix_len
             slots.extend(range(last_loc + 1, last_loc + 1 + num_filled))
             num_left = max(seq_len - page_end, 0)
             slots.extend(new_slots[num_taken : num_taken + num_left])
-            num_taken += self._num_pages(num_left) * page_size
+            num_taken += round_up_to_page(num_left, page_size)
         return torch.tensor(slots, dtype=torch.int64, device=self.device)
         # --8<-- [end:alloc-extend]
 
@@ -126,8 +127,8 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
 
     def free(self, slots: torch.Tensor) -> None:
         pages = dict.fromkeys(slot // self.page_size for slot in slots.tolist())
-        twice = pages.keys() - self._used_pages
-        assert not twice, f"pages {sorted(twice)} are not handed out"
+        not_used = pages.keys() - self._used_pages
+        assert not not_used, f"pages {sorted(not_used)} are not allocated"
         self._used_pages.difference_update(pages)
         target = self._free_pages if self._free_group is None else self._free_group
         target.extend(pages)
@@ -168,9 +169,6 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
         self._used_pages.update(pages)
         return pages
 
-    def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
-
     def _slots_of(self, pages: Sequence[int]) -> torch.Tensor:
         """[len(pages) * page_size] slots, page by page."""
         starts = torch.tensor(pages, dtype=torch.int64, device=self.device) * self.page_size
@@ -210,7 +208,7 @@ class TokenToKVPool(interface.TokenToKVPool):
         # --8<-- [end:store-kv]
 
     def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
-        # Indexing on the right-hand side copies, so every source is read before a target is written.
+        # Indexing on the right-hand side copies: all sources are read before a target is written.
         self._k[:, target_slots] = self._k[:, source_slots]
         self._v[:, target_slots] = self._v[:, source_slots]
 

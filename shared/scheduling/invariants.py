@@ -120,7 +120,7 @@ class _Audit:
         rows = [req.req_pool_idx for req in self.live]
         for row, count in Counter(rows).items():
             if count > 1:
-                self.fail(f"row {row} is handed out to {count} requests")
+                self.fail(f"row {row} is allocated to {count} requests")
             if not 1 <= row <= self.req_to_token_pool.size:
                 self.fail(f"row {row} is outside 1..{self.req_to_token_pool.size}")
         if len(rows) + self.req_to_token_pool.available_size() != self.req_to_token_pool.size:

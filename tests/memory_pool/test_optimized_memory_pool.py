@@ -140,8 +140,8 @@ class ApartFromItsDevice(memory_pool.ReqToTokenPool):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.is_on_host = False
-        self.on_host = self.on_host.copy()
+        self.is_on_cpu = False
+        self.cpu_copy = self.cpu_copy.copy()
 
 
 @pytest.mark.parametrize("clause", [rows_written_at_once, rows_written_and_read], ids=lambda c: c.name)
@@ -163,7 +163,7 @@ def test_the_host_and_the_device_hold_the_same() -> None:
         pool.write_ragged(rows, starts, lens, slots)
         for row, start, part in zip(rows, starts, slots.split(lens)):
             assert pool.read(row, start, start + len(part)).equal(part)
-        assert pool.req_to_token.numpy().tolist() == pool.on_host.tolist()
+        assert pool.req_to_token.numpy().tolist() == pool.cpu_copy.tolist()
     assert not pool.req_to_token[0].any()
 
 

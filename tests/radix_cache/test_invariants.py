@@ -144,7 +144,7 @@ FAULTS: list[tuple[Callable[[CacheWorld, Req, Req], Any], str]] = [
     (miscount_protected, r"4 evictable and 8 protected"),
     (leak_a_row, r"rows in use and free rows do not add up"),
     (free_a_live_row, r"rows in use and free rows do not add up"),
-    (share_a_row, r"row \d is handed out to 2 requests"),
+    (share_a_row, r"row \d is allocated to 2 requests"),
     (stand_in_two_places, r"in 2 places"),
     (forget_a_request, r"rows in use and free rows do not add up"),
     (drop_the_row_but_not_the_slots, r"7 slots and no row"),

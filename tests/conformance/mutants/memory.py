@@ -20,7 +20,7 @@ def pool_mutant(pool: type) -> Mutant:
 
 @pool_mutant
 class HandsOutTheDummyPage(TokenToKVPoolAllocator):
-    """Page 0 is handed out like the others, and padding overwrites it."""
+    """Page 0 is allocated like the others, and padding overwrites it."""
 
     def clear(self) -> None:
         super().clear()
@@ -86,7 +86,7 @@ class DecodesOneByOne(TokenToKVPoolAllocator):
 
 @pool_mutant
 class ReusesWithinAGroup(TokenToKVPoolAllocator):
-    """What a free group collects can be handed out before the group ends."""
+    """What a free group collects can be allocated before the group ends."""
 
     def free(self, slots: torch.Tensor) -> None:
         group, self._free_group = self._free_group, None
@@ -162,7 +162,7 @@ class ClearKeepsTheGroup(TokenToKVPoolAllocator):
 
 @pool_mutant
 class RowsLastInFirstOut(ReqToTokenPool):
-    """A row that was just freed is handed out at once, while a step in flight still writes to it."""
+    """A row that was just freed is allocated at once, while a step in flight still writes to it."""
 
     def free(self, req_pool_indices) -> None:
         super().free(req_pool_indices)

@@ -59,7 +59,7 @@ MUTANTS = [
     ),
     ring_with(
         "ForgetsTheGroup",
-        "What is freed in a group can be handed out at once.",
+        "What is freed in a group can be allocated at once.",
         "if self._group is None:\n            self._append(pages)",
         "if True:\n            self._append(pages)",
     ),
@@ -95,7 +95,7 @@ MUTANTS = [
     ),
     ring_with(
         "TakesWhatIsNotThere",
-        "More pages are handed out than are free.",
+        "More pages are allocated than are free.",
         "if num_pages > self.num_free:",
         "if num_pages > self.num_pages:",
     ),
@@ -121,8 +121,8 @@ MUTANTS = [
     pool_with(
         "BelievesTheLastSlot",
         "A last slot that cannot hold the last token is taken.",
-        "is_right = (lasts + 1) % self.page_size == prefixes % self.page_size",
-        "is_right = lasts == lasts",
+        "is_valid = (lasts + 1) % self.page_size == prefixes % self.page_size",
+        "is_valid = lasts == lasts",
     ),
     # Rows
     pool_with(
@@ -134,8 +134,8 @@ MUTANTS = [
     pool_with(
         "ReadIsAView",
         "What was read changes with the row.",
-        "self.on_host[req_pool_idx, start:end].astype(np.int64)",
-        "self.on_host[req_pool_idx, start:end]",
+        "self.cpu_copy[req_pool_idx, start:end].astype(np.int64)",
+        "self.cpu_copy[req_pool_idx, start:end]",
     ),
     pool_with(
         "RaggedFromTheFirst",

@@ -78,7 +78,7 @@ def bad_sizes(impl: Any, case: PoolSize) -> None:
 
 
 @contract(
-    "Slots page_size .. size + page_size - 1 are handed out, each once: never the dummy page.", PAGE_SIZES
+    "Slots page_size .. size + page_size - 1 are allocated, each once: never the dummy page.", PAGE_SIZES
 )
 def every_slot_once(impl: Any, case: PageSize) -> None:
     page_size = case.page_size

@@ -26,7 +26,7 @@ def free_whole_pages(impl: Any, case: PageSize) -> None:
     allocator.free(taken[:0])
     expect_equal("after no slot", allocator.available_size(), 3 * page_size)
     again = allocator.alloc(3 * page_size)
-    expect_equal("slots handed out again", sorted(again.tolist()), sorted(taken[: 3 * page_size].tolist()))
+    expect_equal("slots allocated again", sorted(again.tolist()), sorted(taken[: 3 * page_size].tolist()))
     first, second = again[0], again[page_size]
     allocator.free(torch.stack([first, second, first + page_size - 1]))
     expect_equal("after two pages, one of them named twice", allocator.available_size(), 2 * page_size)
@@ -70,7 +70,7 @@ def freed_twice(impl: Any, case: Twice) -> None:
     expect_raises("free() of a page that is free", AssertionError, allocator.free, again)
 
 
-@contract("Slots that are not handed out, the dummy page's among them, cannot be freed.", EXAMPLE)
+@contract("Slots that are not allocated, the dummy page's among them, cannot be freed.", EXAMPLE)
 def free_what_is_not_out(impl: Any, case: Example) -> None:
     allocator = allocator_of(impl, 4, 4)
     for slot in (0, 3, 4):
@@ -78,7 +78,7 @@ def free_what_is_not_out(impl: Any, case: Example) -> None:
     expect_equal("available_size()", allocator.available_size(), 16)
 
 
-@contract("Between free_group_begin and _end nothing freed can be handed out.", PAGE_SIZES)
+@contract("Between free_group_begin and _end nothing freed can be allocated.", PAGE_SIZES)
 def grouped_frees_wait(impl: Any, case: PageSize) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 2, page_size)
@@ -93,7 +93,7 @@ def grouped_frees_wait(impl: Any, case: PageSize) -> None:
     allocator.free_group_end()
     expect_equal("available_size() after it", allocator.available_size(), 2 * page_size)
     expect_equal(
-        "slots handed out again", sorted(allocator.alloc(2 * page_size).tolist()), sorted(taken.tolist())
+        "slots allocated again", sorted(allocator.alloc(2 * page_size).tolist()), sorted(taken.tolist())
     )
 
 
@@ -125,7 +125,7 @@ def restore_undoes(impl: Any, case: PageSize) -> None:
     expect_equal("free slots after it once more", allocator.free_slots().tolist(), expected)
     for slot in expected[:: case.page_size]:
         expect_raises(f"free() of slot {slot} after it", AssertionError, allocator.free, slots(slot))
-    allocator.free(kept)  # handed out before: still handed out
+    allocator.free(kept)  # allocated before the backup: still allocated
     allocator.free(dropped)
     expect_equal("available_size() when all came back", allocator.available_size(), 8 * page_size)
 
@@ -154,5 +154,5 @@ def clear_frees_all(impl: Any, case: PageSize) -> None:
     expect_equal("available_size()", allocator.available_size(), 4 * page_size)
     expect_equal("free_slots()", allocator.free_slots(), slots(*range(page_size, 5 * page_size)))
     again = allocator.alloc(4 * page_size)
-    expect_equal("slots handed out", sorted(again.tolist()), list(range(page_size, 5 * page_size)))
+    expect_equal("slots allocated", sorted(again.tolist()), list(range(page_size, 5 * page_size)))
     allocator.free_group_begin()  # no group is left open

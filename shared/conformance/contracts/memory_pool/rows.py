@@ -25,7 +25,7 @@ def slots(*ids: int) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.int64, device=check_device())
 
 
-@contract("Rows 1..size are handed out, each to one owner; req_to_token has row 0 beside them.", EXAMPLE)
+@contract("Rows 1..size are allocated, each to one owner; req_to_token has row 0 beside them.", EXAMPLE)
 def rows_are_distinct(impl: Any, case: Example) -> None:
     pool = rows_of(impl, 5, 8)
     table = pool.req_to_token
@@ -70,7 +70,7 @@ def _random_calls(seed: int) -> RowSequence:
 
 
 @contract(
-    "Rows are handed out first in, first out.",
+    "Rows are allocated first in, first out.",
     (RowSequence("two in turn", 3, (3, -1, -1, 0, 1, 2)), *(_random_calls(seed) for seed in range(8))),
 )
 def rows_first_in_first_out(impl: Any, case: RowSequence) -> None:
@@ -102,7 +102,7 @@ class Row:
 
 
 @contract(
-    "Freeing a row that is not handed out, or row 0, is an AssertionError.",
+    "Freeing a row that is not allocated, or row 0, is an AssertionError.",
     (Row("the dummy", 0), Row("a free one", 2), Row("beyond the last", 7)),
 )
 def rows_not_handed_out(impl: Any, case: Row) -> None:
