@@ -143,6 +143,7 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
         if pages is None:
             return None
 
+        # --8<-- [start:alloc-extend]
         # Of each new token: its request, its position, its page's index among the request's new pages.
         lens = seqs - prefixes
         request = np.repeat(np.arange(len(lens)), lens)
@@ -154,6 +155,7 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
         new_pages = pages[(first_page[request] + page)[is_new]]
         slots[is_new] = new_pages * page_size + positions[is_new] % page_size
         return torch.from_numpy(slots)
+        # --8<-- [end:alloc-extend]
 
     def alloc_decode(self, seq_lens: Sequence[int], last_locs: Sequence[int]) -> torch.Tensor | None:
         assert len(seq_lens) == len(last_locs)
@@ -235,9 +237,12 @@ class TokenToKVPool(interface.TokenToKVPool):
     def v_buffer(self, layer_id: int) -> torch.Tensor:
         return self._v[layer_id]
 
+    # --8<-- [start:store-kv]
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self._k[layer_id].index_copy_(0, out_cache_loc, k.to(self.dtype))
         self._v[layer_id].index_copy_(0, out_cache_loc, v.to(self.dtype))
+
+    # --8<-- [end:store-kv]
 
     def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
         slots = torch.stack([target_slots, source_slots])

@@ -72,6 +72,7 @@ class ModelRunner(interface.ModelRunner):
             vocab_size = self.model.config.vocab_size
             logits = torch.empty(0, vocab_size, device=forward_batch.input_ids.device)
             return LogitsOutput(logits, None, no_hidden_states(self.model, self.capture_hidden))
+        # --8<-- [start:model-runner-forward]
         step = self._step_for(forward_batch)
         if step is not None:
             return self._decode(step, forward_batch)
@@ -94,6 +95,7 @@ class ModelRunner(interface.ModelRunner):
             logits = self.model.compute_logits(hidden_states[forward_batch.last_token_rows])
         input_logprobs = input_logprobs_of(forward_batch, hidden_states, self.model.compute_logits)
         return LogitsOutput(logits, input_logprobs, captured)
+        # --8<-- [end:model-runner-forward]
 
     @property
     def num_extend_replays(self) -> int:

@@ -50,6 +50,7 @@ class PrefillAdder(interface.PrefillAdder):
         # Added requests, by the first min_shared_len tokens that they compute.
         self._computing: dict[Hashable, list[Req]] = {}
 
+        # --8<-- [start:prefill-budgets]
         num_mixed = budget.num_mixed_decode_tokens
         self.reserved_tokens = num_mixed + budget.num_reserved_tokens  # by all but `running`
         self._reserved_by_running: int | None = None  # None: not summed yet
@@ -57,6 +58,7 @@ class PrefillAdder(interface.PrefillAdder):
         self.rem_chunk_tokens = (
             None if budget.chunked_prefill_size is None else budget.chunked_prefill_size - num_mixed
         )
+        # --8<-- [end:prefill-budgets]
 
     @property
     def rem_total_tokens(self) -> int:
@@ -81,6 +83,7 @@ class PrefillAdder(interface.PrefillAdder):
         self._charge(extend_len, _clipped_max_new(req))
         return None
 
+    # --8<-- [start:add-one-req]
     def add_one_req(self, req: Req) -> AddReqResult:
         key = prefix_key(req, self.tree_cache.is_bigram)
         match = self.tree_cache.match_prefix(key)
@@ -105,6 +108,7 @@ class PrefillAdder(interface.PrefillAdder):
         req.prefix_indices = match.device_indices
         req.cache_protected_len = matched_len
         self._extend(req, extend_len)
+        # --8<-- [end:add-one-req]
         if extend_len < remaining:
             self.new_chunked_req = req
             self._charge(extend_len, max_new_tokens=0)

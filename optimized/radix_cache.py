@@ -92,6 +92,7 @@ class RadixCache(interface.WatchablePrefixCache):
                 self._protected_size -= ancestor.num_slots
         self.heap.add(node)  # its ancestors have children
 
+    # --8<-- [start:radix-evict]
     def evict(self, num_tokens: int) -> int:
         num_evicted = 0
         values: list[torch.Tensor] = []
@@ -103,6 +104,8 @@ class RadixCache(interface.WatchablePrefixCache):
             self.heap.add(parent)
         self._free(values)
         return num_evicted
+
+    # --8<-- [end:radix-evict]
 
     def discard(self, key: RadixKey, start: int) -> None:
         node, end = self._walk(key, self.root, 0)
@@ -119,6 +122,7 @@ class RadixCache(interface.WatchablePrefixCache):
             self.heap.add(parent)
             self._free([leaf.value for leaf in gone])
 
+    # --8<-- [start:cache-unfinished-req]
     def cache_unfinished_req(self, req: Req) -> None:
         num_owned, num_filled = req.cache_protected_len, len(req.fill_ids)
         assert num_filled <= req.kv_allocated_len, f"{num_filled} tokens, {req.kv_allocated_len} slots"
@@ -135,6 +139,8 @@ class RadixCache(interface.WatchablePrefixCache):
         req.last_node = node
         req.cache_protected_len = len(shared)
         req.prefix_indices = torch.cat([shared, slots[len(shared) :]])
+
+    # --8<-- [end:cache-unfinished-req]
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
         num_owned = req.cache_protected_len
@@ -186,6 +192,7 @@ class RadixCache(interface.WatchablePrefixCache):
     def parent(self, node: TreeNode) -> TreeNode | None:
         return node.parent
 
+    # --8<-- [start:radix-walk]
     def _walk(self, key: RadixKey, node: TreeNode, start: int) -> tuple[TreeNode, int]:
         """Descend from `node`, whose path holds the key's first `start` entries, as far as whole pages of
         `key` match. A node that they match in part is split. Returns the deepest node and the matched length.
@@ -205,11 +212,14 @@ class RadixCache(interface.WatchablePrefixCache):
             node, start = child, start + num_matched
         return node, start
 
+    # --8<-- [end:radix-walk]
+
     def _touch(self, node: TreeNode) -> None:
         node.last_access_time = self._time
         node.hit_count += 1
         self.heap.used(node)
 
+    # --8<-- [start:radix-split]
     def _split(self, child: TreeNode, upper_len: int) -> TreeNode:
         """Cut a node in two and return the new upper half. `child` stays the lower half, so that requests
         that hold it keep all of their path. Both halves have the node's age, hits, locks and priority. The
@@ -228,6 +238,8 @@ class RadixCache(interface.WatchablePrefixCache):
         for watcher in self._watchers:
             watcher.split(upper, child)
         return upper
+
+    # --8<-- [end:radix-split]
 
     def _add_leaf(
         self, parent: TreeNode, key: RadixKey, start: int, value: torch.Tensor, priority: int

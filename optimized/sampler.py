@@ -34,12 +34,14 @@ class Sampler(contract.Sampler):
             return sample_small(logits, info, positions)
         if info.is_all_greedy and not info.return_logprob:
             return SampleOutput(argmax(logits))
+        # --8<-- [start:gumbel-draw]
         if not info.needs_filter and not info.return_logprob:
             return SampleOutput(race(logits, info, positions))
         scanned = scan(logits, info, positions)
         picked = pick(logits, info, positions, scanned)
         if info.needs_filter:
             check(logits, info, positions, scanned, picked)
+        # --8<-- [end:gumbel-draw]
         if not info.return_logprob:
             return SampleOutput(picked.token_ids)
         return SampleOutput(picked.token_ids, logprobs(logits, info, scanned, picked))

@@ -27,6 +27,7 @@ def name_tokens(
     num_extend = batch.batch_size - batch.num_decode_reqs
     extending, decoding = batch.reqs[:num_extend], batch.reqs[num_extend:]
 
+    # --8<-- [start:ragged-tokens]
     input_ids: list[int] = []
     for req in extending:
         input_ids += req.fill_ids[len(req.prefix_indices) :]
@@ -34,6 +35,7 @@ def name_tokens(
     seq_lens = [req.kv_committed_len for req in batch.reqs]
     extend_seq_lens = [req.extend_input_len for req in extending] + [1] * len(decoding)
     start_locs = [0, *accumulate(extend_seq_lens)][:-1]
+    # --8<-- [end:ragged-tokens]
     logprob_rows, logprob_ids = input_logprob_rows(extending, start_locs)
     ids, rows, lens, extend_lens, starts, *wanted = vectors_to_device(
         [

@@ -59,6 +59,7 @@ class LlamaAttention(nn.Module):
             logit_cap=config.attn_logit_cap,
         )
 
+    # --8<-- [start:attention-forward]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         """x: what qkv_proj gave -> what o_proj takes, [num_tokens, num_qo_heads * head_dim]."""
         layer, q_norm, k_norm = self.layer, self.q_norm, self.k_norm
@@ -73,6 +74,8 @@ class LlamaAttention(nn.Module):
             q, k = q_norm(q), k_norm(k)
         q, k = self.rotary_emb(positions, q, k)
         return attention.store_and_run(q, k, v, layer).flatten(1)
+
+    # --8<-- [end:attention-forward]
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -148,12 +151,14 @@ class LlamaModel(nn.Module):
         captured: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         # A plain launch: what was written before it, kernels of the layers may read ahead of their gdc_wait.
+        # --8<-- [start:model-forward]
         x, residual = self.embed_tokens(input_ids), None
         for layer_id, layer in enumerate(self.layers):
             _capture(captured, layer_id, x, residual)
             x, residual = layer(x, residual, positions, attention)
         _capture(captured, len(self.layers), x, residual)
         return add_and_norm(self.norm, x, residual)[0]
+        # --8<-- [end:model-forward]
 
 
 def _capture(

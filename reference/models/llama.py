@@ -88,6 +88,7 @@ class LlamaDecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's input is x + residual (x alone in the first layer), and so is its output: each sum is
         left to the norm that follows it."""
+        # --8<-- [start:decoder-layer]
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
@@ -95,6 +96,7 @@ class LlamaDecoderLayer(nn.Module):
         x = self.self_attn(x, positions, attention)
         x, residual = self.post_attention_layernorm.add_and_norm(x, residual)
         return self.mlp(x), residual
+        # --8<-- [end:decoder-layer]
 
 
 class LlamaModel(nn.Module):
