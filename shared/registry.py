@@ -55,7 +55,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "optimized": "optimized.model_runner:ModelRunner",
     },
     "sampler": {"reference": "reference.sampler:Sampler", "optimized": "optimized.sampler:Sampler"},
-    "drafter": {"reference": "reference.speculative.drafters", "optimized": "optimized.speculative.drafters"},
+    "drafter": {"reference": "reference.speculative", "optimized": "optimized.speculative"},
     "draft_tree": {
         "reference": "reference.speculative.draft_tree:DraftTreeOps",
         "optimized": "optimized.speculative.draft_tree:DraftTreeOps",

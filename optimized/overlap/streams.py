@@ -31,6 +31,9 @@ class Streams(ABC):
     def launch(self, work: Work) -> Pending:
         """Run `work` behind everything launched before. What it raises is raised here."""
 
+    def synchronize(self) -> None:  # noqa: B027 - work may be done when it is launched
+        """Wait until all that was launched is done."""
+
 
 class OneStream(Streams):
     """A device that does one thing at a time (CPU, MPS): the same order of work, without the overlap."""
@@ -78,6 +81,9 @@ class CudaStreams(Streams):
         return Arriving(on_host, arrived, result)
 
     # --8<-- [end:launch-on-a-stream]
+
+    def synchronize(self) -> None:
+        self.forward_stream.synchronize()
 
 
 class Arriving(Pending):

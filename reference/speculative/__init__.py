@@ -1,1 +1,23 @@
-"""Speculative decoding."""
+"""The drafters, by the algorithm that `speculative` names."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from shared.interfaces import Drafter
+
+DRAFTERS = {
+    "eagle": "reference.speculative.eagle:EagleDrafter",
+    "eagle3": "reference.speculative.eagle:EagleDrafter",
+    "nextn": "reference.speculative.eagle:EagleDrafter",
+    "standalone": "reference.speculative.standalone:StandaloneDrafter",
+    "ngram": "reference.speculative.ngram:NgramDrafter",
+}
+
+
+def drafter_class(algorithm: str) -> type[Drafter]:
+    """The class for an algorithm; one that is missing raises `ValueError` listing what there is."""
+    if algorithm not in DRAFTERS:
+        raise ValueError(f"no drafter for speculative={algorithm}; there are {', '.join(DRAFTERS)}")
+    module, name = DRAFTERS[algorithm].split(":")
+    return getattr(import_module(module), name)

@@ -71,13 +71,18 @@ def prepare_for_extend(
 
 
 def prepare_for_decode(
-    reqs: list[Req], req_to_token_pool: ReqToTokenPool, allocator: TokenToKVPoolAllocator
-) -> ScheduleBatch:
-    """One slot for each request's newest token. The caller has made sure that there is room."""
+    reqs: list[Req],
+    req_to_token_pool: ReqToTokenPool,
+    allocator: TokenToKVPoolAllocator,
+    tree_cache: PrefixCache,
+) -> ScheduleBatch | None:
+    """One slot for each request's newest token. None: there is no memory for all of them."""
+    if not evict_for(num_tokens_to_decode(reqs, allocator.page_size), tree_cache, allocator):
+        return None
     rows, positions = rows_of(reqs), [req.kv_committed_len for req in reqs]
     last_locs = req_to_token_pool.read_each(rows, [position - 1 for position in positions])
     slots = allocator.alloc_decode([position + 1 for position in positions], last_locs)
-    assert slots is not None, "no slots to decode: the caller checks this"
+    assert slots is not None, "no slots to decode, though there is memory for them"
     req_to_token_pool.write_ragged(rows, positions, [1] * len(rows), slots)
     for req in reqs:
         req.kv_committed_len += 1

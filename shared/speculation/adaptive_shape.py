@@ -1,15 +1,44 @@
-"""How much to draft, from how much of it was accepted lately (`speculative_auto`)."""
+"""How much is drafted and accepted, and so how much to draft next (`speculative_auto`)."""
 
 from __future__ import annotations
 
+from shared.config import EngineConfig, draft_shape
 from shared.config.speculation import shapes_up_to
-from shared.types import DraftShape
+from shared.types import DraftShape, Req, SpeculationStats
 
 WINDOW = 32
 """Verifications after which the shape is looked at again: few enough to follow a change of the text."""
 DEEPER, SHALLOWER = 2 / 3, 1 / 3
 """Shares of the drafted depth. Above the one deeper drafts would mostly be accepted too, below the other most
 of the drafting is for nothing; between them the shape stays, so that it does not swing."""
+
+
+class Acceptance:
+    """Counts drafts and accepted tokens; `shape` is what the next round drafts."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.largest = draft_shape(config)
+        self.adaptive_shape = AdaptiveShape(self.largest) if config.speculative_auto else None
+        self.num_verifications = 0
+        self.num_drafted_tokens = 0
+
+    @property
+    def shape(self) -> DraftShape:
+        return self.largest if self.adaptive_shape is None else self.adaptive_shape.current
+
+    def record(self, req: Req, depth: int, num_kept: int) -> None:
+        """A round gave the request `num_kept` tokens from a tree of this depth. Call it before the tokens
+        are appended: drafts that the output has no room for do not count."""
+        num_drafted = min(depth, req.max_new_tokens - len(req.output_ids) - 1)
+        req.num_verifications += 1
+        req.num_drafted_tokens += num_drafted
+        self.num_verifications += 1
+        self.num_drafted_tokens += num_drafted
+        if self.adaptive_shape is not None:
+            self.adaptive_shape.record(num_drafted, min(num_kept - 1, num_drafted))
+
+    def stats(self, num_accepted_tokens: int) -> SpeculationStats:
+        return SpeculationStats(self.num_verifications, self.num_drafted_tokens, num_accepted_tokens)
 
 
 class AdaptiveShape:

@@ -1,6 +1,6 @@
 """The vocabulary of the engine: plain data that both panels exchange."""
 
-from shared.types.batch import ForwardBatch, ForwardMode, SamplingBatchInfo, ScheduleBatch
+from shared.types.batch import BatchResult, ForwardBatch, ForwardMode, SamplingBatchInfo, ScheduleBatch
 from shared.types.draft_tree import Accepted, Beams, DraftTree, TopTokens
 from shared.types.finish import (
     FinishAbort,
@@ -27,6 +27,7 @@ from shared.types.speculation import DraftBatch, DraftShape
 __all__ = [
     "MIN_TEMPERATURE",
     "Accepted",
+    "BatchResult",
     "Beams",
     "DraftBatch",
     "DraftShape",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 
+from shared.types.outputs import LogitsOutput, TokenLogprob
 from shared.types.req import Req
 
 
@@ -113,6 +115,17 @@ class ForwardBatch:
     def sampled_positions(self) -> torch.Tensor:
         """int64, of the tokens after which one is sampled, a row of the logits each."""
         return self.seq_lens - 1 if self.forward_mode.is_prefill else self.positions
+
+
+class BatchResult(NamedTuple):
+    """Results of a batch on the CPU, an entry for each request."""
+
+    token_ids: list[
+        list[int]
+    ]  # sampled tokens; behind a chunk that is not the prompt's last they mean nothing
+    logprobs: list[list[TokenLogprob]]  # of these tokens; empty lists if no request asks for them
+    forward_batch: ForwardBatch
+    logits_output: LogitsOutput
 
 
 @dataclass(frozen=True)

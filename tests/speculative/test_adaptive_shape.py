@@ -59,8 +59,8 @@ def run(guess: Guess, num_tokens: int = 400) -> SchedulerHarness:
 
 
 def test_the_scheduler_follows_and_answers_stay() -> None:
-    assert run(useless).scheduler.speculator.shape == (1, 2, 3)
-    assert run(perfect).scheduler.speculator.shape == LARGEST
+    assert run(useless).scheduler.decoding.acceptance.shape == (1, 2, 3)
+    assert run(perfect).scheduler.decoding.acceptance.shape == LARGEST
 
 
 def test_it_recovers() -> None:
@@ -69,5 +69,5 @@ def test_it_recovers() -> None:
     def guess(tokens: list[int], shape: DraftShape, vocab_size: int) -> tuple[list[int], list[int]]:
         return (useless if len(tokens) < 100 else perfect)(tokens, shape, vocab_size)
 
-    speculator = run(guess).scheduler.speculator
-    assert speculator.shape != (1, 2, 3)
+    acceptance = run(guess).scheduler.decoding.acceptance
+    assert acceptance.shape != (1, 2, 3)

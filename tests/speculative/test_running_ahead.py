@@ -60,14 +60,14 @@ def test_others_are_waited_for() -> None:
 def test_between_steps_a_request_owns_what_two_rounds_may_need(page_size: int) -> None:
     harness = harness_for(page_size=page_size)
     rid = harness.submit(PROMPT, 60)
-    req, speculator = harness.reqs[rid], harness.scheduler.speculator
+    req, decoding = harness.reqs[rid], harness.scheduler.decoding
     for _ in range(6):
         harness.step()
     while not req.finished:
         assert isinstance(harness.scheduler.pipeline.batches[-1], RoundInFlight)
         assert req.kv_committed_len == req.num_tokens - 1, "length on the CPU"
         surplus = req.kv_allocated_len - req.kv_committed_len
-        assert speculator.num_slots <= surplus <= speculator.num_slots + speculator.max_kept
+        assert decoding.num_slots <= surplus <= decoding.num_slots + decoding.max_kept
         harness.step()
     harness.expect(rid, 60)
     harness.expect_idle()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import reference.speculative.standalone
+from reference.speculative import drafter_class
 from reference.speculative.draft_beams import BeamSteps
-from reference.speculative.drafters import drafter_class
 from reference.speculative.ngram import NgramDrafter
 from reference.speculative.standalone import StandaloneDrafter
 from shared.interfaces import Drafter

@@ -10,24 +10,35 @@ from typing import Any
 import optimized.scheduler
 from tests.conformance.mutants.mutant import mutant_of
 
-FOLDER = Path(optimized.scheduler.__file__).parent
-FILES = (
-    *("overlap.cached_prompt", "overlap.future_map", "overlap.future_runs", "overlap.streams"),
-    *("schedule_batch", "overlap.pipeline", "speculative.round", "speculative.speculator", "scheduler"),
-)
+ROOT = Path(optimized.scheduler.__file__).parents[1]
+MODULES = {
+    "cached_prompt": "optimized.overlap.cached_prompt",
+    "future_map": "optimized.overlap.future_map",
+    "future_runs": "optimized.overlap.future_runs",
+    "streams": "optimized.overlap.streams",
+    "schedule_batch": "optimized.schedule_batch",
+    "pipeline": "optimized.overlap.pipeline",
+    "decoding": "optimized.decoding",
+    "round": "optimized.speculative.round",
+    "round_batch": "optimized.speculative.round_batch",
+    "chain": "optimized.speculative.chain",
+    "tree": "optimized.speculative.tree",
+    "speculative": "optimized.speculative.decoding",
+    "base": "shared.scheduling.base_scheduler",
+    "scheduler": "optimized.scheduler",
+}
 """In the order in which they import each other"""
 
 
 def changed(file: str, before: str, after: str) -> Any:
-    """The Scheduler of sources in one of which (`file`: the last part of its name) `before`, which is there
-    once, became `after`."""
-    assert file in [name.rpartition(".")[2] for name in FILES]
-    names = [f"optimized.{name}" for name in FILES]
-    originals = {name: sys.modules[name] for name in names}
+    """The Scheduler of sources in one of which (`file`: a key of MODULES) `before`, which is there once,
+    became `after`."""
+    assert file in MODULES
+    originals = {name: sys.modules[name] for name in MODULES.values()}
     try:
-        for name, module_name in zip(FILES, names):
-            source = (FOLDER / f"{name.replace('.', '/')}.py").read_text("utf-8")
-            if name.rpartition(".")[2] == file:
+        for name, module_name in MODULES.items():
+            source = (ROOT / f"{module_name.replace('.', '/')}.py").read_text("utf-8")
+            if name == file:
                 assert source.count(before) == 1, f"{source.count(before)} times: {before!r}"
                 source = source.replace(before, after)
             module = sys.modules[module_name] = ModuleType(module_name)
@@ -83,14 +94,14 @@ class EveryBatchAtTheFront(
 
 
 @mutant_of("scheduler")
-class SurplusStepCounts(changed("scheduler", "        self.pipeline.drop(req)\n", "")):
+class SurplusStepCounts(changed("decoding", "        self.pipeline.drop(req)\n", "        pass\n")):
     """What was computed for a request after its end is taken for output."""
 
 
 @mutant_of("scheduler")
 class RetractedTokenCounts(
     changed(
-        "scheduler", "        self.pipeline.drop(req)\n", "        req.finished and self.pipeline.drop(req)\n"
+        "decoding", "        self.pipeline.drop(req)\n", "        req.finished and self.pipeline.drop(req)\n"
     )
 ):
     """A request that was retracted and readmitted gets an earlier token again, twice."""
@@ -99,7 +110,7 @@ class RetractedTokenCounts(
 @mutant_of("scheduler")
 class FreesTheSurplusSlotAgain(
     changed(
-        "scheduler",
+        "decoding",
         "        self.pipeline.drop(req)\n",
         """        for batch in self.pipeline.batches:
             row = batch.rows.pop(req, None)
@@ -167,7 +178,11 @@ class ChunksGiveTokens(
 
 @mutant_of("scheduler")
 class AsksWhoIsChunkedNow(
-    changed("scheduler", "if req is batch.chunked_req:", "if req is self.chunked_req:")
+    changed(
+        "decoding",
+        "if req is not launched.chunked_req:",
+        "if not self.pipeline.batches or req is not self.pipeline.batches[-1].chunked_req:",
+    )
 ):
     """Whether a prompt was complete is decided when results come: the next chunk may be launched by then."""
 
@@ -191,8 +206,12 @@ class ChunksAreCachedWhenResultsCome(
 class SharesTheListOfRequests(
     changed(
         "scheduler",
-        "for row, req in enumerate(batch.batch.reqs):",
-        "for row, req in enumerate(r for r in self.running[: batch.batch.batch_size] if r in batch.rows):",
+        "in self.decoding.finish(launched, result):\n",
+        """in zip(
+            [req for req in self.running if req in launched.rows],
+            *zip(*[tokens[1:] for tokens in self.decoding.finish(launched, result)]),
+        ):
+""",
     )
 ):
     """A batch's rows are read from the list of running requests when its results arrive."""
@@ -208,7 +227,7 @@ class ProcessesTheNewestFirst(
 @mutant_of("scheduler")
 class AbortWaitsForTheToken(
     changed(
-        "scheduler",
+        "base",
         """        self._finish(req, FinishAbort("aborted"))
         return True
 """,
@@ -232,7 +251,7 @@ class CachesWhatTheModelDidNotCompute(changed("scheduler", "req.kv_committed_len
 
 
 @mutant_of("scheduler")
-class SpoiltPromptsStayCached(changed("scheduler", "if next_token_ids[row] < 0 and req", "if False and req")):
+class SpoiltPromptsStayCached(changed("scheduler", "if token_ids[0] < 0 and req", "if False and req")):
     """A prompt whose logits are NaN goes on being found."""
 
 
@@ -245,7 +264,7 @@ class WhoFoundItGoesOn(
 
 @mutant_of("scheduler")
 class WhoCameWithItGoesOn(
-    changed("scheduler", "batches = (batch, *self.pipeline.batches)", "batches = self.pipeline.batches")
+    changed("scheduler", "batches = (launched, *self.pipeline.batches)", "batches = self.pipeline.batches")
 ):
     """So do those whose slots were exchanged for its own in the same batch."""
 
@@ -264,8 +283,11 @@ class ForgetsWhatWasFound(changed("cached_prompt", "req.kv_matched_len, page_siz
 class LeaversLeaveTheirPrompt(
     changed(
         "scheduler",
-        "            if batch.rows.pop(req, None) is not None:\n",
-        "            if batch.rows.pop(req, None) is None:\n                continue\n            if True:\n",
+        "            if launched.rows.pop(req, None) is not None:\n",
+        """            if launched.rows.pop(req, None) is None:
+                continue
+            if True:
+""",
     )
 ):
     """The prompt of a request that was aborted before it came out as NaN stays in the cache."""
@@ -281,10 +303,8 @@ class FailureHidesTheBatchBefore(
     changed(
         "scheduler",
         """        self._catch_up(num_left=0)
-        for req in batch.reqs:
-""",
-        """        for req in batch.reqs:
-""",
+        if not isinstance(error, Exception)""",
+        """        if not isinstance(error, Exception)""",
     )
 ):
     """Tokens that were under way when the model failed are lost."""
@@ -330,10 +350,8 @@ class CountsLogprobsWhenResultsCome(
 class RetractsBeforeItLooks(
     changed(
         "scheduler",
-        """        elif self.pipeline:
-            return None  # it may end requests: process it before any is retracted
-""",
-        "",
+        "        elif not self.pipeline:  #",
+        "        else:  #",
     )
 ):
     """Retraction is decided while the batch in flight may be about to end a request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from reference.speculative.speculator import Speculator
+from reference.speculative.tree import TreeRound
 from shared.sampling.sampling_batch import make_sampling_batch_info
 from shared.speculation.node_sampling import expand_to_nodes, make_early_bans
 from tests.conformance.mutants.mutant import Mutant
@@ -20,7 +20,7 @@ def ahead(impl: type[Any]) -> Mutant:
     return Mutant("scheduler", impl.__name__, impl, AHEAD)
 
 
-def asking_grammars(impl: type[Speculator]) -> Mutant:
+def asking_grammars(impl: type[TreeRound]) -> Mutant:
     return replace(speculating(impl), first=AHEAD)
 
 
@@ -29,7 +29,7 @@ def asking_grammars(impl: type[Speculator]) -> Mutant:
 
 @ahead
 class BeginsWhereTheHostKnows(
-    changed("round", "seq_lens=starts.kv_lens + num_new", "seq_lens=starts.kv_lens")
+    changed("round_batch", "seq_lens=starts.kv_lens + num_new", "seq_lens=starts.kv_lens")
 ):
     """The KV of the round in flight does not count."""
 
@@ -37,7 +37,7 @@ class BeginsWhereTheHostKnows(
 @ahead
 class WritesWhereTheRoundBeforeDid(
     changed(
-        "round",
+        "round_batch",
         "columns = num_new[:, None] + self.numbers",
         "columns = 0 * num_new[:, None] + self.numbers",
     )
@@ -48,7 +48,7 @@ class WritesWhereTheRoundBeforeDid(
 @ahead
 class EveryBatchAddsKV(
     changed(
-        "round",
+        "round_batch",
         "torch.minimum(starts.is_round * run_lens,",
         "torch.minimum((starts.places > 0) * run_lens,",
     )
@@ -59,7 +59,7 @@ class EveryBatchAddsKV(
 @ahead
 class NobodyEndsByLength(
     changed(
-        "round",
+        "round_batch",
         "torch.minimum(starts.is_round * run_lens, starts.last_starts - starts.kv_lens)",
         "starts.is_round * run_lens",
     )
@@ -70,7 +70,7 @@ class NobodyEndsByLength(
 @ahead
 class RootsThatTheHostKnows(
     changed(
-        "round",
+        "round_batch",
         "torch.where(starts.places > 0, newest,",
         "torch.where(starts.places < 0, newest,",
     )
@@ -80,14 +80,14 @@ class RootsThatTheHostKnows(
 
 @ahead
 class BoundOfAPlainStep(
-    changed("speculator", "req.kv_committed_len + self.max_kept", "req.kv_committed_len + 1")
+    changed("speculative", "req.kv_committed_len + self.max_kept", "req.kv_committed_len + 1")
 ):
     """Slots are allocated as if a round gave one token."""
 
 
 @ahead
 class SlotsForTheTreeOnly(
-    changed("speculator", "return self._bound(req) + self.num_slots", "return self._bound(req) + 1")
+    changed("speculative", "return self._bound(req) + self.num_slots", "return self._bound(req) + 1")
 ):
     """A round has one slot to draft in."""
 
@@ -96,17 +96,17 @@ class SlotsForTheTreeOnly(
 
 
 @ahead
-class CountsMissTheRun(changed("round", "        count_runs(info, runs)\n", "")):
+class CountsMissTheRun(changed("chain", "        count_runs(info, runs)\n", "")):
     """Penalties do not know the tokens of the round in flight."""
 
 
 @ahead
-class CountsOneTokenOfTheRun(changed("round", "count_runs(info, runs)", "count_runs(info, runs[:, :1])")):
+class CountsOneTokenOfTheRun(changed("chain", "count_runs(info, runs)", "count_runs(info, runs[:, :1])")):
     """Penalties know the first token of the round in flight."""
 
 
 @ahead
-class BansMissTheRun(changed("round", "num_left=bans.num_left - run_lens", "num_left=bans.num_left")):
+class BansMissTheRun(changed("chain", "num_left=bans.num_left - run_lens", "num_left=bans.num_left")):
     """Stop tokens are banned for as many tokens more as are in flight."""
 
 
@@ -129,7 +129,7 @@ class StoresNoLengths(
 
 @ahead
 class AcceptedKVStaysWhereItIs(
-    changed("round", "if launched.shape.top_k > 1:", "if launched.shape.top_k > 100:")
+    changed("tree", "self.parts.kv_pool.move(targets.flatten(), sources.flatten())", "pass")
 ):
     """Nodes of a tree are not moved behind the root."""
 
@@ -137,25 +137,25 @@ class AcceptedKVStaysWhereItIs(
 @ahead
 class PaddingOverwritesWithTheRoot(
     changed(
-        "round",
-        "        sources = torch.where(is_behind, targets, sources)\n",
-        "        targets = torch.where(is_behind, targets.roll(1, 1), targets)\n",
+        "tree",
+        "        sources = torch.where(is_behind[:, 1:], targets, sources)\n",
+        "        targets = torch.where(is_behind[:, 1:], targets.roll(1, 1), targets)\n",
     )
 ):
     """What stands behind a path is moved over it."""
 
 
 @ahead
-class TellsOfPadding(changed("round", "num_kept=num_kept),", "num_kept=None),")):
+class TellsOfPadding(changed("chain", "num_kept=num_kept)\n", "num_kept=None)\n")):
     """The drafter takes padding for accepted tokens."""
 
 
 @ahead
 class TellsHiddenStatesOfTheFirstNodes(
     changed(
-        "round",
-        "hidden_states[rows],",
-        "hidden_states[(first[:, None] + positions * 0 + torch.arange(width)).flatten()],",
+        "chain",
+        "states[rows],",
+        "states[self.batches.rows_of(tree, nodes * 0 + torch.arange(nodes.shape[1]))],",
     )
 ):
     """The drafter gets the hidden states of as many first nodes."""
@@ -163,19 +163,21 @@ class TellsHiddenStatesOfTheFirstNodes(
 
 @ahead
 class LooksAtTheTreeTooLate(
-    changed("round", "depths[:, None]], dim=1)", "tree.depths.amax(dim=1)[:, None]], dim=1)")
+    changed("chain", "depths[:, None]], dim=1)", "tree.depths.amax(dim=1)[:, None]], dim=1)")
 ):
     """The depth of a tree is read when the drafter has it back."""
 
 
 @ahead
-class CommitsOneToken(changed("speculator", "req.kv_committed_len += num_kept", "req.kv_committed_len += 1")):
+class CommitsOneToken(
+    changed("speculative", "req.kv_committed_len += num_kept", "req.kv_committed_len += 1")
+):
     """The CPU counts one token of a round."""
 
 
 @ahead
 class KeepsWhatIsBehindTheEnd(
-    changed("scheduler", "req.kv_committed_len -= len(token_ids) - num_new", "req.kv_committed_len -= 0")
+    changed("base", "req.kv_committed_len -= len(token_ids) - num_new", "req.kv_committed_len -= 0")
 ):
     """KV of tokens behind a stop token is cached under no tokens."""
 
@@ -183,7 +185,7 @@ class KeepsWhatIsBehindTheEnd(
 @ahead
 class ForgetsItsSurplus(
     changed(
-        "speculator",
+        "speculative",
         "            req.kv_committed_len += num_kept\n",
         """            req.kv_committed_len += num_kept
             req.kv_allocated_len = req.kv_committed_len
@@ -196,11 +198,11 @@ class ForgetsItsSurplus(
 @ahead
 class FreesUnderARound(
     changed(
-        "speculator",
+        "speculative",
         "            req.kv_committed_len += num_kept\n",
         """            req.kv_committed_len += num_kept
-            page_size, end = self.parts.allocator.page_size, req.kv_allocated_len
-            start = round_up_to_page(req.kv_committed_len, page_size)
+            page_size = self.parts.allocator.page_size
+            start, end = round_up_to_page(req.kv_committed_len, page_size), req.kv_allocated_len
             if start < end:
                 self.parts.allocator.free(self.parts.req_to_token_pool.read(req.req_pool_idx, start, end))
             req.kv_allocated_len = req.kv_committed_len
@@ -214,14 +216,14 @@ class FreesUnderARound(
 
 
 @ahead
-class GrammarsRunAhead(changed("speculator", "all(req.grammar is None for req in running)", "True")):
+class GrammarsRunAhead(changed("speculative", "all(req.grammar is None for req in running)", "True")):
     """A grammar is asked about a text without the round in flight."""
 
 
 @ahead
 class EverybodyRunsAhead(
     changed(
-        "round",
+        "chain",
         "self.drafter.runs_ahead and parts.model_runner.accepts_seq_len_upper_bounds",
         "True",
     )
@@ -232,12 +234,12 @@ class EverybodyRunsAhead(
 @ahead
 class PlainStepsInTheDark(
     changed(
-        "scheduler",
-        """            if any(map(self.speculator.is_in_round, decodable)):
-                return None  # a plain step has to know where it goes on
-            self.speculator.give_back(decodable)
+        "speculative",
+        """        if any(map(self.is_in_round, reqs)):
+            return None
+        self._give_back(reqs)
 """,
-        """            self.speculator.give_back([r for r in decodable if not self.speculator.is_in_round(r)])
+        """        self._give_back([req for req in reqs if not self.is_in_round(req)])
 """,
     )
 ):
@@ -246,13 +248,15 @@ class PlainStepsInTheDark(
 
 @ahead
 class PlainStepsKeepTheSurplus(
-    changed("scheduler", "            self.speculator.give_back(decodable)\n", "")
+    changed(
+        "speculative", "            return None\n        self._give_back(reqs)\n", "            return None\n"
+    )
 ):
     """A plain step takes one more slot, where the request had some."""
 
 
 @asking_grammars
-class GrammarOfTheRoot(Speculator):
+class GrammarOfTheRoot(TreeRound):
     """At every node of a tree the tokens are allowed that may follow the root."""
 
     def _node_sampling_info(self, reqs, tree):

@@ -35,11 +35,8 @@ class PositionsOffByOne(Scheduler):
                 forward_batch = replace(forward_batch, positions=forward_batch.positions + 1)
             return runner.forward_and_sample(forward_batch, *args)
 
-        self.parts = replace(self.parts, model_runner=SimpleNamespace(forward_and_sample=shifted))
-        try:
-            return super().run_batch(batch)
-        finally:
-            self.parts = replace(self.parts, model_runner=runner)
+        self.decoding.parts = replace(self.parts, model_runner=SimpleNamespace(forward_and_sample=shifted))
+        return super().run_batch(batch)
 
 
 @mutant_of("scheduler")
@@ -56,11 +53,10 @@ class KeepsTheTokenOfAChunk(Scheduler):
     """The token sampled after an incomplete prompt is taken for output."""
 
     def run_batch(self, batch: ScheduleBatch):
-        for req in batch.reqs:
-            if req.num_pending_chunks:
-                req.num_pending_chunks = 0
-                self.chunked_req = None
-        return super().run_batch(batch)
+        result = super().run_batch(batch)
+        if self.chunked_req in batch.reqs:
+            self.chunked_req = None
+        return result
 
 
 @mutant_of("scheduler")
@@ -98,11 +94,11 @@ class EndsTwice(Scheduler):
 class NanEndsTheBatch(Scheduler):
     """One request's NaN ends the whole batch."""
 
-    def process_batch_result(self, batch, forward_batch, logits_output, sample_output) -> None:
-        if (sample_output.next_token_ids < 0).any():
-            self._fail(batch, RuntimeError("NaN"))
+    def process_batch_result(self, batch, result) -> None:
+        if any(ids[0] < 0 for ids in result.token_ids):
+            self._finish_with_error(batch.reqs, RuntimeError("NaN"))
         else:
-            super().process_batch_result(batch, forward_batch, logits_output, sample_output)
+            super().process_batch_result(batch, result)
 
 
 @mutant_of("scheduler")

@@ -4,37 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 
 import shared.scheduling.stop_conditions
 from reference.scheduler import Scheduler
-from reference.speculative.speculator import Speculator
-from shared.types import ForwardBatch, LogitsOutput, Req, SampleOutput, ScheduleBatch, TokenLogprob
+from reference.speculative.decoding import SpeculativeDecoding
+from reference.speculative.tree import TreeRound
+from shared.types import BatchResult, Req, ScheduleBatch, TokenLogprob
 from tests.conformance.mutants.mutant import Mutant
 
 SHAPES, LIMITS = ("scheduler.speculation",), ("scheduler.speculation_limits",)
 
 
-def speculating(impl: type[Speculator]) -> Mutant:
-    """The scheduler with this beside it."""
+def speculating(impl: type[SpeculativeDecoding] | type[TreeRound]) -> Mutant:
+    """The scheduler with this decode strategy, or with the correct one and this round."""
 
     class Speculating(Scheduler):
         def __init__(self, config, model_config, parts):
             super().__init__(config, model_config, parts)
-            if self.speculator is not None:
-                self.speculator = impl(config, self.context_len, parts)
+            if parts.drafter is None:
+                return
+            if issubclass(impl, SpeculativeDecoding):
+                self.decoding = impl(config, self.context_len, parts)
+            else:
+                self.decoding.round = impl(self.context_len, parts)
 
     assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
     return Mutant("scheduler", impl.__name__, Speculating, SHAPES)
 
 
-def limited(impl: type[Speculator]) -> Mutant:
+def limited(impl: type[SpeculativeDecoding] | type[TreeRound]) -> Mutant:
     return replace(speculating(impl), first=LIMITS)
 
 
 @speculating
-class KeepsRejectedSlots(Speculator):
+class KeepsRejectedSlots(TreeRound):
     """Rejected slots are not freed."""
 
     def _keep_slots(self, reqs: list[Req], paths: list[list[int]]) -> list[torch.Tensor]:
@@ -46,7 +52,7 @@ class KeepsRejectedSlots(Speculator):
 
 
 @speculating
-class FreesTheLastPage(Speculator):
+class FreesTheLastPage(TreeRound):
     """The page that holds the last accepted token is freed with the rejected ones."""
 
     def _keep_slots(self, reqs: list[Req], paths: list[list[int]]) -> list[torch.Tensor]:
@@ -57,7 +63,7 @@ class FreesTheLastPage(Speculator):
 
 
 @speculating
-class MovesNothing(Speculator):
+class MovesNothing(TreeRound):
     """With larger pages, accepted KV stays where it was drafted."""
 
     def _keep_slots(self, reqs: list[Req], paths: list[list[int]]) -> list[torch.Tensor]:
@@ -65,11 +71,11 @@ class MovesNothing(Speculator):
 
 
 @speculating
-class MovesOneByOne(Speculator):
+class MovesOneByOne(TreeRound):
     """Accepted KV is moved token by token, the last first: a source may be a target already."""
 
-    def __init__(self, config, context_len, parts):
-        super().__init__(config, context_len, parts)
+    def __init__(self, context_len, parts):
+        super().__init__(context_len, parts)
         self.pool = parts.kv_pool
         self.parts = replace(parts, kv_pool=self)
 
@@ -79,7 +85,7 @@ class MovesOneByOne(Speculator):
 
 
 @speculating
-class RemapsTooLate(Speculator):
+class RemapsTooLate(TreeRound):
     """With pages of one token the row keeps the slots in the order of the nodes."""
 
     def _keep_slots(self, reqs: list[Req], paths: list[list[int]]) -> list[torch.Tensor]:
@@ -90,7 +96,7 @@ class RemapsTooLate(Speculator):
 
 
 @speculating
-class CommitsTheWholeTree(Speculator):
+class CommitsTheWholeTree(TreeRound):
     """As much KV is committed as there are nodes, whatever was accepted."""
 
     def _keep_slots(self, reqs: list[Req], paths: list[list[int]]) -> list[torch.Tensor]:
@@ -101,72 +107,76 @@ class CommitsTheWholeTree(Speculator):
 
 
 @speculating
-class TellsTheChunksSample(Speculator):
+class TellsTheChunksSample(SpeculativeDecoding):
     """After an incomplete prompt the drafter gets the token that was sampled there."""
 
-    def extend(
-        self,
-        reqs: Sequence[Req],
-        forward_batch: ForwardBatch,
-        logits_output: LogitsOutput,
-        sample_output: SampleOutput,
-    ) -> None:
-        self.drafter.extend(
-            reqs, forward_batch, logits_output.hidden_states, sample_output.next_token_ids.clamp(min=0)
-        )
+    def _extend(self, reqs: Sequence[Req], result: BatchResult, chunked_req: Req | None) -> None:
+        super()._extend(reqs, result, None)
 
 
 @speculating
-class TellsAllHiddenStates(Speculator):
+class TellsAllHiddenStates(TreeRound):
     """The drafter gets the hidden states of the first nodes, not of the accepted ones."""
 
-    def __init__(self, config, context_len, parts):
-        super().__init__(config, context_len, parts)
-        self.hidden_states = None
+    def _accept(self, tree, target_ids):
+        paths = super()._accept(tree, target_ids)
+        num_nodes = tree.num_draft_tokens
+        rows = [i * num_nodes + j for i, path in enumerate(paths) for j in range(len(path))]
+        drafter = self.parts.drafter
 
-    def _keep(self, batch, forward_batch, paths, logits_output, sampled):
-        hidden_states = logits_output.hidden_states
-        num_nodes = self.shape.num_draft_tokens
-        shifted = hidden_states.clone()
-        for i, path in enumerate(paths):
-            for j, node in enumerate(path):
-                shifted[i * num_nodes + node] = hidden_states[i * num_nodes + j]
-        return super()._keep(
-            batch, forward_batch, paths, logits_output._replace(hidden_states=shifted), sampled
-        )
+        def extend(reqs, kept, hidden_states, next_token_ids):
+            drafter.extend(reqs, kept, self.states[rows], next_token_ids)
+
+        self.drafter = SimpleNamespace(draft=drafter.draft, extend=extend)
+        return paths
+
+    def run(self, batch, shape):
+        runner = self.parts.model_runner
+
+        def forward_and_sample(*args):
+            logits_output, sampled = runner.forward_and_sample(*args)
+            self.states = logits_output.hidden_states
+            return logits_output, sampled
+
+        self.parts = replace(self.parts, model_runner=SimpleNamespace(forward_and_sample=forward_and_sample))
+        try:
+            return super().run(batch, shape)
+        finally:
+            self.parts = replace(self.parts, model_runner=runner)
 
 
 @speculating
-class PositionsOfSlots(Speculator):
+class PositionsOfSlots(TreeRound):
     """A node's position is its slot's, not its depth's."""
 
-    def _verify_batch(self, batch, tree, positions):
-        starts = positions.view(tree.batch_size, -1)[:, :1]
-        positions = (starts + torch.arange(tree.num_draft_tokens)).flatten()
-        return super()._verify_batch(batch, tree, positions)
+    def _verify_batch(self, batch, tree):
+        positions = (batch.seq_lens[:, None] + torch.arange(tree.num_draft_tokens)).flatten()
+        return replace(
+            super()._verify_batch(batch, tree), positions=positions.clamp(max=self.context_len - 1)
+        )
 
 
 @limited
-class PositionsBehindTheEnd(Speculator):
+class PositionsBehindTheEnd(TreeRound):
     """Nodes behind the end of the context get positions that the model does not have."""
 
-    def __init__(self, config, context_len, parts):
-        super().__init__(config, context_len + 1000, parts)
+    def __init__(self, context_len, parts):
+        super().__init__(context_len + 1000, parts)
 
 
 @limited
-class EvictsInVain(Speculator):
+class EvictsInVain(SpeculativeDecoding):
     """The prefix cache is emptied for drafts that do not fit even then."""
 
-    def can_prepare(self, reqs: Sequence[Req]) -> bool:
-        can = super().can_prepare(reqs)
+    def can_speculate(self, reqs: Sequence[Req]) -> bool:
+        can = super().can_speculate(reqs)
         if not can:
             self.parts.tree_cache.evict(self.num_slots * len(reqs))
         return can
 
 
 @speculating
-class SamplesWithTheRootsCounts(Speculator):
+class SamplesWithTheRootsCounts(TreeRound):
     """Penalties at a node do not know the drafts on the way to it."""
 
     def _node_sampling_info(self, reqs, tree):
@@ -178,13 +188,13 @@ class SamplesWithTheRootsCounts(Speculator):
 
 
 @limited
-class NoRowIsLongEnough(Speculator):
+class NoRowIsLongEnough(SpeculativeDecoding):
     """Slots are written into the row as if it were as long as the context and no longer."""
 
-    def prepare(self, reqs: list[Req]) -> ScheduleBatch:
+    def _prepare_round(self, reqs: list[Req]) -> ScheduleBatch:
         for req in reqs:
-            assert req.kv_committed_len + self.num_slots <= self.context_len
-        return super().prepare(reqs)
+            assert req.kv_committed_len + self.num_slots <= self.round.context_len
+        return super()._prepare_round(reqs)
 
 
 def of_scheduler(impl: type[Scheduler]) -> Mutant:
@@ -235,8 +245,8 @@ class RetractsForDrafts(Scheduler):
     """Without room for drafts a request is retracted."""
 
     def _get_batch_decode(self):
-        if self.speculator is not None and len(self.running) > 1:
-            while len(self.running) > 1 and not self.speculator.can_prepare(self.running):
+        if self.parts.drafter is not None:
+            while len(self.running) > 1 and not self.decoding.can_speculate(self.running):
                 self._retract(self.running[-1])
         return super()._get_batch_decode()
 

@@ -1,0 +1,70 @@
+"""One token for each running request in a step, launched before the CPU has the tokens of the step before.
+
+Differs from reference: `run` launches a batch and returns; `finish` is called when its results have arrived.
+A request decodes from a token that exists on the device only (optimized/overlap/future_map.py). Assumes that
+the end of a request by its length is known ahead. Loses the sampler's overlap where a grammar needs the token
+before (see `Pipeline.sample`), and one row of work for a request that a stop token ends. (Drafts:
+optimized/speculative/decoding.py.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from optimized.overlap.pipeline import BatchInFlight, InFlight, Pipeline
+from shared.interfaces import SchedulerParts
+from shared.sampling.logprobs import to_token_logprobs
+from shared.scheduling.step_memory import prepare_for_decode
+from shared.types import (
+    LogitsOutput,
+    Req,
+    SampleOutput,
+    ScheduleBatch,
+    SpeculationStats,
+    TokenLogprob,
+)
+
+Tokens = tuple[Req, list[int], list[TokenLogprob]]
+"""What a batch gives a request, and the log-probabilities if it asks for them."""
+
+
+class PlainDecoding:
+    def __init__(self, parts: SchedulerParts) -> None:
+        self.parts = parts
+        self.pipeline = Pipeline(parts)
+
+    def num_ahead(self, running: Sequence[Req]) -> int:
+        """Batches that may be in flight when the next one is formed."""
+        return 1
+
+    def num_reserved(self, reqs: Sequence[Req]) -> int:
+        return 0  # one more token for each is reserved by the prefill adder
+
+    def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
+        parts = self.parts
+        return prepare_for_decode(reqs, parts.req_to_token_pool, parts.allocator, parts.tree_cache)
+
+    def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:
+        """chunked_req: the request whose prompt goes on in the next step."""
+        self.pipeline.launch(batch, chunked_req)
+
+    def finish(self, launched: InFlight, result: Any) -> Iterator[Tokens]:
+        """What each request got, also one that has left the batch. In the order of the batch: a request may
+        leave it while those before are processed."""
+        assert isinstance(launched, BatchInFlight)
+        logits_output: LogitsOutput = result[0]
+        sample_output: SampleOutput = result[1]
+        assert sample_output.next_token_ids.shape == (launched.forward_batch.batch_size,)
+        next_token_ids = sample_output.next_token_ids.tolist()
+        logprobs = to_token_logprobs(next_token_ids, sample_output.logprobs)
+        launched.distribute_input_logprobs(logits_output.input_logprobs)
+        for row, req in enumerate(launched.batch.reqs):
+            if req is not launched.chunked_req:  # its prompt is not complete: the sampled token means nothing
+                yield req, next_token_ids[row : row + 1], logprobs[row : row + 1]
+
+    def drop(self, req: Req) -> None:
+        self.pipeline.drop(req)
+
+    def stats(self, num_accepted_tokens: int) -> SpeculationStats:
+        return SpeculationStats()

@@ -1,0 +1,115 @@
+"""Speculation with chains: draft tokens, verify all of them in one forward pass, keep those that agree.
+
+Differs from reference: everything is launched and nothing is read. How many tokens the round before gave, and
+which, is looked up on the device when the round starts, and what this one gives stays there for the next. So
+every round keeps as many rows, the accepted ones first and padding behind them. Assumes upper bounds of the
+lengths on the CPU. Loses the work of rows whose request has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from optimized.overlap.future_runs import FutureRuns, count_runs
+from optimized.overlap.pipeline import Pipeline
+from optimized.speculative.round import KeptRows, Outcome, RoundInFlight, Starts
+from optimized.speculative.round_batch import RoundBatches
+from shared.interfaces import SchedulerParts
+from shared.speculation.node_sampling import EarlyBans, expand_to_nodes, with_grammars
+from shared.types import (
+    DraftBatch,
+    DraftTree,
+    ForwardBatch,
+    ForwardMode,
+    LogprobsOutput,
+    Req,
+    SamplingBatchInfo,
+)
+
+
+class ChainRound:
+    """Node n of a request has its KV in slot n behind the KV that the request has when the round starts."""
+
+    def __init__(
+        self, context_len: int, parts: SchedulerParts, pipeline: Pipeline, num_slots: int, longest_run: int
+    ) -> None:
+        assert parts.drafter is not None
+        assert parts.draft_tree is not None
+        self.parts = parts
+        self.drafter = parts.drafter
+        self.draft_tree = parts.draft_tree
+        self.runs_ahead = self.drafter.runs_ahead and parts.model_runner.accepts_seq_len_upper_bounds
+        device = parts.allocator.device
+        self.pipeline = pipeline
+        self.runs = FutureRuns(len(pipeline.future_map.token_ids), longest_run, device)
+        self.batches = RoundBatches(context_len, num_slots, device)
+        self._last_info: tuple[SamplingBatchInfo, int, SamplingBatchInfo] | None = None  # of nodes, the last
+
+    # --8<-- [start:speculative-step]
+    def run(
+        self, launched: RoundInFlight, starts: Starts, info: SamplingBatchInfo, bans: EarlyBans | None
+    ) -> Outcome:
+        reqs, shape = launched.batch.reqs, launched.shape
+        runs, run_lens = self.runs.look_up(starts.places)
+        newest = self.pipeline.future_map.token_ids[starts.places]
+        batch = self.batches.draft_batch(reqs, starts, run_lens, newest)
+        with self.parts.timeline.span("draft"):
+            tree = self.drafter.draft(batch, shape)
+        depths = tree.depths.amax(dim=1)  # now: the tree is valid until the drafter is called again
+        forward_batch = self._verify_batch(batch, tree)
+        count_runs(info, runs)
+        if bans is not None:
+            bans = bans._replace(num_left=bans.num_left - run_lens)
+        info = self._node_sampling_info(reqs, info, tree, bans)
+        with self.parts.timeline.forward(forward_batch):
+            logits_output, sampled = self.parts.model_runner.forward_and_sample(
+                forward_batch, self.parts.sampler, info, self.parts.num_token_ids
+            )
+        target_ids = sampled.next_token_ids.view(-1, tree.num_draft_tokens)
+        accepted = self.draft_tree.accept(tree, target_ids, launched.max_kept - 1)
+        num_kept = accepted.num_accepted + 1
+        is_behind = accepted.node_indices < 0
+        nodes = accepted.node_indices.clamp(min=0)  # behind the path: the root once more
+        self._keep_slots(batch, tree, nodes, is_behind)
+        self.runs.store(launched.first_place, accepted.token_ids, num_kept)
+        newest = accepted.token_ids.gather(1, accepted.num_accepted[:, None]).flatten()
+        self.pipeline.future_map.store(launched.first_place, newest)
+
+        rows = self.batches.rows_of(tree, nodes)
+        token_ids = tree.token_ids.gather(1, nodes).masked_fill(is_behind, 0)
+        kept_batch = replace(self.batches.kept_batch(batch, token_ids), num_kept=num_kept)
+        states = logits_output.hidden_states
+        kept = KeptRows(kept_batch, None if states is None else states[rows], newest.clamp(min=0))
+        if self.runs_ahead:
+            self.drafter.extend(reqs, *kept)
+        else:
+            launched.kept = kept
+        numbers = torch.cat([accepted.token_ids, num_kept[:, None], depths[:, None]], dim=1)
+        found = sampled.logprobs
+        return Outcome(numbers, found and LogprobsOutput(*(values[rows] for values in found)))
+
+    # --8<-- [end:speculative-step]
+
+    def _verify_batch(self, batch: DraftBatch, tree: DraftTree) -> ForwardBatch:
+        """All nodes as an extension of their request: in a chain, causal attention is right."""
+        positions = tree.positions(batch.seq_lens)  # siblings share one, though their slots do not
+        return self.batches.regular(batch, tree.token_ids, positions, ForwardMode.TARGET_VERIFY)
+
+    def _node_sampling_info(
+        self, reqs: list[Req], info: SamplingBatchInfo, tree: DraftTree, bans: EarlyBans | None
+    ) -> SamplingBatchInfo:
+        """Those of the round before where that was given the same and nothing depends on the text."""
+        num_nodes = tree.num_draft_tokens
+        if self._last_info is not None and self._last_info[0] is info and self._last_info[1] == num_nodes:
+            return self._last_info[2]
+        nodes = with_grammars(expand_to_nodes(info, tree, bans), reqs, tree, self.parts.num_token_ids)
+        depends = bans is not None or info.output_counts is not None or info.vocab_mask is not None
+        self._last_info = None if depends else (info, num_nodes, nodes)
+        return nodes
+
+    def _keep_slots(
+        self, batch: DraftBatch, tree: DraftTree, nodes: torch.Tensor, is_behind: torch.Tensor
+    ) -> None:
+        """The accepted nodes of a chain are its first: their KV stays. What is behind it is written again."""

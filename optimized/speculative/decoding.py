@@ -1,0 +1,277 @@
+"""Rounds of speculation, launched before the CPU knows what the round before gave.
+
+Differs from reference: what a round needs of the one before is on the device
+(optimized/overlap/future_runs.py): each request's newest token, how many it was given, which ones. Nothing is
+given back after a round: a request owns slots for all that the round in flight may give it and the next one
+may draft, until it ends, is retracted, or memory is short. The CPU reads a small buffer once a round, one
+round late. A row of a request that has ended is computed once more, which affects no other request. Assumes a
+drafter and an attention backend that accept upper bounds of lengths on the CPU. With others, and where a
+grammar needs every token, each round waits for the one before. Loses where that is so, and a round's work for
+requests that end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from optimized.decoding import PlainDecoding, Tokens
+from optimized.overlap.pipeline import BatchInFlight, Extension, InFlight
+from optimized.speculative.chain import ChainRound
+from optimized.speculative.round import Outcome, RoundInFlight, Starts, max_kept
+from optimized.speculative.tree import TreeRound
+from shared.config import EngineConfig
+from shared.interfaces import SchedulerParts
+from shared.loading.kv_sizing import num_speculative_slots
+from shared.sampling.logprobs import to_token_logprobs
+from shared.scheduling.pages import round_up_to_page
+from shared.scheduling.step_memory import evict_for, rows_of
+from shared.speculation.adaptive_shape import Acceptance
+from shared.speculation.kept_tokens import kept_tokens
+from shared.speculation.node_sampling import make_early_bans
+from shared.to_device import to_device, vectors_to_device
+from shared.types import (
+    ForwardBatch,
+    ForwardMode,
+    LogitsOutput,
+    Req,
+    SampleOutput,
+    ScheduleBatch,
+    SpeculationStats,
+)
+
+
+class SpeculativeDecoding(PlainDecoding):
+    """`kv_committed_len` is the length known to the CPU: where the round in flight begins. The request's
+    slots reach from there over all that this round may accept, and then `num_slots` further."""
+
+    def __init__(self, config: EngineConfig, context_len: int, parts: SchedulerParts) -> None:
+        super().__init__(parts)
+        assert parts.drafter is not None
+        self.pipeline.extension_of = self._extension_of
+        self.device = parts.allocator.device
+        self.drafter = parts.drafter
+        self.acceptance = Acceptance(config)
+        self.num_slots = num_speculative_slots(config, self.drafter)
+        self.max_kept = max_kept(self.acceptance.largest)
+        self._numbers = torch.arange(self.num_slots + self.max_kept, device=self.device)
+        is_chain = self.acceptance.largest.top_k == 1
+        self.round = (ChainRound if is_chain else TreeRound)(
+            context_len, parts, self.pipeline, self.num_slots, self.max_kept
+        )
+
+    def num_ahead(self, running: Sequence[Req]) -> int:
+        return int(self.round.runs_ahead and all(req.grammar is None for req in running))
+
+    def num_reserved(self, reqs: Sequence[Req]) -> int:
+        """Tokens that admitting others should leave free, so that those who run can go on speculating."""
+        return sum(max(self._end(req) - req.kv_allocated_len, 0) for req in reqs)
+
+    def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
+        """A plain step where there is no room for drafts: they cause no retraction. It has to know where each
+        request goes on: None while a round is in flight."""
+        if self.can_speculate(reqs):
+            return self._prepare_round(reqs)
+        if any(map(self.is_in_round, reqs)):
+            return None
+        self._give_back(reqs)
+        return super().prepare(reqs)
+
+    def can_speculate(self, reqs: Sequence[Req]) -> bool:
+        """Whether there are slots for every request's drafts, and a request that may still produce two
+        tokens."""
+        if all(self._num_tokens_left(req) <= 1 for req in reqs):
+            return False
+        if self._has_room(reqs):
+            return True
+        if self.pipeline:
+            return False
+        self._give_back(reqs)  # what one has too much another may need
+        return self._has_room(reqs)
+
+    def _has_room(self, reqs: Sequence[Req]) -> bool:
+        tree_cache, allocator = self.parts.tree_cache, self.parts.allocator
+        page_size = allocator.page_size
+        num_tokens = sum(
+            max(
+                round_up_to_page(self._end(req), page_size)
+                - round_up_to_page(req.kv_allocated_len, page_size),
+                0,
+            )
+            for req in reqs
+        )
+        # What cannot suffice must not cost the cached prefixes.
+        if num_tokens > allocator.available_size() + tree_cache.evictable_size():
+            return False
+        return evict_for(num_tokens, tree_cache, allocator)
+
+    def _prepare_round(self, reqs: list[Req]) -> ScheduleBatch:
+        """Slots behind those that each request has already."""
+        pool = self.parts.req_to_token_pool
+        starts = [req.kv_allocated_len for req in reqs]
+        ends = [max(start, self._end(req)) for start, req in zip(starts, reqs)]
+        rows = rows_of(reqs)
+        if starts != ends:
+            last_locs = pool.read_each(rows, [start - 1 for start in starts])
+            slots = self.parts.allocator.alloc_extend(starts, ends, last_locs)
+            assert slots is not None, "no slots for drafts: the caller checks this"
+            pool.write_ragged(rows, starts, [end - start for start, end in zip(starts, ends)], slots)
+        for req, end in zip(reqs, ends):
+            req.kv_allocated_len = end
+        return ScheduleBatch(list(reqs), ForwardMode.TARGET_VERIFY, len(reqs))
+
+    def is_in_round(self, req: Req) -> bool:
+        """Whether it is not known how much KV the request has."""
+        newest = self.pipeline.batches[-1] if self.pipeline else None
+        return isinstance(newest, RoundInFlight) and req in newest.rows
+
+    # --8<-- [start:give-back]
+    def _give_back(self, reqs: Sequence[Req]) -> None:
+        """What requests own beyond their KV: it is known how much they have, and memory is short or a plain
+        step comes."""
+        page_size = self.parts.allocator.page_size
+        for req in reqs:
+            assert not self.is_in_round(req), f"{req.rid}: a round in flight writes where it may"
+            assert req.req_pool_idx is not None
+            start, end = round_up_to_page(req.kv_committed_len, page_size), req.kv_allocated_len
+            if start < end:
+                self.parts.allocator.free(self.parts.req_to_token_pool.read(req.req_pool_idx, start, end))
+            req.kv_allocated_len = req.kv_committed_len
+
+    # --8<-- [end:give-back]
+
+    def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:
+        if batch.forward_mode is ForwardMode.TARGET_VERIFY:
+            self._launch_round(batch)
+        else:
+            super().run(batch, chunked_req)
+
+    def _launch_round(self, batch: ScheduleBatch) -> None:
+        """Copies what the CPU knows now: it may know more when the device reaches the round."""
+        reqs = batch.reqs
+        launched = RoundInFlight(batch, self.pipeline.future_map.take(len(reqs)), self.acceptance.shape)
+        with self.parts.timeline.span("prepare"):
+            starts = launched.keep(self._starts(reqs))
+            # The device adds what is in flight: the CPU does not know the number of tokens yet.
+            info = launched.keep(self.pipeline.sampling_info(reqs, [0] * len(reqs)))
+            bans = launched.keep(make_early_bans(reqs, self.parts.num_token_ids, self.device))
+        work = partial(self.round.run, launched, starts, info, bans)
+        launched.results = self.pipeline.streams.launch(work)
+        self.pipeline.batches.append(launched)
+
+    def finish(self, launched: InFlight, result: Any) -> Iterator[Tokens]:
+        if isinstance(launched, RoundInFlight):
+            yield from self._finish_round(launched, result)
+        else:
+            yield from super().finish(launched, result)
+
+    def _finish_round(self, launched: RoundInFlight, outcome: Outcome) -> Iterator[Tokens]:
+        """Of the requests that are still in the batch."""
+        width = launched.max_kept
+        numbers = outcome.numbers.tolist()
+        if launched.kept is not None:
+            self._extend_late(launched, [row[width] for row in numbers])
+        token_ids = [row[:width] for row in numbers]
+        logprobs = to_token_logprobs([token_id for ids in token_ids for token_id in ids], outcome.logprobs)
+        for req, row in list(launched.rows.items()):
+            num_kept, depth = numbers[row][width:]
+            self.acceptance.record(req, depth, num_kept)
+            req.kv_committed_len += num_kept
+            start = row * width
+            yield req, token_ids[row][:num_kept], logprobs[start : start + num_kept]
+
+    def drop(self, req: Req) -> None:
+        super().drop(req)
+        self.drafter.forget(req)
+
+    def stats(self, num_accepted_tokens: int) -> SpeculationStats:
+        return self.acceptance.stats(num_accepted_tokens)
+
+    # ---- calls of the drafter's `extend` ----
+
+    def _extension_of(self, launched: BatchInFlight) -> Extension:
+        """After a prefill or a decode step: calls the drafter, and stores the batch's tokens for the next
+        round. Made when that batch is launched: a prompt may be at its next chunk when it runs."""
+        reqs = launched.batch.reqs
+        prompt_ids = None
+        chunked = launched.chunked_req
+        if chunked in reqs:  # what is sampled is no token of this prompt
+            ids = [req.all_ids[len(req.fill_ids)] if req is chunked else -1 for req in reqs]
+            prompt_ids = launched.keep(to_device(ids, torch.int64, self.device))
+
+        def extend(batch: ForwardBatch, logits_output: LogitsOutput, sampled: SampleOutput) -> None:
+            token_ids = sampled.next_token_ids
+            self.round.runs.store(launched.first_place, token_ids[:, None], 1)
+            if prompt_ids is not None:
+                token_ids = torch.where(prompt_ids < 0, token_ids, prompt_ids)
+            # Of a NaN the id is below zero: its request ends.
+            self.drafter.extend(reqs, batch, logits_output.hidden_states, token_ids.clamp(min=0))
+
+        return extend
+
+    def _extend_late(self, launched: RoundInFlight, num_kept: list[int]) -> None:
+        """After a round, to a drafter that is called when it is known how much was accepted: of the requests
+        that are still in the batch."""
+        kept, width = launched.kept, launched.max_kept
+        assert kept is not None
+        reqs, rows = list(launched.rows), list(launched.rows.values())
+        if not reqs:
+            return
+        lens = [num_kept[row] for row in rows]
+        tokens = [row * width + i for row, n in zip(rows, lens) for i in range(n)]
+        ends = [req.kv_committed_len + n for req, n in zip(reqs, lens)]
+
+        def extend() -> None:
+            forward_batch, which = kept_tokens(kept.forward_batch, tokens, lens, ends, rows)
+            states = None if kept.hidden_states is None else kept.hidden_states[which]
+            newest = kept.next_token_ids[to_device(rows, torch.int64, self.device)]
+            self.drafter.extend(reqs, forward_batch, states, newest)
+
+        self.pipeline.streams.launch(extend).wait()
+
+    # ---- state known to the CPU ----
+
+    def _num_tokens_left(self, req: Req) -> int:
+        """At most, with what is in flight."""
+        is_in_flight = self.pipeline.place_of(req) is not None
+        return req.max_new_tokens - len(req.output_ids) - is_in_flight
+
+    def _bound(self, req: Req) -> int:
+        """At most so much KV has the request when the next round begins."""
+        if not self.is_in_round(req):
+            return req.kv_committed_len
+        return min(req.kv_committed_len + self.max_kept, _last_start(req))
+
+    def _end(self, req: Req) -> int:
+        """Where the slots must end that the next round may use."""
+        return self._bound(req) + self.num_slots
+
+    def _starts(self, reqs: list[Req]) -> Starts:
+        places = [self.pipeline.place_of(req) or 0 for req in reqs]
+        kv_lens = [req.kv_committed_len for req in reqs]
+        vectors = vectors_to_device(
+            [
+                rows_of(reqs),
+                kv_lens,
+                [_last_start(req) for req in reqs],
+                places,
+                [int(self.is_in_round(req)) for req in reqs],
+                [0 if place else req.output_ids[-1] for req, place in zip(reqs, places)],
+            ],
+            self.device,
+        )
+        bounds = tuple(self._bound(req) for req in reqs)
+        width = max(bound - kv_len for bound, kv_len in zip(bounds, kv_lens)) + self.num_slots
+        # Now, in the scheduler's order of things: the row goes on changing.
+        pool = self.parts.req_to_token_pool
+        columns = vectors[1][:, None] + self._numbers[:width]
+        slots = pool.req_to_token[vectors[0][:, None], columns.clamp(max=pool.max_len - 1)].to(torch.int64)
+        return Starts(*vectors, slots, bounds)
+
+
+def _last_start(req: Req) -> int:
+    """KV of a request at its maximum length: no request that continues has as much."""
+    return len(req.origin_input_ids) + req.max_new_tokens - 1

@@ -1,0 +1,43 @@
+"""Speculation with trees: several drafts for one position, of which verification keeps at most one.
+
+Differs from reference: the mask is a tensor of fixed shape where the model runner accepts one, and accepted
+KV is moved by as many slots in every round, so that nothing is read. Assumes one round's slots in order in
+the row. Loses the moves of KV that is in its place already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from optimized.speculative.chain import ChainRound
+from shared.types import DraftBatch, DraftTree, ForwardBatch
+
+
+class TreeRound(ChainRound):
+    """Differs from a chain: a node sees its ancestors only, the walk may follow any child, and the accepted
+    nodes are not the first ones. So they get their KV into order."""
+
+    def _verify_batch(self, batch: DraftBatch, tree: DraftTree) -> ForwardBatch:
+        forward_batch = super()._verify_batch(batch, tree)
+        if self.parts.model_runner.accepts_seq_len_upper_bounds:
+            return replace(forward_batch, tree_mask=tree.visible)
+        num_entries = tree.num_draft_tokens * sum(forward_batch.seq_lens_cpu)
+        mask = self.draft_tree.custom_mask(tree, forward_batch.seq_lens, num_entries)
+        return replace(forward_batch, custom_mask=mask)
+
+    # --8<-- [start:keep-accepted-slots]
+    def _keep_slots(
+        self, batch: DraftBatch, tree: DraftTree, nodes: torch.Tensor, is_behind: torch.Tensor
+    ) -> None:
+        """KV of accepted drafts goes to the first slots, as if there were always as many: behind a path each
+        slot is moved to itself. (The root is in the first slot already.)"""
+        assert self.parts.kv_pool is not None
+        slots = batch.slots[:, : tree.num_draft_tokens]
+        targets = slots[:, 1 : nodes.shape[1]]
+        sources = slots.gather(1, nodes[:, 1:])
+        sources = torch.where(is_behind[:, 1:], targets, sources)
+        self.parts.kv_pool.move(targets.flatten(), sources.flatten())
+
+    # --8<-- [end:keep-accepted-slots]

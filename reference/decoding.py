@@ -1,0 +1,65 @@
+"""One token for each running request in a step. (Several, with drafts: reference/speculative/decoding.py.)"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reference.schedule_batch import make_forward_batch
+from shared.interfaces import SchedulerParts
+from shared.sampling.logprobs import to_token_logprobs
+from shared.sampling.sampling_batch import make_sampling_batch_info
+from shared.scheduling.step_memory import prepare_for_decode
+from shared.types import (
+    BatchResult,
+    ForwardBatch,
+    LogitsOutput,
+    Req,
+    SampleOutput,
+    ScheduleBatch,
+    SpeculationStats,
+)
+
+
+class PlainDecoding:
+    def __init__(self, parts: SchedulerParts) -> None:
+        self.parts = parts
+
+    def num_reserved(self, reqs: Sequence[Req]) -> int:
+        return 0  # one more token for each is reserved by the prefill adder
+
+    def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
+        parts = self.parts
+        return prepare_for_decode(reqs, parts.req_to_token_pool, parts.allocator, parts.tree_cache)
+
+    # --8<-- [start:run-batch]
+    def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> BatchResult:
+        """chunked_req: the request whose prompt goes on in the next step."""
+        forward_batch, logits_output, sample_output = self._forward_and_sample(batch)
+        with self.parts.timeline.span("wait for tokens"):
+            token_ids = sample_output.next_token_ids.tolist()
+        logprobs = to_token_logprobs(token_ids, sample_output.logprobs)
+        return BatchResult(
+            [[token_id] for token_id in token_ids],
+            [logprobs[i : i + 1] for i in range(len(token_ids))],
+            forward_batch,
+            logits_output,
+        )
+
+    def _forward_and_sample(self, batch: ScheduleBatch) -> tuple[ForwardBatch, LogitsOutput, SampleOutput]:
+        parts, device = self.parts, self.parts.allocator.device
+        with parts.timeline.span("prepare"):
+            forward_batch = make_forward_batch(batch, parts.num_token_ids, device)
+            info = make_sampling_batch_info(batch.reqs, parts.num_token_ids, device)
+        with parts.timeline.forward(forward_batch):
+            logits_output, sample_output = parts.model_runner.forward_and_sample(
+                forward_batch, parts.sampler, info, parts.num_token_ids
+            )
+        return forward_batch, logits_output, sample_output
+
+    # --8<-- [end:run-batch]
+
+    def drop(self, req: Req) -> None:
+        pass  # nothing is kept from step to step
+
+    def stats(self, num_accepted_tokens: int) -> SpeculationStats:
+        return SpeculationStats()
