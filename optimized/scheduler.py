@@ -33,7 +33,7 @@ class Scheduler(BaseScheduler):
         )
         self.pipeline = self.decoding.pipeline
 
-    # --8<-- [start:overlap-step]
+    # --8<-- [start:scheduler-step]
     def step(self) -> list[StepOutput]:
         self._finish_overdue()
         num_ahead = self.decoding.num_ahead(self.running)
@@ -45,7 +45,7 @@ class Scheduler(BaseScheduler):
             self._catch_up(num_left=0)  # rows of ended requests: without live requests nothing may run
         return self._take_outputs()
 
-    # --8<-- [end:overlap-step]
+    # --8<-- [end:scheduler-step]
 
     def _catch_up(self, num_left: int) -> None:
         """Process batches until at most so many are in flight, the oldest first. Between two steps one is; an
@@ -108,13 +108,13 @@ class Scheduler(BaseScheduler):
             self.pipeline.batches.remove(batch)
             self._fail(batch.batch, error)
 
-    def process_batch_result(self, launched: InFlight, result: Any) -> None:
+    def process_batch_result(self, batch: InFlight, result: Any) -> None:
         """Of the requests that are still in the batch."""
-        for req, token_ids, logprobs in self.decoding.finish(launched, result):
-            if launched.rows.pop(req, None) is not None:
+        for req, token_ids, logprobs in self.decoding.finish(batch, result):
+            if batch.rows.pop(req, None) is not None:
                 self._append_tokens(req, token_ids, logprobs)
-            if token_ids[0] < 0 and req in launched.prompts:
-                self._discard(launched.prompts[req], launched)
+            if token_ids[0] < 0 and req in batch.prompts:
+                self._discard(batch.prompts[req], batch)
 
     # --8<-- [start:discard-a-prompt]
     def _discard(self, prompt: CachedPrompt, launched: InFlight) -> None:

@@ -14,12 +14,13 @@ import torch
 
 from optimized.overlap.future_runs import FutureRuns, count_runs
 from optimized.overlap.pipeline import Pipeline
-from optimized.speculative.round import KeptRows, Outcome, RoundInFlight, Starts
+from optimized.speculative.round import KeptRows, Outcome, RoundInFlight
 from optimized.speculative.round_batch import RoundBatches
 from shared.interfaces import SchedulerParts
 from shared.speculation.node_sampling import EarlyBans, expand_to_nodes, with_grammars
 from shared.types import (
     DraftBatch,
+    DraftShape,
     DraftTree,
     ForwardBatch,
     ForwardMode,
@@ -48,17 +49,16 @@ class ChainRound:
         self._last_info: tuple[SamplingBatchInfo, int, SamplingBatchInfo] | None = None  # of nodes, the last
 
     # --8<-- [start:speculative-step]
-    def run(
-        self, launched: RoundInFlight, starts: Starts, info: SamplingBatchInfo, bans: EarlyBans | None
-    ) -> Outcome:
-        reqs, shape = launched.batch.reqs, launched.shape
+    def run(self, batch: RoundInFlight, shape: DraftShape) -> Outcome:
+        """The outcome is not known when this returns: it is being computed."""
+        reqs, starts, info, bans = batch.batch.reqs, batch.starts, batch.info, batch.bans
         runs, run_lens = self.runs.look_up(starts.places)
         newest = self.pipeline.future_map.token_ids[starts.places]
-        batch = self.batches.draft_batch(reqs, starts, run_lens, newest)
+        draft_batch = self.batches.draft_batch(reqs, starts, run_lens, newest)
         with self.parts.timeline.span("draft"):
-            tree = self.drafter.draft(batch, shape)
+            tree = self.drafter.draft(draft_batch, shape)
         depths = tree.depths.amax(dim=1)  # now: the tree is valid until the drafter is called again
-        forward_batch = self._verify_batch(batch, tree)
+        forward_batch = self._verify_batch(draft_batch, tree)
         count_runs(info, runs)
         if bans is not None:
             bans = bans._replace(num_left=bans.num_left - run_lens)
@@ -68,29 +68,28 @@ class ChainRound:
                 forward_batch, self.parts.sampler, info, self.parts.num_token_ids
             )
         target_ids = sampled.next_token_ids.view(-1, tree.num_draft_tokens)
-        accepted = self.draft_tree.accept(tree, target_ids, launched.max_kept - 1)
+        accepted = self.draft_tree.accept(tree, target_ids, batch.max_kept - 1)
+        # --8<-- [end:speculative-step]
         num_kept = accepted.num_accepted + 1
         is_behind = accepted.node_indices < 0
         nodes = accepted.node_indices.clamp(min=0)  # behind the path: the root once more
-        self._keep_slots(batch, tree, nodes, is_behind)
-        self.runs.store(launched.first_place, accepted.token_ids, num_kept)
+        self._keep_slots(draft_batch, tree, nodes, is_behind)
+        self.runs.store(batch.first_place, accepted.token_ids, num_kept)
         newest = accepted.token_ids.gather(1, accepted.num_accepted[:, None]).flatten()
-        self.pipeline.future_map.store(launched.first_place, newest)
+        self.pipeline.future_map.store(batch.first_place, newest)
 
         rows = self.batches.rows_of(tree, nodes)
         token_ids = tree.token_ids.gather(1, nodes).masked_fill(is_behind, 0)
-        kept_batch = replace(self.batches.kept_batch(batch, token_ids), num_kept=num_kept)
+        kept_batch = replace(self.batches.kept_batch(draft_batch, token_ids), num_kept=num_kept)
         states = logits_output.hidden_states
         kept = KeptRows(kept_batch, None if states is None else states[rows], newest.clamp(min=0))
         if self.runs_ahead:
             self.drafter.extend(reqs, *kept)
         else:
-            launched.kept = kept
+            batch.kept = kept
         numbers = torch.cat([accepted.token_ids, num_kept[:, None], depths[:, None]], dim=1)
         found = sampled.logprobs
         return Outcome(numbers, found and LogprobsOutput(*(values[rows] for values in found)))
-
-    # --8<-- [end:speculative-step]
 
     def _verify_batch(self, batch: DraftBatch, tree: DraftTree) -> ForwardBatch:
         """All nodes as an extension of their request: in a chain, causal attention is right."""

@@ -128,7 +128,6 @@ class SpeculativeDecoding(PlainDecoding):
         newest = self.pipeline.batches[-1] if self.pipeline else None
         return isinstance(newest, RoundInFlight) and req in newest.rows
 
-    # --8<-- [start:give-back]
     def _give_back(self, reqs: Sequence[Req]) -> None:
         """What requests own beyond their KV: it is known how much they have, and memory is short or a plain
         step comes."""
@@ -141,8 +140,6 @@ class SpeculativeDecoding(PlainDecoding):
                 self.parts.allocator.free(self.parts.req_to_token_pool.read(req.req_pool_idx, start, end))
             req.kv_allocated_len = req.kv_committed_len
 
-    # --8<-- [end:give-back]
-
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:
         if batch.forward_mode is ForwardMode.TARGET_VERIFY:
             self._launch_round(batch)
@@ -154,11 +151,11 @@ class SpeculativeDecoding(PlainDecoding):
         reqs = batch.reqs
         launched = RoundInFlight(batch, self.pipeline.future_map.take(len(reqs)), self.acceptance.shape)
         with self.parts.timeline.span("prepare"):
-            starts = launched.keep(self._starts(reqs))
+            launched.starts = self._starts(reqs)
             # The device adds what is in flight: the CPU does not know the number of tokens yet.
-            info = launched.keep(self.pipeline.sampling_info(reqs, [0] * len(reqs)))
-            bans = launched.keep(make_early_bans(reqs, self.parts.num_token_ids, self.device))
-        work = partial(self.round.run, launched, starts, info, bans)
+            launched.info = self.pipeline.sampling_info(reqs, [0] * len(reqs))
+            launched.bans = make_early_bans(reqs, self.parts.num_token_ids, self.device)
+        work = partial(self.round.run, launched, launched.shape)
         launched.results = self.pipeline.streams.launch(work)
         self.pipeline.batches.append(launched)
 

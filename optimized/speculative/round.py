@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from optimized.overlap.pipeline import InFlight
-from shared.types import DraftShape, ForwardBatch, LogprobsOutput
+from shared.speculation.node_sampling import EarlyBans
+from shared.types import DraftShape, ForwardBatch, LogprobsOutput, SamplingBatchInfo
 
 
 class Starts(NamedTuple):
@@ -35,6 +36,9 @@ class KeptRows(NamedTuple):
 @dataclass
 class RoundInFlight(InFlight):
     shape: DraftShape
+    starts: Starts = field(init=False)
+    info: SamplingBatchInfo = field(init=False)  # for the token behind each request's newest one on the CPU
+    bans: EarlyBans | None = field(default=None, init=False)
     kept: KeptRows | None = field(default=None, init=False)  # for a drafter that is called once it is known
 
     @property

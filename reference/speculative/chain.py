@@ -57,6 +57,7 @@ class ChainRound:
         num_nodes = tree.num_draft_tokens
         paths = self._accept(tree, sampled.next_token_ids.view(-1, num_nodes))
         slots = self._keep_slots(batch.reqs, paths)
+        # --8<-- [end:speculative-step]
 
         rows = [i * num_nodes + node for i, path in enumerate(paths) for node in path]
         lens, seq_lens = [len(path) for path in paths], [req.kv_committed_len for req in batch.reqs]
@@ -71,8 +72,6 @@ class ChainRound:
         token_ids = [[ids[start + node] for node in path] for start, path in zip(starts, paths)]
         found = [[logprobs[start + node] for node in path if logprobs] for start, path in zip(starts, paths)]
         return BatchResult(token_ids, found, forward_batch, logits_output), depths
-
-    # --8<-- [end:speculative-step]
 
     def _verify_batch(self, batch: DraftBatch, tree: DraftTree) -> ForwardBatch:
         """All nodes as an extension of their request: in a chain, causal attention is right."""

@@ -206,10 +206,10 @@ class ChunksAreCachedWhenResultsCome(
 class SharesTheListOfRequests(
     changed(
         "scheduler",
-        "in self.decoding.finish(launched, result):\n",
+        "in self.decoding.finish(batch, result):\n",
         """in zip(
-            [req for req in self.running if req in launched.rows],
-            *zip(*[tokens[1:] for tokens in self.decoding.finish(launched, result)]),
+            [req for req in self.running if req in batch.rows],
+            *zip(*[tokens[1:] for tokens in self.decoding.finish(batch, result)]),
         ):
 """,
     )
@@ -283,8 +283,8 @@ class ForgetsWhatWasFound(changed("cached_prompt", "req.kv_matched_len, page_siz
 class LeaversLeaveTheirPrompt(
     changed(
         "scheduler",
-        "            if launched.rows.pop(req, None) is not None:\n",
-        """            if launched.rows.pop(req, None) is None:
+        "            if batch.rows.pop(req, None) is not None:\n",
+        """            if batch.rows.pop(req, None) is None:
                 continue
             if True:
 """,
