@@ -45,11 +45,10 @@ class EvictionHeap:
         """The leaf that is evicted next. Its entry is removed."""
         while self.entries:
             order, _, node = self.entries[0]
-            order_now = self.order(node)
             if not _is_evictable(node):
                 heapq.heappop(self.entries)
                 node.is_queued = False  # until it is an unlocked leaf again
-            elif order < order_now:
+            elif order < (order_now := self.order(node)):
                 heapq.heapreplace(self.entries, (order_now, node.node_id, node))
             else:
                 heapq.heappop(self.entries)

@@ -47,7 +47,7 @@ def with_tree(before: str, after: str) -> Any:
 
 
 @mutant_of("radix_cache")
-class EvictsByAStaleEntry(with_heap("order_now = self.order(node)", "order_now = order")):
+class EvictsByAStaleEntry(with_heap("order < (order_now := self.order(node))", "order is None")):
     """A leaf goes in the place that it had when its entry was made, however often it was used since."""
 
 
