@@ -1,4 +1,4 @@
-"""Clauses of the chunk cache: never finds anything, keeps a prompt's chunks together."""
+"""Clauses of the chunk cache: it finds nothing, and keeps the chunks of a prompt together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.interfaces import PrefixCache, RadixKey
 PAGE_SIZES = page_sizes(1, 2, 4)
 
 
-@contract("Nothing is ever found, kept or evicted; disable says so.", PAGE_SIZES)
+@contract("Nothing is found, stored or evicted; disable is True.", PAGE_SIZES)
 def finds_nothing(impl: type[PrefixCache], case: PageSize) -> None:
     cache = impl(case.page_size)
     expect_equal("disable, page_size", (cache.disable, cache.page_size), (True, case.page_size))
@@ -34,7 +34,7 @@ def finds_nothing(impl: type[PrefixCache], case: PageSize) -> None:
 
 
 @contract(
-    "A chunk goes on where the last one ended: prefix_indices is all that is computed, the request's own.",
+    "A chunk continues where the previous one ended: prefix_indices holds all computed slots.",
     tuple(Chunks(f"page {p}, chunks of {chunk}", p, chunk) for p in (1, 2, 4) for chunk in (3, 4, 8)),
 )
 def chunks_stay_together(impl: type[PrefixCache], case: Chunks) -> None:
@@ -55,7 +55,7 @@ def chunks_stay_together(impl: type[PrefixCache], case: Chunks) -> None:
     world.expect_idle()
 
 
-@contract("Two requests of one prompt share nothing.", PAGE_SIZES)
+@contract("Two requests with the same prompt share no slots.", PAGE_SIZES)
 def requests_share_nothing(impl: type[PrefixCache], case: PageSize) -> None:
     world = CacheWorld(impl, case.page_size)
     first, second = world.prefill(range(11)), world.prefill(range(11))

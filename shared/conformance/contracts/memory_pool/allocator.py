@@ -1,4 +1,4 @@
-"""Clauses of the memory pools, third part: TokenToKVPoolAllocator, who owns which slot."""
+"""Clauses of TokenToKVPoolAllocator: allocating slots."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def bad_sizes(impl: Any, case: PoolSize) -> None:
 
 
 @contract(
-    "Slots page_size .. size + page_size - 1 are allocated, each once: never the dummy page.", PAGE_SIZES
+    "alloc returns the slots page_size .. size + page_size - 1, each once, never the dummy page.", PAGE_SIZES
 )
 def every_slot_once(impl: Any, case: PageSize) -> None:
     page_size = case.page_size
@@ -97,7 +97,7 @@ def every_slot_once(impl: Any, case: PageSize) -> None:
     expect_equal("all slots", sorted(taken), list(range(page_size, 9 * page_size)))
 
 
-@contract("alloc gives None, and takes nothing, when fewer are free.", PAGE_SIZES)
+@contract("alloc returns None, without allocating any, if fewer slots are free.", PAGE_SIZES)
 def alloc_short(impl: Any, case: PageSize) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 3, page_size)
@@ -140,7 +140,7 @@ class Growth:
 
 
 @contract(
-    "alloc_extend takes ceil(seq / page) - ceil(prefix / page) pages, at every page border.",
+    "alloc_extend takes ceil(seq / page) - ceil(prefix / page) pages, at every page boundary.",
     tuple(
         Growth(f"page {page_size}, {prefix_len} tokens and {grow_by} more", page_size, prefix_len, grow_by)
         for page_size in (1, 4, 16)
@@ -177,7 +177,7 @@ def extend_several(impl: Any, case: Example) -> None:
     expect_equal("distinct slots", len(owned), len(first) + len(second) + len(grown) - 1)  # first[2] again
 
 
-@contract("alloc_extend takes nothing when one of the requests does not fit, though another would.", EXAMPLE)
+@contract("If one request does not fit, alloc_extend allocates nothing, although others would fit.", EXAMPLE)
 def extend_short(impl: Any, case: Example) -> None:
     allocator = allocator_of(impl, 3, 4)
     expect_equal("alloc_extend of 4 pages of 3", allocator.alloc_extend([0, 0], [8, 8], [-1, -1]), None)
@@ -192,7 +192,7 @@ def extend_checks_the_last_slot(impl: Any, case: Example) -> None:
     expect_raises("token 5 in slot 20", AssertionError, allocator.alloc_extend, [6], [7], [20])
 
 
-@contract("alloc_decode gives each request one slot, over page borders.", PAGE_SIZES)
+@contract("alloc_decode gives each request one slot, also at page boundaries.", PAGE_SIZES)
 def decode_one_slot_each(impl: Any, case: PageSize) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 64, page_size)
@@ -212,7 +212,7 @@ def decode_one_slot_each(impl: Any, case: PageSize) -> None:
     expect_equal("available_size()", allocator.available_size(), (64 - num_pages) * page_size)
 
 
-@contract("alloc_decode takes nothing when one of the requests does not fit.", EXAMPLE)
+@contract("If one request does not fit, alloc_decode allocates nothing.", EXAMPLE)
 def decode_short(impl: Any, case: Example) -> None:
     allocator = allocator_of(impl, 3, 4)
     flat = allocator.alloc_extend([0, 0], [4, 4], [-1, -1]).tolist()

@@ -1,4 +1,4 @@
-"""Clauses of the memory pools, fourth part: slots that come back to the allocator."""
+"""Clauses of TokenToKVPoolAllocator: freeing slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from shared.conformance.contracts.memory_pool.allocator import PAGE_SIZES, alloc
 from shared.conformance.contracts.page_sizes import PageSize
 
 
-@contract("free gives back every page that a slot lies on, once; an empty tensor is fine.", PAGE_SIZES)
+@contract(
+    "free frees every page that has a slot of its argument, once; an empty tensor is allowed.", PAGE_SIZES
+)
 def free_whole_pages(impl: Any, case: PageSize) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 4, page_size)
@@ -46,7 +48,7 @@ class Twice:
 
 
 @contract(
-    "A page freed twice is an AssertionError, in a free group too.",
+    "Freeing a page twice is an AssertionError, also in a free group.",
     tuple(
         Twice(
             f"page {page_size}{', in a group' * in_group}{', the same slot' * same_slot}",
@@ -70,7 +72,7 @@ def freed_twice(impl: Any, case: Twice) -> None:
     expect_raises("free() of a page that is free", AssertionError, allocator.free, again)
 
 
-@contract("Slots that are not allocated, the dummy page's among them, cannot be freed.", EXAMPLE)
+@contract("Freeing slots that are not allocated, such as the dummy page, is an AssertionError.", EXAMPLE)
 def free_what_is_not_out(impl: Any, case: Example) -> None:
     allocator = allocator_of(impl, 4, 4)
     for slot in (0, 3, 4):
@@ -78,7 +80,7 @@ def free_what_is_not_out(impl: Any, case: Example) -> None:
     expect_equal("available_size()", allocator.available_size(), 16)
 
 
-@contract("Between free_group_begin and _end nothing freed can be allocated.", PAGE_SIZES)
+@contract("Between free_group_begin and free_group_end no freed slot is allocated.", PAGE_SIZES)
 def grouped_frees_wait(impl: Any, case: PageSize) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 2, page_size)
@@ -97,7 +99,7 @@ def grouped_frees_wait(impl: Any, case: PageSize) -> None:
     )
 
 
-@contract("Free groups do not nest, and end once.", EXAMPLE)
+@contract("Free groups do not nest, and each ends once.", EXAMPLE)
 def groups_do_not_nest(impl: Any, case: Example) -> None:
     allocator = allocator_of(impl, 1, 4)
     expect_raises("free_group_end() without a group", AssertionError, allocator.free_group_end)
@@ -108,7 +110,7 @@ def groups_do_not_nest(impl: Any, case: Example) -> None:
     allocator.free_group_begin()
 
 
-@contract("restore_state undoes what was allocated and freed, as often as it is called.", PAGE_SIZES)
+@contract("restore_state undoes all allocations and frees since the backup, at each call.", PAGE_SIZES)
 def restore_undoes(impl: Any, case: PageSize) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 8, page_size)

@@ -1,4 +1,4 @@
-"""Clauses of the memory pools, fifth part: any sequence of calls, beside a set of free pages."""
+"""Clauses of TokenToKVPoolAllocator: any sequence of calls, compared with a set of free pages."""
 
 from __future__ import annotations
 
@@ -164,11 +164,13 @@ class Run:
 SEQUENCES = tuple(random_calls(seed) for seed in range(40))
 
 
-@contract("Whatever is called in whatever order, a page is free or has one owner.", SEQUENCES)
+@contract("After any sequence of calls, each page is free or has one owner.", SEQUENCES)
 def any_calls(impl: Any, case: Calls) -> None:
     Run(impl, case).play()
 
 
-@agreement("The same calls succeed, and leave as much free, as with the reference.", SEQUENCES[:12])
+@agreement(
+    "The same calls succeed as with the reference, and leave the same number of free slots.", SEQUENCES[:12]
+)
 def same_calls(impl: Any, case: Calls, reference: Any) -> None:
     expect_equal("what calls gave and left", Run(impl, case).play(), Run(reference, case).play())

@@ -1,4 +1,4 @@
-"""Clauses of the memory pools, second part: TokenToKVPool, the K and V of every slot."""
+"""Clauses of TokenToKVPool: K and V of every slot."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def buffers_are_views(impl: Any, case: PoolType) -> None:
     expect_contents("written through the buffers", pool, expected)
 
 
-@contract("store writes K and V of one layer to their slots, and nothing else.", POOL_TYPES)
+@contract("store writes K and V of one layer to its slots, and nothing else.", POOL_TYPES)
 def store_writes_its_slots(impl: Any, case: PoolType) -> None:
     pool, inputs = kv_pool(impl, case.dtype), Inputs(seed=1)
     k, v = (inputs.normal(3, NUM_KV_HEADS, HEAD_DIM, dtype=case.dtype) for _ in range(2))
@@ -115,7 +115,7 @@ class Layout:
 
 
 @contract(
-    "k and v may be views: of one merged tensor, or amid other memory.",
+    "k and v may be views, for instance of one merged tensor.",
     (Layout("merged", _merged), Layout("amid others", lambda k, v: (amid_poison(k), amid_poison(v)))),
 )
 def store_takes_views(impl: Any, case: Layout) -> None:
@@ -126,7 +126,7 @@ def store_takes_views(impl: Any, case: Layout) -> None:
     expect_equal("V", pool.v_buffer(2)[slots(6, 17, 8)], v)
 
 
-@contract("Several tokens may go to the dummy page; live slots stay right.", EXAMPLE)
+@contract("Several tokens may be stored to the dummy page; live slots keep their values.", EXAMPLE)
 def padding_goes_to_the_dummy_page(impl: Any, case: Example) -> None:
     pool, inputs = kv_pool(impl), Inputs(seed=4)
     k, v = (inputs.normal(4, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
@@ -150,7 +150,7 @@ class Move:
 
 
 @contract(
-    "move copies the KV of all layers, as if all sources were read before any target is written.",
+    "move copies the KV of all layers as if all sources were read before any target is written.",
     (
         Move("nothing", ()),
         Move("apart", ((4, 12), (5, 9))),

@@ -1,4 +1,4 @@
-"""Clauses of the memory pools, first part: ReqToTokenPool, the rows that map positions to slots."""
+"""Clauses of ReqToTokenPool: the rows that map positions to slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def slots(*ids: int) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.int64, device=check_device())
 
 
-@contract("Rows 1..size are allocated, each to one owner; req_to_token has row 0 beside them.", EXAMPLE)
+@contract("alloc returns rows 1..size, each to one owner; req_to_token has row 0 as well.", EXAMPLE)
 def rows_are_distinct(impl: Any, case: Example) -> None:
     pool = rows_of(impl, 5, 8)
     table = pool.req_to_token
@@ -40,7 +40,7 @@ def rows_are_distinct(impl: Any, case: Example) -> None:
     expect_equal("available_size() when all are out", pool.available_size(), 0)
 
 
-@contract("alloc gives None, and takes nothing, when fewer rows are free.", EXAMPLE)
+@contract("alloc returns None, without allocating any, if fewer rows are free.", EXAMPLE)
 def rows_short(impl: Any, case: Example) -> None:
     pool = rows_of(impl)
     expect_equal("alloc(4) of 3", pool.alloc(4), None)
@@ -125,7 +125,9 @@ def rows_freed_twice(impl: Any, case: Example) -> None:
     expect_raises("free() of a row twice in one call", AssertionError, pool.free, [row, row])
 
 
-@contract("write changes its positions of its row and nothing else; read gives them back in int64.", EXAMPLE)
+@contract(
+    "write changes the given positions of its row and nothing else; read returns them in int64.", EXAMPLE
+)
 def rows_written_and_read(impl: Any, case: Example) -> None:
     pool = rows_of(impl, 3, 6)
     a, b, _ = pool.alloc(3)
@@ -142,9 +144,7 @@ def rows_written_and_read(impl: Any, case: Example) -> None:
     expect_equal("row 0", pool.req_to_token[0].tolist(), [0] * 6)
 
 
-@contract(
-    "write_ragged is write for many rows, each with its part of the slots; read_each reads one each.", EXAMPLE
-)
+@contract("write_ragged is write for many rows; read_each reads one position of each row.", EXAMPLE)
 def rows_written_at_once(impl: Any, case: Example) -> None:
     pool = rows_of(impl, 3, 6)
     a, b, c = pool.alloc(3)
@@ -162,7 +162,7 @@ def rows_written_at_once(impl: Any, case: Example) -> None:
     expect_equal("row 0", pool.req_to_token[0].tolist(), [0] * 6)
 
 
-@contract("read gives a copy.", EXAMPLE)
+@contract("read returns a copy.", EXAMPLE)
 def rows_read_a_copy(impl: Any, case: Example) -> None:
     pool = rows_of(impl)
     (row,) = pool.alloc(1)

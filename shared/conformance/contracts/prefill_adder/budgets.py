@@ -52,7 +52,7 @@ def running(max_new: int = 10, num_output: int = 1, **fields: object) -> Req:
 
 
 @contract(
-    "Running requests reserve what they may still produce, clipped and scaled; mixed tokens, drafts count.",
+    "Running requests reserve their possible output, clipped and scaled; mixed tokens and drafts count.",
     EXAMPLE,
 )
 def initial_budgets(impl: type[PrefillAdder], case: Example) -> None:
@@ -69,7 +69,7 @@ def initial_budgets(impl: type[PrefillAdder], case: Example) -> None:
     expect_equal("rem_chunk_tokens", adder.rem_chunk_tokens, 62)
 
 
-@contract("What fits is added whole, and charged to all three budgets.", EXAMPLE)
+@contract("A prompt that fits is added whole, and reduces all three budgets.", EXAMPLE)
 def added_whole(impl: type[PrefillAdder], case: Example) -> None:
     setup = Setup(impl)
     adder = setup.adder(chunked_prefill_size=100)
@@ -90,7 +90,7 @@ def added_whole(impl: type[PrefillAdder], case: Example) -> None:
     )
 
 
-@contract("A cached prefix is locked and not paid for.", EXAMPLE)
+@contract("A cached prefix is locked and does not reduce the budgets.", EXAMPLE)
 def a_cached_prefix_is_locked_and_not_paid_for(impl: type[PrefillAdder], case: Example) -> None:
     setup = Setup(impl)
     setup.cache(list(range(1, 16)))
@@ -106,7 +106,7 @@ def a_cached_prefix_is_locked_and_not_paid_for(impl: type[PrefillAdder], case: E
     expect_equal("rem_total_tokens", adder.rem_total_tokens, 1024 - 15 - 5 - 30)
 
 
-@contract("The match is capped where prompt log-probabilities begin.", EXAMPLE)
+@contract("The match ends before the first prompt log-probability.", EXAMPLE)
 def prefix_is_capped_where_prompt_logprobs_begin(impl: type[PrefillAdder], case: Example) -> None:
     setup = Setup(impl)
     setup.cache(list(range(1, 21)))
@@ -116,7 +116,7 @@ def prefix_is_capped_where_prompt_logprobs_begin(impl: type[PrefillAdder], case:
     expect_equal("len(prefix_indices)", len(added.prefix_indices), 7)
 
 
-@contract("Extensions are charged in whole pages.", EXAMPLE)
+@contract("Extensions reduce the budgets by whole pages.", EXAMPLE)
 def pages_are_charged_whole(impl: type[PrefillAdder], case: Example) -> None:
     setup = Setup(impl, page_size=16)
     adder = setup.adder(chunked_prefill_size=64)
@@ -136,7 +136,7 @@ def no_room_for_the_output_is_no_token(impl: type[PrefillAdder], case: Example) 
 
 
 @contract(
-    "rem_total is looked at again once the prefix is locked; what is not added is left unlocked.", EXAMPLE
+    "rem_total is checked again after the prefix is locked; a request that is not added is unlocked.", EXAMPLE
 )
 def locking_the_prefix_counts(impl: type[PrefillAdder], case: Example) -> None:
     setup = Setup(impl, pool=60)
@@ -149,7 +149,7 @@ def locking_the_prefix_counts(impl: type[PrefillAdder], case: Example) -> None:
     expect_equal("can_run_list", adder.can_run_list, [])
 
 
-@contract("A lone request needs only its own tokens to fit.", EXAMPLE)
+@contract("A request alone needs room for its own tokens only.", EXAMPLE)
 def a_lone_request_needs_only_its_own_tokens(impl: type[PrefillAdder], case: Example) -> None:
     setup = Setup(impl, pool=32)
     expect_equal("add_one_req", setup.adder().add_one_req(req(32, 1)), AddReqResult.CONTINUE)
@@ -160,7 +160,7 @@ def a_lone_request_needs_only_its_own_tokens(impl: type[PrefillAdder], case: Exa
     )
 
 
-@contract("The first request passes the input budget, the second does not.", EXAMPLE)
+@contract("The first request may exceed the input budget, the next may not.", EXAMPLE)
 def input_budget(impl: type[PrefillAdder], case: Example) -> None:
     adder = Setup(impl).adder(max_prefill_tokens=50)
     expect_equal("add_one_req", adder.add_one_req(req(80, rid="a")), AddReqResult.CONTINUE)
@@ -180,7 +180,7 @@ class Cut:
 
 
 @contract(
-    "A long prompt is cut to whole pages and reserves no output; then the chunk is spent.",
+    "A long prompt is cut to whole pages and reserves no output; then the chunk budget is used up.",
     (
         Cut("7 of page 1", 1, 7, 7),
         Cut("7 of page 4", 4, 7, 4),
@@ -211,7 +211,7 @@ def chunked(num_computed: int, num_prompt: int = 100, max_new: int = 30) -> Req:
 
 
 @contract(
-    "A chunked request goes on from its prefix, and reserves its output with its last chunk.",
+    "A chunked request continues after its prefix, and reserves its output with its last chunk.",
     EXAMPLE,
 )
 def a_chunked_request_goes_on_and_ends(impl: type[PrefillAdder], case: Example) -> None:
@@ -235,7 +235,7 @@ class Parked:
 
 
 @contract(
-    "A chunked request without budget is parked, not lost: decode tokens may take the whole chunk, or more.",
+    "A chunked request without budget waits for the next step: decode tokens may use up the chunk.",
     (Parked("whole", 8), Parked("more", 9)),
 )
 def a_chunked_request_without_budget_is_parked(impl: type[PrefillAdder], case: Parked) -> None:
@@ -245,7 +245,7 @@ def a_chunked_request_without_budget_is_parked(impl: type[PrefillAdder], case: P
     expect_equal("can_run_list", adder.can_run_list, [])
 
 
-@contract("A chunked request takes no more memory than there is.", EXAMPLE)
+@contract("A chunk is no larger than the free memory.", EXAMPLE)
 def a_chunked_request_takes_no_more_memory_than_there_is(impl: type[PrefillAdder], case: Example) -> None:
     setup = Setup(impl, pool=64, page_size=4)
     setup.allocator.alloc(56)
@@ -260,7 +260,10 @@ def a_chunked_request_takes_no_more_memory_than_there_is(impl: type[PrefillAdder
     )
 
 
-@contract("Victims: least important first, then most recently queued, as few as suffice.", EXAMPLE)
+@contract(
+    "Requests of the lowest priority are preempted first, then the most recently queued, as few as suffice.",
+    EXAMPLE,
+)
 def least_important_and_latest_first_as_few_as_suffice(impl: type[PrefillAdder], case: Example) -> None:
     setup = Setup(impl, pool=60)
     setup.allocator.alloc(60)
@@ -275,7 +278,7 @@ def least_important_and_latest_first_as_few_as_suffice(impl: type[PrefillAdder],
     expect_equal("[v.rid for v in chosen]", [v.rid for v in chosen], ["less", "new"])
 
 
-@contract("What preempted requests had reserved is given back to the budget.", EXAMPLE)
+@contract("The reservations of preempted requests are removed from the budget.", EXAMPLE)
 def preempted_reserve_nothing(impl: type[PrefillAdder], case: Example) -> None:
     setup = Setup(impl, pool=100)
     setup.allocator.alloc(60)
@@ -286,7 +289,7 @@ def preempted_reserve_nothing(impl: type[PrefillAdder], case: Example) -> None:
     expect_equal("rem_total_tokens", adder.rem_total_tokens, before + 10)
 
 
-@contract("Preemption is all or nothing.", EXAMPLE)
+@contract("If preemption cannot make enough room, no request is preempted.", EXAMPLE)
 def all_or_nothing(impl: type[PrefillAdder], case: Example) -> None:
     setup = Setup(impl, pool=60)
     setup.allocator.alloc(60)
@@ -298,7 +301,9 @@ def all_or_nothing(impl: type[PrefillAdder], case: Example) -> None:
     )
 
 
-@contract("A preempted request frees what it alone owns: its prefix in the cache may be shared.", EXAMPLE)
+@contract(
+    "A preempted request frees the slots that it alone owns: its prefix in the cache may be shared.", EXAMPLE
+)
 def a_shared_prefix_is_not_freed(impl: type[PrefillAdder], case: Example) -> None:
     setup = Setup(impl, pool=60)
     setup.cache(list(range(1, 41)))

@@ -1,4 +1,4 @@
-"""Clauses of the prefill adder: who waits for a prefix that another one computes."""
+"""Clauses of the prefill adder: requests that wait for a prefix that this step computes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Shared:
 
 
 @contract(
-    "A request whose prefix this step computes waits for it, if it is long enough and not cached yet.",
+    "A request waits for a prefix that this step computes, if it is long enough and not cached.",
     (
         Shared("long enough", True, num_shared=10),
         Shared("too short", False, num_shared=9),
@@ -70,7 +70,7 @@ def prefixes_computed_now_are_waited_for(impl: type[PrefillAdder], case: Shared)
         expect_equal("last_node", second.last_node, None)
 
 
-@contract("The same tokens behind another prefix are not waited for.", EXAMPLE)
+@contract("The same tokens after a different prefix are not waited for.", EXAMPLE)
 def the_same_behind_another_prefix(impl: type[PrefillAdder], case: Example) -> None:
     setup = Setup(impl)
     setup.cache(list(range(1, 31)))
@@ -99,7 +99,7 @@ def a_chunked_requests_prefix_is_waited_for(impl: type[PrefillAdder], case: Exam
 
 
 @contract(
-    "One that was left waiting takes nothing from the budgets; after MAX_WAITS of them the step is full.",
+    "A waiting request does not reduce the budgets; after MAX_WAITS of them the step is full.",
     EXAMPLE,
 )
 def so_many_wait_and_no_more(impl: type[PrefillAdder], case: Example) -> None:

@@ -1,4 +1,4 @@
-"""Clauses of the radix cache: what proved to be bad goes, and nothing else."""
+"""Clauses of the radix cache: discarding KV that may contain NaN."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tree_of(impl: type[PrefixCache], *sequences: Sequence[int]) -> Tree:
 
 
 @contract(
-    "What is discarded is not found, and its slots come back; what was before it stays.", page_sizes(1, 4)
+    "A discarded part is no longer found and its slots are freed; the part before it stays.", page_sizes(1, 4)
 )
 def discards_the_rest(impl: type[PrefixCache], case: PageSize) -> None:
     tree = Tree(impl, page_size=case.page_size)
@@ -37,14 +37,14 @@ def discards_the_rest(impl: type[PrefixCache], case: PageSize) -> None:
     expect_equal("sizes", sizes(tree.cache), (length, 0))
 
 
-@contract("What others added below it goes too, and nothing beside it.", EXAMPLE)
+@contract("Nodes below the discarded part are discarded too, and no others.", EXAMPLE)
 def discards_what_is_below(impl: type[PrefixCache], case: Example) -> None:
     tree = tree_of(impl, [1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [1, 2, 8], [9])
     tree.cache.discard(RadixKey([1, 2, 3, 4]), 2)
     expect_equal("edges", tree.keys(), [[1, 2], [8], [9]])
 
 
-@contract("A node that begins before the place stays whole; so does another namespace.", EXAMPLE)
+@contract("A node that begins before `start` stays whole, and so do other namespaces.", EXAMPLE)
 def discards_whole_nodes(impl: type[PrefixCache], case: Example) -> None:
     tree = tree_of(impl, [1, 2, 3], [1, 2, 3, 4])
     tree.cache.discard(RadixKey([1, 2, 3, 4], "a"), 0)
@@ -69,7 +69,7 @@ def discards_nothing_in_use(impl: type[PrefixCache], case: Example) -> None:
     expect_equal("edges", tree.keys(), [])
 
 
-@contract("What is left can be evicted: a parent that became a leaf, and it alone.", EXAMPLE)
+@contract("A parent that becomes a leaf by a discard can be evicted.", EXAMPLE)
 def evicts_what_is_left(impl: type[PrefixCache], case: Example) -> None:
     tree = tree_of(impl, [1, 2], [1, 2, 3], [4])
     node = tree.node([1, 2, 3])

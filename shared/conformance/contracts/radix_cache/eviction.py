@@ -53,7 +53,7 @@ class Tree:
         return order
 
 
-@contract("Evicted slots go back to the allocator, and the tokens are no longer found.", page_sizes(1, 4))
+@contract("Evicted slots are freed, and their tokens are no longer found.", page_sizes(1, 4))
 def evicted_slots_come_back(impl: type[PrefixCache], case: PageSize) -> None:
     tree = Tree(impl, page_size=case.page_size)
     length = 4 * case.page_size
@@ -66,7 +66,7 @@ def evicted_slots_come_back(impl: type[PrefixCache], case: PageSize) -> None:
     expect_equal("sizes", sizes(tree.cache), (0, 0))
 
 
-@contract("Whole leaves go, as few as suffice, and evict gives the number of tokens freed.", EXAMPLE)
+@contract("evict removes whole leaves, as few as suffice, and returns the number of freed tokens.", EXAMPLE)
 def whole_leaves_go(impl: type[PrefixCache], case: Example) -> None:
     tree = Tree(impl)
     tree.insert([1, 2, 3])
@@ -89,7 +89,7 @@ def evict_nothing(impl: type[PrefixCache], case: Example) -> None:
     expect_equal("edges", tree.keys(), [[1]])
 
 
-@contract("Parents go once they are leaves, within one call too.", EXAMPLE)
+@contract("A parent is evicted once it is a leaf, within the same call too.", EXAMPLE)
 def parents_go_last(impl: type[PrefixCache], case: Example) -> None:
     tree = Tree(impl)
     tree.insert([1, 2, 3])
@@ -101,7 +101,7 @@ def parents_go_last(impl: type[PrefixCache], case: Example) -> None:
     expect_equal("free slots", tree.allocator.available_size(), tree.allocator.size)
 
 
-@contract("A locked node, and what is above it, never goes.", tuple(Example(policy) for policy in POLICIES))
+@contract("A locked node and its ancestors are never evicted.", tuple(Example(policy) for policy in POLICIES))
 def locked_nodes_stay(impl: type[PrefixCache], case: Example) -> None:
     tree = Tree(impl, case.name)
     for tokens in ([1, 2, 3], [1, 2, 4], [1, 2, 3, 5], [8, 9]):
@@ -280,7 +280,7 @@ ORDERS = (
 )
 
 
-@contract("Leaves go in the eviction policy's order.", ORDERS)
+@contract("Leaves are evicted in the order of the policy.", ORDERS)
 def eviction_order(impl: type[PrefixCache], case: Order) -> None:
     tree = Tree(impl, case.policy)
     for tokens, priority in case.steps:

@@ -1,4 +1,4 @@
-"""Clauses of the radix cache, second part: splits and locks, and looking in."""
+"""Clauses of the radix cache: splits, locks and inspection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def by_id(cache: PrefixCache) -> dict[int, CacheNode]:
 
 
 @contract(
-    "A split keeps totals and locks; the split node's object stays the lower half: holders lose nothing.",
+    "A split keeps totals and locks. The split node's object stays the lower half.",
     PAGE_SIZES,
 )
 def split_keeps_the_holder(impl: type[PrefixCache], case: PageSize) -> None:
@@ -54,7 +54,7 @@ def split_keeps_the_holder(impl: type[PrefixCache], case: PageSize) -> None:
     expect_equal("sizes after the other", sizes(cache), (6 * p, 0))
 
 
-@contract("A split under an unlocked node locks nothing, and its halves can be locked apart.", PAGE_SIZES)
+@contract("A split of an unlocked node locks nothing, and its halves can be locked separately.", PAGE_SIZES)
 def split_of_an_unlocked_node(impl: type[PrefixCache], case: PageSize) -> None:
     p = case.page_size
     cache = impl(p)
@@ -66,7 +66,7 @@ def split_of_an_unlocked_node(impl: type[PrefixCache], case: PageSize) -> None:
     expect_equal("slots", match(cache, range(4 * p)), list(range(100, 100 + 4 * p)))
 
 
-@contract("The node of a match locks no more than what was matched.", PAGE_SIZES)
+@contract("Locking the node of a match locks the matched part and no more.", PAGE_SIZES)
 def match_locks_what_it_matched(impl: type[PrefixCache], case: PageSize) -> None:
     cache = impl(case.page_size)
     insert(cache, range(4 * case.page_size), 100)
@@ -74,7 +74,7 @@ def match_locks_what_it_matched(impl: type[PrefixCache], case: PageSize) -> None
     expect_equal("sizes", sizes(cache), (case.page_size, 3 * case.page_size))
 
 
-@contract("Sizes stay right when a locked node is split, grown and released.", EXAMPLE)
+@contract("Sizes stay right when a locked node is split, extended and unlocked.", EXAMPLE)
 def sizes_after_a_split(impl: type[PrefixCache], case: Example) -> None:
     cache = impl(1)
     insert(cache, range(8), 100)
@@ -91,7 +91,7 @@ def sizes_after_a_split(impl: type[PrefixCache], case: Example) -> None:
     expect_equal("locks left", [node.lock_ref for node in cache.nodes() if node.lock_ref], [])
 
 
-@contract("A lock holds the path from its node up to the root.", EXAMPLE)
+@contract("A lock applies to the path from its node up to the root.", EXAMPLE)
 def locks_count_along_the_path(impl: type[PrefixCache], case: Example) -> None:
     cache = impl(1)
     for tokens, start in (([1, 2, 3], 10), ([1, 2, 4], 20), ([1, 5], 30)):
@@ -129,7 +129,7 @@ def lock_below_zero(impl: type[PrefixCache], case: Example) -> None:
     expect_raises("dec_lock_ref() once too often", AssertionError, cache.dec_lock_ref, node)
 
 
-@contract("nodes() lists parents first, each node once, and node_id names them.", EXAMPLE)
+@contract("nodes() lists each node once, parents first, under the number that node_id returns.", EXAMPLE)
 def nodes_parents_first(impl: type[PrefixCache], case: Example) -> None:
     cache = impl(2)
     for tokens in ([1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 5, 6, 7, 8], [9, 9]):
@@ -149,7 +149,7 @@ def nodes_parents_first(impl: type[PrefixCache], case: Example) -> None:
     expect_equal("the matched node's tokens", by_id(cache)[cache.node_id(result.last_node)].key, [5, 6])
 
 
-@contract("reset forgets everything and frees no slot.", EXAMPLE)
+@contract("reset removes all nodes and frees no slot.", EXAMPLE)
 def reset_forgets(impl: type[PrefixCache], case: Example) -> None:
     world = CacheWorld(impl, 2, num_pages=4)
     cache, allocator = world.cache, world.allocator

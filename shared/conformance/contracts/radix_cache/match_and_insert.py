@@ -1,4 +1,4 @@
-"""Clauses of the radix cache, first part: what is found, and what inserting adds."""
+"""Clauses of the radix cache: match and insert."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def up_to(start: int, count: int) -> list[int]:
     return list(range(start, start + count))
 
 
-@contract("A cache that finds things says so: disable is False.", EXAMPLE)
+@contract("disable is False in a cache that finds prefixes.", EXAMPLE)
 def is_not_disabled(impl: type[PrefixCache], case: Example) -> None:
     expect_equal("disable", impl(1).disable, False)
     expect_equal("page_size", impl(4).page_size, 4)
 
 
 @contract(
-    "The empty key matches nothing, which is the root and an empty int64 tensor, and inserts nothing.",
+    "The empty key matches nothing (the root and an empty int64 tensor) and inserts nothing.",
     PAGE_SIZES,
 )
 def empty_key(impl: type[PrefixCache], case: PageSize) -> None:
@@ -96,7 +96,7 @@ AROUND_PAGES = tuple(
 )
 
 
-@contract("Whole pages are kept and found: of page * k tokens and of one more or less.", AROUND_PAGES)
+@contract("Whole pages are stored and found, for lengths at and beside multiples of the page.", AROUND_PAGES)
 def whole_pages(impl: type[PrefixCache], case: AroundPages) -> None:
     page_size, length = case.page_size, case.length
     cache = impl(page_size)
@@ -108,7 +108,7 @@ def whole_pages(impl: type[PrefixCache], case: AroundPages) -> None:
         expect_equal(f"match of {query_len} tokens", match(cache, range(query_len)), up_to(100, expected))
 
 
-@contract("Keys that part within a page share nothing of that page.", PAGE_SIZES)
+@contract("Keys that differ within a page share nothing of that page.", PAGE_SIZES)
 def parting_within_a_page(impl: type[PrefixCache], case: PageSize) -> None:
     page_size = case.page_size
     length = 4 * page_size
@@ -123,7 +123,9 @@ def parting_within_a_page(impl: type[PrefixCache], case: PageSize) -> None:
         expect_equal("sizes", sizes(cache), (length, 0))
 
 
-@contract("insert says how much was there, and existing nodes keep their slots.", PAGE_SIZES)
+@contract(
+    "insert returns the length that was cached before, and existing nodes keep their slots.", PAGE_SIZES
+)
 def insert_keeps_slots(impl: type[PrefixCache], case: PageSize) -> None:
     p = case.page_size
     cache = impl(p)
@@ -138,7 +140,7 @@ def insert_keeps_slots(impl: type[PrefixCache], case: PageSize) -> None:
     expect_equal("sizes", sizes(cache), (4 * p + 2 * p, 0))
 
 
-@contract("Inserting what is there creates nothing.", PAGE_SIZES)
+@contract("Inserting a cached key creates no node.", PAGE_SIZES)
 def insert_twice(impl: type[PrefixCache], case: PageSize) -> None:
     p = case.page_size
     cache = impl(p)
@@ -151,7 +153,9 @@ def insert_twice(impl: type[PrefixCache], case: PageSize) -> None:
     expect_equal("slots", match(cache, range(3 * p)), up_to(100, 3 * p))
 
 
-@contract("The node that insert gives holds the key's last token, also within an old edge.", PAGE_SIZES)
+@contract(
+    "insert returns the node that holds the last token of the key, also inside an existing edge.", PAGE_SIZES
+)
 def node_of_insert(impl: type[PrefixCache], case: PageSize) -> None:
     for num_pages in (2, 3, 5):
         cache = impl(case.page_size)
@@ -162,7 +166,7 @@ def node_of_insert(impl: type[PrefixCache], case: PageSize) -> None:
         expect_equal(f"tokens that its lock protects, of {length}", cache.protected_size(), length)
 
 
-@contract("Keys, values and results are copies: later changes by the caller do not reach the tree.", EXAMPLE)
+@contract("Keys, values and results are copied: later changes by the caller do not change the tree.", EXAMPLE)
 def copies(impl: type[PrefixCache], case: Example) -> None:
     cache = impl(1)
     tokens, value = [1, 2, 3], slots(100, 3)
@@ -177,7 +181,7 @@ def copies(impl: type[PrefixCache], case: Example) -> None:
     expect_equal("after another one's changed", match(cache, [1, 2, 3]), [100, 101, 102])
 
 
-@contract("More slots than tokens may be passed: the surplus is ignored.", EXAMPLE)
+@contract("insert ignores slots beyond the tokens of the key.", EXAMPLE)
 def surplus_slots(impl: type[PrefixCache], case: Example) -> None:
     cache = impl(2)
     cache.insert(RadixKey([1, 2, 3]), slots(100, 9))
@@ -185,7 +189,7 @@ def surplus_slots(impl: type[PrefixCache], case: Example) -> None:
     expect_equal("sizes", sizes(cache), (2, 0))
 
 
-@contract("Keys of different extra_key never match; None is a namespace like the others.", PAGE_SIZES)
+@contract("Keys of different extra_key never match; None is a namespace of its own.", PAGE_SIZES)
 def namespaces(impl: type[PrefixCache], case: PageSize) -> None:
     cache = impl(case.page_size)
     tokens = list(range(2 * case.page_size))
@@ -200,7 +204,7 @@ def namespaces(impl: type[PrefixCache], case: PageSize) -> None:
     expect_equal("namespaces of nodes()", {node.extra_key for node in cache.nodes()}, set(spaces))
 
 
-@contract("Bigrams match only with the same next token: n tokens are n - 1 entries.", page_sizes(1, 2))
+@contract("A bigram matches only with the same next token: n tokens are n - 1 entries.", page_sizes(1, 2))
 def bigrams(impl: type[PrefixCache], case: PageSize) -> None:
     cache = impl(case.page_size, is_bigram=True)
     cache.insert(RadixKey([1, 2, 3, 4, 5], is_bigram=True), slots(100, 4))
@@ -225,7 +229,7 @@ class LongKey:
 
 
 @contract(
-    "Long keys match to the token.",
+    "Long keys match up to the first different token.",
     tuple(LongKey(f"{n} of 500", n) for n in (1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 499, 500)),
 )
 def long_keys(impl: type[PrefixCache], case: LongKey) -> None:

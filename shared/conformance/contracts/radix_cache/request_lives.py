@@ -1,4 +1,4 @@
-"""Clauses of any prefix cache: requests come, compute, are retracted and end, in little memory."""
+"""Clauses of any prefix cache: requests are admitted, computed, retracted and ended in little memory."""
 
 from __future__ import annotations
 
@@ -154,7 +154,9 @@ OVER_ALLOCATIONS = tuple(
 )
 
 
-@contract("Slots that were allocated and never committed are freed at the end, once.", OVER_ALLOCATIONS)
+@contract(
+    "Slots that were allocated and never committed are freed when the request ends, once.", OVER_ALLOCATIONS
+)
 def over_allocated_slots(impl: type[PrefixCache], case: OverAllocation) -> None:
     """A step in flight, or rejected drafts, leave them."""
     world = CacheWorld(impl, case.page_size)
@@ -169,15 +171,14 @@ LIVES = tuple(random_lives(seed) for seed in range(60))
 
 
 @contract(
-    "After every event each slot has one owner, each lock its request, and each request reads what was "
-    "computed for its own tokens.",
+    "After each event, slots and locks have one owner each, and requests read the KV of their own tokens.",
     LIVES,
 )
 def any_lives(impl: type[PrefixCache], case: Lives) -> None:
     Run(impl, case).play()
 
 
-@agreement("The same lives share, lock and free as much as with the reference.", LIVES[:24])
+@agreement("The same requests share, lock and free the same amounts as with the reference.", LIVES[:24])
 def same_lives(impl: type[PrefixCache], case: Lives, reference: type[PrefixCache]) -> None:
     for i, (actual, expected) in enumerate(zip(Run(impl, case).play(), Run(reference, case).play())):
         expect_equal(f"(protected, prefix) of requests; sizes, after event {i}", actual, expected)

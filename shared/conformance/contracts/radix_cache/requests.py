@@ -1,4 +1,4 @@
-"""Clauses of the radix cache, fifth part: a request's memory, cached as it computes, released once."""
+"""Clauses of the radix cache: a request's memory, cached while it computes and freed once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared.scheduling.invariants import check_idle
 
 
 @contract(
-    "After prefill the whole pages are the tree's and locked; the partial page stays the request's.",
+    "After prefill the tree owns the whole pages, locked; the request owns the partial page.",
     AROUND_PAGES,
 )
 def prefill_is_cached(impl: type[PrefixCache], case: AroundPages) -> None:
@@ -57,7 +57,7 @@ class Chunks:
 
 
 @contract(
-    "A chunk goes on where the last one ended, also within a page.",
+    "A chunk continues where the previous one ended, also within a page.",
     tuple(Chunks(f"page {p}, chunks of {chunk}", p, chunk) for p in (1, 2, 4) for chunk in (3, 4, 8)),
 )
 def chunk_after_chunk(impl: type[PrefixCache], case: Chunks) -> None:
@@ -81,7 +81,7 @@ def chunk_after_chunk(impl: type[PrefixCache], case: Chunks) -> None:
     world.expect_idle()
 
 
-@contract("A row is remapped to the tree's slots before its own duplicates of them are freed.", PAGE_SIZES)
+@contract("A row is remapped to the tree's slots before the request's duplicates are freed.", PAGE_SIZES)
 def remapped_before_freed(impl: type[PrefixCache], case: PageSize) -> None:
     """Two requests compute the same prompt, and the second one lost the race: while its row still names the
     slots being freed, another request could overwrite what it reads."""
@@ -111,9 +111,7 @@ def remapped_before_freed(impl: type[PrefixCache], case: PageSize) -> None:
     world.expect_idle()
 
 
-@contract(
-    "Duplicates beside a matched prefix are freed alone: not the prefix, not the partial page.", PAGE_SIZES
-)
+@contract("Only duplicates are freed: neither the matched prefix nor the partial page.", PAGE_SIZES)
 def duplicates_freed_alone(impl: type[PrefixCache], case: PageSize) -> None:
     world, p = CacheWorld(impl, case.page_size), case.page_size
     world.finish(world.prefill(range(2 * p)))
@@ -130,7 +128,7 @@ def duplicates_freed_alone(impl: type[PrefixCache], case: PageSize) -> None:
     world.expect_idle()
 
 
-@contract("A prompt that is cached in full still has its last token to compute.", AROUND_PAGES)
+@contract("A request whose prompt is completely cached still computes its last token.", AROUND_PAGES)
 def full_hit(impl: type[PrefixCache], case: AroundPages) -> None:
     world = CacheWorld(impl, case.page_size)
     if case.length == 0:
@@ -157,7 +155,7 @@ class Steps:
 
 
 @contract(
-    "A finished request leaves its committed tokens' whole pages; the last sampled token has no KV.",
+    "A finished request caches the whole pages of its committed tokens; the last token has no KV.",
     tuple(Steps(f"page {p}, {n} steps", p, n) for p in (1, 2, 4) for n in (0, 1, 4, 7)),
 )
 def finish_caches_committed(impl: type[PrefixCache], case: Steps) -> None:
@@ -175,9 +173,7 @@ def finish_caches_committed(impl: type[PrefixCache], case: Steps) -> None:
     world.expect_idle()
 
 
-@contract(
-    "Two requests decode the same tokens: the second one's pages are freed, the first one's kept.", PAGE_SIZES
-)
+@contract("Of two requests with the same output, the second one's pages are freed.", PAGE_SIZES)
 def finish_of_a_duplicate(impl: type[PrefixCache], case: PageSize) -> None:
     world = CacheWorld(impl, case.page_size)
     reqs = [world.prefill(range(5)), world.prefill(range(5))]
@@ -195,7 +191,7 @@ def finish_of_a_duplicate(impl: type[PrefixCache], case: PageSize) -> None:
     world.expect_idle()
 
 
-@contract("Without insert, everything that the request owns is freed; what the tree had stays.", PAGE_SIZES)
+@contract("Without insert, all slots of the request are freed, and the tree stays as it is.", PAGE_SIZES)
 def finish_without_insert(impl: type[PrefixCache], case: PageSize) -> None:
     world = CacheWorld(impl, case.page_size)
     req = world.prefill(range(9))
@@ -208,7 +204,7 @@ def finish_without_insert(impl: type[PrefixCache], case: PageSize) -> None:
     world.expect_idle()
 
 
-@contract("A retracted request owns nothing, and finds its prompt and outputs again.", PAGE_SIZES)
+@contract("A retracted request owns no memory, and later matches its prompt and outputs again.", PAGE_SIZES)
 def retracted_and_readmitted(impl: type[PrefixCache], case: PageSize) -> None:
     world = CacheWorld(impl, case.page_size)
     req = world.prefill(range(8))
@@ -238,7 +234,7 @@ class IsInsert:
 BOTH_ENDS = (IsInsert("insert", True), IsInsert("no insert", False))
 
 
-@contract("A request that ends between chunks gives everything back.", BOTH_ENDS)
+@contract("A request that ends between two chunks frees all its memory.", BOTH_ENDS)
 def ends_between_chunks(impl: type[PrefixCache], case: IsInsert) -> None:
     world = CacheWorld(impl, 4)
     req = world.admit(range(30), chunk=8)
@@ -249,7 +245,7 @@ def ends_between_chunks(impl: type[PrefixCache], case: IsInsert) -> None:
     world.expect_idle()
 
 
-@contract("A live request's prefix survives any eviction.", EXAMPLE)
+@contract("The prefix of a live request is never evicted.", EXAMPLE)
 def live_prefix_survives(impl: type[PrefixCache], case: Example) -> None:
     world = CacheWorld(impl, 2)
     req = world.prefill(range(8))
@@ -272,7 +268,7 @@ def requests_in_namespaces(impl: type[PrefixCache], case: Example) -> None:
     world.expect_idle()
 
 
-@contract("A request's priority is its tokens'.", BOTH_ENDS)
+@contract("Cached tokens have the priority of their request.", BOTH_ENDS)
 def priority_of_a_request(impl: type[PrefixCache], case: IsInsert) -> None:
     world = CacheWorld(impl, 1, eviction_policy="priority")
     world.finish(world.prefill([1, 2, 3], priority=5), case.is_insert)
@@ -284,7 +280,7 @@ def priority_of_a_request(impl: type[PrefixCache], case: IsInsert) -> None:
 
 
 @contract(
-    "A bigram cache keeps one token less: the last one's draft KV waits for the token after it.", PAGE_SIZES
+    "A bigram cache stores one token less: draft KV of the last token depends on the next token.", PAGE_SIZES
 )
 def bigram_requests(impl: type[PrefixCache], case: PageSize) -> None:
     world = CacheWorld(impl, case.page_size, is_bigram=True)

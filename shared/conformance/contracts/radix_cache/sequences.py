@@ -1,4 +1,4 @@
-"""Clauses of the radix cache, fourth part: any sequence of calls, beside a cache without a tree."""
+"""Clauses of the radix cache: any sequence of calls, compared with a cache without a tree."""
 
 from __future__ import annotations
 
@@ -181,14 +181,16 @@ SEQUENCES = tuple(random_calls(seed) for seed in range(96))
 
 
 @contract(
-    "Whatever is called in whatever order, the tree holds what a flat dictionary of prefixes holds.",
+    "After any sequence of calls the tree holds the same as a flat dictionary of prefixes.",
     SEQUENCES,
 )
 def any_calls(impl: type[PrefixCache], case: Calls) -> None:
     Run(impl, case).play()
 
 
-@agreement("The same calls match, evict, lock and leave as much as with the reference.", SEQUENCES[:24])
+@agreement(
+    "The same calls match, evict, lock and leave the same amounts as with the reference.", SEQUENCES[:24]
+)
 def same_calls(impl: type[PrefixCache], case: Calls, reference: type[PrefixCache]) -> None:
     for i, (actual, expected) in enumerate(zip(Run(impl, case).play(), Run(reference, case).play())):
         expect_equal(f"answer {i}", actual, expected)

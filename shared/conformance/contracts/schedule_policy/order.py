@@ -48,7 +48,7 @@ def fcfs_keeps_the_queue(impl: type[SchedulePolicy], case: Example) -> None:
 
 
 @contract(
-    "fcfs with priority scheduling: the most important first, then who waits longest.",
+    "fcfs with priority scheduling: highest priority first, then the longest waiting.",
     EXAMPLE,
 )
 def fcfs_with_priorities(impl: type[SchedulePolicy], case: Example) -> None:
@@ -92,7 +92,7 @@ def random_is_a_seeded_permutation(impl: type[SchedulePolicy], case: Example) ->
 
 
 @contract(
-    "routing-key: keys most frequent in the running batch first, ties by key, the others after them.", EXAMPLE
+    "routing-key: the most frequent key of the running batch first, ties by key, all others last.", EXAMPLE
 )
 def routing_key_follows_what_runs(impl: type[SchedulePolicy], case: Example) -> None:
     policy = impl(EngineConfig(schedule_policy="routing-key"), cache())
@@ -145,7 +145,9 @@ def dfs_weight_order(impl: type[SchedulePolicy], case: Example) -> None:
     )
 
 
-@contract("dfs-weight: of two children that weigh the same, the one whose request waits longest.", EXAMPLE)
+@contract(
+    "dfs-weight: of two equally heavy children, the one with the longest waiting request first.", EXAMPLE
+)
 def dfs_weight_ties(impl: type[SchedulePolicy], case: Example) -> None:
     tree = cache()
     put(tree, [1, 2], [3, 4], [5, 6])
@@ -174,7 +176,7 @@ def cache_aware_without_a_cache(impl: type[SchedulePolicy], case: CacheAware) ->
 
 
 @contract(
-    "Who shares a prefix that a request before it computes now goes last, and is listed as deprioritized.",
+    "A request that shares a prefix with an earlier request of the step goes last and is deprioritized.",
     tuple(CacheAware(policy, page_size) for policy in ("lpm", "dfs-weight") for page_size in (1, 4)),
 )
 def in_batch_prefixes_wait(impl: type[SchedulePolicy], case: CacheAware) -> None:
@@ -193,7 +195,7 @@ def in_batch_prefixes_wait(impl: type[SchedulePolicy], case: CacheAware) -> None
     expect_equal("order[-1]", rids(result)[-1], "second")
 
 
-@contract("A prefix that the cache has needs no waiting for.", EXAMPLE)
+@contract("A request is not deprioritized for a prefix that is cached.", EXAMPLE)
 def a_prefix_in_the_cache_needs_no_waiting(impl: type[SchedulePolicy], case: Example) -> None:
     tree = cache()
     prefix = list(range(1, 34))

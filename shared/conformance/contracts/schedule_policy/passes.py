@@ -1,4 +1,4 @@
-"""Clauses of the scheduling policy, second part: pass after pass, while requests and prefixes come and go."""
+"""Clauses of the scheduling policy: many passes, while requests and prefixes change."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ EVERY_POLICY = PLAIN + CACHE_AWARE
 
 
 @contract(
-    "An order stays a permutation of those who waited at the call, while they leave and others join.",
+    "An order stays a permutation of the requests that waited at the call, while the queue changes.",
     EVERY_POLICY,
 )
 def walked_while_the_queue_changes(impl: type[SchedulePolicy], case: Policy) -> None:
@@ -205,13 +205,13 @@ class Run:
 PASSES = tuple(random_passes(policy, seed) for policy in EVERY_POLICY for seed in range(4))
 
 
-@contract("A WaitingQueue that changes between passes is ordered as a list of the same requests is.", PASSES)
+@contract("A WaitingQueue that changes between passes is ordered like a list of the same requests.", PASSES)
 def a_followed_queue(impl: type[SchedulePolicy], case: Passes) -> None:
     followed, listed = Run(impl, case).play(), Run(impl, case, as_list=True).play()
     expect_equal("orders", followed, listed)
 
 
-@agreement("Pass after pass the order, and who is put off, are those of the reference.", PASSES)
+@agreement("In each pass, order and deprioritized requests are those of the reference.", PASSES)
 def the_same_passes(impl: type[SchedulePolicy], case: Passes, reference: type[SchedulePolicy]) -> None:
     ours, theirs = Run(impl, case).play(), Run(reference, case).play()
     expect_true("as many passes", len(ours) == len(theirs))
