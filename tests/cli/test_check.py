@@ -111,7 +111,7 @@ def test_a_broken_variant_fails_with_the_smallest_case(diptych: Diptych, tmp_pat
     assert result.exit_code == 1, result.output
     text = result.stdout
     for expected in (
-        "A lock holds the path from its node up to the root.",
+        "A lock applies to the path from its node up to the root.",
         "smallest input",
         "expected",
         "got",
