@@ -1,4 +1,4 @@
-"""DraftConfig: what the config.json of a draft model says, completed by its target's."""
+"""DraftConfig: the config.json of a draft model, completed by that of its target."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class DraftConfig:
     model: ModelConfig
     target: ModelConfig
     target_layers: tuple[int, ...] = ()
-    """Layers of the target whose input streams the draft model takes, side by side; the number of layers
-    stands for the stream behind the last. (): the target's hidden states after the final norm."""
+    """Layers of the target whose input streams the draft model takes, concatenated; the number of layers
+    means the stream after the last layer. (): the target's hidden states after the final norm."""
     norm_before_residual: bool = False
-    """EAGLE-3: what goes around attention and is added to it is the normed hidden state, not the bare one."""
+    """EAGLE-3: the residual around attention is the hidden state after the norm, not before it."""
 
     def __post_init__(self) -> None:
         if self.model.hidden_size != self.target.hidden_size:
@@ -44,7 +44,7 @@ class DraftConfig:
 
     @property
     def target_hidden_size(self) -> int:
-        """Width of what the target gives."""
+        """Width of the target's hidden states as given to the draft model."""
         return max(len(self.target_layers), 1) * self.target.hidden_size
 
     @classmethod

@@ -17,8 +17,9 @@ SpeculativeAlgorithm = Literal["eagle", "eagle3", "nextn", "standalone", "ngram"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Flags. `None` means "decide from the model and the machine"; `shared.engine.llm` resolves it and the
-    resolved value can be read from the engine. A bad value raises `ValueError` naming flag, value, range.
+    """Flags. `None` means that the engine chooses by model and hardware; `shared.engine.llm` resolves it, and
+    the resolved value can be read from the engine. A bad value raises `ValueError` with flag, value and
+    range.
     """
 
     # What to run
@@ -39,37 +40,37 @@ class EngineConfig:
     page_size: int = 1
     context_len: int | None = None  # default: the model's
     max_total_tokens: int | None = None  # size of the KV pool in tokens; default: from free memory
-    mem_fraction_static: float = 0.9  # of the GPU's memory, at most, for weights and KV pool together
+    mem_fraction_static: float = 0.9  # largest share of GPU memory for weights and KV pool
     max_running_requests: int = 256
     disable_radix_cache: bool = False
     eviction_policy: EvictionPolicyName = "lru"
 
     # Scheduling
     schedule_policy: SchedulePolicyName = "fcfs"
-    schedule_conservativeness: float = 1.0  # larger: fewer requests at once, fewer retractions
-    max_prefill_tokens: int = 16384  # prompt tokens in one step, whole batch
-    chunked_prefill_size: int | None = 8192  # prompt tokens of one step before a prompt is cut; None: never
+    schedule_conservativeness: float = 1.0  # larger: fewer concurrent requests, fewer retractions
+    max_prefill_tokens: int = 16384  # prompt tokens in one step, over all requests
+    chunked_prefill_size: int | None = 8192  # a longer prompt is computed in chunks; None: no chunks
     enable_mixed_chunk: bool = False  # decode in the same step as a prefill
-    enable_priority_scheduling: bool = False  # honoured by fcfs and lof; more important requests preempt
-    priority_preemption_threshold: int = 10  # preempt only what is less important by more than this
+    enable_priority_scheduling: bool = False  # with fcfs and lof; requests of higher priority preempt
+    priority_preemption_threshold: int = 10  # preempt only if the priorities differ by more than this
     max_queued_requests: int | None = None
     in_batch_prefix_check_threshold: int = (
-        32  # look for shared prefixes in the queue when the cache has <= this
+        32  # search the queue for shared prefixes if at most this much is cached
     )
-    in_batch_prefix_deprioritize_threshold: int = 32  # ... and put off requests that share >= this
+    in_batch_prefix_deprioritize_threshold: int = 32  # ... and defer requests that share at least this much
     waiting_timeout: float | None = None  # seconds in the queue
     running_timeout: float | None = None  # seconds since first scheduled
 
     # Speculative decoding (not together with mixed chunks)
-    speculative: SpeculativeAlgorithm | None = None  # what drafts; None: no speculation
+    speculative: SpeculativeAlgorithm | None = None  # the drafter; None: no speculation
     speculative_draft_model: str | None = None  # a folder or id; ngram has none
     speculative_num_steps: int | None = None  # deepest draft; default: by algorithm
     speculative_topk: int | None = None  # beams kept while drafting; 1: a chain
     speculative_num_draft_tokens: int | None = None  # nodes of a verified tree; 1 + num_steps for a chain
-    speculative_auto: bool = False  # draft less than that when little is accepted, more when much is
+    speculative_auto: bool = False  # adapt the depth to the acceptance rate, up to num_steps
 
     # CUDA graphs
-    disable_cuda_graph: bool = False  # decode by launching every kernel anew
+    disable_cuda_graph: bool = False  # launch each kernel of a decode step
     cuda_graph_max_bs: int | None = None  # largest captured batch; default: max_running_requests, at most 512
     cuda_graph_bs: tuple[int, ...] | None = None  # captured batch sizes; default: 1, 2, 4, 8, 12, 16, 24 ...
     cuda_graph_max_tokens: int | None = None  # largest captured prefill step, 0: none; default: by model
@@ -120,7 +121,7 @@ class EngineConfig:
             )
 
     def _check_types(self) -> None:
-        """Values of flags that no other check looks at: a text "false" is not False."""
+        """Check the types of flags that no other check covers: the text "false" is not False."""
         for name, default in _DEFAULTS.items():
             value = getattr(self, name)
             if isinstance(default, bool) and not isinstance(value, bool):
@@ -156,7 +157,7 @@ class EngineConfig:
             )
 
     def updated(self, **changes: Any) -> EngineConfig:
-        """A copy with some flags changed; an unknown flag raises `ValueError` listing the right ones."""
+        """A copy with some flags changed; an unknown flag raises `ValueError` with the list of flags."""
         unknown = sorted(set(changes) - set(_DEFAULTS))
         if unknown:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Flags of speculative decoding: which go together, and what each algorithm drafts by default."""
+"""Flags of speculative decoding: valid combinations, and default shapes of each algorithm."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ NEEDS_DRAFT_MODEL = ("eagle", "eagle3", "nextn", "standalone")
 
 
 def draft_shape(config: SpeculationFlags) -> DraftShape:
-    """What to draft: the flags, and where one is missing the algorithm's default, or what the others leave
-    room for."""
+    """The shape to draft. A missing flag has the algorithm's default, limited by the other flags."""
     assert config.speculative is not None
     default = DEFAULT_SHAPES[config.speculative]
     num_steps = config.speculative_num_steps or default.num_steps
@@ -74,7 +73,7 @@ def shapes_up_to(largest: DraftShape) -> list[DraftShape]:
 
 
 def check_speculation(config: SpeculationFlags) -> None:
-    """Raise `ValueError` for flags that contradict one another."""
+    """Raise `ValueError` for flags that contradict each other."""
     given = [
         name
         for name in ("draft_model", "num_steps", "topk", "num_draft_tokens", "auto")
@@ -110,8 +109,8 @@ def check_speculation(config: SpeculationFlags) -> None:
 
 
 def check_windows(config: SpeculationFlags, model_config: ModelConfig) -> None:
-    """Raise `ValueError` for trees over layers with a sliding window: a window counts slots back from a
-    token's own, and in a tree siblings lie between a node and its ancestors."""
+    """Raise `ValueError` for trees over layers with a sliding window: a window counts slots back from the
+    token's slot, and in a tree the slots of siblings are between a node and its ancestors."""
     if config.speculative is None or draft_shape(config).top_k == 1:
         return
     if any(model_config.sliding_window(layer) >= 0 for layer in range(model_config.num_hidden_layers)):

@@ -1,4 +1,4 @@
-"""What one layer asks of an attention backend."""
+"""The parameters of one attention layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A step's batch: as the scheduler forms it (ScheduleBatch) and as the device sees it (ForwardBatch)."""
+"""A step's batch: lists of requests for the scheduler (ScheduleBatch), tensors for the device
+(ForwardBatch)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from shared.types.req import Req
 
 
 class ForwardMode(Enum):
-    """What a batch computes. The predicates are disjoint on purpose: each names exactly what it says."""
+    """What a batch computes."""
 
     EXTEND = auto()  # each request computes one or more new tokens on top of a cached prefix
     DECODE = auto()  # each request computes exactly one token
@@ -37,7 +38,7 @@ class ScheduleBatch:
 
     reqs: list[Req]
     forward_mode: ForwardMode
-    num_decode_reqs: int = 0  # MIXED: the last so many of `reqs` decode
+    num_decode_reqs: int = 0  # MIXED: this many requests at the end of `reqs` decode
     out_cache_loc: torch.Tensor | None = None  # int64 [num_tokens]; set once memory is allocated
 
     @property
@@ -47,7 +48,7 @@ class ScheduleBatch:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One step, as tensors on the model's device. Complete when it is made, never changed afterwards.
+    """One step, as tensors on the model's device. Complete when it is made; it does not change afterwards.
 
     bs requests; request i contributes `extend_seq_lens[i]` tokens (DECODE: 1), in order, so all
     per-token tensors are ragged: request i's tokens are [extend_start_loc[i], + extend_seq_lens[i]).
@@ -61,23 +62,22 @@ class ForwardBatch:
     out_cache_loc: torch.Tensor  # [num_tokens] int64, slot where each token's KV goes
     extend_seq_lens: torch.Tensor  # [bs] int64, tokens computed in this step
     extend_start_loc: torch.Tensor  # [bs] int64, exclusive cumulative sum of extend_seq_lens
-    seq_lens_cpu: tuple[int, ...]  # the same numbers without a device synchronisation
+    seq_lens_cpu: tuple[int, ...]  # the same numbers on the CPU
     extend_seq_lens_cpu: tuple[int, ...]
-    # TARGET_VERIFY: bool, for each request the row-major [extend_seq_len, seq_len] block of who sees whom
+    # TARGET_VERIFY: bool, for each request the row-major block [extend_seq_len, seq_len] of visible positions
     # (True: visible), flattened and concatenated. None: causal.
     custom_mask: torch.Tensor | None = None
-    # The same in a fixed shape, in its place: bool [bs, n, m] where every request computes n tokens, m >= n.
-    # All of them see everything before the request's last m positions, and of those what the mask says.
-    # (Its first columns stand for nothing where a request is shorter than m.)
+    # A mask of fixed shape instead: bool [bs, n, m], where every request computes n tokens and m >= n. Each
+    # token sees all positions before the request's last m, and of these the ones with True. Columns before
+    # the start of a request that is shorter than m are ignored.
     tree_mask: torch.Tensor | None = None
     # Rows (token indices of this batch) whose logits give a prompt token's log-probability, and that token.
     input_logprob_rows: torch.Tensor | None = None  # [n] int64
     input_logprob_ids: torch.Tensor | None = None  # [n] int64
     num_top_input_logprobs: int = 0
-    # The first so many columns of the logits are tokens; prompt log-probabilities are normalised over these,
-    # as those of the output are. None: all columns.
+    # Columns of the logits that are tokens. Log-probabilities are normalised over these. None: all columns.
     num_token_ids: int | None = None
-    # [bs] int64: of each request's tokens only so many first ones are tokens, the rest is padding. None: all.
+    # [bs] int64: leading tokens of each request that are no padding. None: all.
     num_kept: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class ForwardBatch:
 
     @property
     def sampled_positions(self) -> torch.Tensor:
-        """int64, of the tokens after which one is sampled, a row of the logits each."""
+        """int64, one for each row of the logits: the position of the token after which one is sampled."""
         return self.seq_lens - 1 if self.forward_mode.is_prefill else self.positions
 
 

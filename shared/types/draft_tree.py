@@ -1,5 +1,5 @@
-"""Drafted tokens: while they are drafted (Beams), as trees to be verified (DraftTree), and what is left of
-them (Accepted)."""
+"""Drafted tokens: candidates while drafting (Beams), trees for verification (DraftTree), and the accepted
+path (Accepted)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class TopTokens(NamedTuple):
 
 
 class Beams(NamedTuple):
-    """One drafting step of bs requests: the K drafts that the next step goes on from, and the candidates
-    among which they were chosen.
+    """One drafting step of bs requests: the K drafts that the next step extends, and the candidates from
+    which they were chosen.
 
     Candidates of the first step: the K likeliest tokens after the root. Candidate a * K + c of a later step:
     the c-th likeliest token after beam a of the step before.
     """
 
     token_ids: torch.Tensor  # [bs, K] int64
-    scores: torch.Tensor  # [bs, K] float32: product of the probabilities on the way from the root
-    parents: torch.Tensor  # [bs, K] int64, the beam of the step before that each goes on from; first step: 0
-    indices: torch.Tensor  # [bs, K] int64, which candidate each is
+    scores: torch.Tensor  # [bs, K] float32: product of the probabilities from the root on
+    parents: torch.Tensor  # [bs, K] int64, the beam of the previous step that each extends; first step: 0
+    indices: torch.Tensor  # [bs, K] int64, the candidate's number
     candidate_ids: torch.Tensor  # [bs, num_candidates] int64; first step: K of them, later: K * K
     candidate_scores: torch.Tensor  # [bs, num_candidates] float32
 
@@ -71,13 +71,13 @@ class DraftTree:
 
 
 class Accepted(NamedTuple):
-    """What verification keeps: the path from the root that the target went along, and its tokens.
+    """The accepted path from the root, and the tokens that the target sampled along it.
 
     Column j of `node_indices` is the path's node at depth j; column j of `token_ids` is what the target
-    sampled there. So the first num_accepted + 1 columns are, of the one, the nodes whose KV is kept, and of
-    the other the tokens that the request gets: the accepted drafts, then the bonus token. The rest is -1.
+    sampled there. The first num_accepted + 1 columns of `node_indices` are the nodes whose KV is kept; those
+    of `token_ids` are the new output tokens: the accepted drafts, then the bonus token. The rest is -1.
     """
 
     node_indices: torch.Tensor  # [bs, max_depth + 1] int64, column 0 is the root
     token_ids: torch.Tensor  # [bs, max_depth + 1] int64
-    num_accepted: torch.Tensor  # [bs] int64, accepted drafts: neither root nor bonus counts
+    num_accepted: torch.Tensor  # [bs] int64, accepted drafts, without the root and the bonus token

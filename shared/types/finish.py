@@ -8,14 +8,14 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class FinishReason:
-    """Base of the reasons below; `kind` is the word that clients see."""
+    """Base of the reasons below; `kind` is the word in the response to a client."""
 
     kind: ClassVar[str] = ""
 
 
 @dataclass(frozen=True)
 class FinishLength(FinishReason):
-    """The request produced as many tokens as it may (`max_new_tokens`, or the context is full)."""
+    """The request reached its limit (`max_new_tokens`, or the context is full)."""
 
     length: int
     kind: ClassVar[str] = "length"
@@ -48,10 +48,10 @@ class FinishRegex(FinishReason):
 
 @dataclass(frozen=True)
 class FinishAbort(FinishReason):
-    """Ended from outside: the client left, a timeout passed, or the engine could not serve it."""
+    """Ended from outside: an abort, a closed connection, a timeout, or a full queue."""
 
     message: str
-    status: int = 499  # the HTTP status that a server should answer with
+    status: int = 499  # the HTTP status of the response
     kind: ClassVar[str] = "abort"
 
 

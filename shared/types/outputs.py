@@ -1,4 +1,4 @@
-"""What comes out: of the model, of the sampler, of a scheduler step, and of the engine."""
+"""Outputs of the model, the sampler, a scheduler step, and the engine."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ class LogitsOutput(NamedTuple):
     next_token_logits: torch.Tensor  # [bs, vocab_size] float32, of the last token of each request
     # (TARGET_VERIFY: of every token, [num_tokens, vocab_size])
     input_logprobs: LogprobsOutput | None = None  # for ForwardBatch.input_logprob_rows
-    hidden_states: torch.Tensor | None = None  # [num_tokens, ...]: when a draft model reads them
+    hidden_states: torch.Tensor | None = None  # [num_tokens, ...], if a draft model reads them
 
 
 class SampleOutput(NamedTuple):
     """What the sampler returns for a batch of bs rows."""
 
     next_token_ids: torch.Tensor  # [bs] int64; -1: the row held a NaN, or every token is banned
-    logprobs: LogprobsOutput | None = None  # [bs] rows, when any request of the batch asks for them
+    logprobs: LogprobsOutput | None = None  # [bs] rows, if a request of the batch needs them
 
 
 class SpeculationStats(NamedTuple):
-    """What speculation brought, for one request or for all. The bonus token is the one that a step gives even
-    if no draft is accepted."""
+    """Counts of speculation, for one request or for all. Each verification gives one bonus token, even if it
+    accepts no draft."""
 
     num_verifications: int = 0  # of a tree, by one forward pass of the target
-    num_drafted_tokens: int = 0  # the trees' depths: what would have been accepted at best
-    num_accepted_tokens: int = 0  # output tokens beyond the one that each verification gives
+    num_drafted_tokens: int = 0  # sum of the trees' depths: the most that can be accepted
+    num_accepted_tokens: int = 0  # output tokens beyond one per verification
 
     @property
     def acceptance_length(self) -> float:
@@ -63,7 +63,7 @@ class SpeculationStats(NamedTuple):
 
     @property
     def acceptance_rate(self) -> float:
-        """Drafts accepted, as a share of the trees' depths."""
+        """Accepted drafts as a share of the trees' depths."""
         return self.num_accepted_tokens / max(self.num_drafted_tokens, 1)
 
 
@@ -75,13 +75,13 @@ class StepOutput:
     """Output of one request in one scheduler step. Exactly one of a request's StepOutputs has a
     `finished_reason`, and it is the last. A request that ends counts `finished_len` output ids.
 
-    Not frozen: one is made for each request and step, and a frozen one takes three times as long to make."""
+    Not frozen: one is made for each request and step, and a frozen dataclass takes three times as long."""
 
     rid: str
     new_token_ids: list[int]
-    num_output_tokens: int  # so far, these included
+    num_output_tokens: int  # so far, the new ones included
     finished_reason: FinishReason | None = None
-    output_logprobs: list[TokenLogprob] = field(default_factory=list)  # one per new id, when asked for
+    output_logprobs: list[TokenLogprob] = field(default_factory=list)  # one per new id, if requested
     input_logprobs: list[TokenLogprob] = field(default_factory=list)  # all, once the prompt is computed
     num_cached_tokens: int = 0
     num_retractions: int = 0

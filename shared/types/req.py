@@ -28,43 +28,43 @@ class Req:
     rid: str
     origin_input_ids: list[int]
     sampling_params: SamplingParams
-    seed: int  # resolved: never None
+    seed: int  # never None: the engine chooses one
     eos_token_ids: frozenset[int] = frozenset()
     extra_key: str | None = None  # namespace in the prefix cache: different keys never share a prefix
     priority: int = 0  # larger is more important
     routing_key: str | None = None
-    grammar: Any = None  # shared.interfaces.Grammar: which tokens may come next; None: any
+    grammar: Any = None  # a shared.interfaces.Grammar; None: all tokens are allowed
     arrival_time: float = 0.0  # seconds, by the scheduler's clock
     max_new_tokens: int = -1  # sampling_params.max_new_tokens, clamped so that prompt + output fits
 
     output_ids: list[int] = field(default_factory=list)
-    output_logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output id, when asked for
+    output_logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output id, if requested
     input_logprobs: list[TokenLogprob] = field(default_factory=list)  # of positions logprob_start_len..P-1
 
-    # This round of extension: the tokens to have KV for afterwards, and the slots that already hold some.
+    # The current extension: tokens that have KV after it, and slots of the tokens that have KV before it.
     fill_ids: list[int] = field(default_factory=list)  # origin + output, cut off at the chunk's end
     prefix_indices: torch.Tensor = field(default_factory=_no_slots)  # int64 slots of fill_ids[:len]
     extend_input_len: int = 0  # len(fill_ids) - len(prefix_indices)
 
     # Memory.
     req_pool_idx: int | None = None  # row of req_to_token; None while the request owns no memory
-    kv_matched_len: int = 0  # tokens found in the prefix cache on this admission: the others it computes
+    kv_matched_len: int = 0  # tokens found in the prefix cache at this admission
     last_node: Any = None  # the prefix cache's node that this request locks
-    cache_protected_len: int = 0  # tokens [0, this) belong to the prefix cache, not to the request
+    cache_protected_len: int = 0  # the prefix cache owns the slots of tokens [0, this)
     kv_committed_len: int = 0  # KV entries that are valid
-    kv_allocated_len: int = 0  # KV entries that exist: more than committed only while speculating
+    kv_allocated_len: int = 0  # allocated KV entries: more than committed while speculating
 
-    num_pending_chunks: int = 0  # chunks scheduled whose sampled token is to be discarded
+    num_pending_chunks: int = 0  # scheduled chunks whose sampled token is discarded
     is_retracted: bool = False  # waiting again after a retraction
     num_retractions: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_verifications: int = 0  # steps in which drafts were verified
-    num_drafted_tokens: int = 0  # the depths of their trees, as far as the output could still go
-    num_accepted_tokens: int = 0  # output tokens beyond the one that every step gives
+    num_drafted_tokens: int = 0  # sum of the usable depths of their trees
+    num_accepted_tokens: int = 0  # output tokens beyond one per step
     queue_start_time: float = 0.0
     run_start_time: float | None = None
 
-    to_finish: FinishReason | None = None  # wish to end, applied at the next finish check
+    to_finish: FinishReason | None = None  # requested end, applied at the next finish check
     finished_reason: FinishReason | None = None
     finished_len: int | None = None  # output ids that count; later ones were produced in the same step
 
@@ -86,16 +86,16 @@ class Req:
 
     @property
     def next_input_logprob(self) -> int | None:
-        """The first prompt position whose log-probability is asked for and not known yet; None: no more.
-        What is known survives a retraction."""
+        """The first prompt position whose log-probability is requested and not known yet; None: none is
+        left. Known values survive a retraction."""
         start = self.sampling_params.logprob_start_len
         position = start + len(self.input_logprobs)
         return position if start >= 0 and position < len(self.origin_input_ids) else None
 
     @property
     def max_prefix_len(self) -> int:
-        """Longest prefix that may come from the cache: at least one token is always computed, and so is
-        every position whose logits give a prompt log-probability (that of the token after it)."""
+        """The longest prefix that may come from the cache. At least one token is always computed, and so is
+        each position whose logits give a prompt log-probability (of the next token)."""
         longest = self.num_tokens - 1
         if self.next_input_logprob is not None:
             longest = min(longest, max(self.next_input_logprob - 1, 0))
@@ -122,7 +122,7 @@ class Req:
         return SpeculationStats(self.num_verifications, self.num_drafted_tokens, self.num_accepted_tokens)
 
     def reset_for_retraction(self) -> None:
-        """Forget everything about memory; tokens, log-probabilities and seed stay."""
+        """Reset everything about memory; tokens, log-probabilities and seed stay."""
         self.fill_ids = []
         self.prefix_indices = _no_slots()
         self.extend_input_len = 0

@@ -29,7 +29,7 @@ class SamplingParams:
     """
 
     max_new_tokens: int = 128
-    min_new_tokens: int = 0  # stop tokens are masked until so many tokens exist
+    min_new_tokens: int = 0  # stop tokens are masked before this many output tokens
     temperature: float = 1.0  # 0 is greedy
     top_k: int = -1  # -1 keeps all
     top_p: float = 1.0
@@ -38,7 +38,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # once for a token that is in the output
     repetition_penalty: float = 1.0  # prompt and output, the Hugging Face definition
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None  # None: a fresh one for each request
+    seed: int | None = None  # None: a new one for each request
     n: int = 1  # samples of one prompt, at most MAX_SAMPLES; sample i derives its own seed
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -47,8 +47,8 @@ class SamplingParams:
     no_stop_trim: bool = False  # keep the matched stop string or stop token in the text
     skip_special_tokens: bool = True
     return_logprob: bool = False  # log-probabilities of the output tokens
-    top_logprobs_num: int = 0  # so many alternatives beside each
-    logprob_start_len: int = -1  # >= 0: also of the prompt's tokens from this position on
+    top_logprobs_num: int = 0  # alternatives reported for each token
+    logprob_start_len: int = -1  # >= 0: log-probabilities of the prompt from this position on
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "stop_regex"):
@@ -98,7 +98,9 @@ class SamplingParams:
             except (regex.error, RecursionError, OverflowError, TimeoutError) as error:
                 raise ValueError(f"stop_regex {pattern!r} is not a valid pattern: {error}") from None
             if matches_nothing:
-                raise ValueError(f"stop_regex {pattern!r} matches the empty text: nothing could be generated")
+                raise ValueError(
+                    f"stop_regex {pattern!r} matches the empty text: the output would always be empty"
+                )
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
@@ -168,7 +170,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_finite(value: object) -> bool:
-    """A number, and as a float one too: integers may be larger than any."""
+    """A finite number that fits a float: integers may be too large."""
     try:
         return isinstance(value, (int, float)) and math.isfinite(value)
     except OverflowError:

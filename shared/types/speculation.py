@@ -1,4 +1,4 @@
-"""Speculative decoding between the scheduler and a drafter: what is asked for, and what came of it."""
+"""Data between the scheduler and a drafter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DraftShape(NamedTuple):
 
     @property
     def max_nodes(self) -> int:
-        """Nodes that drafting looks at, the root included: the most that a tree can hold."""
+        """All candidates of a draft, the root included: the most nodes of a tree."""
         return 1 + self.top_k + (self.num_steps - 1) * self.top_k**2
 
 
@@ -28,11 +28,11 @@ class DraftBatch:
     """Requests to draft for, in the order of their trees; tensors on the target's device.
 
     Request i has n = seq_lens[i] tokens with KV, in the target's pool and in the drafter's. Its newest token,
-    root_ids[i], stands at position n and has none. slots[i] are `req_to_token[row, n : n + num_slots]`, and
-    of no other request: the drafter may use them until `draft` returns; then the target does.
+    root_ids[i], is at position n and has no KV. slots[i] are `req_to_token[row, n : n + num_slots]`, which
+    only this request owns. The drafter may use them until `draft` returns; then the target uses them.
 
-    For a drafter that runs ahead, `seq_lens_cpu` are upper bounds. And it writes to `slots` as they stand
-    here: the device may come to a batch when a request of it has ended.
+    For a drafter that runs ahead, `seq_lens_cpu` are upper bounds. It writes to `slots` as given here: the
+    device may execute a batch after a request of it has ended.
     """
 
     reqs: list[Req]
