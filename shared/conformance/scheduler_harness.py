@@ -100,6 +100,7 @@ class SchedulerHarness:
             is_bigram=self.drafter is not None and self.drafter.is_bigram,
         )
         self.clock = FakeClock()
+        self.decode_text = decode_text
         self.model_runner = LedgerModelRunner(
             self.req_to_token_pool,
             pool_tokens + page_size,
@@ -121,7 +122,7 @@ class SchedulerHarness:
             policy=component("schedule_policy")(self.config, self.tree_cache),
             prefill_adder=component("prefill_adder"),
             num_token_ids=VOCAB_SIZE,
-            decode_text=decode_text,
+            decode_text=lambda ids: self.decode_text(ids),
             clock=self.clock,
             drafter=self.drafter,
             draft_tree=component("draft_tree")() if self.drafter is not None else None,

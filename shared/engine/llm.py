@@ -12,6 +12,7 @@ from typing import Any
 from shared.config import EngineConfig
 from shared.engine.assembly import assemble
 from shared.engine.gc_freeze import gc_freeze
+from shared.engine.interrupts import deferred_interrupts
 from shared.engine.output_collector import OutputCollector
 from shared.sampling.sampling_batch import derive_seed
 from shared.types import GenerateOutput, Req, SamplingParams
@@ -36,6 +37,7 @@ class LLM:
     Raises `ValueError` for a bad flag or an unusable model, before memory is taken.
 
     Threads may share an LLM: one call at a time works on the engine, and each step serves all requests.
+    Ctrl-C takes effect between two steps; a second Ctrl-C, at once.
     """
 
     def __init__(self, model: str | None = None, *, config: EngineConfig | None = None, **flags: Any) -> None:
@@ -81,11 +83,12 @@ class LLM:
         collectors: list[OutputCollector] = []
         try:
             with gc_freeze():
-                for i, prompt in enumerate(batch):
-                    fields = dict(request)
-                    if not is_single and fields.get("rid") is not None:
-                        fields["rid"] = f"{fields['rid']}-{i}"
-                    collectors += self.submit(prompt, params[i], **fields)
+                with deferred_interrupts():
+                    for i, prompt in enumerate(batch):
+                        fields = dict(request)
+                        if not is_single and fields.get("rid") is not None:
+                            fields["rid"] = f"{fields['rid']}-{i}"
+                        collectors += self.submit(prompt, params[i], **fields)
                 self._run(collectors, progress)
         except BaseException:
             for collector in collectors:
@@ -123,8 +126,9 @@ class LLM:
         iterator aborts the request."""
         request, sampling = _split(keywords)
         params = (sampling_params or SamplingParams()).updated(**sampling)
-        pieces = self._stream(self.submit(prompt, params, **request))
-        next(pieces)  # a generator that was never begun would not clean up when it is dropped
+        with deferred_interrupts():
+            pieces = self._stream(self.submit(prompt, params, **request))
+            next(pieces)  # a generator that was never begun would not clean up when it is dropped
         return pieces
 
     # ---- requests ----
@@ -259,7 +263,7 @@ class LLM:
     def _abort(self, collector: OutputCollector) -> bool:
         """End one sample. Inside a step, where the garbage collector may close a forgotten stream, the abort
         waits for the end of the step: nothing is removed from a batch that runs."""
-        with self._lock:
+        with deferred_interrupts(), self._lock:
             rid = collector.scheduler_rid
             if rid not in self._collectors:
                 return False
@@ -270,8 +274,8 @@ class LLM:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Work on the engine alone; aborts that came meanwhile follow at the end."""
-        with self._lock:
+        """Work on the engine alone; aborts and interrupts that came meanwhile follow at the end."""
+        with deferred_interrupts(), self._lock:
             self._depth += 1
             try:
                 yield

@@ -79,9 +79,10 @@ class Scheduler(ABC):
 
     @abstractmethod
     def add_request(self, req: Req) -> None:
-        """Queue a request. Raises `ValueError`, before any memory is taken, when its rid is in use, when its
-        prompt is empty or leaves no room for one output token in the context or in the KV pool, or when an
-        id is outside the vocabulary. max_new_tokens is clamped so that prompt + output fits.
+        """Queue a request. Raises `ValueError`, before any memory is taken, when its rid is in use (until its
+        end was reported), when its prompt is empty or leaves no room for one output token in the context
+        or in the KV pool, or when an id is outside the vocabulary. max_new_tokens is clamped so that
+        prompt + output fits.
 
         If the queue is full (max_queued_requests), the new request ends with FinishAbort(status=503) in the
         next step's output; with priority scheduling a waiting request of strictly lower priority, if any."""
@@ -102,7 +103,11 @@ class Scheduler(ABC):
         """Launch one batch, if there is work, and return the outputs that are known: of this batch, or of
         the previous one while this one runs. Every request with work is in a batch within a bounded number
         of calls. An exception from the model ends the requests of that batch with FinishError, after the
-        tokens of the previous batch. Other requests continue."""
+        tokens of the previous batch. Other requests continue.
+
+        An exception while results are processed ends the requests of that batch in the same way, and none of
+        its KV is cached. KeyboardInterrupt does so too, and is raised. An exception while a batch is formed
+        is raised; all requests end with FinishError, and the pools and the prefix cache start empty."""
 
     @abstractmethod
     def has_work(self) -> bool:

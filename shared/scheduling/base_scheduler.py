@@ -207,17 +207,17 @@ class BaseScheduler(interface.Scheduler):
             req.kv_committed_len -= len(token_ids) - num_new  # what was accepted behind its end
         self.counts.add_output(req, num_new)
         if req.finished_reason is not None:
-            self._finish(req, req.finished_reason, num_new)
+            self._finish(req, req.finished_reason)
         else:
-            self.outputs.append(req.step_output(num_new))
+            self.outputs.append(req.step_output())
 
-    def _finish(self, req: Req, reason: FinishReason, num_new_tokens: int = 0) -> None:
+    def _finish(self, req: Req, reason: FinishReason) -> None:
         """Release everything and report: the one place where a request ends."""
         req.finished_reason = reason
         self._release(req, is_insert=not isinstance(reason, FinishError))
         del self.live[req.rid]
         self.batch_is_full = False
-        self.outputs.append(req.step_output(num_new_tokens))
+        self.outputs.append(req.step_output())
 
     def _finish_overdue(self) -> None:
         for req, reason in all_overdue(self.live.values(), self.config, self.parts.clock):
@@ -227,6 +227,7 @@ class BaseScheduler(interface.Scheduler):
         """End what is left of a batch. None of the KV that it computed is cached."""
         alive = [req for req in reqs if self.live.get(req.rid) is req]
         for req in alive:
+            req.drop_unreported()
             self._finish(req, FinishError(f"{type(error).__name__}: {error}"))
         if not alive or not isinstance(error, Exception):
             raise error  # no request can report it; or an interrupt: the batch is lost, the engine is not
@@ -239,7 +240,7 @@ class BaseScheduler(interface.Scheduler):
             self.decoding.drop(req)
             if req in self.waiting_queue:
                 self.waiting_queue.remove(req)
-            self.outputs.append(req.step_output(0))
+            self.outputs.append(req.step_output())
             req.reset_for_retraction()
         self.live.clear()
         self.running.clear()

@@ -1,30 +1,25 @@
-"""The HTTP application: routes, validation errors, and the middleware that guards them."""
+"""The HTTP application: routes and validation errors."""
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.server import chat, completions, sse
+from shared.server.connections import EventStream, until_disconnect
 from shared.server.errors import ApiError, bad_request
 from shared.server.generation import Generation
+from shared.server.middleware import ApiKeys, BodyLimit
 from shared.server.native import add_admin_routes, add_native_routes
 from shared.server.protocol import ChatRequest, CompletionRequest
 from shared.server.state import ServerState
 
 _T = TypeVar("_T")
-
-MAX_DISCARDED = 4
-"""Times the longest body: so much of a body that is too long is read and discarded."""
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -142,50 +137,6 @@ async def _chain(first: _T, rest: AsyncIterator[_T]) -> AsyncIterator[_T]:
         yield each
 
 
-class EventStream(StreamingResponse):
-    """Closes the source of its events when the client leaves or does not read for `write_timeout` seconds:
-    what runs for it in the engine is aborted."""
-
-    def __init__(
-        self, content: AsyncIterator[bytes], source: AsyncIterator[Any], write_timeout: float
-    ) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(content, media_type="text/event-stream", headers=headers)
-        self._source = source
-        self._write_timeout = write_timeout
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def bounded_send(message: Message) -> None:
-            await asyncio.wait_for(send(message), self._write_timeout)
-
-        try:
-            await super().__call__(scope, receive, bounded_send)
-        except asyncio.TimeoutError:
-            pass  # the connection is closed without an end of the stream
-        finally:
-            await self._source.aclose()  # type: ignore[attr-defined]
-
-
-async def until_disconnect(request: Request, work: Awaitable[_T]) -> _T:
-    """The result of `work`; cancelled when the client disconnects before it is there."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ApiError(499, "the client has disconnected")
-        return task.result()
-    finally:
-        for each in (task, watcher):
-            each.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 # ---- errors ----
 
 
@@ -220,83 +171,3 @@ async def _on_bug(request: Request, error: Exception) -> Response:
     """A defect of ours. The log has the traceback, the client only the kind of error."""
     answer = ApiError(500, f"internal error ({type(error).__name__})")
     return JSONResponse(answer.body(), answer.status)
-
-
-# ---- middleware ----
-
-
-class BodyLimit:
-    """413 for a body that is too long, counted while it is read; 415 for one that is not JSON."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app = app
-        self.max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self.max_bytes:
-            await self._discard(receive)
-            await _send_error(ApiError(413, f"the body exceeds {self.max_bytes} bytes"), scope, send)
-            return
-        kind = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
-        if scope["method"] == "POST" and kind != b"application/json" and int(length) > 0:
-            await _send_error(ApiError(415, "the body must be application/json"), scope, send)
-            return
-        num_bytes = 0
-
-        async def counting_receive() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self.max_bytes:
-                raise ApiError(413, f"the body exceeds {self.max_bytes} bytes")
-            return message
-
-        await self.app(scope, counting_receive, send)
-
-    async def _discard(self, receive: Receive) -> None:
-        """Read what a client is still sending, within reason: one that writes does not read the answer."""
-        num_bytes = 0
-        while num_bytes <= MAX_DISCARDED * self.max_bytes:
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if not message.get("more_body"):
-                return
-
-
-class ApiKeys:
-    """401 without a known key, for everything but /health. Keys are compared by their hashes, all of them and
-    in constant time."""
-
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
-        self.app = app
-        self.hashes = [_hash(key.encode()) for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health" and not self._is_known(scope):
-            await _send_error(ApiError(401, "missing or wrong API key", code="invalid_api_key"), scope, send)
-            return
-        await self.app(scope, receive, send)
-
-    def _is_known(self, scope: Scope) -> bool:
-        headers = dict(scope["headers"])
-        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-        key = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-        found = _hash(key)
-        matches = [hmac.compare_digest(found, known) for known in self.hashes]  # all: constant time
-        return any(matches)
-
-
-def _hash(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
-async def _send_error(error: ApiError, scope: Scope, send: Send) -> None:
-    async def receive() -> Message:
-        return {"type": "http.disconnect"}
-
-    await JSONResponse(error.body(), error.status, headers=error.headers)(scope, receive, send)

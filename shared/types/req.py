@@ -39,6 +39,7 @@ class Req:
 
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output id, if requested
+    num_reported: int = 0  # output ids that were in a StepOutput
     input_logprobs: list[TokenLogprob] = field(default_factory=list)  # of positions logprob_start_len..P-1
 
     # The current extension: tokens that have KV after it, and slots of the tokens that have KV before it.
@@ -54,7 +55,6 @@ class Req:
     kv_committed_len: int = 0  # KV entries that are valid
     kv_allocated_len: int = 0  # allocated KV entries: more than committed while speculating
 
-    num_pending_chunks: int = 0  # scheduled chunks whose sampled token is discarded
     is_retracted: bool = False  # waiting again after a retraction
     num_retractions: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
@@ -101,14 +101,13 @@ class Req:
             longest = min(longest, max(self.next_input_logprob - 1, 0))
         return longest
 
-    def step_output(self, num_new_tokens: int) -> StepOutput:
-        """This step's output: the last `num_new_tokens` output ids, and the finish reason if any."""
-        num_tokens = len(self.output_ids)
-        start = num_tokens - num_new_tokens
+    def step_output(self) -> StepOutput:
+        """The output ids that no step has reported yet, and the finish reason if any."""
+        start, self.num_reported = self.num_reported, len(self.output_ids)
         return StepOutput(
             rid=self.rid,
             new_token_ids=self.output_ids[start:],
-            num_output_tokens=num_tokens,
+            num_output_tokens=self.num_reported,
             finished_reason=self.finished_reason,
             output_logprobs=self.output_logprobs[start:] if self.output_logprobs else [],
             input_logprobs=self.input_logprobs,
@@ -116,6 +115,10 @@ class Req:
             num_retractions=self.num_retractions,
             speculation=self.speculation if self.num_verifications else NO_SPECULATION,
         )
+
+    def drop_unreported(self) -> None:
+        """Remove the output ids that no step has reported: whether they end the request is not known."""
+        del self.output_ids[self.num_reported :], self.output_logprobs[self.num_reported :]
 
     @property
     def speculation(self) -> SpeculationStats:
@@ -132,6 +135,5 @@ class Req:
         self.cache_protected_len = 0
         self.kv_committed_len = 0
         self.kv_allocated_len = 0
-        self.num_pending_chunks = 0
         self.is_retracted = True
         self.num_retractions += 1

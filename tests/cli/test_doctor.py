@@ -103,7 +103,7 @@ def test_whether_measured_algorithms_are_used(monkeypatch: pytest.MonkeyPatch) -
     measured = {"are used": True, "are not": False}
     for found, is_measured in measured.items():
         layers = SimpleNamespace(
-            products=SimpleNamespace(describe=lambda _, answer=(is_measured, found): answer)
+            cublas_linear=SimpleNamespace(describe=lambda _, answer=(is_measured, found): answer)
         )
         monkeypatch.setattr(registry, "load", lambda *_, layers=layers: layers)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

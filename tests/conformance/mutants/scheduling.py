@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,6 +22,16 @@ class KeepsTheRetractedToken(Scheduler):
         super()._retract(req)
         if len(req.output_ids) > 1:
             req.output_ids.pop()
+
+
+@mutant_of("scheduler")
+class InterruptsLeaveTheBatch(Scheduler):
+    """After Ctrl-C while results are processed, requests of the batch are in no list."""
+
+    def _finish_with_error(self, reqs: Sequence[Req], error: BaseException) -> None:
+        if not isinstance(error, Exception):
+            raise error
+        super()._finish_with_error(reqs, error)
 
 
 @mutant_of("scheduler")
@@ -85,9 +96,9 @@ class AbortLeaksMemory(Scheduler):
 class EndsTwice(Scheduler):
     """A finished request reports its end once more."""
 
-    def _finish(self, req: Req, reason: FinishReason, num_new_tokens: int = 0) -> None:
-        super()._finish(req, reason, num_new_tokens)
-        self.outputs.append(req.step_output(0))
+    def _finish(self, req: Req, reason: FinishReason) -> None:
+        super()._finish(req, reason)
+        self.outputs.append(req.step_output())
 
 
 @mutant_of("scheduler")
@@ -114,9 +125,9 @@ class SpoiltChunksStayCached(Scheduler):
 class FullForever(Scheduler):
     """batch_is_full is never reset: no request is admitted after the first shortage."""
 
-    def _finish(self, req: Req, reason: FinishReason, num_new_tokens: int = 0) -> None:
+    def _finish(self, req: Req, reason: FinishReason) -> None:
         was_full = self.batch_is_full
-        super()._finish(req, reason, num_new_tokens)
+        super()._finish(req, reason)
         self.batch_is_full = was_full
 
 

@@ -10,11 +10,11 @@ import torch
 
 from shared.conformance.answer_alone import EveryThird
 from shared.conformance.clause import contract
-from shared.conformance.compare import expect_equal, expect_true
+from shared.conformance.compare import expect_equal, expect_raises, expect_true
 from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.contracts.scheduler.schedules import PROMPT, harness_for
 from shared.conformance.ledger import expected_tokens
-from shared.conformance.scheduler_harness import VOCAB_SIZE
+from shared.conformance.scheduler_harness import VOCAB_SIZE, decode_text
 from shared.interfaces import Scheduler
 from shared.types import FinishError, FinishToken
 
@@ -57,6 +57,20 @@ def fails_in_the_middle(impl: type[Scheduler], case: Page) -> None:
     harness.model_runner.fail_token = None
     again = harness.submit([*PROMPT, *tokens[:4]], 4)
     harness.run()
+    harness.expect(again, 4)
+    harness.expect_idle()
+
+
+@contract("A model that fails on a prompt: nothing of it is found afterwards.", PAGES)
+def fails_on_a_prompt(impl: type[Scheduler], case: Page) -> None:
+    harness = harness_for(impl, page_size=case.page_size, fail_token=60)
+    rid = harness.submit([*PROMPT, 60], 4)
+    harness.run()
+    expect_true("it ends with FinishError", isinstance(harness.ended[rid], FinishError), harness.ended[rid])
+    harness.model_runner.fail_token = None
+    again = harness.submit([*PROMPT, 60, 3], 4)
+    harness.run()
+    expect_equal("num_cached_tokens", harness.reqs[again].num_cached_tokens, 0)
     harness.expect(again, 4)
     harness.expect_idle()
 
@@ -157,5 +171,102 @@ def flush_when_idle(impl: type[Scheduler], case: Page) -> None:
         expect_true("flush_cache()", harness.scheduler.flush_cache())
 
 
-def _raise(*args: Any) -> Any:
-    raise RuntimeError("the sampler fails on purpose")
+@dataclass(frozen=True)
+class Error:
+    name: str
+    error: type[BaseException]
+    num_texts: int = 0  # that are decoded before the error
+
+
+ERRORS = (
+    Error("an exception", RuntimeError),
+    Error("an exception at the second request", RuntimeError, 1),
+    Error("Ctrl-C", KeyboardInterrupt),
+    Error("Ctrl-C at the second request", KeyboardInterrupt, 1),
+)
+
+
+class FailsOnce:
+    """decode_text that raises the error of `case` in one call."""
+
+    def __init__(self, case: Error) -> None:
+        self.case = case
+        self.num_calls = 0
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        self.num_calls += 1
+        if self.num_calls == self.case.num_texts + 1:
+            raise self.case.error("on purpose")
+        return decode_text(ids)
+
+
+@contract(
+    "An error while results are processed ends that batch's requests; none of its KV is cached.", ERRORS
+)
+def fails_while_processing(impl: type[Scheduler], case: Error) -> None:
+    for num_steps in range(4):
+        harness = harness_for(impl, chunked_prefill_size=6)
+        rids = [harness.submit([*PROMPT, i], 9, stop=("never",)) for i in range(3)]
+        for _ in range(num_steps):
+            harness.step()
+        harness.decode_text = FailsOnce(case)
+        num_raised = 0
+        while harness.scheduler.has_work():
+            try:
+                harness.step()
+            except KeyboardInterrupt:
+                num_raised += 1
+        expect_equal("interrupts", num_raised, int(case.error is KeyboardInterrupt))
+        failed = [rid for rid in rids if isinstance(harness.ended[rid], FinishError)]
+        expect_true("requests of the batch end with FinishError", failed, harness.ended)
+        for rid in rids:
+            prompt, num_tokens = harness.reqs[rid].origin_input_ids, len(harness.tokens[rid])
+            expect_equal("tokens", harness.tokens[rid], expected_tokens(prompt, num_tokens, VOCAB_SIZE))
+        again = harness.submit([*PROMPT, 0], 9)
+        harness.run()
+        harness.expect(again, 9)
+        harness.expect_idle()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Method `method` of the harness's `part` fails when it is called."""
+
+    name: str
+    part: str
+    method: str
+
+
+@contract(
+    "An error while a batch is formed is raised; all requests end, and the engine goes on with empty pools.",
+    (
+        Place("in the policy", "policy", "order"),
+        Place("before a row is taken", "req_to_token_pool", "alloc"),
+        Place("before slots are taken", "allocator", "alloc_extend"),
+        Place("before slots are written", "req_to_token_pool", "write_ragged"),
+    ),
+)
+def fails_while_forming(impl: type[Scheduler], case: Place) -> None:
+    harness = harness_for(impl, chunked_prefill_size=6)
+    running = harness.submit([1, 2, 3], 12)
+    for _ in range(3):
+        harness.step()
+    rids = [running, *(harness.submit([*PROMPT, i], 9) for i in range(3))]
+    part = getattr(harness.scheduler.parts, case.part)
+    original = getattr(part, case.method)
+    setattr(part, case.method, _raise)
+    expect_raises("step", RuntimeError, harness.step)
+    setattr(part, case.method, original)
+    harness.run()
+    for rid in rids:
+        reason = harness.ended[rid]
+        expect_true("each ends with FinishError", isinstance(reason, FinishError), reason)
+    expect_equal("free slots", harness.allocator.available_size(), harness.allocator.size)
+    again = harness.submit(PROMPT, 5)
+    harness.run()
+    harness.expect(again, 5)
+    harness.expect_idle()
+
+
+def _raise(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("on purpose")

@@ -52,6 +52,22 @@ def rid_in_use(impl: type[Scheduler], case: Example) -> None:
     expect_equal("its length", len(harness.tokens[rid]), 6)
 
 
+@contract("The rid of an aborted request is in use until its end was reported.", EXAMPLE)
+def rid_in_use_until_reported(impl: type[Scheduler], case: Example) -> None:
+    harness = harness_for(impl)
+    rid = harness.submit(PROMPT, 6)
+    harness.step()
+    harness.scheduler.abort(rid)
+    expect_raises("add_request", ValueError, lambda: harness.submit([1], rid=rid))
+    (last,) = [output for output in harness.step() if output.finished_reason is not None]
+    expect_equal("the end", (last.rid, isinstance(last.finished_reason, FinishAbort)), (rid, True))
+    del harness.ended[rid]
+    harness.submit([1], 3, rid=rid)
+    harness.run()
+    harness.expect(rid, 3)
+    harness.expect_idle()
+
+
 @dataclass(frozen=True)
 class Clamped:
     name: str

@@ -297,6 +297,40 @@ def preemption(impl: type[Scheduler], case: Preemption) -> None:
     harness.expect_idle()
 
 
+@contract("It does so while less important requests wait for memory, too.", EXAMPLE)
+def preemption_with_a_full_pool(impl: type[Scheduler], case: Example) -> None:
+    harness = harness_for(impl, pool_tokens=40, enable_priority_scheduling=True)
+    low = [harness.submit([1, 2, i], 30) for i in range(3)]
+    for _ in range(4):
+        harness.step()
+    high = harness.submit([4, 5, 6], 5, priority=20)
+    harness.step()
+    expect_true("it is computed in the next step", harness.reqs[high].req_pool_idx is not None)
+    harness.run()
+    for rid in low:
+        harness.expect(rid, 30)
+    harness.expect(high, 5)
+    harness.expect_idle()
+
+
+@contract("After a retraction more memory is reserved for each running request, for some steps.", EXAMPLE)
+def reserves_more_after_a_retraction(impl: type[Scheduler], case: Example) -> None:
+    harness = harness_for(impl, pool_tokens=40, schedule_conservativeness=0.1)
+    rids = [harness.submit([1, 2, i], 30) for i in range(4)]
+    ratios = []
+    while harness.scheduler.has_work():
+        before = harness.scheduler.stats()
+        harness.step()
+        after = harness.scheduler.stats()
+        is_retracted = after.num_retractions > before.num_retractions
+        ratios.append((is_retracted, after.new_token_ratio > before.new_token_ratio))
+    expect_true("some request was retracted", any(is_retracted for is_retracted, _ in ratios))
+    for is_retracted, has_risen in ratios:
+        expect_equal("the ratio rises, and only then", has_risen, is_retracted)
+    for rid in rids:
+        harness.expect(rid, 30)
+
+
 @dataclass(frozen=True)
 class AbortWhen:
     name: str
