@@ -138,7 +138,8 @@ def test_a_module_of_ones_own_that_cannot_be_imported_and_one_of_ours(
         ("sampler", "MyRadixCache is no subclass of shared.interfaces.Sampler and lacks sample"),
         (
             "model_runner",
-            "MyRadixCache is no subclass of shared.interfaces.ModelRunner and lacks forward, forward_and_sample",
+            "MyRadixCache is no subclass of shared.interfaces.ModelRunner and lacks forward, "
+            "forward_and_sample",
         ),
         ("layers", "MyRadixCache has no RMSNorm; it must hold RMSNorm, RotaryEmbedding, SiluAndMul"),
         ("models", "MyRadixCache has no model_class"),
