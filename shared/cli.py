@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shared.commands import bench, chat, check, diff, doctor, generate, serve, soak
+from shared.commands import bench, chat, check, diff, doctor, generate, route, serve, soak
 
 
 class _OneLineErrors(TyperGroup):
@@ -34,6 +34,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
+app.command("route")(route.route)
 app.command("doctor")(doctor.doctor)
 app.command("check")(check.check)
 app.command("diff")(diff.diff)

@@ -9,6 +9,7 @@ from shared.commands import (
     bench_offline,
     bench_prefix_cache,
     bench_round,
+    bench_routing,
     bench_scheduling,
     bench_speculation,
     bench_step,
@@ -28,4 +29,5 @@ app.command("speculation")(bench_speculation.speculation)
 app.command("offline")(bench_offline.offline)
 app.command("latency")(bench_latency.latency)
 app.command("prefix-cache")(bench_prefix_cache.prefix_cache)
+app.command("routing")(bench_routing.routing)
 app.command("scheduling")(bench_scheduling.scheduling)

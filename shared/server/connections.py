@@ -1,8 +1,9 @@
-"""Clients that disconnect or do not read: what runs for them ends."""
+"""Connections: the socket of a server, and clients that disconnect or do not read."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
@@ -13,6 +14,20 @@ from starlette.types import Message, Receive, Scope, Send
 from shared.server.errors import ApiError
 
 _T = TypeVar("_T")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The listening socket, made before anything slow: a port in use is found in the first second. Raises
+    `ValueError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener
 
 
 class EventStream(StreamingResponse):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import uvicorn
 
 from shared.config import EngineConfig
 from shared.server.app import create_app
+from shared.server.connections import listen
 from shared.server.engine_client import EngineClient, EngineDead
 from shared.server.engine_process import EXIT_ENGINE_DIED
 from shared.server.prompts import Prompts
@@ -36,20 +36,6 @@ class _Server(uvicorn.Server):
         yield
 
 
-def listen(settings: ServerSettings) -> socket.socket:
-    """The listening socket, made before the engine: a port in use is found in the first second. Raises
-    `ValueError`."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((settings.host, settings.port))
-    except OSError as error:
-        listener.close()
-        raise ValueError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from None
-    return listener
-
-
 async def run_server(
     config: EngineConfig,
     settings: ServerSettings,
@@ -60,7 +46,7 @@ async def run_server(
 ) -> int:
     """Serve until a signal or the engine's death; returns the exit code. `announce` is called once requests
     are answered, with the port."""
-    listener = listen(settings)
+    listener = listen(settings.host, settings.port)
     client = EngineClient(config, in_thread=in_thread)
     stop = asyncio.Event()
     with _signals(stop):

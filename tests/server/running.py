@@ -24,9 +24,9 @@ MAIN = "from shared.cli import main; main()"
 class RunningServer:
     """`url` answers while the process lives. `log`: what it printed so far."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, command: str = "serve") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", MAIN, "serve", "--port", "0", *flags],
+            [sys.executable, "-c", MAIN, command, "--port", "0", *flags],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
@@ -45,7 +45,7 @@ class RunningServer:
     def _wait_for_url(self) -> str:
         end = time.monotonic() + START_TIMEOUT
         while time.monotonic() < end:
-            found = re.search(r"serving \S+ at (http://\S+)", "".join(self.log))
+            found = re.search(r" at (http://\S+)", "".join(self.log))
             if found:
                 return found[1]
             if self.process.poll() is not None:
@@ -89,9 +89,9 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def serving(*flags: str) -> Iterator[RunningServer]:
+def serving(*flags: str, command: str = "serve") -> Iterator[RunningServer]:
     """A server that is gone afterwards."""
-    server = RunningServer(*flags)
+    server = RunningServer(*flags, command=command)
     try:
         yield server
     finally:

@@ -1,0 +1,329 @@
+"""The cache-aware router: its tree, its choice, its proxy, and the simulation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import pytest
+import uvicorn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from shared.bench.routing import RoutingCase, policies, simulate
+from shared.server.router import CacheAwarePolicy, PrefixTree, Replica, Router, RouterSettings, prompt_text
+from tests.server.running import serving
+
+A, B = Replica("http://a"), Replica("http://b")
+
+
+# ---- the tree ----
+
+
+def longest_common(a: str, b: str) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+@given(
+    st.lists(st.tuples(st.text("ab", max_size=12), st.sampled_from([A, B])), max_size=20),
+    st.text("ab", max_size=12),
+)
+@settings(max_examples=150, deadline=None)
+def test_match_is_the_longest_common_prefix(inserted: list[tuple[str, Replica]], prompt: str) -> None:
+    tree = PrefixTree()
+    for text, replica in inserted:
+        tree.insert(text, replica)
+    lengths = {
+        each: max((longest_common(text, prompt) for text, replica in inserted if replica is each), default=0)
+        for each in (A, B)
+    }
+    longest = max(lengths.values())
+    holders = {each for each, length in lengths.items() if length == longest > 0}
+    assert tree.match(prompt, [A, B]) == (longest, holders)
+    assert tree.match(prompt, [B])[0] == lengths[B]
+    for each in (A, B):
+        prefixes = {
+            text[:i] for text, replica in inserted if replica is each for i in range(1, len(text) + 1)
+        }
+        assert tree.num_chars.get(each, 0) == len(prefixes)
+
+
+@given(
+    st.lists(st.tuples(st.text("ab", max_size=12), st.sampled_from([A, B])), max_size=20),
+    st.integers(0, 20),
+)
+@settings(max_examples=150, deadline=None)
+def test_eviction_bounds_each_replica_and_keeps_whole_prefixes(
+    inserted: list[tuple[str, Replica]], max_chars: int
+) -> None:
+    tree = PrefixTree()
+    for text, replica in inserted:
+        tree.insert(text, replica)
+    tree.evict(max_chars)
+    for each in (A, B):
+        nodes = [node for node in tree._nodes() if each in node.used]
+        assert tree.num_chars.get(each, 0) == sum(len(node.text) for node in nodes) <= max_chars
+        for node in nodes:
+            assert node.parent is tree.root or each in node.parent.used
+    tree.remove(A)
+    tree.remove(B)
+    assert not tree.root.children
+
+
+def test_what_was_not_used_for_the_longest_time_is_forgotten_first() -> None:
+    tree = PrefixTree()
+    for text in ("shared-one", "shared-two", "other"):
+        tree.insert(text, A)
+    tree.insert("shared-one", A)
+    tree.evict(len("shared-one") + len("other"))
+    assert tree.match("shared-two", [A])[0] == len("shared-")
+    assert tree.match("shared-one", [A])[0] == len("shared-one")
+
+
+# ---- the choice ----
+
+
+def policy(**settings: float) -> CacheAwarePolicy:
+    return CacheAwarePolicy(RouterSettings(**settings))  # type: ignore[arg-type]
+
+
+def test_a_known_prefix_beats_a_smaller_load() -> None:
+    a, b = Replica("http://a", load=3), Replica("http://b")
+    choice = policy()
+    choice.tree.insert("x" * 100, a)
+    assert choice.choose("x" * 100 + "y", [a, b]) is a
+    assert choice.choose("x" * 20 + "y" * 80, [a, b]) is b  # 20 of 100 known: below the threshold
+
+
+def test_unbalanced_loads_beat_a_known_prefix() -> None:
+    choice = policy(balance_abs=4, balance_rel=1.5)
+    a, b = Replica("http://a", load=5), Replica("http://b", load=0)
+    choice.tree.insert("x" * 100, a)
+    assert choice.choose("x" * 100, [a, b]) is b
+    a.load, b.load = 20, 14  # differ by more than 4, but not by half
+    assert choice.choose("x" * 100, [a]) is a
+
+
+def test_ties_do_not_always_go_to_the_first() -> None:
+    replicas = [Replica(f"http://{i}") for i in range(3)]
+    choice = policy()
+    for number in range(30):
+        chosen = choice.choose(f"{number} is new", replicas)
+        chosen.num_sent += 1
+    assert [replica.num_sent for replica in replicas] == [10, 10, 10]
+
+
+def test_prompts_of_all_apis_have_a_text() -> None:
+    chat = {"model": "m", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}
+    longer = {**chat, "messages": [*chat["messages"], {"role": "assistant", "content": "a"}]}
+    first, second = (prompt_text(json.dumps(body).encode()) for body in (chat, longer))
+    assert longest_common(first, second) >= len(first) - 1
+    assert prompt_text(b'{"prompt": "p"}') == "p"
+    assert prompt_text(b'{"input_ids": [1, 2]}') == "[1, 2]"
+    assert prompt_text(b"not json") == prompt_text(b"[1]") == prompt_text(b"") == ""
+
+
+def test_urls_are_checked() -> None:
+    for urls in ([], ["http://a", "http://a"], ["localhost:8000"]):
+        with pytest.raises(ValueError, match="URL"):
+            Router(urls)
+
+
+# ---- the simulation ----
+
+
+def test_simulated_conversations_hit_more_than_with_round_robin() -> None:
+    case = RoutingCase(num_conversations=150, system_chars=1000, turn_chars=100, cache_chars=20_000)
+    results = {name: simulate(case, name, each) for name, each in policies().items()}
+    assert results["cache-aware"].hit_rate > results["round robin"].hit_rate + 0.1
+    assert results["cache-aware"].hit_rate > results["least load"].hit_rate + 0.1
+    defaults = RouterSettings()
+    for result in results.values():
+        assert result.final_loads == (0,) * case.num_replicas
+        assert sum(result.num_sent) == case.num_conversations * case.num_turns
+        assert result.max_load <= max(defaults.balance_abs, 1) * 2 + result.mean_load * defaults.balance_rel
+
+
+# ---- the proxy ----
+
+
+class FakeServer:
+    """Streams its own name; `status`: of every answer."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.status = 200
+        self.num_requests = 0
+        self.num_disconnects = 0
+        routes = [
+            Route("/health", self.health),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+        ]
+        self.server = uvicorn.Server(
+            uvicorn.Config(Starlette(routes=routes), port=0, log_level="critical", lifespan="off")
+        )
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    async def health(self, request: Request) -> Response:
+        return PlainTextResponse("ok", self.status)
+
+    async def complete(self, request: Request) -> Response:
+        self.num_requests += 1
+        body = await request.json()
+        if self.status != 200:
+            return JSONResponse({"error": {"message": self.name}}, self.status)
+        if body.get("stream"):
+            return StreamingResponse(self._slowly(request), media_type="text/event-stream")
+        return JSONResponse({"from": self.name, "key": request.headers.get("authorization")})
+
+    async def _slowly(self, request: Request) -> AsyncIterator[str]:
+        try:
+            for number in range(200):
+                yield f"data: {self.name} {number}\n\n"
+                await asyncio.sleep(0.02)
+        except asyncio.CancelledError:
+            self.num_disconnects += 1
+            raise
+
+    def stop(self) -> None:
+        self.server.should_exit = self.server.force_exit = True
+        self.thread.join(10)
+
+
+@pytest.fixture
+def fakes() -> Iterator[list[FakeServer]]:
+    servers = [FakeServer("one"), FakeServer("two")]
+    yield servers
+    for server in servers:
+        server.stop()
+
+
+@contextlib.asynccontextmanager
+async def client_of(router: Router) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(router.app)
+    async with router._lifespan(router.app), httpx.AsyncClient(transport=transport, base_url="http://r") as c:
+        yield c
+
+
+def test_requests_with_one_prefix_go_to_one_server(fakes: list[FakeServer]) -> None:
+    async def play() -> None:
+        router = Router([fake.url for fake in fakes])
+        async with client_of(router) as client:
+            answers = [
+                await client.post(
+                    "/v1/completions",
+                    json={"prompt": f"{group}" * 100 + str(i)},
+                    headers={"Authorization": "Bearer k"},
+                )
+                for i in range(3)
+                for group in "xy"
+            ]
+            found = [answer.json()["from"] for answer in answers]
+            assert found == found[:2] * 3
+            assert set(found) == {"one", "two"}
+            assert answers[0].json()["key"] == "Bearer k"
+            replicas = (await client.get("/replicas")).json()
+            assert [replica["load"] for replica in replicas] == [0, 0]
+            assert [replica["num_sent"] for replica in replicas] == [3, 3]
+
+    asyncio.run(play())
+
+
+def test_a_server_that_fails_or_drains_is_left_out(fakes: list[FakeServer]) -> None:
+    async def play() -> None:
+        router = Router([fake.url for fake in fakes], RouterSettings(health_interval=0.1))
+        async with client_of(router) as client:
+            body = {"prompt": "x" * 100}
+            first = (await client.post("/v1/completions", json=body)).json()["from"]
+            holder, other = sorted(fakes, key=lambda fake: fake.name != first)
+            holder.status = 503
+            assert (await client.post("/v1/completions", json=body)).json()["from"] == other.name
+            await asyncio.sleep(0.5)
+            before = holder.num_requests
+            for i in range(4):
+                assert (await client.post("/v1/completions", json={"prompt": f"{i}"})).is_success
+            assert holder.num_requests == before  # /health fails: not even tried
+            holder.status = 200
+            await asyncio.sleep(0.5)
+            for i in range(4):
+                await client.post("/v1/completions", json={"prompt": f"again {i}"})
+            assert holder.num_requests > before
+            other.stop()
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.json()["from"] == holder.name
+            holder.stop()
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["type"] == "server_error"
+            assert (await client.get("/health")).status_code == 503
+            assert [replica.load for replica in router.replicas] == [0, 0]
+
+    asyncio.run(play())
+
+
+def test_an_error_of_a_server_is_passed_on(fakes: list[FakeServer]) -> None:
+    async def play() -> None:
+        router = Router([fakes[0].url])
+        async with client_of(router) as client:
+            await asyncio.sleep(0.2)
+            fakes[0].status = 400
+            answer = await client.post("/v1/completions", json={"prompt": "x"})
+            assert (answer.status_code, answer.json()["error"]["message"]) == (400, "one")
+
+    asyncio.run(play())
+
+
+def test_long_bodies_are_refused(fakes: list[FakeServer]) -> None:
+    async def play() -> None:
+        router = Router([fakes[0].url], RouterSettings(max_body_bytes=1000))
+        async with client_of(router) as client:
+            answer = await client.post("/v1/completions", json={"prompt": "x" * 2000})
+            assert answer.status_code == 413
+
+    asyncio.run(play())
+    assert fakes[0].num_requests == 0
+
+
+def test_two_engines_behind_a_router_and_one_is_killed() -> None:
+    """Real processes; a client that leaves ends its request on the server."""
+    flags = ("--separate-process", "--max-total-tokens", "4096")
+    with contextlib.ExitStack() as stack:
+        one, two = (stack.enter_context(serving(*flags)) for _ in range(2))
+        router = stack.enter_context(serving(one.url, two.url, command="route"))
+        body = {"prompt": "Count from 3 to 9.", "max_tokens": 8, "temperature": 0}
+        texts = {
+            httpx.post(f"{router.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+            for _ in range(3)
+        }
+        assert len(texts) == 1
+        with httpx.stream(
+            "POST",
+            f"{router.url}/v1/completions",
+            json={**body, "stream": True, "max_tokens": 400, "ignore_eos": True},
+            timeout=60,
+        ) as stream:
+            assert next(stream.iter_lines()).startswith("data: ")
+        for server in (one, two):
+            server.wait_idle()
+        assert [replica["load"] for replica in router.get("/replicas")] == [0, 0]
+        one.kill()
+        for _ in range(3):
+            answer = httpx.post(f"{router.url}/v1/completions", json=body, timeout=60)
+            assert answer.json()["choices"][0]["text"] in texts
+        two.kill()
+        answer = httpx.post(f"{router.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 503
