@@ -58,9 +58,13 @@ class TritonAttention(interface.AttentionBackend):
                 f"device {kv_pool.device.type} is not supported: TritonAttention supports cuda, and others "
                 "in Triton's interpreter (TRITON_INTERPRET=1)"
             )
+        _, self.num_kv_heads, head_dim = kv_pool.k_buffer(0).shape
+        if head_dim > MAX_HEAD_DIM:
+            raise ValueError(
+                f"head_dim {head_dim} is not supported: TritonAttention supports 1 to {MAX_HEAD_DIM}"
+            )
         self.req_to_token_pool = req_to_token_pool
         self.kv_pool = kv_pool
-        self.num_kv_heads = kv_pool.k_buffer(0).shape[1]
         self.counters = self._new_counters(req_to_token_pool.req_to_token.shape[0])
 
     def plan(self, forward_batch: ForwardBatch) -> TritonPlan:
@@ -87,7 +91,8 @@ class TritonAttention(interface.AttentionBackend):
         v: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        _check_layer(q, layer)
+        if q.dtype not in DTYPES:
+            raise ValueError(f"dtype {q.dtype} is not supported: TritonAttention supports {DTYPES}")
         batch = plan.forward_batch
         k_buffer, v_buffer = self.kv_pool.k_buffer(layer.layer_id), self.kv_pool.v_buffer(layer.layer_id)
         where = (self.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens)
@@ -112,12 +117,3 @@ class TritonAttention(interface.AttentionBackend):
 
     def _new_counters(self, batch_size: int) -> torch.Tensor:
         return torch.zeros(batch_size * self.num_kv_heads, dtype=torch.int32, device=self.kv_pool.device)
-
-
-def _check_layer(q: torch.Tensor, layer: AttentionLayer) -> None:
-    if layer.head_dim > MAX_HEAD_DIM:
-        raise ValueError(
-            f"head_dim {layer.head_dim} is not supported: TritonAttention supports 1 to {MAX_HEAD_DIM}"
-        )
-    if q.dtype not in DTYPES:
-        raise ValueError(f"dtype {q.dtype} is not supported: TritonAttention supports {DTYPES}")

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from optimized.attention.default import DefaultAttention
+from optimized.attention.triton import TritonAttention
 from reference.attention import TorchAttention
 from shared.conformance.attention_batches import (
     AttentionBatch,
@@ -17,6 +19,7 @@ from shared.conformance.attention_batches import (
 )
 from shared.conformance.compare import Mismatch
 from shared.conformance.suite import check_implementation, clauses_of
+from shared.interfaces import AttentionBackend
 from shared.types.attention import AttentionLayer
 
 PLAIN = AttentionCase("plain", ((3, 1),), dtype=torch.bfloat16)
@@ -82,3 +85,20 @@ def test_a_refusal_must_name_what_it_is_about(message: str) -> None:
 def test_a_plain_layer_cannot_be_refused() -> None:
     with pytest.raises(Mismatch, match="a plain layer is supported"):
         expect_attention(refusing("head_dim 64 is not supported, 128 is"), PLAIN)
+
+
+@pytest.mark.parametrize("impl", [TritonAttention, DefaultAttention])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_dim": 257}, "head_dim 257 is not supported: TritonAttention supports 1 to 256"),
+        ({"head_dim": 512, "dtype": torch.bfloat16}, "head_dim 512 is not supported"),
+        ({"dtype": torch.float64}, r"float64 is not supported.*bfloat16"),
+    ],
+)
+def test_the_constructor_refuses_what_no_kernel_computes(
+    impl: type[AttentionBackend], options: dict[str, Any], message: str
+) -> None:
+    batch = AttentionBatch(AttentionCase("", ((3, 1),), **options))
+    with pytest.raises(ValueError, match=message):
+        batch.backend(impl)

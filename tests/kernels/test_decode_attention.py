@@ -162,10 +162,3 @@ def test_one_graph_serves_steps_of_all_lengths() -> None:
         return replay
 
     steps_of_one_plan(batch, run)
-
-
-def test_what_is_not_supported_is_named() -> None:
-    with pytest.raises(ValueError, match=r"head_dim 320 is not supported.*256"):
-        AttentionBatch(decode_case((3,), head_dim=320)).run(TritonAttention)
-    with pytest.raises(ValueError, match=r"float64 is not supported.*bfloat16"):
-        AttentionBatch(decode_case((3,), dtype=torch.float64)).run(TritonAttention)
