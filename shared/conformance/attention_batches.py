@@ -85,6 +85,7 @@ class AttentionCase:
             "dtype": self.dtype not in HALF_TYPES,
             "head_dim": self.head_dim not in PLAIN_HEAD_DIMS,
             "num_qo_heads": self.num_qo_heads // self.num_kv_heads not in PLAIN_GROUP_SIZES,
+            "scale": self.scale != 1.0,
             "sliding_window": self.sliding_window >= 0,
             "logit_cap": self.logit_cap > 0,
             "sinks": bool(self.sinks),

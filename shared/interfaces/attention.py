@@ -33,9 +33,10 @@ class AttentionBackend(ABC):
     token's (padding, the dummy page, the rest of a last page) is undefined, NaN included.
 
     Every backend takes float16 and bfloat16, head_dim 64 and 128, 1, 2, 4 and 8 query heads a KV head, and
-    any page size, causal and without extras. What else it cannot do (dtype, head_dim, num_qo_heads,
-    sliding_window, logit_cap, sinks, custom_mask, tree_mask) it refuses by a `ValueError` that names that and
-    what it supports: from the constructor, `plan` or `run`, as soon as it knows.
+    any page size, causal, with scale head_dim ** -0.5 and without extras. What else it cannot do (dtype,
+    head_dim, num_qo_heads, scale, sliding_window, logit_cap, sinks, custom_mask, tree_mask) it refuses by a
+    `ValueError` that names that and what it supports: from the constructor, `plan` or `run`, as soon as it
+    knows.
 
     CUDA graphs are optional. A backend with `supports_cuda_graph` gives, by `plan_for_graph`, a plan whose
     `run` may be captured once and replayed for other batches of the same shapes, each after a `replan`.

@@ -1,0 +1,83 @@
+"""The attention backends of docs/examples hold their contract, and bugs in such a function are caught."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from reference.attention import TorchAttention
+from shared.conformance.attention_batches import RefusalWarning
+from shared.conformance.clause import Clause
+from shared.conformance.suite import Verdict, check_implementation, clauses_of
+from shared.modeling.paged_decode import PagedDecodeAttention
+from tests.conformance.fast_cut import fast_cases
+
+ROOT = Path(__file__).parents[2]
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+paged_decode = example("my_paged_decode").paged_decode
+
+
+def failures(impl: type, clauses: list[Clause]) -> list[Verdict]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RefusalWarning)
+        return [
+            v
+            for v in check_implementation(clauses, impl, TorchAttention, shrink_failures=False)
+            if not v.holds
+        ]
+
+
+def thinned(clause: Clause) -> Clause:
+    fast = fast_cases(clause)
+    return clause.with_cases([case for case in clause.cases if case.name in fast])
+
+
+@pytest.mark.parametrize("name", ["my_attention", "my_paged_decode"])
+@pytest.mark.parametrize("cut", ["fast", pytest.param("whole", marks=pytest.mark.full)])
+def test_the_examples_hold_the_contract(name: str, cut: str) -> None:
+    clauses = clauses_of("attention")
+    found = failures(
+        example(name).MyAttention, [thinned(clause) for clause in clauses] if cut == "fast" else clauses
+    )
+    assert [(v.clause.name, v.case.name, v.failure) for v in found] == []
+
+
+def unmasked_last_page(q: Any, k: Any, v: Any, page_table: Any, lens: Any) -> torch.Tensor:
+    """Sees the whole last page."""
+    page_size = k.shape[1]
+    return paged_decode(q, k, v, page_table, (lens + page_size - 1) // page_size * page_size)
+
+
+def one_token_too_few(q: Any, k: Any, v: Any, page_table: Any, lens: Any) -> torch.Tensor:
+    return paged_decode(q, k, v, page_table, (lens - 1).clamp(min=1))
+
+
+def interleaved_groups(q: Any, k: Any, v: Any, page_table: Any, lens: Any) -> torch.Tensor:
+    """Query head h reads KV head h % num_kv_heads."""
+    num_kv_heads = k.shape[2]
+    grouped = q.unflatten(1, (-1, num_kv_heads)).transpose(1, 2).flatten(1, 2)
+    output = paged_decode(grouped, k, v, page_table, lens)
+    return output.unflatten(1, (num_kv_heads, -1)).transpose(1, 2).flatten(1, 2)
+
+
+@pytest.mark.parametrize("function", [unmasked_last_page, one_token_too_few, interleaved_groups])
+def test_bugs_of_a_paged_decode_function_are_caught(function: Any) -> None:
+    mutant = type("Mutant", (PagedDecodeAttention,), {"paged_decode": staticmethod(function)})
+    names = ("decode", "heads-in-groups")
+    assert failures(mutant, [thinned(c) for c in clauses_of("attention") if c.name in names]) != []
