@@ -189,11 +189,18 @@ def print_clauses(clauses: list[Clause]) -> None:
 
 
 def print_results(results: list[Result], title: str) -> None:
+    """The summary, a table of all clauses, and the failures."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
+    failing = [result for result in results if not result.holds]
+    if failing:
+        console.print(f"{len(failing)} of {len(results)} clauses fail", style="bold red")
+    else:
+        num_cases = sum(len(result.verdicts) for result in results)
+        console.print(f"all {len(results)} clauses hold, in {num_cases} cases", style="green")
     table = Table(title=title)
     table.add_column("clause", overflow="fold")
     table.add_column("kind")
@@ -208,16 +215,9 @@ def print_results(results: list[Result], title: str) -> None:
         )
     console.print(table)
     _print_refusals(console, results)
-    failing = [result for result in results if not result.holds]
     for result in failing:
         console.print()
         _print_failure(console, result)
-    if failing:
-        console.print()
-        console.print(f"{len(failing)} of {len(results)} clauses fail", style="bold red")
-    else:
-        num_cases = sum(len(result.verdicts) for result in results)
-        console.print(f"all {len(results)} clauses hold, in {num_cases} cases", style="green")
 
 
 def _print_refusals(console: Any, results: list[Result]) -> None:

@@ -33,14 +33,16 @@ def diff(
         str, typer.Option("--a", metavar="PANEL|COMPONENT=IMPLEMENTATION,...", help="What to compare with.")
     ] = "reference",
     b: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--b",
             metavar="PANEL|COMPONENT=IMPLEMENTATION,...",
             help="What is compared: optimized; attention=triton; sampler=file.py:Class,moe=reference. "
-            "Components that are not named come from the panel, by default the reference.",
+            "Components that are not named come from the panel, by default the reference. Without --b, and "
+            "without flags of a side: every optimized component that runs on the device.",
+            show_default=False,
         ),
-    ] = "reference",
+    ] = None,
     a_flags: Annotated[
         str, typer.Option(metavar="FLAG=VALUE,...", help="Engine flags of A: page_size=16,context_len=512.")
     ] = "",
@@ -96,6 +98,8 @@ def diff(
     """
     if out is not None:
         bench_run.check_folder(out)
+    if b is None:
+        b = "reference" if a_flags or b_flags else runnable_components(device)
     choices = parse_side(a), parse_side(b)
     sides = [choices[0] | parse_flags(a_flags), choices[1] | parse_flags(b_flags)]
     common: dict[str, Any] = {
@@ -147,6 +151,20 @@ def parse_side(text: str) -> dict[str, Any]:
     for component, choice in use.items():
         registry.check_choice(component, choice)
     return {"panel": panels[0] if panels else "reference", "use": use}
+
+
+def runnable_components(device: str | None) -> str:
+    """A side with the optimized components of the device: all on a GPU, elsewhere those without Triton
+    kernels."""
+    from shared.engine.assembly import default_device
+
+    if (device or default_device()).startswith("cuda"):
+        return "optimized"
+    return ",".join(
+        f"{component}=optimized"
+        for component, available in registry.IMPLEMENTATIONS.items()
+        if "optimized" in available and "optimized" not in registry.NEEDS_TRITON.get(component, ())
+    )
 
 
 def parse_flags(text: str) -> dict[str, Any]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
 from shared.commands.options import EngineOptions, spread
+
+SECONDS_PER_LINE = 5.0
 
 
 @spread
@@ -17,7 +21,10 @@ def soak(
     *,
     engine: EngineOptions,
     seconds: Annotated[
-        float, typer.Option(help="Begin no round after so long.", rich_help_panel="Load")
+        float,
+        typer.Option(
+            help="Time for all rounds; the last is cut short. 0: one round.", rich_help_panel="Load"
+        ),
     ] = 60.0,
     seed: Annotated[int, typer.Option(help="Of the first round.", rich_help_panel="Load")] = 0,
     acts: Annotated[
@@ -34,17 +41,16 @@ def soak(
     if not 0 <= seconds < math.inf:  # 0: one round
         raise ValueError(f"--seconds must be finite and at least 0, got {seconds}")
 
-    from rich.console import Console
-
     from shared.conformance.soak import Soak, Tally
 
     soak = Soak(engine.to_flags(), acts)
-    console = Console(stderr=True, highlight=False)
-    start, number, total = time.perf_counter(), seed, Tally()
+    progress = Progress()
+    number, total = seed, Tally()
+    deadline = time.monotonic() + seconds if seconds else math.inf
     try:
-        while number == seed or time.perf_counter() - start < seconds:
-            with console.status(f"round {number}: {sentence(total)}"):
-                total = total.plus(soak.round(number))
+        while number == seed or (seconds and time.monotonic() < deadline):
+            with progress.round(f"round {number}: {sentence(total)}"):
+                total = total.plus(soak.round(number, deadline, progress.update))
             number += 1
     except KeyboardInterrupt:
         print(f"interrupted after {number - seed} rounds: {sentence(total)}")
@@ -65,4 +71,30 @@ def sentence(tally: Any) -> str:
     return (
         f"{tally.num_requests} answers, {tally.num_cut} of them cut short, in {tally.num_steps} steps, "
         f"{tally.num_retractions} retractions, {tally.num_near_ties} near ties"
+        + f", {tally.num_uncompared} more answers not compared"
+        * bool(tally.num_uncompared)
     )
+
+
+class Progress:
+    """What the current round does: a status line on a terminal, else lines on standard error."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self.console = Console(stderr=True, highlight=False)
+        self.last_print = time.monotonic()
+
+    @contextmanager
+    def round(self, title: str) -> Iterator[None]:
+        self.title = title
+        with self.console.status(title) as self.status:
+            yield
+
+    def update(self, what: str) -> None:
+        text = f"{self.title}; {what}"
+        if self.console.is_terminal:
+            self.status.update(text)
+        elif time.monotonic() - self.last_print > SECONDS_PER_LINE:
+            self.last_print = time.monotonic()
+            print(text, file=sys.stderr)

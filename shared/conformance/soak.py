@@ -8,8 +8,10 @@ equal to the token, but for near ties: those are counted.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -64,6 +66,7 @@ class Tally(NamedTuple):
     num_retractions: int = 0
     num_cut: int = 0  # aborted, dropped or turned away
     num_near_ties: int = 0
+    num_uncompared: int = 0  # answers of a round that reached its deadline
 
     def plus(self, other: Tally) -> Tally:
         return Tally(*(a + b for a, b in zip(self, other)))
@@ -89,25 +92,46 @@ class Soak:
         if self.alone.tokenizer is None:
             raise ValueError(f"model={self.alone.config.model}: texts are compared, so it needs a tokenizer")
 
-    def round(self, seed: int) -> Tally:
-        """Raises `Mismatch` or `InvariantViolation`."""
+    def round(
+        self, seed: int, deadline: float = math.inf, on_progress: Callable[[str], None] = lambda what: None
+    ) -> Tally:
+        """Raises `Mismatch` or `InvariantViolation`. `deadline`: the value of `time.monotonic()` at which the
+        round ends: half of the time is for requests, and those that still run are aborted; the other half is
+        for comparisons. At least one answer is compared. `on_progress` is called often, with what is done."""
+        start = time.monotonic()
         rng = random.Random(seed)
         flags = {**random_flags(rng, self.alone.config.model), **self.flags}
         llm = LLM(**flags)
-        played = Round(llm, rng)
-        for _ in range(self.num_acts):
+        played = Round(llm, rng, deadline=start + (deadline - start) / 2)
+        for number in range(self.num_acts):
+            if number and played.is_late():
+                break
+            on_progress(f"event {number + 1} of {self.num_acts}")
             played.act()
+        on_progress("requests run to their end")
         played.run_to_end()
-        num_near_ties = sum(self._compare(asked) for asked in played.asked)
-        stats = llm.stats()
         answers = [answer for asked in played.asked for answer in asked.answers()]
+        num_compared = num_near_ties = 0
+        for asked in played.asked:
+            if num_compared and time.monotonic() > deadline:
+                break
+            on_progress(f"{num_compared} of {len(answers)} answers compared")
+            found = asked.answers()
+            num_compared += len(found)
+            num_near_ties += self._compare(asked, found)
+        stats = llm.stats()
         num_cut = sum(_is_cut(answer) for answer in answers)
-        return Tally(len(answers), stats.num_steps, stats.num_retractions, num_cut, num_near_ties)
+        num_uncompared = len(answers) - num_compared
+        return Tally(
+            num_compared, stats.num_steps, stats.num_retractions, num_cut, num_near_ties, num_uncompared
+        )
 
-    def _compare(self, asked: Asked) -> int:
+    def _compare(self, asked: Asked, answers: list[GenerateOutput]) -> int:
         """Returns how many answers departed at a near tie."""
+        if not answers:
+            return 0
         alone = self._answers_alone(asked.question, asked.question.params)
-        return sum(self._departs(asked, got, alone[got.index]) for got in asked.answers())
+        return sum(self._departs(asked, got, alone[got.index]) for got in answers)
 
     def _departs(self, asked: Asked, got: GenerateOutput, alone: GenerateOutput) -> bool:
         rid, reason = got.rid, got.finish_reason
@@ -145,12 +169,16 @@ class Soak:
 
 
 class Round:
-    """One engine, and what is asked of it."""
+    """One engine, and its requests. After `deadline` none is added, and those that run are aborted."""
 
-    def __init__(self, llm: LLM, rng: random.Random) -> None:
+    def __init__(self, llm: LLM, rng: random.Random, deadline: float = math.inf) -> None:
         self.llm = llm
         self.rng = rng
+        self.deadline = deadline
         self.asked: list[Asked] = []
+
+    def is_late(self) -> bool:
+        return time.monotonic() > self.deadline
 
     def act(self) -> None:
         rng, act = self.rng, random_act(self.rng)
@@ -194,6 +222,8 @@ class Round:
         most = MAX_STEPS_PER_REQUEST * sum(asked.question.params.n for asked in self.asked)
         num_steps = 0
         while self.llm.step():
+            if self.is_late():
+                self.abort_all()
             num_steps += 1
             expect_true(f"all work ends within {most} steps", num_steps <= most)
         for asked in self.asked:
@@ -203,6 +233,10 @@ class Round:
         check_idle(parts.allocator, parts.req_to_token_pool, parts.tree_cache)
         expect_true("the cache can be flushed when idle", self.llm.flush_cache())
         expect_equal("free slots", parts.allocator.available_size(), parts.allocator.size)
+
+    def abort_all(self) -> None:
+        for asked in self.asked:
+            asked.may_be_cut |= self.llm.abort(asked.question.names["rid"])
 
 
 def _read(asked: Asked) -> bool:

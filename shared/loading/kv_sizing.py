@@ -89,6 +89,17 @@ def free_gpu_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
+def check_memory(what: str, num_bytes: int, device: torch.device) -> None:
+    """Raise `ValueError` if `what` needs more memory than is free: nothing of it is allocated."""
+    is_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if is_gpu else psutil.virtual_memory().available
+    if num_bytes > free:
+        raise ValueError(
+            f"{what} needs {num_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB are free on this "
+            f"{'GPU' if is_gpu else 'computer'}"
+        )
+
+
 def plan_memory(
     config: EngineConfig,
     model_config: ModelConfig,
@@ -109,6 +120,7 @@ def plan_memory(
     if config.max_total_tokens is not None:
         num_tokens = config.max_total_tokens
         reason = f"max_total_tokens is {num_tokens}"
+        check_memory(f"the KV pool (max_total_tokens={num_tokens})", num_tokens * bytes_per_token, device)
     else:
         budget, reason = _budget(config, free, total, sum(reserved.values()))
         num_tokens = max(budget, 0) // bytes_per_token

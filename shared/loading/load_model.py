@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,8 +15,15 @@ from tqdm.auto import tqdm
 from shared.config import DraftConfig, EngineConfig, ModelConfig
 from shared.config.speculation import check_windows
 from shared.interfaces import CausalLM, DrafterParts, DraftModel
-from shared.loading.draft_weights import dummy_draft_weights, iterate_draft_weights, refuse_language_model
+from shared.loading.draft_weights import (
+    draft_shapes,
+    dummy_draft_weights,
+    iterate_draft_weights,
+    refuse_language_model,
+)
+from shared.loading.kv_sizing import check_memory
 from shared.loading.model_path import resolve_model_path
+from shared.loading.weight_names import expected_shapes
 from shared.loading.weights import dummy_weights, iterate_weights
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -29,12 +37,13 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
 ) -> CausalLM:
-    """The model of a folder, built from the chosen components. Raises `ValueError` for files that do not fit
-    before the model takes memory."""
+    """The model of a folder, built from the chosen components. Raises `ValueError`, before the model takes
+    memory, for files that do not fit and for weights that are larger than the free memory."""
     if config.load_format == "dummy":
         weights = dummy_weights(model_config, config.random_seed, device)
     else:
         weights = iterate_weights(folder, model_config, LoadingBar().update)
+    check_weights(model_config.architecture, expected_shapes(model_config), device, dtype)
     model_class: type[CausalLM] = component("models").model_class(model_config.architecture)
     model = build_model(model_class, model_config, component, device, dtype)
     model.load_weights(weights)
@@ -54,6 +63,7 @@ def load_draft_model(config: EngineConfig, parts: DrafterParts) -> tuple[DraftCo
         weights = dummy_draft_weights(draft_config, config.random_seed, parts.device)
     else:
         weights = iterate_draft_weights(folder)
+    check_weights(f"{config.speculative} head", draft_shapes(draft_config), parts.device, parts.dtype)
     model_class: type[DraftModel] = parts.component("draft_models").draft_model_class(
         draft_config.draft_format
     )
@@ -62,6 +72,16 @@ def load_draft_model(config: EngineConfig, parts: DrafterParts) -> tuple[DraftCo
     model.share(parts.model)
     check_windows(config, draft_config.model)
     return draft_config, model.eval()
+
+
+def check_weights(
+    what: str, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raise `ValueError` if weights of these shapes are larger than the free memory of the device."""
+    num_parameters = sum(math.prod(shape) for shape in shapes.values())
+    name = str(dtype).removeprefix("torch.")
+    what = f"{what} of {num_parameters / 1e9:.2f} billion parameters in {name}"
+    check_memory(what, num_parameters * dtype.itemsize, device)
 
 
 def build_model(

@@ -38,7 +38,8 @@ def test_the_reference_holds_and_every_clause_has_its_line(diptych: Diptych) -> 
         count = f"{len(clause.cases)}/{len(clause.cases)}"
         assert any(clause.name in line and count in line for line in result.stdout.splitlines())
     num_cases = 1 + sum(len(clause.cases) for clause in clauses)
-    assert f"all {len(clauses) + 1} clauses hold, in {num_cases} cases" in result.stdout
+    summary = f"all {len(clauses) + 1} clauses hold, in {num_cases} cases"
+    assert result.stdout.splitlines()[0] == summary  # the table after it may be long
 
 
 def test_the_example_of_the_documentation_holds(diptych: Diptych) -> None:

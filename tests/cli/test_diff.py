@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from shared.commands.diff import parse_flags, parse_side
+from shared.commands.diff import parse_flags, parse_side, runnable_components
 from shared.loading.model_path import ASSETS
 
 Diptych = Callable[..., Result]
@@ -43,6 +43,15 @@ def test_two_configurations_of_one_panel(diptych: Diptych) -> None:
     # 17 prompt tokens in chunks of a page, then two more tokens.
     assert "in 3 steps of A and 7 of B" in result.stdout
     assert "the batches part at step 1" in result.stdout
+
+
+def test_default_compares_the_optimized_components_of_the_device(diptych: Diptych) -> None:
+    result = diptych("diff", "--device", "cpu", "-n", "2", "--prompt", "What is 12 + 30?")
+    assert result.exit_code == 0, result.output
+    text = "".join(result.stdout.split())
+    assert "Breference,scheduler=optimized,schedule_policy=optimized,prefill_adder=optimized," in text
+    assert "attention=optimized" not in text
+    assert runnable_components("cuda:1") == "optimized"
 
 
 def test_a_divergence_is_shown_and_written(diptych: Diptych, tmp_path: Path, bad_attention: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 from typer.testing import Result
 
+from shared.commands import soak as soak_command
 from shared.conformance.soak import Soak, Tally
 
 Diptych = Callable[..., Result]
@@ -21,6 +23,18 @@ def test_one_round_is_repeated_and_counted(diptych: Diptych) -> None:
     assert not result.stdout.startswith("rounds: 1; 0 answers")
 
 
+def test_time_limit_cuts_the_last_round(diptych: Diptych, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal, progress is printed as lines."""
+    monkeypatch.setattr(soak_command, "SECONDS_PER_LINE", 0.0)
+    start = time.monotonic()
+    result = diptych("soak", *CPU, "--seconds", "0.2", "--acts", "100000")
+    assert result.exit_code == 0, result.output
+    assert time.monotonic() - start < 20
+    assert "more answers not compared" in result.stdout
+    assert "event 2 of 100000" in result.stderr
+    assert " answers compared" in result.stderr
+
+
 def test_rounds_in_which_nothing_was_asked_are_no_success(diptych: Diptych) -> None:
     result = diptych("soak", *CPU, "--seed", "-1", "--seconds", "0", "--acts", "5")
     assert result.exit_code == 2, result.output
@@ -29,7 +43,7 @@ def test_rounds_in_which_nothing_was_asked_are_no_success(diptych: Diptych) -> N
 
 
 def test_a_round_that_fails_says_how_to_repeat_it(diptych: Diptych, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail_at_8(soak: Soak, seed: int) -> Tally:
+    def fail_at_8(soak: Soak, seed: int, deadline: float, on_progress: object) -> Tally:
         assert seed != 8, "eight"
         return Tally(num_requests=1)
 

@@ -3,12 +3,15 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import Result
 
 from shared import registry
+from shared.bench import ceilings
 from shared.engine import assembly
 
 MY_RADIX_CACHE = f"{Path(__file__).parents[2] / 'docs' / 'examples' / 'my_radix_cache.py'}:MyRadixCache"
@@ -32,6 +35,26 @@ def test_built_in_models_answer(diptych: Diptych, model: str) -> None:
     assert "Bergen" in first["text"]
     assert "12" in second["text"]
     assert (first["finish_reason"], second["finish_reason"]) == ("stop", "stop")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "--load-format", "dummy", "Hello"),
+        ("bench", "offline"),
+        ("bench", "step", "--batch", "1"),
+    ],
+    ids=" ".join,
+)
+def test_model_larger_than_the_free_memory_is_refused(
+    diptych: Diptych, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8_000_000_000))
+    monkeypatch.setattr(ceilings, "measure_ceilings", lambda *arguments: None)
+    result = diptych(*command, "--device", "cpu", "--model", "Qwen3-8B")
+    assert result.exit_code == 2, result.output
+    refusal = "Qwen3ForCausalLM of 8.19 billion parameters in float32 needs 32.8 GB, 8.0 GB are free"
+    assert result.stderr.splitlines()[-1] == f"error: {refusal} on this computer"
 
 
 def test_second_question_finds_the_story_in_the_cache(diptych: Diptych) -> None:

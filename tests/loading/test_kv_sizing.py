@@ -105,6 +105,12 @@ def test_the_arithmetic_is_told(monkeypatch: pytest.MonkeyPatch, qwen3_8b: Model
     assert rows["KV pool"].startswith("720,896 tokens of 144 KiB: 99.00 GiB (of 140.0 GiB on the GPU")
 
 
+def test_a_pool_larger_than_the_free_memory_is_refused(qwen3_8b: ModelConfig) -> None:
+    config = EngineConfig(max_total_tokens=10**9)
+    with pytest.raises(ValueError, match=r"the KV pool \(max_total_tokens=1000000000\) needs 294912.0 GB, "):
+        plan_memory(config, qwen3_8b, torch.float32, torch.device("cpu"))
+
+
 def test_on_a_cpu_the_flag_or_a_laptops_worth(qwen3_8b: ModelConfig) -> None:
     cpu = torch.device("cpu")
     assert (
