@@ -6,7 +6,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -148,9 +148,9 @@ def _failure_as_json(verdict: Verdict) -> dict[str, Any]:
 
 def case_fields(case: Any) -> list[tuple[str, str]]:
     """(field, value) of a case, as text."""
-    if not is_dataclass(case):
-        return [("case", repr(case))]
-    return [(each.name, repr(getattr(case, each.name))) for each in fields(case)]
+    from shared.conformance.case import fields_of
+
+    return [(name, repr(value)) for name, value in (fields_of(case) or {}).items()]
 
 
 def _chosen(clauses: list[Clause], names: list[str]) -> list[Clause]:
@@ -273,11 +273,11 @@ def _print_failure(console: Any, result: Result) -> None:
 
 def _input_lines(case: Any) -> list[str]:
     """A case field by field, its name aside; calls and the like one on each line."""
-    if not is_dataclass(case):
-        return [repr(case)]
+    from shared.conformance.case import fields_of
+
     lines: list[str] = []
-    for name, value in ((each.name, getattr(case, each.name)) for each in fields(case)):
-        if isinstance(value, tuple) and len(value) > 1 and all(map(is_dataclass, value)):
+    for name, value in (fields_of(case) or {}).items():
+        if isinstance(value, tuple) and len(value) > 1 and all(map(fields_of, value)):
             lines += [f"{name}[{i}] = {element!r}" for i, element in enumerate(value)]
         elif name != "name":
             lines.append(f"{name} = {value!r}")

@@ -1,13 +1,12 @@
 """A clause of a contract: a sentence, cases to try it on, and the check.
 
     @contract("A key shorter than a page matches nothing.", cases=PAGE_SIZES)
-    def short_key_matches_nothing(impl: type[PrefixCache], case: PageSize) -> None:
+    def short_key_matches_nothing(impl: type[PrefixCache], case: Case) -> None:
         cache = impl(case.page_size)
         ...
 
 A contract check sees one implementation; an agreement check sees the reference too. Both raise `Mismatch`
-(any other exception counts as a failure as well). A case is a small frozen dataclass: what it holds is enough
-to make the input again, and smaller ones can be made from it (see `shrink`).
+(any other exception counts as a failure as well). `shared.conformance.case` has cases and grids of them.
 """
 
 from __future__ import annotations

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
+
+from shared.conformance.case import fields_of, with_field
 
 MAX_TRIES = 300
 
 
 def shrink(case: Any, still_fails: Callable[[Any], bool], max_tries: int = MAX_TRIES) -> Any:
     """Greedy: replace the case by the first smaller candidate that still fails, until none does. A candidate
-    that is no valid case (its `__post_init__` raises `ValueError` or `AssertionError`) is passed over."""
+    that is no valid case (making it raises `ValueError` or `AssertionError`) is passed over."""
     tries = 0
     found = True
     while found:
@@ -28,14 +29,12 @@ def shrink(case: Any, still_fails: Callable[[Any], bool], max_tries: int = MAX_T
 
 def smaller_cases(case: Any) -> Iterator[Any]:
     """Cases with one field made smaller: big steps first. Fields named `seed` or `name` stay."""
-    if not is_dataclass(case) or isinstance(case, type):
-        return
-    for field in fields(case):
-        if field.name in ("seed", "name"):
+    for name, value in (fields_of(case) or {}).items():
+        if name in ("seed", "name"):
             continue
-        for value in _smaller_values(getattr(case, field.name)):
+        for smaller in _smaller_values(value):
             try:
-                yield replace(case, **{field.name: value})
+                yield with_field(case, name, smaller)
             except (ValueError, AssertionError):
                 continue
 
@@ -53,7 +52,7 @@ def _smaller_values(value: Any) -> Iterator[Any]:
         for i, element in enumerate(value):
             for smaller in _smaller_values(element):
                 yield (*value[:i], smaller, *value[i + 1 :])
-    elif is_dataclass(value):
+    else:
         yield from smaller_cases(value)
 
 

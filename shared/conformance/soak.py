@@ -98,10 +98,10 @@ class Soak:
         """Raises `Mismatch` or `InvariantViolation`. `deadline`: the value of `time.monotonic()` at which the
         round ends: half of the time is for requests, and those that still run are aborted; the other half is
         for comparisons. At least one answer is compared. `on_progress` is called often, with what is done."""
-        start = time.monotonic()
         rng = random.Random(seed)
         flags = {**random_flags(rng, self.alone.config.model), **self.flags}
         llm = LLM(**flags)
+        start = time.monotonic()
         played = Round(llm, rng, deadline=start + (deadline - start) / 2)
         for number in range(self.num_acts):
             if number and played.is_late():

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from shared.conformance.case import Case
 from shared.conformance.clause import Clause
 from shared.conformance.compare import Mismatch
 from shared.engine.component_check import interface_of, problem_with
 
 
-@dataclass(frozen=True)
-class Surface:
-    name: str
-
-
 def surface_clause(component: str) -> Clause:
     """The clause that `problem_with` is about: a verdict on it reads like any other."""
 
-    def check(impl: Any, case: Surface) -> None:
+    def check(impl: Any, case: Case) -> None:
         problem = problem_with(component, impl)
         if problem is not None:
             raise Mismatch("interface", f"an implementation of {case.name}", problem)
@@ -27,4 +22,4 @@ def surface_clause(component: str) -> Clause:
     wanted = interface if isinstance(interface, tuple) else (interface,)
     names = ", ".join(f"shared.interfaces.{one.__name__}" for one in wanted) or "a module of models"
     statement = f"It implements {names}: a subclass, no method missing."
-    return Clause("implements-the-interface", statement, (Surface(names),), check, "contract")
+    return Clause("implements-the-interface", statement, (Case(names),), check, "contract")

@@ -12,6 +12,7 @@ from typer.testing import Result
 
 from shared import registry
 from shared.bench import ceilings
+from shared.bench.step_cost import Ceilings
 from shared.engine import assembly
 
 MY_RADIX_CACHE = f"{Path(__file__).parents[2] / 'docs' / 'examples' / 'my_radix_cache.py'}:MyRadixCache"
@@ -49,8 +50,10 @@ def test_built_in_models_answer(diptych: Diptych, model: str) -> None:
 def test_model_larger_than_the_free_memory_is_refused(
     diptych: Diptych, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8_000_000_000))
-    monkeypatch.setattr(ceilings, "measure_ceilings", lambda *arguments: None)
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * 10**9, total=16 * 10**9)
+    )
+    monkeypatch.setattr(ceilings, "measure_ceilings", lambda *arguments: Ceilings(1e10, 1e11))
     result = diptych(*command, "--device", "cpu", "--model", "Qwen3-8B")
     assert result.exit_code == 2, result.output
     refusal = "Qwen3ForCausalLM of 8.19 billion parameters in float32 needs 32.8 GB, 8.0 GB are free"

@@ -8,10 +8,10 @@ that catch a planted bug (killers.json).
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields
 from itertools import combinations
 from typing import Any
 
+from shared.conformance.case import fields_of
 from shared.conformance.clause import Clause
 from tests.conformance.killers import killers
 
@@ -45,4 +45,4 @@ def pairwise_cover(cases: tuple[Any, ...]) -> set[str]:
 
 
 def _settings(case: Any) -> set[tuple[str, str]]:
-    return {(field.name, repr(getattr(case, field.name))) for field in fields(case)}
+    return {(name, repr(value)) for name, value in (fields_of(case) or {}).items()}

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference import memory_pool
-from shared.conformance.contracts.memory_pool.allocator_sequences import Call, Calls, Run
+from shared.conformance.case import Case
+from shared.conformance.contracts.memory_pool.allocator_sequences import Call, Run
 
 
 @pytest.mark.parametrize(("size", "page_size"), [(0, 1), (-4, 4), (6, 4), (2, 4), (4, 0)])
@@ -53,4 +54,4 @@ CALL = st.builds(
     calls=st.integers(0, 25).flatmap(lambda n: st.lists(CALL, min_size=n, max_size=n)),
 )
 def test_no_calls_break_the_allocator(page_size: int, num_pages: int, calls: list[Call]) -> None:
-    Run(memory_pool, Calls("found", page_size, num_pages, tuple(calls))).play()
+    Run(memory_pool, Case("found", page_size=page_size, num_pages=num_pages, calls=tuple(calls))).play()

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from reference.chunk_cache import ChunkCache
 from reference.radix_cache import RadixCache
 from shared.config.engine import EvictionPolicyName
+from shared.conformance.case import Case
 from shared.conformance.contracts.radix_cache import request_lives, sequences
-from shared.conformance.contracts.radix_cache.request_lives import Event, Lives
-from shared.conformance.contracts.radix_cache.sequences import Call, Calls
+from shared.conformance.contracts.radix_cache.request_lives import Event
+from shared.conformance.contracts.radix_cache.sequences import Call
 from shared.interfaces.prefix_cache import RadixKey
 
 POLICIES = st.sampled_from(get_args(EvictionPolicyName))
@@ -71,7 +72,9 @@ def test_no_calls_break_the_tree(
         number=st.integers(-1, 12),
     )
     calls = tuple(data.draw(some(call, 40)))
-    case = Calls("found", page_size, policy, is_bigram, calls, num_pages)
+    case = Case(
+        "found", page_size=page_size, policy=policy, is_bigram=is_bigram, calls=calls, num_pages=num_pages
+    )
     sequences.Run(RadixCache, case).play()
 
 
@@ -105,4 +108,5 @@ def test_no_lives_break_the_cache(impl: Any, page_size: int, data: st.DataObject
         token=st.integers(0, 1),
     )
     events = tuple(data.draw(some(event, 30)))
-    request_lives.Run(impl, Lives("found", page_size, policy, events, num_pages=14)).play()
+    case = Case("found", page_size=page_size, policy=policy, events=events, num_pages=14)
+    request_lives.Run(impl, case).play()

@@ -137,7 +137,7 @@ class CountingTree(RadixCache):
 @pytest.mark.parametrize("name", ["lpm", "dfs-weight"])
 def test_a_pass_matches_only_who_came_and_whose_match_changed(name: str) -> None:
     tree = CountingTree(1)
-    policy = SchedulePolicy(Policy("", name).config(), tree)
+    policy = SchedulePolicy(Policy("", policy=name).config(), tree)
     queue = WaitingQueue([waiting(i, [i % 10, i, 1, 2]) for i in range(100)])
 
     def matches_of_a_pass() -> int:
@@ -171,7 +171,7 @@ def test_a_pass_matches_only_who_came_and_whose_match_changed(name: str) -> None
 def test_a_pass_looks_at_none_that_it_is_not_asked_for(name: str) -> None:
     """Until the order is walked, no request that waited before is read."""
     queue = WaitingQueue([waiting(i, [i], routing_key="a") for i in range(50)])
-    policy = SchedulePolicy(Policy("", name).config(), RadixCache(1))
+    policy = SchedulePolicy(Policy("", policy=name).config(), RadixCache(1))
     expected = [req.rid for req in policy.order(queue, []).order]
     for req in queue:
         req.__class__ = Unread

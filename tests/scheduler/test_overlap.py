@@ -14,9 +14,9 @@ from optimized.overlap.future_map import FutureMap
 from optimized.overlap.streams import OneStream, Pending, Work
 from optimized.scheduler import Scheduler
 from shared.conformance import scheduler_harness
+from shared.conformance.case import EXAMPLE
 from shared.conformance.clause import Clause
 from shared.conformance.compare import Mismatch
-from shared.conformance.contracts.example import EXAMPLE
 from shared.conformance.contracts.scheduler.faults import rows_change_hands
 from shared.conformance.contracts.scheduler.schedules import PROMPT
 from shared.conformance.scheduler_harness import SchedulerHarness

@@ -14,10 +14,10 @@ from shared.conformance.attention_batches import (
     in_types,
     run_or_refuse,
 )
+from shared.conformance.case import EXAMPLE, Case
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_close, expect_raises
 from shared.conformance.contracts.attention.batches import DECODE, EXTEND, MIXED
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.tolerance import tolerance
 from shared.interfaces import AttentionBackend
 
@@ -120,7 +120,7 @@ def everything_at_once(impl: type[AttentionBackend], case: AttentionCase) -> Non
 
 
 @contract("Query heads that the KV heads do not divide are a ValueError.", EXAMPLE)
-def heads_that_do_not_divide(impl: type[AttentionBackend], case: Example) -> None:
+def heads_that_do_not_divide(impl: type[AttentionBackend], case: Case) -> None:
     batch = AttentionBatch(AttentionCase("4 heads", ((3, 1),), dtype=torch.bfloat16))
     batch.layer = replace(batch.layer, num_kv_heads=3)
     expect_raises("4 query heads on 3 KV heads", ValueError, batch.run, impl)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 
 from shared.conformance.cache_world import CacheWorld
+from shared.conformance.case import Case, grid, page_sizes
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
-from shared.conformance.contracts.page_sizes import PageSize, page_sizes
-from shared.conformance.contracts.radix_cache.requests import Chunks
 from shared.interfaces import PrefixCache, RadixKey
 
 PAGE_SIZES = page_sizes(1, 2, 4)
 
 
 @contract("Nothing is found, stored or evicted; disable is True.", PAGE_SIZES)
-def finds_nothing(impl: type[PrefixCache], case: PageSize) -> None:
+def finds_nothing(impl: type[PrefixCache], case: Case) -> None:
     cache = impl(case.page_size)
     expect_equal("disable, page_size", (cache.disable, cache.page_size), (True, case.page_size))
     key = RadixKey(list(range(4 * case.page_size)))
@@ -35,9 +34,9 @@ def finds_nothing(impl: type[PrefixCache], case: PageSize) -> None:
 
 @contract(
     "A chunk continues where the previous one ended: prefix_indices holds all computed slots.",
-    tuple(Chunks(f"page {p}, chunks of {chunk}", p, chunk) for p in (1, 2, 4) for chunk in (3, 4, 8)),
+    grid("page {page_size}, chunks of {chunk}", page_size=(1, 2, 4), chunk=(3, 4, 8)),
 )
-def chunks_stay_together(impl: type[PrefixCache], case: Chunks) -> None:
+def chunks_stay_together(impl: type[PrefixCache], case: Case) -> None:
     world = CacheWorld(impl, case.page_size)
     req = world.admit(range(11), chunk=case.chunk)
     while True:
@@ -56,7 +55,7 @@ def chunks_stay_together(impl: type[PrefixCache], case: Chunks) -> None:
 
 
 @contract("Two requests with the same prompt share no slots.", PAGE_SIZES)
-def requests_share_nothing(impl: type[PrefixCache], case: PageSize) -> None:
+def requests_share_nothing(impl: type[PrefixCache], case: Case) -> None:
     world = CacheWorld(impl, case.page_size)
     first, second = world.prefill(range(11)), world.prefill(range(11))
     expect_equal("shared slots", set(world.row(first)) & set(world.row(second)), set())

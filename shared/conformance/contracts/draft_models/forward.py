@@ -9,10 +9,10 @@ import torch
 
 from shared import registry
 from shared.config import DraftConfig, ModelConfig
+from shared.conformance.case import EXAMPLE, Case
 from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_close, expect_equal, expect_form, expect_true
 from shared.conformance.configs import CONFIGS
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.contracts.models.logits import make_model
 from shared.conformance.contracts.models.weights import expect_refused
 from shared.conformance.device import building, check_device
@@ -234,7 +234,7 @@ def target_ids(impl: DraftModels, case: Head) -> None:
 @contract(
     "draft_model_class knows every format, and refuses the others by name, listing those it knows.", EXAMPLE
 )
-def draft_model_class(impl: DraftModels, case: Example) -> None:
+def draft_model_class(impl: DraftModels, case: Case) -> None:
     for draft_format in FORMATS:
         found = impl.draft_model_class(draft_format)
         expect_true(f"{draft_format} is a DraftModel", issubclass(found, DraftModel), found)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shared.conformance.case import EXAMPLE, Case
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_close, expect_equal, expect_raises, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.device import check_device
 from shared.conformance.draft_trees import (
     Asked,
@@ -78,7 +78,7 @@ def top_tokens(impl: type[DraftTreeOps], case: Logits) -> None:
     "have probability 0.",
     EXAMPLE,
 )
-def rows_without_softmax(impl: type[DraftTreeOps], case: Example) -> None:
+def rows_without_softmax(impl: type[DraftTreeOps], case: Case) -> None:
     nan, inf = math.nan, math.inf
     rows = [
         [1.0, nan, 3.0, 0.0],
@@ -97,7 +97,7 @@ def rows_without_softmax(impl: type[DraftTreeOps], case: Example) -> None:
 
 
 @contract("No k below 1 or above the vocabulary, and no tree without a root.", EXAMPLE)
-def refusals(impl: type[DraftTreeOps], case: Example) -> None:
+def refusals(impl: type[DraftTreeOps], case: Case) -> None:
     logits = torch.zeros(2, 5, device=check_device())
     for k in (0, 6):
         expect_raises(f"k = {k} of 5", ValueError, impl().top_tokens, logits, k)

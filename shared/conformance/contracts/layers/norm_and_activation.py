@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from shared.conformance.case import EXAMPLE, Case
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_close, expect_equal, expect_form
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.device import building, check_device
 from shared.conformance.inputs import FLOAT_TYPES, Inputs, type_name
 from shared.conformance.poison import amid_poison, poisoned, run_poisoned
@@ -128,7 +128,7 @@ def add_and_norm(impl: Layers, case: Rows) -> None:
 
 
 @contract("Rows do not touch each other: one of NaN leaves the others as they are.", EXAMPLE)
-def rms_norm_rows_are_independent(impl: Layers, case: Example) -> None:
+def rms_norm_rows_are_independent(impl: Layers, case: Case) -> None:
     inputs = Inputs(0)
     x, weight = inputs.normal(5, 100), inputs.normal(100)
     norm = make_norm(impl, 100, torch.float32, weight)

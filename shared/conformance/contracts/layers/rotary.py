@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from shared.config import RopeConfig
+from shared.conformance.case import EXAMPLE, Case
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_close, expect_equal, expect_form, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.device import building, check_device
 from shared.conformance.inputs import FLOAT_TYPES, Inputs, type_name
 from shared.conformance.poison import amid_poison, run_poisoned
@@ -146,7 +146,7 @@ def no_tokens(impl: Layers, case: Heads) -> None:
 
 
 @contract("Angles are float32, also far out: in a half type position 100,001 would be 100,000.", EXAMPLE)
-def far_positions(impl: Layers, case: Example) -> None:
+def far_positions(impl: Layers, case: Case) -> None:
     positions = (100_000, 100_001, 131_071, 65_537, 0)
     far = heads("llama3", 64, 64, 2, 1, torch.float32, positions=positions)
     expect_rotated(impl, far, "rotary, far", context_len=131_072)
@@ -163,7 +163,7 @@ def position_zero(impl: Layers, case: Heads) -> None:
 
 
 @contract("q·k depends on the distance of the two positions only.", EXAMPLE)
-def distance_only(impl: Layers, case: Example) -> None:
+def distance_only(impl: Layers, case: Case) -> None:
     shape = heads("default", 32, 32, 1, 1, torch.float32)
     inputs = Inputs(0)
     q, k = inputs.normal(1, 1, 32).expand(2, -1, -1), inputs.normal(1, 1, 32).expand(2, -1, -1)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from shared.conformance.case import EXAMPLE, Case, grid, page_sizes, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_raises, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
-from shared.conformance.contracts.page_sizes import PageSize, page_sizes
 from shared.conformance.device import check_device
 from shared.interfaces import TokenToKVPoolAllocator
 
@@ -48,24 +46,18 @@ def expect_page_order(what: str, sequence: list[int], page_size: int, start: int
             expect_equal(f"{what}, position {start + i}'s slot", slot, sequence[i - 1] + 1)
 
 
-@dataclass(frozen=True)
-class PoolSize:
-    name: str
-    size: int
-    page_size: int
-
-
 @contract(
     "A size that is no positive multiple of page_size is a ValueError.",
-    (
-        PoolSize("nothing", 0, 1),
-        PoolSize("negative", -4, 4),
-        PoolSize("half a page over", 6, 4),
-        PoolSize("half a page", 2, 4),
-        PoolSize("pages of nothing", 4, 0),
+    table(
+        "size page_size",
+        ("nothing", 0, 1),
+        ("negative", -4, 4),
+        ("half a page over", 6, 4),
+        ("half a page", 2, 4),
+        ("pages of nothing", 4, 0),
     ),
 )
-def bad_sizes(impl: Any, case: PoolSize) -> None:
+def bad_sizes(impl: Any, case: Case) -> None:
     if case.page_size < 1 or case.size < 1 or case.size % case.page_size:
         expect_raises(
             f"size {case.size}, page_size {case.page_size}",
@@ -80,7 +72,7 @@ def bad_sizes(impl: Any, case: PoolSize) -> None:
 @contract(
     "alloc returns the slots page_size .. size + page_size - 1, each once, never the dummy page.", PAGE_SIZES
 )
-def every_slot_once(impl: Any, case: PageSize) -> None:
+def every_slot_once(impl: Any, case: Case) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 8, page_size)
     form = (allocator.size, allocator.page_size, torch.device(allocator.device).type)
@@ -98,7 +90,7 @@ def every_slot_once(impl: Any, case: PageSize) -> None:
 
 
 @contract("alloc returns None, without allocating any, if fewer slots are free.", PAGE_SIZES)
-def alloc_short(impl: Any, case: PageSize) -> None:
+def alloc_short(impl: Any, case: Case) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 3, page_size)
     expect_equal("alloc of 4 pages of 3", allocator.alloc(4 * page_size), None)
@@ -109,12 +101,12 @@ def alloc_short(impl: Any, case: PageSize) -> None:
 
 
 @contract("alloc takes whole pages: anything else is an AssertionError.", EXAMPLE)
-def alloc_whole_pages(impl: Any, case: Example) -> None:
+def alloc_whole_pages(impl: Any, case: Case) -> None:
     expect_raises("alloc(6), page_size 4", AssertionError, allocator_of(impl, 4, 4).alloc, 6)
 
 
 @contract("alloc_extend fills the last page from the last slot on, then takes new pages.", EXAMPLE)
-def extend_fills_the_last_page(impl: Any, case: Example) -> None:
+def extend_fills_the_last_page(impl: Any, case: Case) -> None:
     """page_size 4, 6 tokens of which the last sits in slot 21; to 15 tokens: 2 slots of its page, 2 pages."""
     allocator = allocator_of(impl, 16, 4)
     allocator.alloc(64)
@@ -127,28 +119,20 @@ def extend_fills_the_last_page(impl: Any, case: Example) -> None:
     expect_equal("alloc when all are out", allocator.alloc(4), None)
 
 
-@dataclass(frozen=True)
-class Growth:
-    name: str
-    page_size: int
-    prefix_len: int
-    grow_by: int
-
-    def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise ValueError("page_size is at least 1")
-
-
 @contract(
     "alloc_extend takes ceil(seq / page) - ceil(prefix / page) pages, at every page boundary.",
     tuple(
-        Growth(f"page {page_size}, {prefix_len} tokens and {grow_by} more", page_size, prefix_len, grow_by)
-        for page_size in (1, 4, 16)
-        for prefix_len in sorted({0, page_size - 1, page_size, page_size + 1})
-        for grow_by in (0, 1, 3, 16, 17, 40)
+        case
+        for p in (1, 4, 16)
+        for case in grid(
+            "page {page_size}, {prefix_len} tokens and {grow_by} more",
+            page_size=p,
+            prefix_len=sorted({0, p - 1, p, p + 1}),
+            grow_by=(0, 1, 3, 16, 17, 40),
+        )
     ),
 )
-def extend_at_page_borders(impl: Any, case: Growth) -> None:
+def extend_at_page_borders(impl: Any, case: Case) -> None:
     page_size, prefix_len, seq_len = case.page_size, case.prefix_len, case.prefix_len + case.grow_by
     allocator = allocator_of(impl, 64, page_size)
     request = expect_slots("the prefix", allocator.alloc_extend([0], [prefix_len], [-1]), prefix_len)
@@ -164,7 +148,7 @@ def extend_at_page_borders(impl: Any, case: Growth) -> None:
 
 
 @contract("The slots of several requests are concatenated in order.", EXAMPLE)
-def extend_several(impl: Any, case: Example) -> None:
+def extend_several(impl: Any, case: Case) -> None:
     allocator = allocator_of(impl, 16, 4)
     first, second = allocator.alloc(4).tolist(), allocator.alloc(4).tolist()
     grown = expect_slots(
@@ -178,7 +162,7 @@ def extend_several(impl: Any, case: Example) -> None:
 
 
 @contract("If one request does not fit, alloc_extend allocates nothing, although others would fit.", EXAMPLE)
-def extend_short(impl: Any, case: Example) -> None:
+def extend_short(impl: Any, case: Case) -> None:
     allocator = allocator_of(impl, 3, 4)
     expect_equal("alloc_extend of 4 pages of 3", allocator.alloc_extend([0, 0], [8, 8], [-1, -1]), None)
     expect_equal("available_size() afterwards", allocator.available_size(), 12)
@@ -186,14 +170,14 @@ def extend_short(impl: Any, case: Example) -> None:
 
 
 @contract("A last slot that cannot hold the last token is an AssertionError.", EXAMPLE)
-def extend_checks_the_last_slot(impl: Any, case: Example) -> None:
+def extend_checks_the_last_slot(impl: Any, case: Case) -> None:
     allocator = allocator_of(impl, 8, 4)
     allocator.alloc(32)
     expect_raises("token 5 in slot 20", AssertionError, allocator.alloc_extend, [6], [7], [20])
 
 
 @contract("alloc_decode gives each request one slot, also at page boundaries.", PAGE_SIZES)
-def decode_one_slot_each(impl: Any, case: PageSize) -> None:
+def decode_one_slot_each(impl: Any, case: Case) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 64, page_size)
     lens = [1, page_size, 2 * page_size + 1]
@@ -213,7 +197,7 @@ def decode_one_slot_each(impl: Any, case: PageSize) -> None:
 
 
 @contract("If one request does not fit, alloc_decode allocates nothing.", EXAMPLE)
-def decode_short(impl: Any, case: Example) -> None:
+def decode_short(impl: Any, case: Case) -> None:
     allocator = allocator_of(impl, 3, 4)
     flat = allocator.alloc_extend([0, 0], [4, 4], [-1, -1]).tolist()
     expect_equal("alloc_decode", allocator.alloc_decode([5, 5], [flat[3], flat[7]]), None)

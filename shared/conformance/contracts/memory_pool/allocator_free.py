@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from shared.conformance.case import EXAMPLE, Case, grid
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_raises
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.contracts.memory_pool.allocator import PAGE_SIZES, allocator_of, slots
-from shared.conformance.contracts.page_sizes import PageSize
 
 
 @contract(
     "free frees every page that has a slot of its argument, once; an empty tensor is allowed.", PAGE_SIZES
 )
-def free_whole_pages(impl: Any, case: PageSize) -> None:
+def free_whole_pages(impl: Any, case: Case) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 4, page_size)
     taken = allocator.alloc(4 * page_size)
@@ -35,33 +33,16 @@ def free_whole_pages(impl: Any, case: PageSize) -> None:
     expect_equal("how many are free", len(allocator.free_slots()), 2 * page_size)
 
 
-@dataclass(frozen=True)
-class Twice:
-    name: str
-    page_size: int
-    in_group: bool
-    same_slot: bool
-
-    def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise ValueError("page_size is at least 1")
-
-
 @contract(
     "Freeing a page twice is an AssertionError, also in a free group.",
-    tuple(
-        Twice(
-            f"page {page_size}{', in a group' * in_group}{', the same slot' * same_slot}",
-            page_size,
-            in_group,
-            same_slot,
-        )
-        for page_size in (1, 4, 16)
-        for in_group in (False, True)
-        for same_slot in (False, True)
+    grid(
+        "page {page_size}{in_group}{same_slot}",
+        page_size=(1, 4, 16),
+        in_group=("", ", in a group"),
+        same_slot=("", ", the same slot"),
     ),
 )
-def freed_twice(impl: Any, case: Twice) -> None:
+def freed_twice(impl: Any, case: Case) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 4, page_size)
     taken = allocator.alloc(2 * page_size)
@@ -73,7 +54,7 @@ def freed_twice(impl: Any, case: Twice) -> None:
 
 
 @contract("Freeing slots that are not allocated, such as the dummy page, is an AssertionError.", EXAMPLE)
-def free_what_is_not_out(impl: Any, case: Example) -> None:
+def free_what_is_not_out(impl: Any, case: Case) -> None:
     allocator = allocator_of(impl, 4, 4)
     for slot in (0, 3, 4):
         expect_raises(f"free() of slot {slot}", AssertionError, allocator.free, slots(slot))
@@ -81,7 +62,7 @@ def free_what_is_not_out(impl: Any, case: Example) -> None:
 
 
 @contract("Between free_group_begin and free_group_end no freed slot is allocated.", PAGE_SIZES)
-def grouped_frees_wait(impl: Any, case: PageSize) -> None:
+def grouped_frees_wait(impl: Any, case: Case) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 2, page_size)
     taken = allocator.alloc(2 * page_size)
@@ -100,7 +81,7 @@ def grouped_frees_wait(impl: Any, case: PageSize) -> None:
 
 
 @contract("Free groups do not nest, and each ends once.", EXAMPLE)
-def groups_do_not_nest(impl: Any, case: Example) -> None:
+def groups_do_not_nest(impl: Any, case: Case) -> None:
     allocator = allocator_of(impl, 1, 4)
     expect_raises("free_group_end() without a group", AssertionError, allocator.free_group_end)
     allocator.free_group_begin()
@@ -111,7 +92,7 @@ def groups_do_not_nest(impl: Any, case: Example) -> None:
 
 
 @contract("restore_state undoes all allocations and frees since the backup, at each call.", PAGE_SIZES)
-def restore_undoes(impl: Any, case: PageSize) -> None:
+def restore_undoes(impl: Any, case: Case) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 8, page_size)
     kept, dropped = allocator.alloc(2 * page_size), allocator.alloc(page_size)
@@ -133,7 +114,7 @@ def restore_undoes(impl: Any, case: PageSize) -> None:
 
 
 @contract("free_slots lists all free slots, sorted.", PAGE_SIZES)
-def free_slots_are_sorted(impl: Any, case: PageSize) -> None:
+def free_slots_are_sorted(impl: Any, case: Case) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 4, page_size)
     taken = allocator.alloc(4 * page_size)
@@ -146,7 +127,7 @@ def free_slots_are_sorted(impl: Any, case: PageSize) -> None:
 
 
 @contract("clear frees all slots and closes an open group.", PAGE_SIZES)
-def clear_frees_all(impl: Any, case: PageSize) -> None:
+def clear_frees_all(impl: Any, case: Case) -> None:
     page_size = case.page_size
     allocator = allocator_of(impl, 4, page_size)
     taken = allocator.alloc(3 * page_size)

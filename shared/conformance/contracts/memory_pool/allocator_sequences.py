@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from shared.conformance.case import Case
 from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_equal, expect_true
 from shared.conformance.contracts.memory_pool.allocator import allocator_of, expect_slots, slots
@@ -32,19 +33,7 @@ class Call:
             raise ValueError(f"no call: {self}")
 
 
-@dataclass(frozen=True)
-class Calls:
-    name: str
-    page_size: int
-    num_pages: int
-    calls: tuple[Call, ...]
-
-    def __post_init__(self) -> None:
-        if self.page_size < 1 or self.num_pages < 1:
-            raise ValueError("at least one page of at least one slot")
-
-
-def random_calls(seed: int, num_calls: int = 30) -> Calls:
+def random_calls(seed: int, num_calls: int = 30) -> Case:
     rng = random.Random(seed)
     page_size = (1, 2, 4, 16)[seed % 4]
     weights = {"extend": 6, "decode": 4, "finish": 3, "group begin": 1, "group end": 1, "roll back": 1}
@@ -53,7 +42,12 @@ def random_calls(seed: int, num_calls: int = 30) -> Calls:
         Call(kind, rng.randrange(20), rng.randint(1, 3 * page_size), rng.random() < 0.3)  # type: ignore[arg-type]
         for kind in kinds
     ]
-    return Calls(f"random calls {seed}, page {page_size}", page_size, rng.choice([3, 6, 12]), tuple(calls))
+    return Case(
+        f"random calls {seed}, page {page_size}",
+        page_size=page_size,
+        num_pages=rng.choice([3, 6, 12]),
+        calls=tuple(calls),
+    )
 
 
 @dataclass
@@ -61,7 +55,7 @@ class Run:
     """An allocator, and beside it the model: pages are free, waiting in an open group, or a request's."""
 
     impl: Any
-    case: Calls
+    case: Case
     free: set[int] = field(default_factory=set)
     waiting: set[int] | None = None
     requests: list[list[int]] = field(default_factory=list)  # slots by position
@@ -165,12 +159,12 @@ SEQUENCES = tuple(random_calls(seed) for seed in range(40))
 
 
 @contract("After any sequence of calls, each page is free or has one owner.", SEQUENCES)
-def any_calls(impl: Any, case: Calls) -> None:
+def any_calls(impl: Any, case: Case) -> None:
     Run(impl, case).play()
 
 
 @agreement(
     "The same calls succeed as with the reference, and leave the same number of free slots.", SEQUENCES[:12]
 )
-def same_calls(impl: Any, case: Calls, reference: Any) -> None:
+def same_calls(impl: Any, case: Case, reference: Any) -> None:
     expect_equal("what calls gave and left", Run(impl, case).play(), Run(reference, case).play())

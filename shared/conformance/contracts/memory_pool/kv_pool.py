@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from shared.conformance.case import EXAMPLE, Case, grid, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.device import check_device
-from shared.conformance.inputs import Inputs, type_name
+from shared.conformance.inputs import FLOAT_TYPES, Inputs
 from shared.conformance.poison import amid_poison
 from shared.interfaces import TokenToKVPool
 
@@ -20,15 +18,7 @@ SIZE, PAGE_SIZE, NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 16, 4, 3, 2, 8
 NUM_SLOTS = SIZE + PAGE_SIZE
 
 
-@dataclass(frozen=True)
-class PoolType:
-    name: str
-    dtype: torch.dtype
-
-
-POOL_TYPES = tuple(
-    PoolType(type_name(dtype), dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)
-)
+POOL_TYPES = grid("{dtype}", dtype=FLOAT_TYPES)
 
 
 def kv_pool(impl: Any, dtype: torch.dtype = torch.float32) -> TokenToKVPool:
@@ -62,7 +52,7 @@ def slots(*ids: int) -> torch.Tensor:
 
 
 @contract("k_buffer and v_buffer are views of [size + page_size, num_kv_heads, head_dim].", POOL_TYPES)
-def buffers_are_views(impl: Any, case: PoolType) -> None:
+def buffers_are_views(impl: Any, case: Case) -> None:
     pool = kv_pool(impl, case.dtype)
     expect_equal(
         "size, page_size, num_layers, dtype",
@@ -83,7 +73,7 @@ def buffers_are_views(impl: Any, case: PoolType) -> None:
 
 
 @contract("store writes K and V of one layer to its slots, and nothing else.", POOL_TYPES)
-def store_writes_its_slots(impl: Any, case: PoolType) -> None:
+def store_writes_its_slots(impl: Any, case: Case) -> None:
     pool, inputs = kv_pool(impl, case.dtype), Inputs(seed=1)
     k, v = (inputs.normal(3, NUM_KV_HEADS, HEAD_DIM, dtype=case.dtype) for _ in range(2))
     expected = contents(pool)
@@ -94,7 +84,7 @@ def store_writes_its_slots(impl: Any, case: PoolType) -> None:
 
 
 @contract("store casts to the pool's dtype.", POOL_TYPES)
-def store_casts(impl: Any, case: PoolType) -> None:
+def store_casts(impl: Any, case: Case) -> None:
     for dtype in {torch.float32, torch.bfloat16} - {case.dtype}:
         pool, inputs = kv_pool(impl, case.dtype), Inputs(seed=2)
         k, v = (inputs.normal(2, NUM_KV_HEADS, HEAD_DIM, dtype=dtype) for _ in range(2))
@@ -108,17 +98,11 @@ def _merged(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return both[:, NUM_KV_HEADS : 2 * NUM_KV_HEADS], both[:, 2 * NUM_KV_HEADS :]
 
 
-@dataclass(frozen=True)
-class Layout:
-    name: str
-    make: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
 @contract(
     "k and v may be views, for instance of one merged tensor.",
-    (Layout("merged", _merged), Layout("amid others", lambda k, v: (amid_poison(k), amid_poison(v)))),
+    table("make", ("merged", _merged), ("amid others", lambda k, v: (amid_poison(k), amid_poison(v)))),
 )
-def store_takes_views(impl: Any, case: Layout) -> None:
+def store_takes_views(impl: Any, case: Case) -> None:
     pool, inputs = kv_pool(impl), Inputs(seed=3)
     k, v = (inputs.normal(3, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
     pool.store(2, slots(6, 17, 8), *case.make(k, v))
@@ -127,7 +111,7 @@ def store_takes_views(impl: Any, case: Layout) -> None:
 
 
 @contract("Several tokens may be stored to the dummy page; live slots keep their values.", EXAMPLE)
-def padding_goes_to_the_dummy_page(impl: Any, case: Example) -> None:
+def padding_goes_to_the_dummy_page(impl: Any, case: Case) -> None:
     pool, inputs = kv_pool(impl), Inputs(seed=4)
     k, v = (inputs.normal(4, NUM_KV_HEADS, HEAD_DIM) for _ in range(2))
     expected = contents(pool)
@@ -138,27 +122,27 @@ def padding_goes_to_the_dummy_page(impl: Any, case: Example) -> None:
     expect_contents("after store", pool, expected)
 
 
-@dataclass(frozen=True)
-class Move:
-    name: str
-    pairs: tuple[tuple[int, int], ...]  # (target, source)
+class Move(Case):
+    """`pairs`: (target, source)."""
 
-    def __post_init__(self) -> None:
-        targets = [pair[0] for pair in self.pairs]
-        if any(len(pair) != 2 for pair in self.pairs) or len(set(targets)) < len(targets):
-            raise ValueError("pairs of (target, source), targets distinct")
+    def check(self) -> None:
+        targets = [target for target, _ in self.pairs]
+        if len(set(targets)) < len(targets):
+            raise ValueError("targets must be distinct")
 
 
 @contract(
     "move copies the KV of all layers as if all sources were read before any target is written.",
-    (
-        Move("nothing", ()),
-        Move("apart", ((4, 12), (5, 9))),
-        Move("one source twice", ((4, 12), (5, 12))),
-        Move("to itself", ((7, 7), (8, 9))),
-        Move("forward by one", ((5, 4), (6, 5), (7, 6), (8, 7))),
-        Move("backward by one", ((4, 5), (5, 6), (6, 7), (7, 8))),
-        Move("a ring", ((4, 5), (5, 6), (6, 4))),
+    table(
+        "pairs",
+        ("nothing", ()),
+        ("apart", ((4, 12), (5, 9))),
+        ("one source twice", ((4, 12), (5, 12))),
+        ("to itself", ((7, 7), (8, 9))),
+        ("forward by one", ((5, 4), (6, 5), (7, 6), (8, 7))),
+        ("backward by one", ((4, 5), (5, 6), (6, 7), (7, 8))),
+        ("a ring", ((4, 5), (5, 6), (6, 4))),
+        of=Move,
     ),
 )
 def move_reads_before_it_writes(impl: Any, case: Move) -> None:
@@ -173,7 +157,7 @@ def move_reads_before_it_writes(impl: Any, case: Move) -> None:
 
 
 @contract("num_bytes_per_token counts K and V of all layers.", POOL_TYPES)
-def bytes_per_token(impl: Any, case: PoolType) -> None:
+def bytes_per_token(impl: Any, case: Case) -> None:
     pool = kv_pool(impl, case.dtype)
     num_bytes = sum(buffer.numel() * buffer.element_size() for buffer in contents(pool))
     expect_equal("num_bytes_per_token", pool.num_bytes_per_token, num_bytes // NUM_SLOTS)

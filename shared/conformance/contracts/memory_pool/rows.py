@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from shared.conformance.case import EXAMPLE, Case, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_raises, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.device import check_device
 from shared.interfaces import ReqToTokenPool
 
@@ -26,7 +25,7 @@ def slots(*ids: int) -> torch.Tensor:
 
 
 @contract("alloc returns rows 1..size, each to one owner; req_to_token has row 0 as well.", EXAMPLE)
-def rows_are_distinct(impl: Any, case: Example) -> None:
+def rows_are_distinct(impl: Any, case: Case) -> None:
     pool = rows_of(impl, 5, 8)
     table = pool.req_to_token
     expect_equal(
@@ -41,7 +40,7 @@ def rows_are_distinct(impl: Any, case: Example) -> None:
 
 
 @contract("alloc returns None, without allocating any, if fewer rows are free.", EXAMPLE)
-def rows_short(impl: Any, case: Example) -> None:
+def rows_short(impl: Any, case: Case) -> None:
     pool = rows_of(impl)
     expect_equal("alloc(4) of 3", pool.alloc(4), None)
     expect_equal("available_size() afterwards", pool.available_size(), 3)
@@ -50,30 +49,18 @@ def rows_short(impl: Any, case: Example) -> None:
     expect_equal("alloc(1) of none", pool.alloc(1), None)
 
 
-@dataclass(frozen=True)
-class RowSequence:
-    """`calls`: n > 0 allocates n rows, n <= 0 frees the (-n)th of those in use (modulo their number)."""
-
-    name: str
-    size: int
-    calls: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError("a pool has at least one row")
-
-
-def _random_calls(seed: int) -> RowSequence:
+def _random_calls(seed: int) -> Case:
     rng = random.Random(seed)
     calls = tuple(rng.choice([rng.randint(1, 3), -rng.randint(0, 5)]) for _ in range(30))
-    return RowSequence(f"random calls {seed}", rng.choice([1, 3, 7]), calls)
+    return Case(f"random calls {seed}", size=rng.choice([1, 3, 7]), calls=calls)
 
 
 @contract(
     "Rows are allocated first in, first out.",
-    (RowSequence("two in turn", 3, (3, -1, -1, 0, 1, 2)), *(_random_calls(seed) for seed in range(8))),
+    (Case("two in turn", size=3, calls=(3, -1, -1, 0, 1, 2)), *(_random_calls(seed) for seed in range(8))),
 )
-def rows_first_in_first_out(impl: Any, case: RowSequence) -> None:
+def rows_first_in_first_out(impl: Any, case: Case) -> None:
+    """`calls`: n > 0 allocates n rows, n <= 0 frees the (-n)th of those in use (modulo their number)."""
     pool = rows_of(impl, case.size)
     fresh, returned = set(range(1, case.size + 1)), deque[int]()  # in which order fresh rows go is free
     used: list[int] = []
@@ -95,17 +82,11 @@ def rows_first_in_first_out(impl: Any, case: RowSequence) -> None:
         expect_equal(f"call {i}: available_size()", pool.available_size(), case.size - len(used))
 
 
-@dataclass(frozen=True)
-class Row:
-    name: str
-    row: int
-
-
 @contract(
     "Freeing a row that is not allocated, or row 0, is an AssertionError.",
-    (Row("the dummy", 0), Row("a free one", 2), Row("beyond the last", 7)),
+    table("row", ("the dummy", 0), ("a free one", 2), ("beyond the last", 7)),
 )
-def rows_not_handed_out(impl: Any, case: Row) -> None:
+def rows_not_handed_out(impl: Any, case: Case) -> None:
     pool = rows_of(impl)
     (taken,) = pool.alloc(1)
     if taken == case.row:
@@ -116,7 +97,7 @@ def rows_not_handed_out(impl: Any, case: Row) -> None:
 
 
 @contract("A row freed twice is an AssertionError.", EXAMPLE)
-def rows_freed_twice(impl: Any, case: Example) -> None:
+def rows_freed_twice(impl: Any, case: Case) -> None:
     pool = rows_of(impl)
     rows = pool.alloc(2)
     pool.free(rows)
@@ -128,7 +109,7 @@ def rows_freed_twice(impl: Any, case: Example) -> None:
 @contract(
     "write changes the given positions of its row and nothing else; read returns them in int64.", EXAMPLE
 )
-def rows_written_and_read(impl: Any, case: Example) -> None:
+def rows_written_and_read(impl: Any, case: Case) -> None:
     pool = rows_of(impl, 3, 6)
     a, b, _ = pool.alloc(3)
     pool.write(a, 0, slots(10, 11, 12, 13, 14, 15))
@@ -145,7 +126,7 @@ def rows_written_and_read(impl: Any, case: Example) -> None:
 
 
 @contract("write_ragged is write for many rows; read_each reads one position of each row.", EXAMPLE)
-def rows_written_at_once(impl: Any, case: Example) -> None:
+def rows_written_at_once(impl: Any, case: Case) -> None:
     pool = rows_of(impl, 3, 6)
     a, b, c = pool.alloc(3)
     pool.write(a, 0, slots(10, 11, 12, 13, 14, 15))
@@ -163,7 +144,7 @@ def rows_written_at_once(impl: Any, case: Example) -> None:
 
 
 @contract("read returns a copy.", EXAMPLE)
-def rows_read_a_copy(impl: Any, case: Example) -> None:
+def rows_read_a_copy(impl: Any, case: Case) -> None:
     pool = rows_of(impl)
     (row,) = pool.alloc(1)
     pool.write(row, 0, slots(5, 6))
@@ -176,7 +157,7 @@ def rows_read_a_copy(impl: Any, case: Example) -> None:
 
 
 @contract("clear frees all rows.", EXAMPLE)
-def rows_cleared(impl: Any, case: Example) -> None:
+def rows_cleared(impl: Any, case: Case) -> None:
     pool = rows_of(impl)
     pool.alloc(2)
     pool.clear()

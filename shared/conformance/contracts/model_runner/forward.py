@@ -8,10 +8,10 @@ import torch
 
 from shared import registry
 from shared.config import ModelConfig
+from shared.conformance.case import EXAMPLE, Case
 from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_close, expect_equal, expect_form, expect_true
 from shared.conformance.configs import CONFIGS
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.contracts.models.logits import make_model
 from shared.conformance.device import check_device
 from shared.conformance.inputs import HALF_TYPES, Inputs, type_name
@@ -251,7 +251,7 @@ def verify_logits(impl: type[ModelRunner], case: Trees) -> None:
 @contract(
     "An IDLE batch gives zero rows of float32 logits on the model's device, and writes nothing.", EXAMPLE
 )
-def idle(impl: type[ModelRunner], case: Example) -> None:
+def idle(impl: type[ModelRunner], case: Case) -> None:
     session = RunnerSession(impl, model_for(dtype=torch.bfloat16))
     hidden_size = session.model.config.hidden_size
     nothing = torch.empty(0, dtype=torch.int64, device=check_device())

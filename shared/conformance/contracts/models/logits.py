@@ -9,10 +9,10 @@ import torch
 
 from shared import registry
 from shared.config import ModelConfig
+from shared.conformance.case import EXAMPLE, Case
 from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_close, expect_equal, expect_form, expect_true
 from shared.conformance.configs import CONFIGS
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.device import building
 from shared.conformance.inputs import HALF_TYPES, Inputs, type_name
 from shared.conformance.model_session import ModelSession
@@ -308,7 +308,7 @@ def head(impl: Models, case: Head) -> None:
 @contract(
     "model_class knows every family, and refuses the others by name, listing those that it knows.", EXAMPLE
 )
-def model_class(impl: Models, case: Example) -> None:
+def model_class(impl: Models, case: Case) -> None:
     known = {config["architectures"][0] for config in CONFIGS.values()}
     for architecture in known:
         found = impl.model_class(architecture)

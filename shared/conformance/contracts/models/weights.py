@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from shared.config import ModelConfig
+from shared.conformance.case import EXAMPLE, Case
 from shared.conformance.clause import contract
 from shared.conformance.compare import Mismatch, expect_close, expect_equal, expect_true
 from shared.conformance.configs import CONFIGS
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.contracts.models.logits import Models, Text, logits_of, make_model, new_model
 from shared.conformance.device import check_device
 from shared.conformance.inputs import HALF_TYPES
@@ -117,7 +117,7 @@ def other_names_of_experts(impl: Models, case: Family) -> None:
 
 
 @contract("What no model needs is passed over: RoPE's frequencies, and the head of a tied model.", EXAMPLE)
-def harmless_tensors(impl: Models, case: Example) -> None:
+def harmless_tensors(impl: Models, case: Case) -> None:
     tied = Family("llama-llama3")
     model = new_model(impl, tied.model_config())
     extra = {"lm_head.weight": torch.ones(1), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(10)}

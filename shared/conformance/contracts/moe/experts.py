@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from shared.config import MoEConfig
+from shared.conformance.case import EXAMPLE, Case
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_close, expect_equal, expect_form
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.contracts.moe.routing import ROUTINGS, Routing, biased, make_moe, route_all64
 from shared.conformance.device import check_device
 from shared.conformance.inputs import FLOAT_TYPES, Inputs, type_name
@@ -169,7 +169,7 @@ def weights_in_float32(impl: type[MoE], case: Experts) -> None:
 
 
 @contract("Tokens do not touch each other: one of NaN leaves the others as they are.", EXAMPLE)
-def tokens_are_independent(impl: type[MoE], case: Example) -> None:
+def tokens_are_independent(impl: type[MoE], case: Case) -> None:
     inputs = Inputs(0)
     shape = Experts("", 12, 5, 5, 2, 40, 24, torch.float32)
     module, topk = shape.make(impl, inputs), shape.topk(inputs)

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 
 from shared.config import MoEConfig
+from shared.conformance.case import EXAMPLE, Case
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_close, expect_equal, expect_form, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.device import building, check_device
 from shared.conformance.inputs import HALF_TYPES, Inputs, type_name
 from shared.conformance.poison import run_poisoned
@@ -153,7 +153,7 @@ def half_logits(impl: type[MoE], case: Routing) -> None:
 
 
 @contract("Of equal experts the lowest id comes first, of equal groups the lowest too.", EXAMPLE)
-def ties(impl: type[MoE], case: Example) -> None:
+def ties(impl: type[MoE], case: Case) -> None:
     device = check_device()
     logits = torch.zeros(3, 7, device=device)
     logits[1, 5] = logits[1, 2] = 1.0
@@ -169,7 +169,7 @@ def ties(impl: type[MoE], case: Example) -> None:
 
 
 @contract("The correction bias chooses but does not weigh.", EXAMPLE)
-def bias_does_not_weigh(impl: type[MoE], case: Example) -> None:
+def bias_does_not_weigh(impl: type[MoE], case: Case) -> None:
     routing = biased("", num_expert_groups=1, topk_group=1, norm_topk_prob=False, routed_scaling_factor=1.0)
     bias = torch.zeros(12, device=check_device())
     bias[[9, 4, 6]] = torch.tensor([30.0, 20.0, 10.0], device=check_device())
@@ -179,7 +179,7 @@ def bias_does_not_weigh(impl: type[MoE], case: Example) -> None:
 
 
 @contract("A group that is out stays out, though all scores plus bias are negative.", EXAMPLE)
-def negative_choice(impl: type[MoE], case: Example) -> None:
+def negative_choice(impl: type[MoE], case: Case) -> None:
     inputs = Inputs(0)
     config = biased("", num_experts_per_tok=6).config()
     logits, bias = inputs.normal(20, 12), inputs.normal(12) - 9.0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from shared import registry
+from shared.conformance.case import EXAMPLE, Case, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.interfaces import AddReqResult, PrefillAdder, PrefillBudget, RadixKey
 from shared.types import Req, SamplingParams
 
@@ -55,7 +53,7 @@ def running(max_new: int = 10, num_output: int = 1, **fields: object) -> Req:
     "Running requests reserve their possible output, clipped and scaled; mixed tokens and drafts count.",
     EXAMPLE,
 )
-def initial_budgets(impl: type[PrefillAdder], case: Example) -> None:
+def initial_budgets(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl, pool=10_000)
     adder = setup.adder(
         [running(101, 1), running(100_000, 1)],
@@ -70,7 +68,7 @@ def initial_budgets(impl: type[PrefillAdder], case: Example) -> None:
 
 
 @contract("A prompt that fits is added whole, and reduces all three budgets.", EXAMPLE)
-def added_whole(impl: type[PrefillAdder], case: Example) -> None:
+def added_whole(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl)
     adder = setup.adder(chunked_prefill_size=100)
     added = req(20, 30)
@@ -91,7 +89,7 @@ def added_whole(impl: type[PrefillAdder], case: Example) -> None:
 
 
 @contract("A cached prefix is locked and does not reduce the budgets.", EXAMPLE)
-def a_cached_prefix_is_locked_and_not_paid_for(impl: type[PrefillAdder], case: Example) -> None:
+def a_cached_prefix_is_locked_and_not_paid_for(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl)
     setup.cache(list(range(1, 16)))
     adder = setup.adder()
@@ -107,7 +105,7 @@ def a_cached_prefix_is_locked_and_not_paid_for(impl: type[PrefillAdder], case: E
 
 
 @contract("The match ends before the first prompt log-probability.", EXAMPLE)
-def prefix_is_capped_where_prompt_logprobs_begin(impl: type[PrefillAdder], case: Example) -> None:
+def prefix_is_capped_where_prompt_logprobs_begin(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl)
     setup.cache(list(range(1, 21)))
     params = SamplingParams(return_logprob=True, logprob_start_len=8)
@@ -117,7 +115,7 @@ def prefix_is_capped_where_prompt_logprobs_begin(impl: type[PrefillAdder], case:
 
 
 @contract("Extensions reduce the budgets by whole pages.", EXAMPLE)
-def pages_are_charged_whole(impl: type[PrefillAdder], case: Example) -> None:
+def pages_are_charged_whole(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl, page_size=16)
     adder = setup.adder(chunked_prefill_size=64)
     adder.add_one_req(req(17, 3))
@@ -126,7 +124,7 @@ def pages_are_charged_whole(impl: type[PrefillAdder], case: Example) -> None:
 
 
 @contract("extension + output >= rem_total is NO_TOKEN; one token less fits.", EXAMPLE)
-def no_room_for_the_output_is_no_token(impl: type[PrefillAdder], case: Example) -> None:
+def no_room_for_the_output_is_no_token(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl, pool=100)
     for max_new, expected in ((76, AddReqResult.NO_TOKEN), (75, AddReqResult.CONTINUE)):
         adder = setup.adder([running(9, 1)])  # reserves 4
@@ -138,7 +136,7 @@ def no_room_for_the_output_is_no_token(impl: type[PrefillAdder], case: Example) 
 @contract(
     "rem_total is checked again after the prefix is locked; a request that is not added is unlocked.", EXAMPLE
 )
-def locking_the_prefix_counts(impl: type[PrefillAdder], case: Example) -> None:
+def locking_the_prefix_counts(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl, pool=60)
     setup.cache(list(range(1, 41)))
     adder = setup.adder([running(2, 1)])
@@ -150,7 +148,7 @@ def locking_the_prefix_counts(impl: type[PrefillAdder], case: Example) -> None:
 
 
 @contract("A request alone needs room for its own tokens only.", EXAMPLE)
-def a_lone_request_needs_only_its_own_tokens(impl: type[PrefillAdder], case: Example) -> None:
+def a_lone_request_needs_only_its_own_tokens(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl, pool=32)
     expect_equal("add_one_req", setup.adder().add_one_req(req(32, 1)), AddReqResult.CONTINUE)
     expect_equal(
@@ -161,7 +159,7 @@ def a_lone_request_needs_only_its_own_tokens(impl: type[PrefillAdder], case: Exa
 
 
 @contract("The first request may exceed the input budget, the next may not.", EXAMPLE)
-def input_budget(impl: type[PrefillAdder], case: Example) -> None:
+def input_budget(impl: type[PrefillAdder], case: Case) -> None:
     adder = Setup(impl).adder(max_prefill_tokens=50)
     expect_equal("add_one_req", adder.add_one_req(req(80, rid="a")), AddReqResult.CONTINUE)
     expect_equal("add_one_req", adder.add_one_req(req(5, rid="b")), AddReqResult.OTHER)
@@ -171,24 +169,18 @@ def input_budget(impl: type[PrefillAdder], case: Example) -> None:
     expect_equal("add_one_req", adder.add_one_req(req(1, rid="c")), AddReqResult.OTHER)
 
 
-@dataclass(frozen=True)
-class Cut:
-    name: str
-    page_size: int
-    chunk: int
-    first: int
-
-
 @contract(
     "A long prompt is cut to whole pages and reserves no output; then the chunk budget is used up.",
-    (
-        Cut("7 of page 1", 1, 7, 7),
-        Cut("7 of page 4", 4, 7, 4),
-        Cut("8 of page 4", 4, 8, 8),
-        Cut("31 of page 16", 16, 31, 16),
+    table(
+        "page_size chunk first",
+        (1, 7, 7),
+        (4, 7, 4),
+        (4, 8, 8),
+        (16, 31, 16),
+        name="{chunk} of page {page_size}",
     ),
 )
-def a_long_prompt_is_cut_to_whole_pages(impl: type[PrefillAdder], case: Cut) -> None:
+def a_long_prompt_is_cut_to_whole_pages(impl: type[PrefillAdder], case: Case) -> None:
     page_size, chunk, first = case.page_size, case.chunk, case.first
     setup = Setup(impl, page_size=page_size)
     adder = setup.adder(chunked_prefill_size=chunk)
@@ -214,7 +206,7 @@ def chunked(num_computed: int, num_prompt: int = 100, max_new: int = 30) -> Req:
     "A chunked request continues after its prefix, and reserves its output with its last chunk.",
     EXAMPLE,
 )
-def a_chunked_request_goes_on_and_ends(impl: type[PrefillAdder], case: Example) -> None:
+def a_chunked_request_goes_on_and_ends(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl)
     waiting = chunked(90)
     adder = setup.adder(chunked_prefill_size=7)
@@ -228,17 +220,11 @@ def a_chunked_request_goes_on_and_ends(impl: type[PrefillAdder], case: Example) 
     expect_equal("rem_chunk_tokens", adder.rem_chunk_tokens, 4)
 
 
-@dataclass(frozen=True)
-class Parked:
-    name: str
-    num_mixed: int
-
-
 @contract(
     "A chunked request without budget waits for the next step: decode tokens may use up the chunk.",
-    (Parked("whole", 8), Parked("more", 9)),
+    table("num_mixed", ("whole", 8), ("more", 9)),
 )
-def a_chunked_request_without_budget_is_parked(impl: type[PrefillAdder], case: Parked) -> None:
+def a_chunked_request_without_budget_is_parked(impl: type[PrefillAdder], case: Case) -> None:
     adder = Setup(impl).adder(chunked_prefill_size=8, num_mixed_decode_tokens=case.num_mixed)
     waiting = chunked(40)
     expect_equal("add_chunked_req", adder.add_chunked_req(waiting), waiting)
@@ -246,7 +232,7 @@ def a_chunked_request_without_budget_is_parked(impl: type[PrefillAdder], case: P
 
 
 @contract("A chunk is no larger than the free memory.", EXAMPLE)
-def a_chunked_request_takes_no_more_memory_than_there_is(impl: type[PrefillAdder], case: Example) -> None:
+def a_chunked_request_takes_no_more_memory_than_there_is(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl, pool=64, page_size=4)
     setup.allocator.alloc(56)
     adder = setup.adder(chunked_prefill_size=32)
@@ -264,7 +250,7 @@ def a_chunked_request_takes_no_more_memory_than_there_is(impl: type[PrefillAdder
     "Requests of the lowest priority are preempted first, then the most recently queued, as few as suffice.",
     EXAMPLE,
 )
-def least_important_and_latest_first_as_few_as_suffice(impl: type[PrefillAdder], case: Example) -> None:
+def least_important_and_latest_first_as_few_as_suffice(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl, pool=60)
     setup.allocator.alloc(60)
     victims = [
@@ -279,7 +265,7 @@ def least_important_and_latest_first_as_few_as_suffice(impl: type[PrefillAdder],
 
 
 @contract("The reservations of preempted requests are removed from the budget.", EXAMPLE)
-def preempted_reserve_nothing(impl: type[PrefillAdder], case: Example) -> None:
+def preempted_reserve_nothing(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl, pool=100)
     setup.allocator.alloc(60)
     adder = setup.adder([running(41, 21, rid="a"), running(61, 21, rid="b", priority=20)])
@@ -290,7 +276,7 @@ def preempted_reserve_nothing(impl: type[PrefillAdder], case: Example) -> None:
 
 
 @contract("If preemption cannot make enough room, no request is preempted.", EXAMPLE)
-def all_or_nothing(impl: type[PrefillAdder], case: Example) -> None:
+def all_or_nothing(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl, pool=60)
     setup.allocator.alloc(60)
     adder = setup.adder([running(41, 21, rid="a")], new_token_ratio=0.0)
@@ -304,7 +290,7 @@ def all_or_nothing(impl: type[PrefillAdder], case: Example) -> None:
 @contract(
     "A preempted request frees the slots that it alone owns: its prefix in the cache may be shared.", EXAMPLE
 )
-def a_shared_prefix_is_not_freed(impl: type[PrefillAdder], case: Example) -> None:
+def a_shared_prefix_is_not_freed(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl, pool=60)
     setup.cache(list(range(1, 41)))
     prefix = setup.tree.match_prefix(RadixKey(list(range(1, 41))))
@@ -321,7 +307,7 @@ def a_shared_prefix_is_not_freed(impl: type[PrefillAdder], case: Example) -> Non
 
 
 @contract("The priority gap must be exceeded, not met.", EXAMPLE)
-def the_gap_must_be_exceeded(impl: type[PrefillAdder], case: Example) -> None:
+def the_gap_must_be_exceeded(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl, pool=60)
     setup.allocator.alloc(60)
     adder = setup.adder([running(41, 21, rid="a")], new_token_ratio=0.0)

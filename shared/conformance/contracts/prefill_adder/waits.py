@@ -2,52 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from shared import registry
+from shared.conformance.case import EXAMPLE, Case
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.contracts.prefill_adder.budgets import Setup, req
 from shared.interfaces import MAX_WAITS, AddReqResult, PrefillAdder, RadixKey
 from shared.types import Req, SamplingParams
 
 
-@dataclass(frozen=True)
-class Shared:
+class Shared(Case):
     """First a request of 100 tokens, of which `num_cached` are in the cache, then another one."""
 
-    name: str
-    waits: bool
-    num_shared: int = 50
-    num_own: int = 20  # behind the shared ones
-    page_size: int = 1
+    num_shared = 50
+    num_own = 20  # behind the shared ones
+    page_size = 1
     threshold: int | None = 10
-    num_cached: int = 0
+    num_cached = 0
     chunk: int | None = None
     namespace: str | None = None
-    logprob_start_len: int = -1
+    logprob_start_len = -1
 
 
 @contract(
     "A request waits for a prefix that this step computes, if it is long enough and not cached.",
     (
-        Shared("long enough", True, num_shared=10),
-        Shared("too short", False, num_shared=9),
-        Shared("no request waits", False, threshold=None),
-        Shared("threshold of no tokens: one", True, num_shared=1, threshold=0),
-        Shared("nothing in common", False, num_shared=0, threshold=0),
-        Shared("pages: long enough", True, num_shared=12, page_size=4),
-        Shared("pages: too short", False, num_shared=11, page_size=4),
-        Shared("behind a cached prefix", True, num_shared=40, num_cached=30),
-        Shared("behind a cached prefix: too short", False, num_shared=39, num_cached=30),
-        Shared("its own last token is computed in any case", True, num_shared=11, num_own=0),
-        Shared("but for its last token", False, num_shared=10, num_own=0),
-        Shared("cut: of what is computed now", True, chunk=10, num_own=0),
-        Shared("cut before", False, chunk=9, num_own=0),
-        Shared("other namespace", False, namespace="a"),
-        Shared("log-probabilities from there on", True, logprob_start_len=11),
-        Shared("log-probabilities from before", False, logprob_start_len=10),
+        Shared("long enough", waits=True, num_shared=10),
+        Shared("too short", waits=False, num_shared=9),
+        Shared("no request waits", waits=False, threshold=None),
+        Shared("threshold of no tokens: one", waits=True, num_shared=1, threshold=0),
+        Shared("nothing in common", waits=False, num_shared=0, threshold=0),
+        Shared("pages: long enough", waits=True, num_shared=12, page_size=4),
+        Shared("pages: too short", waits=False, num_shared=11, page_size=4),
+        Shared("behind a cached prefix", waits=True, num_shared=40, num_cached=30),
+        Shared("behind a cached prefix: too short", waits=False, num_shared=39, num_cached=30),
+        Shared("its own last token is computed in any case", waits=True, num_shared=11, num_own=0),
+        Shared("but for its last token", waits=False, num_shared=10, num_own=0),
+        Shared("cut: of what is computed now", waits=True, chunk=10, num_own=0),
+        Shared("cut before", waits=False, chunk=9, num_own=0),
+        Shared("other namespace", waits=False, namespace="a"),
+        Shared("log-probabilities from there on", waits=True, logprob_start_len=11),
+        Shared("log-probabilities from before", waits=False, logprob_start_len=10),
     ),
 )
 def prefixes_computed_now_are_waited_for(impl: type[PrefillAdder], case: Shared) -> None:
@@ -71,7 +66,7 @@ def prefixes_computed_now_are_waited_for(impl: type[PrefillAdder], case: Shared)
 
 
 @contract("The same tokens after a different prefix are not waited for.", EXAMPLE)
-def the_same_behind_another_prefix(impl: type[PrefillAdder], case: Example) -> None:
+def the_same_behind_another_prefix(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl)
     setup.cache(list(range(1, 31)))
     setup.cache(list(range(301, 331)))
@@ -82,7 +77,7 @@ def the_same_behind_another_prefix(impl: type[PrefillAdder], case: Example) -> N
 
 
 @contract("A chunked request computes a prefix like any other.", EXAMPLE)
-def a_chunked_requests_prefix_is_waited_for(impl: type[PrefillAdder], case: Example) -> None:
+def a_chunked_requests_prefix_is_waited_for(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl)
     waiting = req(100)
     first = setup.adder(chunked_prefill_size=60)
@@ -102,7 +97,7 @@ def a_chunked_requests_prefix_is_waited_for(impl: type[PrefillAdder], case: Exam
     "A waiting request does not reduce the budgets; after MAX_WAITS of them the step is full.",
     EXAMPLE,
 )
-def so_many_wait_and_no_more(impl: type[PrefillAdder], case: Example) -> None:
+def so_many_wait_and_no_more(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl)
     adder = setup.adder(in_batch_prefix_threshold=10)
     adder.add_one_req(req(20, rid="first"))
@@ -115,7 +110,7 @@ def so_many_wait_and_no_more(impl: type[PrefillAdder], case: Example) -> None:
 
 
 @contract("Without a prefix cache no request waits.", EXAMPLE)
-def without_a_cache_nobody_waits(impl: type[PrefillAdder], case: Example) -> None:
+def without_a_cache_nobody_waits(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl)
     setup.tree = registry.load("chunk_cache", "reference")(1, setup.allocator)
     adder = setup.adder(in_batch_prefix_threshold=10)

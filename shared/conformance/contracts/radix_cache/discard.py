@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shared.conformance.case import EXAMPLE, Case, page_sizes
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal
-from shared.conformance.contracts.example import EXAMPLE, Example
-from shared.conformance.contracts.page_sizes import PageSize, page_sizes
 from shared.conformance.contracts.radix_cache.eviction import Tree
 from shared.conformance.contracts.radix_cache.match_and_insert import sizes, slots
 from shared.interfaces import PrefixCache, RadixKey
@@ -23,7 +22,7 @@ def tree_of(impl: type[PrefixCache], *sequences: Sequence[int]) -> Tree:
 @contract(
     "A discarded part is no longer found and its slots are freed; the part before it stays.", page_sizes(1, 4)
 )
-def discards_the_rest(impl: type[PrefixCache], case: PageSize) -> None:
+def discards_the_rest(impl: type[PrefixCache], case: Case) -> None:
     tree = Tree(impl, page_size=case.page_size)
     length = 2 * case.page_size
     tree.insert(range(length))
@@ -38,14 +37,14 @@ def discards_the_rest(impl: type[PrefixCache], case: PageSize) -> None:
 
 
 @contract("Nodes below the discarded part are discarded too, and no others.", EXAMPLE)
-def discards_what_is_below(impl: type[PrefixCache], case: Example) -> None:
+def discards_what_is_below(impl: type[PrefixCache], case: Case) -> None:
     tree = tree_of(impl, [1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [1, 2, 8], [9])
     tree.cache.discard(RadixKey([1, 2, 3, 4]), 2)
     expect_equal("edges", tree.keys(), [[1, 2], [8], [9]])
 
 
 @contract("A node that begins before `start` stays whole, and so do other namespaces.", EXAMPLE)
-def discards_whole_nodes(impl: type[PrefixCache], case: Example) -> None:
+def discards_whole_nodes(impl: type[PrefixCache], case: Case) -> None:
     tree = tree_of(impl, [1, 2, 3], [1, 2, 3, 4])
     tree.cache.discard(RadixKey([1, 2, 3, 4], "a"), 0)
     tree.cache.discard(RadixKey([5, 6]), 0)
@@ -57,7 +56,7 @@ def discards_whole_nodes(impl: type[PrefixCache], case: Example) -> None:
 
 
 @contract("Locked nodes stay; unlocked nodes below them are discarded.", EXAMPLE)
-def discards_nothing_in_use(impl: type[PrefixCache], case: Example) -> None:
+def discards_nothing_in_use(impl: type[PrefixCache], case: Case) -> None:
     tree = tree_of(impl, [1], [1, 2], [1, 2, 3], [1, 2, 3, 4])
     node = tree.node([1, 2])
     tree.cache.inc_lock_ref(node)
@@ -70,7 +69,7 @@ def discards_nothing_in_use(impl: type[PrefixCache], case: Example) -> None:
 
 
 @contract("A parent that becomes a leaf by a discard can be evicted.", EXAMPLE)
-def evicts_what_is_left(impl: type[PrefixCache], case: Example) -> None:
+def evicts_what_is_left(impl: type[PrefixCache], case: Case) -> None:
     tree = tree_of(impl, [1, 2], [1, 2, 3], [4])
     node = tree.node([1, 2, 3])
     tree.cache.inc_lock_ref(node)
@@ -82,7 +81,7 @@ def evicts_what_is_left(impl: type[PrefixCache], case: Example) -> None:
 
 
 @contract("A cache without pools discards too.", EXAMPLE)
-def discards_without_pools(impl: type[PrefixCache], case: Example) -> None:
+def discards_without_pools(impl: type[PrefixCache], case: Case) -> None:
     cache = impl(1)
     cache.insert(RadixKey([1, 2, 3]), slots(0, 3))
     cache.discard(RadixKey([1, 2, 3]), 0)

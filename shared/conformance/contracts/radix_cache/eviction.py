@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, get_args
 
 from shared.config.engine import EvictionPolicyName
 from shared.conformance.cache_world import CacheWorld
+from shared.conformance.case import EXAMPLE, Case, grid, page_sizes, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_raises
-from shared.conformance.contracts.example import EXAMPLE, Example
-from shared.conformance.contracts.page_sizes import PageSize, page_sizes
 from shared.conformance.contracts.radix_cache.match_and_insert import sizes, slots
 from shared.interfaces import PrefixCache, RadixKey
 
@@ -54,7 +52,7 @@ class Tree:
 
 
 @contract("Evicted slots are freed, and their tokens are no longer found.", page_sizes(1, 4))
-def evicted_slots_come_back(impl: type[PrefixCache], case: PageSize) -> None:
+def evicted_slots_come_back(impl: type[PrefixCache], case: Case) -> None:
     tree = Tree(impl, page_size=case.page_size)
     length = 4 * case.page_size
     tree.insert(range(length))
@@ -67,7 +65,7 @@ def evicted_slots_come_back(impl: type[PrefixCache], case: PageSize) -> None:
 
 
 @contract("evict removes whole leaves, as few as suffice, and returns the number of freed tokens.", EXAMPLE)
-def whole_leaves_go(impl: type[PrefixCache], case: Example) -> None:
+def whole_leaves_go(impl: type[PrefixCache], case: Case) -> None:
     tree = Tree(impl)
     tree.insert([1, 2, 3])
     tree.insert([4, 5])
@@ -81,7 +79,7 @@ def whole_leaves_go(impl: type[PrefixCache], case: Example) -> None:
 
 
 @contract("evict(0) evicts nothing.", EXAMPLE)
-def evict_nothing(impl: type[PrefixCache], case: Example) -> None:
+def evict_nothing(impl: type[PrefixCache], case: Case) -> None:
     tree = Tree(impl)
     tree.insert([1])
     for num_tokens in (0, -3):
@@ -90,7 +88,7 @@ def evict_nothing(impl: type[PrefixCache], case: Example) -> None:
 
 
 @contract("A parent is evicted once it is a leaf, within the same call too.", EXAMPLE)
-def parents_go_last(impl: type[PrefixCache], case: Example) -> None:
+def parents_go_last(impl: type[PrefixCache], case: Case) -> None:
     tree = Tree(impl)
     tree.insert([1, 2, 3])
     tree.insert([1, 2, 4])
@@ -101,9 +99,9 @@ def parents_go_last(impl: type[PrefixCache], case: Example) -> None:
     expect_equal("free slots", tree.allocator.available_size(), tree.allocator.size)
 
 
-@contract("A locked node and its ancestors are never evicted.", tuple(Example(policy) for policy in POLICIES))
-def locked_nodes_stay(impl: type[PrefixCache], case: Example) -> None:
-    tree = Tree(impl, case.name)
+@contract("A locked node and its ancestors are never evicted.", grid("{policy}", policy=POLICIES))
+def locked_nodes_stay(impl: type[PrefixCache], case: Case) -> None:
+    tree = Tree(impl, case.policy)
     for tokens in ([1, 2, 3], [1, 2, 4], [1, 2, 3, 5], [8, 9]):
         tree.insert(tokens)
     kept = tree.match([1, 2, 3])
@@ -118,21 +116,11 @@ def locked_nodes_stay(impl: type[PrefixCache], case: Example) -> None:
 
 
 @contract("A cache without pools evicts too.", EXAMPLE)
-def evict_without_pools(impl: type[PrefixCache], case: Example) -> None:
+def evict_without_pools(impl: type[PrefixCache], case: Case) -> None:
     cache = impl(1)
     cache.insert(RadixKey([1, 2, 3]), slots(0, 3))
     expect_equal("evict(1)", cache.evict(1), 3)
     expect_equal("sizes", sizes(cache), (0, 0))
-
-
-@dataclass(frozen=True)
-class Order:
-    """`steps`: (tokens, priority) inserts, (tokens, None) matches."""
-
-    name: str
-    policy: str
-    steps: tuple[tuple[tuple[int, ...], int | None], ...]
-    expected: tuple[tuple[int, ...], ...]
 
 
 def put(*tokens: int, priority: int = 0) -> tuple[tuple[int, ...], int | None]:
@@ -143,135 +131,136 @@ def hit(*tokens: int) -> tuple[tuple[int, ...], int | None]:
     return tokens, None
 
 
-ORDERS = (
-    Order(
+ORDERS = table(
+    "policy steps expected",
+    (
         "lru: the last access",
         "lru",
         (put(1), put(2), put(3), put(4), hit(2, 99), put(1)),
         ((3,), (4,), (2,), (1,)),
     ),
-    Order(
+    (
         "lru: what a match does not reach keeps its time",
         "lru",
         (put(1, 2, 3, 4), put(5, 6), hit(1, 2, 99)),
         ((3, 4), (5, 6), (1, 2)),
     ),
-    Order(
+    (
         "lru: so does what an insert cuts off",
         "lru",
         (put(1, 2, 3, 4), put(5, 6), put(1, 2, 7)),
         ((3, 4), (5, 6), (7,), (1, 2)),
     ),
-    Order(
+    (
         "lru: a match refreshes all of its path",
         "lru",
         (put(1, 2), put(1, 2, 3), put(9), hit(1, 2, 3)),
         ((9,), (3,), (1, 2)),
     ),
-    Order(
+    (
         "lfu: matches and inserts are hits",
         "lfu",
         (put(1), put(2), put(3), hit(1), hit(1), hit(1), put(2), hit(2), hit(3), hit(2), hit(2)),
         ((3,), (1,), (2,)),
     ),
-    Order("lfu: a new node has no hit", "lfu", (put(1), hit(1), put(2)), ((2,), (1,))),
-    Order(
+    ("lfu: a new node has no hit", "lfu", (put(1), hit(1), put(2)), ((2,), (1,))),
+    (
         "lfu: all of a match's path is hit",
         "lfu",
         (put(1, 2), put(1, 2, 3), *[hit(1, 2, 3)] * 2, put(9), hit(9), hit(9)),
         ((3,), (9,), (1, 2)),
     ),
-    Order(
+    (
         "lfu: then the last access",
         "lfu",
         (put(1), put(2), put(3), hit(3), hit(1), hit(2)),
         ((3,), (1,), (2,)),
     ),
-    Order(
+    (
         "lfu: the upper half of a split takes over the hits",
         "lfu",
         (put(1, 2, 3), *[hit(1, 2, 3)] * 3, put(4), hit(4), hit(4), hit(1), put(5), *[hit(5)] * 3),
         ((4,), (2, 3), (5,), (1,)),
     ),
-    Order(
+    (
         "fifo: creation, whatever was used since",
         "fifo",
         (put(1), put(2), put(3), hit(1), hit(1), put(2)),
         ((1,), (2,), (3,)),
     ),
-    Order(
+    (
         "fifo: both halves of a split are as old as the whole",
         "fifo",
         (put(1, 2), put(3), put(4), *[hit(1)] * 3, put(5)),
         ((2,), (1,), (3,), (4,), (5,)),
     ),
-    Order(
+    (
         "mru: the latest access first",
         "mru",
         (put(1), put(2), put(3), put(4), hit(2, 99), put(1)),
         ((1,), (2,), (4,), (3,)),
     ),
-    Order(
+    (
         "mru: a leaf that is used again and again goes first, and its parent in its place",
         "mru",
         (put(1, 2), put(8), put(1, 2, 3), hit(8), hit(1, 2, 3), put(9), hit(8), hit(1, 2)),
         ((8,), (9,), (3,), (1, 2)),
     ),
-    Order(
+    (
         "mru: what a match does not reach keeps its time",
         "mru",
         (put(1, 2, 3, 4), put(5, 6), hit(1, 2, 99)),
         ((5, 6), (3, 4), (1, 2)),
     ),
-    Order(
+    (
         "filo: the newest first, whatever was used since",
         "filo",
         (put(1), put(2), put(3), hit(1), hit(1), put(2)),
         ((3,), (2,), (1,)),
     ),
-    Order(
+    (
         "filo: both halves of a split are as old as the whole",
         "filo",
         (put(1, 2), put(3), put(4), *[hit(1)] * 3),
         ((4,), (3,), (2,), (1,)),
     ),
-    Order(
+    (
         "slru: fewer than two hits first, then the last access",
         "slru",
         (put(1), put(2), hit(1), hit(1), put(3), hit(3), put(4), hit(2), put(5)),
         ((3,), (4,), (2,), (5,), (1,)),
     ),
-    Order(
+    (
         "slru: from two hits on only the last access counts",
         "slru",
         (put(1), put(2), *[hit(1)] * 5, hit(2), hit(2), put(3), *[hit(3)] * 2, hit(1)),
         ((2,), (3,), (1,)),
     ),
-    Order(
+    (
         "slru: the upper half of a split takes over the hits",
         "slru",
         (put(1, 2), hit(1, 2), hit(1, 2), put(3), hit(3), hit(1), put(4)),
         ((3,), (4,), (2,), (1,)),
     ),
-    Order(
+    (
         "priority: the least important first, then the last access",
         "priority",
         (put(1, priority=5), put(2), put(3, priority=5), put(4, priority=-2), hit(1)),
         ((4,), (2,), (3,), (1,)),
     ),
-    Order(
+    (
         "priority: raised, and never lowered",
         "priority",
         (put(1), put(2, priority=3), put(3, priority=4), put(1, priority=7), put(3, priority=1)),
         ((2,), (3,), (1,)),
     ),
-    Order(
+    (
         "priority: raised along the path",
         "priority",
         (put(1, 2, 3), put(1, 9, priority=7), put(8, priority=7), hit(1)),
         ((2, 3), (9,), (8,), (1,)),
     ),
-    Order(
+    (
         "priority: both halves of a split are as important as the whole",
         "priority",
         (put(1, 2, 3, priority=5), put(8, priority=5), hit(1)),
@@ -281,7 +270,8 @@ ORDERS = (
 
 
 @contract("Leaves are evicted in the order of the policy.", ORDERS)
-def eviction_order(impl: type[PrefixCache], case: Order) -> None:
+def eviction_order(impl: type[PrefixCache], case: Case) -> None:
+    """`steps`: (tokens, priority) inserts, (tokens, None) matches."""
     tree = Tree(impl, case.policy)
     for tokens, priority in case.steps:
         if priority is None:
@@ -292,7 +282,7 @@ def eviction_order(impl: type[PrefixCache], case: Order) -> None:
 
 
 @contract("A page size below 1 and an unknown eviction policy are refused.", EXAMPLE)
-def bad_arguments(impl: type[PrefixCache], case: Example) -> None:
+def bad_arguments(impl: type[PrefixCache], case: Case) -> None:
     expect_raises("page_size 0", ValueError, impl, 0)
     expect_raises("eviction_policy 'lifo'", ValueError, lambda: impl(1, eviction_policy="lifo"))
     for policy in POLICIES:

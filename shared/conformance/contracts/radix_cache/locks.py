@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from shared.conformance.cache_world import CacheWorld
+from shared.conformance.case import EXAMPLE, Case
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_raises, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
-from shared.conformance.contracts.page_sizes import PageSize
 from shared.conformance.contracts.radix_cache.match_and_insert import PAGE_SIZES, insert, match, sizes, slots
 from shared.interfaces import CacheNode, PrefixCache, RadixKey
 
@@ -24,7 +23,7 @@ def by_id(cache: PrefixCache) -> dict[int, CacheNode]:
     "A split keeps totals and locks. The split node's object stays the lower half.",
     PAGE_SIZES,
 )
-def split_keeps_the_holder(impl: type[PrefixCache], case: PageSize) -> None:
+def split_keeps_the_holder(impl: type[PrefixCache], case: Case) -> None:
     p = case.page_size
     cache = impl(p)
     insert(cache, range(6 * p), 100)
@@ -55,7 +54,7 @@ def split_keeps_the_holder(impl: type[PrefixCache], case: PageSize) -> None:
 
 
 @contract("A split of an unlocked node locks nothing, and its halves can be locked separately.", PAGE_SIZES)
-def split_of_an_unlocked_node(impl: type[PrefixCache], case: PageSize) -> None:
+def split_of_an_unlocked_node(impl: type[PrefixCache], case: Case) -> None:
     p = case.page_size
     cache = impl(p)
     insert(cache, range(4 * p), 100)
@@ -67,7 +66,7 @@ def split_of_an_unlocked_node(impl: type[PrefixCache], case: PageSize) -> None:
 
 
 @contract("Locking the node of a match locks the matched part and no more.", PAGE_SIZES)
-def match_locks_what_it_matched(impl: type[PrefixCache], case: PageSize) -> None:
+def match_locks_what_it_matched(impl: type[PrefixCache], case: Case) -> None:
     cache = impl(case.page_size)
     insert(cache, range(4 * case.page_size), 100)
     cache.inc_lock_ref(cache.match_prefix(RadixKey([*range(3 * case.page_size), 99])).last_node)
@@ -75,7 +74,7 @@ def match_locks_what_it_matched(impl: type[PrefixCache], case: PageSize) -> None
 
 
 @contract("Sizes stay right when a locked node is split, extended and unlocked.", EXAMPLE)
-def sizes_after_a_split(impl: type[PrefixCache], case: Example) -> None:
+def sizes_after_a_split(impl: type[PrefixCache], case: Case) -> None:
     cache = impl(1)
     insert(cache, range(8), 100)
     whole = cache.match_prefix(RadixKey(list(range(8)))).last_node
@@ -92,7 +91,7 @@ def sizes_after_a_split(impl: type[PrefixCache], case: Example) -> None:
 
 
 @contract("A lock applies to the path from its node up to the root.", EXAMPLE)
-def locks_count_along_the_path(impl: type[PrefixCache], case: Example) -> None:
+def locks_count_along_the_path(impl: type[PrefixCache], case: Case) -> None:
     cache = impl(1)
     for tokens, start in (([1, 2, 3], 10), ([1, 2, 4], 20), ([1, 5], 30)):
         insert(cache, tokens, start)
@@ -108,7 +107,7 @@ def locks_count_along_the_path(impl: type[PrefixCache], case: Example) -> None:
 
 
 @contract("The root is not part of a path: locking and unlocking it changes nothing.", EXAMPLE)
-def root_lock(impl: type[PrefixCache], case: Example) -> None:
+def root_lock(impl: type[PrefixCache], case: Case) -> None:
     cache = impl(1)
     insert(cache, [1, 2], 10)
     root = cache.match_prefix(RadixKey([9])).last_node
@@ -120,7 +119,7 @@ def root_lock(impl: type[PrefixCache], case: Example) -> None:
 
 
 @contract("A lock below zero is an AssertionError.", EXAMPLE)
-def lock_below_zero(impl: type[PrefixCache], case: Example) -> None:
+def lock_below_zero(impl: type[PrefixCache], case: Case) -> None:
     cache = impl(1)
     node = cache.insert(RadixKey([1, 2]), slots(10, 2)).last_node
     expect_raises("dec_lock_ref() of a node never locked", AssertionError, cache.dec_lock_ref, node)
@@ -130,7 +129,7 @@ def lock_below_zero(impl: type[PrefixCache], case: Example) -> None:
 
 
 @contract("nodes() lists each node once, parents first, under the number that node_id returns.", EXAMPLE)
-def nodes_parents_first(impl: type[PrefixCache], case: Example) -> None:
+def nodes_parents_first(impl: type[PrefixCache], case: Case) -> None:
     cache = impl(2)
     for tokens in ([1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 5, 6, 7, 8], [9, 9]):
         insert(cache, tokens, 10 * len(tokens))
@@ -150,7 +149,7 @@ def nodes_parents_first(impl: type[PrefixCache], case: Example) -> None:
 
 
 @contract("reset removes all nodes and frees no slot.", EXAMPLE)
-def reset_forgets(impl: type[PrefixCache], case: Example) -> None:
+def reset_forgets(impl: type[PrefixCache], case: Case) -> None:
     world = CacheWorld(impl, 2, num_pages=4)
     cache, allocator = world.cache, world.allocator
     node = cache.insert(RadixKey([1, 2, 3, 4]), allocator.alloc(4)).last_node

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from shared.conformance.case import EXAMPLE, Case, grid, page_sizes, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
-from shared.conformance.contracts.page_sizes import PageSize, page_sizes
 from shared.interfaces import PrefixCache, RadixKey
 
 PAGE_SIZES = page_sizes(1, 2, 4)
@@ -41,7 +39,7 @@ def up_to(start: int, count: int) -> list[int]:
 
 
 @contract("disable is False in a cache that finds prefixes.", EXAMPLE)
-def is_not_disabled(impl: type[PrefixCache], case: Example) -> None:
+def is_not_disabled(impl: type[PrefixCache], case: Case) -> None:
     expect_equal("disable", impl(1).disable, False)
     expect_equal("page_size", impl(4).page_size, 4)
 
@@ -50,7 +48,7 @@ def is_not_disabled(impl: type[PrefixCache], case: Example) -> None:
     "The empty key matches nothing (the root and an empty int64 tensor) and inserts nothing.",
     PAGE_SIZES,
 )
-def empty_key(impl: type[PrefixCache], case: PageSize) -> None:
+def empty_key(impl: type[PrefixCache], case: Case) -> None:
     cache = impl(case.page_size)
     for _ in range(2):
         result = cache.match_prefix(RadixKey([]))
@@ -63,7 +61,7 @@ def empty_key(impl: type[PrefixCache], case: PageSize) -> None:
 
 
 @contract("A key shorter than a page matches nothing and inserts nothing.", LARGE_PAGES)
-def key_shorter_than_a_page(impl: type[PrefixCache], case: PageSize) -> None:
+def key_shorter_than_a_page(impl: type[PrefixCache], case: Case) -> None:
     page_size = case.page_size
     cache = impl(page_size)
     tokens = up_to(0, page_size)
@@ -78,26 +76,15 @@ def key_shorter_than_a_page(impl: type[PrefixCache], case: PageSize) -> None:
     expect_equal("match of a page", match(cache, tokens), up_to(10, page_size))
 
 
-@dataclass(frozen=True)
-class AroundPages:
-    name: str
-    page_size: int
-    length: int
-
-    def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise ValueError("page_size is at least 1")
-
-
-AROUND_PAGES = tuple(
-    AroundPages(f"page {p}, {3 * p + extra} tokens", p, 3 * p + extra)
-    for p in (1, 2, 4, 16)
-    for extra in (-1, 0, 1)
+AROUND_PAGES = table(
+    "page_size length",
+    *((p, 3 * p + extra) for p in (1, 2, 4, 16) for extra in (-1, 0, 1)),
+    name="page {page_size}, {length} tokens",
 )
 
 
 @contract("Whole pages are stored and found, for lengths at and beside multiples of the page.", AROUND_PAGES)
-def whole_pages(impl: type[PrefixCache], case: AroundPages) -> None:
+def whole_pages(impl: type[PrefixCache], case: Case) -> None:
     page_size, length = case.page_size, case.length
     cache = impl(page_size)
     whole = length // page_size * page_size
@@ -109,7 +96,7 @@ def whole_pages(impl: type[PrefixCache], case: AroundPages) -> None:
 
 
 @contract("Keys that differ within a page share nothing of that page.", PAGE_SIZES)
-def parting_within_a_page(impl: type[PrefixCache], case: PageSize) -> None:
+def parting_within_a_page(impl: type[PrefixCache], case: Case) -> None:
     page_size = case.page_size
     length = 4 * page_size
     for parting in range(length):
@@ -126,7 +113,7 @@ def parting_within_a_page(impl: type[PrefixCache], case: PageSize) -> None:
 @contract(
     "insert returns the length that was cached before, and existing nodes keep their slots.", PAGE_SIZES
 )
-def insert_keeps_slots(impl: type[PrefixCache], case: PageSize) -> None:
+def insert_keeps_slots(impl: type[PrefixCache], case: Case) -> None:
     p = case.page_size
     cache = impl(p)
     insert(cache, range(2 * p), 100)
@@ -141,7 +128,7 @@ def insert_keeps_slots(impl: type[PrefixCache], case: PageSize) -> None:
 
 
 @contract("Inserting a cached key creates no node.", PAGE_SIZES)
-def insert_twice(impl: type[PrefixCache], case: PageSize) -> None:
+def insert_twice(impl: type[PrefixCache], case: Case) -> None:
     p = case.page_size
     cache = impl(p)
     insert(cache, range(3 * p), 100)
@@ -156,7 +143,7 @@ def insert_twice(impl: type[PrefixCache], case: PageSize) -> None:
 @contract(
     "insert returns the node that holds the last token of the key, also inside an existing edge.", PAGE_SIZES
 )
-def node_of_insert(impl: type[PrefixCache], case: PageSize) -> None:
+def node_of_insert(impl: type[PrefixCache], case: Case) -> None:
     for num_pages in (2, 3, 5):
         cache = impl(case.page_size)
         insert(cache, range(4 * case.page_size), 100)
@@ -167,7 +154,7 @@ def node_of_insert(impl: type[PrefixCache], case: PageSize) -> None:
 
 
 @contract("Keys, values and results are copied: later changes by the caller do not change the tree.", EXAMPLE)
-def copies(impl: type[PrefixCache], case: Example) -> None:
+def copies(impl: type[PrefixCache], case: Case) -> None:
     cache = impl(1)
     tokens, value = [1, 2, 3], slots(100, 3)
     cache.insert(RadixKey(tokens), value)
@@ -182,7 +169,7 @@ def copies(impl: type[PrefixCache], case: Example) -> None:
 
 
 @contract("insert ignores slots beyond the tokens of the key.", EXAMPLE)
-def surplus_slots(impl: type[PrefixCache], case: Example) -> None:
+def surplus_slots(impl: type[PrefixCache], case: Case) -> None:
     cache = impl(2)
     cache.insert(RadixKey([1, 2, 3]), slots(100, 9))
     expect_equal("match", match(cache, [1, 2, 3, 4]), [100, 101])
@@ -190,7 +177,7 @@ def surplus_slots(impl: type[PrefixCache], case: Example) -> None:
 
 
 @contract("Keys of different extra_key never match; None is a namespace of its own.", PAGE_SIZES)
-def namespaces(impl: type[PrefixCache], case: PageSize) -> None:
+def namespaces(impl: type[PrefixCache], case: Case) -> None:
     cache = impl(case.page_size)
     tokens = list(range(2 * case.page_size))
     spaces: dict[str | None, int] = {None: 100, "a": 200, "": 300, "b": 400}
@@ -205,7 +192,7 @@ def namespaces(impl: type[PrefixCache], case: PageSize) -> None:
 
 
 @contract("A bigram matches only with the same next token: n tokens are n - 1 entries.", page_sizes(1, 2))
-def bigrams(impl: type[PrefixCache], case: PageSize) -> None:
+def bigrams(impl: type[PrefixCache], case: Case) -> None:
     cache = impl(case.page_size, is_bigram=True)
     cache.insert(RadixKey([1, 2, 3, 4, 5], is_bigram=True), slots(100, 4))
     expect_equal("evictable_size()", cache.evictable_size(), 4 // case.page_size * case.page_size)
@@ -222,17 +209,11 @@ def bigrams(impl: type[PrefixCache], case: PageSize) -> None:
     expect_equal("match of plain tokens", match(cache, [1, 2, 3, 4]), [])
 
 
-@dataclass(frozen=True)
-class LongKey:
-    name: str
-    length: int
-
-
 @contract(
     "Long keys match up to the first different token.",
-    tuple(LongKey(f"{n} of 500", n) for n in (1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 499, 500)),
+    grid("{length} of 500", length=(1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 499, 500)),
 )
-def long_keys(impl: type[PrefixCache], case: LongKey) -> None:
+def long_keys(impl: type[PrefixCache], case: Case) -> None:
     cache = impl(1)
     insert(cache, range(500), 1000)
     found = match(cache, [*range(case.length), -1])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from shared.conformance.cache_world import NUM_ROWS, CacheWorld
+from shared.conformance.case import Case, grid
 from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_equal
 from shared.conformance.short_repr import short_repr
@@ -38,26 +39,14 @@ class Event:
             raise ValueError(f"no event: {self}")
 
 
-@dataclass(frozen=True)
-class Lives:
-    name: str
-    page_size: int
-    policy: str
-    events: tuple[Event, ...]
-    num_pages: int = 14
-
-    def __post_init__(self) -> None:
-        if self.page_size < 1 or self.num_pages < 1:
-            raise ValueError("at least one page of at least one slot")
-
-
-def random_lives(seed: int, num_events: int = 40) -> Lives:
+def random_lives(seed: int, num_events: int = 40) -> Case:
     """Prompts of two different tokens, so that prefixes are shared often."""
     rng = random.Random(seed)
     policy, page_size = POLICIES[seed % len(POLICIES)], (1, 2, 4)[seed // len(POLICIES) % 3]
     name = f"random lives {seed}, {policy}, page {page_size}"
     events = tuple(_random_event(rng, page_size) for _ in range(num_events))
-    return Lives(name, page_size, policy, events, rng.choice([8, 14, 30]))
+    num_pages = rng.choice([8, 14, 30])
+    return Case(name, page_size=page_size, policy=policy, events=events, num_pages=num_pages)
 
 
 def _random_event(rng: random.Random, page_size: int) -> Event:
@@ -76,7 +65,7 @@ def _random_event(rng: random.Random, page_size: int) -> Event:
 
 
 class Run:
-    def __init__(self, impl: type[PrefixCache], case: Lives) -> None:
+    def __init__(self, impl: type[PrefixCache], case: Case) -> None:
         self.case = case
         self.world = CacheWorld(impl, case.page_size, case.num_pages, eviction_policy=case.policy)
         self.retracted: list[Req] = []
@@ -134,30 +123,20 @@ class Run:
         self.trace.append((lens, sizes))
 
 
-@dataclass(frozen=True)
-class OverAllocation:
-    name: str
-    page_size: int
-    num_extra: int
-    is_insert: bool
-
-    def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise ValueError("page_size is at least 1")
-
-
-OVER_ALLOCATIONS = tuple(
-    OverAllocation(f"page {p}, {n} more{', no insert' * (not is_insert)}", p, n, is_insert)
-    for p in (1, 2, 4)
-    for n in (1, 2, 5)
-    for is_insert in (True, False)
+OVER_ALLOCATIONS = grid(
+    lambda page_size, num_extra, is_insert: (
+        f"page {page_size}, {num_extra} more{', no insert' * (not is_insert)}"
+    ),
+    page_size=(1, 2, 4),
+    num_extra=(1, 2, 5),
+    is_insert=(True, False),
 )
 
 
 @contract(
     "Slots that were allocated and never committed are freed when the request ends, once.", OVER_ALLOCATIONS
 )
-def over_allocated_slots(impl: type[PrefixCache], case: OverAllocation) -> None:
+def over_allocated_slots(impl: type[PrefixCache], case: Case) -> None:
     """A step in flight, or rejected drafts, leave them."""
     world = CacheWorld(impl, case.page_size)
     req = world.prefill(range(7))
@@ -174,11 +153,11 @@ LIVES = tuple(random_lives(seed) for seed in range(60))
     "After each event, slots and locks have one owner each, and requests read the KV of their own tokens.",
     LIVES,
 )
-def any_lives(impl: type[PrefixCache], case: Lives) -> None:
+def any_lives(impl: type[PrefixCache], case: Case) -> None:
     Run(impl, case).play()
 
 
 @agreement("The same requests share, lock and free the same amounts as with the reference.", LIVES[:24])
-def same_lives(impl: type[PrefixCache], case: Lives, reference: type[PrefixCache]) -> None:
+def same_lives(impl: type[PrefixCache], case: Case, reference: type[PrefixCache]) -> None:
     for i, (actual, expected) in enumerate(zip(Run(impl, case).play(), Run(reference, case).play())):
         expect_equal(f"(protected, prefix) of requests; sizes, after event {i}", actual, expected)

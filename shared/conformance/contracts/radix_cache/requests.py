@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from shared.conformance.cache_world import CacheWorld
+from shared.conformance.case import EXAMPLE, Case, grid, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
-from shared.conformance.contracts.page_sizes import PageSize
 from shared.conformance.contracts.radix_cache.match_and_insert import (
     AROUND_PAGES,
     PAGE_SIZES,
-    AroundPages,
     sizes,
 )
 from shared.interfaces import PrefixCache
@@ -25,7 +21,7 @@ from shared.scheduling.invariants import check_idle
     "After prefill the tree owns the whole pages, locked; the request owns the partial page.",
     AROUND_PAGES,
 )
-def prefill_is_cached(impl: type[PrefixCache], case: AroundPages) -> None:
+def prefill_is_cached(impl: type[PrefixCache], case: Case) -> None:
     world = CacheWorld(impl, case.page_size)
     length, whole = case.length, case.length // case.page_size * case.page_size
     req = world.admit(range(1, length + 1)) if length else None
@@ -45,22 +41,12 @@ def prefill_is_cached(impl: type[PrefixCache], case: AroundPages) -> None:
     world.expect_idle()
 
 
-@dataclass(frozen=True)
-class Chunks:
-    name: str
-    page_size: int
-    chunk: int
-
-    def __post_init__(self) -> None:
-        if self.page_size < 1 or self.chunk < 1:
-            raise ValueError("page_size and chunk are at least 1")
-
-
 @contract(
     "A chunk continues where the previous one ended, also within a page.",
-    tuple(Chunks(f"page {p}, chunks of {chunk}", p, chunk) for p in (1, 2, 4) for chunk in (3, 4, 8)),
+    grid("page {page_size}, chunks of {chunk}", page_size=(1, 2, 4), chunk=(3, 4, 8)),
 )
-def chunk_after_chunk(impl: type[PrefixCache], case: Chunks) -> None:
+def chunk_after_chunk(impl: type[PrefixCache], case: Case) -> None:
+    assert case.chunk >= 1
     world = CacheWorld(impl, case.page_size)
     req = world.admit(range(19), chunk=case.chunk)
     done = min(case.chunk, 19)
@@ -82,7 +68,7 @@ def chunk_after_chunk(impl: type[PrefixCache], case: Chunks) -> None:
 
 
 @contract("A row is remapped to the tree's slots before the request's duplicates are freed.", PAGE_SIZES)
-def remapped_before_freed(impl: type[PrefixCache], case: PageSize) -> None:
+def remapped_before_freed(impl: type[PrefixCache], case: Case) -> None:
     """Two requests compute the same prompt, and the second one lost the race: while its row still names the
     slots being freed, another request could overwrite what it reads."""
     world = CacheWorld(impl, case.page_size)
@@ -112,7 +98,7 @@ def remapped_before_freed(impl: type[PrefixCache], case: PageSize) -> None:
 
 
 @contract("Only duplicates are freed: neither the matched prefix nor the partial page.", PAGE_SIZES)
-def duplicates_freed_alone(impl: type[PrefixCache], case: PageSize) -> None:
+def duplicates_freed_alone(impl: type[PrefixCache], case: Case) -> None:
     world, p = CacheWorld(impl, case.page_size), case.page_size
     world.finish(world.prefill(range(2 * p)))
     first, second = world.admit(range(5 * p + 1)), world.admit(range(4 * p + 1))
@@ -129,7 +115,7 @@ def duplicates_freed_alone(impl: type[PrefixCache], case: PageSize) -> None:
 
 
 @contract("A request whose prompt is completely cached still computes its last token.", AROUND_PAGES)
-def full_hit(impl: type[PrefixCache], case: AroundPages) -> None:
+def full_hit(impl: type[PrefixCache], case: Case) -> None:
     world = CacheWorld(impl, case.page_size)
     if case.length == 0:
         return
@@ -143,22 +129,11 @@ def full_hit(impl: type[PrefixCache], case: AroundPages) -> None:
     world.expect_idle()
 
 
-@dataclass(frozen=True)
-class Steps:
-    name: str
-    page_size: int
-    num_steps: int
-
-    def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise ValueError("page_size is at least 1")
-
-
 @contract(
     "A finished request caches the whole pages of its committed tokens; the last token has no KV.",
-    tuple(Steps(f"page {p}, {n} steps", p, n) for p in (1, 2, 4) for n in (0, 1, 4, 7)),
+    grid("page {page_size}, {num_steps} steps", page_size=(1, 2, 4), num_steps=(0, 1, 4, 7)),
 )
-def finish_caches_committed(impl: type[PrefixCache], case: Steps) -> None:
+def finish_caches_committed(impl: type[PrefixCache], case: Case) -> None:
     world = CacheWorld(impl, case.page_size)
     req = world.prefill(range(6))
     req.output_ids.append(100)
@@ -174,7 +149,7 @@ def finish_caches_committed(impl: type[PrefixCache], case: Steps) -> None:
 
 
 @contract("Of two requests with the same output, the second one's pages are freed.", PAGE_SIZES)
-def finish_of_a_duplicate(impl: type[PrefixCache], case: PageSize) -> None:
+def finish_of_a_duplicate(impl: type[PrefixCache], case: Case) -> None:
     world = CacheWorld(impl, case.page_size)
     reqs = [world.prefill(range(5)), world.prefill(range(5))]
     for step in range(6):
@@ -192,7 +167,7 @@ def finish_of_a_duplicate(impl: type[PrefixCache], case: PageSize) -> None:
 
 
 @contract("Without insert, all slots of the request are freed, and the tree stays as it is.", PAGE_SIZES)
-def finish_without_insert(impl: type[PrefixCache], case: PageSize) -> None:
+def finish_without_insert(impl: type[PrefixCache], case: Case) -> None:
     world = CacheWorld(impl, case.page_size)
     req = world.prefill(range(9))
     for step in range(5):
@@ -205,7 +180,7 @@ def finish_without_insert(impl: type[PrefixCache], case: PageSize) -> None:
 
 
 @contract("A retracted request owns no memory, and later matches its prompt and outputs again.", PAGE_SIZES)
-def retracted_and_readmitted(impl: type[PrefixCache], case: PageSize) -> None:
+def retracted_and_readmitted(impl: type[PrefixCache], case: Case) -> None:
     world = CacheWorld(impl, case.page_size)
     req = world.prefill(range(8))
     for step in range(3):
@@ -225,17 +200,11 @@ def retracted_and_readmitted(impl: type[PrefixCache], case: PageSize) -> None:
     world.expect_idle()
 
 
-@dataclass(frozen=True)
-class IsInsert:
-    name: str
-    is_insert: bool
-
-
-BOTH_ENDS = (IsInsert("insert", True), IsInsert("no insert", False))
+BOTH_ENDS = table("is_insert", ("insert", True), ("no insert", False))
 
 
 @contract("A request that ends between two chunks frees all its memory.", BOTH_ENDS)
-def ends_between_chunks(impl: type[PrefixCache], case: IsInsert) -> None:
+def ends_between_chunks(impl: type[PrefixCache], case: Case) -> None:
     world = CacheWorld(impl, 4)
     req = world.admit(range(30), chunk=8)
     world.cache_unfinished(req)
@@ -246,7 +215,7 @@ def ends_between_chunks(impl: type[PrefixCache], case: IsInsert) -> None:
 
 
 @contract("The prefix of a live request is never evicted.", EXAMPLE)
-def live_prefix_survives(impl: type[PrefixCache], case: Example) -> None:
+def live_prefix_survives(impl: type[PrefixCache], case: Case) -> None:
     world = CacheWorld(impl, 2)
     req = world.prefill(range(8))
     world.finish(world.prefill(range(100, 110)))
@@ -256,7 +225,7 @@ def live_prefix_survives(impl: type[PrefixCache], case: Example) -> None:
 
 
 @contract("Requests of different extra_key share nothing.", EXAMPLE)
-def requests_in_namespaces(impl: type[PrefixCache], case: Example) -> None:
+def requests_in_namespaces(impl: type[PrefixCache], case: Case) -> None:
     world = CacheWorld(impl, 2)
     reqs = [world.prefill(range(8), extra_key=extra_key) for extra_key in (None, "a", "b")]
     world.check()
@@ -269,7 +238,7 @@ def requests_in_namespaces(impl: type[PrefixCache], case: Example) -> None:
 
 
 @contract("Cached tokens have the priority of their request.", BOTH_ENDS)
-def priority_of_a_request(impl: type[PrefixCache], case: IsInsert) -> None:
+def priority_of_a_request(impl: type[PrefixCache], case: Case) -> None:
     world = CacheWorld(impl, 1, eviction_policy="priority")
     world.finish(world.prefill([1, 2, 3], priority=5), case.is_insert)
     world.finish(world.prefill([4, 5, 6], priority=1))
@@ -282,7 +251,7 @@ def priority_of_a_request(impl: type[PrefixCache], case: IsInsert) -> None:
 @contract(
     "A bigram cache stores one token less: draft KV of the last token depends on the next token.", PAGE_SIZES
 )
-def bigram_requests(impl: type[PrefixCache], case: PageSize) -> None:
+def bigram_requests(impl: type[PrefixCache], case: Case) -> None:
     world = CacheWorld(impl, case.page_size, is_bigram=True)
     req = world.prefill(range(9))
     whole = 8 // case.page_size * case.page_size

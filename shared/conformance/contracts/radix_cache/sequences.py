@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from shared.conformance.cache_world import CacheWorld
+from shared.conformance.case import Case
 from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_equal, expect_true
 from shared.conformance.contracts.radix_cache.eviction import POLICIES
@@ -35,27 +36,20 @@ class Call:
             raise ValueError(f"no call: {self}")
 
 
-@dataclass(frozen=True)
-class Calls:
-    name: str
-    page_size: int
-    policy: str
-    is_bigram: bool
-    calls: tuple[Call, ...]
-    num_pages: int = 48
-
-    def __post_init__(self) -> None:
-        if self.page_size < 1 or self.num_pages < 1:
-            raise ValueError("at least one page of at least one slot")
-
-
-def random_calls(seed: int, num_calls: int = 80) -> Calls:
+def random_calls(seed: int, num_calls: int = 80) -> Case:
     """Few different tokens: keys share prefixes and part in all places."""
     rng = random.Random(seed)
     policy, page_size = POLICIES[seed % len(POLICIES)], (1, 2, 4)[seed // len(POLICIES) % 3]
     name = f"random calls {seed}, {policy}, page {page_size}"
     calls = tuple(_random_call(rng, page_size) for _ in range(num_calls))
-    return Calls(name, page_size, policy, rng.random() < 0.3, calls, rng.choice([8, 48]))
+    return Case(
+        name,
+        page_size=page_size,
+        policy=policy,
+        is_bigram=rng.random() < 0.3,
+        calls=calls,
+        num_pages=rng.choice([8, 48]),
+    )
 
 
 def _random_call(rng: random.Random, page_size: int) -> Call:
@@ -74,7 +68,7 @@ def _random_call(rng: random.Random, page_size: int) -> Call:
 class Run:
     """One cache and one model through the same calls."""
 
-    def __init__(self, impl: type[PrefixCache], case: Calls) -> None:
+    def __init__(self, impl: type[PrefixCache], case: Case) -> None:
         self.case = case
         world = CacheWorld(
             impl, case.page_size, case.num_pages, eviction_policy=case.policy, is_bigram=case.is_bigram
@@ -184,13 +178,13 @@ SEQUENCES = tuple(random_calls(seed) for seed in range(96))
     "After any sequence of calls the tree holds the same as a flat dictionary of prefixes.",
     SEQUENCES,
 )
-def any_calls(impl: type[PrefixCache], case: Calls) -> None:
+def any_calls(impl: type[PrefixCache], case: Case) -> None:
     Run(impl, case).play()
 
 
 @agreement(
     "The same calls match, evict, lock and leave the same amounts as with the reference.", SEQUENCES[:24]
 )
-def same_calls(impl: type[PrefixCache], case: Calls, reference: type[PrefixCache]) -> None:
+def same_calls(impl: type[PrefixCache], case: Case, reference: type[PrefixCache]) -> None:
     for i, (actual, expected) in enumerate(zip(Run(impl, case).play(), Run(reference, case).play())):
         expect_equal(f"answer {i}", actual, expected)

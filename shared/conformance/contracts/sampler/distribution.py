@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shared.conformance.case import EXAMPLE, Case
 from shared.conformance.chi_square import ALPHA, independence_p_value, p_value
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.sampling import (
     ADJUSTED,
     GREEDY,
@@ -51,7 +51,7 @@ def draws(impl: type[Sampler], case: Ask) -> None:
 
 
 @contract("Rows of different kinds in one batch each follow their own distribution.", EXAMPLE)
-def mixed_batch(impl: type[Sampler], case: Example) -> None:
+def mixed_batch(impl: type[Sampler], case: Case) -> None:
     kinds = (
         GREEDY,
         Ask("plain"),

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from shared.conformance.case import EXAMPLE, Case
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_close, expect_equal, expect_form
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.inputs import Inputs
 from shared.conformance.sampling import ADJUSTED, GREEDY, KINDS, Ask, adjusted, make_info, run_sampler, sample
 from shared.conformance.tolerance import tolerance
@@ -80,7 +80,7 @@ def values(impl: type[Sampler], case: Asked) -> None:
 
 
 @contract("Of equal ones the lowest id comes first, and the first is the greedy choice.", EXAMPLE)
-def ties(impl: type[Sampler], case: Example) -> None:
+def ties(impl: type[Sampler], case: Case) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0] * 5, [1e-8, 2e-8, 0.0, 0.0, 0.0]])
     for mate in ((), (Ask("plain"),)):
         asks = (GREEDY, GREEDY, GREEDY, *mate)
@@ -92,7 +92,7 @@ def ties(impl: type[Sampler], case: Example) -> None:
 
 
 @contract("A banned token has a log-probability of -inf, and comes after all others.", EXAMPLE)
-def banned_tokens(impl: type[Sampler], case: Example) -> None:
+def banned_tokens(impl: type[Sampler], case: Case) -> None:
     ask = Ask("", min_new_tokens=9, eos=(0, 2), logit_bias=((4, -math.inf), (2, 9.0)))
     _, found, _ = sample_asked(impl, torch.tensor([[9.0, 1.0, 8.0, 0.0, 7.0]]), (ask,), top_logprobs_num=5)
     expect_equal("top_ids", found.top_ids[0, :2].tolist(), [1, 3])

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from shared.conformance.case import EXAMPLE, Case
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.inputs import Inputs
 from shared.conformance.sampling import ADJUSTED, GREEDY, KINDS, Ask, sample
 from shared.interfaces import Sampler
@@ -18,7 +18,7 @@ INF, NAN = math.inf, math.nan
 
 
 @contract("A request's token does not depend on its batch-mates, nor on its place among them.", EXAMPLE)
-def batch_mates(impl: type[Sampler], case: Example) -> None:
+def batch_mates(impl: type[Sampler], case: Case) -> None:
     asks = [*KINDS, *ADJUSTED, *KINDS]
     logits = Inputs(1).normal(len(asks), 500, std=3.0).cpu()
     reqs = [ask.req(seed=1000 + i) for i, ask in enumerate(asks)]
@@ -32,7 +32,7 @@ def batch_mates(impl: type[Sampler], case: Example) -> None:
 
 
 @contract("The same arguments give the same tokens: a sampler keeps nothing from call to call.", EXAMPLE)
-def stateless(impl: type[Sampler], case: Example) -> None:
+def stateless(impl: type[Sampler], case: Case) -> None:
     asks = [*KINDS, *ADJUSTED]
     logits = Inputs(3).normal(len(asks), 100, std=2.0).cpu()
     reqs = [ask.req(seed=i) for i, ask in enumerate(asks)]
@@ -44,7 +44,7 @@ def stateless(impl: type[Sampler], case: Example) -> None:
 @contract(
     "Noise belongs to the token, not to its rank: a filter that keeps the winner changes nothing.", EXAMPLE
 )
-def noise_belongs_to_the_token(impl: type[Sampler], case: Example) -> None:
+def noise_belongs_to_the_token(impl: type[Sampler], case: Case) -> None:
     logits = Inputs(2).normal(64, 200, std=2.0).cpu()
     plain = sample(impl, logits, [Ask("").req(seed=i) for i in range(64)])
     for ask in (Ask("", min_p=1e-9), Ask("", top_k=199), Ask("", top_p=0.999999)):
@@ -58,7 +58,7 @@ def noise_belongs_to_the_token(impl: type[Sampler], case: Example) -> None:
 
 
 @contract("Seed and position decide, and nothing else.", EXAMPLE)
-def seed_and_position(impl: type[Sampler], case: Example) -> None:
+def seed_and_position(impl: type[Sampler], case: Case) -> None:
     row = [[0.0] * 50] * 40
     by_seed = sample(impl, row, [Ask("").req(seed=i) for i in range(40)])
     by_position = sample(impl, row, [Ask("").req(seed=5)] * 40, list(range(40)))
@@ -70,7 +70,7 @@ def seed_and_position(impl: type[Sampler], case: Example) -> None:
 
 
 @contract("Seeds differ in all their 64 bits.", EXAMPLE)
-def all_bits_of_a_seed(impl: type[Sampler], case: Example) -> None:
+def all_bits_of_a_seed(impl: type[Sampler], case: Case) -> None:
     seeds = [0, *(1 << bit for bit in range(63)), -(2**63), -1]
     ids = sample(impl, [[0.0] * 5000] * len(seeds), [Ask("").req(seed=seed) for seed in seeds])
     expect_true("different tokens (one pair in 2.3 batches collides)", len(set(ids)) > 60, len(set(ids)))
@@ -105,7 +105,7 @@ def bad_rows(impl: type[Sampler], case: Bad) -> None:
 
 
 @contract("A NaN is found though its token is banned, penalised or filtered.", EXAMPLE)
-def hidden_nan(impl: type[Sampler], case: Example) -> None:
+def hidden_nan(impl: type[Sampler], case: Case) -> None:
     for temperature in (0.0, 1.0):
         asks = [
             Ask("", temperature=temperature, logit_bias=((0, -INF),)),
@@ -118,7 +118,7 @@ def hidden_nan(impl: type[Sampler], case: Example) -> None:
 
 
 @contract("A row with every token banned gets -1.", EXAMPLE)
-def everything_banned(impl: type[Sampler], case: Example) -> None:
+def everything_banned(impl: type[Sampler], case: Case) -> None:
     bias = ((0, -INF), (1, -INF))
     for banned in (Ask("", logit_bias=bias), Ask("", temperature=0.0, logit_bias=bias)):
         for mate in (Ask(""), GREEDY):

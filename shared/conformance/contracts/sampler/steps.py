@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shared.conformance.case import EXAMPLE, Case
 from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_equal, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.device import check_device
 from shared.conformance.inputs import Inputs
 from shared.conformance.sampling import (
@@ -42,7 +42,7 @@ def greedy_ties(impl: type[Sampler], case: Ask) -> None:
 
 
 @contract("So do the greedy rows of a mixed batch, each for itself.", EXAMPLE)
-def greedy_in_a_mixed_batch(impl: type[Sampler], case: Example) -> None:
+def greedy_in_a_mixed_batch(impl: type[Sampler], case: Case) -> None:
     logits = Inputs(0).integers(3, 16, 300, dtype=torch.float32).cpu()
     reqs = [(GREEDY if i % 2 else KINDS[i // 2]).req(seed=i) for i in range(16)]
     ids = sample(impl, logits, reqs)
@@ -50,7 +50,7 @@ def greedy_in_a_mixed_batch(impl: type[Sampler], case: Example) -> None:
 
 
 @contract("Greedy distinguishes logits that softmax does not.", EXAMPLE)
-def greedy_is_no_softmax(impl: type[Sampler], case: Example) -> None:
+def greedy_is_no_softmax(impl: type[Sampler], case: Case) -> None:
     row = [1e-8, 2e-8, 0.0]  # exp(-1e-8) is 1 in float32
     for ask in (GREEDY, Ask("", top_k=1)):
         expect_equal("alone", sample(impl, [row], [ask.req()]), [1])
@@ -78,7 +78,7 @@ def near_zero_temperature(impl: type[Sampler], case: Cold) -> None:
 
 
 @contract("A temperature near zero still shares between ties.", EXAMPLE)
-def near_zero_temperature_shares(impl: type[Sampler], case: Example) -> None:
+def near_zero_temperature_shares(impl: type[Sampler], case: Case) -> None:
     ids = sample(impl, [[4.0, 1.0, 4.0]] * 200, [Ask("", temperature=1e-6).req(seed=i) for i in range(200)])
     expect_equal("ids that come", set(ids), {0, 2})
     expect_true("each about as often (5.6 standard deviations)", 60 < ids.count(0) < 140, ids.count(0))
@@ -229,7 +229,7 @@ def same_tokens_unfiltered(impl: type[Sampler], case: Unfiltered, reference: typ
 @contract(
     "Masks come after penalties and before the bias: a banned token stays banned, whatever its bias.", EXAMPLE
 )
-def order_of_steps(impl: type[Sampler], case: Example) -> None:
+def order_of_steps(impl: type[Sampler], case: Case) -> None:
     penalised = Ask("", temperature=0.0, repetition_penalty=10.0, logit_bias=((0, 3.0),))
     expect_equal("10 / 10 + 3 = 4 > 3.5", sample(impl, [[10.0, 3.5]], [penalised.req()]), [0])
     for temperature in (0.0, 1.0):
@@ -239,7 +239,7 @@ def order_of_steps(impl: type[Sampler], case: Example) -> None:
 
 
 @contract("vocab_mask bans the tokens whose bit is 0, low bit of the first word first.", EXAMPLE)
-def vocab_mask(impl: type[Sampler], case: Example) -> None:
+def vocab_mask(impl: type[Sampler], case: Case) -> None:
     vocab_size, allowed = 70, {0, 31, 32, 63, 69}  # two words and a bit
     words = [sum(1 << (i % 32) for i in allowed if i // 32 == word) for word in range(3)]
     words = [word - 2**32 if word >= 2**31 else word for word in words]
@@ -255,7 +255,7 @@ def vocab_mask(impl: type[Sampler], case: Example) -> None:
 
 
 @contract("A logit of +inf is the limit of a large one: tokens that have it share everything.", EXAMPLE)
-def infinite_logits(impl: type[Sampler], case: Example) -> None:
+def infinite_logits(impl: type[Sampler], case: Case) -> None:
     row = [5.0, INF, 1.0, INF]
     for ask in (Ask(""), Ask("", top_p=0.9, top_k=3), Ask("", temperature=0.3)):
         ids = sample(impl, [row] * 100, [ask.req(seed=i) for i in range(100)])
@@ -272,6 +272,6 @@ def impossible_tokens(impl: type[Sampler], case: Ask) -> None:
 
 
 @contract("An empty batch gives no tokens.", EXAMPLE)
-def empty_batch(impl: type[Sampler], case: Example) -> None:
+def empty_batch(impl: type[Sampler], case: Case) -> None:
     output = run_sampler(impl, torch.zeros(0, 7), make_info([], 7), [])
     expect_equal("ids", output.next_token_ids.tolist(), [])

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import torch
 
 from shared import registry
 from shared.config import EngineConfig
+from shared.conformance.case import EXAMPLE, Case, grid, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.interfaces import PrefixCache, RadixKey, SchedulePolicy
 from shared.types import Req, SamplingParams
 
@@ -37,7 +36,7 @@ def rids(result: object) -> list[str]:
     "fcfs keeps the queue's order, whatever the priorities; the queue itself is not changed.",
     EXAMPLE,
 )
-def fcfs_keeps_the_queue(impl: type[SchedulePolicy], case: Example) -> None:
+def fcfs_keeps_the_queue(impl: type[SchedulePolicy], case: Case) -> None:
     queue = [req("b"), req("a", priority=9), req("c")]
     expect_equal(
         "order",
@@ -51,7 +50,7 @@ def fcfs_keeps_the_queue(impl: type[SchedulePolicy], case: Example) -> None:
     "fcfs with priority scheduling: highest priority first, then the longest waiting.",
     EXAMPLE,
 )
-def fcfs_with_priorities(impl: type[SchedulePolicy], case: Example) -> None:
+def fcfs_with_priorities(impl: type[SchedulePolicy], case: Case) -> None:
     policy = impl(EngineConfig(enable_priority_scheduling=True), cache())
     queue = [
         req("late", priority=5, queue_start_time=2.0),
@@ -61,17 +60,11 @@ def fcfs_with_priorities(impl: type[SchedulePolicy], case: Example) -> None:
     expect_equal("order", rids(policy.order(queue, [])), ["early", "late", "low"])
 
 
-@dataclass(frozen=True)
-class ByPriority:
-    name: str
-    by_priority: bool
-
-
 @contract(
     "lof: the longest output first; with priority scheduling, priority before that.",
-    (ByPriority("plain", False), ByPriority("with priorities", True)),
+    table("by_priority", ("plain", False), ("with priorities", True)),
 )
-def lof_takes_the_longest_output_first(impl: type[SchedulePolicy], case: ByPriority) -> None:
+def lof_takes_the_longest_output_first(impl: type[SchedulePolicy], case: Case) -> None:
     by_priority = case.by_priority
     config = EngineConfig(schedule_policy="lof", enable_priority_scheduling=by_priority)
     queue = [req("s", max_new=3), req("l", max_new=9), req("p", max_new=1, priority=7), req("l2", max_new=9)]
@@ -80,7 +73,7 @@ def lof_takes_the_longest_output_first(impl: type[SchedulePolicy], case: ByPrior
 
 
 @contract("random is a permutation from the policy's own seeded generator.", EXAMPLE)
-def random_is_a_seeded_permutation(impl: type[SchedulePolicy], case: Example) -> None:
+def random_is_a_seeded_permutation(impl: type[SchedulePolicy], case: Case) -> None:
     queue = [req(str(i)) for i in range(30)]
     orders = [
         rids(impl(EngineConfig(schedule_policy="random", random_seed=seed), cache()).order(queue, []))
@@ -94,7 +87,7 @@ def random_is_a_seeded_permutation(impl: type[SchedulePolicy], case: Example) ->
 @contract(
     "routing-key: the most frequent key of the running batch first, ties by key, all others last.", EXAMPLE
 )
-def routing_key_follows_what_runs(impl: type[SchedulePolicy], case: Example) -> None:
+def routing_key_follows_what_runs(impl: type[SchedulePolicy], case: Case) -> None:
     policy = impl(EngineConfig(schedule_policy="routing-key"), cache())
     running = [req(f"r{i}", routing_key=key) for i, key in enumerate(["x", "y", "y", "z", "z", None])]
     queue = [
@@ -109,7 +102,7 @@ def routing_key_follows_what_runs(impl: type[SchedulePolicy], case: Example) -> 
 
 
 @contract("lpm: the longest cached prefix first.", EXAMPLE)
-def lpm_takes_the_longest_match_first(impl: type[SchedulePolicy], case: Example) -> None:
+def lpm_takes_the_longest_match_first(impl: type[SchedulePolicy], case: Case) -> None:
     tree = cache()
     put(tree, [1, 2, 3, 4], [5, 6])
     policy = impl(EngineConfig(schedule_policy="lpm"), tree)
@@ -118,7 +111,7 @@ def lpm_takes_the_longest_match_first(impl: type[SchedulePolicy], case: Example)
 
 
 @contract("lpm with more than 128 waiting is fcfs.", EXAMPLE)
-def lpm_gives_up_on_a_long_queue(impl: type[SchedulePolicy], case: Example) -> None:
+def lpm_gives_up_on_a_long_queue(impl: type[SchedulePolicy], case: Case) -> None:
     tree = cache()
     put(tree, [1, 2, 3])
     policy = impl(EngineConfig(schedule_policy="lpm"), tree)
@@ -130,7 +123,7 @@ def lpm_gives_up_on_a_long_queue(impl: type[SchedulePolicy], case: Example) -> N
 @contract(
     "dfs-weight: the heaviest subtree first, a node's own requests after those of its children.", EXAMPLE
 )
-def dfs_weight_order(impl: type[SchedulePolicy], case: Example) -> None:
+def dfs_weight_order(impl: type[SchedulePolicy], case: Case) -> None:
     tree = cache()
     put(tree, [1, 2], [1, 2, 3, 4], [1, 2, 5, 6], [7, 8])
     policy = impl(EngineConfig(schedule_policy="dfs-weight"), tree)
@@ -148,7 +141,7 @@ def dfs_weight_order(impl: type[SchedulePolicy], case: Example) -> None:
 @contract(
     "dfs-weight: of two equally heavy children, the one with the longest waiting request first.", EXAMPLE
 )
-def dfs_weight_ties(impl: type[SchedulePolicy], case: Example) -> None:
+def dfs_weight_ties(impl: type[SchedulePolicy], case: Case) -> None:
     tree = cache()
     put(tree, [1, 2], [3, 4], [5, 6])
     policy = impl(EngineConfig(schedule_policy="dfs-weight"), tree)
@@ -157,18 +150,11 @@ def dfs_weight_ties(impl: type[SchedulePolicy], case: Example) -> None:
         expect_equal("order", rids(policy.order(queue, [])), [str(first) for first in families])
 
 
-@dataclass(frozen=True)
-class CacheAware:
-    name: str
-    page_size: int = 1
-
-
 @contract(
-    "Cache-aware policies with the cache disabled are fcfs.", (CacheAware("lpm"), CacheAware("dfs-weight"))
+    "Cache-aware policies with the cache disabled are fcfs.", grid("{policy}", policy=("lpm", "dfs-weight"))
 )
-def cache_aware_without_a_cache(impl: type[SchedulePolicy], case: CacheAware) -> None:
-    policy_name = case.name
-    policy = impl(EngineConfig(schedule_policy=policy_name), cache(name="chunk_cache"))
+def cache_aware_without_a_cache(impl: type[SchedulePolicy], case: Case) -> None:
+    policy = impl(EngineConfig(schedule_policy=case.policy), cache(name="chunk_cache"))
     queue = [req(str(i), [i % 3 + 1] * 40) for i in range(6)]
     result = policy.order(queue, [])
     expect_equal("order", rids(result), [str(i) for i in range(6)])
@@ -177,11 +163,11 @@ def cache_aware_without_a_cache(impl: type[SchedulePolicy], case: CacheAware) ->
 
 @contract(
     "A request that shares a prefix with an earlier request of the step goes last and is deprioritized.",
-    tuple(CacheAware(policy, page_size) for policy in ("lpm", "dfs-weight") for page_size in (1, 4)),
+    grid("{policy}", policy=("lpm", "dfs-weight"), page_size=(1, 4)),
 )
-def in_batch_prefixes_wait(impl: type[SchedulePolicy], case: CacheAware) -> None:
-    policy_name, page_size = case.name, case.page_size
-    policy = impl(EngineConfig(schedule_policy=policy_name, page_size=page_size), cache(page_size))
+def in_batch_prefixes_wait(impl: type[SchedulePolicy], case: Case) -> None:
+    page_size = case.page_size
+    policy = impl(EngineConfig(schedule_policy=case.policy, page_size=page_size), cache(page_size))
     prefix = list(range(1, 33))
     queue = [
         req("first", [*prefix, 40]),
@@ -196,7 +182,7 @@ def in_batch_prefixes_wait(impl: type[SchedulePolicy], case: CacheAware) -> None
 
 
 @contract("A request is not deprioritized for a prefix that is cached.", EXAMPLE)
-def a_prefix_in_the_cache_needs_no_waiting(impl: type[SchedulePolicy], case: Example) -> None:
+def a_prefix_in_the_cache_needs_no_waiting(impl: type[SchedulePolicy], case: Case) -> None:
     tree = cache()
     prefix = list(range(1, 34))
     put(tree, prefix)
@@ -206,7 +192,7 @@ def a_prefix_in_the_cache_needs_no_waiting(impl: type[SchedulePolicy], case: Exa
 
 
 @contract("Every policy returns a permutation of the queue.", EXAMPLE)
-def order_is_always_a_permutation(impl: type[SchedulePolicy], case: Example) -> None:
+def order_is_always_a_permutation(impl: type[SchedulePolicy], case: Case) -> None:
     rng = random.Random(0)
     for name in ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"):
         tree = cache()

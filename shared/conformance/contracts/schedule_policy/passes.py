@@ -10,6 +10,7 @@ import torch
 
 from shared import registry
 from shared.config import EngineConfig
+from shared.conformance.case import Case
 from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_equal, expect_true
 from shared.conformance.contracts.schedule_policy.order import req, rids
@@ -22,17 +23,14 @@ from shared.types import Req
 PREFIX_LENS = (0, 3, 8, 12, 40)
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(Case):
     """`by_priority`: with priority scheduling. `tree`: whose radix cache; one can be watched, one cannot.
     `is_bigram`: it holds pairs of tokens, for a draft model."""
 
-    name: str
-    policy: str
-    by_priority: bool = False
-    page_size: int = 1
-    tree: str = "reference"
-    is_bigram: bool = False
+    by_priority = False
+    page_size = 1
+    tree = "reference"
+    is_bigram = False
 
     def config(self) -> EngineConfig:
         return EngineConfig(
@@ -51,7 +49,7 @@ class Policy:
 
 
 PLAIN = tuple(
-    Policy(policy + ", by priority" * by_priority, policy, by_priority)
+    Policy(policy + ", by priority" * by_priority, policy=policy, by_priority=by_priority)
     for policy in POLICIES
     for by_priority in (False, True)
     if policy not in ("lpm", "dfs-weight") and (not by_priority or policy in ("fcfs", "lof"))
@@ -59,7 +57,7 @@ PLAIN = tuple(
 CACHE_AWARE = tuple(
     Policy(
         f"{policy}, page {page_size}, {tree} tree{' of pairs' * is_bigram}",
-        policy,
+        policy=policy,
         page_size=page_size,
         tree=tree,
         is_bigram=is_bigram,
@@ -111,14 +109,7 @@ class Event:
             raise ValueError(f"no event: {self}")
 
 
-@dataclass(frozen=True)
-class Passes:
-    name: str
-    policy: Policy
-    events: tuple[Event, ...]
-
-
-def random_passes(policy: Policy, seed: int, num_events: int = 120) -> Passes:
+def random_passes(policy: Policy, seed: int, num_events: int = 120) -> Case:
     rng = random.Random(seed)
     kinds = rng.choices(
         ["join", "leave", "come back", "cache", "evict", "flush", "pass"],
@@ -126,7 +117,7 @@ def random_passes(policy: Policy, seed: int, num_events: int = 120) -> Passes:
         k=num_events,
     )
     events = tuple(Event(kind, rng.randrange(1000), rng.randrange(4)) for kind in kinds)  # type: ignore[arg-type]
-    return Passes(f"{policy.name}, events {seed}", policy, events)
+    return Case(f"{policy.name}, events {seed}", policy=policy, events=events)
 
 
 def random_req(rng: random.Random, number: int) -> Req:
@@ -150,7 +141,7 @@ class Run:
     """A policy over a tree and a queue of its own. `as_list`: it gets the queue as a list each time."""
 
     impl: Any
-    case: Passes
+    case: Case
     as_list: bool = False
     queue: WaitingQueue = field(default_factory=WaitingQueue)
     gone: list[Req] = field(default_factory=list)
@@ -206,13 +197,13 @@ PASSES = tuple(random_passes(policy, seed) for policy in EVERY_POLICY for seed i
 
 
 @contract("A WaitingQueue that changes between passes is ordered like a list of the same requests.", PASSES)
-def a_followed_queue(impl: type[SchedulePolicy], case: Passes) -> None:
+def a_followed_queue(impl: type[SchedulePolicy], case: Case) -> None:
     followed, listed = Run(impl, case).play(), Run(impl, case, as_list=True).play()
     expect_equal("orders", followed, listed)
 
 
 @agreement("In each pass, order and deprioritized requests are those of the reference.", PASSES)
-def the_same_passes(impl: type[SchedulePolicy], case: Passes, reference: type[SchedulePolicy]) -> None:
+def the_same_passes(impl: type[SchedulePolicy], case: Case, reference: type[SchedulePolicy]) -> None:
     ours, theirs = Run(impl, case).play(), Run(reference, case).play()
     expect_true("as many passes", len(ours) == len(theirs))
     for i, (mine, its) in enumerate(zip(ours, theirs)):

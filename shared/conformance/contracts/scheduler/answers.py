@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from shared.conformance.answer_alone import EveryThird
+from shared.conformance.case import EXAMPLE, Case, grid, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.contracts.scheduler.schedules import PROMPT, harness_for
 from shared.conformance.scheduler_harness import VOCAB_SIZE, SchedulerHarness
 from shared.conformance.schedules import Schedule, random_schedule, run_schedule
@@ -28,35 +26,30 @@ def any_schedule_of_any_requests(impl: type[Scheduler], case: Schedule) -> None:
     run_schedule(case, {"scheduler": impl})
 
 
-@dataclass(frozen=True)
-class Wish:
-    name: str
-    params: dict[str, Any]
-    flags: dict[str, Any] = field(default_factory=dict)
-
-
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}
 
 
 @contract(
     "A sampling parameter applies to its request, from its first token to its last, and to no other.",
-    (
-        Wish("frequency penalty", {"frequency_penalty": 1.5}),
-        Wish("presence penalty", {"presence_penalty": 1.5}),
-        Wish("repetition penalty", {"repetition_penalty": 2.0}),
-        Wish("bias", {"logit_bias": {3: 2.5, 7: -float("inf")}}),
-        Wish("temperature", {"temperature": 1.2, "top_p": 0.9}),
-        Wish("stop string over two tokens", {"stop": ("><2", "><3")}),
-        Wish("log-probabilities", LOGPROBS),
-        Wish("log-probabilities in chunks", LOGPROBS, {"chunked_prefill_size": 4, "page_size": 4}),
-        Wish(
+    table(
+        "params flags",
+        ("frequency penalty", {"frequency_penalty": 1.5}),
+        ("presence penalty", {"presence_penalty": 1.5}),
+        ("repetition penalty", {"repetition_penalty": 2.0}),
+        ("bias", {"logit_bias": {3: 2.5, 7: -float("inf")}}),
+        ("temperature", {"temperature": 1.2, "top_p": 0.9}),
+        ("stop string over two tokens", {"stop": ("><2", "><3")}),
+        ("log-probabilities", LOGPROBS),
+        ("log-probabilities in chunks", LOGPROBS, {"chunked_prefill_size": 4, "page_size": 4}),
+        (
             "log-probabilities in mixed chunks",
             LOGPROBS,
             {"chunked_prefill_size": 5, "enable_mixed_chunk": True},
         ),
+        flags={},
     ),
 )
-def wishes(impl: type[Scheduler], case: Wish) -> None:
+def wishes(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, is_spread=True, **case.flags)
     rids = []
     for i in range(6):
@@ -67,7 +60,7 @@ def wishes(impl: type[Scheduler], case: Wish) -> None:
 
 
 @contract("No stop token comes before min_new_tokens, and one may come right after.", EXAMPLE)
-def min_new_tokens(impl: type[Scheduler], case: Example) -> None:
+def min_new_tokens(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, is_spread=True, chunked_prefill_size=4)
     eos = frozenset(range(5, VOCAB_SIZE))
     rids = [harness.submit([i, *PROMPT], 12, eos=eos, min_new_tokens=i) for i in range(8)]
@@ -80,7 +73,7 @@ def min_new_tokens(impl: type[Scheduler], case: Example) -> None:
 @contract(
     "A request that is retracted before min_new_tokens still has its stop tokens banned afterwards.", EXAMPLE
 )
-def min_new_tokens_after_retraction(impl: type[Scheduler], case: Example) -> None:
+def min_new_tokens_after_retraction(impl: type[Scheduler], case: Case) -> None:
     for num_steps in range(2, 9):
         harness = harness_for(impl, is_spread=True)
         rid = harness.submit(PROMPT, 12, eos=frozenset(range(VOCAB_SIZE)), min_new_tokens=5)
@@ -104,7 +97,7 @@ class Asked(EveryThird):
 @contract(
     "A grammar is asked before each token, about all tokens before it; others go on beside it.", EXAMPLE
 )
-def grammar(impl: type[Scheduler], case: Example) -> None:
+def grammar(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, is_spread=True, chunked_prefill_size=6)
     asked = [Asked(), Asked()]
     rids = [harness.submit(PROMPT, 9, grammar=asked[0], frequency_penalty=1.0)]
@@ -119,24 +112,16 @@ def grammar(impl: type[Scheduler], case: Example) -> None:
             expect_equal(f"{rid}: asked about {num_tokens} tokens", tokens[:num_tokens] in questions, True)
 
 
-@dataclass(frozen=True)
-class Moment:
-    name: str
-    what: str
-    num_steps: int
-    page_size: int
-
-
-MOMENTS = tuple(
-    Moment(f"{what} after {n} steps, pages of {page_size}", what, n, page_size)
-    for what in ("abort", "retract", "retract and abort", "retract twice")
-    for n in (1, 2, 3, 5)
-    for page_size in (1, 4)
+MOMENTS = grid(
+    "{what} after {num_steps} steps, pages of {page_size}",
+    what=("abort", "retract", "retract and abort", "retract twice"),
+    num_steps=(1, 2, 3, 5),
+    page_size=(1, 4),
 )
 
 
 @contract("Whenever a request is retracted or aborted: its tokens so far, then the rest or none.", MOMENTS)
-def any_moment(impl: type[Scheduler], case: Moment) -> None:
+def any_moment(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, is_spread=True, page_size=case.page_size, chunked_prefill_size=8)
     rid = harness.submit([*PROMPT, *PROMPT], 10, temperature=0.8, seed=3, **LOGPROBS)
     other = harness.submit([9, 8], 14, frequency_penalty=1.5, **LOGPROBS)

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shared.conformance.answer_alone import EveryThird
+from shared.conformance.case import EXAMPLE, Case, page_sizes, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_raises, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.contracts.scheduler.schedules import PROMPT, harness_for
 from shared.conformance.ledger import expected_tokens
 from shared.conformance.scheduler_harness import VOCAB_SIZE, decode_text
 from shared.interfaces import Scheduler
 from shared.types import FinishError, FinishToken
 
-
-@dataclass(frozen=True)
-class Page:
-    name: str
-    page_size: int
-
-
-PAGES = (Page("page 1", 1), Page("page 4", 4))
+PAGES = page_sizes(1, 4)
 
 
 @contract("What a request leaves in the cache when a stop token ends it is right, to its last token.", PAGES)
-def stopped_request_is_cached(impl: type[Scheduler], case: Page) -> None:
+def stopped_request_is_cached(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, page_size=case.page_size)
     tokens = expected_tokens(PROMPT, 20, VOCAB_SIZE)
     harness.submit([3, 2, 1], 30)
@@ -47,7 +39,7 @@ def stopped_request_is_cached(impl: type[Scheduler], case: Page) -> None:
 
 
 @contract("A model that fails in the middle: tokens so far stay right, and so does what was cached.", PAGES)
-def fails_in_the_middle(impl: type[Scheduler], case: Page) -> None:
+def fails_in_the_middle(impl: type[Scheduler], case: Case) -> None:
     tokens = expected_tokens(PROMPT, 8, VOCAB_SIZE)
     harness = harness_for(impl, page_size=case.page_size, fail_token=tokens[3])
     rid = harness.submit(PROMPT, 30)
@@ -62,7 +54,7 @@ def fails_in_the_middle(impl: type[Scheduler], case: Page) -> None:
 
 
 @contract("A model that fails on a prompt: nothing of it is found afterwards.", PAGES)
-def fails_on_a_prompt(impl: type[Scheduler], case: Page) -> None:
+def fails_on_a_prompt(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, page_size=case.page_size, fail_token=60)
     rid = harness.submit([*PROMPT, 60], 4)
     harness.run()
@@ -76,7 +68,7 @@ def fails_on_a_prompt(impl: type[Scheduler], case: Page) -> None:
 
 
 @contract("The batch before the one that fails is reported whole.", PAGES)
-def reports_before_it_fails(impl: type[Scheduler], case: Page) -> None:
+def reports_before_it_fails(impl: type[Scheduler], case: Case) -> None:
     tokens = expected_tokens(PROMPT, 8, VOCAB_SIZE)
     mate_tokens = expected_tokens([4, 2], 30, VOCAB_SIZE)
     assert tokens[3] not in mate_tokens[:4]
@@ -94,7 +86,7 @@ def reports_before_it_fails(impl: type[Scheduler], case: Page) -> None:
 
 
 @contract("A sampler that fails ends its batch with FinishError and leaves the others alone.", EXAMPLE)
-def failing_sampler(impl: type[Scheduler], case: Example) -> None:
+def failing_sampler(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl)
     first = harness.submit(PROMPT, 6)
     for _ in range(3):
@@ -128,7 +120,7 @@ class Refuses(EveryThird):
 
 
 @contract("A grammar that fails ends its batch with FinishError and leaves the others alone.", EXAMPLE)
-def failing_grammar(impl: type[Scheduler], case: Example) -> None:
+def failing_grammar(impl: type[Scheduler], case: Case) -> None:
     for num_tokens in range(3):
         harness = harness_for(impl, is_spread=True, max_running_requests=1)
         bad = harness.submit(PROMPT, 9, grammar=Refuses(num_tokens))
@@ -142,7 +134,7 @@ def failing_grammar(impl: type[Scheduler], case: Example) -> None:
 
 
 @contract("No request is retracted for memory that a finishing request is about to free.", EXAMPLE)
-def looks_before_it_retracts(impl: type[Scheduler], case: Example) -> None:
+def looks_before_it_retracts(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, pool_tokens=16, schedule_conservativeness=0.01)
     tokens = expected_tokens([2, 2, 2], 5, VOCAB_SIZE)
     harness.submit([3, 3, 3], 8)
@@ -155,7 +147,7 @@ def looks_before_it_retracts(impl: type[Scheduler], case: Example) -> None:
 
 
 @contract("A cache may be flushed as soon as the last request has ended or was aborted.", PAGES)
-def flush_when_idle(impl: type[Scheduler], case: Page) -> None:
+def flush_when_idle(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, page_size=case.page_size)
     tokens = expected_tokens(PROMPT, 8, VOCAB_SIZE)
     for num_steps in range(1, 6):
@@ -171,25 +163,19 @@ def flush_when_idle(impl: type[Scheduler], case: Page) -> None:
         expect_true("flush_cache()", harness.scheduler.flush_cache())
 
 
-@dataclass(frozen=True)
-class Error:
-    name: str
-    error: type[BaseException]
-    num_texts: int = 0  # that are decoded before the error
-
-
-ERRORS = (
-    Error("an exception", RuntimeError),
-    Error("an exception at the second request", RuntimeError, 1),
-    Error("Ctrl-C", KeyboardInterrupt),
-    Error("Ctrl-C at the second request", KeyboardInterrupt, 1),
+ERRORS = table(
+    "error num_texts",
+    ("an exception", RuntimeError, 0),
+    ("an exception at the second request", RuntimeError, 1),
+    ("Ctrl-C", KeyboardInterrupt, 0),
+    ("Ctrl-C at the second request", KeyboardInterrupt, 1),
 )
 
 
 class FailsOnce:
-    """decode_text that raises the error of `case` in one call."""
+    """decode_text that raises the error of `case` after `num_texts` calls."""
 
-    def __init__(self, case: Error) -> None:
+    def __init__(self, case: Case) -> None:
         self.case = case
         self.num_calls = 0
 
@@ -203,7 +189,7 @@ class FailsOnce:
 @contract(
     "An error while results are processed ends that batch's requests; none of its KV is cached.", ERRORS
 )
-def fails_while_processing(impl: type[Scheduler], case: Error) -> None:
+def fails_while_processing(impl: type[Scheduler], case: Case) -> None:
     for num_steps in range(4):
         harness = harness_for(impl, chunked_prefill_size=6)
         rids = [harness.submit([*PROMPT, i], 9, stop=("never",)) for i in range(3)]
@@ -228,25 +214,18 @@ def fails_while_processing(impl: type[Scheduler], case: Error) -> None:
         harness.expect_idle()
 
 
-@dataclass(frozen=True)
-class Place:
-    """Method `method` of the harness's `part` fails when it is called."""
-
-    name: str
-    part: str
-    method: str
-
-
 @contract(
     "An error while a batch is formed is raised; all requests end, and the engine goes on with empty pools.",
-    (
-        Place("in the policy", "policy", "order"),
-        Place("before a row is taken", "req_to_token_pool", "alloc"),
-        Place("before slots are taken", "allocator", "alloc_extend"),
-        Place("before slots are written", "req_to_token_pool", "write_ragged"),
+    table(
+        "part method",
+        ("in the policy", "policy", "order"),
+        ("before a row is taken", "req_to_token_pool", "alloc"),
+        ("before slots are taken", "allocator", "alloc_extend"),
+        ("before slots are written", "req_to_token_pool", "write_ragged"),
     ),
 )
-def fails_while_forming(impl: type[Scheduler], case: Place) -> None:
+def fails_while_forming(impl: type[Scheduler], case: Case) -> None:
+    """Method `method` of the harness's `part` fails when it is called."""
     harness = harness_for(impl, chunked_prefill_size=6)
     running = harness.submit([1, 2, 3], 12)
     for _ in range(3):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from shared.conformance.case import EXAMPLE, Case, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.contracts.scheduler.schedules import harness_for
 from shared.conformance.ledger import expected_tokens
 from shared.conformance.scheduler_harness import VOCAB_SIZE, SchedulerHarness
@@ -36,26 +34,22 @@ def expect_forgotten(harness: SchedulerHarness, num_cached: int) -> None:
     harness.expect_idle()
 
 
-@dataclass(frozen=True)
-class Where:
-    name: str
-    page_size: int = 1
-    chunk: int | None = None
-    disable_radix: bool = False
-
-
 @contract(
     "A prompt whose logits are NaN leaves nothing that it computed in the cache, and all that it found.",
-    (
-        Where("page 1"),
-        Where("page 4", 4),
-        Where("in the first of three chunks", 1, 4),
-        Where("in the last chunk", 1, 8),
-        Where("page 4, in chunks", 4, 4),
-        Where("no radix", 1, 4, True),
+    table(
+        "page_size chunk disable_radix",
+        ("page 1",),
+        ("page 4", 4),
+        ("in the first of three chunks", 1, 4),
+        ("in the last chunk", 1, 8),
+        ("page 4, in chunks", 4, 4),
+        ("no radix", 1, 4, True),
+        page_size=1,
+        chunk=None,
+        disable_radix=False,
     ),
 )
-def spoilt_prompt(impl: type[Scheduler], case: Where) -> None:
+def spoilt_prompt(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(
         impl,
         page_size=case.page_size,
@@ -72,7 +66,7 @@ def spoilt_prompt(impl: type[Scheduler], case: Where) -> None:
 
 
 @contract("Nor does one of which only the KV was wanted.", EXAMPLE)
-def spoilt_without_output(impl: type[Scheduler], case: Example) -> None:
+def spoilt_without_output(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl)
     harness.model_runner.spoil_token = SPOILT
     rid = harness.submit(PROMPT, 0)
@@ -81,25 +75,19 @@ def spoilt_without_output(impl: type[Scheduler], case: Example) -> None:
     expect_forgotten(harness, 0)
 
 
-@dataclass(frozen=True)
-class Found:
-    """`together`: the others come with the one that is spoilt; else in the step after it."""
-
-    name: str
-    together: bool
-    page_size: int = 1
-
-
 @contract(
     "Others that begin alike and come at the same time, or right behind it, get their own answers.",
-    (
-        Found("together", True),
-        Found("behind", False),
-        Found("together, page 4", True, 4),
-        Found("behind, page 4", False, 4),
+    table(
+        "together page_size",
+        ("together", True),
+        ("behind", False),
+        ("together, page 4", True, 4),
+        ("behind, page 4", False, 4),
+        page_size=1,
     ),
 )
-def found_by_others(impl: type[Scheduler], case: Found) -> None:
+def found_by_others(impl: type[Scheduler], case: Case) -> None:
+    """`together`: the others come with the one that is spoilt; else in the step after it."""
     harness = harness_for(impl, page_size=case.page_size)
     harness.submit([*BEFORE, 2, 2], 1)
     harness.run()
@@ -123,7 +111,7 @@ def found_by_others(impl: type[Scheduler], case: Found) -> None:
 
 
 @contract("The same when the model fails with those who came right behind it.", EXAMPLE)
-def fails_behind_a_spoilt_prompt(impl: type[Scheduler], case: Example) -> None:
+def fails_behind_a_spoilt_prompt(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, fail_token=60)
     harness.model_runner.spoil_token = SPOILT
     spoilt = harness.submit(PROMPT, 4)
@@ -135,17 +123,11 @@ def fails_behind_a_spoilt_prompt(impl: type[Scheduler], case: Example) -> None:
     expect_forgotten(harness, 0)
 
 
-@dataclass(frozen=True)
-class Leaves:
-    name: str
-    is_aborted: bool
-
-
 @contract(
     "Nor does it live on when the request leaves before it is known.",
-    (Leaves("aborted", True), Leaves("retracted", False)),
+    table("is_aborted", ("aborted", True), ("retracted", False)),
 )
-def leaves_before_it_is_known(impl: type[Scheduler], case: Leaves) -> None:
+def leaves_before_it_is_known(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl)
     harness.model_runner.spoil_token = SPOILT
     rid = harness.submit(PROMPT, 4)
@@ -168,7 +150,7 @@ def leaves_before_it_is_known(impl: type[Scheduler], case: Leaves) -> None:
 
 
 @contract("Nor does what a request computes after its end, which is never read.", EXAMPLE)
-def spoilt_behind_the_end(impl: type[Scheduler], case: Example) -> None:
+def spoilt_behind_the_end(impl: type[Scheduler], case: Case) -> None:
     tokens = expected_tokens(BEFORE, 3, VOCAB_SIZE)
     last = tokens[-1]
     assert last not in (*BEFORE, *tokens[:-1])
@@ -184,7 +166,7 @@ def spoilt_behind_the_end(impl: type[Scheduler], case: Example) -> None:
 
 
 @contract("What was cached stays right when others take the places of those who leave.", EXAMPLE)
-def rows_change_hands(impl: type[Scheduler], case: Example) -> None:
+def rows_change_hands(impl: type[Scheduler], case: Case) -> None:
     """A batch in flight may still read their rows."""
     prompts = [[5, 7, 11, 13], [3, 1, 4, 1, 5]]
     harness = harness_for(impl, max_running_requests=2)

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
+from shared.conformance.case import EXAMPLE, Case, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_raises, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.contracts.scheduler.schedules import PROMPT, harness_for
 from shared.interfaces import Scheduler
 from shared.types import FinishAbort, FinishLength
 
 
-@dataclass(frozen=True)
-class Refused:
-    name: str
-    prompt: tuple[int, ...]
-    params: dict[str, Any] = field(default_factory=dict)
-
-
 @contract(
     "add_request refuses bad requests with ValueError; it takes nothing and affects no other request.",
-    (
-        Refused("empty prompt", ()),
-        Refused("id above the vocabulary", (1, 61)),
-        Refused("negative id", (-1,)),
-        Refused("prompt as long as the context", (1,) * 32),
-        Refused("prompt longer than the pool", (1,) * 30),
-        Refused("stop token outside the vocabulary", (1,), {"stop_token_ids": (99,)}),
-        Refused("bias outside the vocabulary", (1,), {"logit_bias": {61: 1.0}}),
+    table(
+        "prompt params",
+        ("empty prompt", ()),
+        ("id above the vocabulary", (1, 61)),
+        ("negative id", (-1,)),
+        ("prompt as long as the context", (1,) * 32),
+        ("prompt longer than the pool", (1,) * 30),
+        ("stop token outside the vocabulary", (1,), {"stop_token_ids": (99,)}),
+        ("bias outside the vocabulary", (1,), {"logit_bias": {61: 1.0}}),
+        params={},
     ),
 )
-def refused(impl: type[Scheduler], case: Refused) -> None:
+def refused(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, context_len=32, pool_tokens=28)
     rid = harness.submit(PROMPT, 6)
     harness.step()
@@ -43,7 +35,7 @@ def refused(impl: type[Scheduler], case: Refused) -> None:
 
 
 @contract("A rid in use is refused; the request that has it goes on.", EXAMPLE)
-def rid_in_use(impl: type[Scheduler], case: Example) -> None:
+def rid_in_use(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl)
     rid = harness.submit(PROMPT, 6)
     harness.step()
@@ -53,7 +45,7 @@ def rid_in_use(impl: type[Scheduler], case: Example) -> None:
 
 
 @contract("The rid of an aborted request is in use until its end was reported.", EXAMPLE)
-def rid_in_use_until_reported(impl: type[Scheduler], case: Example) -> None:
+def rid_in_use_until_reported(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl)
     rid = harness.submit(PROMPT, 6)
     harness.step()
@@ -68,30 +60,23 @@ def rid_in_use_until_reported(impl: type[Scheduler], case: Example) -> None:
     harness.expect_idle()
 
 
-@dataclass(frozen=True)
-class Clamped:
-    name: str
-    num_prompt: int
-    max_new_tokens: int
-    expected: int
-    page_size: int = 1
-    context_len: int = 32
-    pool_tokens: int = 256
-
-
 @contract(
     "max_new_tokens is clamped: prompt + output fits the context, all but the last token fits the pool.",
-    (
-        Clamped("prompt of the context less one", 31, 10, 1),
-        Clamped("to the context", 20, 100, 12),
-        Clamped("exactly the context", 20, 12, 12),
-        Clamped("prompt of the whole pool", 32, 10, 1, 1, 128, 32),
-        Clamped("prompt of the whole pool, pages of 16", 32, 10, 1, 16, 128, 32),
-        Clamped("to the pool", 20, 100, 13, 4, 128, 32),
-        Clamped("nothing asked for", 5, 0, 0),
+    table(
+        "num_prompt max_new_tokens expected page_size context_len pool_tokens",
+        ("prompt of the context less one", 31, 10, 1),
+        ("to the context", 20, 100, 12),
+        ("exactly the context", 20, 12, 12),
+        ("prompt of the whole pool", 32, 10, 1, 1, 128, 32),
+        ("prompt of the whole pool, pages of 16", 32, 10, 1, 16, 128, 32),
+        ("to the pool", 20, 100, 13, 4, 128, 32),
+        ("nothing asked for", 5, 0, 0),
+        page_size=1,
+        context_len=32,
+        pool_tokens=256,
     ),
 )
-def clamped(impl: type[Scheduler], case: Clamped) -> None:
+def clamped(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(
         impl, context_len=case.context_len, pool_tokens=case.pool_tokens, page_size=case.page_size
     )
@@ -103,7 +88,7 @@ def clamped(impl: type[Scheduler], case: Clamped) -> None:
 
 
 @contract("A full queue turns the newcomer away with status 503.", EXAMPLE)
-def full_queue(impl: type[Scheduler], case: Example) -> None:
+def full_queue(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, max_running_requests=1, max_queued_requests=2)
     rids = [harness.submit([i + 1], 4) for i in range(2)]
     late = harness.submit([9], 4)
@@ -114,7 +99,7 @@ def full_queue(impl: type[Scheduler], case: Example) -> None:
 
 
 @contract("With priorities, a full queue turns a strictly less important request away instead.", EXAMPLE)
-def full_queue_with_priorities(impl: type[Scheduler], case: Example) -> None:
+def full_queue_with_priorities(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, max_queued_requests=2, enable_priority_scheduling=True)
     low, high = harness.submit([1], 4, priority=1), harness.submit([2], 4, priority=5)
     newcomer = harness.submit([3], 4, priority=3)
@@ -127,7 +112,7 @@ def full_queue_with_priorities(impl: type[Scheduler], case: Example) -> None:
 
 
 @contract("A request that waits longer than waiting_timeout ends with status 503.", EXAMPLE)
-def waiting_timeout(impl: type[Scheduler], case: Example) -> None:
+def waiting_timeout(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, max_running_requests=1, waiting_timeout=10.0)
     first, second = harness.submit([1], 50), harness.submit([2], 5)
     harness.step()
@@ -142,7 +127,7 @@ def waiting_timeout(impl: type[Scheduler], case: Example) -> None:
 
 
 @contract("A request that runs longer than running_timeout ends with status 503.", EXAMPLE)
-def running_timeout(impl: type[Scheduler], case: Example) -> None:
+def running_timeout(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, running_timeout=10.0)
     rid = harness.submit([1], 50)
     harness.step()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from shared.conformance.case import EXAMPLE, Case, grid, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.ledger import expected_tokens
 from shared.conformance.scheduler_harness import VOCAB_SIZE, SchedulerHarness
 from shared.conformance.schedules import Schedule, random_schedule, run_schedule
@@ -18,30 +17,16 @@ PROMPT = [5, 7, 11, 13, 17, 19, 23]
 NUM_RANDOM_SCHEDULES = 40
 
 
-@dataclass(frozen=True)
-class Setting:
-    name: str
-    page_size: int = 1
-    chunk: int | None = None
-    mixed: bool = False
-    disable_radix: bool = False
-
-
-SETTINGS = tuple(
-    Setting(
-        f"page {page_size}, chunk {chunk}{', mixed' * mixed}{', no radix' * no_radix}",
-        page_size,
-        chunk,
-        mixed,
-        no_radix,
-    )
-    for page_size in (1, 4, 16)
-    for chunk, mixed, no_radix in (
-        (None, False, False),
-        (16, False, True),
-        (23, True, False),
-        (16, True, True),
-    )
+SETTINGS = table(
+    "page_size chunk mixed disable_radix",
+    *(
+        (page_size, *rest)
+        for page_size in (1, 4, 16)
+        for rest in ((None, False, False), (16, False, True), (23, True, False), (16, True, True))
+    ),
+    name=lambda page_size, chunk, mixed, disable_radix: (
+        f"page {page_size}, chunk {chunk}{', mixed' * mixed}{', no radix' * disable_radix}"
+    ),
 )
 
 
@@ -50,7 +35,7 @@ def harness_for(impl: type[Scheduler], **options: Any) -> SchedulerHarness:
 
 
 @contract("A request gets its own tokens, ends once, and then owns nothing.", EXAMPLE)
-def one_request(impl: type[Scheduler], case: Example) -> None:
+def one_request(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl)
     rid = harness.submit(PROMPT, 10)
     harness.run()
@@ -60,7 +45,7 @@ def one_request(impl: type[Scheduler], case: Example) -> None:
 
 
 @contract("Many requests get theirs in every configuration.", SETTINGS)
-def many_requests(impl: type[Scheduler], case: Setting) -> None:
+def many_requests(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(
         impl,
         page_size=case.page_size,
@@ -84,7 +69,7 @@ def any_schedule(impl: type[Scheduler], case: Schedule) -> None:
 
 
 @contract("A second request finds the first one's prefix, and computes only the rest.", EXAMPLE)
-def prefix_is_found(impl: type[Scheduler], case: Example) -> None:
+def prefix_is_found(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl)
     harness.submit(PROMPT, 4)
     harness.run()
@@ -96,18 +81,11 @@ def prefix_is_found(impl: type[Scheduler], case: Example) -> None:
     harness.expect(rid, 1)
 
 
-@dataclass(frozen=True)
-class FullHit:
-    name: str
-    page_size: int
-    length: int
-
-
 @contract(
     "A fully cached prompt computes its last token again (lengths page * k and one beside).",
-    tuple(FullHit(f"page {p}, {n} tokens", p, n) for p in (1, 4) for n in (4, 7, 8, 9, 15, 16, 17)),
+    grid("page {page_size}, {length} tokens", page_size=(1, 4), length=(4, 7, 8, 9, 15, 16, 17)),
 )
-def full_hit(impl: type[Scheduler], case: FullHit) -> None:
+def full_hit(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, page_size=case.page_size)
     prompt = [(7 * i) % VOCAB_SIZE for i in range(case.length)]
     for _ in range(3):
@@ -120,7 +98,7 @@ def full_hit(impl: type[Scheduler], case: FullHit) -> None:
 
 
 @contract("Namespaces (extra_key) share nothing.", EXAMPLE)
-def namespaces(impl: type[Scheduler], case: Example) -> None:
+def namespaces(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl)
     harness.submit(PROMPT, 2, extra_key="a")
     harness.run()
@@ -131,25 +109,16 @@ def namespaces(impl: type[Scheduler], case: Example) -> None:
     expect_equal("its own hit", harness.reqs[same].num_cached_tokens, len(PROMPT) - 1)
 
 
-@dataclass(frozen=True)
-class Shortage:
-    name: str
-    page_size: int
-    pool_tokens: int
-    num_reqs: int
-    num_prompt: int
-    max_new_tokens: int
-
-
 @contract(
     "When memory is short, requests are retracted, and all of them end right.",
-    (
-        Shortage("eight of 28 tokens in 64 slots", 1, 64, 8, 3, 25),
-        Shortage("pages of 4 run out, not tokens", 4, 16, 4, 3, 3),
-        Shortage("pages of 16 run out", 16, 64, 4, 14, 10),
+    table(
+        "page_size pool_tokens num_reqs num_prompt max_new_tokens",
+        ("eight of 28 tokens in 64 slots", 1, 64, 8, 3, 25),
+        ("pages of 4 run out, not tokens", 4, 16, 4, 3, 3),
+        ("pages of 16 run out", 16, 64, 4, 14, 10),
     ),
 )
-def shortage_retracts(impl: type[Scheduler], case: Shortage) -> None:
+def shortage_retracts(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(
         impl, pool_tokens=case.pool_tokens, page_size=case.page_size, schedule_conservativeness=0.01
     )
@@ -164,7 +133,7 @@ def shortage_retracts(impl: type[Scheduler], case: Shortage) -> None:
 
 
 @contract("A partly computed prompt is retracted before the last running request.", EXAMPLE)
-def chunked_gives_way(impl: type[Scheduler], case: Example) -> None:
+def chunked_gives_way(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, pool_tokens=48, chunked_prefill_size=8, schedule_conservativeness=0.01)
     first = harness.submit([1, 2, 3], 40)
     harness.step()
@@ -176,7 +145,7 @@ def chunked_gives_way(impl: type[Scheduler], case: Example) -> None:
 
 
 @contract("A request may end with its first token, its last chunk, and in a mixed batch.", EXAMPLE)
-def ends_at_once(impl: type[Scheduler], case: Example) -> None:
+def ends_at_once(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, chunked_prefill_size=8, enable_mixed_chunk=True)
     background = harness.submit([9, 9], 30)
     harness.step()
@@ -189,7 +158,7 @@ def ends_at_once(impl: type[Scheduler], case: Example) -> None:
 
 
 @contract("A stop token ends a request and is its last id.", EXAMPLE)
-def stop_token(impl: type[Scheduler], case: Example) -> None:
+def stop_token(impl: type[Scheduler], case: Case) -> None:
     tokens = expected_tokens(PROMPT, 10, VOCAB_SIZE)
     harness = harness_for(impl)
     rid = harness.submit(PROMPT, 10, eos=frozenset([tokens[4]]))
@@ -199,7 +168,7 @@ def stop_token(impl: type[Scheduler], case: Example) -> None:
 
 
 @contract("A row of NaN ends its own request, with FinishError, and no other.", EXAMPLE)
-def nan_row(impl: type[Scheduler], case: Example) -> None:
+def nan_row(impl: type[Scheduler], case: Case) -> None:
     tokens = expected_tokens(PROMPT, 5, VOCAB_SIZE)
     others = [[1, 2], [3, 4, 5]]
     assert all(tokens[2] not in expected_tokens(prompt, 5, VOCAB_SIZE) for prompt in others)
@@ -215,7 +184,7 @@ def nan_row(impl: type[Scheduler], case: Example) -> None:
 
 
 @contract("An exception from the model ends its batch with FinishError and leaves the others alone.", EXAMPLE)
-def failing_forward(impl: type[Scheduler], case: Example) -> None:
+def failing_forward(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, fail_token=60, max_running_requests=2)
     bad = harness.submit([1, 60], 5)
     mate = harness.submit([1, 2], 5)
@@ -229,22 +198,20 @@ def failing_forward(impl: type[Scheduler], case: Example) -> None:
     harness.expect_idle()
 
 
-@dataclass(frozen=True)
-class Policy:
-    name: str
-    chunked_prefill_size: int | None = None
-
-
 @contract(
     "A prefix that several new requests share is computed once, under every policy; no other request waits.",
-    (Policy("fcfs"), Policy("lpm"), Policy("dfs-weight"), Policy("random"), Policy("fcfs", 24)),
+    table(
+        "policy chunked_prefill_size",
+        *(("fcfs", None), ("lpm", None), ("dfs-weight", None), ("random", None), ("fcfs", 24)),
+        name="{policy}",
+    ),
 )
-def in_batch_prefix(impl: type[Scheduler], case: Policy) -> None:
+def in_batch_prefix(impl: type[Scheduler], case: Case) -> None:
     prefix = [(i * 3) % 50 + 1 for i in range(40)]
     chunk = case.chunked_prefill_size
     harness = harness_for(
         impl,
-        schedule_policy=case.name,
+        schedule_policy=case.policy,
         chunked_prefill_size=chunk,
         in_batch_prefix_deprioritize_threshold=8,
     )
@@ -260,25 +227,17 @@ def in_batch_prefix(impl: type[Scheduler], case: Policy) -> None:
     expect_equal("cached tokens", harness.scheduler.stats().num_cached_tokens, 5 * len(prefix))
 
 
-@dataclass(frozen=True)
-class Preemption:
-    name: str
-    pool_tokens: int
-    max_running_requests: int
-    priority: int
-    preempts: bool
-
-
 @contract(
     "A request more important by more than the threshold takes a running one's memory, or its row.",
-    (
-        Preemption("memory", 40, 16, 20, True),
-        Preemption("a row", 256, 1, 20, True),
-        Preemption("by ten: not enough", 40, 16, 10, False),
-        Preemption("by eleven", 40, 16, 11, True),
+    table(
+        "pool_tokens max_running_requests priority preempts",
+        ("memory", 40, 16, 20, True),
+        ("a row", 256, 1, 20, True),
+        ("by ten: not enough", 40, 16, 10, False),
+        ("by eleven", 40, 16, 11, True),
     ),
 )
-def preemption(impl: type[Scheduler], case: Preemption) -> None:
+def preemption(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(
         impl,
         pool_tokens=case.pool_tokens,
@@ -298,7 +257,7 @@ def preemption(impl: type[Scheduler], case: Preemption) -> None:
 
 
 @contract("It does so while less important requests wait for memory, too.", EXAMPLE)
-def preemption_with_a_full_pool(impl: type[Scheduler], case: Example) -> None:
+def preemption_with_a_full_pool(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, pool_tokens=40, enable_priority_scheduling=True)
     low = [harness.submit([1, 2, i], 30) for i in range(3)]
     for _ in range(4):
@@ -314,7 +273,7 @@ def preemption_with_a_full_pool(impl: type[Scheduler], case: Example) -> None:
 
 
 @contract("After a retraction more memory is reserved for each running request, for some steps.", EXAMPLE)
-def reserves_more_after_a_retraction(impl: type[Scheduler], case: Example) -> None:
+def reserves_more_after_a_retraction(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, pool_tokens=40, schedule_conservativeness=0.1)
     rids = [harness.submit([1, 2, i], 30) for i in range(4)]
     ratios = []
@@ -331,26 +290,21 @@ def reserves_more_after_a_retraction(impl: type[Scheduler], case: Example) -> No
         harness.expect(rid, 30)
 
 
-@dataclass(frozen=True)
-class AbortWhen:
-    name: str
-    chunk: int | None = None
-    max_running_requests: int = 16
-    steps_before: int = 0
-    retract_first: bool = False
-
-
 @contract(
     "abort ends a request in any state: one terminal message, no token more, all memory back.",
-    (
-        AbortWhen("before the first step"),
-        AbortWhen("waiting", max_running_requests=1, steps_before=2),
-        AbortWhen("mid-chunk", chunk=4, steps_before=2),
-        AbortWhen("running", steps_before=3),
-        AbortWhen("retracted", steps_before=3, retract_first=True),
+    table(
+        "steps_before retract_first chunk max_running_requests",
+        ("before the first step", 0),
+        ("waiting", 2, False, None, 1),
+        ("mid-chunk", 2, False, 4),
+        ("running", 3),
+        ("retracted", 3, True),
+        retract_first=False,
+        chunk=None,
+        max_running_requests=16,
     ),
 )
-def abort_in_any_state(impl: type[Scheduler], case: AbortWhen) -> None:
+def abort_in_any_state(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(
         impl, chunked_prefill_size=case.chunk, max_running_requests=case.max_running_requests
     )
@@ -373,7 +327,7 @@ def abort_in_any_state(impl: type[Scheduler], case: AbortWhen) -> None:
 
 
 @contract("abort matches request ids exactly.", EXAMPLE)
-def abort_exact_id(impl: type[Scheduler], case: Example) -> None:
+def abort_exact_id(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl)
     harness.submit(PROMPT, 5, rid="req-1")
     harness.submit(PROMPT, 5, rid="req-10")

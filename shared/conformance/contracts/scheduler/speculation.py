@@ -6,13 +6,14 @@ to the requests' tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
+from shared.conformance.case import Case, grid, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal
 from shared.conformance.ledger import expected_tokens
-from shared.conformance.ledger_drafter import Guess, erratic, perfect, right_for, silent, useless
+from shared.conformance.ledger_drafter import erratic, perfect, right_for, silent, useless
 from shared.conformance.scheduler_harness import VOCAB_SIZE, SchedulerHarness
 from shared.conformance.schedules import Schedule, random_speculation, run_schedule
 from shared.conformance.speculative_harness import CHAIN, PROMPT, TREE, harness_for, shape_of
@@ -22,25 +23,15 @@ from shared.types import DraftShape, SpeculationStats
 NUM_RANDOM_SCHEDULES = 24
 
 
-@dataclass(frozen=True)
-class Grid:
-    name: str
-    shape: DraftShape
-    page_size: int
-
-
-GRID = tuple(
-    Grid(f"{'/'.join(map(str, shape))}, page {page_size}", shape, page_size)
-    for shape in dict.fromkeys(
-        shape_of(*numbers)
-        for numbers in ((s, k, n) for s in (1, 3, 5) for k in (1, 2, 4) for n in (2, 8, 16))
-    )
-    for page_size in (1, 4, 16)
+GRID = grid(
+    "{shape}, page {page_size}",
+    shape=list(dict.fromkeys(shape_of(*numbers) for numbers in product((1, 3, 5), (1, 2, 4), (2, 8, 16)))),
+    page_size=(1, 4, 16),
 )
 
 
 @contract("Whatever is drafted, in trees of any shape: one request, then seven at once.", GRID)
-def any_shape(impl: type[Scheduler], case: Grid) -> None:
+def any_shape(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, erratic(1), case.shape, page_size=case.page_size)
     if harness is None:
         return
@@ -53,18 +44,10 @@ def any_shape(impl: type[Scheduler], case: Grid) -> None:
     harness.expect_idle()
 
 
-@dataclass(frozen=True)
-class Guessing:
-    name: str
-    guess: Guess
-    shape: DraftShape
-    num_accepted: int  # at each verification, but for the last tokens
-
-
 @contract(
     "As many drafts are accepted as are right, whole trees too, and reported.",
     tuple(
-        Guessing(f"{name}, {'/'.join(map(str, shape))}", guess, shape, num)
+        Case(f"{name}, {'/'.join(map(str, shape))}", guess=guess, shape=shape, num_accepted=num)
         for shape in (CHAIN, TREE, DraftShape(3, 4, 16))
         for name, guess, num in (
             ("all right", perfect, shape.num_steps),
@@ -75,7 +58,8 @@ class Guessing:
         )
     ),
 )
-def acceptance(impl: type[Scheduler], case: Guessing) -> None:
+def acceptance(impl: type[Scheduler], case: Case) -> None:
+    """`num_accepted`: at each verification, except for the last tokens."""
     harness = harness_for(impl, case.guess, case.shape)
     if harness is None:
         return
@@ -96,25 +80,19 @@ def acceptance(impl: type[Scheduler], case: Guessing) -> None:
     harness.expect_idle()
 
 
-@dataclass(frozen=True)
-class Chunks:
-    name: str
-    chunk: int | None
-    page_size: int
-    disable_radix_cache: bool = False
-
-
 @contract(
     "Prompts in chunks and cached prefixes: the drafter's KV is that of the tokens, at every position.",
-    (
-        Chunks("whole", None, 1),
-        Chunks("chunks of 8", 8, 1),
-        Chunks("chunks of 16, page 4", 16, 4),
-        Chunks("chunks of 16, page 16", 16, 16),
-        Chunks("chunks of 8, no radix cache", 8, 1, True),
+    table(
+        "chunk page_size disable_radix_cache",
+        ("whole", None, 1),
+        ("chunks of 8", 8, 1),
+        ("chunks of 16, page 4", 16, 4),
+        ("chunks of 16, page 16", 16, 16),
+        ("chunks of 8, no radix cache", 8, 1, True),
+        disable_radix_cache=False,
     ),
 )
-def chunks_and_prefixes(impl: type[Scheduler], case: Chunks) -> None:
+def chunks_and_prefixes(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(
         impl,
         perfect,
@@ -142,28 +120,20 @@ def chunks_and_prefixes(impl: type[Scheduler], case: Chunks) -> None:
     harness.expect_idle()
 
 
-@dataclass(frozen=True)
-class Params:
-    name: str
-    params: tuple[tuple[str, Any], ...]
-
-
 @contract(
     "Sampled tokens and their log-probabilities are those of one token at a time, whatever the parameters.",
-    tuple(
-        Params(name, tuple({"temperature": 10.0, **params}.items()))
-        for name, params in (
-            ("plain", {}),
-            ("low temperature", {"temperature": 2.0}),
-            ("filters", {"top_k": 20, "top_p": 0.8, "min_p": 0.02}),
-            ("penalties", {"frequency_penalty": 1.5, "presence_penalty": 0.7, "repetition_penalty": 1.4}),
-            ("greedy penalties", {"temperature": 0.0, "frequency_penalty": 2.0, "repetition_penalty": 4.0}),
-            ("bias", {"logit_bias": {3: 6.0, 4: -100.0}}),
-            ("least length", {"min_new_tokens": 9}),
-        )
+    table(
+        "params",
+        ("plain", {}),
+        ("low temperature", {"temperature": 2.0}),
+        ("filters", {"top_k": 20, "top_p": 0.8, "min_p": 0.02}),
+        ("penalties", {"frequency_penalty": 1.5, "presence_penalty": 0.7, "repetition_penalty": 1.4}),
+        ("greedy penalties", {"temperature": 0.0, "frequency_penalty": 2.0, "repetition_penalty": 4.0}),
+        ("bias", {"logit_bias": {3: 6.0, 4: -100.0}}),
+        ("least length", {"min_new_tokens": 9}),
     ),
 )
-def sampling_parameters(impl: type[Scheduler], case: Params) -> None:
+def sampling_parameters(impl: type[Scheduler], case: Case) -> None:
     def run(harness: SchedulerHarness) -> list[Any]:
         rids = [
             harness.submit(
@@ -173,7 +143,7 @@ def sampling_parameters(impl: type[Scheduler], case: Params) -> None:
                 eos=frozenset([7, 9, 30]),
                 return_logprob=True,
                 top_logprobs_num=2,
-                **dict(case.params),
+                **{"temperature": 10.0, **case.params},
             )
             for i in range(5)
         ]

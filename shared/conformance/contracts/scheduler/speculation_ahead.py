@@ -5,44 +5,34 @@ A scheduler need not run ahead: the answers are the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from shared.conformance.answer_alone import EveryThird
+from shared.conformance.case import EXAMPLE, Case, grid, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.ledger import expected_tokens
 from shared.conformance.ledger_drafter import erratic, perfect
 from shared.conformance.scheduler_harness import VOCAB_SIZE
 from shared.conformance.schedules import Schedule, random_speculation, run_schedule
 from shared.conformance.speculative_harness import CHAIN, PROMPT, TREE, harness_for, shape_of
 from shared.interfaces import Scheduler
-from shared.types import DraftShape, FinishToken, SpeculationStats
+from shared.types import FinishToken, SpeculationStats
 
 NUM_RANDOM_SCHEDULES = 10
-
-
-@dataclass(frozen=True)
-class Ahead:
-    name: str
-    shape: DraftShape
-    page_size: int
-    is_auto: bool = False
 
 
 @contract(
     "A drafter that runs ahead, in trees of any shape: one request, then seven at once.",
     (
-        *(
-            Ahead(f"{'/'.join(map(str, shape))}, page {page_size}", shape, page_size)
-            for shape in (shape_of(1, 1, 2), shape_of(3, 2, 2), CHAIN, shape_of(3, 4, 16), shape_of(5, 2, 8))
-            for page_size in (1, 4, 16)
+        *grid(
+            "{shape}, page {page_size}",
+            shape=[shape_of(1, 1, 2), shape_of(3, 2, 2), CHAIN, shape_of(3, 4, 16), shape_of(5, 2, 8)],
+            page_size=(1, 4, 16),
+            is_auto=False,
         ),
-        Ahead("a shape that follows what is accepted", shape_of(5, 2, 8), 4, True),
+        Case("a shape that follows what is accepted", shape=shape_of(5, 2, 8), page_size=4, is_auto=True),
     ),
 )
-def any_shape_ahead(impl: type[Scheduler], case: Ahead) -> None:
+def any_shape_ahead(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(
         impl,
         erratic(1),
@@ -62,18 +52,11 @@ def any_shape_ahead(impl: type[Scheduler], case: Ahead) -> None:
     harness.expect_idle()
 
 
-@dataclass(frozen=True)
-class AheadOfItsEnd:
-    name: str
-    page_size: int
-    num_tokens: int
-
-
 @contract(
     "Ends inside an accepted run, with a drafter that runs ahead: the rest is dropped, and all comes back.",
-    tuple(AheadOfItsEnd(f"{n} tokens, page {p}", p, n) for p in (1, 4) for n in range(1, 13)),
+    grid("{num_tokens} tokens, page {page_size}", page_size=(1, 4), num_tokens=range(1, 13)),
 )
-def end_inside_ahead(impl: type[Scheduler], case: AheadOfItsEnd) -> None:
+def end_inside_ahead(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, perfect, TREE, page_size=case.page_size, runs_ahead=True)
     if harness is None:
         return
@@ -94,7 +77,7 @@ def end_inside_ahead(impl: type[Scheduler], case: AheadOfItsEnd) -> None:
 
 
 @contract("As many drafts are accepted as without running ahead, and reported.", EXAMPLE)
-def acceptance_ahead(impl: type[Scheduler], case: Example) -> None:
+def acceptance_ahead(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, perfect, CHAIN, runs_ahead=True)
     if harness is None:
         return
@@ -105,24 +88,16 @@ def acceptance_ahead(impl: type[Scheduler], case: Example) -> None:
     expect_equal("what the scheduler reports", harness.scheduler.stats().speculation, (5, 15, 15))
 
 
-@dataclass(frozen=True)
-class Asked:
-    name: str
-    params: tuple[tuple[str, Any], ...]
-
-
 @contract(
     "Sampling parameters count tokens that the CPU does not have yet: a whole run of them.",
-    tuple(
-        Asked(name, tuple(params.items()))
-        for name, params in (
-            ("penalties", {"frequency_penalty": 1.1, "presence_penalty": 0.4, "repetition_penalty": 1.5}),
-            ("least length", {"min_new_tokens": 9}),
-            ("sampled", {"temperature": 0.6, "min_p": 0.2, "min_new_tokens": 6, "frequency_penalty": 0.3}),
-        )
+    table(
+        "params",
+        ("penalties", {"frequency_penalty": 1.1, "presence_penalty": 0.4, "repetition_penalty": 1.5}),
+        ("least length", {"min_new_tokens": 9}),
+        ("sampled", {"temperature": 0.6, "min_p": 0.2, "min_new_tokens": 6, "frequency_penalty": 0.3}),
     ),
 )
-def asked_ahead(impl: type[Scheduler], case: Asked) -> None:
+def asked_ahead(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, erratic(2, is_spread=True), TREE, runs_ahead=True, is_spread=True)
     if harness is None:
         return
@@ -134,7 +109,7 @@ def asked_ahead(impl: type[Scheduler], case: Asked) -> None:
             eos=frozenset(range(i, VOCAB_SIZE, 4)),
             return_logprob=True,
             top_logprobs_num=2,
-            **dict(case.params),
+            **case.params,
         )
         for i in range(6)
     ]
@@ -145,7 +120,7 @@ def asked_ahead(impl: type[Scheduler], case: Asked) -> None:
 
 
 @contract("A grammar is asked at every node of a tree that its text may come to.", EXAMPLE)
-def grammar_at_nodes(impl: type[Scheduler], case: Example) -> None:
+def grammar_at_nodes(impl: type[Scheduler], case: Case) -> None:
     for runs_ahead in (False, True):
         for shape in (CHAIN, TREE):
             harness = harness_for(

@@ -3,13 +3,12 @@ context or of the pool, and when something fails."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from shared.conformance.case import EXAMPLE, Case, grid, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
-from shared.conformance.contracts.example import EXAMPLE, Example
 from shared.conformance.ledger import expected_tokens
 from shared.conformance.ledger_drafter import erratic, perfect
 from shared.conformance.scheduler_harness import VOCAB_SIZE
@@ -18,24 +17,22 @@ from shared.interfaces import Scheduler
 from shared.types import DraftShape, FinishError, FinishLength, FinishToken
 
 
-@dataclass(frozen=True)
-class EndInside:
-    name: str
-    page_size: int
-    num_tokens: int
-    by_text: bool = False
-
-
 @contract(
     "An end inside an accepted run counts at its token; what follows is dropped, log-probabilities too.",
-    tuple(
-        EndInside(f"{n} tokens, page {p}{', by text' * text}", p, n, text)
-        for p in (1, 4)
-        for n in range(1, 13)
-        for text in ((False, True) if p == 4 else (False,))
+    table(
+        "page_size num_tokens by_text",
+        *(
+            (p, n, text)
+            for p in (1, 4)
+            for n in range(1, 13)
+            for text in ((False, True) if p == 4 else (False,))
+        ),
+        name=lambda page_size, num_tokens, by_text: (
+            f"{num_tokens} tokens, page {page_size}{', by text' * by_text}"
+        ),
     ),
 )
-def end_inside(impl: type[Scheduler], case: EndInside) -> None:
+def end_inside(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, perfect, TREE, page_size=case.page_size)
     if harness is None:
         return
@@ -57,24 +54,16 @@ def end_inside(impl: type[Scheduler], case: EndInside) -> None:
     harness.expect(again, 5)
 
 
-@dataclass(frozen=True)
-class Limit:
-    name: str
-    shape: DraftShape
-    page_size: int
-    context_len: int
-
-
 @contract(
     "Up to the last position of the context, and not beyond.",
-    tuple(
-        Limit(f"context {c}, {'/'.join(map(str, shape))}, page {p}", shape, p, c)
-        for shape in (DraftShape(5, 1, 6), TREE, DraftShape(5, 4, 16))
-        for p in (1, 16)
-        for c in (9, 17, 18, 19, 20, 21)
+    grid(
+        "context {context_len}, {shape}, page {page_size}",
+        shape=[DraftShape(5, 1, 6), TREE, DraftShape(5, 4, 16)],
+        page_size=(1, 16),
+        context_len=(9, 17, 18, 19, 20, 21),
     ),
 )
-def context_end(impl: type[Scheduler], case: Limit) -> None:
+def context_end(impl: type[Scheduler], case: Case) -> None:
     for guess, runs_ahead in product((perfect, erratic(2)), (False, True)):
         harness = harness_for(
             impl,
@@ -94,29 +83,19 @@ def context_end(impl: type[Scheduler], case: Limit) -> None:
         harness.expect_idle()
 
 
-@dataclass(frozen=True)
-class Shortage:
-    name: str
-    page_size: int
-    pool_tokens: int
-    num_reqs: int
-    num_prompt: int
-    max_new_tokens: int
-    is_retracted: bool
-
-
 @contract(
     "Without room for drafts a step is a decode step; requests are retracted only if that does not fit.",
-    (
-        Shortage("alone, to the pool's last slot", 1, 32, 1, 3, 30, False),
-        Shortage("alone, to the pool's last page", 16, 32, 1, 3, 30, False),
-        Shortage("two to the last slot", 1, 64, 2, 3, 30, False),
-        Shortage("eight of 28 tokens in 64 slots", 1, 64, 8, 3, 25, True),
-        Shortage("pages of 4 run out, not tokens", 4, 16, 4, 3, 3, True),
-        Shortage("pages of 16 run out", 16, 64, 4, 14, 10, True),
+    table(
+        "page_size pool_tokens num_reqs num_prompt max_new_tokens is_retracted",
+        ("alone, to the pool's last slot", 1, 32, 1, 3, 30, False),
+        ("alone, to the pool's last page", 16, 32, 1, 3, 30, False),
+        ("two to the last slot", 1, 64, 2, 3, 30, False),
+        ("eight of 28 tokens in 64 slots", 1, 64, 8, 3, 25, True),
+        ("pages of 4 run out, not tokens", 4, 16, 4, 3, 3, True),
+        ("pages of 16 run out", 16, 64, 4, 14, 10, True),
     ),
 )
-def shortage(impl: type[Scheduler], case: Shortage) -> None:
+def shortage(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(
         impl,
         erratic(3),
@@ -139,7 +118,7 @@ def shortage(impl: type[Scheduler], case: Shortage) -> None:
 
 
 @contract("Drafts take no cached prefix when they would not fit even then.", EXAMPLE)
-def no_eviction_in_vain(impl: type[Scheduler], case: Example) -> None:
+def no_eviction_in_vain(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, perfect, TREE, pool_tokens=48)
     if harness is None:
         return
@@ -157,7 +136,7 @@ def no_eviction_in_vain(impl: type[Scheduler], case: Example) -> None:
 @contract(
     "A NaN inside a drafted path ends its own request, after the tokens before it, and no other.", EXAMPLE
 )
-def nan_inside(impl: type[Scheduler], case: Example) -> None:
+def nan_inside(impl: type[Scheduler], case: Case) -> None:
     tokens = expected_tokens(PROMPT, 12, VOCAB_SIZE)
     others = [[1, 2], [3, 4, 5]]
     for position in (2, 3, 4, 6):
@@ -176,23 +155,18 @@ def nan_inside(impl: type[Scheduler], case: Example) -> None:
         harness.expect_idle()
 
 
-@dataclass(frozen=True)
-class Failure:
-    name: str
-    method: str
-    call: int  # the first that fails
-
-
 @contract(
     "An exception from the drafter or the model ends the requests of its batch, and frees what they held.",
-    (
-        Failure("while drafting", "draft", 2),
-        Failure("after a prefill", "extend", 0),
-        Failure("after verification", "extend", 2),
-        Failure("in verification", "forward", 2),
+    table(
+        "method call",
+        ("while drafting", "draft", 2),
+        ("after a prefill", "extend", 0),
+        ("after verification", "extend", 2),
+        ("in verification", "forward", 2),
     ),
 )
-def failure_inside(impl: type[Scheduler], case: Failure) -> None:
+def failure_inside(impl: type[Scheduler], case: Case) -> None:
+    """`call`: the number of the call that fails."""
     harness = harness_for(impl, perfect, TREE, page_size=4, max_running_requests=2)
     if harness is None:
         return
