@@ -28,7 +28,7 @@ def plot_speeds(
     file: Path, title: str, speeds: Mapping[str, Sequence[float]], marks: Mapping[str, float]
 ) -> None:
     """A bar for each case (median), a dot for each repeat, a line for each mark: the limit, other engines."""
-    figure, axes = _figure(title)
+    figure, axes = new_figure(title)
     for i, runs in enumerate(speeds.values()):
         axes.bar(i, statistics.median(runs), width=0.6, color="tab:blue", alpha=0.6)
         axes.plot([i] * len(runs), runs, "o", color="tab:blue", markersize=4)
@@ -45,7 +45,7 @@ def plot_speeds(
 
 def plot_gaps(file: Path, title: str, gaps: Mapping[str, Sequence[float]]) -> None:
     """Cumulative distribution of inter-token latency, one line for each name."""
-    figure, axes = _figure(title)
+    figure, axes = new_figure(title)
     for label, seconds in gaps.items():
         ordered = sorted(seconds)
         shares = [(i + 1) / len(ordered) for i in range(len(ordered))]
@@ -66,7 +66,7 @@ def plot_growth(
 ) -> None:
     """A line for each name, both axes logarithmic: equal slopes are equal powers. Where x has a 0,
     which a logarithmic axis lacks, its end is linear."""
-    figure, axes = _figure(title)
+    figure, axes = new_figure(title)
     for label, points in lines.items():
         x, y = zip(*points)
         axes.plot(x, y, "o--" if "reference" in label else "o-", label=label, markersize=3)
@@ -79,7 +79,7 @@ def plot_growth(
     figure.savefig(file)
 
 
-def _figure(title: str) -> tuple[Any, Axes]:
+def new_figure(title: str) -> tuple[Any, Axes]:
     # Not pyplot: no window, no state of the process.
     from matplotlib.figure import Figure
 

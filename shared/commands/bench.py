@@ -11,6 +11,7 @@ from shared.commands import (
     bench_round,
     bench_routing,
     bench_scheduling,
+    bench_serve,
     bench_speculation,
     bench_step,
 )
@@ -31,3 +32,4 @@ app.command("latency")(bench_latency.latency)
 app.command("prefix-cache")(bench_prefix_cache.prefix_cache)
 app.command("routing")(bench_routing.routing)
 app.command("scheduling")(bench_scheduling.scheduling)
+app.command("serve")(bench_serve.serve)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -114,24 +114,9 @@ def offline(
 
 
 def make_workload(name: str, numbers: dict[str, Any]) -> Workload:
-    """With the numbers that were given (not None) in place of its own."""
     from shared.bench.workloads import WORKLOADS
 
-    if name not in WORKLOADS:
-        raise ValueError(f"--workload must be one of {', '.join(WORKLOADS)}, got {name!r}")
-    given = {field: value for field, value in numbers.items() if value is not None}
-    own = [field.name for field in fields(WORKLOADS[name])]
-    foreign = [field for field in given if field not in own]
-    if foreign:
-        raise ValueError(
-            f"{', '.join(map(option_of, foreign))} is no number of {name}; it has "
-            f"{', '.join(map(option_of, own))}"
-        )
-    return WORKLOADS[name](**given)
-
-
-def option_of(field: str) -> str:
-    return "--" + field.replace("_", "-")
+    return bench_run.make_workload(WORKLOADS, name, numbers)
 
 
 def parse_range(option: str, text: str | None) -> tuple[int, int] | None:

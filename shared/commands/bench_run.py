@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from shared.bench.step_cost import Ceilings
     from shared.bench.trace import Idle
     from shared.timeline import Recording
+
+_Workload = TypeVar("_Workload")
 
 WIDTH = 120
 """Columns of what is written to a file or a pipe."""
@@ -108,6 +111,25 @@ class Progress:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
+
+
+def make_workload(known: Mapping[str, type[_Workload]], name: str, numbers: dict[str, Any]) -> _Workload:
+    """The dataclass of that name, with the numbers that were given (not None) in place of its own."""
+    if name not in known:
+        raise ValueError(f"--workload must be one of {', '.join(known)}, got {name!r}")
+    given = {field: value for field, value in numbers.items() if value is not None}
+    own = [field.name for field in fields(known[name])]  # type: ignore[arg-type]
+    foreign = [field for field in given if field not in own]
+    if foreign:
+        raise ValueError(
+            f"{', '.join(map(option_of, foreign))} is no number of {name}; it has "
+            f"{', '.join(map(option_of, own))}"
+        )
+    return known[name](**given)
+
+
+def option_of(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 def save_trace(file: Path | None, recording: Recording | None) -> None:

@@ -163,6 +163,15 @@ class EngineOptions:
             flags["cuda_graph_bs"] = integers("--cuda-graph-bs", flags["cuda_graph_bs"])
         return flags
 
+    def to_arguments(self) -> list[str]:
+        """What was given, as arguments of another `diptych` command."""
+        arguments = []
+        for name, value in _given(self).items():
+            option = "--" + name.replace("_", "-")
+            for each in value if isinstance(value, list) else [value]:
+                arguments += [option] if each is True else [option, str(each)]
+        return arguments
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
-from shared.server import chat, completions, sse
-from shared.server.connections import EventStream, until_disconnect
+from shared.server import chat, completions
+from shared.server.answers import check_model, respond
+from shared.server.anthropic import add_anthropic_routes
+from shared.server.engine_client import EngineDead
 from shared.server.errors import ApiError, bad_request
-from shared.server.generation import Generation
 from shared.server.middleware import ApiKeys, BodyLimit
 from shared.server.native import add_admin_routes, add_native_routes
 from shared.server.protocol import ChatRequest, CompletionRequest
+from shared.server.responses import add_responses_routes
 from shared.server.state import ServerState
-
-_T = TypeVar("_T")
+from shared.server.status import add_status_routes
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -27,10 +27,14 @@ def create_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="Diptych", docs_url=None, redoc_url=None)
     app.state.server = state
     app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(EngineDead, _on_dead_engine)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
     _add_openai_routes(app, state)
+    add_responses_routes(app, state)
+    add_anthropic_routes(app, state)
+    add_status_routes(app, state)
     _add_health_routes(app, state)
     add_native_routes(app, state)
     add_admin_routes(app, state)
@@ -96,47 +100,6 @@ def _model_card(state: ServerState) -> dict[str, Any]:
     }
 
 
-def check_model(name: str | None, state: ServerState) -> None:
-    """404 for a model that is not served; a request may leave the name out."""
-    if name is not None and name != state.model_name:
-        raise ApiError(
-            404,
-            f"the model {name!r} is not served; {state.model_name!r} is",
-            param="model",
-            code="model_not_found",
-        )
-
-
-# ---- answers ----
-
-
-async def respond(
-    request: Request,
-    is_stream: bool,
-    chunks: AsyncIterator[dict[str, Any]],
-    generation: Generation,
-    fold: Callable[..., dict[str, Any]],
-) -> Response:
-    """The chunks as a stream, or folded. The status is known before the first byte: the first chunk is
-    awaited, which the engine gives only once it has taken the request."""
-    if is_stream:
-        first = await until_disconnect(request, anext(chunks))
-        timeout = request.app.state.server.settings.write_timeout
-        return EventStream(sse.events(_chain(first, chunks)), chunks, timeout)
-    whole = await until_disconnect(request, _collect(chunks))
-    return JSONResponse(fold(whole, generation.usage))
-
-
-async def _collect(chunks: AsyncIterator[_T]) -> list[_T]:
-    return [chunk async for chunk in chunks]
-
-
-async def _chain(first: _T, rest: AsyncIterator[_T]) -> AsyncIterator[_T]:
-    yield first
-    async for each in rest:
-        yield each
-
-
 # ---- errors ----
 
 
@@ -145,11 +108,16 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
+async def _on_dead_engine(request: Request, error: Exception) -> Response:
+    return await _on_api_error(request, ApiError(503, f"the engine is not running: {error}"))
+
+
 async def _on_validation_error(request: Request, error: Exception) -> Response:
-    """FastAPI's 422 as a 400 that names the first wrong field."""
+    """FastAPI's 422 as a 400 that names the wrong field: of the forms that a field may have, the one that
+    was matched deepest."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+    first = max(error.errors(), key=lambda each: len(each["loc"]))
+    place = [str(part) for part in first["loc"] if part != "body" and "[" not in str(part)]  # no type names
     field = ".".join(place) or None
     if first["type"] == "extra_forbidden":
         message = f"unknown field {field!r}"

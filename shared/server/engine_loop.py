@@ -160,12 +160,15 @@ class EngineLoop:
         load = self._load()
         return {name: getattr(load, name) for name in load.__struct_fields__}
 
-    def on_cache_tree(self, max_nodes: int = 500) -> dict[str, Any]:
-        """The nodes of the prefix cache, parents first, at most `max_nodes`."""
-        nodes = []
+    def on_cache_tree(self, max_nodes: int = 200, max_tokens: int = 200_000) -> dict[str, Any]:
+        """The nodes of the prefix cache, parents first. Both limits bound the pause between two steps;
+        `is_cut`: the tree is larger."""
+        nodes: list[dict[str, int]] = []
+        num_tokens = 0
         for node in self.assembly.parts.tree_cache.nodes():
-            if len(nodes) == max_nodes:
-                break
+            if len(nodes) == max_nodes or num_tokens > max_tokens:
+                return {"nodes": nodes, "is_cut": True}
+            num_tokens += len(node.slots)
             nodes.append(
                 {
                     "id": node.node_id,
@@ -174,7 +177,7 @@ class EngineLoop:
                     "lock_ref": node.lock_ref,
                 }
             )
-        return {"nodes": nodes}
+        return {"nodes": nodes, "is_cut": False}
 
     # ---- steps and messages out ----
 

@@ -36,9 +36,10 @@ class ApiError(Exception):
         return {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
 
     def body(self) -> dict[str, Any]:
-        """`{"error": {message, type, param, code}}`."""
+        """OpenAI's `{"error": {message, type, param, code}}`, and Anthropic's `type` beside it."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {
+            "type": "error",
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
         }
 

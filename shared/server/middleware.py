@@ -13,6 +13,9 @@ from shared.server.errors import ApiError
 MAX_DISCARDED = 4
 """Times the longest body: so much of a body that is too long is read and discarded."""
 
+PUBLIC_PATHS = ("/", "/health")
+"""Answered without an API key. The page at / holds no data: it asks for /status with the key."""
+
 
 class BodyLimit:
     """413 for a body that is too long, counted while it is read; 415 for one that is not JSON."""
@@ -58,15 +61,15 @@ class BodyLimit:
 
 
 class ApiKeys:
-    """401 without a known key, for everything but /health. Keys are compared by their hashes, all of them and
-    in constant time."""
+    """401 without a known key, for everything but PUBLIC_PATHS. Keys are compared by their hashes, all of
+    them and in constant time."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
         self.app = app
         self.hashes = [_hash(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health" and not self._is_known(scope):
+        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS and not self._is_known(scope):
             await _send_error(ApiError(401, "missing or wrong API key", code="invalid_api_key"), scope, send)
             return
         await self.app(scope, receive, send)

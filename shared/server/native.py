@@ -10,11 +10,11 @@ from ipaddress import ip_address
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
-from shared.server import sse
+from shared.server.answers import respond
 from shared.server.errors import ApiError, bad_request
-from shared.server.generation import Generation
+from shared.server.generation import Generation, Usage
 from shared.server.protocol import DetokenizeRequest, NativeRequest, TokenizeRequest
 from shared.server.state import ServerState
 from shared.types import SamplingParams
@@ -27,20 +27,7 @@ def add_native_routes(app: FastAPI, state: ServerState) -> None:
     async def generate(body: NativeRequest, request: Request) -> Response:
         generation = await _start(body, state)
         answers = _answers(body, generation)
-        if body.stream:
-            first = await anext(answers)
-
-            async def rest() -> AsyncIterator[dict[str, Any]]:
-                yield first
-                async for answer in answers:
-                    yield answer
-
-            return StreamingResponse(sse.events(rest()), media_type="text/event-stream")
-        last: dict[int, dict[str, Any]] = {}
-        async for answer in answers:
-            last[answer["index"]] = answer
-        outputs = [last[index] for index in sorted(last)]
-        return JSONResponse(outputs[0] if len(outputs) == 1 else outputs)
+        return await respond(request, body.stream, answers, generation, _fold)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
@@ -127,7 +114,7 @@ async def _start(body: NativeRequest, state: ServerState) -> Generation:
 
 
 async def _answers(body: NativeRequest, generation: Generation) -> AsyncIterator[dict[str, Any]]:
-    """Answers with cumulative text, one for each delta."""
+    """Answers with cumulative text: of a stream one for each delta, else the last one of each sample."""
     texts = [""] * len(generation.samples)
     ids: list[list[int]] = [[] for _ in generation.samples]
     logprobs: list[list[Any]] = [[] for _ in generation.samples]
@@ -140,6 +127,8 @@ async def _answers(body: NativeRequest, generation: Generation) -> AsyncIterator
             logprobs[index] += [[p.logprob, p.token_id, None] for p in delta.logprobs]
             prompt_logprobs[index] += [[p.logprob, p.token_id, None] for p in delta.input_logprobs]
             finish = delta.finish
+            if finish is None and not body.stream:
+                continue
             reason = {"type": finish.kind} if finish is not None else None
             if finish is not None and finish.kind == "stop":
                 reason = {"type": "stop", "matched": finish.matched or finish.token_id}
@@ -157,6 +146,12 @@ async def _answers(body: NativeRequest, generation: Generation) -> AsyncIterator
                 meta["output_token_logprobs"] = logprobs[index]
                 meta["input_token_logprobs"] = prompt_logprobs[index]
             yield {"index": index, "text": texts[index], "output_ids": ids[index], "meta_info": meta}
+
+
+def _fold(answers: list[dict[str, Any]], usage: Usage) -> Any:
+    """The answers in order; a single one without a list."""
+    outputs = sorted(answers, key=lambda answer: answer["index"])
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
 def add_admin_routes(app: FastAPI, state: ServerState) -> None:

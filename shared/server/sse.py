@@ -25,3 +25,12 @@ async def events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
     except ApiError as error:
         yield event(error.body())
     yield DONE
+
+
+async def named_events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    """Chunks as events with the name in their `type`, and no DONE. A failure becomes an `error` event."""
+    try:
+        async for chunk in chunks:
+            yield event(chunk, chunk["type"])
+    except ApiError as error:
+        yield event(error.body(), "error")

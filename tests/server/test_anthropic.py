@@ -1,0 +1,218 @@
+"""/v1/messages: Anthropic's own client against a real server process, and the translation itself."""
+
+from __future__ import annotations
+
+import urllib.request
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from shared.server.anthropic import MessagesRequest, chat_request, fold_message, message_events
+from shared.server.generation import Usage
+from tests.server.running import RunningServer
+from tests.server.translations import ANSWER_WITH_TOOLS, FakeGeneration, chunk, translated
+
+SUM = [{"role": "user", "content": "What is 12 + 30?"}]
+STORY = [{"role": "user", "content": "Count from 3 to 12."}]
+GREEDY = {"temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+def create(client: anthropic.Anthropic, **body: Any) -> anthropic.types.Message:
+    body = {"model": "tiny-dense", "max_tokens": 64, "extra_body": GREEDY, **body}
+    message: anthropic.types.Message = client.messages.create(**body)
+    return message
+
+
+def test_an_answer_is_that_of_the_chat_endpoint(server: RunningServer, client: anthropic.Anthropic) -> None:
+    chat = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0).chat.completions
+    other = chat.create(model="tiny-dense", messages=STORY, temperature=0, max_tokens=64)  # type: ignore[arg-type]
+    message = create(client, messages=STORY)
+    assert [block.type for block in message.content] == ["text"]
+    assert message.content[0].text == other.choices[0].message.content
+    assert (message.role, message.type, message.stop_reason) == ("assistant", "message", "end_turn")
+    assert message.usage.output_tokens == other.usage.completion_tokens
+    assert message.usage.input_tokens + message.usage.cache_read_input_tokens == other.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({}, "end_turn"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"stop_sequences": ["8"]}, "stop_sequence"),
+        ({"system": "Be brief."}, "end_turn"),
+        ({"system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]}, None),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "What is 2 + 3?"}]}]}, None),
+        ({"metadata": {"user_id": "u"}, "thinking": {"type": "disabled"}}, "end_turn"),
+    ],
+    ids=["plain", "length", "stop", "system", "system blocks", "blocks", "accepted"],
+)
+def test_a_stream_is_the_whole_answer(
+    client: anthropic.Anthropic, more: dict[str, Any], reason: str | None
+) -> None:
+    body = {"messages": STORY, **more}
+    create(client, **body)  # from now on the prompt is cached, and usage is the same
+    whole = create(client, **body)
+    with client.messages.stream(
+        **{"model": "tiny-dense", "max_tokens": 64, "extra_body": GREEDY, **body}
+    ) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+    fields = ("role", "model", "stop_reason", "stop_sequence", "usage")
+    for name in fields:
+        assert getattr(final, name) == getattr(whole, name)
+    assert [block.text for block in final.content] == [block.text for block in whole.content]  # type: ignore[union-attr]
+    assert reason in (None, whole.stop_reason)
+    assert whole.stop_sequence == ("8" if reason == "stop_sequence" else None)
+
+
+def test_tokens_are_counted_as_they_are_used(client: anthropic.Anthropic) -> None:
+    body: dict[str, Any] = {"messages": SUM, "system": "Be correct."}
+    counted = client.messages.count_tokens(model="tiny-dense", **body).input_tokens
+    usage = create(client, **body).usage
+    assert counted == usage.input_tokens + usage.cache_read_input_tokens
+    assert create(client, **body).usage.cache_read_input_tokens == counted - 1
+
+
+def test_beta_query_and_head(server: RunningServer, client: anthropic.Anthropic) -> None:
+    message = client.beta.messages.create(
+        model="tiny-dense", max_tokens=20, messages=SUM, extra_body=GREEDY, betas=["any-beta"]
+    )
+    assert message.content[0].text == "12 + 30 = 42"
+    request = urllib.request.Request(server.url + "/", method="HEAD")
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "said"),
+    [
+        ({"model": "claude"}, anthropic.NotFoundError, "claude"),
+        ({"extra_body": {"temprature": 1}}, anthropic.BadRequestError, "temprature"),
+        ({"extra_body": {"temperature": 3}}, anthropic.BadRequestError, "temperature"),
+        ({"max_tokens": 4000}, anthropic.BadRequestError, "context"),
+        ({"messages": [*SUM, {"role": "assistant", "content": "12"}]}, anthropic.BadRequestError, "last"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            anthropic.BadRequestError,
+            "image",
+        ),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, anthropic.BadRequestError, "tools"),
+    ],
+    ids=["model", "unknown", "range", "context", "prefill", "image", "server tool"],
+)
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_bad_requests_raise_the_clients_errors(
+    client: anthropic.Anthropic, body: dict[str, Any], error: type[Exception], said: str, is_stream: bool
+) -> None:
+    with pytest.raises(error, match=said):
+        create(client, **{"messages": SUM, "stream": is_stream, **body})
+
+
+# ---- the translation ----
+
+
+def events_of(chunks: list[dict[str, Any]], stops: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    return translated(chunks, lambda source: message_events(source, FakeGeneration(), list(stops)))  # type: ignore[arg-type]
+
+
+def test_blocks_of_an_answer_with_tools() -> None:
+    events = events_of(ANSWER_WITH_TOOLS)
+    kinds = [event["type"] for event in events]
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
+    opened: list[int] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            opened.append(event["index"])
+        elif event["type"].startswith("content_block"):
+            assert event["index"] == opened[-1], "a block that is not open"
+    assert opened == [0, 1, 2, 3]
+    message = fold_message(events, Usage())
+    assert message["content"] == [
+        {"type": "thinking", "thinking": "Hm.", "signature": ""},
+        {"type": "text", "text": "Let me see."},
+        {"type": "tool_use", "id": "call_0", "name": "add", "input": {"a": 1, "b": "ü"}},
+        {"type": "tool_use", "id": "call_1", "name": "now", "input": {}},
+    ]
+    assert message["stop_reason"] == "tool_use"
+    assert message["usage"] == {
+        "input_tokens": 6,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 4,
+        "output_tokens": 7,
+    }
+
+
+def test_arguments_that_were_cut_off() -> None:
+    chunks = [*ANSWER_WITH_TOOLS[:7], chunk({}, "length")]
+    message = fold_message(events_of(chunks), Usage())
+    assert message["content"][-1]["input"] == {"a": 1}
+    assert message["stop_reason"] == "max_tokens"
+
+
+@pytest.mark.parametrize(("matched", "reason"), [("8", "stop_sequence"), (2, "end_turn"), (None, "end_turn")])
+def test_a_stop_token_is_no_stop_sequence(matched: Any, reason: str) -> None:
+    events = events_of([chunk({"content": "a"}), chunk({}, "stop", matched_stop=matched)], ("8", "9"))
+    assert events[-2]["delta"]["stop_reason"] == reason
+
+
+def test_a_conversation_with_tools() -> None:
+    body = MessagesRequest.model_validate(
+        {
+            "max_tokens": 9,
+            "system": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}],
+            "messages": [
+                {"role": "user", "content": "q"},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "t", "signature": "s"},
+                        {"type": "text", "text": "x"},
+                        {"type": "tool_use", "id": "i", "name": "f", "input": {"a": "ü"}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "i",
+                            "content": [{"type": "text", "text": "r"}],
+                        },
+                        {"type": "text", "text": "and?"},
+                    ],
+                },
+            ],
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+        }
+    )
+    chat = chat_request(body)
+    assert [message.model_dump(exclude_none=True) for message in chat.messages] == [
+        {"role": "system", "content": "AB"},
+        {"role": "user", "content": "q"},
+        {
+            "role": "assistant",
+            "content": "x",
+            "reasoning_content": "t",
+            "tool_calls": [
+                {"id": "i", "type": "function", "function": {"name": "f", "arguments": '{"a": "ü"}'}}
+            ],
+        },
+        {"role": "tool", "content": "r", "tool_call_id": "i"},
+        {"role": "user", "content": "and?"},
+    ]
+    assert chat.max_tokens == 9
+    assert chat.tools is not None
+    assert chat.tools[0].function.parameters == {"type": "object"}
+    assert chat.tool_choice.function.name == "f"  # type: ignore[union-attr]
+    assert not chat.parallel_tool_calls

@@ -1,0 +1,65 @@
+"""The status page and its snapshot."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from shared.server.status import PAGE, TREE_SECONDS
+from tests.server.running import RunningServer, serving
+from tests.server.test_faults import SUM, post
+
+
+def test_the_page_needs_nothing_from_elsewhere(server: RunningServer) -> None:
+    with urllib.request.urlopen(server.url + "/", timeout=10) as answer:
+        text = answer.read().decode()
+        policy = answer.headers["Content-Security-Policy"]
+    assert text == PAGE.read_text(encoding="utf-8")
+    assert "default-src 'none'" in policy
+    assert re.findall(r"\w+://[^\s\"']*", text) == [
+        "http://www.w3.org/2000/svg"
+    ]  # a namespace, never fetched
+    assert "<script src" not in text
+    assert '<link rel="stylesheet' not in text
+
+
+def test_the_snapshot_follows_the_engine(server: RunningServer) -> None:
+    assert post(server, "/flush_cache", {})[0] == 200
+    for question in ("What is 12 + 30?", "What is 12 + 31?"):
+        body = {"messages": [{"role": "user", "content": question}], "temperature": 0}
+        assert post(server, "/v1/chat/completions", body)[0] == 200
+    server.wait_idle()
+    server.get("/status")  # the tree is at most half a second old
+    time.sleep(2 * TREE_SECONDS)
+    found = server.get("/status")
+    nodes = found["tree"]["nodes"]
+    ids, parents = [node["id"] for node in nodes], [node["parent"] for node in nodes]
+    assert parents.count(0) == 1, "the conversations begin alike"
+    assert len(set(ids) - set(parents)) == 2, "and end in two leaves"
+    assert all(parent in [0, *ids[:i]] for i, parent in enumerate(parents)), "parents come first"
+    cached = sum(node["num_tokens"] for node in nodes)
+    assert cached == found["load"]["num_evictable_tokens"] == found["load"]["num_used_tokens"]
+    assert not found["tree"]["is_cut"]
+
+
+def test_the_page_is_public_and_its_data_are_not() -> None:
+    with serving("--api-key", "secret") as server:
+        with urllib.request.urlopen(server.url + "/", timeout=10) as answer:
+            assert answer.status == 200
+        for path in ("/status", "/metrics", "/v1/models", "/openapi.json", "//", "/index.html"):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(server.url + path, timeout=10)
+            assert caught.value.code == 401
+        headers = {"Authorization": "Bearer secret"}
+        request = urllib.request.Request(server.url + "/status", headers=headers)
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            assert json.load(answer)["model"] == "tiny-dense"
+        status, _ = post(
+            server, "/v1/messages", {"messages": SUM, "max_tokens": 2}, **{"x-api-key": "secret"}
+        )
+        assert status == 200
