@@ -19,6 +19,25 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def supported_versions(package: str) -> str | None:
+    """What pyproject.toml allows of a package, such as ">=3.6,<3.10"; None: anything. Diptych's own metadata
+    says so, thus None too where it is not installed."""
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = map(Requirement, metadata.requires("diptych") or ())
+    except metadata.PackageNotFoundError:
+        return None
+    found = {each.name: str(each.specifier) for each in requirements if each.specifier}
+    return found.get(package)
+
+
+def is_supported(package: str, version: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(supported_versions(package) or "").contains(version, prereleases=True)
+
+
 def versions() -> dict[str, str]:
     """Python, Diptych and those packages that shape a result and are installed."""
     found = {name: installed_version(name) for name in ("diptych", *PACKAGES)}

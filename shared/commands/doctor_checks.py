@@ -122,6 +122,10 @@ def _packages() -> list[Check]:
         version = hardware.installed_version(name)
         if version is None:
             checks.append(Check("packages", name, state_if_missing, "not installed", remedy))  # type: ignore[arg-type]
+        elif not hardware.is_supported(name, version):
+            supported = hardware.supported_versions(name)
+            found = f"{version} is untested; the tested versions are {supported}"
+            checks.append(Check("packages", name, "problem", found, f"pip install '{name}{supported}'"))
         else:
             checks.append(Check("packages", name, "ok", version))
     return checks

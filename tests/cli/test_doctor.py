@@ -1,11 +1,14 @@
 """`diptych doctor` describes the machine, never fails, and says what to install."""
 
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from typer.testing import Result
 
 from shared import hardware, registry
@@ -47,6 +50,46 @@ def test_missing_package_comes_with_its_pip_command(monkeypatch: pytest.MonkeyPa
         "problem",
         "pip install transformers",
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "is_tested"),
+    [("3.5.1", False), ("3.6.0", True), ("3.9.1+git1", True), ("3.10.0", False), ("4.0", False)],
+)
+def test_a_package_outside_its_tested_versions_is_a_problem(
+    version: str, is_tested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requires = ["torch>=2.11", "triton<3.10,>=3.6; extra == 'gpu'"]
+    monkeypatch.setattr(hardware.metadata, "requires", lambda package: requires)
+    monkeypatch.setattr(hardware, "installed_version", lambda name: version)
+    checks = by_name(examine())
+    assert checks["transformers"].state == "ok"
+    triton = checks["triton"]
+    assert triton.state == ("ok" if is_tested else "problem")
+    assert triton.found == (
+        version if is_tested else f"{version} is untested; the tested versions are <3.10,>=3.6"
+    )
+    assert triton.remedy == ("" if is_tested else "pip install 'triton<3.10,>=3.6'")
+
+
+def test_bounds_of_pyproject_include_what_is_installed() -> None:
+    """The metadata may be older than pyproject.toml, so the file itself is read."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    requirements = [Requirement(each) for each in re.findall(r'"((?:triton|flashinfer-python)[^"]*)"', text)]
+    assert [each.name for each in requirements].count("triton") == 2  # gpu and test
+    for each in requirements:
+        assert "<" in str(each.specifier)
+        version = hardware.installed_version(each.name)
+        assert version is None or each.specifier.contains(version)
+
+
+def test_without_metadata_every_version_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(package: str) -> list[str]:
+        raise hardware.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(hardware.metadata, "requires", requires)
+    assert hardware.supported_versions("triton") is None
+    assert hardware.is_supported("triton", "99.0")
 
 
 def test_broken_probe_is_a_row_not_a_crash(monkeypatch: pytest.MonkeyPatch, diptych: Diptych) -> None:
