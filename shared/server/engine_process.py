@@ -134,7 +134,7 @@ def _thread_main(config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]], 
 def _process_main(config: EngineConfig, endpoints: Endpoints, death_pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_die_with_the_api, args=(death_pipe,), daemon=True).start()
+    threading.Thread(target=die_with_the_other_end, args=(death_pipe,), daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     channel = ZmqChannel(context, endpoints)
     code = 0
@@ -168,8 +168,8 @@ def _serve(config: EngineConfig, channel: ZmqChannel) -> None:
     EngineLoop(assembly, channel).run()
 
 
-def _die_with_the_api(death_pipe: Connection) -> None:
-    """The pipe's other end closes when the API process ends, however it ends: no orphan stays."""
+def die_with_the_other_end(death_pipe: Connection) -> None:
+    """Ends this process when the one at the pipe's other end ends, however it ends: no orphan stays."""
     with contextlib.suppress(EOFError, OSError):
         death_pipe.recv_bytes()
     os._exit(EXIT_ENGINE_DIED)

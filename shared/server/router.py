@@ -245,9 +245,7 @@ class Router:
             Route("/replicas", self.status),
             Route("/{path:path}", self.forward, methods=["GET", "POST", "HEAD"]),
         ]
-        self.app = Starlette(
-            routes=routes, lifespan=self._lifespan, exception_handlers={ApiError: _on_api_error}
-        )
+        self.app = Starlette(routes=routes, lifespan=self._lifespan)
         self.app.add_middleware(BodyLimit, max_bytes=self.settings.max_body_bytes)
 
     @contextlib.asynccontextmanager
@@ -282,6 +280,12 @@ class Router:
 
     async def forward(self, request: Request) -> Response:
         """Send the request to a replica. Another one is tried until the first byte has come."""
+        try:
+            return await self._forward(request)
+        except ApiError as error:
+            return JSONResponse(error.body(), error.status, headers=error.headers)
+
+    async def _forward(self, request: Request) -> Response:
         content = await request.body()
         prompt = prompt_text(content)
         tried: set[Replica] = set()
@@ -359,8 +363,3 @@ class Relay(StreamingResponse):
         """A replica whose client has left sees a closed connection, and aborts the request."""
         self.replica.load -= 1
         await self.answer.aclose()
-
-
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return JSONResponse(error.body(), error.status, headers=error.headers)

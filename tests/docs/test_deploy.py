@@ -1,0 +1,40 @@
+"""The files of docs/deploy name commands and options that exist, and routes that the server has."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from shared.cli import app
+
+ROOT = Path(__file__).parents[2]
+FILES = [*sorted((ROOT / "docs/deploy").iterdir()), ROOT / "docs/deploy.md", ROOT / "docs/serving.md"]
+
+
+def commands(text: str) -> list[list[str]]:
+    """Words of the `diptych ...` command lines, also of a Dockerfile's entry point."""
+    text = text.replace("\\\n", " ")
+    entry = re.findall(r'\["\S*/diptych", (.*)\]', text)
+    lines = re.findall(r"^(?:ExecStart=\S*/)?diptych (.*?)(?: &| +#.*)?$", text, re.MULTILINE)
+    return [shlex.split(line.replace(",", " ")) for line in entry] + [shlex.split(line) for line in lines]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_options_exist(file: Path) -> None:
+    group = typer.main.get_command(app)
+    for words in commands(file.read_text("utf-8")):
+        command = group
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]
+        known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+        assert {word.split("=")[0] for word in words if word.startswith("--")} <= known, words
+
+
+def test_the_commands_are_found() -> None:
+    found = {file.name: len(commands(file.read_text("utf-8"))) for file in FILES}
+    assert found["Dockerfile"] == found["diptych.service"] == 1
+    assert found["deploy.md"] == 3
