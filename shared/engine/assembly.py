@@ -14,6 +14,7 @@ from shared import registry
 from shared.config import EngineConfig, ModelConfig
 from shared.config.speculation import check_windows
 from shared.engine.component_check import problem_with
+from shared.grammar.compiler import GrammarCompiler
 from shared.interfaces import CausalLM, Drafter, DrafterParts, Scheduler, SchedulerParts, TokenToKVPool
 from shared.loading.kv_sizing import MemoryPlan, free_gpu_memory, num_rows, num_speculative_slots, plan_memory
 from shared.loading.load_model import load_model
@@ -34,6 +35,12 @@ class Assembly:
     tokenizer: Tokenizer | None  # None: the model has none, and serves token ids
     parts: SchedulerParts
     scheduler: Scheduler
+    grammars: GrammarCompiler
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer: the model's and the tokenizer's."""
+        return eos_token_ids(self.model_config, self.tokenizer)
 
 
 def assemble(
@@ -123,7 +130,15 @@ def assemble(
     parts.model_runner.prepare(config, parts.sampler, parts.num_token_ids)
     scheduler = component("scheduler")(config, model_config, parts)
     config = config.updated(max_total_tokens=num_tokens)
-    return Assembly(config, model_config, selection, model, kv_pool, memory, tokenizer, parts, scheduler)
+    grammars = GrammarCompiler(tokenizer, num_token_ids, eos_token_ids(model_config, tokenizer))
+    return Assembly(
+        config, model_config, selection, model, kv_pool, memory, tokenizer, parts, scheduler, grammars
+    )
+
+
+def eos_token_ids(model_config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
+    ids = model_config.eos_token_ids
+    return ids | tokenizer.eos_token_ids if tokenizer is not None else ids
 
 
 def print_memory(memory: MemoryPlan) -> None:

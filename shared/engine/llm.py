@@ -108,7 +108,9 @@ class LLM:
         """Answer a conversation: messages with `role` and `content`, through the model's chat template.
 
         template_args: the template's own switches, such as enable_thinking. Keywords and result as in
-        `generate`. Raises `ValueError` for a model without a chat template."""
+        `generate`; a grammar applies behind the reasoning block, if the model writes one. Raises `ValueError`
+        for a model without a chat template."""
+        keywords.setdefault("reasoning_first", True)
         return self.generate(self.chat_prompt(messages, **(template_args or {})), sampling_params, **keywords)
 
     def chat_prompt(self, messages: Sequence[Message], **template_args: Any) -> list[int]:
@@ -151,6 +153,10 @@ class LLM:
         with self.timeline.span("tokenise"):
             prompt_ids = self._encode(prompt)
         self._check_fields(sampling_params, rid, extra_key, priority, routing_key)
+        grammars = self.assembly.grammars
+        compiled = grammars.submit(sampling_params)
+        if compiled is not None:
+            compiled.result()  # before the engine is taken: other threads go on
         with self._exclusive():
             if rid is not None and any(c.submitted_as == rid for c in self._collectors.values()):
                 raise ValueError(f"request id {rid!r} is in use")
@@ -168,11 +174,13 @@ class LLM:
                         origin_input_ids=prompt_ids,
                         sampling_params=sampling_params,
                         seed=derive_seed(seed, i),
-                        eos_token_ids=self._eos_token_ids(),
+                        eos_token_ids=self.assembly.eos_token_ids,
                         extra_key=extra_key,
                         priority=priority,
                         routing_key=routing_key,
                     )
+                    if compiled is not None:
+                        req.grammar = grammars.grammar_for(req, compiled.result())
                     with self.timeline.span("receive"):
                         self.scheduler.add_request(req)
                     collectors.append(OutputCollector(req, i, self.tokenizer, submitted_as=name))
@@ -311,10 +319,6 @@ class LLM:
                 raise ValueError(f"{name} must be a text or None, got {value!r}")
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise ValueError(f"priority must be an integer, got {priority!r}")
-
-    def _eos_token_ids(self) -> frozenset[int]:
-        ids = self.model_config.eos_token_ids
-        return ids | self.tokenizer.eos_token_ids if self.tokenizer is not None else ids
 
     def _params_of(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int

@@ -40,7 +40,8 @@ def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab
 
     1. it is no token (< 0 or >= vocab_size: the logits held NaN, or every token is banned): FinishError,
        not counted;
-    2. an end-of-sequence or stop token, unless ignore_eos;
+    2. an end-of-sequence or stop token, unless ignore_eos; with ignore_eos the one that ends the grammar's
+       text, because nothing may follow it;
     3. a stop string is in the text so far; of several the one that begins first;
     4. a stop regex matches in the text so far; likewise; a regex that takes too long: FinishError;
     5. the token is number max_new_tokens. Last, so that an answer that is complete says so ("stop") even
@@ -71,7 +72,10 @@ def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab
             _finish(req, _no_token(req, position, vocab_size), position)
             return
         reason: FinishReason | None = None
-        if not params.ignore_eos and (token_id in req.eos_token_ids or token_id in params.stop_token_ids):
+        is_stop = token_id in req.eos_token_ids or token_id in params.stop_token_ids
+        if params.ignore_eos:
+            is_stop = req.grammar is not None and req.grammar.is_terminated(req.output_ids[:count])
+        if is_stop:
             reason = FinishToken(token_id)
         elif params.stop or params.stop_regex:
             reason = _match_stop_text(req, count, decode_text)

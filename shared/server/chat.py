@@ -11,6 +11,8 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+from shared.grammar.spec import check_not_recursive
+from shared.grammar.tools import tool_call_tag
 from shared.server.engine_client import Delta
 from shared.server.errors import ApiError, bad_request
 from shared.server.generation import Generation, Usage
@@ -18,7 +20,7 @@ from shared.server.logprobs import TokenTexts, chat_entries
 from shared.server.messages import Finish
 from shared.server.parsers import THINK_END, THINK_START, ReasoningParser, ToolParser
 from shared.server.prompts import Prompts
-from shared.server.protocol import ChatRequest
+from shared.server.protocol import ChatRequest, ToolChoice
 from shared.server.state import ServerState
 
 Chunk = dict[str, Any]
@@ -30,13 +32,6 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
         raise bad_request("tool_choice needs tools", "tool_choice")
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise bad_request(
-            f"response_format {body.response_format.type!r} is not supported by this server",
-            "response_format",
-        )
-    if body.tool_choice == "required" or not isinstance(body.tool_choice, (str, type(None))):
-        raise bad_request("this server supports tool_choice none and auto", "tool_choice")
     tools = None
     if body.tools and body.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
@@ -47,9 +42,33 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
     state.prompts.check(prompt)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     max_new_tokens = wanted if wanted is not None else state.prompts.ready.context_len - len(prompt)
-    params = body.sampling_params(max_new_tokens, (body.top_logprobs or 0) if body.logprobs else None)
+    params = body.sampling_params(
+        max_new_tokens,
+        (body.top_logprobs or 0) if body.logprobs else None,
+        reasoning_first=True,
+        **_tool_grammar(body),
+    )
     state.prompts.check(prompt, params)
     return state.generation([prompt], params, body)
+
+
+def _tool_grammar(body: ChatRequest) -> dict[str, Any]:
+    """The constraint of tool_choice "required", or of one that names a tool."""
+    tools = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
+    for name, schema in tools.items():
+        try:
+            check_not_recursive(schema, f"tool {name!r}")
+        except ValueError as error:
+            raise bad_request(str(error), "tools") from None
+    choice = body.tool_choice
+    if isinstance(choice, ToolChoice):
+        name = choice.function.name
+        if name not in tools:
+            raise bad_request(f"tool_choice names {name!r}, which is not in tools", "tool_choice")
+        return {"structural_tag": tool_call_tag([(name, tools[name])], is_parallel=False)}
+    if choice == "required":
+        return {"structural_tag": tool_call_tag(list(tools.items()), body.parallel_tool_calls)}
+    return {}
 
 
 class ChatChoice:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from shared.engine.assembly import Assembly
+from shared.grammar.queue import GrammarQueue
 from shared.server.messages import (
     VERSION,
     Abort,
@@ -28,6 +29,8 @@ from shared.types import FinishAbort, FinishReason, Req, StepOutput
 
 IDLE_TICK = 0.1
 """Seconds that an idle engine waits for a message before it looks at its clock again."""
+GRAMMAR_TICK = 0.005
+"""The same while a request waits for its grammar."""
 HEARTBEAT_INTERVAL = 0.25
 """Seconds between heartbeats; the API's picture of the load is at most this old."""
 MAX_MESSAGES_PER_STEP = 512
@@ -54,9 +57,7 @@ class EngineLoop:
         self._is_stopping = False
         self._counter = 0
         self._last_heartbeat = 0.0
-        self._eos_token_ids = assembly.model_config.eos_token_ids | (
-            assembly.tokenizer.eos_token_ids if assembly.tokenizer is not None else frozenset()
-        )
+        self.grammar_queue = GrammarQueue(assembly.grammars)
         self._live: dict[str, bool] = {}  # rid -> whether its input log-probabilities are still to be sent
         self._refused: list[RequestOutput] = []  # requests that the scheduler did not take
 
@@ -66,18 +67,22 @@ class EngineLoop:
             self.channel.send(self._ready())
             while not self._is_stopping:
                 self._read_messages()
+                self._admit_compiled()
                 self._step()
                 self._beat()
         except BaseException as error:
             with contextlib.suppress(Exception):
                 self.channel.send(Dead(reason=f"{type(error).__name__}: {error}"))
             raise
+        finally:
+            self.assembly.grammars.close()
 
     # ---- messages in ----
 
     def _read_messages(self) -> None:
         is_busy = self.scheduler.has_work() and not self.is_paused
-        timeout = 0.0 if is_busy or self._refused else IDLE_TICK
+        idle_tick = GRAMMAR_TICK if self.grammar_queue else IDLE_TICK
+        timeout = 0.0 if is_busy or self._refused else idle_tick
         for _ in range(MAX_MESSAGES_PER_STEP):
             message = self.channel.receive(timeout)
             if message is None:
@@ -87,7 +92,7 @@ class EngineLoop:
                 self._on_generate(message)
             elif isinstance(message, Abort):
                 for rid in message.rids:
-                    self.scheduler.abort(rid)
+                    self._abort(rid)
             else:
                 self._on_control(message)
             if self._is_stopping:
@@ -99,17 +104,37 @@ class EngineLoop:
             origin_input_ids=message.input_ids,
             sampling_params=message.params,
             seed=message.seed,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=self.assembly.eos_token_ids,
             extra_key=message.extra_key,
             priority=message.priority,
             routing_key=message.routing_key,
         )
         try:
-            self.scheduler.add_request(req)
+            if not self.grammar_queue.add(req):
+                self._add_request(req)
         except ValueError as error:
             self._refused.append(_refusal(message.rid, FinishAbort(str(error), 400)))
-        else:
-            self._live[message.rid] = message.params.logprob_start_len >= 0
+
+    def _add_request(self, req: Req) -> None:
+        self.scheduler.add_request(req)
+        self._live[req.rid] = req.sampling_params.logprob_start_len >= 0
+
+    def _admit_compiled(self) -> None:
+        """Requests whose grammar is there now, or cannot be."""
+        for req, problem in self.grammar_queue.take_ready():
+            try:
+                if problem is not None:
+                    raise ValueError(problem)
+                self._add_request(req)
+            except ValueError as error:
+                self._refused.append(_refusal(req.rid, FinishAbort(str(error), 400)))
+
+    def _abort(self, rid: str) -> bool:
+        """False when the request has ended or never was."""
+        if self.grammar_queue.drop(rid):
+            self._refused.append(_refusal(rid, FinishAbort("aborted")))
+            return True
+        return self.scheduler.abort(rid)
 
     def _on_control(self, message: Control) -> None:
         handler: Callable[..., dict[str, Any]] | None = getattr(self, f"on_{message.action}", None)
@@ -134,7 +159,7 @@ class EngineLoop:
 
     def on_abort_all(self) -> dict[str, Any]:
         """End every live request."""
-        return {"num_aborted": sum(self.scheduler.abort(rid) for rid in list(self._live))}
+        return {"num_aborted": sum(self._abort(rid) for rid in [*self.grammar_queue, *self._live])}
 
     def on_pause(self, mode: str = "in_place") -> dict[str, Any]:
         """Run no step until `continue`. in_place: requests keep their memory; retract: they return to the
@@ -226,6 +251,7 @@ class EngineLoop:
         return Load(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
+            num_waiting_for_grammar=len(self.grammar_queue),
             num_steps=stats.num_steps,
             num_used_tokens=parts.allocator.size - parts.allocator.available_size(),
             num_evictable_tokens=parts.tree_cache.evictable_size(),
@@ -248,7 +274,7 @@ class EngineLoop:
             num_token_ids=assembly.parts.num_token_ids,
             max_total_tokens=assembly.parts.allocator.size,
             max_running_requests=assembly.config.max_running_requests,
-            eos_token_ids=sorted(self._eos_token_ids),
+            eos_token_ids=sorted(self.assembly.eos_token_ids),
             description={**assembly.selection, **assembly.memory.rows()},
         )
 

@@ -119,6 +119,7 @@ class Load(msgspec.Struct, kw_only=True):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_for_grammar: int = 0
     num_steps: int = 0
     num_used_tokens: int = 0  # slots of the KV pool that requests or cached prefixes hold
     num_evictable_tokens: int = 0  # of these, the ones of cached prefixes that no request uses

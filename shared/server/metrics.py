@@ -29,6 +29,7 @@ class Metrics:
             for name, text in (
                 ("num_running_reqs", "Requests that hold KV memory."),
                 ("num_queue_reqs", "Requests that wait for memory."),
+                ("num_grammar_queue_reqs", "Requests whose grammar is being compiled."),
                 ("num_used_tokens", "KV slots of running requests."),
                 ("token_usage", "Share of the KV pool that running requests hold."),
                 ("cache_hit_rate", "Share of prompt tokens found in the prefix cache."),
@@ -77,6 +78,7 @@ class Metrics:
         for name, value in {
             "num_running_reqs": load.num_running,
             "num_queue_reqs": load.num_waiting,
+            "num_grammar_queue_reqs": load.num_waiting_for_grammar,
             "num_used_tokens": num_used,
             "token_usage": num_used / max(max_total_tokens, 1),
             "cache_hit_rate": load.num_cached_tokens / max(load.num_prompt_tokens, 1),

@@ -84,7 +84,7 @@ async def _start(body: NativeRequest, state: ServerState) -> Generation:
         else tuple(value or ())
         for name in ("stop", "stop_regex")
     }
-    fields["stop_token_ids"] = tuple(fields["stop_token_ids"] or ())
+    fields |= {name: tuple(fields[name] or ()) for name in ("stop_token_ids", "choice")}
     state.prompts.check(prompt)
     room = state.prompts.ready.context_len - len(prompt)
     fields["max_new_tokens"] = min(fields["max_new_tokens"], room)

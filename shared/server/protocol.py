@@ -54,7 +54,67 @@ class ResponseFormat(Body):
     json_schema: JsonSchemaFormat | None = None
 
 
-class SamplingFields(Body):
+Schema = str | dict[str, Any]
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`."""
+
+    json_: Schema | None = Field(None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | None = None
+
+
+class GrammarFields(Body):
+    """Constraints on the output under the names that public servers have for them. At most one is given."""
+
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    response_format: ResponseFormat | None = None
+
+    def grammar_params(self) -> dict[str, Any]:
+        """The field of SamplingParams that the body asks for; 400 for more than one."""
+        found: list[tuple[str, Any]] = [
+            ("json_schema", self.guided_json),
+            ("regex", self.guided_regex),
+            ("choice", self.guided_choice),
+            ("ebnf", self.guided_grammar),
+            ("regex", self.regex),
+            ("ebnf", self.ebnf),
+        ]
+        given = self.structured_outputs
+        if given is not None:
+            found += [
+                ("json_schema", given.json_),
+                ("json_object", given.json_object or None),
+                ("regex", given.regex),
+                ("choice", given.choice),
+                ("ebnf", given.grammar),
+                ("structural_tag", given.structural_tag),
+            ]
+        shape = self.response_format
+        if shape is not None and shape.type == "json_object":
+            found.append(("json_object", True))
+        elif shape is not None and shape.type == "json_schema":
+            if shape.json_schema is None or shape.json_schema.schema_ is None:
+                raise bad_request("response_format json_schema needs json_schema.schema", "response_format")
+            found.append(("json_schema", shape.json_schema.schema_))
+        asked = [(name, value) for name, value in found if value is not None]
+        if len(asked) > 1:
+            names = " and ".join(name for name, _ in asked)
+            raise bad_request(f"{names}: only one constraint on the output can be given")
+        return {name: tuple(value) if name == "choice" else value for name, value in asked}
+
+
+class SamplingFields(GrammarFields):
     """Fields of sampling that chat and completions share."""
 
     model: str | None = None
@@ -99,6 +159,7 @@ class SamplingFields(Body):
         if any(not 0 < len(text) <= MAX_STOP_CHARS for text in stop):
             raise bad_request(f"a stop text has 1 to {MAX_STOP_CHARS} characters", "stop")
         regexes = [self.stop_regex] if isinstance(self.stop_regex, str) else self.stop_regex or []
+        more = {**self.grammar_params(), **more}
         try:
             return SamplingParams(
                 max_new_tokens=max_new_tokens,
@@ -193,7 +254,6 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool = True
@@ -251,6 +311,12 @@ class NativeSamplingParams(Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    json_schema: Schema | None = None
+    json_object: bool = False
+    regex: str | None = None
+    ebnf: str | None = None
+    choice: list[str] | None = None
+    structural_tag: str | None = None
 
 
 class NativeRequest(Body):

@@ -87,15 +87,10 @@ def with_grammars(
     masks = info.vocab_mask.cpu().view(tree.batch_size, tree.num_draft_tokens, -1).clone()
     token_ids, parents, num_nodes = tree.token_ids.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
     for row, req in enumerate(reqs):
-        if req.grammar is None:
+        if req.grammar is None or req.finished:
             continue
-        texts: list[list[int] | None] = [req.output_ids]
-        for node in range(1, num_nodes[row]):
-            token_id, parent = token_ids[row][node], parents[row][node]
-            word = int(masks[row, parent, token_id // 32])
-            before = texts[parent]
-            is_allowed = before is not None and word >> token_id % 32 & 1
-            texts.append([*before, token_id] if is_allowed else None)
-            if is_allowed:
-                masks[row, node] = req.grammar.next_tokens(texts[node], vocab_size)
+        n = num_nodes[row]
+        masks[row, :n] = req.grammar.next_tokens_at_nodes(
+            req.output_ids, token_ids[row][:n], parents[row][:n], vocab_size
+        )
     return replace(info, vocab_mask=copy_to_device(masks.flatten(0, 1), info.vocab_mask.device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -18,6 +19,9 @@ MAX_SAMPLES = 1024
 """The largest `n`: each sample is a request of its own."""
 REGEX_CHECK_SECONDS = 0.5
 """Time limit of trying a stop regex on the empty text."""
+
+GRAMMAR_FIELDS = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
+"""Parameters that constrain the output; they exclude each other."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,17 @@ class SamplingParams:
     top_logprobs_num: int = 0  # alternatives reported for each token
     logprob_start_len: int = -1  # >= 0: log-probabilities of the prompt from this position on
 
+    # What the output must look like (shared/grammar): at most one of these.
+    json_schema: str | dict[str, Any] | None = None  # JSON that satisfies the schema
+    json_object: bool = False  # any JSON object
+    regex: str | None = None  # a text that the whole regex matches
+    ebnf: str | None = None  # a text of the rule `root`
+    choice: tuple[str, ...] = ()  # one of these texts
+    structural_tag: str | None = None  # xgrammar's format: tags with a JSON schema inside
+    reasoning_first: bool = False  # a reasoning block may come before the constrained text
+
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids", "stop_regex"):
+        for name in ("stop", "stop_token_ids", "stop_regex", "choice"):
             value = getattr(self, name)
             if value is None:
                 value = ()
@@ -84,6 +97,24 @@ class SamplingParams:
             raise ValueError(f"logprob_start_len={self.logprob_start_len} needs return_logprob=True")
         self._check_stops()
         self._check_bias()
+        self._check_grammar()
+
+    def _check_grammar(self) -> None:
+        """A schema that is a mapping becomes its text."""
+        if isinstance(self.json_schema, Mapping):
+            try:
+                object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"json_schema is no JSON: {error}") from None
+        for name in ("json_schema", "regex", "ebnf", "structural_tag"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"{name} must be a text or None, got {value!r:.80}")
+        if any(not isinstance(text, str) or not text for text in self.choice):
+            raise ValueError(f"choice must hold non-empty strings, got {self.choice!r:.80}")
+        given = [name for name in GRAMMAR_FIELDS if getattr(self, name) not in (None, False, ())]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other: give one of them")
 
     def _check_stops(self) -> None:
         if any(not isinstance(s, str) or not s for s in self.stop):
@@ -114,7 +145,10 @@ class SamplingParams:
                 )
 
     def _check_booleans(self) -> None:
-        for name in ("ignore_eos", "no_stop_trim", "skip_special_tokens", "return_logprob"):
+        for name in (
+            "ignore_eos", "no_stop_trim", "skip_special_tokens", "return_logprob", "json_object",
+            "reasoning_first",
+        ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")

@@ -1,0 +1,214 @@
+"""Compiles grammars in a process that can be killed, and keeps the results."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from shared.grammar.matcher import MatcherGrammar
+from shared.grammar.reasoning import ReasoningGrammar, ReasoningTokens
+from shared.grammar.spec import GrammarSpec, spec_of
+from shared.grammar.worker import read_frame, write_frame
+from shared.interfaces.grammar import Grammar
+from shared.text.token_bytes import TokenBytes
+from shared.text.tokenizer import Tokenizer
+from shared.types import Req, SamplingParams
+
+COMPILE_SECONDS = 10.0
+"""Time limit of one grammar."""
+START_SECONDS = 120.0
+"""Time limit of the worker's start: imports, and the vocabulary."""
+MAX_CACHED = 256
+"""Compiled grammars and errors that are kept, the latest used ones."""
+RETRY_SECONDS = 60.0
+"""How long a time-out is remembered: the computer may have been busy."""
+MISSING = "structured output needs xgrammar: pip install 'diptych[grammar]'"
+ROOT = Path(__file__).parents[2]
+
+
+class GrammarCompiler:
+    """One per engine. A thread talks to the worker process, which starts with the first grammar; neither
+    exists before. `stop_token_ids` end a complete text. Without a tokenizer every grammar is refused."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        num_token_ids: int,
+        stop_token_ids: frozenset[int],
+        compile_seconds: float = COMPILE_SECONDS,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.num_token_ids = num_token_ids
+        self.stop_token_ids = frozenset(i for i in stop_token_ids if i < num_token_ids)
+        self.compile_seconds = compile_seconds
+        self.reasoning = ReasoningTokens.of(tokenizer) if tokenizer is not None else None
+        self._cache: OrderedDict[GrammarSpec, tuple[Future[Any], float]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._worker: Worker | None = None
+        self._info: Any = None  # xgrammar's TokenizerInfo
+
+    def submit(self, params: SamplingParams) -> Future[Any] | None:
+        """The compiled grammar of a request, for `grammar_for`; None: it needs none. Returns at once. Raises
+        `ValueError` for one that exceeds the limits; the future raises it for one that cannot be compiled."""
+        spec = spec_of(params)
+        if spec is None:
+            return None
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer: a grammar needs one")
+        if not self.stop_token_ids:
+            raise ValueError("this model has no end-of-sequence token: a grammar needs one")
+        if importlib.util.find_spec("xgrammar") is None:  # importing it takes seconds: not here
+            raise ValueError(MISSING)
+        with self._lock:
+            entry = self._cache.get(spec)
+            if entry is None or entry[1] < time.monotonic():
+                entry = self._thread.submit(self._compile, spec), float("inf")
+                self._cache[spec] = entry
+            self._cache.move_to_end(spec)
+            while len(self._cache) > MAX_CACHED:
+                self._cache.popitem(last=False)
+        return entry[0]
+
+    def grammar_for(self, req: Req, compiled: Any) -> Grammar:
+        """A grammar of the request's own, at its beginning."""
+        grammar: Grammar = MatcherGrammar(import_xgrammar().GrammarMatcher(compiled))
+        if req.sampling_params.reasoning_first and self.reasoning is not None:
+            is_open = self.reasoning.is_open_after(req.origin_input_ids)
+            if is_open is not False:  # else the prompt has a block that is complete
+                eos = self.stop_token_ids
+                grammar = ReasoningGrammar(grammar, self.reasoning, bool(is_open), eos)
+        return grammar
+
+    def clear(self) -> None:
+        """Forget all compiled grammars."""
+        with self._lock:
+            self._cache.clear()
+
+    def close(self) -> None:
+        """End the worker. A grammar that is being compiled fails."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.kill()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # ---- in the thread ----
+
+    def _compile(self, spec: GrammarSpec) -> Any:
+        if self._info is None:
+            self._info = self._tokenizer_info()
+        if self._worker is None:
+            self._worker = Worker(self._info.serialize_json())
+        try:
+            answer = self._worker.ask([*spec, self.compile_seconds], self.compile_seconds)
+        except WorkerEnded as error:
+            self._worker = None
+            if error.is_late:
+                with self._lock:
+                    if spec in self._cache:
+                        self._cache[spec] = self._cache[spec][0], time.monotonic() + RETRY_SECONDS
+                message = f"compiling it takes longer than {self.compile_seconds:g} s"
+            else:
+                message = "it is too complex: the compiler did not survive it"
+            raise ValueError(f"{spec.kind}: {message}") from None
+        if not answer.startswith("="):
+            raise ValueError(f"{spec.kind} cannot be compiled: {answer[1:]}")
+        return import_xgrammar().CompiledGrammar.deserialize_json(answer[1:], self._info)
+
+    def _tokenizer_info(self) -> Any:
+        """The bytes of every token. Special tokens have none, so no grammar allows them."""
+        assert self.tokenizer is not None
+        xgrammar, token_bytes = import_xgrammar(), TokenBytes(self.tokenizer)
+        special = self.tokenizer.special_ids
+        return xgrammar.TokenizerInfo(
+            [b"" if i in special else token_bytes.of(i) for i in range(self.num_token_ids)],
+            xgrammar.VocabType.RAW,
+            vocab_size=self.num_token_ids,
+            stop_token_ids=sorted(self.stop_token_ids),
+        )
+
+
+class WorkerEnded(Exception):
+    """The worker was killed after its time (`is_late`), or ended by itself."""
+
+    def __init__(self, is_late: bool) -> None:
+        super().__init__()
+        self.is_late = is_late
+
+
+class Worker:
+    """A process of shared/grammar/worker.py. After `WorkerEnded` it is gone."""
+
+    def __init__(self, info_text: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "shared.grammar.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
+            start_new_session=True,  # Ctrl-C in the terminal concerns the engine
+        )
+        self._end_with_owner = weakref.finalize(self, self._process.kill)
+        try:
+            self._exchange(info_text, START_SECONDS)
+        except WorkerEnded:
+            raise ValueError("the process that compiles grammars does not start") from None
+
+    def ask(self, message: Any, seconds: float) -> str:
+        """The answer to a message. Raises `WorkerEnded`."""
+        return self._exchange(json.dumps(message), seconds)
+
+    def _exchange(self, text: str, seconds: float) -> str:
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self._process.kill()
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        start = time.monotonic()
+        answer = None
+        try:
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            with contextlib.suppress(OSError, ValueError):
+                write_frame(self._process.stdin, text)  # type: ignore[arg-type]
+                answer = read_frame(self._process.stdout)  # type: ignore[arg-type]
+        finally:
+            timer.cancel()
+        if answer is None:
+            self.kill()
+            # The worker's own alarm may ring first.
+            raise WorkerEnded(late.is_set() or time.monotonic() - start >= seconds - 0.5)
+        return answer
+
+    def kill(self) -> None:
+        """End the process now."""
+        self._end_with_owner()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+
+
+def import_xgrammar() -> Any:
+    """The package, which is an extra. Raises `ValueError` where it is missing."""
+    try:
+        import xgrammar
+    except ImportError:
+        raise ValueError(MISSING) from None
+    return xgrammar

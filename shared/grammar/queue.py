@@ -1,0 +1,55 @@
+"""Requests whose grammar is being compiled: they wait here, and no other request waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from shared.grammar.compiler import GrammarCompiler
+from shared.types import Req
+
+
+class Waiting(NamedTuple):
+    req: Req
+    compiled: Future[Any]
+
+
+class GrammarQueue:
+    """In the order of arrival."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._waiting: dict[str, Waiting] = {}  # by request id
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._waiting))
+
+    def add(self, req: Req) -> bool:
+        """False when the request needs no grammar: it does not wait. Raises `ValueError` for a grammar that
+        exceeds the limits."""
+        compiled = self._compiler.submit(req.sampling_params)
+        if compiled is None:
+            return False
+        self._waiting[req.rid] = Waiting(req, compiled)
+        return True
+
+    def drop(self, rid: str) -> bool:
+        """The request leaves without a grammar. False when it does not wait."""
+        return self._waiting.pop(rid, None) is not None
+
+    def take_ready(self) -> list[tuple[Req, str | None]]:
+        """Requests that wait no longer, with their grammar set, or with what is wrong with it."""
+        ready = [waiting for waiting in self._waiting.values() if waiting.compiled.done()]
+        return [(waiting.req, self._finish(waiting)) for waiting in ready]
+
+    def _finish(self, waiting: Waiting) -> str | None:
+        del self._waiting[waiting.req.rid]
+        try:
+            waiting.req.grammar = self._compiler.grammar_for(waiting.req, waiting.compiled.result())
+        except Exception as error:  # of the compiler's: the request ends, the engine goes on
+            return str(error) or type(error).__name__
+        return None

@@ -1,0 +1,241 @@
+"""Compiling in a process that can be killed: what is refused, cached, and survived."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.grammar import compiler as module
+from shared.grammar.compiler import GrammarCompiler
+from shared.grammar.queue import GrammarQueue
+from shared.interfaces.grammar import Grammar, allows
+from shared.loading.model_path import ASSETS
+from shared.text.tokenizer import Tokenizer
+from shared.types import Req, SamplingParams
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+
+
+def one_of(depth: int) -> dict[str, Any]:
+    if depth == 0:
+        return {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
+    return {"oneOf": [one_of(depth - 1), one_of(depth - 1)]}
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "invalid regex": {"regex": "(a"},
+    "lookahead": {"regex": "(?=a)b"},
+    "groups": {"regex": "(a|b)*" * 8000},
+    "nested groups": {"regex": "(" * 30_000 + ")" * 30_000},
+    "no root": {"ebnf": 'other ::= "a"'},
+    "no grammar": {"ebnf": "%%%"},
+    "exponential rules": {
+        "ebnf": "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(1500)) + '\nr1500 ::= "a"\nroot ::= r0'
+    },
+    "nested oneOf": {"json_schema": one_of(9)},
+    "unknown type": {"json_schema": {"type": "colour"}},
+    "dangling reference": {"json_schema": {"$ref": "#/$defs/none"}},
+    "no structural tag": {"structural_tag": "{}"},
+}  # fmt: skip
+HARMLESS: dict[str, dict[str, Any]] = {
+    "left recursion": {"ebnf": 'root ::= root "a" | "a"'},
+    "recursive schema": {"json_schema": {"type": "object", "properties": {"next": {"$ref": "#"}}}},
+    "many groups": {"regex": "(a)" * 10_000},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_pretrained(ASSETS / "tiny-dense")
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
+    compiler = make(tokenizer, 2.0)
+    yield compiler
+    compiler.close()
+
+
+def make(tokenizer: Tokenizer | None, seconds: float = module.COMPILE_SECONDS) -> GrammarCompiler:
+    num_tokens = tokenizer.vocab_size if tokenizer is not None else 10
+    eos = tokenizer.eos_token_ids if tokenizer is not None else frozenset([0])
+    return GrammarCompiler(tokenizer, num_tokens, eos, compile_seconds=seconds)
+
+
+def grammar(compiler: GrammarCompiler, **params: Any) -> Grammar:
+    req = Req("r", [1], SamplingParams(**params), 0)
+    compiled = compiler.submit(req.sampling_params)
+    assert compiled is not None
+    return compiler.grammar_for(req, compiled.result(timeout=60))
+
+
+def accepts(compiler: GrammarCompiler, text: str, **params: Any) -> bool:
+    """Whether the text and an end-of-sequence token are allowed, token by token."""
+    assert compiler.tokenizer is not None
+    found = grammar(compiler, **params)
+    ids = compiler.tokenizer.encode(text, add_special_tokens=False)
+    ids.append(min(compiler.stop_token_ids))
+    masks = [found.next_tokens(ids[:n], compiler.num_token_ids) for n in range(len(ids))]
+    is_end = found.is_terminated(ids)
+    assert is_end == all(map(allows, masks, ids))
+    assert not found.next_tokens(ids, compiler.num_token_ids).any()
+    return is_end
+
+
+@pytest.mark.parametrize(
+    ("params", "right", "wrong"),
+    [
+        ({"json_schema": PERSON}, '{"name": "Mara", "age": 3}', '{"name": "Mara"}'),
+        ({"json_schema": PERSON}, '{"name": "", "age": -1}', '{"name": "Mara",\n "age": 3}'),
+        ({"json_object": True}, '{"a": [1, {"b": null}]}', "[1]"),
+        ({"regex": r"\d{3}-[ab]+"}, "123-ab", "123-"),
+        ({"ebnf": 'root ::= "<" root ">" | "x"'}, "<<x>>", "<x"),
+        ({"choice": ("yes", "no, \"thanks\"\n")}, 'no, "thanks"\n', "nope"),
+        ({"choice": ("Café 東京",)}, "Café 東京", "Cafe"),
+    ],
+)  # fmt: skip
+def test_kinds(compiler: GrammarCompiler, params: dict[str, Any], right: str, wrong: str) -> None:
+    assert accepts(compiler, right, **params)
+    assert not accepts(compiler, wrong, **params)
+
+
+def test_special_tokens_are_never_allowed(compiler: GrammarCompiler) -> None:
+    assert compiler.tokenizer is not None
+    mask = grammar(compiler, regex=r"(.|\n)*").next_tokens([], compiler.num_token_ids)
+    allowed = {i for i in compiler.tokenizer.special_ids if allows(mask, i)}
+    assert allowed == compiler.stop_token_ids
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_is_refused_within_seconds(compiler: GrammarCompiler, name: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"cannot be compiled|takes longer|too complex|nested more"):
+        grammar(compiler, **HOSTILE[name])
+    assert time.monotonic() - start < 15.0
+    assert accepts(compiler, "ab", regex="ab")
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_looks_hostile_and_is_not(compiler: GrammarCompiler, name: str) -> None:
+    assert grammar(compiler, **HARMLESS[name]).next_tokens([], compiler.num_token_ids).any()
+
+
+def test_results_and_errors_are_cached(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compiler.submit(SamplingParams(json_schema=PERSON))
+    assert compiler.submit(SamplingParams(json_schema=json.dumps(PERSON), temperature=0.3)) is first
+    bad = compiler.submit(SamplingParams(regex="(b"))
+    assert bad is not None
+    assert bad.exception() is not None
+    assert compiler.submit(SamplingParams(regex="(b")) is bad
+    monkeypatch.setattr(module, "MAX_CACHED", 2)
+    for text in ("x", "y"):
+        compiler.submit(SamplingParams(regex=text))
+    assert compiler.submit(SamplingParams(regex="(b")) is not bad
+    assert len(compiler._cache) == 2
+
+
+def test_a_time_out_is_forgotten_after_a_while(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = make(tokenizer, 1.0)
+    params = SamplingParams(regex="(a|b)*" * 8000)
+    late = compiler.submit(params)
+    assert late is not None
+    assert "takes longer than 1 s" in str(late.exception())
+    assert compiler.submit(params) is late
+    monkeypatch.setattr(module, "RETRY_SECONDS", -1.0)
+    params = SamplingParams(regex="(a|c)*" * 8000)
+    late = compiler.submit(params)
+    assert late is not None
+    assert late.exception() is not None
+    assert compiler.submit(params) is not late
+    compiler.close()
+
+
+def test_a_killed_worker_is_replaced(tokenizer: Tokenizer) -> None:
+    compiler = make(tokenizer)
+    assert accepts(compiler, "a", regex="a")
+    assert compiler._worker is not None
+    compiler._worker._process.kill()
+    compiler._worker._process.wait()
+    with pytest.raises(ValueError, match="did not survive"):
+        grammar(compiler, regex="b")
+    assert accepts(compiler, "c", regex="c")
+    compiler.close()
+
+
+def test_the_worker_ends_with_its_compiler(tokenizer: Tokenizer) -> None:
+    compiler = make(tokenizer)
+    grammar(compiler, regex="a")
+    assert compiler._worker is not None
+    process = compiler._worker._process
+    assert process.poll() is None
+    compiler.close()
+    assert process.poll() is not None
+    compiler = make(tokenizer)
+    grammar(compiler, regex="a")
+    assert compiler._worker is not None
+    process = compiler._worker._process
+    del compiler
+    gc.collect()
+    assert process.wait(10) is not None
+
+
+@pytest.mark.parametrize("name", [name for name, params in HOSTILE.items() if "structural_tag" not in params])
+def test_a_request_that_waits_can_leave(tokenizer: Tokenizer, compiler: GrammarCompiler, name: str) -> None:
+    queue = GrammarQueue(compiler)
+    start = time.monotonic()
+    try:
+        queue.add(Req("a", [1], SamplingParams(**HOSTILE[name]), 0))
+    except ValueError:
+        assert not queue
+        return
+    assert queue.drop("a")
+    assert not queue.drop("a")
+    assert queue.take_ready() == []
+    assert time.monotonic() - start < 0.5
+
+
+def test_the_queue(compiler: GrammarCompiler) -> None:
+    queue = GrammarQueue(compiler)
+    assert not queue.add(Req("free", [1], SamplingParams(), 0))
+    assert queue.add(Req("good", [1], SamplingParams(regex="a"), 0))
+    assert queue.add(Req("bad", [1], SamplingParams(regex="(d"), 0))
+    assert list(queue) == ["good", "bad"]
+    found: dict[str, str | None] = {}
+    end = time.monotonic() + 60
+    while len(found) < 2 and time.monotonic() < end:
+        for req, problem in queue.take_ready():
+            found[req.rid] = problem
+            assert (req.grammar is None) == (problem is not None)
+        time.sleep(0.01)
+    assert found["good"] is None
+    assert "cannot be compiled" in str(found["bad"])
+    assert len(queue) == 0
+
+
+def test_without_a_tokenizer() -> None:
+    with pytest.raises(ValueError, match="no tokenizer"):
+        make(None).submit(SamplingParams(regex="a"))
+    assert make(None).submit(SamplingParams()) is None
+
+
+def test_without_xgrammar(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'diptych\[grammar\]'"):
+        compiler.submit(SamplingParams(regex="never seen"))
+
+
+def test_nothing_starts_before_the_first_grammar(tokenizer: Tokenizer) -> None:
+    compiler = make(tokenizer)
+    assert compiler.submit(SamplingParams()) is None
+    assert compiler._worker is None
+    assert Path(module.ROOT, "shared").is_dir()
