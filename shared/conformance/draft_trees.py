@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shared.conformance.case import Case
 from shared.conformance.compare import expect_equal
 from shared.conformance.device import check_device
 from shared.conformance.inputs import Inputs
@@ -17,11 +18,9 @@ from shared.interfaces import DraftTreeOps
 from shared.types import Accepted, Beams, DraftTree, TopTokens
 
 
-@dataclass(frozen=True)
-class Drafted:
+class Drafted(Case):
     """Random drafts of a batch: probabilities on a grid, so that there are many ties, 0 and 1 among them."""
 
-    name: str
     batch_size: int = 2
     top_k: int = 3
     num_steps: int = 3
@@ -29,7 +28,7 @@ class Drafted:
     grid: int = 4
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if min(self.top_k, self.num_steps, self.num_draft_tokens, self.grid) < 1:
             raise ValueError("there must be something to draft")
 

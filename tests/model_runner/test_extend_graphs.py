@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -150,7 +149,7 @@ def test_padding_is_the_same_token_everywhere() -> None:
 def test_mixed_steps_are_replayed_whole() -> None:
     """But not those of many prompts, or of a long one."""
     case = next(case for case in CASES if case.is_mixed)
-    session = PreparedSession(FakeGraphsRunner, model_for(), replace(case, batch_sizes=(20,)))
+    session = PreparedSession(FakeGraphsRunner, model_for(), case.replace(batch_sizes=(20,)))
     steps, planned = session.runner._extend, []
     plan = steps.attention.plan
 

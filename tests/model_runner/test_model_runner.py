@@ -22,7 +22,7 @@ from shared.types import Req, SamplingParams
 
 from .fake_graphs import FakeGraphs, FakeGraphsRunner
 
-FEW = Decoding("few", (3, 1, 2, 5, 4), sizes=(1, 2, 4))
+FEW = Decoding("few", batch_sizes=(3, 1, 2, 5, 4), sizes=(1, 2, 4))
 
 
 # ---- which sizes ----

@@ -138,10 +138,10 @@ def load(head: Head, folder: Path, weights: Weights, target: CausalLM) -> DraftM
 
 # RoPE without scaling, dense: what is written out above.
 PLAIN = (
-    Head("eagle, two layers with biases", "eagle, two layers with biases"),
-    Head("eagle3", "eagle3, the whole vocabulary, heads of its own"),
-    Head("nextn", "nextn, norms on heads"),
-    Head("eagle3, normed", "eagle3, a normed residual stream"),
+    Head("eagle, two layers with biases", head="eagle, two layers with biases"),
+    Head("eagle3", head="eagle3, the whole vocabulary, heads of its own"),
+    Head("nextn", head="nextn, norms on heads"),
+    Head("eagle3, normed", head="eagle3, a normed residual stream"),
 )
 
 
@@ -188,7 +188,7 @@ def test_what_a_draft_model_computes(head: Head, prefix: str, tmp_path: Path, mo
 
 
 def test_eagle3_maps_draft_ids_and_uses_its_own_head(tmp_path: Path) -> None:
-    head = Head("", "eagle3, a part of the vocabulary")
+    head = Head("", head="eagle3, a part of the vocabulary")
     weights = weights_of(head)
     weights["d2t"] = torch.arange(97) * 2 + 5  # draft id i is 3 i + 5 in the target
     weights["t2d"] = torch.zeros(331, dtype=torch.bool)

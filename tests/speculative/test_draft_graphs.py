@@ -40,7 +40,7 @@ def engine(drafter: type[EagleDrafter], runner: type | None = None, **flags: Any
         max_total_tokens=1024,
         context_len=256,
         cuda_graph_bs=(1, 2, 4),
-        **{"max_running_requests": 5, **Setting("", "eagle3", SHAPE).flags(), **flags},
+        **{"max_running_requests": 5, **Setting("", algorithm="eagle3", shape=SHAPE).flags(), **flags},
     )
     attention = attention_for_graphs(torch.float32)
     runners = {} if runner is None else {"model_runner": runner}
@@ -49,7 +49,7 @@ def engine(drafter: type[EagleDrafter], runner: type | None = None, **flags: Any
 
 @pytest.mark.parametrize("shape", [SHAPE, DraftShape(3, 1, 4), DraftShape(1, 3, 4)], ids=str)
 def test_answers_are_those_without_drafts(shape: DraftShape) -> None:
-    setting = Setting("", "eagle3", shape)
+    setting = Setting("", algorithm="eagle3", shape=shape)
     assembly = engine(FakeGraphsDrafter, **setting.flags())
     expected = clauses.answers_alone(setting.max_new_tokens, 0.0)
     assert clauses.answers(assembly, setting.max_new_tokens) == expected
@@ -108,7 +108,7 @@ def test_every_shape_that_may_be_drafted_is_captured(monkeypatch: pytest.MonkeyP
         adaptive.level = (adaptive.level + 1) % len(adaptive.shapes)
 
     monkeypatch.setattr(AdaptiveShape, "record", turn)
-    setting = Setting("", "eagle3", DraftShape(5, 2, 8))
+    setting = Setting("", algorithm="eagle3", shape=DraftShape(5, 2, 8))
     assembly = engine(
         Waits, **setting.flags(), speculative_auto=True, runner=FakeGraphsRunner,
         max_running_requests=4, cuda_graph_max_tokens=0, use={"scheduler": "optimized"},

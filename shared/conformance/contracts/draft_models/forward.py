@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,18 +77,15 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 """name -> the target (see `CONFIGS`), and the draft model's config.json"""
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(Case):
     """A draft model of `HEADS`; a prompt cut into chunks of these lengths; then so many drafted tokens."""
 
-    name: str
-    head: str
     chunks: tuple[int, ...] = (20,)
     num_drafted: int = 3
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not self.chunks or min(self.chunks) < 1 or self.num_drafted < 0:
             raise ValueError("a prompt has at least one token")
 
@@ -101,10 +97,10 @@ class Head:
         return DraftConfig.from_dict(HEADS[self.head][1], self.target_config)
 
 
-HEADS_ONCE = tuple(Head(name, name) for name in HEADS)
-HEADS_CHUNKED = tuple(Head(f"{name}, chunks", name, (1, 13, 20)) for name in HEADS)
+HEADS_ONCE = tuple(Head(name, head=name) for name in HEADS)
+HEADS_CHUNKED = tuple(Head(f"{name}, chunks", head=name, chunks=(1, 13, 20)) for name in HEADS)
 HEADS_HALF = tuple(
-    Head(f"{name}, {type_name(dtype)}", name, dtype=dtype)
+    Head(f"{name}, {type_name(dtype)}", head=name, dtype=dtype)
     for name in HEADS
     for dtype in HALF_TYPES
     if "experts" not in name  # there a rounded router logit may choose another expert

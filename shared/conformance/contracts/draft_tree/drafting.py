@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 import torch
 
-from shared.conformance.case import EXAMPLE, Case
+from shared.conformance.case import EXAMPLE, Case, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_close, expect_equal, expect_raises, expect_true
 from shared.conformance.device import check_device
@@ -27,19 +26,14 @@ from shared.interfaces import DraftTreeOps
 from shared.types import TopTokens
 
 
-@dataclass(frozen=True)
-class Logits:
+class Logits(Case):
     """Random logits; with ties: whole numbers. NaN surrounds them in memory."""
 
-    name: str
-    num_rows: int
-    vocab_size: int
-    k: int
     has_ties: bool = False
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not 1 <= self.k <= self.vocab_size:
             raise ValueError("k tokens of a vocabulary")
 
@@ -50,14 +44,16 @@ class Logits:
 
 @contract(
     "The k largest logits of each row come in order, ties lowest id first, with their probabilities.",
-    (
-        Logits("one token", 1, 1, 1),
-        Logits("the whole vocabulary", 3, 5, 5),
-        Logits("small", 7, 63, 4),
-        *(Logits(f"ties of {type_name(t)}", 5, 300, 8, True, t) for t in FLOAT_TYPES),
-        Logits("large", 3, 9001, 10, seed=1),
-        Logits("large, ties", 3, 4097, 10, True, seed=2),
-        Logits("no rows", 0, 7, 2),
+    table(
+        "num_rows vocab_size k has_ties dtype seed",
+        ("one token", 1, 1, 1),
+        ("the whole vocabulary", 3, 5, 5),
+        ("small", 7, 63, 4),
+        *((f"ties of {type_name(dtype)}", 5, 300, 8, True, dtype) for dtype in FLOAT_TYPES),
+        ("large", 3, 9001, 10, False, torch.float32, 1),
+        ("large, ties", 3, 4097, 10, True, torch.float32, 2),
+        ("no rows", 0, 7, 2),
+        of=Logits,
     ),
 )
 def top_tokens(impl: type[DraftTreeOps], case: Logits) -> None:
@@ -106,20 +102,23 @@ def refusals(impl: type[DraftTreeOps], case: Case) -> None:
     expect_raises("no node", ValueError, impl().build, drafts.root_ids(), steps, 0)
 
 
-DRAFTED = (
-    Drafted("one chain", 1, 1, 1, 2),
-    Drafted("chains", 3, 1, 5, 6, seed=1),
-    Drafted("chains, not all of them", 3, 1, 5, 4, seed=2),
-    Drafted("two by two", 4, 2, 3, 8, seed=3),
-    Drafted("three wide", 5, 3, 3, 9, seed=4),
-    Drafted("four wide, ties everywhere", 3, 4, 5, 16, grid=1, seed=5),
-    Drafted("four wide, few ties", 3, 4, 5, 16, grid=9973, seed=6),
-    Drafted("five wide, one step", 2, 5, 1, 4, seed=7),
-    Drafted("wide and deep", 2, 10, 8, 60, grid=50, seed=8),
-    Drafted("exactly all candidates", 2, 3, 3, 22, seed=9),
-    Drafted("fewer candidates than nodes", 3, 2, 2, 16, seed=10),
-    Drafted("only the root", 2, 2, 2, 1, seed=11),
-    Drafted("no request", 0, 2, 2, 4),
+SIZES = "batch_size top_k num_steps num_draft_tokens grid seed"
+DRAFTED = table(
+    SIZES,
+    ("one chain", 1, 1, 1, 2),
+    ("chains", 3, 1, 5, 6, 4, 1),
+    ("chains, not all of them", 3, 1, 5, 4, 4, 2),
+    ("two by two", 4, 2, 3, 8, 4, 3),
+    ("three wide", 5, 3, 3, 9, 4, 4),
+    ("four wide, ties everywhere", 3, 4, 5, 16, 1, 5),
+    ("four wide, few ties", 3, 4, 5, 16, 9973, 6),
+    ("five wide, one step", 2, 5, 1, 4, 4, 7),
+    ("wide and deep", 2, 10, 8, 60, 50, 8),
+    ("exactly all candidates", 2, 3, 3, 22, 4, 9),
+    ("fewer candidates than nodes", 3, 2, 2, 16, 4, 10),
+    ("only the root", 2, 2, 2, 1, 4, 11),
+    ("no request", 0, 2, 2, 4),
+    of=Drafted,
 )
 
 
@@ -172,9 +171,11 @@ def build(impl: type[DraftTreeOps], case: Drafted) -> None:
 
 @contract(
     "No node comes without its parent, also where probabilities are 1 or 0 and scores equal the parent's.",
-    tuple(
-        Drafted(f"{width} wide, {num} nodes", 4, width, 4, num, grid=1, seed=num)
-        for width, num in ((2, 5), (3, 7), (3, 4), (4, 12))
+    table(
+        SIZES,
+        *((4, width, 4, num, 1, num) for width, num in ((2, 5), (3, 7), (3, 4), (4, 12))),
+        name="{top_k} wide, {num_draft_tokens} nodes",
+        of=Drafted,
     ),
 )
 def no_orphans(impl: type[DraftTreeOps], case: Drafted) -> None:
@@ -201,9 +202,12 @@ def _way(candidate: object) -> list[int]:
     return way
 
 
-@contract("With one beam the tree is a chain of what was drafted.", (Drafted("chain", 4, 1, 6, 7, seed=3),))
+@contract(
+    "With one beam the tree is a chain of what was drafted.",
+    table(SIZES, ("chain", 4, 1, 6, 7, 4, 3), of=Drafted),
+)
 def one_beam_is_a_chain(impl: type[DraftTreeOps], case: Drafted) -> None:
-    case = replace(case, top_k=1, num_draft_tokens=case.num_steps + 1)
+    case = case.replace(top_k=1, num_draft_tokens=case.num_steps + 1)
     tops = case.tops()
     tree = impl().build(case.root_ids(), draft(impl(), tops), case.num_draft_tokens)
     nodes = torch.arange(case.num_draft_tokens, device=check_device()).expand_as(tree.parents)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
+from shared.conformance.case import Case, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
 from shared.conformance.device import check_device
@@ -16,11 +17,9 @@ from shared.interfaces import DraftTreeOps
 from shared.types import DraftTree
 
 
-@dataclass(frozen=True)
-class Trees:
+class Trees(Case):
     """Random trees of up to num_draft_tokens nodes, over few tokens; what stands in padding is nonsense."""
 
-    name: str
     batch_size: int = 3
     num_draft_tokens: int = 8
     vocab_size: int = 4
@@ -28,7 +27,7 @@ class Trees:
     is_full: bool = False
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if min(self.num_draft_tokens, self.vocab_size) < 1:
             raise ValueError("a tree has a root")
 
@@ -63,18 +62,20 @@ class Trees:
         return linked(*self.nodes(), self.num_draft_tokens)
 
 
-TREES = (
-    Trees("only roots", 3, 1),
-    Trees("two nodes", 4, 2, seed=1),
-    Trees("small", 6, 5, seed=2),
-    Trees("eight", 5, 8, seed=3),
-    Trees("sixteen", 6, 16, seed=4),
-    Trees("seventeen, full", 4, 17, is_full=True, seed=5),
-    Trees("chains", 4, 9, is_chain=True, seed=6),
-    Trees("one long chain", 1, 33, is_chain=True, is_full=True, seed=7),
-    Trees("sixty-four", 3, 64, 3, seed=8),
-    Trees("two tokens", 8, 12, 2, seed=9),
-    Trees("no request", 0, 4),
+TREES = table(
+    "batch_size num_draft_tokens vocab_size is_chain is_full seed",
+    ("only roots", 3, 1),
+    ("two nodes", 4, 2, 4, False, False, 1),
+    ("small", 6, 5, 4, False, False, 2),
+    ("eight", 5, 8, 4, False, False, 3),
+    ("sixteen", 6, 16, 4, False, False, 4),
+    ("seventeen, full", 4, 17, 4, False, True, 5),
+    ("chains", 4, 9, 4, True, False, 6),
+    ("one long chain", 1, 33, 4, True, True, 7),
+    ("sixty-four", 3, 64, 3, False, False, 8),
+    ("two tokens", 8, 12, 2, False, False, 9),
+    ("no request", 0, 4),
+    of=Trees,
 )
 
 
@@ -151,7 +152,7 @@ def _perfect(tree: DraftTree) -> torch.Tensor:
 
 @contract("A draft that is right is accepted to its end.", tuple(case for case in TREES if case.is_chain))
 def perfect_chain(impl: type[DraftTreeOps], case: Trees) -> None:
-    tree = replace(case, is_chain=True).tree()
+    tree = case.replace(is_chain=True).tree()
     targets = _perfect(tree)
     found = impl().accept(tree, targets)
     expect_equal("accepted drafts", found.num_accepted, tree.num_nodes - 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from shared import registry
 from shared.config import EngineConfig
+from shared.conformance.case import Case, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
 from shared.engine.assembly import Assembly, assemble, drafter_class
@@ -38,11 +38,7 @@ PROMPTS = (
 DRAFT_MODELS = {"standalone": "tiny-dense", "eagle3": "tiny-dense-eagle3"}
 
 
-@dataclass(frozen=True)
-class Setting:
-    name: str
-    algorithm: str
-    shape: DraftShape
+class Setting(Case):
     page_size: int = 1
     chunk: int | None = None
     max_new_tokens: int = 16
@@ -59,15 +55,20 @@ class Setting:
         return flags
 
 
-SETTINGS = tuple(
-    Setting(f"{algorithm}, {'/'.join(map(str, shape))}, page {p}, chunk {chunk}", algorithm, shape, p, chunk)
-    for algorithm in ("ngram", "standalone", "eagle3")
-    for shape, p, chunk in (
-        (DraftShape(3, 1, 4), 1, None),
-        (DraftShape(5, 4, 16), 1, 16),
-        (DraftShape(3, 2, 8), 16, None),
-        (DraftShape(1, 4, 5), 4, 12),
-    )
+SETTINGS = table(
+    "algorithm shape page_size chunk",
+    *(
+        (algorithm, *rest)
+        for algorithm in ("ngram", "standalone", "eagle3")
+        for rest in (
+            (DraftShape(3, 1, 4), 1, None),
+            (DraftShape(5, 4, 16), 1, 16),
+            (DraftShape(3, 2, 8), 16, None),
+            (DraftShape(1, 4, 5), 4, 12),
+        )
+    ),
+    name="{algorithm}, {shape}, page {page_size}, chunk {chunk}",
+    of=Setting,
 )
 
 
@@ -174,7 +175,14 @@ def answers_alone(max_new_tokens: int, temperature: float) -> dict[str, list[int
     return answers(world(None, None), max_new_tokens, temperature=temperature)
 
 
-TRAINED = Setting("eagle3, trained", "eagle3", DraftShape(5, 4, 16), page_size=4, chunk=12, max_new_tokens=60)
+TRAINED = Setting(
+    "eagle3, trained",
+    algorithm="eagle3",
+    shape=DraftShape(5, 4, 16),
+    page_size=4,
+    chunk=12,
+    max_new_tokens=60,
+)
 """The built-in head, on what it was trained for: answers that end where they end."""
 
 LOWEST_ACCEPTANCE = 3.0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from shared.conformance.case import EXAMPLE, Case
+from shared.conformance.case import EXAMPLE, Case, grid, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_close, expect_equal, expect_form
 from shared.conformance.device import building, check_device
@@ -18,48 +16,46 @@ from shared.interfaces import Layers, RMSNorm
 EPS = 1e-5
 
 
-@dataclass(frozen=True)
-class Rows:
-    """num_tokens rows; `num_heads` > 0: of so many heads each. `amid_poison`: a view into a larger tensor."""
+class Rows(Case):
+    """num_tokens rows; `num_heads` > 0: of so many heads each."""
 
-    name: str
-    num_tokens: int
-    size: int
-    dtype: torch.dtype
-    num_heads: int = 0
-    amid_poison: bool = True
-    seed: int = 0
+    seed = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.size < 1:
             raise ValueError(f"size must be at least 1, got {self.size}")
 
     def draw(self, inputs: Inputs, size: int | None = None, std: float = 1.0) -> torch.Tensor:
+        """A view into a larger tensor of NaN."""
         size = size or self.size
         x = inputs.normal(self.num_tokens, max(self.num_heads, 1) * size, dtype=self.dtype, std=std)
-        x = amid_poison(x) if self.amid_poison else x
+        x = amid_poison(x)
         return x.view(self.num_tokens, self.num_heads, size) if self.num_heads else x
 
 
-def rows(num_tokens: int, size: int, dtype: torch.dtype, num_heads: int = 0) -> Rows:
-    heads = f", {num_heads} heads" * bool(num_heads)
-    return Rows(f"{num_tokens} x {size}{heads}, {type_name(dtype)}", num_tokens, size, dtype, num_heads)
+def name_of_rows(dtype: torch.dtype, num_tokens: int, size: int, num_heads: int) -> str:
+    return f"{num_tokens} x {size}{f', {num_heads} heads' * bool(num_heads)}, {type_name(dtype)}"
 
 
-ROWS = tuple(
-    rows(num_tokens, size, dtype, num_heads)
-    for dtype in FLOAT_TYPES
-    for num_tokens, size, num_heads in (
-        (1, 1, 0),
-        (5, 63, 0),
-        (2, 127, 0),
-        (3, 128, 7),
-        (2, 129, 0),
-        (130, 80, 3),
-        (4, 1000, 0),
-        (1, 4096, 0),
-        (0, 64, 0),
-    )
+ROWS = table(
+    "dtype num_tokens size num_heads",
+    *(
+        (dtype, *sizes)
+        for dtype in FLOAT_TYPES
+        for sizes in (
+            (1, 1, 0),
+            (5, 63, 0),
+            (2, 127, 0),
+            (3, 128, 7),
+            (2, 129, 0),
+            (130, 80, 3),
+            (4, 1000, 0),
+            (1, 4096, 0),
+            (0, 64, 0),
+        )
+    ),
+    name=name_of_rows,
+    of=Rows,
 )
 
 
@@ -89,22 +85,11 @@ def rms_norm(impl: Layers, case: Rows) -> None:
     expect_close("y", y, rms_norm64(x, weight), tolerance("norm", case.dtype))
 
 
-@dataclass(frozen=True)
-class Magnitude:
-    name: str
-    value: float
-    dtype: torch.dtype
-
-
 @contract(
     "RMSNorm takes the mean in float32 (a square of 30000 is no float16), and adds eps before the root.",
-    tuple(
-        Magnitude(f"{value:g}, {type_name(dtype)}", value, dtype)
-        for dtype in FLOAT_TYPES
-        for value in (3e4, 256.0, 1e-2, 3e-3, 1e-3, 0.0)
-    ),
+    grid("{value:g}, {dtype}", dtype=FLOAT_TYPES, value=(3e4, 256.0, 1e-2, 3e-3, 1e-3, 0.0)),
 )
-def rms_norm_magnitudes(impl: Layers, case: Magnitude) -> None:
+def rms_norm_magnitudes(impl: Layers, case: Case) -> None:
     inputs = Inputs(0)
     x = case.value * inputs.normal(3, 96)
     x[0] = case.value
@@ -153,9 +138,9 @@ def silu_and_mul(impl: Layers, case: Rows) -> None:
 
 @contract(
     "silu overflows nowhere: it is 0 far on the left and the gate itself far on the right.",
-    tuple(Magnitude(f"{v:g}, {type_name(t)}", v, t) for t in FLOAT_TYPES for v in (20.0, 90.0, 1e4)),
+    grid("{value:g}, {dtype}", dtype=FLOAT_TYPES, value=(20.0, 90.0, 1e4)),
 )
-def silu_extremes(impl: Layers, case: Magnitude) -> None:
+def silu_extremes(impl: Layers, case: Case) -> None:
     gate_up = torch.tensor([[-case.value, case.value, 0.0, 1.0, 2.0, 3.0]], dtype=case.dtype)
     with building(case.dtype):
         act_fn = impl.SiluAndMul()

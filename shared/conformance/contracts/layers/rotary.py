@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from shared.config import RopeConfig
-from shared.conformance.case import EXAMPLE, Case
+from shared.conformance.case import EXAMPLE, Case, grid, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_close, expect_equal, expect_form, expect_true
 from shared.conformance.device import building, check_device
-from shared.conformance.inputs import FLOAT_TYPES, Inputs, type_name
+from shared.conformance.inputs import FLOAT_TYPES, Inputs
 from shared.conformance.poison import amid_poison, run_poisoned
 from shared.conformance.tolerance import tolerance
 from shared.interfaces import Layers, RotaryEmbedding
@@ -31,19 +31,12 @@ ROPES = {
 """Without a rotary_dim: the case has it."""
 
 
-@dataclass(frozen=True)
-class Heads:
-    name: str
-    rope: str
-    head_dim: int
-    rotary_dim: int
-    num_qo_heads: int
-    num_kv_heads: int
-    dtype: torch.dtype
+class Heads(Case):
     positions: tuple[int, ...] = (0, 3, 1023, 3, 255, 256, 257, 100, 63)
-    seed: int = 0
+    dtype = torch.float32
+    seed = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
             raise ValueError(f"rotary_dim {self.rotary_dim} does not suit head_dim {self.head_dim}")
         if self.num_qo_heads < 1 or self.num_kv_heads < 1:
@@ -57,26 +50,34 @@ class Heads:
         return amid_poison(x).view(len(self.positions), num_heads, self.head_dim)
 
 
-def heads(
-    rope: str, head_dim: int, rotary_dim: int, qo: int, kv: int, dtype: torch.dtype, **fields: tuple[int, ...]
-) -> Heads:
-    name = f"{rope}, {rotary_dim} of {head_dim}, {qo}:{kv} heads, {type_name(dtype)}"
-    return Heads(name, rope, head_dim, rotary_dim, qo, kv, dtype, **fields)
+NAME_OF_HEADS = "{rope}, {rotary_dim} of {head_dim}, {num_qo_heads}:{num_kv_heads} heads, {dtype}"
+SHAPE = "dtype rope head_dim rotary_dim num_qo_heads num_kv_heads"
 
 
-SHAPES = tuple(
-    heads("default", head_dim, rotary_dim, qo, kv, dtype)
-    for dtype in FLOAT_TYPES
-    for head_dim, rotary_dim, qo, kv in (
-        (64, 64, 1, 1),
-        (80, 80, 7, 1),
-        (128, 128, 6, 2),
-        (80, 20, 5, 5),
-        (96, 4, 9, 3),
-        (16, 2, 2, 1),
-    )
+def heads(rope: str, head_dim: int, num_qo_heads: int, num_kv_heads: int, **fields: Any) -> Heads:
+    """In float32; all dimensions rotate."""
+    row = (torch.float32, rope, head_dim, head_dim, num_qo_heads, num_kv_heads)
+    return table(SHAPE, row, name=NAME_OF_HEADS, of=Heads, **fields)[0]
+
+
+SHAPES = table(
+    SHAPE,
+    *(
+        (dtype, "default", *sizes)
+        for dtype in FLOAT_TYPES
+        for sizes in (
+            (64, 64, 1, 1),
+            (80, 80, 7, 1),
+            (128, 128, 6, 2),
+            (80, 20, 5, 5),
+            (96, 4, 9, 3),
+            (16, 2, 2, 1),
+        )
+    ),
+    name=NAME_OF_HEADS,
+    of=Heads,
 )
-SCALINGS = tuple(heads(rope, 64, 64, 6, 2, torch.float32) for rope in ROPES)
+SCALINGS = tuple(heads(rope, 64, 6, 2) for rope in ROPES)
 
 
 def make_rotary(impl: Layers, case: Heads, context_len: int = CONTEXT_LEN) -> RotaryEmbedding:
@@ -139,7 +140,7 @@ def slices(impl: Layers, case: Heads) -> None:
 
 @contract(
     "No tokens: nothing comes back.",
-    tuple(heads(rope, 64, 64, 4, 2, torch.float32, positions=()) for rope in ROPES),
+    tuple(heads(rope, 64, 4, 2, positions=()) for rope in ROPES),
 )
 def no_tokens(impl: Layers, case: Heads) -> None:
     expect_rotated(impl, case)
@@ -148,7 +149,7 @@ def no_tokens(impl: Layers, case: Heads) -> None:
 @contract("Angles are float32, also far out: in a half type position 100,001 would be 100,000.", EXAMPLE)
 def far_positions(impl: Layers, case: Case) -> None:
     positions = (100_000, 100_001, 131_071, 65_537, 0)
-    far = heads("llama3", 64, 64, 2, 1, torch.float32, positions=positions)
+    far = heads("llama3", 64, 2, 1, positions=positions)
     expect_rotated(impl, far, "rotary, far", context_len=131_072)
 
 
@@ -164,7 +165,7 @@ def position_zero(impl: Layers, case: Heads) -> None:
 
 @contract("q·k depends on the distance of the two positions only.", EXAMPLE)
 def distance_only(impl: Layers, case: Case) -> None:
-    shape = heads("default", 32, 32, 1, 1, torch.float32)
+    shape = heads("default", 32, 1, 1)
     inputs = Inputs(0)
     q, k = inputs.normal(1, 1, 32).expand(2, -1, -1), inputs.normal(1, 1, 32).expand(2, -1, -1)
     rotary_emb = make_rotary(impl, shape)
@@ -177,21 +178,18 @@ def distance_only(impl: Layers, case: Case) -> None:
     expect_true("the distance of 12 matters", abs(float(scores[0]) - unrotated) > 0.1, float(scores[0]))
 
 
-@dataclass(frozen=True)
-class Steps:
-    name: str
-    rope: str
-    steps: tuple[tuple[int, ...], ...]
-    seed: int = field(default=0)
-
-
 @contract(
     "A token's angles depend on its own position alone: neither on its mates in the step nor on earlier "
     "steps, though one object serves them all.",
-    tuple(Steps(rope, rope, ((0, 255, 7), (10, 900), (300,), (10, 256, 7), (1023,), (7,))) for rope in ROPES),
+    grid(
+        "{rope}",
+        rope=list(ROPES),
+        steps=[((0, 255, 7), (10, 900), (300,), (10, 256, 7), (1023,), (7,))],
+        seed=0,
+    ),
 )
-def own_position_alone(impl: Layers, case: Steps) -> None:
-    shape = heads(case.rope, 64, 64, 2, 1, torch.float32)
+def own_position_alone(impl: Layers, case: Case) -> None:
+    shape = heads(case.rope, 64, 2, 1)
     rotary_emb = make_rotary(impl, shape)
     inputs = Inputs(case.seed)
     for number, step in enumerate(case.steps):

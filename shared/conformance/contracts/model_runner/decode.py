@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shared import registry
 from shared.config import EngineConfig
+from shared.conformance.case import Case
 from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_close, expect_equal, expect_form, expect_true
 from shared.conformance.contracts.model_runner.forward import CONFIG, model_for
@@ -27,13 +27,10 @@ MAX_LEN = 256
 NUM_TOKEN_IDS = 300  # of a head of 331 rows
 
 
-@dataclass(frozen=True)
-class Decoding:
+class Decoding(Case):
     """Requests that have a prompt, then steps that decode so many of them, others each time. `sizes`: those
     captured, where graphs are used at all; `max_tokens`: of a captured prefill step."""
 
-    name: str
-    batch_sizes: tuple[int, ...]
     sizes: tuple[int, ...] = (1, 2, 4, 8)
     page_size: int = 1
     max_tokens: int = 64
@@ -41,7 +38,7 @@ class Decoding:
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not self.batch_sizes or not self.sizes or min(self.batch_sizes + self.sizes) < 1:
             raise ValueError("a step has a request, a graph a size")
         if self.page_size < 1 or len(self.batch_sizes) > MAX_LEN // 4:
@@ -70,12 +67,12 @@ class Decoding:
 
 EVERY_SIZE = (9, 1, 8, 2, 9, 7, 3, 6, 4, 5, 1, 8, 9)
 CASES = (
-    Decoding("one request", (1, 1)),
-    Decoding("every size, up and down", EVERY_SIZE),
-    Decoding("every size, pages of 16", EVERY_SIZE, page_size=16),
-    Decoding("sizes far apart", (6, 2, 5, 1, 7), sizes=(3, 6)),
-    Decoding("windows", (5, 2, 3), config="qwen3-layer-types"),
-    Decoding("bfloat16", EVERY_SIZE, dtype=torch.bfloat16),
+    Decoding("one request", batch_sizes=(1, 1)),
+    Decoding("every size, up and down", batch_sizes=EVERY_SIZE),
+    Decoding("every size, pages of 16", batch_sizes=EVERY_SIZE, page_size=16),
+    Decoding("sizes far apart", batch_sizes=(6, 2, 5, 1, 7), sizes=(3, 6)),
+    Decoding("windows", batch_sizes=(5, 2, 3), config="qwen3-layer-types"),
+    Decoding("bfloat16", batch_sizes=EVERY_SIZE, dtype=torch.bfloat16),
 )
 
 
@@ -171,14 +168,13 @@ def requests(kind: str, bs: int, dice: random.Random) -> list[Req]:
     ]
 
 
-@dataclass(frozen=True)
 class Sampling(Decoding):
     """Each step samples in one of these ways, in turn."""
 
     kinds: tuple[str, ...] = tuple(KINDS)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         if not self.kinds or not set(self.kinds) <= set(KINDS):
             raise ValueError(f"kinds are {', '.join(KINDS)}")
 
@@ -187,11 +183,15 @@ class Sampling(Decoding):
     "forward_and_sample gives the tokens that the sampler gives for its logits, cut to the ids that have a "
     "token; with the requests' parameters of this step. What it gave is not touched by later steps.",
     (
-        Sampling("greedy", (3, 8, 1, 9, 2), kinds=("greedy",)),
-        Sampling("temperatures that change", (4, 4, 2, 3, 9, 1), kinds=("temperature",)),
-        Sampling("filters that change", (4, 4, 2, 3, 9, 1), kinds=("filters",)),
-        Sampling("all ways in turn", (5, 3, 8, 9, 1, 6, 2, 4) * 2),
-        Sampling("from large to small", (9, 8, 7, 6, 5, 4, 3, 2, 1), kinds=("mixed", "greedy", "filters")),
+        Sampling("greedy", batch_sizes=(3, 8, 1, 9, 2), kinds=("greedy",)),
+        Sampling("temperatures that change", batch_sizes=(4, 4, 2, 3, 9, 1), kinds=("temperature",)),
+        Sampling("filters that change", batch_sizes=(4, 4, 2, 3, 9, 1), kinds=("filters",)),
+        Sampling("all ways in turn", batch_sizes=(5, 3, 8, 9, 1, 6, 2, 4) * 2),
+        Sampling(
+            "from large to small",
+            batch_sizes=(9, 8, 7, 6, 5, 4, 3, 2, 1),
+            kinds=("mixed", "greedy", "filters"),
+        ),
     ),
 )
 def sampled_tokens(impl: type[ModelRunner], case: Sampling) -> None:

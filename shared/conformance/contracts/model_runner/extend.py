@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from shared.interfaces import ModelRunner
 from shared.types import ForwardBatch, ForwardMode
 
 
-@dataclass(frozen=True)
 class Extending(Decoding):
     """Prefill steps of `token_counts` new tokens, divided at random; every third is mixed. After each, a
     decode step, which reads the KV that was written."""
@@ -27,8 +25,8 @@ class Extending(Decoding):
     capture_hidden: tuple[int, ...] | None = None
     is_mixed: bool = False  # in each step half of the requests may decode
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         if not self.token_counts or min(self.token_counts) < 1:
             raise ValueError("a step has a token")
 
@@ -67,16 +65,18 @@ class Extending(Decoding):
 
 EDGES = (64, 1, 33, 16, 65, 17, 63, 32, 15, 48, 2, 31)
 CASES = (
-    Extending("one prompt", (1,), token_counts=(40,)),
-    Extending("around every size, up and down", (9,), token_counts=EDGES),
-    Extending("pages of 16", (9,), token_counts=EDGES, page_size=16),
-    Extending("windows", (5,), token_counts=(20, 7, 70), config="qwen3-layer-types"),
-    Extending("experts", (5,), token_counts=(20, 7, 40), config="mixtral"),
-    Extending("hidden states", (5,), token_counts=(40, 7, 16), capture_hidden=()),
-    Extending("hidden states of layers", (5,), token_counts=(40, 7, 16, 64, 70), capture_hidden=(2, 0)),
-    Extending("bfloat16", (9,), token_counts=EDGES, dtype=torch.bfloat16),
+    Extending("one prompt", batch_sizes=(1,), token_counts=(40,)),
+    Extending("around every size, up and down", batch_sizes=(9,), token_counts=EDGES),
+    Extending("pages of 16", batch_sizes=(9,), token_counts=EDGES, page_size=16),
+    Extending("windows", batch_sizes=(5,), token_counts=(20, 7, 70), config="qwen3-layer-types"),
+    Extending("experts", batch_sizes=(5,), token_counts=(20, 7, 40), config="mixtral"),
+    Extending("hidden states", batch_sizes=(5,), token_counts=(40, 7, 16), capture_hidden=()),
+    Extending(
+        "hidden states of layers", batch_sizes=(5,), token_counts=(40, 7, 16, 64, 70), capture_hidden=(2, 0)
+    ),
+    Extending("bfloat16", batch_sizes=(9,), token_counts=EDGES, dtype=torch.bfloat16),
     *(
-        Extending(f"mixed, {name}", (9,), token_counts=(30, *EDGES), is_mixed=True, **options)
+        Extending(f"mixed, {name}", batch_sizes=(9,), token_counts=(30, *EDGES), is_mixed=True, **options)
         for name, options in {
             "float32": {},
             "bfloat16": {"dtype": torch.bfloat16},

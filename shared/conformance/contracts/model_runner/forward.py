@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from shared import registry
 from shared.config import ModelConfig
-from shared.conformance.case import EXAMPLE, Case
+from shared.conformance.case import EXAMPLE, Case, table
 from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_close, expect_equal, expect_form, expect_true
 from shared.conformance.configs import CONFIGS
@@ -42,18 +40,15 @@ class RunnerSession(ModelSession):
         return run_poisoned(self.runner.forward, batch)
 
 
-@dataclass(frozen=True)
-class Steps:
+class Steps(Case):
     """Each step: its mode, and how many new tokens it has for each request (0: the request sits out)."""
 
-    name: str
-    steps: tuple[tuple[str, tuple[int, ...]], ...]
     config: str = CONFIG
     page_size: int = 1
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.page_size < 1 or not self.steps or any(len(step) != 2 for step in self.steps):
             raise ValueError("a step is a mode and numbers of tokens")
         for mode, lens in self.steps:
@@ -84,13 +79,13 @@ SCHEDULE = (
     ("decode", (1, 1, 1)),
 )
 STEPS = (
-    Steps("one token", (("extend", (1,)),)),
-    Steps("one prompt", (("extend", (100,)),)),
-    Steps("a schedule", SCHEDULE),
-    Steps("a schedule, pages of 16", SCHEDULE, page_size=16),
-    Steps("a schedule, windows", SCHEDULE, config="qwen3-layer-types"),
-    Steps("a schedule, experts", SCHEDULE, config="mixtral"),
-    *(Steps(f"a schedule, {type_name(t)}", SCHEDULE, dtype=t) for t in HALF_TYPES),
+    Steps("one token", steps=(("extend", (1,)),)),
+    Steps("one prompt", steps=(("extend", (100,)),)),
+    Steps("a schedule", steps=SCHEDULE),
+    Steps("a schedule, pages of 16", steps=SCHEDULE, page_size=16),
+    Steps("a schedule, windows", steps=SCHEDULE, config="qwen3-layer-types"),
+    Steps("a schedule, experts", steps=SCHEDULE, config="mixtral"),
+    *(Steps(f"a schedule, {type_name(t)}", steps=SCHEDULE, dtype=t) for t in HALF_TYPES),
 )
 
 
@@ -124,19 +119,14 @@ def rows_belong_to_requests(impl: type[ModelRunner], case: Steps) -> None:
         expect_close(f"step {number}", logits, expected, LOGITS)
 
 
-@dataclass(frozen=True)
-class PromptLogprobs:
+class PromptLogprobs(Case):
     """Prompts of these lengths; of each the log-probabilities of its tokens from `start` on. The head has 331
     rows, the first `num_token_ids` of them have a token."""
 
-    name: str
-    lens: tuple[int, ...]
-    start: int
-    num_top: int
     seed: int = 0
     num_token_ids: int = 331
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not self.lens or 0 in self.lens or not any(n > self.start + 1 for n in self.lens):
             raise ValueError("there is nothing to compute")
 
@@ -144,12 +134,14 @@ class PromptLogprobs:
 @contract(
     "Prompt log-probabilities are log softmax of the raw logits of the ids that have a token: row r says how "
     "likely its id was to follow row r's token. The best come first, as many as asked for.",
-    (
-        PromptLogprobs("one prompt", (40,), 0, 3),
-        PromptLogprobs("no alternatives", (40, 9), 0, 0),
-        PromptLogprobs("a head with padding rows", (40, 9), 0, 3, num_token_ids=100),
-        PromptLogprobs("some rows of some requests", (30, 2, 50, 1), 7, 1),
-        PromptLogprobs("more rows than a large vocabulary would allow at once", (250, 3, 250, 129, 80), 0, 5),
+    table(
+        "lens start num_top num_token_ids",
+        ("one prompt", (40,), 0, 3),
+        ("no alternatives", (40, 9), 0, 0),
+        ("a head with padding rows", (40, 9), 0, 3, 100),
+        ("some rows of some requests", (30, 2, 50, 1), 7, 1),
+        ("more rows than a large vocabulary would allow at once", (250, 3, 250, 129, 80), 0, 5),
+        of=PromptLogprobs,
     ),
 )
 def input_logprobs(impl: type[ModelRunner], case: PromptLogprobs) -> None:
@@ -189,16 +181,13 @@ def input_logprobs(impl: type[ModelRunner], case: PromptLogprobs) -> None:
     expect_equal("distinct top_ids", num_distinct, [case.num_top] * len(rows))
 
 
-@dataclass(frozen=True)
-class Trees:
+class Trees(Case):
     """Requests: how long the prefix is, and of the tree drafted after it each node's parent (-1: the
     prefix)."""
 
-    name: str
-    requests: tuple[tuple[int, tuple[int, ...]], ...]
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not self.requests or any(len(request) != 2 for request in self.requests):
             raise ValueError("a request has a prefix and a tree")
         for prefix_len, parents in self.requests:
@@ -214,10 +203,10 @@ def path_to(parents: tuple[int, ...], node: int) -> list[int]:
 @contract(
     "TARGET_VERIFY: logits of every token, in order, each as if its own branch were the whole text.",
     (
-        Trees("a chain", ((9, (-1, 0, 1, 2)),)),
-        Trees("a tree", ((20, (-1, 0, 0, 1, 2, 2, 4)),)),
-        Trees("two trees and a node", ((33, (-1, 0, 0, 1)), (5, (-1,)), (1, (-1, 0, 1, 1, 0)))),
-        Trees("siblings at the root", ((12, (-1, -1, 1)), (7, (-1, -1, -1)))),
+        Trees("a chain", requests=((9, (-1, 0, 1, 2)),)),
+        Trees("a tree", requests=((20, (-1, 0, 0, 1, 2, 2, 4)),)),
+        Trees("two trees and a node", requests=((33, (-1, 0, 0, 1)), (5, (-1,)), (1, (-1, 0, 1, 1, 0)))),
+        Trees("siblings at the root", requests=((12, (-1, -1, 1)), (7, (-1, -1, -1)))),
     ),
 )
 def verify_logits(impl: type[ModelRunner], case: Trees) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from shared.types import ForwardBatch, ForwardMode, Req
 NUM_NODES = 6
 
 
-@dataclass(frozen=True)
 class Verifying(Decoding):
     """Steps that each verify a tree for so many requests; every third one decodes instead. `top_k` 1: it is a
     chain."""
@@ -74,12 +72,12 @@ class Verifying(Decoding):
 
 SIZES = (5, 1, 4, 2, 3, 5, 3, 1, 4)
 CASES = (
-    Verifying("trees", SIZES, sizes=(1, 2, 4)),
-    Verifying("chains", SIZES, sizes=(1, 2, 4), top_k=1),
-    Verifying("trees, pages of 16", SIZES, sizes=(2, 3), page_size=16),
-    Verifying("trees of another size", SIZES[:4], sizes=(1, 2, 4), num_nodes=4),
-    Verifying("chains, windows", SIZES[:4], sizes=(1, 2, 4), top_k=1, config="qwen3-layer-types"),
-    Verifying("trees, bfloat16", SIZES, sizes=(1, 2, 4), dtype=torch.bfloat16),
+    Verifying("trees", batch_sizes=SIZES, sizes=(1, 2, 4)),
+    Verifying("chains", batch_sizes=SIZES, sizes=(1, 2, 4), top_k=1),
+    Verifying("trees, pages of 16", batch_sizes=SIZES, sizes=(2, 3), page_size=16),
+    Verifying("trees of another size", batch_sizes=SIZES[:4], sizes=(1, 2, 4), num_nodes=4),
+    Verifying("chains, windows", batch_sizes=SIZES[:4], sizes=(1, 2, 4), top_k=1, config="qwen3-layer-types"),
+    Verifying("trees, bfloat16", batch_sizes=SIZES, sizes=(1, 2, 4), dtype=torch.bfloat16),
 )
 
 

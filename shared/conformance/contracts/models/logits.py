@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shared import registry
 from shared.config import ModelConfig
-from shared.conformance.case import EXAMPLE, Case
+from shared.conformance.case import EXAMPLE, Case, grid
 from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_close, expect_equal, expect_form, expect_true
 from shared.conformance.configs import CONFIGS
 from shared.conformance.device import building
-from shared.conformance.inputs import HALF_TYPES, Inputs, type_name
+from shared.conformance.inputs import FLOAT_TYPES, HALF_TYPES, Inputs
 from shared.conformance.model_session import ModelSession
 from shared.conformance.poison import run_poisoned
 from shared.conformance.tolerance import EXACT, tolerance
@@ -25,21 +24,17 @@ Models = Any
 """A module (or namespace) with `model_class(architecture)`, and perhaps `LAYERS`, a choice of layers."""
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(Case):
     """A family's small model with random weights, and random tokens: a prompt, cut into chunks of these
     lengths and the rest, then so many tokens one by one."""
 
-    name: str
-    config: str
-    num_prompt: int
     chunks: tuple[int, ...] = ()
     num_decode: int = 0
     page_size: int = 1
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if sum(self.chunks) >= self.num_prompt or 0 in self.chunks:
             raise ValueError(f"chunks {self.chunks} do not cut a prompt of {self.num_prompt} tokens")
 
@@ -55,7 +50,8 @@ class Text:
 
 
 def texts(num_prompt: int, chunks: tuple[int, ...] = (), num_decode: int = 0) -> tuple[Text, ...]:
-    return tuple(Text(config, config, num_prompt, chunks, num_decode) for config in CONFIGS)
+    lens = {"num_prompt": num_prompt, "num_decode": num_decode}
+    return grid("{config}", of=Text, config=list(CONFIGS), chunks=[chunks], **lens)
 
 
 def make_model(
@@ -94,7 +90,7 @@ def expect_same_logits(impl: Models, case: Text, reference: Models) -> None:
 
 DECODED = (
     *texts(60, num_decode=6),  # across position 64, where most trained lengths end
-    Text("llama-dynamic, across 48", "llama-dynamic", 45, (), 6),
+    Text("llama-dynamic, across 48", config="llama-dynamic", num_prompt=45, chunks=(), num_decode=6),
 )
 
 
@@ -117,10 +113,15 @@ def decode(impl: Models, case: Text, reference: Models) -> None:
 
 @agreement(
     "In a half type logits are float32 still, and close to those of exact arithmetic.",
-    tuple(
-        Text(f"{config}, {type_name(dtype)}", config, 40, (17,), 3, 4, dtype)
-        for config in ("llama-biases", "llama-llama3", "mistral-window", "qwen2-yarn", "qwen3-layer-types")
-        for dtype in HALF_TYPES
+    grid(
+        "{config}, {dtype}",
+        of=Text,
+        config=("llama-biases", "llama-llama3", "mistral-window", "qwen2-yarn", "qwen3-layer-types"),
+        dtype=HALF_TYPES,
+        num_prompt=40,
+        chunks=[(17,)],
+        num_decode=3,
+        page_size=4,
     ),
 )
 def half_types(impl: Models, case: Text, reference: Models) -> None:
@@ -210,33 +211,38 @@ def embeddings(impl: Models, case: Text) -> None:
         expect_close("in a square", model.embed(ids.view(3, 3)), captured[0].view(3, 3, -1), EXACT)
 
 
-@dataclass(frozen=True)
-class Mates:
+class Mates(Case):
     """Requests: how long the prompt is, and its first chunk."""
 
-    name: str
-    config: str
     requests: tuple[tuple[int, int], ...] = ((80, 50), (1, 1), (37, 36))
     page_size: int = 1
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not self.requests or any(len(request) != 2 or min(request) < 1 for request in self.requests):
             raise ValueError("a request has a prompt and a first chunk")
 
     def texts(self) -> list[Text]:
         return [
-            Text("", self.config, n, (chunk,) if chunk < n else (), 2, seed=self.seed + i)
+            Text(
+                "",
+                config=self.config,
+                num_prompt=n,
+                chunks=(chunk,)[: chunk < n],
+                num_decode=2,
+                seed=self.seed + i,
+            )
             for i, (n, chunk) in enumerate(self.requests)
         ]
 
 
 @contract(
     "A request's logits do not depend on its batch-mates, whether they extend or decode beside it.",
-    tuple(
-        Mates(f"{config}, page {page_size}", config, page_size=page_size)
-        for config in ("llama-llama3", "llama-dynamic", "qwen3-layer-types", "qwen3-moe", "mixtral")
-        for page_size in (1, 4)
+    grid(
+        "{config}, page {page_size}",
+        of=Mates,
+        config=("llama-llama3", "llama-dynamic", "qwen3-layer-types", "qwen3-moe", "mixtral"),
+        page_size=(1, 4),
     ),
 )
 def batch_mates(impl: Models, case: Mates) -> None:
@@ -256,9 +262,11 @@ def batch_mates(impl: Models, case: Mates) -> None:
 
 @contract(
     "A model holds no state of requests: two sessions that take turns give what each gives alone.",
-    tuple(
-        Mates(config, config, ((40, 21), (33, 5)))
-        for config in ("llama-dynamic", "mistral-window", "qwen3-moe")
+    grid(
+        "{config}",
+        of=Mates,
+        config=("llama-dynamic", "mistral-window", "qwen3-moe"),
+        requests=[((40, 21), (33, 5))],
     ),
 )
 def turns(impl: Models, case: Mates) -> None:
@@ -276,24 +284,16 @@ def turns(impl: Models, case: Mates) -> None:
         expect_close(f"session {i}", torch.cat(found[i]), logits, tolerance("logits", torch.float32))
 
 
-@dataclass(frozen=True)
-class Head:
-    name: str
-    config: str
-    num_rows: int
-    dtype: torch.dtype = torch.float32
-
-
 @contract(
     "compute_logits: float32 [n, vocab_size], the product with the head, which may be the embedding.",
-    tuple(
-        Head(f"{config}, {n} rows, {type_name(dtype)}", config, n, dtype)
-        for config in ("llama-llama3", "llama-linear")
-        for dtype in (torch.float32, *HALF_TYPES)
-        for n in (0, 1, 63)
+    grid(
+        "{config}, {num_rows} rows, {dtype}",
+        config=("llama-llama3", "llama-linear"),
+        dtype=FLOAT_TYPES,
+        num_rows=(0, 1, 63),
     ),
 )
-def head(impl: Models, case: Head) -> None:
+def head(impl: Models, case: Case) -> None:
     config = ModelConfig.from_dict(CONFIGS[case.config])
     model = make_model(impl, config, case.dtype)
     hidden_states = Inputs(0).normal(case.num_rows, config.hidden_size, dtype=case.dtype)

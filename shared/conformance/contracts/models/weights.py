@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -23,15 +22,12 @@ from shared.loading.weights import dummy_weights
 NORM = "model.norm.weight"
 
 
-@dataclass(frozen=True)
-class Family:
-    name: str
-
+class Family(Case):
     def model_config(self) -> ModelConfig:
         return ModelConfig.from_dict(CONFIGS[self.name])
 
     def text(self) -> Text:
-        return Text(self.name, self.name, 20)
+        return Text(self.name, config=self.name, num_prompt=20)
 
 
 FAMILIES = tuple(Family(name) for name in CONFIGS)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from shared.config import MoEConfig
-from shared.conformance.case import EXAMPLE, Case
+from shared.conformance.case import EXAMPLE, Case, grid, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_close, expect_equal, expect_form
 from shared.conformance.contracts.moe.routing import ROUTINGS, Routing, biased, make_moe, route_all64
@@ -19,21 +19,12 @@ from shared.interfaces import FusedExperts, MoE, TopKOutput
 from shared.interfaces.layers import MergedLinear
 
 
-@dataclass(frozen=True)
-class Experts:
+class Experts(Case):
     """Tokens choose among the first `num_used` experts; the others hold NaN."""
 
-    name: str
-    num_tokens: int
-    num_experts: int
-    num_used: int
-    num_chosen: int
-    hidden_size: int
-    intermediate_size: int
-    dtype: torch.dtype
-    seed: int = 0
+    seed = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not 1 <= self.num_chosen <= self.num_used <= self.num_experts:
             raise ValueError("1 <= num_chosen <= num_used <= num_experts")
         if min(self.hidden_size, self.intermediate_size) < 1:
@@ -53,24 +44,33 @@ class Experts:
         return TopKOutput(inputs.uniform(self.num_tokens, self.num_chosen), ids.to(torch.int32))
 
 
-def experts(dtype: torch.dtype, *sizes: int) -> Experts:
-    num_tokens, num_experts, num_used, num_chosen, hidden, intermediate = sizes
-    name = f"{num_tokens} tokens, {num_chosen} of {num_experts} experts, {num_experts - num_used} empty"
-    return Experts(f"{name}, {hidden}-{intermediate}, {type_name(dtype)}", *sizes, dtype)
+SIZES = "num_tokens num_experts num_used num_chosen hidden_size intermediate_size dtype"
 
 
-EXPERTS = tuple(
-    experts(dtype, *sizes)
-    for dtype in FLOAT_TYPES
-    for sizes in (
-        (1, 5, 5, 2, 33, 20),
-        (13, 5, 4, 3, 64, 63),
-        (40, 9, 1, 1, 48, 24),
-        (3, 64, 60, 8, 127, 33),
-        (130, 8, 3, 2, 128, 129),
-        (65, 1, 1, 1, 16, 1),
-        (0, 5, 5, 2, 32, 16),
-    )
+def name_of_experts(num_experts: int, num_used: int, dtype: torch.dtype, **sizes: int) -> str:
+    return (
+        "{num_tokens} tokens, {num_chosen} of {num_experts} experts, {num_empty} empty, "
+        "{hidden_size}-{intermediate_size}, {dtype}"
+    ).format(num_experts=num_experts, num_empty=num_experts - num_used, dtype=type_name(dtype), **sizes)
+
+
+EXPERTS = table(
+    SIZES,
+    *(
+        (*sizes, dtype)
+        for dtype in FLOAT_TYPES
+        for sizes in (
+            (1, 5, 5, 2, 33, 20),
+            (13, 5, 4, 3, 64, 63),
+            (40, 9, 1, 1, 48, 24),
+            (3, 64, 60, 8, 127, 33),
+            (130, 8, 3, 2, 128, 129),
+            (65, 1, 1, 1, 16, 1),
+            (0, 5, 5, 2, 32, 16),
+        )
+    ),
+    name=name_of_experts,
+    of=Experts,
 )
 
 
@@ -110,10 +110,11 @@ def fused_experts(impl: type[MoE], case: Experts) -> None:
 
 @contract(
     "An id of -1 contributes nothing, whatever its weight; a token of nothing else gets zeros.",
-    tuple(
-        Experts(f"{n} tokens, {type_name(dtype)}", n, 5, 4, 2, 40, 24, dtype)
-        for dtype in FLOAT_TYPES
-        for n in (3, 9, 70)
+    table(
+        SIZES,
+        *((n, 5, 4, 2, 40, 24, dtype) for dtype in FLOAT_TYPES for n in (3, 9, 70)),
+        name="{num_tokens} tokens, {dtype}",
+        of=Experts,
     ),
 )
 def padding(impl: type[MoE], case: Experts) -> None:
@@ -147,10 +148,11 @@ def one_expert(impl: type[MoE], case: Experts) -> None:
 
 @contract(
     "Weights multiply in float32: some fit no half type.",
-    tuple(
-        Experts(f"{n} tokens, {type_name(dtype)}", n, 6, 6, 3, 64, 32, dtype)
-        for dtype in FLOAT_TYPES
-        for n in (1, 20)
+    table(
+        SIZES,
+        *((n, 6, 6, 3, 64, 32, dtype) for dtype in FLOAT_TYPES for n in (1, 20)),
+        name="{num_tokens} tokens, {dtype}",
+        of=Experts,
     ),
 )
 def weights_in_float32(impl: type[MoE], case: Experts) -> None:
@@ -171,7 +173,7 @@ def weights_in_float32(impl: type[MoE], case: Experts) -> None:
 @contract("Tokens do not touch each other: one of NaN leaves the others as they are.", EXAMPLE)
 def tokens_are_independent(impl: type[MoE], case: Case) -> None:
     inputs = Inputs(0)
-    shape = Experts("", 12, 5, 5, 2, 40, 24, torch.float32)
+    (shape,) = table(SIZES, ("", 12, 5, 5, 2, 40, 24, torch.float32), of=Experts)
     module, topk = shape.make(impl, inputs), shape.topk(inputs)
     x = inputs.normal(12, 40)
     poison_(x[4])
@@ -179,17 +181,14 @@ def tokens_are_independent(impl: type[MoE], case: Case) -> None:
     expect_close("y", y, experts64(x, topk, module.w13, module.w2), tolerance("moe", torch.float32))
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(Case):
     """A whole layer. Half types choose all experts: a rounded logit must not change who is chosen."""
 
-    name: str
-    routing: Routing
-    shared_intermediate_size: int = 0
-    shared_expert_gate: bool = False
-    dtype: torch.dtype = torch.float32
-    hidden_size: int = 40
-    seed: int = 0
+    shared_intermediate_size = 0
+    shared_expert_gate = False
+    dtype = torch.float32
+    hidden_size = 40
+    seed = 0
 
     def config(self) -> MoEConfig:
         return replace(
@@ -201,22 +200,25 @@ class Layer:
 
 ALL = Routing("all", num_experts_per_tok=7, norm_topk_prob=True, num_tokens=33)
 LAYERS = (
-    *(Layer(f"{routing.name}", routing) for routing in ROUTINGS if routing.num_experts <= 12),
-    *(
-        Layer(f"{routing.name}, shared experts{', gated' * gate}", routing, 11, gate)
-        for routing in (ROUTINGS[1], biased("biased"))
-        for gate in (False, True)
+    *(Layer(routing.name, routing=routing) for routing in ROUTINGS if routing.num_experts <= 12),
+    *grid(
+        lambda routing, shared_expert_gate, **_: (
+            f"{routing.name}, shared experts{', gated' * shared_expert_gate}"
+        ),
+        of=Layer,
+        routing=(ROUTINGS[1], biased("biased")),
+        shared_intermediate_size=11,
+        shared_expert_gate=(False, True),
     ),
-    *(
-        Layer(
-            f"all experts, shared experts {size}{', gated' * gate}, {type_name(dtype)}",
-            ALL,
-            size,
-            gate,
-            dtype,
-        )
-        for dtype in FLOAT_TYPES
-        for size, gate in ((0, False), (129, True))
+    *table(
+        "dtype shared_intermediate_size shared_expert_gate",
+        *((dtype, *shared) for dtype in FLOAT_TYPES for shared in ((0, False), (129, True))),
+        name=lambda routing, dtype, shared_intermediate_size, shared_expert_gate: (
+            f"all experts, shared experts {shared_intermediate_size}{', gated' * shared_expert_gate}, "
+            f"{type_name(dtype)}"
+        ),
+        of=Layer,
+        routing=ALL,
     ),
 )
 

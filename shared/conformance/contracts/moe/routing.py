@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,28 +18,27 @@ from shared.conformance.tolerance import EXACT, tolerance
 from shared.interfaces import MoE, TopKOutput
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(Case):
     """A MoEConfig, and how many tokens to route."""
 
-    name: str
-    num_experts: int = 7
-    num_experts_per_tok: int = 3
-    norm_topk_prob: bool = False
+    num_experts = 7
+    num_experts_per_tok = 3
+    norm_topk_prob = False
     routing: Literal["softmax", "grouped", "biased-grouped"] = "softmax"
-    num_expert_groups: int = 1
-    topk_group: int = 1
-    routed_scaling_factor: float = 1.0
-    num_tokens: int = 50
-    seed: int = 0
+    num_expert_groups = 1
+    topk_group = 1
+    routed_scaling_factor = 1.0
+    num_tokens = 50
+    seed = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if min(self.num_experts, self.num_expert_groups) < 1:
             raise ValueError("there must be experts, and groups of them")
         self.config()
 
     def config(self, intermediate_size: int = 24) -> MoEConfig:
-        fields = {name: value for name, value in vars(self).items() if name in MoEConfig.__dataclass_fields__}
+        names = MoEConfig.__dataclass_fields__
+        fields = {name: value for name, value in self.fields().items() if name in names}
         return MoEConfig(intermediate_size=intermediate_size, **fields)
 
     def bias(self, inputs: Inputs) -> torch.Tensor | None:
