@@ -115,7 +115,7 @@ def serve(
     from shared.bench import report
 
     data = report.header("serve") | {
-        "workload": {"name": chosen.name} | asdict(chosen),
+        "workload": {"name": chosen.name} | asdict(chosen) | ({"file": str(file)} if file else {}),
         "url": url,
         "engine_arguments": arguments,
         "temperature": temperature,
@@ -211,29 +211,25 @@ def finish(
 
 
 def print_results(results: list[LoadResult]) -> None:
+    """A column for each load."""
     from rich.table import Table
 
-    table = Table("load", "requests/s", "output tokens/s", "TTFT p50, ms", "p99", "ITL p50, ms", "p99")
-    for heading in ("TPOT p50, ms", "E2E p50, ms", "p99", "hit rate", "goodput, requests/s"):
-        table.add_column(heading)
-    for result in results:
-        found = {metric: result.summary(metric) or {} for metric in ("ttft", "itl", "tpot", "e2e")}
+    from shared.bench.serve_load import METRICS
 
-        def cell(metric: str, name: str, found: dict[str, Any] = found) -> str:
-            return f"{found[metric][name]:.1f}" if found[metric] else "–"
-
-        table.add_row(
-            result.arrivals.name,
-            f"{result.request_rate:.2f}",
-            f"{result.output_rate:,.0f}",
-            *(cell(metric, name) for metric in ("ttft", "itl") for name in ("p50", "p99")),
-            *(cell(metric, name) for metric, name in (("tpot", "p50"), ("e2e", "p50"), ("e2e", "p99"))),
-            f"{result.hit_rate:.1%}",
-            f"{result.goodput:.2f}",
-        )
+    table = Table("", *(result.arrivals.name for result in results))
+    table.add_row("requests/s", *(f"{result.request_rate:.2f}" for result in results))
+    table.add_row("goodput, requests/s", *(f"{result.goodput:.2f}" for result in results))
+    table.add_row("output tokens/s", *(f"{result.output_rate:,.0f}" for result in results))
+    table.add_row("hit rate", *(f"{result.hit_rate:.1%}" for result in results))
+    table.add_row("failed", *(str(len(result.outcomes) - len(result.good)) for result in results))
+    for metric in METRICS:
+        table.add_section()
+        summaries = [result.summary(metric) for result in results]
+        for name in ("mean", "p50", "p90", "p99", "max"):
+            cells = ["–" if each is None else f"{each[name]:,.1f}" for each in summaries]
+            table.add_row(f"{metric.upper()} {name}, ms", *cells)
     console = bench_run.console()
     console.print(table)
     for result in results:
-        failed = result.as_json()
-        if failed["num_failed"]:
-            console.print(f"{result.arrivals.name}: {failed['num_failed']} failed: {failed['errors'][0]}")
+        for error in result.as_json()["errors"]:
+            console.print(f"{result.arrivals.name}: {error}")

@@ -1,0 +1,153 @@
+"""Loads of a server: arrivals, figures and workloads, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pytest
+
+from shared.bench.serve_client import Outcome, _take
+from shared.bench.serve_load import Arrivals, LoadResult, Targets, run_load
+from shared.bench.serve_workloads import MultiTurn, RandomPrompts, SharedPrefixes, ShareGpt, Turn
+
+
+def outcome(*chunk_times: float, start: float = 0.0, num_tokens: int | None = None) -> Outcome:
+    found = Outcome(start, chunk_times[-1], list(chunk_times), num_prompt_tokens=10, num_cached_tokens=4)
+    found.num_output_tokens = len(chunk_times) if num_tokens is None else num_tokens
+    return found
+
+
+def test_times_of_one_request() -> None:
+    found = outcome(1.5, 1.6, 1.9, start=1.0, num_tokens=5)
+    assert found.time_to_first_token == pytest.approx(0.5)
+    assert found.inter_token_latencies == pytest.approx([0.1, 0.3])
+    assert found.time_per_output_token == pytest.approx(0.1)  # 0.4 s for 4 tokens, in two chunks
+    assert found.total_time == pytest.approx(0.9)
+    assert outcome(2.0).time_per_output_token is None
+
+
+def test_figures_of_a_load() -> None:
+    result = LoadResult(Arrivals(rate=2.0), Targets(ttft=600, tpot=150), seconds=4.0)
+    result.outcomes = [
+        outcome(0.5, 0.6, 0.7),
+        outcome(0.7, 0.8, 0.9),  # the first token comes too late
+        outcome(0.5, 0.7, 0.9),  # the others come too slowly
+        outcome(0.1),  # one token: no time per token to miss
+        Outcome(0.0, 1.0, error="status 500"),
+    ]
+    figures = result.as_json()
+    assert (figures["num_complete"], figures["num_failed"], figures["errors"]) == (4, 1, ["status 500"])
+    assert figures["request_rate"] == 1.0
+    assert figures["goodput"] == 0.5
+    assert figures["output_tokens_per_s"] == 10 / 4
+    assert figures["hit_rate"] == pytest.approx(0.4)
+    assert figures["ttft_ms"]["p50"] == pytest.approx(500)
+    assert figures["ttft_ms"]["max"] == pytest.approx(700)
+    assert figures["itl_ms"]["mean"] == pytest.approx(800 / 6)
+    assert LoadResult(Arrivals(rate=1.0), Targets(), seconds=1.0).summary("itl") is None
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    intervals = list(islice(Arrivals(rate=5.0).intervals(seed=0), 4000))
+    mean = sum(intervals) / len(intervals)
+    assert mean == pytest.approx(0.2, rel=0.05)
+    spread = math.sqrt(sum((each - mean) ** 2 for each in intervals) / len(intervals))
+    assert spread == pytest.approx(mean, rel=0.1)  # of an exponential distribution
+    assert intervals == list(islice(Arrivals(rate=5.0).intervals(seed=0), 4000))
+    assert set(islice(Arrivals(rate=math.inf).intervals(seed=0), 5)) == {0.0}
+
+
+class FakeClient:
+    """Each turn takes 20 ms."""
+
+    def __init__(self) -> None:
+        self.num_live = self.most_live = 0
+
+    async def run(self, conversation: list[Turn]) -> AsyncIterator[Outcome]:
+        for _ in conversation:
+            self.num_live += 1
+            self.most_live = max(self.most_live, self.num_live)
+            await asyncio.sleep(0.02)
+            self.num_live -= 1
+            yield outcome(0.01)
+
+
+@pytest.mark.parametrize(("arrivals", "most"), [(Arrivals(concurrency=3), 3), (Arrivals(rate=math.inf), 12)])
+def test_loops(arrivals: Arrivals, most: int) -> None:
+    client, result = FakeClient(), LoadResult(arrivals, Targets())
+    asyncio.run(run_load(client, [[Turn("a", 1), Turn("b", 1)]] * 12, result))  # type: ignore[arg-type]
+    assert client.most_live == most
+    assert len(result.outcomes) == 24
+    assert result.seconds > 0
+
+
+@pytest.mark.parametrize("arrivals", [{}, {"rate": 1, "concurrency": 1}, {"rate": 0}, {"concurrency": 0}])
+def test_arrivals_that_make_no_sense(arrivals: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"must be|give either"):
+        Arrivals(**arrivals)  # type: ignore[arg-type]
+
+
+def test_what_counts_as_output() -> None:
+    found = Outcome(0.0)
+    deltas = [{"role": "assistant", "content": ""}, {"content": "a"}, {"reasoning_content": "b"}, {}]
+    for number, delta in enumerate(deltas):
+        _take({"choices": [{"index": 0, "delta": delta}]}, found, float(number))
+    _take({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}, found, 9.0)
+    assert found.chunk_times == [1.0, 2.0]
+    assert (found.text, found.num_prompt_tokens, found.num_output_tokens) == ("a", 3, 2)
+    _take({"choices": [{"index": 0, "text": ""}]}, found, 10.0)  # of /v1/completions, every one
+    assert found.chunk_times[-1] == 10.0
+    _take({"error": {"message": "gone"}}, found, 11.0)
+    assert found.error == "gone"
+
+
+# ---- workloads ----
+
+
+def test_random_prompts() -> None:
+    conversations = RandomPrompts(20, (5, 9), (2, 4), seed=3).conversations(100)
+    assert len(conversations) == 20
+    for (turn,) in conversations:
+        assert 5 <= len(turn.prompt) <= 9
+        assert 2 <= turn.output_len <= 4
+        assert all(isinstance(token, int) and 0 <= token < 100 for token in turn.prompt)
+    assert conversations == RandomPrompts(20, (5, 9), (2, 4), seed=3).conversations(100)
+
+
+def test_shared_prefixes() -> None:
+    conversations = SharedPrefixes(3, 4, 16, (5, 5), (2, 2)).conversations(100)
+    starts = [tuple(turn.prompt[:16]) for (turn,) in conversations]
+    assert sorted(starts.count(start) for start in set(starts)) == [4, 4, 4]
+    assert all(len(turn.prompt) == 21 for (turn,) in conversations)
+
+
+def test_multi_turn() -> None:
+    conversations = MultiTurn(num_requests=3, num_turns=4, input_len=(6, 6)).conversations(0)
+    assert [len(conversation) for conversation in conversations] == [4, 4, 4]
+    texts = [str(turn.prompt) for conversation in conversations for turn in conversation]
+    assert {len(text.split()) for text in texts} == {6}
+    assert all(before != after for before, after in pairwise(texts))
+
+
+def test_sharegpt(tmp_path: Path) -> None:
+    def chat(*said: tuple[str, str]) -> dict[str, object]:
+        return {"conversations": [{"from": who, "value": what} for who, what in said]}
+
+    file = tmp_path / "chats.json"
+    good = chat(("human", "q?"), ("gpt", "a" * 41), ("human", "more?"))
+    bad = [chat(("gpt", "a"), ("human", "b")), chat(("human", "q")), {}, {"conversations": [1, 2]}, 7]
+    file.write_text(json.dumps([good, *bad]))
+    assert ShareGpt(file, num_requests=5).conversations(0) == [[Turn("q?", 10)]]
+    file.write_text(json.dumps(bad))
+    with pytest.raises(ValueError, match="no chat in which a human begins"):
+        ShareGpt(file).conversations(0)
+    file.write_text("{")
+    with pytest.raises(ValueError, match="cannot read chats"):
+        ShareGpt(file).conversations(0)
+    with pytest.raises(ValueError, match="needs --file"):
+        ShareGpt().conversations(0)

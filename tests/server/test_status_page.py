@@ -1,0 +1,96 @@
+"""The status page in headless Chromium, where selenium, Chromium and its driver are installed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.running import RunningServer
+from tests.server.test_faults import SUM, post
+
+webdriver = pytest.importorskip("selenium.webdriver")
+DRIVER = shutil.which("chromedriver")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(not (DRIVER and CHROMIUM), reason="needs Chromium and chromedriver")
+
+
+@pytest.fixture
+def open_page(server: RunningServer) -> Iterator[Callable[..., Any]]:
+    from selenium.webdriver.chrome.service import Service
+
+    drivers = []
+
+    def open_it(width: int = 1280, *, scheme: str = "light") -> Any:
+        options = webdriver.ChromeOptions()
+        options.binary_location = str(CHROMIUM)
+        for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+            options.add_argument(argument)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+        drivers.append(driver)
+        screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        driver.get(server.url + "/")
+        wait(driver, lambda: text_of(driver, "state") == "ready")
+        return driver
+
+    yield open_it
+    for driver in drivers:
+        assert driver.get_log("browser") == []
+        driver.quit()
+
+
+def wait(driver: Any, condition: Callable[[], bool]) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(driver, 20, 0.1).until(lambda _: condition())
+
+
+def text_of(driver: Any, name: str) -> str:
+    text: str = driver.find_element("id", name).text
+    return text
+
+
+def test_load_and_tree_are_drawn(server: RunningServer, open_page: Callable[..., Any]) -> None:
+    for question in ("What is 12 + 30?", "What is 12 + 31?"):
+        post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": question}]})
+    driver = open_page()
+    wait(driver, lambda: len(driver.find_elements("css selector", "#tree rect")) >= 3)
+    assert "nodes" in text_of(driver, "tree-text")
+    assert "16,384 tokens" in text_of(driver, "pool-text")
+    assert (text_of(driver, "running"), text_of(driver, "waiting")) == ("0", "0")
+    assert float(text_of(driver, "hits")) > 0
+
+
+def test_chat(open_page: Callable[..., Any]) -> None:
+    driver = open_page()
+    for question, answer in ((SUM[0]["content"], "12 + 30 = 42"), ("<b>What is 2 + 3?</b>", "")):
+        driver.find_element("id", "question").send_keys(question)
+        driver.find_element("id", "send").click()
+        wait(driver, lambda: text_of(driver, "send") == "Send")
+        assert question in text_of(driver, "talk"), "shown as it was written, not as HTML"
+        assert answer in text_of(driver, "talk")
+    assert "output tokens" in text_of(driver, "talk")
+    driver.find_element("id", "clear").click()
+    assert text_of(driver, "talk") == ""
+
+
+@pytest.mark.parametrize("width", [390, 768, 1600])
+def test_nothing_is_wider_than_the_screen(open_page: Callable[..., Any], width: int) -> None:
+    driver = open_page(width)
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+def test_light_and_dark(open_page: Callable[..., Any]) -> None:
+    colors = {}
+    for scheme in ("light", "dark"):
+        body = open_page(scheme=scheme).find_element("tag name", "body")
+        text, page = body.value_of_css_property("color"), body.value_of_css_property("background-color")
+        colors[scheme] = [int(color.split("(")[1].split(",")[0]) for color in (text, page)]
+    assert colors["light"][0] < 80 < 200 < colors["light"][1]
+    assert colors["dark"][1] < 80 < 200 < colors["dark"][0]
