@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from shared.bench.workloads import Request
-from shared.engine.gc_freeze import gc_freeze
+from shared.engine.python_runtime import gc_freeze
 from shared.types import SamplingParams
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shared.bench.drive import Clock, OnTokens, flush
-from shared.engine.gc_freeze import gc_freeze
+from shared.engine.python_runtime import gc_freeze
 from shared.types import FinishAbort, SamplingParams, SpeculationStats
 
 if TYPE_CHECKING:

@@ -36,11 +36,7 @@ class Assembly:
     parts: SchedulerParts
     scheduler: Scheduler
     grammars: GrammarCompiler
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end an answer: the model's and the tokenizer's."""
-        return eos_token_ids(self.model_config, self.tokenizer)
+    eos_token_ids: frozenset[int]  # tokens that end an answer: the model's and the tokenizer's
 
 
 def assemble(
@@ -130,15 +126,14 @@ def assemble(
     parts.model_runner.prepare(config, parts.sampler, parts.num_token_ids)
     scheduler = component("scheduler")(config, model_config, parts)
     config = config.updated(max_total_tokens=num_tokens)
-    grammars = GrammarCompiler(tokenizer, num_token_ids, eos_token_ids(model_config, tokenizer))
+    eos_token_ids = model_config.eos_token_ids
+    if tokenizer is not None:
+        eos_token_ids |= tokenizer.eos_token_ids
+    grammars = GrammarCompiler(tokenizer, num_token_ids, eos_token_ids)
     return Assembly(
-        config, model_config, selection, model, kv_pool, memory, tokenizer, parts, scheduler, grammars
-    )
-
-
-def eos_token_ids(model_config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
-    ids = model_config.eos_token_ids
-    return ids | tokenizer.eos_token_ids if tokenizer is not None else ids
+        config, model_config, selection, model, kv_pool, memory, tokenizer, parts, scheduler, grammars,
+        eos_token_ids,
+    )  # fmt: skip
 
 
 def print_memory(memory: MemoryPlan) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 
 from shared.config import EngineConfig
 from shared.engine.assembly import assemble
-from shared.engine.gc_freeze import gc_freeze
-from shared.engine.interrupts import deferred_interrupts
 from shared.engine.output_collector import OutputCollector
+from shared.engine.python_runtime import deferred_interrupts, gc_freeze
 from shared.sampling.sampling_batch import derive_seed
 from shared.types import GenerateOutput, Req, SamplingParams
 
@@ -76,10 +75,10 @@ class LLM:
         Returns one output for one prompt with n = 1; otherwise a list, prompt by prompt, n samples each.
         Raises `ValueError` for a bad request; then no prompt is generated, and other requests go on.
         """
-        request, sampling = _split(keywords)
+        request = {name: keywords.pop(name) for name in REQUEST_FIELDS if name in keywords}
         is_single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         batch: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item]
-        params = [each.updated(**sampling) for each in self._params_of(sampling_params, len(batch))]
+        params = [each.updated(**keywords) for each in self._params_of(sampling_params, len(batch))]
         collectors: list[OutputCollector] = []
         try:
             with gc_freeze():
@@ -126,8 +125,8 @@ class LLM:
 
         Keywords as in `generate`. The request is submitted (and bad input raised) at the call. Dropping the
         iterator aborts the request."""
-        request, sampling = _split(keywords)
-        params = (sampling_params or SamplingParams()).updated(**sampling)
+        request = {name: keywords.pop(name) for name in REQUEST_FIELDS if name in keywords}
+        params = (sampling_params or SamplingParams()).updated(**keywords)
         with deferred_interrupts():
             pieces = self._stream(self.submit(prompt, params, **request))
             next(pieces)  # a generator that was never begun would not clean up when it is dropped
@@ -154,7 +153,7 @@ class LLM:
             prompt_ids = self._encode(prompt)
         self._check_fields(sampling_params, rid, extra_key, priority, routing_key)
         grammars = self.assembly.grammars
-        compiled = grammars.submit(sampling_params)
+        compiled = grammars.submit(sampling_params) if sampling_params.given_grammars else None
         if compiled is not None:
             compiled.result()  # before the engine is taken: other threads go on
         with self._exclusive():
@@ -330,9 +329,3 @@ class LLM:
         if len(params) != num_prompts:
             raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts")
         return list(params)
-
-
-def _split(keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keywords of the request, and those of sampling."""
-    request = {name: value for name, value in keywords.items() if name in REQUEST_FIELDS}
-    return request, {name: value for name, value in keywords.items() if name not in REQUEST_FIELDS}

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,8 +26,11 @@ class Tokenizer:
         )
         eos = hf_tokenizer.eos_token_id
         self.eos_token_ids: frozenset[int] = frozenset(() if eos is None else (eos,))
+        vocab = hf_tokenizer.get_vocab()
         # Ids are below this. A model's vocab_size may be larger: rows of padding without a token.
-        self.vocab_size: int = max(hf_tokenizer.get_vocab().values()) + 1
+        self.vocab_size: int = max(vocab.values()) + 1
+        # Of the longest token's spelling: a text of N bytes has at least N / this tokens.
+        self.max_token_bytes = max(len(token.encode()) for token in vocab)
         self._decoder = _plain_decoder(hf_tokenizer)
 
     @classmethod
@@ -94,11 +96,6 @@ class Tokenizer:
         except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         return self.encode(text, add_special_tokens=False)  # the template has written them
-
-    @cached_property
-    def max_token_bytes(self) -> int:
-        """Bytes of the longest token's spelling: a text of N bytes has at least N / this tokens."""
-        return max(len(token.encode()) for token in self.hf_tokenizer.get_vocab())
 
     def token_to_id(self, token: str) -> int | None:
         token_id = self.hf_tokenizer.convert_tokens_to_ids(token)

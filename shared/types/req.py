@@ -11,9 +11,7 @@ from shared.types.finish import FinishReason
 from shared.types.outputs import NO_SPECULATION, SpeculationStats, StepOutput, TokenLogprob
 from shared.types.sampling_params import SamplingParams
 
-
-def _no_slots() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.int64)
+NO_SLOTS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass(eq=False)
@@ -44,7 +42,7 @@ class Req:
 
     # The current extension: tokens that have KV after it, and slots of the tokens that have KV before it.
     fill_ids: list[int] = field(default_factory=list)  # origin + output, cut off at the chunk's end
-    prefix_indices: torch.Tensor = field(default_factory=_no_slots)  # int64 slots of fill_ids[:len]
+    prefix_indices: torch.Tensor = NO_SLOTS  # int64 slots of fill_ids[:len]
     extend_input_len: int = 0  # len(fill_ids) - len(prefix_indices)
 
     # Memory.
@@ -127,7 +125,7 @@ class Req:
     def reset_for_retraction(self) -> None:
         """Reset everything about memory; tokens, log-probabilities and seed stay."""
         self.fill_ids = []
-        self.prefix_indices = _no_slots()
+        self.prefix_indices = NO_SLOTS
         self.extend_input_len = 0
         self.req_pool_idx = None
         self.kv_matched_len = 0

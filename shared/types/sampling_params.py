@@ -23,6 +23,31 @@ REGEX_CHECK_SECONDS = 0.5
 GRAMMAR_FIELDS = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
 """Parameters that constrain the output; they exclude each other."""
 
+INTEGERS = {  # and the least value of each
+    "max_new_tokens": 0,
+    "min_new_tokens": 0,
+    "n": 1,
+    "top_logprobs_num": 0,
+    "logprob_start_len": -1,
+}
+NUMBERS = {  # and the range of each
+    "temperature": (0.0, MAX_FLOAT),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, MAX_FLOAT),
+}
+WITHOUT_ZERO = ("top_p", "repetition_penalty")
+BOOLEANS = (
+    "ignore_eos",
+    "no_stop_trim",
+    "skip_special_tokens",
+    "return_logprob",
+    "json_object",
+    "reasoning_first",
+)
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -71,32 +96,43 @@ class SamplingParams:
             elif isinstance(value, (str, int)):
                 value = (value,)
             object.__setattr__(self, name, tuple(value))
-        self._check_int("max_new_tokens", at_least=0)
-        self._check_int("min_new_tokens", at_least=0)
-        self._check_int("n", at_least=1, at_most=MAX_SAMPLES)
-        self._check_booleans()
-        self._check_int("top_logprobs_num", at_least=0)
-        self._check_int("logprob_start_len", at_least=-1)
-        self._check_float("temperature", low=0.0)
-        self._check_float("top_p", low=0.0, high=1.0, low_open=True)
-        self._check_float("min_p", low=0.0, high=1.0)
-        self._check_float("frequency_penalty", low=-2.0, high=2.0)
-        self._check_float("presence_penalty", low=-2.0, high=2.0)
-        self._check_float("repetition_penalty", low=0.0, low_open=True)
-        if not _is_int(self.top_k) or (self.top_k < 1 and self.top_k != -1):
+        for name, least in INTEGERS.items():
+            value = getattr(self, name)
+            if not _is_number(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+        for name, (low, high) in NUMBERS.items():
+            value, is_open = getattr(self, name), name in WITHOUT_ZERO
+            # No range contains NaN.
+            if not _is_number(value, (int, float)) or not low <= value <= high or (is_open and value == 0):
+                range_ = f"{'(' if is_open else '['}{low:g}, {high:g}]"
+                raise ValueError(f"{name} must be a number in {range_}, got {value!r}")
+        for name in BOOLEANS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.n > MAX_SAMPLES:
+            raise ValueError(f"n must be at most {MAX_SAMPLES}, got {self.n}")
+        if not _is_number(self.top_k, int) or (self.top_k < 1 and self.top_k != -1):
             raise ValueError(f"top_k must be -1 (keep all) or at least 1, got {self.top_k!r}")
+        if self.seed is not None and not (_is_number(self.seed, int) and -(2**63) <= self.seed < 2**63):
+            raise ValueError(f"seed must be a 64-bit integer or None, got {self.seed!r}")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens ({self.min_new_tokens}) exceeds max_new_tokens ({self.max_new_tokens})"
             )
-        if self.seed is not None and not (_is_int(self.seed) and -(2**63) <= self.seed < 2**63):
-            raise ValueError(f"seed must be a 64-bit integer or None, got {self.seed!r}")
-        if self.top_logprobs_num and not self.return_logprob:
-            raise ValueError(f"top_logprobs_num={self.top_logprobs_num} needs return_logprob=True")
-        if self.logprob_start_len >= 0 and not self.return_logprob:
-            raise ValueError(f"logprob_start_len={self.logprob_start_len} needs return_logprob=True")
-        self._check_stops()
-        self._check_bias()
+        for name, default in (("top_logprobs_num", 0), ("logprob_start_len", -1)):
+            value = getattr(self, name)
+            if value != default and not self.return_logprob:
+                raise ValueError(f"{name}={value} needs return_logprob=True")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
+        if any(not _is_number(t, int) or t < 0 for t in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids must hold token ids, got {self.stop_token_ids!r}")
+        for pattern in self.stop_regex:
+            _check_regex(pattern)
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+        for token_id, bias in self.logit_bias.items():
+            _check_bias(token_id, bias)
         self._check_grammar()
 
     def _check_grammar(self) -> None:
@@ -112,60 +148,8 @@ class SamplingParams:
                 raise ValueError(f"{name} must be a text or None, got {value!r:.80}")
         if any(not isinstance(text, str) or not text for text in self.choice):
             raise ValueError(f"choice must hold non-empty strings, got {self.choice!r:.80}")
-        given = [name for name in GRAMMAR_FIELDS if getattr(self, name) not in (None, False, ())]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other: give one of them")
-
-    def _check_stops(self) -> None:
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
-        if any(not _is_int(t) or t < 0 for t in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids must hold token ids, got {self.stop_token_ids!r}")
-        for pattern in self.stop_regex:
-            if not isinstance(pattern, str):
-                raise ValueError(f"stop_regex must hold patterns (strings), got {pattern!r}")
-            try:
-                matches_nothing = regex.compile(pattern).search("", timeout=REGEX_CHECK_SECONDS) is not None
-            except (regex.error, RecursionError, OverflowError, TimeoutError) as error:
-                raise ValueError(f"stop_regex {pattern!r} is not a valid pattern: {error}") from None
-            if matches_nothing:
-                raise ValueError(
-                    f"stop_regex {pattern!r} matches the empty text: the output would always be empty"
-                )
-
-    def _check_bias(self) -> None:
-        if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
-        for token_id, bias in self.logit_bias.items():
-            if not _is_int(token_id) or token_id < 0:
-                raise ValueError(f"logit_bias keys must be token ids, got {token_id!r}")
-            if not (_is_finite(bias) or bias == -math.inf):
-                raise ValueError(
-                    f"logit_bias[{token_id}] must be a finite number or -inf (never produce), got {bias!r}"
-                )
-
-    def _check_booleans(self) -> None:
-        for name in (
-            "ignore_eos", "no_stop_trim", "skip_special_tokens", "return_logprob", "json_object",
-            "reasoning_first",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, got {value!r}")
-
-    def _check_int(self, name: str, at_least: int, at_most: int | None = None) -> None:
-        value = getattr(self, name)
-        if not _is_int(value) or value < at_least:
-            raise ValueError(f"{name} must be an integer >= {at_least}, got {value!r}")
-        if at_most is not None and value > at_most:
-            raise ValueError(f"{name} must be at most {at_most}, got {value!r}")
-
-    def _check_float(self, name: str, low: float, high: float = MAX_FLOAT, low_open: bool = False) -> None:
-        value = getattr(self, name)
-        is_number = _is_finite(value) and not isinstance(value, bool)
-        if not is_number or value < low or value > high or (low_open and value == low):
-            left = "(" if low_open else "["
-            raise ValueError(f"{name} must be a number in {left}{low:g}, {high:g}], got {value!r}")
+        if len(self.given_grammars) > 1:
+            raise ValueError(f"{' and '.join(self.given_grammars)} exclude each other: give one of them")
 
     def updated(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed. `max_tokens` is another name of max_new_tokens. An unknown name
@@ -186,6 +170,11 @@ class SamplingParams:
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
     @property
+    def given_grammars(self) -> list[str]:
+        """Names of the parameters that constrain the output: none or one."""
+        return [name for name in GRAMMAR_FIELDS if getattr(self, name) not in (None, False, ())]
+
+    @property
     def needs_penalty(self) -> bool:
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
 
@@ -199,13 +188,26 @@ class SamplingParams:
                     )
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_number(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """True and False are integers to Python, but no numbers here."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _is_finite(value: object) -> bool:
-    """A finite number that fits a float: integers may be too large."""
+def _check_regex(pattern: object) -> None:
+    if not isinstance(pattern, str):
+        raise ValueError(f"stop_regex must hold patterns (strings), got {pattern!r}")
     try:
-        return isinstance(value, (int, float)) and math.isfinite(value)
-    except OverflowError:
-        return False
+        matches_nothing = regex.compile(pattern).search("", timeout=REGEX_CHECK_SECONDS) is not None
+    except (regex.error, RecursionError, OverflowError, TimeoutError) as error:
+        raise ValueError(f"stop_regex {pattern!r} is not a valid pattern: {error}") from None
+    if matches_nothing:
+        raise ValueError(f"stop_regex {pattern!r} matches the empty text: the output would always be empty")
+
+
+def _check_bias(token_id: Any, bias: Any) -> None:
+    if not _is_number(token_id, int) or token_id < 0:
+        raise ValueError(f"logit_bias keys must be token ids, got {token_id!r}")
+    if not isinstance(bias, (int, float)) or not (abs(bias) <= MAX_FLOAT or bias == -math.inf):
+        raise ValueError(
+            f"logit_bias[{token_id}] must be a finite number or -inf (never produce), got {bias!r}"
+        )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shared.engine.gc_freeze import gc_freeze
 from shared.engine.llm import LLM
+from shared.engine.python_runtime import gc_freeze
 from shared.types import SamplingParams
 
 

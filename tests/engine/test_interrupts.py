@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.engine.interrupts import deferred_interrupts
 from shared.engine.llm import LLM
+from shared.engine.python_runtime import deferred_interrupts
 from shared.scheduling.invariants import check_invariants
 
 PROMPTS = ["Count from 3 to 9.", "What is 12 + 30?", "Spell the word river."]
