@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,7 @@ class SchedulerHarness:
         guess: Guess | None = None,
         runs_ahead: bool = False,
         is_spread: bool = False,
+        decode_text: Callable[[list[int]], str] = decode_text,
         **flags: Any,
     ) -> None:
         def component(name: str) -> Any:

@@ -66,7 +66,13 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "model_runner.verify",
         "model_runner.extend",
     ),
-    "sampler": ("sampler.steps", "sampler.rows", "sampler.logprobs", "sampler.distribution"),
+    "sampler": (
+        "sampler.steps",
+        "sampler.rows",
+        "sampler.logprobs",
+        "sampler.near_ties",
+        "sampler.distribution",
+    ),
     "drafter": ("drafter.drafting",),
     "draft_tree": ("draft_tree.links_and_acceptance", "draft_tree.drafting"),
 }

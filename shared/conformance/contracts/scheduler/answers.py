@@ -11,9 +11,11 @@ from shared.conformance.case import EXAMPLE, Case, grid, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal
 from shared.conformance.contracts.scheduler.schedules import PROMPT, harness_for
+from shared.conformance.ledger import expected_tokens
 from shared.conformance.scheduler_harness import VOCAB_SIZE, SchedulerHarness
 from shared.conformance.schedules import Schedule, random_schedule, run_schedule
 from shared.interfaces import Scheduler
+from shared.types import FinishString
 
 NUM_RANDOM_SCHEDULES = 24
 
@@ -57,6 +59,24 @@ def wishes(impl: type[Scheduler], case: Case) -> None:
         rids.append(harness.submit([*PROMPT[i:], i, i, 1], 12, seed=i, **params))
         harness.step()
     _expect_all(harness, rids)
+
+
+@contract(
+    "A stop string is found though tokens without text are inside it and its last token is long.", EXAMPLE
+)
+def stop_string_around_tokens_without_text(impl: type[Scheduler], case: Case) -> None:
+    tokens = expected_tokens(PROMPT, 60, VOCAB_SIZE)
+    last = max(i for i in range(60) if tokens[i] not in (*PROMPT, *tokens[:i]))
+    first = max(
+        i for i in range(last - 15) if tokens[i] not in PROMPT and tokens[:last].count(tokens[i]) == 1
+    )
+    texts = {tokens[first]: "a", tokens[last]: "b" + 30 * "-"}
+    harness = harness_for(impl, decode_text=lambda ids: "".join(texts.get(i, "") for i in ids))
+    rid = harness.submit(PROMPT, 60, stop=("ab",))
+    harness.run()
+    harness.expect(rid, last + 1)
+    expect_equal("its reason", harness.ended[rid], FinishString("ab"))
+    harness.expect_idle()
 
 
 @contract("No stop token comes before min_new_tokens, and one may come right after.", EXAMPLE)
