@@ -24,10 +24,12 @@ class Sampler(ABC):
     6. take the token with the largest log p + g, where g = -log(-log1p(-v)) and
        v = (hash(seed, position, token id) + 0.5) / 2^32: a token's noise depends on nothing else, so a
        request's tokens never depend on its batch-mates. The hash is `shared.sampling.noise.hash_noise`.
+    Steps 5 and 6 decide as float64 does on the float32 values of (logit - largest logit) / temperature.
 
-    A row with a NaN anywhere, or with no token left above -inf, gets token id -1 and disturbs no other
-    row. Log-probabilities: log softmax of the logits after step 3, over temperature (greedy rows: as is),
-    before any filter, at the sampled token and at the num_top_logprobs best (ties: lowest id first).
+    A row with a NaN anywhere, one that the bias makes included, or with no token left above -inf, gets token
+    id -1 and disturbs no other row. Log-probabilities: log softmax of the logits after step 3, over
+    temperature (greedy rows: as is), before any filter, at the sampled token and at the num_top_logprobs
+    best (ties: lowest id first).
     """
 
     @abstractmethod
