@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -87,6 +88,8 @@ def serve(
 
 
 def _announce(state: ServerState, port: int) -> None:
+    import psutil
+
     ready, host = state.ready, state.settings.host
     address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     parts = ready.description
@@ -96,6 +99,9 @@ def _announce(state: ServerState, port: int) -> None:
         f"{ready.context_len:,} tokens, KV pool {ready.max_total_tokens:,} tokens, at most "
         f"{ready.max_running_requests} running requests"
     )
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in ready.startup_seconds.items())
+    seconds = time.time() - psutil.Process().create_time()
+    print(f"  ready after {seconds:.1f} s; of the engine's: {phases}")
     if host not in ("127.0.0.1", "localhost", "::1") and not state.settings.api_keys:
         print("  warning: no API key, and reachable from other computers (--api-key)", file=sys.stderr)
     body = '{"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}'

@@ -37,6 +37,20 @@ class Assembly:
     scheduler: Scheduler
     grammars: GrammarCompiler
     eos_token_ids: frozenset[int]  # tokens that end an answer: the model's and the tokenizer's
+    seconds: dict[str, float]  # phase of the start -> how long it took
+
+
+class Phases:
+    """Seconds of the phases of a start, one behind the other."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """What has passed since the last call was the phase `name`."""
+        now = time.perf_counter()
+        self.seconds[name], self._last = now - self._last, now
 
 
 def assemble(
@@ -48,6 +62,7 @@ def assemble(
 
     Everything that can be wrong with the configuration, the model's files or the tokenizer is found, and
     raised as `ValueError`, before memory for weights or pools is taken."""
+    phases = Phases()
     folder = resolve_model_path(config.model, config.load_format)
     model_config = ModelConfig.from_pretrained(folder)
     config = resolve_config(config, model_config)
@@ -64,6 +79,7 @@ def assemble(
     def component(name: str) -> Any:
         return (replace or {}).get(name) or theirs.get(name) or registry.load(name, selection[name])
 
+    phases.end("tokenizer")
     free_before = free_gpu_memory(device)
     model = load_model(folder, model_config, config, component, device, dtype)
     num_token_ids = min(
@@ -74,6 +90,7 @@ def assemble(
         drafter_parts = DrafterParts(model, model_config, component, device, dtype, num_token_ids)
         drafter = drafter_class(component("drafter"), config)(config, drafter_parts)
 
+    phases.end("weights")
     pools = component("memory_pool")
     free_gpu_memory(device)  # what loading took for a while is not the weights'
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -123,7 +140,9 @@ def assemble(
     )
     if drafter is not None:
         parts.model_runner.capture_hidden = drafter.hidden_layers
+    phases.end("pools")
     parts.model_runner.prepare(config, parts.sampler, parts.num_token_ids)
+    phases.end("kernels and graphs")
     scheduler = component("scheduler")(config, model_config, parts)
     config = config.updated(max_total_tokens=num_tokens)
     eos_token_ids = model_config.eos_token_ids
@@ -132,7 +151,7 @@ def assemble(
     grammars = GrammarCompiler(tokenizer, num_token_ids, eos_token_ids)
     return Assembly(
         config, model_config, selection, model, kv_pool, memory, tokenizer, parts, scheduler, grammars,
-        eos_token_ids,
+        eos_token_ids, phases.seconds,
     )  # fmt: skip
 
 

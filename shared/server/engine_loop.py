@@ -47,10 +47,12 @@ class Channel(Protocol):
 
 
 class EngineLoop:
-    """Drives one scheduler until `stop` is called or the API asks for it."""
+    """Drives one scheduler until `stop` is called or the API asks for it. `import_seconds`: before the
+    assembly, for the report of the start."""
 
-    def __init__(self, assembly: Assembly, channel: Channel) -> None:
+    def __init__(self, assembly: Assembly, channel: Channel, import_seconds: float = 0.0) -> None:
         self.assembly = assembly
+        self.import_seconds = import_seconds
         self.scheduler = assembly.scheduler
         self.channel = channel
         self.is_paused = False
@@ -276,6 +278,7 @@ class EngineLoop:
             max_running_requests=assembly.config.max_running_requests,
             eos_token_ids=sorted(self.assembly.eos_token_ids),
             description={**assembly.selection, **assembly.memory.rows()},
+            startup_seconds={"imports": self.import_seconds, **assembly.seconds},
         )
 
 

@@ -11,6 +11,7 @@ import stat
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -156,8 +157,11 @@ def _process_main(config: EngineConfig, endpoints: Endpoints, death_pipe: Connec
 
 
 def _serve(config: EngineConfig, channel: ZmqChannel) -> None:
+    start = time.perf_counter()
     from shared.engine.assembly import assemble  # heavy: torch, and kernels
     from shared.server.engine_loop import EngineLoop
+
+    import_seconds = time.perf_counter() - start
 
     try:
         assembly = assemble(config)
@@ -165,7 +169,7 @@ def _serve(config: EngineConfig, channel: ZmqChannel) -> None:
         with contextlib.suppress(Exception):
             channel.send(Dead(reason=str(error) or type(error).__name__))
         raise
-    EngineLoop(assembly, channel).run()
+    EngineLoop(assembly, channel, import_seconds).run()
 
 
 def die_with_the_other_end(death_pipe: Connection) -> None:

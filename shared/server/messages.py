@@ -23,7 +23,7 @@ from shared.types import (
     TokenLogprob,
 )
 
-VERSION = 1
+VERSION = 2
 """Of this protocol. The API refuses an engine of another version at `Ready`."""
 
 
@@ -74,6 +74,7 @@ class Ready(Message):
     max_running_requests: int
     eos_token_ids: list[int]
     description: dict[str, str]  # component -> implementation, memory
+    startup_seconds: dict[str, float]  # phase of the engine's start -> how long it took
 
 
 class Finish(msgspec.Struct, kw_only=True):
