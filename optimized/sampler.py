@@ -22,6 +22,7 @@ from optimized.kernels.sampling_race import race
 from optimized.kernels.sampling_scan import scan
 from optimized.kernels.sampling_small import MAX_VOCAB_SIZE, sample_small
 from shared.interfaces import sampler as contract
+from shared.sampling.processors import apply_processors
 from shared.types import SampleOutput, SamplingBatchInfo
 
 
@@ -29,7 +30,7 @@ class Sampler(contract.Sampler):
     def sample(self, logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> SampleOutput:
         # --8<-- [start:sample-steps]
         info, positions = dense(info), positions.contiguous()
-        logits = adjust(logits, info)
+        logits = apply_processors(adjust(logits, info), info)
         if logits.shape[-1] <= MAX_VOCAB_SIZE:
             return sample_small(logits, info, positions)
         if info.is_all_greedy and not info.return_logprob:

@@ -9,6 +9,7 @@ import torch
 from shared.interfaces import sampler as contract
 from shared.sampling.logprobs import logprobs_of, sort_descending
 from shared.sampling.noise import gumbel_noise
+from shared.sampling.processors import apply_processors
 from shared.types import SampleOutput, SamplingBatchInfo
 
 NEG_INF = float("-inf")
@@ -24,6 +25,7 @@ class Sampler(contract.Sampler):
         logits = apply_masks(logits, info)
         if info.logit_bias is not None:
             logits = logits + info.logit_bias
+        logits = apply_processors(logits, info)
 
         max_logits = logits.amax(dim=-1)
         scaled = scale(logits, max_logits, info.temperatures)

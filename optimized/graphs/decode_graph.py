@@ -46,7 +46,7 @@ class SamplingKind(Enum):
             info.logit_bias, info.banned, info.vocab_mask, info.output_counts, info.prompt_mask,
             info.frequency_penalties, info.presence_penalties, info.repetition_penalties,
         )  # fmt: skip
-        if info.return_logprob or any(extra is not None for extra in extras):
+        if info.return_logprob or info.processors or any(extra is not None for extra in extras):
             return None
         if info.is_all_greedy:
             return SamplingKind.GREEDY

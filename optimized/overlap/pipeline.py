@@ -148,7 +148,7 @@ class Pipeline:
         if not parts.tree_cache.disable:
             extending = batch.reqs[: batch.batch_size - batch.num_decode_reqs]
             launched.prompts = {req: CachedPrompt.of(req, parts.tree_cache) for req in extending}
-        if any(req.grammar is not None and n for req, n in zip(batch.reqs, num_in_flight)):
+        if any(req.needs_output and n for req, n in zip(batch.reqs, num_in_flight)):
             self.streams.launch(lambda: self._forward(launched))
         else:
             extend = self.extension_of(launched) if self.extension_of is not None else None
@@ -168,12 +168,17 @@ class Pipeline:
             launched.results = self.streams.launch(forward_and_sample)
         self.batches.append(launched)
 
-    def sampling_info(self, reqs: list[Req], num_in_flight: list[int]) -> SamplingBatchInfo:
+    def sampling_info(
+        self, reqs: list[Req], num_in_flight: list[int], reads_texts: bool = True
+    ) -> SamplingBatchInfo:
         """That of the batch before if the requests are the same and nothing depends on their outputs."""
         if self._last_info is not None and self._last_info[0] == reqs:
             return self._last_info[1]
-        info = make_sampling_batch_info(reqs, self.parts.num_token_ids, self.device, num_in_flight)
-        changes = any(tensor is not None for tensor in (info.banned, info.vocab_mask, info.output_counts))
+        info = make_sampling_batch_info(
+            reqs, self.parts.num_token_ids, self.device, num_in_flight, reads_texts
+        )
+        changes = info.banned is not None or info.output_counts is not None
+        changes |= any(req.needs_output for req in reqs)
         # min_new_tokens: a ban that has ended begins again for a request that loses its tokens in flight.
         may_change = changes or any(req.sampling_params.min_new_tokens for req in reqs)
         self._last_info = None if may_change else (reqs, info)
@@ -181,7 +186,7 @@ class Pipeline:
 
     # --8<-- [start:sample-late]
     def _forward(self, launched: BatchInFlight) -> None:
-        """Without sampling: the grammar of some request has to see the token before."""
+        """Without sampling: the grammar or processor of some request reads the token before."""
         resolved = launched.keep(self.future_map.resolve(launched.forward_batch))
         with self.parts.timeline.forward(resolved):
             launched.logits_output = self.parts.model_runner.forward(resolved)

@@ -31,6 +31,11 @@ class Streams(ABC):
     def launch(self, work: Work) -> Pending:
         """Run `work` behind everything launched before. What it raises is raised here."""
 
+    @abstractmethod
+    def copy(self, tensors: Any) -> Pending:
+        """Inside a launch: copies of tensors that it has computed so far, on their way to the CPU while it
+        goes on."""
+
     def synchronize(self) -> None:  # noqa: B027 - work may be done when it is launched
         """Wait until all that was launched is done."""
 
@@ -40,6 +45,9 @@ class OneStream(Streams):
 
     def launch(self, work: Work) -> Pending:
         return Done(work())
+
+    def copy(self, tensors: Any) -> Pending:
+        return Done(tensors)
 
 
 class Done(Pending):
@@ -68,17 +76,19 @@ class CudaStreams(Streams):
         self.forward_stream.wait_event(self.scheduled)
         try:
             with torch.cuda.stream(self.forward_stream):
-                result = work()
-                self.computed.record()
-            with torch.cuda.stream(self.copy_stream):
-                self.copy_stream.wait_event(self.computed)
-                on_host = map_tensors(_start_copy, result)
-                arrived = torch.cuda.Event()
-                arrived.record()
+                return self.copy(work())
         except BaseException:
             self.forward_stream.synchronize()  # the tensors of a batch that fails are not kept
             raise
-        return Arriving(on_host, arrived, result)
+
+    def copy(self, tensors: Any) -> Pending:
+        self.computed.record()
+        with torch.cuda.stream(self.copy_stream):
+            self.copy_stream.wait_event(self.computed)
+            on_host = map_tensors(_start_copy, tensors)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return Arriving(on_host, arrived, tensors)
 
     # --8<-- [end:launch-on-a-stream]
 

@@ -64,7 +64,7 @@ class SpeculativeDecoding(PlainDecoding):
         )
 
     def num_ahead(self, running: Sequence[Req]) -> int:
-        return int(self.round.runs_ahead and all(req.grammar is None for req in running))
+        return int(self.round.runs_ahead and not any(req.needs_output for req in running))
 
     def num_reserved(self, reqs: Sequence[Req]) -> int:
         """Tokens that admitting others should leave free, so that those who run can go on speculating."""
@@ -153,7 +153,7 @@ class SpeculativeDecoding(PlainDecoding):
         with self.parts.timeline.span("prepare"):
             launched.starts = self._starts(reqs)
             # The device adds what is in flight: the CPU does not know the number of tokens yet.
-            launched.info = self.pipeline.sampling_info(reqs, [0] * len(reqs))
+            launched.info = self.pipeline.sampling_info(reqs, [0] * len(reqs), reads_texts=False)
             launched.bans = make_early_bans(reqs, self.parts.num_token_ids, self.device)
         work = partial(self.round.run, launched, launched.shape)
         launched.results = self.pipeline.streams.launch(work)

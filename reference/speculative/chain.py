@@ -9,7 +9,7 @@ from shared.sampling.logprobs import to_token_logprobs
 from shared.sampling.sampling_batch import make_sampling_batch_info
 from shared.scheduling.pages import round_up_to_page
 from shared.speculation.kept_tokens import kept_tokens
-from shared.speculation.node_sampling import expand_to_nodes, make_early_bans, with_grammars
+from shared.speculation.node_sampling import expand_to_nodes, make_early_bans, with_texts
 from shared.types import (
     BatchResult,
     DraftBatch,
@@ -93,9 +93,9 @@ class ChainRound:
 
     def _node_sampling_info(self, reqs: list[Req], tree: DraftTree) -> SamplingBatchInfo:
         num_token_ids, device = self.parts.num_token_ids, self.parts.allocator.device
-        info = make_sampling_batch_info(reqs, num_token_ids, device)
+        info = make_sampling_batch_info(reqs, num_token_ids, device, reads_texts=False)
         info = expand_to_nodes(info, tree, make_early_bans(reqs, num_token_ids, device))
-        return with_grammars(info, reqs, tree, num_token_ids)
+        return with_texts(info, reqs, tree, num_token_ids)
 
     def _accept(self, tree: DraftTree, target_ids: torch.Tensor) -> list[list[int]]:
         """The accepted nodes of each request, node 0 first. target_ids [bs, N]: sampled behind each node."""

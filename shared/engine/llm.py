@@ -13,13 +13,14 @@ from shared.config import EngineConfig
 from shared.engine.assembly import assemble
 from shared.engine.output_collector import OutputCollector
 from shared.engine.python_runtime import deferred_interrupts, gc_freeze
+from shared.sampling.processors import LogitProcessor
 from shared.sampling.sampling_batch import derive_seed
 from shared.types import GenerateOutput, Req, SamplingParams
 
 Prompt = str | list[int]
 Message = Mapping[str, Any]
 
-REQUEST_FIELDS = ("rid", "extra_key", "priority", "routing_key")
+REQUEST_FIELDS = ("rid", "extra_key", "priority", "routing_key", "logit_processor")
 """Keywords of `generate`, `stream` and `chat` that concern the request; others are sampling parameters."""
 
 
@@ -69,7 +70,8 @@ class LLM:
         """Answer one prompt or a list of them, each a text or a list of token ids.
 
         sampling_params: for all prompts, or one for each. Keywords change them: any field of SamplingParams,
-        `max_tokens` for max_new_tokens, and rid, extra_key, priority, routing_key as in `submit`.
+        `max_tokens` for max_new_tokens, and rid, extra_key, priority, routing_key, logit_processor as in
+        `submit`.
         progress: show a progress bar on a terminal.
 
         Returns one output for one prompt with n = 1; otherwise a list, prompt by prompt, n samples each.
@@ -143,15 +145,19 @@ class LLM:
         extra_key: str | None = None,
         priority: int = 0,
         routing_key: str | None = None,
+        logit_processor: LogitProcessor | None = None,
     ) -> list[OutputCollector]:
         """Queue one prompt without running anything: one collector for each of its n samples.
 
         rid: a name for `abort`, distinct among live requests; default: a new one. extra_key: namespace in the
-        prefix cache. priority: larger is more important. routing_key: see the policy of that name. Raises
-        `ValueError` for a request that cannot be served; then nothing of it is left."""
+        prefix cache. priority: larger is more important. routing_key: see the policy of that name.
+        logit_processor: a function that changes the request's logits (slow; shared/sampling/processors.py).
+        Raises `ValueError` for a request that cannot be served; then nothing of it is left."""
         with self.timeline.span("tokenise"):
             prompt_ids = self._encode(prompt)
         self._check_fields(sampling_params, rid, extra_key, priority, routing_key)
+        if logit_processor is not None and not callable(logit_processor):
+            raise ValueError(f"logit_processor must be a function or None, got {logit_processor!r}")
         grammars = self.assembly.grammars
         compiled = grammars.submit(sampling_params) if sampling_params.given_grammars else None
         if compiled is not None:
@@ -177,6 +183,7 @@ class LLM:
                         extra_key=extra_key,
                         priority=priority,
                         routing_key=routing_key,
+                        logit_processor=logit_processor,
                     )
                     if compiled is not None:
                         req.grammar = grammars.grammar_for(req, compiled.result())

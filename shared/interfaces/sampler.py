@@ -16,7 +16,7 @@ class Sampler(ABC):
     1. repetition_penalty r on every token in the prompt or the output: logit / r if positive, else * r;
        then minus frequency_penalty * count and minus presence_penalty for tokens in the output;
     2. `vocab_mask` and `banned` tokens become -inf;
-    3. `logit_bias` is added;
+    3. `logit_bias` is added; then each of `processors` changes its rows;
     4. greedy rows: argmax, the lowest id on ties;
     5. other rows: p = softmax(logits / temperature); order tokens by (p descending, id ascending); keep
        the first top_k; keep a token while the sum of p *before* it is < top_p (the crossing token stays);

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from shared.sampling.noise import hash_noise
+from shared.sampling.processors import group_processors
 from shared.to_device import copy_to_device, to_device
 from shared.types import Req, SamplingBatchInfo, SamplingParams
 
@@ -18,10 +19,12 @@ def make_sampling_batch_info(
     vocab_size: int,
     device: torch.device | str,
     num_in_flight: Sequence[int] | None = None,
+    reads_texts: bool = True,
 ) -> SamplingBatchInfo:
     """`vocab_size`: the columns of the logits, those that have a token. `num_in_flight`: of each request, how
     many tokens were sampled that its output_ids do not have yet. They count for min_new_tokens; in
-    output_counts they are missing, and a vocab_mask cannot be made without them."""
+    output_counts they are missing; a vocab_mask and processors cannot do without them.
+    `reads_texts`: False leaves out these two, for rows of a draft tree (see `node_sampling.with_texts`)."""
     num_outputs = [len(req.output_ids) for req in reqs]
     if num_in_flight is not None:
         num_outputs = [known + coming for known, coming in zip(num_outputs, num_in_flight)]
@@ -50,8 +53,11 @@ def make_sampling_batch_info(
         needs_filter=needs_filter,
         logit_bias=_logit_bias(reqs, vocab_size, device),
         banned=_banned(reqs, num_outputs, vocab_size, device),
-        vocab_mask=_vocab_mask(reqs, vocab_size, device),
+        vocab_mask=_vocab_mask(reqs, vocab_size, device) if reads_texts else None,
         **_penalties(reqs, vocab_size, device),
+        processors=group_processors((req, row, req.output_ids) for row, req in enumerate(reqs))
+        if reads_texts
+        else (),
         return_logprob=any(p.return_logprob for p in params),
         num_top_logprobs=min(max((p.top_logprobs_num for p in params), default=0), vocab_size),
     )

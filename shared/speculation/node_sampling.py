@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from shared.sampling.processors import group_processors
 from shared.to_device import copy_to_device, to_device
 from shared.types import DraftTree, Req, SamplingBatchInfo
 
@@ -54,7 +55,7 @@ def expand_to_nodes(
 
     The root counts as written in `info` already. Penalties count a node's own way from the root as well;
     `early_bans` end at the depth where min_new_tokens is reached. Noise needs the nodes' positions
-    (`DraftTree.positions`). A vocab_mask is repeated, and is right for the root: see `with_grammars`.
+    (`DraftTree.positions`). A vocab_mask is repeated, and is right for the root: see `with_texts`.
     """
     num = tree.num_draft_tokens
     # --8<-- [start:expand-to-nodes]
@@ -77,20 +78,31 @@ def expand_to_nodes(
     return replace(info, **rows)
 
 
-def with_grammars(
+def with_texts(
     info: SamplingBatchInfo, reqs: Sequence[Req], tree: DraftTree, vocab_size: int
 ) -> SamplingBatchInfo:
-    """`info` of nodes with the tokens that grammars allow after each. Synchronizes with the tree if there is
-    a grammar. A text that is not allowed itself is not continued: samples after it are never used."""
-    if info.vocab_mask is None:
+    """`info` of nodes with what reads their texts on the CPU: a mask of the request's grammar at each node,
+    and its logit processor. `tree` may be on the CPU; else this synchronizes with it if there is either."""
+    if not any(req.needs_output for req in reqs):
         return info
-    masks = info.vocab_mask.cpu().view(tree.batch_size, tree.num_draft_tokens, -1).clone()
     token_ids, parents, num_nodes = tree.token_ids.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
-    for row, req in enumerate(reqs):
-        if req.grammar is None or req.finished:
+    entries: list[tuple[Req, int, list[int]]] = []
+    masks = torch.full((*tree.token_ids.shape, -(-vocab_size // 32)), -1, dtype=torch.int32)
+    for row, (req, n) in enumerate(zip(reqs, num_nodes)):
+        if req.finished:
             continue
-        n = num_nodes[row]
-        masks[row, :n] = req.grammar.next_tokens_at_nodes(
-            req.output_ids, token_ids[row][:n], parents[row][:n], vocab_size
-        )
-    return replace(info, vocab_mask=copy_to_device(masks.flatten(0, 1), info.vocab_mask.device))
+        if req.grammar is not None:
+            masks[row, :n] = req.grammar.next_tokens_at_nodes(
+                req.output_ids, token_ids[row][:n], parents[row][:n], vocab_size
+            )
+        if req.logit_processor is not None:
+            texts = [req.output_ids]
+            for node in range(1, n):
+                texts.append([*texts[parents[row][node]], token_ids[row][node]])
+            entries += [(req, row * tree.num_draft_tokens + node, text) for node, text in enumerate(texts)]
+    has_grammar = any(req.grammar is not None for req in reqs)
+    return replace(
+        info,
+        vocab_mask=copy_to_device(masks.flatten(0, 1), info.seeds.device) if has_grammar else None,
+        processors=group_processors(entries),
+    )

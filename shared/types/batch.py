@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -149,5 +149,8 @@ class SamplingBatchInfo:
     frequency_penalties: torch.Tensor | None = None  # [bs] float32
     presence_penalties: torch.Tensor | None = None  # [bs] float32
     repetition_penalties: torch.Tensor | None = None  # [bs] float32
+    processors: tuple[
+        Any, ...
+    ] = ()  # shared.sampling.processors.ProcessorRows: functions that run on the CPU
     return_logprob: bool = False
     num_top_logprobs: int = 0  # maximum over the rows

@@ -32,6 +32,7 @@ class Req:
     priority: int = 0  # larger is more important
     routing_key: str | None = None
     grammar: Any = None  # a shared.interfaces.Grammar; None: all tokens are allowed
+    logit_processor: Any = None  # a function of outputs and logits, see shared/sampling/processors.py
     arrival_time: float = 0.0  # seconds, by the scheduler's clock
     max_new_tokens: int = -1  # sampling_params.max_new_tokens, clamped so that prompt + output fits
 
@@ -73,6 +74,11 @@ class Req:
     @property
     def finished(self) -> bool:
         return self.finished_reason is not None
+
+    @property
+    def needs_output(self) -> bool:
+        """Whether each token is sampled by something on the CPU that reads all tokens before."""
+        return self.grammar is not None or self.logit_processor is not None
 
     @property
     def num_tokens(self) -> int:

@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any
 
 from optimized.overlap.future_map import FutureMap
-from optimized.overlap.streams import Pending, Streams, Work
+from optimized.overlap.streams import Done, Pending, Streams, Work
 from optimized.scheduler import Scheduler
 
 
@@ -29,6 +29,9 @@ class LateStreams(Streams):
             for _ in range(self.rng.randint(0, len(self.queue))):
                 self.run_oldest()
         return pending
+
+    def copy(self, tensors: Any) -> Pending:
+        return Done(tensors)
 
     def run_oldest(self) -> None:
         pending = self.queue.popleft()

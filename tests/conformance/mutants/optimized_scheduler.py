@@ -140,8 +140,8 @@ class CountsMissTheTokenInFlight(
 class MinimumMissesTheTokenInFlight(
     changed(
         "pipeline",
-        "(reqs, self.parts.num_token_ids, self.device, num_in_flight)",
-        "(reqs, self.parts.num_token_ids, self.device)",
+        "reqs, self.parts.num_token_ids, self.device, num_in_flight, reads_texts",
+        "reqs, self.parts.num_token_ids, self.device, None, reads_texts",
     )
 ):
     """Stop tokens are banned for one token more than min_new_tokens."""
@@ -160,7 +160,7 @@ class SamplesAsBefore(changed("pipeline", "None if may_change else (reqs, info)"
 
 
 @mutant_of("scheduler")
-class GrammarMissesTheTokenInFlight(changed("pipeline", "req.grammar is not None and n for", "False for")):
+class GrammarMissesTheTokenInFlight(changed("pipeline", "req.needs_output and n for", "False for")):
     """The mask of a batch is made before the token before it is known."""
 
 

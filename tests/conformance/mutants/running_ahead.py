@@ -216,7 +216,7 @@ class FreesUnderARound(
 
 
 @ahead
-class GrammarsRunAhead(changed("speculative", "all(req.grammar is None for req in running)", "True")):
+class GrammarsRunAhead(changed("speculative", "not any(req.needs_output for req in running)", "True")):
     """A grammar is asked about a text without the round in flight."""
 
 
