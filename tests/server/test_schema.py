@@ -1,0 +1,63 @@
+"""Random requests from the OpenAPI schema, valid and invalid: no answer is a 500."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis.checks import not_a_server_error
+
+from tests.server.running import RunningServer, serving
+from tests.server.test_faults import assert_whole
+
+NOT_TRIED = ("/pause_generation",)
+"""It stops the engine, and every later request with it; test_admin tries it."""
+
+
+@pytest.fixture(scope="module")
+def own_server() -> Iterator[RunningServer]:
+    """Requests of this test abort those of others."""
+    sizes = ("--max-total-tokens", "4096", "--max-running-requests", "16", "--context-len", "96")
+    with serving("--separate-process", *sizes) as server:
+        yield server
+
+
+def operations(url: str) -> dict[str, schemathesis.APIOperation]:
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    found = {}
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        if operation.path not in NOT_TRIED:
+            found[f"{operation.method.upper()} {operation.path}"] = operation
+    return found
+
+
+def try_all(url: str, num_examples: int) -> None:
+    found = operations(url)
+    assert "POST /v1/chat/completions" in found
+    assert "POST /v1/messages" in found
+    for operation in found.values():
+        for mode in schemathesis.GenerationMode:
+
+            @settings(max_examples=num_examples, deadline=None, suppress_health_check=list(HealthCheck))
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def one(case: schemathesis.Case) -> None:
+                case.call_and_validate(checks=[not_a_server_error], timeout=60)
+
+            with contextlib.suppress(Unsatisfiable):  # a route without parameters has no invalid request
+                one()
+
+
+def test_no_answer_is_a_500(own_server: RunningServer) -> None:
+    try_all(own_server.url, num_examples=5)
+    assert_whole(own_server)
+
+
+@pytest.mark.full
+def test_no_answer_is_a_500_with_many_examples(own_server: RunningServer) -> None:
+    try_all(own_server.url, num_examples=100)
+    assert_whole(own_server)
