@@ -39,6 +39,9 @@ def serve(
     drain_seconds: Annotated[
         float, _option("After SIGTERM, seconds for running requests to end.", min=0)
     ] = 30.0,
+    write_timeout: Annotated[
+        float, _option("Seconds that a client may take to read a piece of a stream.", min=0)
+    ] = 60.0,
     in_process: Annotated[
         bool | None,
         _option(
@@ -69,6 +72,7 @@ def serve(
         max_body_bytes=max_body_mib * 2**20,
         max_live_requests=max_live_requests,
         drain_seconds=drain_seconds,
+        write_timeout=write_timeout,
     )
     folder = resolve_model_path(config.model, config.load_format)
     device = config.device or default_device()

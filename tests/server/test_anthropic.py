@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import urllib.request
 from typing import Any
 
@@ -116,6 +117,39 @@ def test_bad_requests_raise_the_clients_errors(
 ) -> None:
     with pytest.raises(error, match=said):
         create(client, **{"messages": SUM, "stream": is_stream, **body})
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bergen", "Lima"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"name": "weather", "description": "Of a city.", "input_schema": CITY}
+
+
+@pytest.mark.parametrize(
+    "choice", [{"type": "any"}, {"type": "tool", "name": "weather"}], ids=["any", "named"]
+)
+def test_a_tool_is_called_and_its_result_is_read(client: anthropic.Anthropic, choice: dict[str, Any]) -> None:
+    choice = {**choice, "disable_parallel_tool_use": True}
+    body: dict[str, Any] = {"messages": SUM, "tools": [WEATHER], "tool_choice": choice}
+    whole = create(client, **body)
+    call = whole.content[-1]
+    assert (call.type, call.name, whole.stop_reason) == ("tool_use", "weather", "tool_use")
+    assert call.input["city"] in ("Bergen", "Lima")
+    with client.messages.stream(model="tiny-dense", max_tokens=64, extra_body=GREEDY, **body) as stream:
+        final = stream.get_final_message()
+    assert final.content[-1].input == call.input  # type: ignore[union-attr]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "Rain."}
+    turns = [*SUM, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
+    assert create(client, messages=turns, tools=[WEATHER]).stop_reason in ("end_turn", "max_tokens")
+
+
+def test_structured_output(client: anthropic.Anthropic) -> None:
+    form = {"format": {"type": "json_schema", "schema": CITY}}
+    message = create(client, messages=SUM, output_config=form)
+    assert json.loads(message.content[0].text)["city"] in ("Bergen", "Lima")
 
 
 # ---- the translation ----

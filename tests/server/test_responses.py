@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -90,6 +91,41 @@ def test_bad_requests_say_what_is_wrong(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=said):
         client.responses.create(**{"model": "tiny-dense", "input": "a", "stream": is_stream, **body})
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bergen", "Lima"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "name": "weather"}], ids=["any", "named"]
+)
+def test_a_function_is_called_and_its_output_is_read(client: openai.OpenAI, choice: Any) -> None:
+    body: dict[str, Any] = {"model": "tiny-dense", "temperature": 0, "tools": [WEATHER]}
+    calling = {**body, "input": STORY, "tool_choice": choice, "parallel_tool_calls": False}
+    whole = client.responses.create(**calling)
+    call = whole.output[-1]
+    assert (call.type, call.name, whole.status) == ("function_call", "weather", "completed")
+    assert json.loads(call.arguments)["city"] in ("Bergen", "Lima")
+    with client.responses.stream(**calling) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_response().output[-1]
+    assert (final.name, final.arguments) == (call.name, call.arguments)
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}
+    items = [{"role": "user", "content": STORY}, call.model_dump(exclude_none=True), output]
+    assert client.responses.create(**body, input=items, max_output_tokens=8).output_text
+
+
+def test_structured_output(client: openai.OpenAI) -> None:
+    form = {"format": {"type": "json_schema", "name": "place", "schema": CITY, "strict": True}}
+    response = client.responses.create(model="tiny-dense", input=STORY, temperature=0, text=form)
+    assert json.loads(response.output_text)["city"] in ("Bergen", "Lima")
 
 
 # ---- the translation ----

@@ -15,7 +15,7 @@ from tests.server.running import RunningServer, serving
 from tests.server.test_faults import assert_whole
 
 NOT_TRIED = ("/pause_generation",)
-"""It stops the engine, and every later request with it; test_admin tries it."""
+"""It stops the engine, and every later request with it; test_limits.py tries it."""
 
 
 @pytest.fixture(scope="module")
