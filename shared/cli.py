@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shared.commands import bench, chat, check, diff, doctor, generate, route, serve, soak
+from shared.commands import bench, chat, check, diff, doctor, generate, route, serve, soak, tune
 
 
 class _OneLineErrors(TyperGroup):
@@ -39,6 +39,7 @@ app.command("doctor")(doctor.doctor)
 app.command("check")(check.check)
 app.command("diff")(diff.diff)
 app.command("soak")(soak.soak)
+app.command("tune")(tune.tune)
 app.add_typer(bench.app, name="bench")
 
 

@@ -1,26 +1,23 @@
 """Products by cuBLAS: by its own choice of an algorithm, or by a measured one where that was faster.
 
-Measured algorithms lie in product_configs/<GPU>.json, by the weight's shape and the number of tokens; `python
--m optimized.kernels.gemm_tune` makes them. All add in float32, in one order or another: what the file says
-decides on time alone. A library of another version than the measured one is asked whether it has the
-algorithm.
+Measured algorithms are in the GPU's table (`gpu_table`), by the weight's shape and the number of tokens. All
+add in float32, in one order or another, so the table changes nothing but time. Where cuBLAS has another
+version than the table, the table's algorithms are ignored.
 """
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from optimized.kernels import cublas_lt
+from optimized.kernels import cublas_lt, gpu_table
 from optimized.kernels.cublas_lt import Config, Problem, Product
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
-FOLDER = Path(__file__).parent / "product_configs"
 STEP = 8
 """Tokens. The sides of all tiles are multiples of it: so many tokens more or less make the same tiles."""
 MAX_EXACT_TOKENS = 512
@@ -112,9 +109,12 @@ def _prepared(
     x: torch.Size, weight: torch.Size, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device
 ) -> Product | None:
     problem = Problem(x[0], weight[0], weight[1], dtype, out_dtype)
-    config = config_for(problem, table(torch.cuda.get_device_name(device)))
+    measured = table(torch.cuda.get_device_name(device))
+    config = config_for(problem, measured)
     library = cublas_lt.library(device) if config is not None else None
-    return library.prepare(problem, config) if library is not None and config is not None else None
+    if config is None or library is None or library.functions.version() != measured.version:
+        return None
+    return library.prepare(problem, config)
 
 
 def config_for(problem: Problem, table: Table) -> Config | None:
@@ -136,32 +136,34 @@ def describe(device: torch.device) -> tuple[bool, str]:
         return False, f"cuBLAS chooses: nothing was measured on {gpu}"
     if library is None:
         return False, "cuBLAS chooses: this PyTorch has no cuBLASLt"
-    num_found = sum(library.prepare(*entry) is not None for entry in entries)
     here = library.functions.version()
-    return (
-        num_found > 0,
-        f"{num_found} of {len(entries)} measured ones (cuBLAS {measured.version}; here {here})",
-    )
-
-
-def path_of(gpu: str) -> Path:
-    return FOLDER / f"{gpu.replace(' ', '_')}.json"
+    if here != measured.version:
+        return False, f"cuBLAS chooses: the table is of cuBLAS {measured.version}, and this is {here}"
+    num_found = sum(library.prepare(*entry) is not None for entry in entries)
+    return num_found > 0, f"{num_found} of {len(entries)} measured ones (cuBLAS {here})"
 
 
 @cache
 def table(gpu: str) -> Table:
-    path = path_of(gpu)
-    return parse(path.read_text()) if path.is_file() else Table("", {})
+    return table_of(gpu_table.read(gpu))
 
 
-def parse(text: str) -> Table:
+def table_of(measured: gpu_table.GpuTable) -> Table:
     """Raises `ValueError` for what is no algorithm, or none that sums in float32."""
-    data = json.loads(text)
     configs = {
         Shape.parse(name): {int(size): _config(numbers) for size, numbers in by_tokens.items()}
-        for name, by_tokens in data["products"].items()
+        for name, by_tokens in measured.gemms.items()
     }
-    return Table(data["cublas"], configs)
+    return Table(measured.cublas, configs)
+
+
+def with_gemms(measured: gpu_table.GpuTable, table: Table) -> gpu_table.GpuTable:
+    """The opposite of `table_of`."""
+    gemms = {
+        shape.name(): {str(size): config and list(config) for size, config in configs.items()}
+        for shape, configs in table.configs.items()
+    }
+    return replace(measured, cublas=table.version, gemms=gemms)
 
 
 def _config(numbers: list[int] | None) -> Config | None:

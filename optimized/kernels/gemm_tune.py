@@ -1,22 +1,15 @@
-"""Measures cuBLAS's algorithms for the products of a model on this GPU, and writes down those that beat its
-own choice:
+"""Measures cuBLAS's algorithms for the GEMMs of a model on this GPU, for `diptych tune`, and keeps those that
+beat cuBLAS's own choice.
 
-    python -m optimized.kernels.gemm_tune --model Qwen3-8B
-    python -m optimized.kernels.gemm_tune --model Qwen3-8B,Llama-3.1-8B --tokens 72,88,104 --known
-
-Thousands are timed roughly, a dozen of them again, in turns with the library's own choice, as steps have
-them: behind other kernels, and for so long that the clock is what the GPU's power limit leaves. What is
-fastest by itself and for a moment need not be the fastest there (docs/lab/gemm.md). Results go
-to optimized/kernels/product_configs/<GPU>.json, beside those of other products; those of another version of
-the library are dropped.
+Thousands are timed roughly. A dozen of them are timed again, in turns with the library's own choice, as in a
+step: behind other kernels, and for so long that the clock falls to what the GPU's power limit allows. What is
+fastest alone and for a moment need not be the fastest there (docs/lab/gemm.md).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,8 +22,8 @@ from optimized.kernels.cublas_linear import Shape
 from optimized.kernels.cublas_lt import Config, Library, Problem, Product
 from optimized.kernels.cublas_lt_api import CublasLtError
 from optimized.kernels.gemm_search import MAX_WORKSPACE, Times, best, search
+from optimized.kernels.gpu_table import GpuTable
 from shared.config import ModelConfig
-from shared.loading.model_path import resolve_model_path
 
 DTYPE = torch.bfloat16
 TOKENS = (*range(16, 256, 8), *range(256, 513, 16), 1024, 2048, 4096, 8192)
@@ -202,48 +195,18 @@ def tune(layers: Layers, known: list[Config] | None) -> tuple[float, float, Conf
     return own, times[fastest], fastest if times[fastest] <= (1 - MIN_GAIN) * own else None
 
 
-def write(gpu: str, table: cublas_linear.Table) -> None:
-    rows = [
-        f'    "{shape.name()}": {{\n'
-        + ",\n".join(f'      "{size}": {json.dumps(config)}' for size, config in sorted(configs.items()))
-        + "\n    }"
-        for shape, configs in sorted(table.configs.items())
-        if configs
-    ]
-    cublas_linear.FOLDER.mkdir(exist_ok=True)
-    text = f'{{\n  "cublas": "{table.version}",\n  "products": {{\n' + ",\n".join(rows) + "\n  }\n}\n"
-    cublas_linear.path_of(gpu).write_text(text)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True, help="as diptych takes it; several separated by commas")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="numbers of tokens")
-    parser.add_argument(
-        "--known",
-        action="store_true",
-        help="try what the library proposes, what the table has for other numbers of tokens, and neighbours",
-    )
-    args = parser.parse_args()
-    models = [
-        ModelConfig.from_pretrained(resolve_model_path(name, "dummy")) for name in args.model.split(",")
-    ]
-    shapes = {shape: add for model in models for shape, add in shapes_of(model).items()}
-    all_tokens = sorted(int(size) for size in args.tokens.split(","))
-    if wrong := [size for size in all_tokens if size % cublas_linear.STEP or size <= 0]:
-        raise SystemExit(f"--tokens: {wrong} are no multiples of {cublas_linear.STEP}")
+def tune_gemms(
+    measured: GpuTable, configs: Sequence[ModelConfig], all_tokens: Sequence[int], quick: bool
+) -> Iterator[GpuTable]:
+    """The table with one more GEMM, again and again. Algorithms of another version of cuBLAS are dropped."""
+    shapes = {shape: add for config in configs for shape, add in shapes_of(config).items()}
     device = torch.device("cuda", torch.cuda.current_device())
     library = cublas_lt.library(device)
     if library is None:
-        raise SystemExit("this PyTorch has no cuBLASLt")
-    gpu, version = torch.cuda.get_device_name(device), library.functions.version()
-    before = cublas_linear.table(gpu)
-    is_same = before.version == version
-    table = cublas_linear.Table(
-        version, {shape: dict(rows) for shape, rows in before.configs.items()} if is_same else {}
-    )
+        raise ValueError("this PyTorch has no cuBLASLt")
+    version, before = library.functions.version(), cublas_linear.table_of(measured)
+    kept = before.configs if before.version == version else {}
+    table = cublas_linear.Table(version, {shape: dict(rows) for shape, rows in kept.items()})
     pool = torch.empty(POOL_BYTES // DTYPE.itemsize, dtype=DTYPE, device=device).normal_(0, 0.02)
     problems = [
         (shape.problem(num_tokens, DTYPE), add)
@@ -252,9 +215,9 @@ def main() -> None:
         if num_tokens <= cublas_linear.MAX_EXACT_TOKENS
         or not shape.in_float32  # logits: of a prompt's last tokens
     ]
-    for problem, add in (progress := tqdm(problems, unit="product")):
-        tune_one(Layers(library, pool, problem, add), table, args.known, progress)
-        write(gpu, table)
+    for problem, add in (progress := tqdm(problems, unit="GEMM")):
+        tune_one(Layers(library, pool, problem, add), table, quick, progress)
+        yield cublas_linear.with_gemms(measured, table)
 
 
 def tune_one(layers: Layers, table: cublas_linear.Table, known: bool, progress: tqdm[Any]) -> None:
@@ -269,7 +232,3 @@ def tune_one(layers: Layers, table: cublas_linear.Table, known: bool, progress: 
         f"{shape.name():26} {num_tokens:4} tokens {own:8.1f} us, {fastest:8.1f} {fastest / own - 1:+7.1%}"
         f"  {tuple(config) if config else 'not taken'}"
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,16 @@
-"""Which tiles the experts' kernels use: measured ones where there are some, else a rule.
-
-Measured tiles lie in moe_configs/<GPU>.json, by the experts' shape and the number of tokens; `python -m
-optimized.kernels.moe_tune` makes them.
+"""Which tiles the experts' kernels use: those of the GPU's table (`gpu_table`), by the experts' shape and the
+number of tokens, where it has some; else a rule.
 """
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import triton
 
-FOLDER = Path(__file__).parent / "moe_configs"
+from optimized.kernels import gpu_table
 
 
 class Tile(NamedTuple):
@@ -85,16 +81,19 @@ def default_plan(shape: Shape, num_tokens: int, dtype: torch.dtype) -> Plan:
     return Plan(Tile(block_m, 64, 64, 8, num_warps, 3), Tile(block_m, 128, 64, 8, num_warps, 3))
 
 
+def describe(device: torch.device) -> tuple[bool, str]:
+    """Whether measured tiles are used on this GPU, and of which shapes."""
+    gpu = torch.cuda.get_device_name(device)
+    shapes = list(gpu_table.read(gpu).experts)
+    return bool(shapes), "; ".join(shapes) or f"a rule chooses: nothing was measured on {gpu}"
+
+
 @cache
 def _measured(gpu: str) -> dict[str, dict[int, Plan]]:
     """The name of a shape -> a number of tokens -> the plan up to there."""
-    path = FOLDER / f"{gpu.replace(' ', '_')}.json"
-    if not path.is_file():
-        return {}
-    table = json.loads(path.read_text())
     return {
         name: {int(size): Plan(*map(_tile, tiles)) for size, tiles in plans.items()}
-        for name, plans in table.items()
+        for name, plans in gpu_table.read(gpu).experts.items()
     }
 
 

@@ -1,21 +1,17 @@
-"""Measures tiles for the experts of a model on this GPU and writes them down:
+"""Measures the tiles of experts on this GPU, for `diptych tune`.
 
-    python -m optimized.kernels.moe_tune --model Qwen3-30B-A3B
-    python -m optimized.kernels.moe_tune --shape 128,8,2048,768 --tokens 1,64,4096
-
-Each product is timed by itself, with random routing, over several layers' weights so that they come from
-memory. Results go to optimized/kernels/moe_configs/<GPU>.json, beside those of other shapes.
+Each GEMM is timed alone, with random routing, over the weights of several layers, so that weights come from
+memory and not from the L2 cache.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -23,15 +19,12 @@ import torch
 from tqdm.auto import tqdm
 
 from optimized.kernels import moe_gemm, moe_gemv
+from optimized.kernels.gpu_table import GpuTable
 from optimized.kernels.moe_align import align
 from optimized.kernels.moe_combine import combine
-from optimized.kernels.moe_tiles import FOLDER, GemvTile, Plan, Shape, Tile
+from optimized.kernels.moe_tiles import GemvTile, Plan, Shape, Tile
+from shared.config import ModelConfig
 
-MODELS = {
-    "Qwen3-30B-A3B": Shape(128, 8, 2048, 768),
-    "Qwen3-235B-A22B": Shape(128, 8, 4096, 1536),
-    "Mixtral-8x7B": Shape(8, 2, 4096, 14336),
-}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 MAX_GEMV_TOKENS = 16
 MAX_SHARED_BYTES = 227 * 1024
@@ -228,49 +221,23 @@ def compile_all(shape: Shape, all_tokens: list[int], num_processes: int) -> None
             job.result()
 
 
-def write(shape: Shape, plans: dict[int, Plan]) -> None:
-    gpu = torch.cuda.get_device_name().replace(" ", "_")
-    path = FOLDER / f"{gpu}.json"
-    table = json.loads(path.read_text()) if path.is_file() else {}
-    rows = table.get(shape.name(), {}) | {
-        str(size): [list(tile) for tile in plan] for size, plan in plans.items()
-    }
-    table[shape.name()] = dict(sorted(rows.items(), key=lambda row: int(row[0])))
-    shapes = [
-        f'  "{name}": {{\n'
-        + ",\n".join(f'    "{size}": {json.dumps(plan)}' for size, plan in rows.items())
-        + "\n  }"
-        for name, rows in sorted(table.items())
-    ]
-    FOLDER.mkdir(exist_ok=True)
-    path.write_text("{\n" + ",\n".join(shapes) + "\n}\n")
+def shape_of(config: ModelConfig) -> Shape | None:
+    """Of a model's experts; None: it has none."""
+    moe = config.moe
+    if moe is None:
+        return None
+    return Shape(moe.num_experts, moe.num_experts_per_tok, config.hidden_size, moe.intermediate_size)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", choices=list(MODELS))
-    which.add_argument("--shape", help="experts,top_k,hidden,intermediate")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="numbers of tokens")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile at once")
-    parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache, time nothing")
-    args = parser.parse_args()
-    shape = MODELS[args.model] if args.model else Shape(*map(int, args.shape.split(",")))
-    all_tokens = [int(size) for size in args.tokens.split(",")]
-    compile_all(shape, all_tokens, args.processes)
-    if args.compile_only:
-        return
+def tune(table: GpuTable, shape: Shape, all_tokens: Sequence[int]) -> Iterator[GpuTable]:
+    """The table with the best plan for one more number of tokens, again and again."""
+    compile_all(shape, list(all_tokens), os.cpu_count() or 1)
     layers = Layers(shape, all_tokens[0])
-    plans = {}
     with tqdm(total=sum(num_candidates(shape, size) for size in all_tokens), unit="tile") as progress:
         for num_tokens in all_tokens:
-            progress.set_description(f"{num_tokens} tokens")
-            time, plans[num_tokens] = best_plan(layers, num_tokens, progress)
-            progress.write(f"{num_tokens:5} tokens {time:8.1f} us  {plans[num_tokens]}")
-            write(shape, plans)
-
-
-if __name__ == "__main__":
-    main()
+            progress.set_description(f"experts, {num_tokens} tokens")
+            time, plan = best_plan(layers, num_tokens, progress)
+            progress.write(f"{shape.name()}, {num_tokens:5} tokens {time:8.1f} us  {plan}")
+            plans = {**table.experts.get(shape.name(), {}), str(num_tokens): [list(tile) for tile in plan]}
+            table = replace(table, experts={**table.experts, shape.name(): plans})
+            yield table

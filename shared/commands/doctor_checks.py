@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 import shutil
 import sys
@@ -200,15 +201,19 @@ def _attention_backend(name: str, device: torch.device, load: Callable[[str, str
     return Check("attention", flag, "ok", "usable")
 
 
-def _products() -> list[Check]:
-    """Which of cuBLAS's algorithms the optimized panel takes."""
+def _gpu_table() -> list[Check]:
+    """What was measured on this GPU, and whether the optimized panel uses it."""
     import torch
 
     if not (registry.has_optimized() and torch.cuda.is_available()):
-        return [Check("products", "algorithms", "absent", "needs a CUDA GPU")]
-    is_measured, found = registry.load("layers", "optimized").cublas_linear.describe(torch.device("cuda", 0))
-    remedy = "" if is_measured else "python -m optimized.kernels.gemm_tune --help"
-    return [Check("products", "algorithms", "ok" if is_measured else "absent", found, remedy)]
+        return [Check("gpu table", "tiles and algorithms", "absent", "needs a CUDA GPU")]
+    device, remedy = torch.device("cuda", 0), "diptych tune --model MODEL"
+    checks = []
+    for name, module in (("tiles of experts", "moe_tiles"), ("cuBLAS algorithms", "cublas_linear")):
+        is_used, found = importlib.import_module(f"optimized.kernels.{module}").describe(device)
+        state: State = "ok" if is_used else "absent"
+        checks.append(Check("gpu table", name, state, found, "" if is_used else remedy))
+    return checks
 
 
 def _gib(num_bytes: int) -> str:
@@ -217,5 +222,5 @@ def _gib(num_bytes: int) -> str:
 
 PROBES = (
     *(_system, _memory, _torch, _gpus, _packages),
-    *(_models, _panels, _components, _attention, _products),
+    *(_models, _panels, _components, _attention, _gpu_table),
 )

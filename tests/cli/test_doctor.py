@@ -1,5 +1,6 @@
 """`diptych doctor` describes the machine, never fails, and says what to install."""
 
+import importlib
 import json
 import re
 from collections.abc import Callable
@@ -141,18 +142,16 @@ def test_the_default_backend_comes_with_its_reason() -> None:
     assert ": " in default.found
 
 
-def test_whether_measured_algorithms_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [check.found for check in doctor._products()] == ["needs a CUDA GPU"] or torch.cuda.is_available()
-    measured = {"are used": True, "are not": False}
-    for found, is_measured in measured.items():
-        layers = SimpleNamespace(
-            cublas_linear=SimpleNamespace(describe=lambda _, answer=(is_measured, found): answer)
-        )
-        monkeypatch.setattr(registry, "load", lambda *_, layers=layers: layers)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        (check,) = doctor._products()
-        assert (check.state, check.found) == ("ok" if is_measured else "absent", found)
-        assert ("gemm_tune" in check.remedy) != is_measured
+def test_the_table_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch.cuda.is_available() or [check.found for check in doctor._gpu_table()] == ["needs a CUDA GPU"]
+    answers = {"moe_tiles": (True, "8 experts"), "cublas_linear": (False, "another cuBLAS")}
+    modules = {name: SimpleNamespace(describe=lambda _, name=name: answers[name]) for name in answers}
+    monkeypatch.setattr(importlib, "import_module", lambda name: modules[name.rpartition(".")[2]])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    experts, algorithms = doctor._gpu_table()
+    assert (experts.state, experts.found, experts.remedy) == ("ok", "8 experts", "")
+    assert (algorithms.state, algorithms.found) == ("absent", "another cuBLAS")
+    assert "diptych tune" in algorithms.remedy
 
 
 def test_table_and_json_say_the_same(diptych: Diptych, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tqdm.auto import tqdm
 
-from optimized.kernels import cublas_linear, cublas_lt, gemm_tune
+from optimized.kernels import cublas_linear, cublas_lt, gemm_tune, gpu_table
 from optimized.kernels.cublas_linear import Shape, Table
 from optimized.kernels.cublas_lt import Config, Library, Problem
 from optimized.kernels.cublas_lt_api import Functions
 from optimized.kernels.gemm_tune import Layers, shapes_of
+from optimized.kernels.gpu_table import GpuTable
 from shared.config import ModelConfig
 from shared.loading.model_path import resolve_model_path
 from tests.kernels.fake_cublas_lt import PROPOSED, STREAM, FakeCublasLt, config_of
@@ -108,12 +108,11 @@ def test_known_ones_are_those_of_other_numbers_of_tokens(on_a_clock: list[Clock]
     assert tuned(on_a_clock[0], Table("", {SHAPE: {8: other}}), known=True) == {8: other, 16: other}
 
 
-def test_a_table_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublas_linear, "FOLDER", tmp_path)
+def test_a_table_is_read_as_it_was_written() -> None:
     configs = {SHAPE: {16: FAST, 128: PROPOSED[0], 1024: None}, Shape(24, 99, in_float32=True): {8: FAST}}
-    gemm_tune.write("A GPU", Table("13.1.0", {**configs, Shape(8, 8): {}}))
-    assert cublas_linear.table.__wrapped__("A GPU") == Table("13.1.0", configs)
-    assert cublas_linear.table.__wrapped__("another") == Table("", {})
+    table = Table("13.1.0", configs)
+    written = gpu_table.dumps(cublas_linear.with_gemms(GpuTable("A GPU"), table))
+    assert cublas_linear.table_of(gpu_table.parse(written)) == table
 
 
 def test_the_shapes_of_models() -> None:

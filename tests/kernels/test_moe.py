@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from optimized import moe
-from optimized.kernels import moe_tiles
+from optimized.kernels import gpu_table, moe_tiles
 from optimized.kernels.moe_align import align, max_num_blocks
 from optimized.kernels.moe_tiles import GemvTile, Plan, Shape, Tile
 from reference.moe import MoE as ReferenceMoE
@@ -144,7 +144,7 @@ def test_a_measured_plan_serves_up_to_its_number_of_tokens(monkeypatch: pytest.M
 
 
 def test_tables_of_measured_plans_can_be_read() -> None:
-    paths = sorted(moe_tiles.FOLDER.glob("*.json"))
+    paths = sorted(gpu_table.FOLDER.glob("*.json"))
     assert paths
     for path in paths:
         for plans in moe_tiles._measured(path.stem).values():
@@ -158,7 +158,7 @@ def measured_plans() -> list[Any]:
     """Of every GPU's table: a shape, a number of tokens, and the plan up to there."""
     return [
         pytest.param(Shape(*map(int, re.findall(r"\d+", name))), num_tokens, plan, id=f"{name}: {num_tokens}")
-        for path in sorted(moe_tiles.FOLDER.glob("*.json"))
+        for path in sorted(gpu_table.FOLDER.glob("*.json"))
         for name, plans in moe_tiles._measured(path.stem).items()
         for num_tokens, plan in plans.items()
     ]

@@ -1,0 +1,87 @@
+"""Measured choices of kernels: gpu_tables/<GPU>.json, one file per kind of GPU, written by `diptych tune`.
+
+    {"format": 1, "gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "triton": "3.6.0",
+     "experts": {"128 experts, top 8, 2048-768": {"64": [[...], [...]]}},
+     "cublas": "13.1.0",
+     "gemms": {"4096 to 6144": {"64": [...]}}}
+
+`moe_tiles` reads "experts", `cublas_linear` reads "gemms": algorithms of that version of cuBLAS. Both have
+rules for GPUs and shapes that were not measured.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+FOLDER = Path(__file__).parent / "gpu_tables"
+
+Measured = dict[str, dict[str, Any]]
+"""The name of a shape -> a number of tokens -> the choice, a list of numbers, as JSON has them."""
+
+
+@dataclass(frozen=True)
+class GpuTable:
+    gpu: str
+    torch: str = ""  # versions at the last measurement
+    triton: str = ""
+    experts: Measured = field(default_factory=dict)
+    cublas: str = ""  # the version that `gemms` are algorithms of
+    gemms: Measured = field(default_factory=dict)
+
+
+def path_of(gpu: str) -> Path:
+    return FOLDER / f"{gpu.replace(' ', '_')}.json"
+
+
+@cache
+def read(gpu: str) -> GpuTable:
+    """The table of a GPU, an empty one where there is none. `ValueError` for a file of another format."""
+    path = path_of(gpu)
+    return parse(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else GpuTable(gpu)
+
+
+def parse(text: str, name: str = "table") -> GpuTable:
+    data = json.loads(text)
+    found = data.pop("format", None)
+    if found != FORMAT:
+        raise ValueError(
+            f"{name} has format {found}, and this version of Diptych reads format {FORMAT}: "
+            "delete the file, or measure again with `diptych tune`"
+        )
+    known = [field.name for field in fields(GpuTable)]
+    if "gpu" not in data or not set(data) <= set(known):
+        raise ValueError(f"{name} must have a gpu, and may have {known}; it has {list(data)}")
+    return GpuTable(**data)
+
+
+def dumps(table: GpuTable) -> str:
+    """JSON with one line per choice."""
+    data = {"format": FORMAT, **vars(table)}
+    return "{\n" + ",\n".join(f"  {json.dumps(key)}: {_value(data[key])}" for key in data) + "\n}\n"
+
+
+def _value(value: Any) -> str:
+    if not isinstance(value, dict):
+        return json.dumps(value)
+    shapes = [
+        f"    {json.dumps(name)}: {{\n{_rows(rows)}\n    }}" for name, rows in sorted(value.items()) if rows
+    ]
+    return "{\n" + ",\n".join(shapes) + "\n  }" if shapes else "{}"
+
+
+def _rows(rows: dict[str, Any]) -> str:
+    ordered = sorted(rows.items(), key=lambda row: int(row[0]))
+    return ",\n".join(f"      {json.dumps(size)}: {json.dumps(choice)}" for size, choice in ordered)
+
+
+def write(table: GpuTable) -> Path:
+    path = path_of(table.gpu)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(dumps(table), encoding="utf-8")
+    read.cache_clear()
+    return path

@@ -1,0 +1,37 @@
+"""`diptych tune`: measure kernels on this GPU."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated
+
+import typer
+
+from shared.commands.options import integers
+
+
+def tune(
+    model: Annotated[
+        str, typer.Option(help="Built-in shapes, folders or Hugging Face ids, separated by commas.")
+    ],
+    tokens: Annotated[
+        str | None, typer.Option(help="Numbers of tokens, separated by commas. Default: all usual ones.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Try only algorithms near those known or proposed by cuBLAS.")
+    ] = False,
+) -> None:
+    """Measure which tiles and cuBLAS algorithms are fastest for a model on this GPU, and write the GPU's
+    table, which the optimized panel reads. Weights are random. Takes minutes to hours."""
+    import torch
+
+    from shared.config import ModelConfig
+    from shared.loading.model_path import resolve_model_path
+
+    if not torch.cuda.is_available():
+        raise ValueError("tune needs a CUDA GPU: it measures kernels there")
+    all_tokens = None if tokens is None else integers("--tokens", tokens)
+    names = [name.strip() for name in model.split(",")]
+    configs = [ModelConfig.from_pretrained(resolve_model_path(name, "dummy")) for name in names]
+    path = importlib.import_module("optimized.kernels.tune").tune(configs, all_tokens, quick)
+    typer.echo(f"written: {path}")
