@@ -16,6 +16,7 @@ from shared.conformance.ledger import LedgerKVPool, LedgerModelRunner, expected_
 from shared.conformance.ledger_drafter import Guess, LedgerDrafter
 from shared.interfaces import Grammar, SchedulerParts
 from shared.loading.kv_sizing import num_rows, num_speculative_slots
+from shared.sampling.processors import LogitProcessor
 from shared.scheduling.invariants import check_idle, check_invariants
 from shared.types import DraftShape, FinishAbort, FinishReason, Req, SamplingParams, StepOutput, TokenLogprob
 
@@ -147,6 +148,7 @@ class SchedulerHarness:
         routing_key: str | None = None,
         eos: frozenset[int] = frozenset(),
         grammar: Grammar | None = None,
+        logit_processor: LogitProcessor | None = None,
         **params: Any,
     ) -> str:
         rid = rid or f"r{len(self.reqs)}"
@@ -157,6 +159,7 @@ class SchedulerHarness:
             seed=params.get("seed") or 0,
             eos_token_ids=eos,
             grammar=grammar,
+            logit_processor=logit_processor,
             priority=priority,
             extra_key=extra_key,
             routing_key=routing_key,

@@ -25,6 +25,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "scheduler.schedules",
         "scheduler.limits",
         "scheduler.answers",
+        "scheduler.constraints",
         "scheduler.failures",
         "scheduler.faults",
         "scheduler.speculation",

@@ -8,70 +8,26 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from shared.conformance.brackets import END, OPEN, BracketMatcher
 from shared.grammar import matcher as module
 from shared.grammar.matcher import MatcherGrammar
 from shared.grammar.reasoning import ReasoningGrammar, ReasoningTokens
 from shared.interfaces.grammar import Grammar, allows
 
 VOCAB_SIZE = 70
-END, OPEN, CLOSE = 0, 40, 50
-"""An end-of-sequence token; ten kinds of brackets, OPEN + i and CLOSE + i. Other tokens are never allowed."""
-
-
-class Brackets:
-    """A matcher of balanced brackets."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def stack(self) -> list[int]:
-        found: list[int] = []
-        for token_id in self.tokens:
-            if token_id >= CLOSE:
-                found.pop()
-            elif token_id >= OPEN:
-                found.append(token_id - OPEN)
-        return found
-
-    def allowed(self) -> list[int]:
-        stack = self.stack()
-        closing = [CLOSE + stack[-1]] if stack else [END]
-        return closing + [OPEN + kind for kind in range(10 if len(stack) < 5 else 0)]
-
-    def accept_token(self, token_id: int) -> bool:
-        if self.is_terminated() or token_id not in self.allowed():
-            return False
-        self.tokens.append(token_id)
-        return True
-
-    def rollback(self, num_tokens: int) -> None:
-        assert num_tokens <= len(self.tokens)
-        del self.tokens[len(self.tokens) - num_tokens :]
-
-    def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int) -> bool:
-        assert not self.is_terminated()
-        bits = [0] * (bitmask.shape[1] * 32)
-        for token_id in self.allowed():
-            bits[token_id] = 1
-        words = [sum(bit << i for i, bit in enumerate(bits[n : n + 32])) for n in range(0, len(bits), 32)]
-        bitmask[index] = torch.tensor(words, dtype=torch.int64).to(torch.int32)
-        return True
-
-    def is_terminated(self) -> bool:
-        return END in self.tokens
 
 
 class Plain(Grammar):
     """Asks a new matcher each time."""
 
     def next_tokens(self, output_ids: Sequence[int], vocab_size: int) -> torch.Tensor:
-        matcher, mask = Brackets(), torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32)
+        matcher, mask = BracketMatcher(), torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32)
         if all(map(matcher.accept_token, output_ids)) and not matcher.is_terminated():
             matcher.fill_next_token_bitmask(mask, 0)
         return mask[0]
 
     def is_terminated(self, output_ids: Sequence[int]) -> bool:
-        matcher = Brackets()
+        matcher = BracketMatcher()
         return all(map(matcher.accept_token, output_ids)) and matcher.is_terminated()
 
 
@@ -111,7 +67,7 @@ def check_walk(grammar: Grammar, plain: Grammar, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_walk(seed: int) -> None:
-    check_walk(MatcherGrammar(Brackets()), Plain(), seed)
+    check_walk(MatcherGrammar(BracketMatcher()), Plain(), seed)
 
 
 @pytest.mark.parametrize("is_open", [False, True])
@@ -122,7 +78,7 @@ def test_a_walk_behind_a_reasoning_block(seed: int, is_open: bool) -> None:
     def behind(inner: Grammar) -> Grammar:
         return ReasoningGrammar(inner, tokens, is_open, frozenset([END]))
 
-    check_walk(behind(MatcherGrammar(Brackets())), behind(Plain()), seed)
+    check_walk(behind(MatcherGrammar(BracketMatcher())), behind(Plain()), seed)
 
 
 # ---- planted bugs ----
@@ -196,14 +152,14 @@ class NeverEnds(MatcherGrammar):
 def test_a_planted_bug_is_caught(bug: type[MatcherGrammar]) -> None:
     def check_all() -> None:
         for seed in range(20):
-            check_walk(bug(Brackets()), Plain(), seed)
+            check_walk(bug(BracketMatcher()), Plain(), seed)
 
     with pytest.raises((AssertionError, IndexError)):
         check_all()
 
 
 def test_a_slow_grammar_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammar = MatcherGrammar(Brackets())
+    grammar = MatcherGrammar(BracketMatcher())
     assert grammar.next_tokens([], VOCAB_SIZE).any()
     monkeypatch.setattr(module, "MAX_MASK_SECONDS", 0.0)
     grammar.next_tokens([OPEN], VOCAB_SIZE)

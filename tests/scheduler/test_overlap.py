@@ -29,6 +29,7 @@ from tests.conformance.mutants.optimized_scheduler import changed
 from .late_streams import LateScheduler, UnsteadyScheduler, make_late
 
 RAISING = {
+    "failing-forward",
     "fails-on-a-prompt",
     "failing-sampler",
     "failing-grammar",

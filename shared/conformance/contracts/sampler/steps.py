@@ -24,6 +24,7 @@ from shared.conformance.sampling import (
     sample,
 )
 from shared.interfaces import Sampler
+from shared.sampling.processors import ProcessorRows
 from shared.types import Req
 
 INF = math.inf
@@ -252,6 +253,24 @@ def vocab_mask(impl: type[Sampler], case: Case) -> None:
     # One of five is missed by 200 draws with a probability of 1e-18.
     expect_equal("tokens of the masked rows", set(ids[::2]), allowed)
     expect_equal("tokens of the others", set(ids[1::2]), {33})
+
+
+@contract("Processors get the logits of their rows after the bias, and what they return is sampled.", EXAMPLE)
+def processors(impl: type[Sampler], case: Case) -> None:
+    seen: list[tuple[list[list[int]], list[list[float]]]] = []
+
+    def move(output_ids: list[list[int]], logits: torch.Tensor) -> torch.Tensor:
+        seen.append((output_ids, logits.tolist()))
+        return logits.roll(1, dims=1)
+
+    logits = torch.tensor([[0.0, 4.0, 1.0, 2.0]] * 4)
+    before = logits.clone()
+    reqs = [GREEDY.req(), Ask("", temperature=0.0, logit_bias=((3, 9.0),)).req(), GREEDY.req(), GREEDY.req()]
+    groups = (ProcessorRows(move, [1, 2], [[7], [8, 9]]),)
+    ids = run_sampler(impl, logits, replace(make_info(reqs, 4), processors=groups), [0] * 4).next_token_ids
+    expect_equal("ids", ids.tolist(), [1, 0, 2, 1])
+    expect_equal("what it got", seen, [([[7], [8, 9]], [[0.0, 4.0, 1.0, 11.0], [0.0, 4.0, 1.0, 2.0]])])
+    expect_equal("the logits given", logits.tolist(), before.tolist())
 
 
 @contract("A logit of +inf is the limit of a large one: tokens that have it share everything.", EXAMPLE)

@@ -1,0 +1,116 @@
+"""Planted bugs in how schedulers use grammars and logit processors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from reference.scheduler import Scheduler
+from shared.scheduling.stop_conditions import append_tokens
+from shared.types import Req
+from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.optimized_scheduler import changed
+
+FIRST = ("scheduler.constraints",)
+
+
+def constrained(impl: type[Any]) -> Mutant:
+    assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
+    return Mutant("scheduler", impl.__name__, impl, FIRST)
+
+
+class WithInfo(Scheduler):
+    """Samples with other parameters than it should."""
+
+    def __init__(self, config, model_config, parts):
+        def sample(logits, info, positions):
+            return parts.sampler.sample(logits, self.wrong(info), positions)
+
+        super().__init__(config, model_config, replace(parts, sampler=SimpleNamespace(sample=sample)))
+
+    def wrong(self, info):
+        raise NotImplementedError
+
+
+@constrained
+class MaskOfANeighbour(WithInfo):
+    """Each row has the mask of the row before it."""
+
+    def wrong(self, info):
+        return info if info.vocab_mask is None else replace(info, vocab_mask=info.vocab_mask.roll(1, 0))
+
+
+@constrained
+class MaskOneStepLate(WithInfo):
+    """A batch has the masks of the step before, where they fit."""
+
+    before = None
+
+    def wrong(self, info):
+        mask = info.vocab_mask
+        if mask is not None and self.before is not None and self.before.shape == mask.shape:
+            info = replace(info, vocab_mask=self.before)
+        self.before = mask
+        return info
+
+
+@constrained
+class ProcessorOfANeighbour(WithInfo):
+    """Processors change the row behind their own."""
+
+    def wrong(self, info):
+        num_rows = len(info.seeds)
+        moved = [replace(g, rows=[(row + 1) % num_rows for row in g.rows]) for g in info.processors]
+        return replace(info, processors=tuple(moved))
+
+
+@constrained
+class ProcessorsOneTokenLate(WithInfo):
+    """Processors do not know the newest token."""
+
+    def wrong(self, info):
+        late = [replace(g, output_ids=[ids[:-1] for ids in g.output_ids]) for g in info.processors]
+        return replace(info, processors=tuple(late))
+
+
+@constrained
+class EndsAfterTheCommit(Scheduler):
+    """KV behind the end of a text stays committed."""
+
+    def _append_tokens(self, req: Req, token_ids, logprobs):
+        parts = self.parts
+        num_new = append_tokens(req, token_ids, logprobs, parts.decode_text, parts.num_token_ids)
+        self.counts.add_output(req, num_new)
+        if req.finished_reason is not None:
+            self._finish(req, req.finished_reason, num_new)
+        else:
+            self.outputs.append(req.step_output(num_new))
+
+
+@constrained
+class ReadsTheTreesOfOthers(
+    changed("chain", "with_texts(info, reqs, on_cpu,", "with_texts(info, reqs[::-1], on_cpu,")
+):
+    """Grammars read the drafts of other requests."""
+
+
+@constrained
+class ReadsNoParents(
+    changed("chain", "token_ids=token_ids, parents=parents,", "token_ids=token_ids, parents=parents * 0,")
+):
+    """All drafts hang from the root."""
+
+
+@constrained
+class MasksAreUsedAgain(
+    changed("pipeline", "        changes |= any(req.needs_output for req in reqs)\n", "")
+):
+    """A batch of the same requests has the masks and the outputs of the step before."""
+
+
+@constrained
+class RunsAheadOfProcessors(
+    changed("speculative", "not any(req.needs_output for req", "not any(req.grammar is not None for req")
+):
+    """A processor reads a text without the round in flight."""
