@@ -124,12 +124,12 @@ def check_fits(llm: LLM, requests: Sequence[Request]) -> None:
     """The engine would cut answers that do not fit; a measurement needs all of them."""
     context_len = llm.config.context_len or llm.model_config.context_len
     pool_size = llm.assembly.parts.allocator.size
-    for request in requests:
+    for number, request in enumerate(requests, start=1):
         needed = len(request.prompt) + request.output_len
         if needed > context_len or needed - 1 > pool_size:
             raise ValueError(
-                f"a request of {len(request.prompt)} + {request.output_len} tokens must fit into the context "
-                f"({context_len}) and the KV pool ({pool_size})"
+                f"request {number}, of {len(request.prompt)} + {request.output_len} tokens, must fit into "
+                f"the context ({context_len}) and the KV pool ({pool_size})"
             )
 
 

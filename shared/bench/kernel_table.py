@@ -17,7 +17,7 @@ NUM_STEPS = 8
 """Without a pause between them: CPU work is hidden as in the engine, and the gap before the first kernel,
 which is not recorded, does not matter."""
 
-GAPS = "gaps"
+IDLE = "idle"
 NAME_LEN = 64
 
 
@@ -25,7 +25,7 @@ _CUBLAS = re.compile(r"nvjet_|sm\d+_xmma_|gemm|gemv|cublas|splitK")
 
 
 class KernelTime(NamedTuple):
-    """`seconds` and `num_calls` of one step. GAPS: no kernel ran. A kernel that starts while another still
+    """`seconds` and `num_calls` of one step. IDLE: no kernel ran. A kernel that starts while another still
     runs (many are launched early, and wait) counts from that one's end: all rows together are the step."""
 
     name: str
@@ -34,7 +34,7 @@ class KernelTime(NamedTuple):
 
 
 def profile_kernels(step: Callable[[], object], device: torch.device) -> list[KernelTime]:
-    """One row for each name, the longest first, then the gaps. Kernels launched by a CUDA graph count too."""
+    """A row for each name, the longest first, then idle time. Kernels launched by a CUDA graph count too."""
     if device.type != "cuda":
         return _profile_operators(step)
     _run(step, device, ProfilerActivity.CUDA, 1)  # the first use of the profiler is slow
@@ -66,8 +66,8 @@ def kernel_table(spans: Iterable[tuple[str, float, float]], num_steps: int) -> l
         KernelTime(name, calls / num_steps, total / num_steps / 1e6) for name, (calls, total) in sums.items()
     ]
     rows.sort(key=lambda row: -row.seconds)
-    gaps = max(0.0, whole - sum(total for _, total in sums.values()))
-    return [*rows, KernelTime(GAPS, 0, gaps / num_steps / 1e6)]
+    idle = max(0.0, whole - sum(total for _, total in sums.values()))
+    return [*rows, KernelTime(IDLE, 0, idle / num_steps / 1e6)]
 
 
 def readable_name(kernel: str) -> str:
@@ -97,7 +97,7 @@ def _run(step: Callable[[], object], device: torch.device, activity: ProfilerAct
 
 
 def _profile_operators(step: Callable[[], object]) -> list[KernelTime]:
-    """By each operator's own time, without that of the operators it calls; GAPS is what Python takes, and the
+    """By each operator's own time, without that of the operators it calls; IDLE is what Python takes, and the
     profiler itself."""
     times: list[float] = []
 
@@ -114,4 +114,4 @@ def _profile_operators(step: Callable[[], object]) -> list[KernelTime]:
         if each.self_cpu_time_total > 0
     ]
     rows.sort(key=lambda row: -row.seconds)
-    return [*rows, KernelTime(GAPS, 0, max(0.0, times[-1] - sum(row.seconds for row in rows)))]
+    return [*rows, KernelTime(IDLE, 0, max(0.0, times[-1] - sum(row.seconds for row in rows)))]

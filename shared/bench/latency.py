@@ -1,4 +1,4 @@
-"""A few streams through the whole engine: the first token, the gaps between the others, and what the engine
+"""A few streams through the whole engine: TTFT, inter-token latency, and what the engine
 adds to the time of a bare step."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shared.bench.drive import Clock, OnTokens, Sampling, check_fits, check_whole, flush, submitted
-from shared.bench.gaps import Gap, GapMeter, Spread, percentile, spread_of
+from shared.bench.itl import Interval, ItlMeter, ItlSummary, percentile, summarize
 from shared.bench.offline import OnRun
 from shared.bench.step import step_of, time_step
 from shared.bench.step_inputs import StepCase, fill_pool
@@ -48,15 +48,15 @@ class Streams:
 
 
 class StreamRun(NamedTuple):
-    """Seconds. Gaps are those while all requests decode."""
+    """Seconds. Intervals are those while all requests decode."""
 
     times_to_first_token: list[float]
-    gaps: list[Gap]
+    intervals: list[Interval]
     total_time: float
 
     @property
-    def spread(self) -> Spread:
-        return spread_of(self.gaps)
+    def itl(self) -> ItlSummary:
+        return summarize(self.intervals)
 
 
 @dataclass
@@ -65,22 +65,22 @@ class LatencyResult(Traced):
 
     streams: Streams
     runs: list[StreamRun] = field(default_factory=list)
-    limit: float | None = None  # seconds for a token of each request
+    bound: float | None = None  # seconds for a token of each request
     step_time: float | None = None  # of a bare step, in the same process
 
     @property
     def time_per_token(self) -> float:
         """Seconds, median of the runs."""
-        return statistics.median(run.spread.per_token for run in self.runs)
+        return statistics.median(run.itl.per_token for run in self.runs)
 
     @property
     def time_to_first_token(self) -> float:
         """Median of the requests, and of the runs."""
         return statistics.median(percentile(run.times_to_first_token, 50) for run in self.runs)
 
-    def gap(self, name: str) -> float:
-        """A field of `Spread`, median of the runs."""
-        return statistics.median([float(run.spread._asdict()[name]) for run in self.runs])
+    def itl(self, name: str) -> float:
+        """A field of `ItlSummary`, median of the runs."""
+        return statistics.median([float(run.itl._asdict()[name]) for run in self.runs])
 
     @property
     def overhead(self) -> float | None:
@@ -94,16 +94,16 @@ class LatencyResult(Traced):
             "output_len": self.streams.output_len,
             "time_to_first_token_s": self.time_to_first_token,
             "time_per_token_s": self.time_per_token,
-            "gaps_s": {name: self.gap(name) for name in ("p50", "p90", "p99", "longest")},
+            "itl_s": {name: self.itl(name) for name in ("p50", "p90", "p99", "max")},
             "step_s": self.step_time,
             "step_context_len": self.streams.mean_context_len,
             "overhead": self.overhead,
-            "limit_s": self.limit,
+            "bound_s": self.bound,
             "idle": self.idle_as_json(),
             "runs": [
                 {
                     "times_to_first_token_s": run.times_to_first_token,
-                    "gaps_s": run.spread._asdict(),
+                    "itl_s": run.itl._asdict(),
                     "total_s": run.total_time,
                 }
                 for run in self.runs
@@ -125,17 +125,12 @@ def measure(
     requests = streams.requests(llm.model_config.vocab_size)
 
     def run(what: str) -> StreamRun:
-        what = f"{streams.concurrency} at once: {what}"
+        what = f"concurrency {streams.concurrency}: {what}"
         return run_streams(
             llm, streams, requests, clock, on_run(what, streams.concurrency * streams.output_len)
         )
 
-    for _ in range(num_warm_ups):
-        run("warm-up")
-    for repeat in range(num_repeats):
-        result.runs.append(run(f"{repeat + 1} of {num_repeats}"))
-    with result.record(llm):
-        run("timeline")
+    result.repeat(llm, run, result.runs, num_repeats, num_warm_ups)
 
 
 def run_streams(
@@ -143,14 +138,14 @@ def run_streams(
 ) -> StreamRun:
     check_fits(llm, requests)
     with submitted(llm, requests, Sampling(streams.temperature, streams.seed), clock) as (collectors, start):
-        meter = GapMeter(collectors)
+        meter = ItlMeter(collectors)
         while llm.step():
             meter.look(clock())
             if on_tokens is not None:
                 on_tokens(sum(meter.num_seen))
     check_whole(collectors, requests)
     firsts = [time - start for time in meter.first_times if time is not None]
-    return StreamRun(firsts, meter.steady_gaps(), max(meter.last_times) - start)
+    return StreamRun(firsts, meter.steady_intervals(), max(meter.last_times) - start)
 
 
 def measure_step(llm: LLM, streams: Streams, num_repeats: int = 30) -> float:

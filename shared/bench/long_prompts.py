@@ -1,4 +1,4 @@
-"""What long prompts do to requests that decode meanwhile: the gaps between their tokens, with and without."""
+"""What long prompts do to requests that decode meanwhile: their inter-token latency, with and without."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shared.bench.drive import Clock, Sampling, check_fits, check_whole, submit, submitted
-from shared.bench.gaps import Gap, GapMeter, Spread, spread_of
+from shared.bench.itl import Interval, ItlMeter, ItlSummary, summarize
 from shared.bench.trace import Traced
 from shared.bench.workloads import LongPrompts, Request
 
@@ -21,13 +21,13 @@ class Window(NamedTuple):
     """Some seconds of decoding. Shorter than asked for if a decoding request came to its end."""
 
     seconds: float
-    gaps: list[Gap]
+    intervals: list[Interval]
     num_arrivals: int
     times_to_first_token: list[float]  # of the long prompts that got that far
 
     @property
-    def spread(self) -> Spread:
-        return spread_of(self.gaps)
+    def itl(self) -> ItlSummary:
+        return summarize(self.intervals)
 
 
 class Repeat(NamedTuple):
@@ -36,7 +36,7 @@ class Repeat(NamedTuple):
 
     @property
     def p99_ratio(self) -> float:
-        return self.with_arrivals.spread.p99 / self.without.spread.p99
+        return self.with_arrivals.itl.p99 / self.without.itl.p99
 
 
 @dataclass
@@ -44,6 +44,7 @@ class LongPromptsResult(Traced):
     """Grows while it is measured."""
 
     repeats: list[Repeat] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)  # of the engine
 
     @property
     def p99_ratio(self) -> float:
@@ -58,13 +59,14 @@ class LongPromptsResult(Traced):
                 | {name: _as_json(window) for name, window in repeat._asdict().items()}
                 for repeat in self.repeats
             ],
+            **self.facts,
         }
 
 
 def _as_json(window: Window) -> dict[str, Any]:
     return {
         "seconds": window.seconds,
-        "gaps_s": window.spread._asdict(),
+        "itl_s": window.itl._asdict(),
         "num_arrivals": window.num_arrivals,
         "times_to_first_token_s": window.times_to_first_token,
     }
@@ -102,19 +104,19 @@ def measure(
 def run_window(
     llm: LLM, workload: LongPrompts, running: Sequence[Request], arriving: Sequence[Request], clock: Clock
 ) -> Window:
-    """`arriving` come one each `interval`, the first at the beginning. A gap that lasts beyond the end is
-    waited for."""
+    """`arriving` come one each `interval`, the first at the beginning. The time to a token that comes after
+    the end counts."""
     sampling = Sampling(workload.temperature, workload.seed)
     with submitted(llm, running, sampling, clock) as (collectors, _):
-        meter = GapMeter(collectors)
+        meter = ItlMeter(collectors)
         while min(meter.num_seen) < 2:  # the first token came while other prompts were computed
             if not llm.step():
                 check_whole(collectors, running)  # raises with the request that failed
             meter.look(clock())
         start = now = clock()
-        meter.gaps.clear()
+        meter.intervals.clear()
         dues = [start + i * workload.interval for i in range(len(arriving))]
-        long = GapMeter()
+        long = ItlMeter()
         try:
             end = start + workload.seconds
             while min(meter.last_times) < end and not any(c.is_finished for c in collectors):
@@ -128,4 +130,4 @@ def run_window(
             for collector in long.collectors:
                 llm.abort(collector.rid)
     waits = [first - due for first, due in zip(long.first_times, dues) if first is not None]
-    return Window(now - start, meter.gaps, len(long.collectors), waits)
+    return Window(now - start, meter.intervals, len(long.collectors), waits)

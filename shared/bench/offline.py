@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shared.bench.drive import Clock, Run, Sampling, run_to_end
-from shared.bench.limit import Limit
 from shared.bench.trace import Traced
+from shared.bench.workload_bound import WorkloadBound
 from shared.bench.workloads import Case
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ class CaseResult(Traced):
     case: Case
     label: str
     ideal_hit_rate: float | None = None
-    limit: Limit | None = None
+    bound: WorkloadBound | None = None
+    facts: dict[str, Any] = field(default_factory=dict)  # of the engine
     runs: list[Run] = field(default_factory=list)
 
     @property
@@ -57,18 +58,19 @@ class CaseResult(Traced):
             "time_to_first_token_s": self.time_to_first_token,
             "hit_rate": self.hit_rate,
             "ideal_hit_rate": self.ideal_hit_rate,
-            "limit": None if self.limit is None else limit_as_json(self.limit, self.speed),
+            "bound": None if self.bound is None else bound_as_json(self.bound, self.speed),
             "idle": self.idle_as_json(),
             "runs": [run.as_json() for run in self.runs],
+            **self.facts,
         }
 
 
-def limit_as_json(limit: Limit, speed: float) -> dict[str, float]:
+def bound_as_json(bound: WorkloadBound, speed: float) -> dict[str, float]:
     return {
-        "tokens_per_s": limit.tokens_per_second,
-        "prefill_s": limit.prefill,
-        "decode_s": limit.decode,
-        "share": speed / limit.tokens_per_second,
+        "tokens_per_s": bound.tokens_per_second,
+        "prefill_s": bound.prefill,
+        "decode_s": bound.decode,
+        "share": speed / bound.tokens_per_second,
     }
 
 
@@ -90,11 +92,7 @@ def measure(
 
     def run(what: str) -> Run:
         num_tokens = sum(request.output_len for request in result.case.requests)
-        return run_to_end(llm, result.case.requests, sampling, clock, on_run(what, num_tokens))
+        on_tokens = on_run(f"{result.label}: {what}", num_tokens)
+        return run_to_end(llm, result.case.requests, sampling, clock, on_tokens)
 
-    for _ in range(num_warm_ups):
-        run(f"{result.label}: warm-up")
-    for repeat in range(num_repeats):
-        result.runs.append(run(f"{result.label}: {repeat + 1} of {num_repeats}"))
-    with result.record(llm):
-        run(f"{result.label}: timeline")
+    result.repeat(llm, run, result.runs, num_repeats, num_warm_ups)

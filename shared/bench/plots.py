@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,34 +43,32 @@ def plot_speeds(
     figure.savefig(file)
 
 
-def plot_gaps(file: Path, title: str, gaps: Mapping[str, Sequence[float]]) -> None:
+def plot_itl(file: Path, title: str, itl: Mapping[str, Sequence[float]]) -> None:
     """Cumulative distribution of inter-token latency, one line for each name."""
     figure, axes = new_figure(title)
-    for label, seconds in gaps.items():
+    for label, seconds in itl.items():
         ordered = sorted(seconds)
         shares = [(i + 1) / len(ordered) for i in range(len(ordered))]
         axes.step([1000 * each for each in ordered], shares, where="post", label=label)
     axes.set_xscale("log")
-    axes.set_xlabel("gap between tokens, ms")
-    axes.set_ylabel("share of gaps")
+    axes.set_xlabel("inter-token latency, ms")
+    axes.set_ylabel("share of tokens")
     axes.legend()
     figure.savefig(file)
 
 
 def plot_growth(
-    file: Path,
-    title: str,
-    lines: Mapping[str, Sequence[tuple[float, float]]],
-    what: str,
-    cost: str,
+    file: Path, title: str, points: Iterable[tuple[str, float, float]], what: str, cost: str
 ) -> None:
-    """A line for each name, both axes logarithmic: equal slopes are equal powers. Where x has a 0,
-    which a logarithmic axis lacks, its end is linear."""
+    """A line for each name of the points (name, x, y), both axes logarithmic: equal slopes are equal powers.
+    Where x has a 0, which a logarithmic axis lacks, its end is linear."""
     figure, axes = new_figure(title)
-    for label, points in lines.items():
-        x, y = zip(*points)
-        axes.plot(x, y, "o--" if "reference" in label else "o-", label=label, markersize=3)
-    has_zero = any(x == 0 for points in lines.values() for x, _ in points)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for label, *point in points:
+        lines.setdefault(label, []).append(point)  # type: ignore[arg-type]
+    for label, line in lines.items():
+        axes.plot(*zip(*line), "o--" if "reference" in label else "o-", label=label, markersize=3)
+    has_zero = any(x == 0 for line in lines.values() for x, _ in line)
     axes.set_xscale("symlog" if has_zero else "log")
     axes.set_yscale("log")
     axes.set_xlabel(what)

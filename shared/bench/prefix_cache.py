@@ -44,6 +44,10 @@ class CacheCase:
                 f"{self.page_size}"
             )
 
+    def __str__(self) -> str:
+        sizes = f"{self.num_cached_tokens} tokens, {self.sequence_len} a sequence, {self.depth} deep"
+        return f"{self.panel}: {sizes}, page {self.page_size}"
+
     @property
     def num_sequences(self) -> int:
         return -(-self.num_tokens // self.sequence_len)

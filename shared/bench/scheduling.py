@@ -38,6 +38,9 @@ class SchedulingCase:
     num_running: int = 256
     page_size: int = 1
 
+    def __str__(self) -> str:
+        return f"{self.panel}, {self.policy}, {self.num_waiting} waiting"
+
     def __post_init__(self) -> None:
         least = {"num_waiting": 0, "num_running": 1, "page_size": 1}
         for name, number in least.items():

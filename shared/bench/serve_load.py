@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shared.bench.gaps import percentile
+from shared.bench.itl import percentile
 from shared.bench.serve_client import Client, Outcome
 from shared.bench.serve_workloads import Conversation
 

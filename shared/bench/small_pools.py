@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shared import registry
 from shared.conformance.ledger import expected_tokens
@@ -124,26 +123,19 @@ def plot(counts: Sequence[Count], path: Path) -> None:
     loads = list(dict.fromkeys(one.load for one in counts))
     figure, axes = pyplot.subplots(2, len(loads), figsize=(5 * len(loads), 6), sharex=True, squeeze=False)
     for column, load in enumerate(loads):
-        axes[0][column].set_title(load)
-        axes[0][column].set_ylabel("useful / computed tokens")
-        axes[1][column].set_ylabel("steps")
-        axes[1][column].set_yscale("log")
-        axes[1][column].set_xlabel("pool, % of what the load fills")
-        curves = dict.fromkeys((one.scheduler, one.conservativeness) for one in counts)
-        for scheduler, conservativeness in curves:
-            own = [
-                one
-                for one in counts
-                if (one.load, one.scheduler, one.conservativeness) == (load, scheduler, conservativeness)
-            ]
-            style: dict[str, Any] = {
-                "label": f"{scheduler}, {conservativeness:g}",
-                "linestyle": "-" if scheduler == "reference" else "--",
-                "marker": ".",
-            }
+        shares, steps = axes[0][column], axes[1][column]
+        shares.set(title=load, ylabel="useful / computed tokens")
+        steps.set(ylabel="steps", yscale="log", xlabel="pool, % of what the load fills")
+        curves: dict[tuple[str, float], list[Count]] = {}
+        for one in counts:
+            if one.load == load:
+                curves.setdefault((one.scheduler, one.conservativeness), []).append(one)
+        for (scheduler, conservativeness), own in curves.items():
+            style = {"label": f"{scheduler}, {conservativeness:g}", "marker": "."}
+            style["linestyle"] = "-" if scheduler == "reference" else "--"
             x = [one.percentage for one in own]
-            axes[0][column].plot(x, [one.useful_share for one in own], **style)
-            axes[1][column].plot(x, [one.num_steps for one in own], **style)
+            shares.plot(x, [one.useful_share for one in own], **style)
+            steps.plot(x, [one.num_steps for one in own], **style)
     axes[1][0].legend(title="scheduler, conservativeness", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})

@@ -60,7 +60,7 @@ class Departure:
 
     request: int
     position: int  # of the first token that differs
-    gap: float | None  # in log-probability, of the two tokens there; None: one of them is nowhere near
+    distance: float | None  # in log-probability, of the two tokens there; None: one is not among the likely
 
 
 @dataclass
@@ -76,17 +76,16 @@ class Comparison:
     def is_complete(self) -> bool:
         return bool(self.speculative and self.plain)
 
-    @property
-    def speedup(self) -> float:
-        return speed_of(self.speculative) / speed_of(self.plain)
-
     def as_json(self) -> dict[str, Any]:
         stats = self.speculative[0].speculation
+        plain, speculative = (
+            statistics.median(r.tokens_per_second for r in runs) for runs in (self.plain, self.speculative)
+        )
         return {
             "batch_size": self.batch_size,
-            "plain_tokens_per_s": speed_of(self.plain),
-            "speculative_tokens_per_s": speed_of(self.speculative),
-            "speedup": self.speedup,
+            "plain_tokens_per_s": plain,
+            "speculative_tokens_per_s": speculative,
+            "speedup": speculative / plain,
             "tokens_per_verification": stats.acceptance_length_with_bonus,
             "accepted_per_verification": stats.acceptance_length,
             "acceptance_rate": stats.acceptance_rate,
@@ -96,23 +95,6 @@ class Comparison:
             "plain": [run.as_json() for run in self.plain],
             "speculative": [run.as_json() for run in self.speculative],
         }
-
-
-def speed_of(runs: Sequence[Pass]) -> float:
-    """Tokens per second, median."""
-    return statistics.median(run.tokens_per_second for run in runs)
-
-
-def check_fits(llm: LLM, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """The engine would cut answers that do not fit, in one of the two runs perhaps sooner."""
-    context_len = llm.config.context_len or llm.model_config.context_len
-    most = min(context_len, llm.assembly.parts.allocator.size)
-    for i, prompt in enumerate(prompts, start=1):
-        if len(prompt) + max_new_tokens > most:
-            raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens: with {max_new_tokens} of an answer they must fit into "
-                f"the context ({context_len}) and the KV pool ({llm.assembly.parts.allocator.size})"
-            )
 
 
 def measure(
@@ -133,7 +115,7 @@ def measure(
     for i in range(-num_warm_ups, num_repeats):
         what = "warm-up" if i < 0 else f"{i + 1} of {num_repeats}"
         name = "plain" if llm.config.speculative is None else llm.config.speculative
-        on_tokens = on_run(f"{name}, {batch_size} at once: {what}", num_tokens)
+        on_tokens = on_run(f"{name}, concurrency {batch_size}: {what}", num_tokens)
         run = answer_all(llm, prompts, batch_size, params, clock, on_tokens)
         num_tokens = run.num_tokens
         if i >= 0:
@@ -191,12 +173,12 @@ def departures(llm: LLM, prompts: Sequence[list[int]], plain: Pass, speculative:
             pairs = enumerate(zip(expected, got))
             position = next((i for i, (a, b) in pairs if a != b), min(len(expected), len(got)))
             tokens = [(*ids, NO_TOKEN)[position] for ids in (expected, got)]
-            gap = _gap(llm, prompts[request] + expected[:position], *tokens)
-            found.append(Departure(request, position, gap))
+            distance = _distance(llm, prompts[request] + expected[:position], *tokens)
+            found.append(Departure(request, position, distance))
     return found
 
 
-def _gap(llm: LLM, prompt: list[int], *pair: int) -> float | None:
+def _distance(llm: LLM, prompt: list[int], *pair: int) -> float | None:
     params = SamplingParams(
         temperature=0.0, max_new_tokens=1, return_logprob=True, top_logprobs_num=NUM_ALTERNATIVES
     )

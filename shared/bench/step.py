@@ -59,13 +59,13 @@ class StepResult:
         return statistics.median(self.times)
 
     @property
-    def floor(self) -> float:
-        return self.cost.floor(self.ceilings)
+    def bound(self) -> float:
+        return self.cost.bound(self.ceilings)
 
     @property
-    def share_of_floor(self) -> float:
+    def share_of_bound(self) -> float:
         """1: as fast as the device allows."""
-        return self.floor / self.time
+        return self.bound / self.time
 
     @property
     def flop_rate(self) -> float:
@@ -109,7 +109,7 @@ def measure(
     temperature: float = 0.6,
     profile: bool = False,
     seed: int = 0,
-    on_case: Callable[[str], None] = lambda what: None,
+    on_case: Callable[[str], object] = lambda what: None,
 ) -> list[StepResult]:
     """Every case that fits into the KV pool, on an engine that is idle. The prefix cache is forgotten, the
     pool overwritten."""
@@ -232,8 +232,8 @@ def result_as_json(llm_facts: dict[str, Any], result: StepResult) -> dict[str, A
         "weight_bytes": result.cost.weight_bytes,
         "kv_bytes": result.cost.kv_bytes,
         "flops": result.cost.flops,
-        "floor_s": result.floor,
-        "share_of_floor": result.share_of_floor,
+        "bound_s": result.bound,
+        "share_of_bound": result.share_of_bound,
         "roofline_s": result.cost.roofline(result.ceilings),
         "flops_per_s": result.flop_rate,
         "num_experts_hit": result.num_experts_hit,

@@ -67,7 +67,7 @@ class StepCost:
     def flops(self) -> float:
         return sum(phase.flops for phase in self.phases)
 
-    def floor(self, ceilings: Ceilings) -> float:
+    def bound(self, ceilings: Ceilings) -> float:
         """Roofline bound in seconds: the larger of the time of the bytes and of the operations."""
         return max(self.num_bytes / ceilings.bandwidth, self.flops / ceilings.matrix_rate)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ class Idle(NamedTuple):
     num_steps: int
     busy: float  # seconds
     idle: float
-    longest_gap: float
+    longest_idle: float
 
     @property
     def share(self) -> float:
@@ -50,6 +50,16 @@ class Traced:
             self.recording = llm.timeline.stop()
             self.idle = idle_time(self.recording.forward)
 
+    def repeat(
+        self, llm: LLM, run: Callable[[str], Any], runs: list[Any], num_repeats: int, num_warm_ups: int
+    ) -> None:
+        """Runs to warm up, runs to keep, and one with the timeline on."""
+        for _ in range(num_warm_ups):
+            run("warm-up")
+        runs += (run(f"{number + 1} of {num_repeats}") for number in range(num_repeats))
+        with self.record(llm):
+            run("timeline")
+
     def idle_as_json(self) -> dict[str, float] | None:
         if self.idle is None:
             return None
@@ -58,18 +68,18 @@ class Traced:
             "num_steps": self.idle.num_steps,
             "busy_s": self.idle.busy,
             "idle_s": self.idle.idle,
-            "longest_gap_s": self.idle.longest_gap,
+            "longest_idle_s": self.idle.longest_idle,
         }
 
 
 def idle_time(forward: Sequence[Span]) -> Idle:
     spans = sorted(forward, key=lambda span: span.start)
-    gaps, covered_until = [0.0], spans[0].start if spans else 0.0
+    pauses, covered_until = [0.0], spans[0].start if spans else 0.0
     for span in spans:
-        gaps.append(max(0.0, span.start - covered_until))
+        pauses.append(max(0.0, span.start - covered_until))
         covered_until = max(covered_until, span.end)
     whole = covered_until - spans[0].start if spans else 0.0
-    return Idle(len(spans), whole - sum(gaps), sum(gaps), max(gaps))
+    return Idle(len(spans), whole - sum(pauses), sum(pauses), max(pauses))
 
 
 def chrome_trace(recording: Recording) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Offline256:
-    """The yardstick: 256 requests at once, lengths of prompts and answers uniform from 100 to 1,024. The
+    """256 requests at once, lengths of prompts and answers uniform from 100 to 1,024. The
     order of the draws is the one that public benchmarks of small engines use: with seed 0 it gives 142,827
     tokens of prompts and 133,966 of answers."""
 
@@ -73,7 +73,7 @@ class Uniform:
             dice = random.Random(f"{self.seed}-{concurrency}")
             firsts = _distinct(dice, concurrency, vocab_size)
             requests = [_request(dice, [first], self, vocab_size) for first in firsts]
-            found.append(Case(f"{concurrency} at once", requests))
+            found.append(Case(f"concurrency {concurrency}", requests))
         return found
 
 

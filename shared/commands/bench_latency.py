@@ -1,21 +1,31 @@
-"""`diptych bench latency`: how soon and how evenly tokens come, against a bare step and the limit."""
+"""`diptych bench latency`: TTFT and inter-token latency, against a bare step and the roofline bound."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shared.commands import bench_run, launch
+from shared.commands.benchmark import (
+    Benchmark,
+    Bound,
+    Column,
+    Output,
+    Plot,
+    Repeats,
+    Trace,
+    WarmUps,
+    bound_note,
+    ms,
+    run,
+)
 from shared.commands.options import EngineOptions, integers, spread
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from shared.bench.latency import LatencyResult, Streams
-    from shared.bench.step_cost import Ceilings
-    from shared.bench.yardstick import Row
 
 
 @spread
@@ -27,8 +37,8 @@ def latency(
     ] = "1",
     input_len: Annotated[int, typer.Option(help="Prompt tokens of a stream.")] = 512,
     output_len: Annotated[int, typer.Option(help="Output tokens of a stream.")] = 128,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements; the table shows medians.")] = 3,
-    warm_ups: Annotated[int, typer.Option(min=0, help="Runs before, which do not count.")] = 1,
+    repeats: Repeats = 3,
+    warm_ups: WarmUps = 1,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.6,
     seed: Annotated[int, typer.Option(help="Of the prompts and of sampling.")] = 0,
     bare_step: Annotated[
@@ -39,157 +49,106 @@ def latency(
             show_default=False,
         ),
     ] = None,
-    limit: Annotated[bool, typer.Option(help="Measure what the device can do, and compare with it.")] = True,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write the timeline of one more run of the last number to this file.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the gaps into this file (.svg, .png).")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write everything to this JSON file.")
-    ] = None,
+    limit: Bound = True,
+    trace: Trace = None,
+    plot: Plot = None,
+    output: Output = None,
 ) -> None:
-    """Time to the first token, gaps between the others, and time for each output token, through the whole
-    engine, from an empty prefix cache, with random prompts and without an end of sequence."""
+    """TTFT, inter-token latency (ITL) and time per output token of streams through the whole engine, from an
+    empty prefix cache, with random prompts and without an end of sequence."""
     from shared.bench.latency import Streams
 
     cases = [
         Streams(number, input_len, output_len, temperature, seed)
         for number in integers("--concurrency", concurrency)
     ]
-    bench_run.check_files(plot, trace, output)
     flags = bench_run.with_dummy_weights(engine.to_flags())
-
-    from shared.bench import report
-
-    data: dict[str, Any] = report.header("latency") | {
-        "temperature": temperature,
-        "seed": seed,
-        "num_repeats": repeats,
-        "num_warm_ups": warm_ups,
-    }
-    results: list[LatencyResult] = []
-    with bench_run.Progress() as progress:
-        ceilings = bench_run.ceilings_of(flags) if limit else None
-        llm = launch.start_engine(flags)
-        data |= report.engine_facts(llm)
-        if ceilings is not None:
-            data["ceilings"] = report.ceilings_as_json(ceilings)
-        has_step = llm.config.device != "cpu" if bare_step is None else bare_step
-        for case in cases:
-            measure_case(llm, case, results, ceilings, progress, repeats, warm_ups, has_step)
-    data["is_interrupted"] = progress.is_interrupted
-    finish(results, data, trace=trace, plot=plot, output=output)
-    if progress.is_interrupted:
-        raise typer.Exit(130)  # as a shell reports an interrupted program
+    benchmark = LatencyBenchmark(cases, flags, repeats, warm_ups, bare_step, limit)
+    run(benchmark, output=output, plot=plot, trace=trace)
 
 
-def measure_case(
-    llm: Any, streams: Streams, results: list[LatencyResult], ceilings: Ceilings | None,
-    progress: bench_run.Progress, num_repeats: int, num_warm_ups: int, has_step: bool,
-) -> None:  # fmt: skip
-    """Its result is in the list from the beginning: an interrupt leaves what was complete."""
-    from shared.bench import latency as bench
-    from shared.bench.limit import stream_limit
-
-    result = bench.LatencyResult(streams)
-    results.append(result)
-    if ceilings is not None:
-        dtype = llm.assembly.kv_pool.dtype
-        result.limit = stream_limit(
-            llm.model_config, streams.concurrency, streams.mean_context_len, dtype, ceilings
-        )
-    bench.measure(
-        llm, result, num_repeats=num_repeats, num_warm_ups=num_warm_ups, on_run=progress.on_run
-    )  # fmt: skip
-    if has_step:
-        progress.on_run(f"{streams.concurrency} at once: the bare step")
-        result.step_time = bench.measure_step(llm, streams)
+def itl_of(name: str, heading: str) -> Column:
+    return Column(heading, lambda result: ms(result.itl(name)))
 
 
-def finish(
-    results: list[LatencyResult], data: dict[str, Any], *, trace: Path | None, plot: Path | None,
-    output: Path | None,
-) -> None:  # fmt: skip
-    from shared.bench.report import write_json
-
-    console = bench_run.console()
-    complete = [result for result in results if result.runs]
-    data["results"] = [result.as_json() for result in complete]
-    if not complete:
-        console.print("interrupted before the first repeat was complete")
-    else:
-        print_results(console, complete)
-        row = yardstick_row(complete[0], data)
-        if row is not None:
-            data["yardstick"] = compare(console, complete[0].time_per_token, row)
-    if output is not None:  # the numbers first: what fails below does not take them along
-        write_json(output, data)
-        print(f"written to {output}")
-    if complete:
-        bench_run.save_trace(trace, results[-1].recording)
-        if plot is not None:
-            draw(plot, complete, data)
-
-
-def print_results(console: Console, results: list[LatencyResult]) -> None:
-    from rich.table import Table
-
-    table = Table("at once", "first token, ms", "ms a token", "gaps p50", "p90", "p99", "longest")
-    for heading in ("bare step, ms", "engine adds", "idle between steps"):
-        table.add_column(heading)
-    for result in results:
-        table.add_row(
-            str(result.streams.concurrency),
-            f"{result.time_to_first_token * 1000:.2f}",
-            f"{result.time_per_token * 1000:.3f}",
-            *(f"{result.gap(name) * 1000:.3f}" for name in ("p50", "p90", "p99", "longest")),
-            "" if result.step_time is None else f"{result.step_time * 1000:.3f}",
-            "" if result.overhead is None else f"{result.overhead:+.1%}",
-            bench_run.idle_text(result.idle),
-        )
-    console.print(table)
-    for result in results:
-        if result.limit is not None:
-            console.print(
-                f"{result.streams.concurrency} at once: {result.limit / result.time_per_token:.2f} of limit "
-                f"({result.limit * 1000:.3f} ms, from what was measured here)"
-            )
-
-
-def yardstick_row(result: LatencyResult, data: dict[str, Any]) -> Row | None:
-    """The row to compare with, where stream, shape, type and GPU are the table's."""
-    from shared.bench import yardstick
-
-    streams = result.streams
-    lengths = (streams.input_len, streams.output_len)
-    if streams.concurrency != 1 or lengths != (yardstick.STREAM_INPUT_LEN, yardstick.STREAM_OUTPUT_LEN):
-        return None
-    return yardstick.row_for(data["flags"]["model"], data["dtype"], data["machine"]["gpus"])
-
-
-def compare(console: Console, time_per_token: float, row: Row) -> dict[str, Any]:
-    """In speed: above 1 is better than the peer."""
-    engine, best = row.best_stream()
-    ms = time_per_token * 1000
-    console.print(
-        f"{row.stream_limit / ms:.2f} of limit ({row.stream_limit} ms in the table), {best / ms:.2f} of best "
-        f"peer ({engine}: {best} ms)"
+class LatencyBenchmark(Benchmark):
+    name = "latency"
+    columns = (
+        Column("concurrency", lambda result: str(result.streams.concurrency)),
+        Column("TTFT, ms", lambda result: ms(result.time_to_first_token, 2)),
+        Column("ms a token", lambda result: ms(result.time_per_token)),
+        *(itl_of(name, f"ITL {name}") for name in ("p50", "p90", "p99", "max")),
+        Column("bare step, ms", lambda result: ms(result.step_time)),
+        Column("engine adds", lambda result: None if result.overhead is None else f"{result.overhead:+.1%}"),
+        Column("idle between steps", lambda result: bench_run.idle_text(result.idle)),
     )
-    return {
-        "limit_ms": row.stream_limit,
-        "of_limit": row.stream_limit / ms,
-        "best_peer": engine,
-        "best_peer_ms": best,
-        "of_best_peer": best / ms,
-    }
 
+    def __init__(
+        self, cases: list[Streams], flags: dict[str, Any], num_repeats: int, num_warm_ups: int,
+        has_step: bool | None, has_bound: bool,
+    ) -> None:  # fmt: skip
+        """`has_step`: measure the bare step too; None: on a GPU."""
+        super().__init__(cases)
+        self.flags = flags
+        self.has_step = has_step
+        self.has_bound = has_bound
+        self.facts = {
+            "temperature": cases[0].temperature,
+            "seed": cases[0].seed,
+            "num_repeats": num_repeats,
+            "num_warm_ups": num_warm_ups,
+        }
 
-def draw(file: Path, results: list[LatencyResult], data: dict[str, Any]) -> None:
-    from shared.bench.plots import plot_gaps
+    def measure(self, progress: bench_run.Progress) -> None:
+        from shared.bench import latency, report
+        from shared.bench.workload_bound import stream_bound
 
-    title = f"latency: {data['flags']['model']} on {data['flags']['device']}"
-    gaps = {
-        f"{result.streams.concurrency} at once": [gap.seconds for run in result.runs for gap in run.gaps]
-        for result in results
-    }
-    plot_gaps(file, title, gaps)
+        ceilings = bench_run.ceilings_of(self.flags) if self.has_bound else None
+        llm = launch.start_engine(self.flags)
+        repeats = {name: self.facts[name] for name in ("num_repeats", "num_warm_ups")}
+        self.facts |= report.engine_facts(llm)
+        if ceilings is not None:
+            self.facts["ceilings"] = report.ceilings_as_json(ceilings)
+        for case in self.cases:
+            result = latency.LatencyResult(case)
+            self.results.append(result)
+            if ceilings is not None:
+                dtype, num = llm.assembly.kv_pool.dtype, case.concurrency
+                result.bound = stream_bound(llm.model_config, num, case.mean_context_len, dtype, ceilings)
+            latency.measure(llm, result, on_run=progress.on_run, **repeats)
+            if self.has_step or (self.has_step is None and llm.config.device != "cpu"):
+                progress.on_run(f"concurrency {case.concurrency}: the bare step")
+                result.step_time = latency.measure_step(llm, case)
+
+    def complete(self) -> list[LatencyResult]:
+        return [result for result in self.results if result.runs]
+
+    def notes(self, results: list[LatencyResult]) -> Iterator[str]:
+        from shared.bench import peers
+
+        for result in results:
+            if result.bound is not None:
+                label = f"concurrency {result.streams.concurrency}"
+                share = result.bound / result.time_per_token
+                yield bound_note(label, share, f"{result.bound * 1000:.3f} ms")
+        streams = results[0].streams
+        shape = (streams.concurrency, streams.input_len, streams.output_len)
+        if shape == (1, peers.STREAM_INPUT_LEN, peers.STREAM_OUTPUT_LEN):
+            row = peers.row_for(self.facts["flags"]["model"], self.facts["dtype"])
+            if row is not None:
+                comparison = row.compare_stream(results[0].time_per_token * 1000)
+                self.facts["peers"] = comparison._asdict()
+                yield str(comparison)
+
+    def draw(self, file: Path, results: list[LatencyResult]) -> None:
+        from shared.bench import plots
+
+        itl = {
+            f"concurrency {result.streams.concurrency}": [
+                interval.seconds for run in result.runs for interval in run.intervals
+            ]
+            for result in results
+        }
+        plots.plot_itl(
+            file, f"latency: {self.facts['flags']['model']} on {self.facts['flags']['device']}", itl
+        )

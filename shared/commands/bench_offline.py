@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared.commands import bench_run, offline_report
-from shared.commands.offline_measurement import Measurement
+from shared.commands import bench_run
+from shared.commands.benchmark import Bound, Output, Plot, Repeats, Trace, WarmUps, run
+from shared.commands.offline_benchmark import EnginesBenchmark, LongPromptsBenchmark, OfflineBenchmark
 from shared.commands.options import EngineOptions, integers, spread
 
 if TYPE_CHECKING:
     from shared.bench.workloads import Workload
 
-NUMBERS, MEASURING = "Numbers of the workload", "Measuring"
+NUMBERS = "Numbers of the workload"
 
 
 def _number(text: str, **more: Any) -> Any:
     return typer.Option(help=text, rich_help_panel=NUMBERS, show_default=False, **more)
-
-
-def _measuring(text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=MEASURING, **more)
 
 
 @spread
@@ -50,21 +45,15 @@ def offline(
     seconds: Annotated[float | None, _number("Of measuring, each time (long-prompts).")] = None,
     temperature: Annotated[float | None, _number("0: greedy.")] = None,
     seed: Annotated[int | None, _number("Of prompts, lengths and sampling. Default: 0.")] = None,
-    repeats: Annotated[
-        int, _measuring("Measurements of each case; the table shows their median.", min=1)
-    ] = 3,
-    warm_ups: Annotated[int, _measuring("Runs before, which do not count.", min=0)] = 1,
-    limit: Annotated[bool, _measuring("Measure what the device can do, and compare with it.")] = True,
-    trace: Annotated[
-        Path | None, _measuring("Write the timeline of one more run of the last case to this file.")
-    ] = None,
-    plot: Annotated[Path | None, _measuring("Draw the results into this file (.svg, .png).")] = None,
-    output: Annotated[
-        Path | None, _measuring("Write everything to this JSON file.", "--output", "-o")
-    ] = None,
+    repeats: Repeats = 3,
+    warm_ups: WarmUps = 1,
+    limit: Bound = True,
+    trace: Trace = None,
+    plot: Plot = None,
+    output: Output = None,
 ) -> None:
     """Throughput of the whole engine, from an empty prefix cache, with random prompts and without an end of
-    sequence: against the device's limit and, on the table's GPU, against other engines.
+    sequence: against the roofline bound and, on the table's GPU, against other engines.
 
     \b
     offline-256    256 requests of 100 to 1,024 prompt tokens, and as many of output
@@ -90,27 +79,13 @@ def offline(
             "seed": seed,
         },
     )
-    bench_run.check_files(plot, trace, output)
     flags = bench_run.with_dummy_weights(engine.to_flags())
-
-    from shared.bench import report
-
-    data: dict[str, Any] = report.header("offline") | {
-        "workload": {"name": chosen.name} | asdict(chosen),
-        "num_repeats": repeats,
-        "num_warm_ups": warm_ups,
-    }
-    measurement = Measurement(chosen, repeats, warm_ups)
-    with measurement.progress:
-        if limit and chosen.name in ("offline-256", "uniform"):
-            measurement.ceilings = bench_run.ceilings_of(flags)
-            data["ceilings"] = report.ceilings_as_json(measurement.ceilings)
-        for changes in engines_for(chosen, flags):
-            measurement.run(flags | changes)
-    data["is_interrupted"] = measurement.progress.is_interrupted
-    offline_report.finish(measurement, data, trace=trace, plot=plot, output=output)
-    if measurement.progress.is_interrupted:
-        raise typer.Exit(130)  # as a shell reports an interrupted program
+    benchmark: EnginesBenchmark
+    if chosen.name == "long-prompts":
+        benchmark = LongPromptsBenchmark(chosen, flags, repeats, warm_ups)
+    else:
+        benchmark = OfflineBenchmark(chosen, flags, repeats, warm_ups, has_bound=limit)
+    run(benchmark, output=output, plot=plot, trace=trace)
 
 
 def make_workload(name: str, numbers: dict[str, Any]) -> Workload:
@@ -128,10 +103,3 @@ def parse_range(option: str, text: str | None) -> tuple[int, int] | None:
         return int(least), int(greatest if separator else least)
     except ValueError:
         raise ValueError(f"{option} takes a number or two with - between them, got {text!r}") from None
-
-
-def engines_for(workload: Workload, flags: dict[str, Any]) -> list[dict[str, Any]]:
-    """Changes to the flags, one for each engine. shared-prefix: without the prefix cache, then with it."""
-    if workload.name == "shared-prefix" and not flags.get("disable_radix_cache"):
-        return [{"disable_radix_cache": True}, {}]
-    return [{}]

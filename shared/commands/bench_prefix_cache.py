@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared.commands import bench_run
+from shared.commands.benchmark import Benchmark, Column, Output, Plot, run
 from shared.commands.options import integers, names_among
 
 if TYPE_CHECKING:
@@ -26,18 +25,13 @@ def prefix_cache(
     page_size: Annotated[str, typer.Option(help="Tokens of a page; several by commas.")] = "1,16",
     panel: Annotated[str, typer.Option(help="Panels separated by commas.")] = "reference,optimized",
     repeats: Annotated[int, typer.Option(min=1, help="Calls of each kind.")] = 300,
-    plot: Annotated[Path | None, typer.Option(help="Draw the growth into this file (.svg, .png).")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write everything to this JSON file.")
-    ] = None,
+    plot: Plot = None,
+    output: Output = None,
 ) -> None:
     """Processor time of a call of the prefix cache, in trees of the given sizes: all combinations."""
     from shared import registry
-    from shared.bench import report
-    from shared.bench.plots import plot_growth
-    from shared.bench.prefix_cache import OPERATIONS, CacheCase, measure
+    from shared.bench.prefix_cache import CacheCase, measure
 
-    bench_run.check_files(plot, output)
     panels = names_among("--panel", panel, registry.PANELS)
     sizes = product(
         integers("--page-size", page_size),
@@ -49,44 +43,39 @@ def prefix_cache(
     cases = [  # all of them before the first is measured: each is checked when it is made
         CacheCase(side, number, length, num_nodes, page) for page, num_nodes, length, number, side in sizes
     ]
-    results: list[CacheResult] = []
-    for case in cases:
-        print(
-            f"{case.panel}: {case.num_cached_tokens} tokens, {case.sequence_len} a sequence, "
-            f"{case.depth} deep, page {case.page_size}",
-            file=sys.stderr,
-        )
-        results.append(measure(case, repeats))
-    print_results(results)
-    if output is not None:
-        rows = [
-            asdict(result.case)
-            | {"num_cached_tokens": result.case.num_cached_tokens, "times_s": result.times}
+    run(PrefixCacheBenchmark(cases, lambda case: measure(case, repeats)), output=output, plot=plot)
+
+
+def cell_of(operation: str) -> Column:
+    return Column(operation, lambda r: f"{r.least(operation) * 1e6:.1f} / {r.median(operation) * 1e6:.1f}")
+
+
+class PrefixCacheBenchmark(Benchmark):
+    name = "prefix-cache"
+    title = "processor time of a call, us: least / median"
+    columns = (
+        Column("panel", lambda result: result.case.panel, is_text=True),
+        Column("page", lambda result: f"{result.case.page_size:,}"),
+        Column("depth", lambda result: f"{result.case.depth:,}"),
+        Column("sequence", lambda result: f"{result.case.sequence_len:,}"),
+        Column("cached tokens", lambda result: f"{result.case.num_cached_tokens:,}"),
+        *(cell_of(operation) for operation in ("match", "insert", "evict")),
+    )
+
+    def as_json(self, result: CacheResult) -> dict[str, Any]:
+        sizes = {"num_cached_tokens": result.case.num_cached_tokens}
+        return asdict(result.case) | sizes | {"times_s": result.times}
+
+    def draw(self, file: Path, results: list[CacheResult]) -> None:
+        from shared.bench import plots
+
+        points = [
+            (
+                f"{operation}, page {result.case.page_size}, {result.case.panel}",
+                result.case.num_cached_tokens,
+                result.median(operation) * 1e6,
+            )
             for result in results
+            for operation in result.times
         ]
-        report.write_json(output, report.header("prefix-cache") | {"results": rows})
-    if plot is not None:
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for result in results:
-            case = result.case
-            for operation in OPERATIONS:
-                line = lines.setdefault(f"{operation}, page {case.page_size}, {case.panel}", [])
-                line.append((case.num_cached_tokens, result.median(operation) * 1e6))
-        plot_growth(plot, "a call of the prefix cache", lines, "cached tokens", "us of processor time")
-
-
-def print_results(results: list[CacheResult]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from shared.bench.prefix_cache import OPERATIONS
-
-    table = Table(title="processor time of a call, us: least / median")
-    for heading in ("panel", "page", "depth", "sequence", "cached tokens", *OPERATIONS):
-        table.add_column(heading, justify="left" if heading == "panel" else "right")
-    for result in results:
-        case = result.case
-        sizes = (case.page_size, case.depth, case.sequence_len, case.num_cached_tokens)
-        times = [f"{result.least(name) * 1e6:.1f} / {result.median(name) * 1e6:.1f}" for name in OPERATIONS]
-        table.add_row(case.panel, *(f"{size:,}" for size in sizes), *times)
-    Console(width=None if sys.stdout.isatty() else bench_run.WIDTH).print(table)
+        plots.plot_growth(file, "a call of the prefix cache", points, "cached tokens", "us of processor time")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shared.commands import bench_run, launch
+from shared.commands.benchmark import Benchmark, Column, Output, ms, run
 from shared.commands.options import EngineOptions, integers, spread
 
 if TYPE_CHECKING:
@@ -26,45 +25,57 @@ def round_(
         str, typer.Option(help="Tokens with KV before the round; several by commas.")
     ] = "1024",
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; the table has their median.")] = 30,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write everything to this JSON file.")
-    ] = None,
+    output: Output = None,
 ) -> None:
-    """The time of a round of speculation - draft, verify, accept, tell the drafter - and of a plain decode
-    step. Speculate where more tokens are accepted in a round than it costs steps.
+    """The time of a round of speculation - draft, verify, accept, extend the drafter - and of a plain
+    decode step. Speculate where more tokens are accepted in a round than it costs steps.
 
     For example: --model Qwen3-8B --speculative eagle3 --speculative-draft-model Qwen3-8B-eagle3
     """
-    from shared.bench import report
-    from shared.bench.round import check_case, engine_flags, measure_round
+    from shared.bench.round import check_case
 
-    bench_run.check_files(None, output)
-    batches, contexts = integers("--batch", batch), integers("--context", context)
-    for context_len, batch_size in product(contexts, batches):  # before an engine is started
-        check_case(batch_size, context_len)
-    flags = bench_run.with_dummy_weights(engine.to_flags())
-    llm = launch.start_engine(engine_flags(batches, flags))
-    results: list[RoundResult] = []
-    for context_len, batch_size in product(contexts, batches):
-        print(f"batch {batch_size}, context {context_len}", file=sys.stderr)
-        results.append(measure_round(llm, batch_size, context_len, repeats))
-    print_results(results)
-    if output is not None:
-        cases = [asdict(result) | {"ratio": result.ratio} for result in results]
-        report.write_json(output, report.header("round") | report.engine_facts(llm) | {"cases": cases})
+    cases = [  # all of them before an engine is started
+        (batch_size, context_len)
+        for context_len, batch_size in product(integers("--context", context), integers("--batch", batch))
+    ]
+    for case in cases:
+        check_case(*case)
+    run(RoundBenchmark(cases, bench_run.with_dummy_weights(engine.to_flags()), repeats), output=output)
 
 
-def print_results(results: list[RoundResult]) -> None:
-    from rich.table import Table
+def time_of(piece: str) -> Column:
+    return Column(piece, lambda result: ms(result.pieces.get(piece)))
 
-    shape = results[0].shape
-    title = f"{shape.num_steps} steps, top {shape.top_k}, {shape.num_draft_tokens} nodes; ms"
-    table = Table(title=title)
-    pieces = list(results[0].pieces)
-    for heading in ["batch", "context", "decode", *pieces, "round", "host", "round / decode"]:
-        table.add_column(heading, justify="right")
-    for result in results:
-        times: list[Any] = [result.decode, *result.pieces.values(), result.round, result.host]
-        cells = [f"{time * 1e3:.3f}" for time in times]
-        table.add_row(str(result.batch_size), str(result.context_len), *cells, f"{result.ratio:.2f}")
-    bench_run.console().print(table)
+
+class RoundBenchmark(Benchmark):
+    name = "round"
+    columns = (
+        Column("batch", lambda result: str(result.batch_size)),
+        Column("context", lambda result: str(result.context_len)),
+        Column("decode", lambda result: ms(result.decode)),
+        *(time_of(piece) for piece in ("draft", "verify", "accept", "extend")),
+        Column("round", lambda result: ms(result.round)),
+        Column("CPU", lambda result: ms(result.host)),
+        Column("round / decode", lambda result: f"{result.ratio:.2f}"),
+    )
+
+    def __init__(self, cases: list[tuple[int, int]], flags: dict[str, Any], num_repeats: int) -> None:
+        super().__init__(cases)
+        self.flags = flags
+        self.num_repeats = num_repeats
+
+    def measure(self, progress: bench_run.Progress) -> None:
+        from shared.bench.report import engine_facts
+        from shared.bench.round import engine_flags, measure_round
+        from shared.config import draft_shape
+
+        llm = launch.start_engine(engine_flags([batch_size for batch_size, _ in self.cases], self.flags))
+        self.facts = engine_facts(llm)
+        for batch_size, context_len in self.cases:
+            progress.on_run(f"batch {batch_size}, context {context_len}")
+            self.results.append(measure_round(llm, batch_size, context_len, self.num_repeats))
+        shape = draft_shape(llm.config)
+        self.title = f"{shape.num_steps} steps, top {shape.top_k}, {shape.num_draft_tokens} nodes; ms"
+
+    def as_json(self, result: RoundResult) -> dict[str, Any]:
+        return asdict(result) | {"ratio": result.ratio}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared.commands import bench_run
+from shared.commands.benchmark import Benchmark, Column, Output, run
+
+if TYPE_CHECKING:
+    from shared.bench.routing import RoutingResult
 
 
 def routing(
@@ -20,21 +21,13 @@ def routing(
     cache_chars: Annotated[int, typer.Option(min=1, help="Characters in the cache of a server.")] = 100_000,
     rate: Annotated[float, typer.Option(help="Conversations that begin in a second.")] = 20.0,
     seed: Annotated[int, typer.Option(help="Seed of the trace.")] = 0,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write everything to this JSON file.")
-    ] = None,
+    output: Output = None,
 ) -> None:
     """Simulate `diptych route` on conversations with shared system prompts. No model runs."""
     try:
         from shared.bench.routing import RoutingCase, policies, simulate
     except ImportError as error:
         raise ImportError(f"the router needs {error.name}: pip install 'diptych[server]'") from None
-    from rich.console import Console
-    from rich.table import Table
-
-    from shared.bench import report
-
-    bench_run.check_files(None, output)
     case = RoutingCase(
         num_replicas=replicas,
         num_conversations=conversations,
@@ -44,19 +37,21 @@ def routing(
         rate=rate,
         seed=seed,
     )
-    results = [simulate(case, name, policy) for name, policy in policies().items()]
-    table = Table(title=f"{conversations * turns} simulated requests on {replicas} servers")
-    for heading in ("policy", "hit rate", "mean load", "max load", "requests per server"):
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
-    for result in results:
-        table.add_row(
-            result.policy,
-            f"{result.hit_rate:.1%}",
-            f"{result.mean_load:.1f}",
-            str(result.max_load),
-            f"{min(result.num_sent)}-{max(result.num_sent)}",
-        )
-    Console(width=None if sys.stdout.isatty() else bench_run.WIDTH).print(table)
-    if output is not None:
-        rows = [asdict(result) for result in results]
-        report.write_json(output, report.header("routing") | {"case": asdict(case), "results": rows})
+    benchmark = RoutingBenchmark(list(policies().items()), lambda policy: simulate(case, *policy))
+    benchmark.title = f"{conversations * turns} simulated requests on {replicas} servers"
+    benchmark.facts["case"] = asdict(case)
+    run(benchmark, output=output)
+
+
+class RoutingBenchmark(Benchmark):
+    name = "routing"
+    columns = (
+        Column("policy", lambda result: result.policy, is_text=True),
+        Column("hit rate", lambda result: f"{result.hit_rate:.1%}"),
+        Column("mean load", lambda result: f"{result.mean_load:.1f}"),
+        Column("max load", lambda result: str(result.max_load)),
+        Column("requests per server", lambda result: f"{min(result.num_sent)}-{max(result.num_sent)}"),
+    )
+
+    def as_json(self, result: RoutingResult) -> dict[str, Any]:
+        return asdict(result)

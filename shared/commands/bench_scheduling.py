@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared.commands import bench_run
+from shared.commands.benchmark import Benchmark, Column, Output, Plot, ms, run
 from shared.commands.options import integers, names_among
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from shared.bench.scheduling import SchedulingResult
 
 
@@ -26,19 +27,14 @@ def scheduling(
     running: Annotated[int, typer.Option(min=1, help="Running requests.")] = 256,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 1,
     seconds: Annotated[float, typer.Option(help="Processor time for each case.")] = 2.0,
-    plot: Annotated[Path | None, typer.Option(help="Draw the growth into this file (.svg, .png).")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write everything to this JSON file.")
-    ] = None,
+    plot: Plot = None,
+    output: Output = None,
 ) -> None:
     """Processor time of a step's pass over the queue: the policy, the prefill adder, the queue. In each step
     one request arrives and one is admitted; no model runs."""
     from shared import registry
-    from shared.bench import report
-    from shared.bench.plots import plot_growth
     from shared.bench.scheduling import POLICIES, SchedulingCase, measure
 
-    bench_run.check_files(plot, output)
     policies = names_among("--policy", policy or ",".join(POLICIES), POLICIES)
     panels = names_among("--panel", panel, registry.PANELS)
     if not 0 < seconds < math.inf:
@@ -49,36 +45,34 @@ def scheduling(
         for name in policies
         for side in panels
     ]
-    results: list[SchedulingResult] = []
-    for case in cases:
-        print(f"{case.panel}, {case.policy}, {case.num_waiting} waiting", file=sys.stderr)
-        results.append(measure(case, seconds))
-    print_results(results)
-    if output is not None:
-        rows = [
-            asdict(result.case) | {"first_pass_s": result.first_pass, "blocks_s": result.blocks}
+    run(SchedulingBenchmark(cases, lambda case: measure(case, seconds)), output=output, plot=plot)
+
+
+class SchedulingBenchmark(Benchmark):
+    name = "scheduling"
+    title = "processor time of a step's scheduling, ms"
+    columns = (
+        Column("policy", lambda result: result.case.policy, is_text=True),
+        Column("panel", lambda result: result.case.panel, is_text=True),
+        Column("waiting", lambda result: f"{result.case.num_waiting:,}"),
+        Column("least", lambda result: ms(result.least)),
+        Column("median", lambda result: ms(result.median)),
+        Column("first pass", lambda result: ms(result.first_pass)),
+    )
+
+    def table(self, results: list[SchedulingResult]) -> RenderableType:
+        return super().table(
+            sorted(results, key=lambda one: (one.case.policy, one.case.panel, one.case.num_waiting))
+        )
+
+    def as_json(self, result: SchedulingResult) -> dict[str, Any]:
+        return asdict(result.case) | {"first_pass_s": result.first_pass, "blocks_s": result.blocks}
+
+    def draw(self, file: Path, results: list[SchedulingResult]) -> None:
+        from shared.bench import plots
+
+        points = [
+            (f"{result.case.policy}, {result.case.panel}", result.case.num_waiting, result.least * 1e3)
             for result in results
         ]
-        report.write_json(output, report.header("scheduling") | {"results": rows})
-    if plot is not None:
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for result in results:
-            line = lines.setdefault(f"{result.case.policy}, {result.case.panel}", [])
-            line.append((result.case.num_waiting, result.least * 1e3))
-        plot_growth(plot, "scheduling of a step", lines, "waiting requests", "ms of processor time")
-
-
-def print_results(results: list[SchedulingResult]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="processor time of a step's scheduling, ms")
-    for heading in ("policy", "panel", "waiting", "least", "median", "first pass"):
-        table.add_column(heading, justify="left" if heading in ("policy", "panel") else "right")
-    for result in sorted(results, key=lambda one: (one.case.policy, one.case.panel, one.case.num_waiting)):
-        case = result.case
-        times = (result.least, result.median, result.first_pass)
-        table.add_row(
-            case.policy, case.panel, f"{case.num_waiting:,}", *(f"{time * 1e3:.3f}" for time in times)
-        )
-    Console(width=None if sys.stdout.isatty() else bench_run.WIDTH).print(table)
+        plots.plot_growth(file, "scheduling of a step", points, "waiting requests", "ms of processor time")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,9 +13,12 @@ import typer
 
 from shared.commands import bench_run
 from shared.commands.bench_offline import parse_range
+from shared.commands.benchmark import Benchmark, Column, Output, Plot, make_table, run
 from shared.commands.options import EngineOptions, integers, spread
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from shared.bench.serve_client import Outcome
     from shared.bench.serve_load import Arrivals, LoadResult, Targets
     from shared.bench.serve_workloads import ServeWorkload
@@ -72,10 +75,8 @@ def serve(
         float | None, _option(RESULTS, "Goodput: most milliseconds per output token.")
     ] = None,
     e2e_target: Annotated[float | None, _option(RESULTS, "Goodput: most milliseconds of a request.")] = None,
-    plot: Annotated[Path | None, _option(RESULTS, "Draw the results into this file (.svg, .png).")] = None,
-    output: Annotated[
-        Path | None, _option(RESULTS, "Write everything to this JSON file.", "--output", "-o")
-    ] = None,
+    plot: Plot = None,
+    output: Output = None,
 ) -> None:
     """Latency, throughput and goodput of a server with OpenAI's API, as its clients see them.
 
@@ -110,35 +111,24 @@ def serve(
             "seed": seed,
         },
     )
-    bench_run.check_files(plot, output)
-
-    from shared.bench import report
-
-    data = report.header("serve") | {
+    benchmark = ServeBenchmark(
+        loads,
+        chosen,
+        {"api_key": api_key, "temperature": temperature, "ignore_eos": ignore_eos},
+        Targets(ttft_target, tpot_target, e2e_target),
+        warm_ups,
+    )
+    benchmark.facts = {
         "workload": {"name": chosen.name} | asdict(chosen) | ({"file": str(file)} if file else {}),
         "url": url,
         "engine_arguments": arguments,
         "temperature": temperature,
     }
-    results: list[LoadResult] = []
-    with bench_run.Progress() as progress, contextlib.ExitStack() as stack:
-        if url is None:
-            from shared.bench.serve_process import own_server
-
-            if is_shape_name(engine.model) and engine.load_format is None:
-                arguments += ["--load-format", "dummy"]
-            progress.on_run(f"starting a server: diptych serve {' '.join(arguments)}")
-            url = stack.enter_context(own_server(arguments))
-        settings = {"api_key": api_key, "temperature": temperature, "ignore_eos": ignore_eos}
-        targets = Targets(ttft_target, tpot_target, e2e_target)
-        measuring = measure(
-            url, served_model_name, settings, chosen, loads, targets, seed, warm_ups, results, progress
-        )
-        asyncio.run(measuring)
-    data["is_interrupted"] = progress.is_interrupted
-    finish([result for result in results if result.outcomes], data, plot=plot, output=output)
-    if progress.is_interrupted:
-        raise typer.Exit(130)  # as a shell reports an interrupted program
+    if is_shape_name(engine.model) and engine.load_format is None:
+        arguments += ["--load-format", "dummy"]
+    benchmark.server_arguments = arguments
+    benchmark.model = served_model_name
+    run(benchmark, output=output, plot=plot)
 
 
 def is_shape_name(model: str | None) -> bool:
@@ -162,74 +152,93 @@ def parse_arrivals(request_rate: str | None, concurrency: str | None) -> list[Ar
         raise ValueError(f"--request-rate takes numbers or inf, separated by commas: {error}") from None
 
 
-async def measure(
-    url: str, model: str | None, settings: dict[str, Any], workload: ServeWorkload,
-    loads: Sequence[Arrivals], targets: Targets, seed: int, num_warm_ups: int, results: list[LoadResult],
-    progress: bench_run.Progress,
-) -> None:  # fmt: skip
+class ServeBenchmark(Benchmark):
     """A result for each load, each from an empty prefix cache where the server allows it."""
-    from shared.bench.serve_client import Client
-    from shared.bench.serve_load import LoadResult, run_load
 
-    async with Client(url, **settings) as client:
-        await client.connect(model)
-        conversations = workload.conversations(await client.vocab_size())
-        num_turns = sum(len(conversation) for conversation in conversations)
-        for conversation in conversations[:num_warm_ups]:
-            async for outcome in client.run(conversation[:1]):
-                if outcome.error is not None:
-                    raise ValueError(f"the first request fails: {outcome.error}")
-        for arrivals in loads:
-            result = LoadResult(arrivals, targets, await client.flush_cache())
-            results.append(result)
-            bar = progress.on_run(f"{arrivals.name}: {num_turns} requests", None)
+    name = "serve"
+    server_arguments: list[str]  # of a server that is started where `facts` has no url
+    model: str | None
 
-            def on_outcome(outcome: Outcome, result: LoadResult = result, bar: Any = bar) -> None:
-                if bar is not None:
-                    bar(sum(each.num_output_tokens for each in result.outcomes))
+    def __init__(
+        self, loads: Sequence[Arrivals], workload: ServeWorkload, settings: dict[str, Any], targets: Targets,
+        num_warm_ups: int,
+    ) -> None:  # fmt: skip
+        super().__init__(loads)
+        self.workload = workload
+        self.settings = settings
+        self.targets = targets
+        self.num_warm_ups = num_warm_ups
 
-            await run_load(client, conversations, result, seed, on_outcome)
+    def measure(self, progress: bench_run.Progress) -> None:
+        with contextlib.ExitStack() as stack:
+            url = self.facts["url"]
+            if url is None:
+                from shared.bench.serve_process import own_server
 
+                progress.on_run(f"starting a server: diptych serve {' '.join(self.server_arguments)}")
+                url = stack.enter_context(own_server(self.server_arguments))
+            asyncio.run(self.measure_loads(url, progress))
 
-def finish(
-    results: list[LoadResult], data: dict[str, Any], *, plot: Path | None, output: Path | None
-) -> None:
-    from shared.bench.report import write_json
+    async def measure_loads(self, url: str, progress: bench_run.Progress) -> None:
+        from shared.bench.serve_client import Client
+        from shared.bench.serve_load import LoadResult, run_load
 
-    if not results:
-        bench_run.console().print("interrupted before the first answer")
-    else:
-        print_results(results)
-    data["results"] = [result.as_json() for result in results]
-    if output is not None:
-        write_json(output, data)
-        print(f"written to {output}")
-    if plot is not None and results:
+        async with Client(url, **self.settings) as client:
+            await client.connect(self.model)
+            conversations = self.workload.conversations(await client.vocab_size())
+            num_turns = sum(len(conversation) for conversation in conversations)
+            for conversation in conversations[: self.num_warm_ups]:
+                async for outcome in client.run(conversation[:1]):
+                    if outcome.error is not None:
+                        raise ValueError(f"the first request fails: {outcome.error}")
+            for arrivals in self.cases:
+                result = LoadResult(arrivals, self.targets, await client.flush_cache())
+                self.results.append(result)
+                bar = progress.on_run(f"{arrivals.name}: {num_turns} requests", None)
+
+                def on_outcome(outcome: Outcome, result: LoadResult = result, bar: Any = bar) -> None:
+                    if bar is not None:
+                        bar(sum(each.num_output_tokens for each in result.outcomes))
+
+                await run_load(client, conversations, result, self.workload.seed, on_outcome)
+
+    def complete(self) -> list[LoadResult]:
+        return [result for result in self.results if result.outcomes]
+
+    def table(self, results: list[LoadResult]) -> Table:
+        """A column for each load."""
+        from shared.bench.serve_load import METRICS
+
+        columns = [Column("", lambda row: row[0], is_text=True), *map(load_column, results)]
+        rows: list[tuple[str, Callable[[LoadResult], str | None]]] = [
+            ("requests/s", lambda result: f"{result.request_rate:.2f}"),
+            ("goodput, requests/s", lambda result: f"{result.goodput:.2f}"),
+            ("output tokens/s", lambda result: f"{result.output_rate:,.0f}"),
+            ("hit rate", lambda result: f"{result.hit_rate:.1%}"),
+            ("failed", lambda result: str(len(result.outcomes) - len(result.good))),
+        ]
+        for metric in METRICS:
+            for name in ("mean", "p50", "p90", "p99", "max"):
+                rows.append((f"{metric.upper()} {name}, ms", summary_cell(metric, name)))
+        return make_table(columns, rows)
+
+    def notes(self, results: list[LoadResult]) -> Iterator[str]:
+        for result in results:
+            yield from (f"{result.arrivals.name}: {error}" for error in result.as_json()["errors"])
+
+    def draw(self, file: Path, results: list[LoadResult]) -> None:
         from shared.bench.serve_plot import plot_loads
 
-        plot_loads(plot, f"{data['workload']['name']}: {data['url'] or 'diptych serve'}", results)
+        plot_loads(file, f"{self.workload.name}: {self.facts['url'] or 'diptych serve'}", results)
 
 
-def print_results(results: list[LoadResult]) -> None:
-    """A column for each load."""
-    from rich.table import Table
+def load_column(result: LoadResult) -> Column:
+    return Column(result.arrivals.name, lambda row: row[1](result))
 
-    from shared.bench.serve_load import METRICS
 
-    table = Table("", *(result.arrivals.name for result in results))
-    table.add_row("requests/s", *(f"{result.request_rate:.2f}" for result in results))
-    table.add_row("goodput, requests/s", *(f"{result.goodput:.2f}" for result in results))
-    table.add_row("output tokens/s", *(f"{result.output_rate:,.0f}" for result in results))
-    table.add_row("hit rate", *(f"{result.hit_rate:.1%}" for result in results))
-    table.add_row("failed", *(str(len(result.outcomes) - len(result.good)) for result in results))
-    for metric in METRICS:
-        table.add_section()
-        summaries = [result.summary(metric) for result in results]
-        for name in ("mean", "p50", "p90", "p99", "max"):
-            cells = ["–" if each is None else f"{each[name]:,.1f}" for each in summaries]
-            table.add_row(f"{metric.upper()} {name}, ms", *cells)
-    console = bench_run.console()
-    console.print(table)
-    for result in results:
-        for error in result.as_json()["errors"]:
-            console.print(f"{result.arrivals.name}: {error}")
+def summary_cell(metric: str, name: str) -> Callable[[LoadResult], str]:
+    def text(result: LoadResult) -> str:
+        summary = result.summary(metric)
+        return "–" if summary is None else f"{summary[name]:,.1f}"
+
+    return text

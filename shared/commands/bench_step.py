@@ -1,19 +1,19 @@
-"""`diptych bench step`: the time of one step against the device's limit, and where it goes."""
+"""`diptych bench step`: the time of one step against its roofline bound, and where it goes."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shared.commands import bench_run, launch
-from shared.commands.options import EngineOptions, spread
+from shared.commands.benchmark import Benchmark, Column, make_table, ms, run
+from shared.commands.options import EngineOptions, integers, spread
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Group
+    from rich.table import Table
 
     from shared.bench.kernel_table import KernelTime
     from shared.bench.step import StepResult
@@ -60,37 +60,18 @@ def step(
     ] = None,
 ) -> None:
     """The time of one step of the engine's model runner, sampling included, and the least it could be: every
-    weight and all live KV read once, every product computed once, at the device's measured speed.
+    weight and all live KV read once, every GEMM computed once, at the device's measured speed.
 
     --model takes several names separated by commas; the shapes of shared/assets/configs (Qwen3-8B ...) get
     random weights.
     """
     cases = make_cases(mode, batch, context, prefill_tokens)
-    bench_run.check_files(None, json_file)
     flags = engine.to_flags()
     models = [name.strip() for name in str(flags.pop("model", "tiny-dense")).split(",") if name.strip()]
     if not models:
         raise ValueError("--model names no model")
-
-    from shared.bench import step as bench
-
-    console = bench_run.console()
-    ceilings: dict[str, Ceilings] = {}
-    results: list[dict[str, Any]] = []
-    for model in models:
-        found, facts = _measure_one(model, cases, flags, ceilings, repeats, temperature, profile, seed)
-        if not results:
-            print_ceilings(console, next(iter(ceilings.values())), str(facts["flags"]["device"]))
-        print_results(console, found, mode)
-        for result in found:
-            if result.kernels:
-                print_kernels(console, result)
-        results += [bench.result_as_json(facts, result) for result in found]
-        if json_file is not None:  # after each model: a later one may run out of memory
-            report = bench.report(ceilings, results)
-            json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    if json_file is not None:
-        console.print(f"written to {json_file}")
+    options = {"num_repeats": repeats, "temperature": temperature, "profile": profile, "seed": seed}
+    run(StepBenchmark(cases, models, flags, options), output=json_file)
 
 
 def make_cases(mode: str, batch: str, context: str | None, prefill_tokens: str | None) -> list[StepCase]:
@@ -102,123 +83,135 @@ def make_cases(mode: str, batch: str, context: str | None, prefill_tokens: str |
     if mode == "decode" and prefill_tokens is not None:
         raise ValueError("--prefill-tokens is no number of a decode step; it has --batch, --context")
     default_context, default_tokens = DEFAULTS[mode]
-    batches = parse_numbers("--batch", batch)
-    contexts = parse_numbers("--context", context or default_context)
-    tokens = parse_numbers("--prefill-tokens", prefill_tokens or default_tokens)
+    batches = integers("--batch", batch)
+    contexts = integers("--context", context or default_context)
+    tokens = integers("--prefill-tokens", prefill_tokens or default_tokens)
     return [StepCase(mode, b, c, n) for b in batches for c in contexts for n in tokens]  # type: ignore[arg-type]
 
 
-def parse_numbers(option: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{option} takes numbers separated by commas, got {text!r}") from None
+class StepBenchmark(Benchmark):
+    name = "step"
 
+    def __init__(
+        self, cases: list[StepCase], models: list[str], flags: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        super().__init__(cases)
+        self.models = models
+        self.flags = flags
+        self.options = options
+        self.engines: dict[str, dict[str, Any]] = {}  # model -> facts
+        self.ceilings: dict[str, Ceilings] = {}  # by dtype
 
-def _measure_one(
-    model: str, cases: list[StepCase], flags: dict[str, Any], ceilings: dict[str, Ceilings], repeats: int,
-    temperature: float, profile: bool, seed: int,
-) -> tuple[list[StepResult], dict[str, Any]]:  # fmt: skip
-    """The model's engine lives no longer than this call: the next one needs the memory."""
-    from shared.bench import step as bench
-    from shared.bench.ceilings import device_and_dtype, measure_ceilings
-    from shared.bench.report import engine_facts
-    from shared.config import ModelConfig
-    from shared.loading.model_path import resolve_model_path
+    def measure(self, progress: bench_run.Progress) -> None:
+        for model in self.models:
+            self.measure_model(model, progress)
 
-    config = ModelConfig.from_pretrained(resolve_model_path(model, "dummy"))
-    wanted = bench.engine_flags(model, cases, flags, config.context_len)
-    device, dtype = device_and_dtype(flags, config)
-    dtype_name = str(dtype).removeprefix("torch.")
-    if dtype_name not in ceilings:  # before the model takes the memory
-        ceilings[dtype_name] = measure_ceilings(device, dtype)
-    llm = launch.start_engine(wanted)
-    try:
-        found = bench.measure(
-            llm, model, cases, ceilings[dtype_name], num_repeats=repeats, temperature=temperature,
-            profile=profile, seed=seed, on_case=lambda what: print(what, file=sys.stderr),
-        )  # fmt: skip
-        return found, engine_facts(llm)
-    finally:
-        del llm
-        bench.free_memory(device)
+    def measure_model(self, model: str, progress: bench_run.Progress) -> None:
+        """The model's engine lives no longer than this call: the next one needs the memory."""
+        from shared.bench import step as bench
+        from shared.bench.ceilings import device_and_dtype, measure_ceilings
+        from shared.bench.report import ceilings_as_json, engine_facts
+        from shared.config import ModelConfig
+        from shared.loading.model_path import resolve_model_path
 
+        config = ModelConfig.from_pretrained(resolve_model_path(model, "dummy"))
+        flags = bench.engine_flags(model, self.cases, self.flags, config.context_len)
+        device, dtype = device_and_dtype(self.flags, config)
+        name = str(dtype).removeprefix("torch.")
+        if name not in self.ceilings:  # before the model takes the memory
+            self.ceilings[name] = measure_ceilings(device, dtype)
+            self.facts["ceilings"] = {each: ceilings_as_json(found) for each, found in self.ceilings.items()}
+        llm = launch.start_engine(flags)
+        self.engines[model] = engine_facts(llm)
+        try:
+            self.results += bench.measure(
+                llm, model, self.cases, self.ceilings[name], on_case=progress.on_run, **self.options
+            )
+        finally:
+            del llm
+            bench.free_memory(device)
 
-def print_ceilings(console: Console, ceilings: Ceilings, device: str) -> None:
-    console.print(
-        f"measured here: memory {ceilings.bandwidth / 1e12:.3g} TB/s, GEMM "
-        f"{ceilings.matrix_rate / 1e12:.3g} TFLOP/s"
-    )
-    if not device.startswith("cuda"):
-        console.print("no GPU: what fits into this processor's caches can be faster than the floor")
+    def table(self, results: list[StepResult]) -> Group:
+        """A table for each model, and one for each profile."""
+        from rich.console import Group
 
-
-def print_results(console: Console, results: list[StepResult], mode: str) -> None:
-    from rich.table import Table
-
-    table = Table(title=results[0].model)
-    headings = ["batch", "cached" if mode == "prefill" else "context"]
-    headings += ["new tokens"] * (mode != "decode")
-    headings += ["step ms", "spread", "host ms", "floor ms", "floor / step", "phases ms"]
-    headings += ["tokens/s"] if mode == "decode" else ["TFLOP/s", "of peak"]
-    headings.append("launched")
-    headings += ["experts"] * (results[0].num_experts_hit is not None)
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for result in results:
-        case = result.case
-        spread = (max(result.times) - min(result.times)) / result.time
-        cells = [str(case.batch_size), str(case.context_len)]
-        cells += [str(case.num_tokens)] * (mode != "decode")
-        cells += [
-            f"{result.time * 1e3:.3f}",
-            f"{spread:.1%}",
-            f"{result.host_time * 1e3:.3f}",
-            f"{result.floor * 1e3:.3f}",
-            f"{result.share_of_floor:.1%}",
-            f"{result.cost.roofline(result.ceilings) * 1e3:.3f}",
+        ceilings = results[0].ceilings
+        parts: list[str | Table] = [
+            f"measured here: memory {ceilings.bandwidth / 1e12:.3g} TB/s, GEMM "
+            f"{ceilings.matrix_rate / 1e12:.3g} TFLOP/s"
         ]
-        if mode != "decode":
-            cells += [
-                f"{result.flop_rate / 1e12:.3g}",
-                f"{result.flop_rate / result.ceilings.matrix_rate:.1%}",
-            ]
-        else:
-            cells.append(f"{case.batch_size / result.time:,.0f}")
-        cells.append("graph" if result.is_replayed else "singly")
-        if result.num_experts_hit is not None:
-            cells.append(f"{result.num_experts_hit:.1f}" + "?" * (not result.is_routing_counted))
-        table.add_row(*cells)
-    console.print(table)
+        if not str(self.engines[results[0].model]["flags"]["device"]).startswith("cuda"):
+            parts.append(
+                "no GPU: what fits into this processor's caches can be faster than the roofline bound"
+            )
+        for model in self.engines:
+            found = [result for result in results if result.model == model]
+            parts += [make_table(columns(found[0].case.mode), found, model)] if found else []
+            parts += [kernel_table(result) for result in found if result.kernels]
+        return Group(*parts)
+
+    def as_json(self, result: StepResult) -> dict[str, Any]:
+        from shared.bench.step import result_as_json
+
+        return result_as_json(self.engines[result.model], result)
 
 
-def print_kernels(console: Console, result: StepResult) -> None:
+def columns(mode: str) -> list[Column]:
+    """Of the table of a model."""
+    new_tokens = Column("new tokens", lambda result: str(result.case.num_tokens))
+    if mode == "decode":
+        rates = [Column("tokens/s", lambda result: f"{result.case.batch_size / result.time:,.0f}")]
+    else:
+        rates = [
+            Column("TFLOP/s", lambda result: f"{result.flop_rate / 1e12:.3g}"),
+            Column("of peak", lambda result: f"{result.flop_rate / result.ceilings.matrix_rate:.1%}"),
+        ]
+    return [
+        Column("batch", lambda result: str(result.case.batch_size)),
+        Column("cached" if mode == "prefill" else "context", lambda result: str(result.case.context_len)),
+        *([] if mode == "decode" else [new_tokens]),
+        Column("step ms", lambda result: ms(result.time)),
+        Column("spread", lambda result: f"{(max(result.times) - min(result.times)) / result.time:.1%}"),
+        Column("CPU ms", lambda result: ms(result.host_time)),
+        Column("bound ms", lambda result: ms(result.bound)),
+        Column("bound / step", lambda result: f"{result.share_of_bound:.1%}"),
+        Column("phases ms", lambda result: ms(result.cost.roofline(result.ceilings))),
+        *rates,
+        Column("launched", lambda result: "graph" if result.is_replayed else "singly"),
+        Column("experts", experts_text),
+    ]
+
+
+def experts_text(result: StepResult) -> str | None:
+    if result.num_experts_hit is None:
+        return None
+    return f"{result.num_experts_hit:.1f}" + "?" * (not result.is_routing_counted)
+
+
+def kernel_table(result: StepResult) -> Table:
     """The longest rows; what is left in one."""
-    from rich.table import Table
-
     case = result.case
     new = f", {case.num_tokens} new tokens" * (case.mode != "decode")
     title = f"{result.model}: {case.mode}, batch {case.batch_size}, context {case.context_len}{new}"
-    table = Table(title=title)
-    table.add_column("kernel", overflow="fold")
-    for heading in ("calls", "a layer", "us", "share"):
-        table.add_column(heading, justify="right")
-    for row in shortened(result.kernels, NUM_KERNEL_ROWS):
-        calls = f"{row.num_calls:g}" if row.num_calls else ""
-        a_layer = f"{row.num_calls / result.num_layers:.2g}" if row.num_calls else ""
-        total = sum(each.seconds for each in result.kernels)
-        table.add_row(row.name, calls, a_layer, f"{row.seconds * 1e6:.1f}", f"{row.seconds / total:.1%}")
-    console.print(table)
+    total = sum(each.seconds for each in result.kernels)
+    kernel_columns = (
+        Column("kernel", lambda row: row.name, is_text=True),
+        Column("calls", lambda row: f"{row.num_calls:g}" if row.num_calls else None),
+        Column("a layer", lambda row: f"{row.num_calls / result.num_layers:.2g}" if row.num_calls else None),
+        Column("us", lambda row: f"{row.seconds * 1e6:.1f}"),
+        Column("share", lambda row: f"{row.seconds / total:.1%}"),
+    )
+    return make_table(kernel_columns, shortened(result.kernels, NUM_KERNEL_ROWS), title)
 
 
 def shortened(kernels: tuple[KernelTime, ...], num_rows: int) -> list[KernelTime]:
-    """At most so many kernels, those behind them as one row; gaps stay."""
-    from shared.bench.kernel_table import GAPS, KernelTime
+    """At most so many kernels, those behind them as one row; idle time stays."""
+    from shared.bench.kernel_table import IDLE, KernelTime
 
-    gaps = [row for row in kernels if row.name == GAPS]
-    rows = [row for row in kernels if row.name != GAPS]
+    idle = [row for row in kernels if row.name == IDLE]
+    rows = [row for row in kernels if row.name != IDLE]
     if len(rows) > num_rows:
         rest = rows[num_rows:]
         calls, seconds = (sum(column) for column in list(zip(*rest))[1:])
         rows = [*rows[:num_rows], KernelTime(f"{len(rest)} others", calls, seconds)]
-    return rows + gaps
+    return rows + idle

@@ -1,4 +1,4 @@
-"""Runs, gaps and their figures on an engine whose every step takes a known time."""
+"""Runs, intervals and their figures on an engine whose every step takes a known time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from timed_engine import TimedEngine
 
 from shared.bench import latency, long_prompts, offline
 from shared.bench.drive import Sampling, run_to_end
-from shared.bench.gaps import Gap, GapMeter, percentile, spread_of
+from shared.bench.itl import Interval, ItlMeter, percentile, summarize
 from shared.bench.latency import LatencyResult, Streams, run_streams
 from shared.bench.long_prompts import LongPromptsResult, Repeat, Window, run_window
 from shared.bench.offline import CaseResult
@@ -53,7 +53,7 @@ def test_answers_that_are_too_short_are_an_error() -> None:
 
 def test_what_does_not_fit_is_refused_before_anything_runs() -> None:
     llm = TimedEngine()
-    with pytest.raises(ValueError, match=r"9990 \+ 11 tokens must fit into the context \(10000\)"):
+    with pytest.raises(ValueError, match=r"9990 \+ 11 tokens, must fit into the context \(10000\)"):
         run_to_end(llm, requests((9990, 11)), SAMPLING, llm.clock)  # type: ignore[arg-type]
     run_to_end(llm, requests((9990, 10)), SAMPLING, llm.clock)  # type: ignore[arg-type]
     llm.submit([1], llm.submit([1], None)[0].params)  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def test_repeats_follow_a_warm_up_from_an_empty_cache_and_precede_the_timeline()
     assert result.recording is not None
 
 
-# ---- gaps ----
+# ---- intervals ----
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 10, 101])
@@ -106,35 +106,40 @@ def test_percentile_of_nothing_is_an_error() -> None:
         percentile([], 99)
 
 
-def test_gaps_are_from_news_to_news() -> None:
+def test_intervals_are_from_output_to_output() -> None:
     llm = TimedEngine(tokens_a_step=2)
     collectors = [llm.submit([0] * n, params(9))[0] for n in (10, 20)]
-    meter = GapMeter(collectors)  # type: ignore[arg-type]
+    meter = ItlMeter(collectors)  # type: ignore[arg-type]
     start = llm.clock.now
     for _ in range(4):
         llm.step()
         meter.look(llm.clock.now)
-        meter.look(llm.clock.now)  # nothing new: no gap
-    gaps = [(round(gap.start - start, 6), round(gap.end - start, 6), gap.num_tokens) for gap in meter.gaps]
+        meter.look(llm.clock.now)  # nothing new: no interval
+    intervals = [
+        (round(interval.start - start, 6), round(interval.end - start, 6), interval.num_tokens)
+        for interval in meter.intervals
+    ]
     # First tokens at 0.01 and 0.03; then both at 0.04 and 0.05, two tokens each.
-    assert gaps == [(0.01, 0.04, 2), (0.03, 0.04, 2), (0.04, 0.05, 2), (0.04, 0.05, 2)]
-    assert [gap.start - start for gap in meter.steady_gaps()] == pytest.approx([0.03, 0.04, 0.04])
+    assert intervals == [(0.01, 0.04, 2), (0.03, 0.04, 2), (0.04, 0.05, 2), (0.04, 0.05, 2)]
+    assert [interval.start - start for interval in meter.steady_intervals()] == pytest.approx(
+        [0.03, 0.04, 0.04]
+    )
 
 
-def test_steady_gaps_end_with_the_first_to_end() -> None:
+def test_steady_intervals_end_with_the_first_to_end() -> None:
     llm = TimedEngine()
-    meter = GapMeter([llm.submit([0] * 10, params(n))[0] for n in (3, 8)])  # type: ignore[misc]
+    meter = ItlMeter([llm.submit([0] * 10, params(n))[0] for n in (3, 8)])  # type: ignore[misc]
     while llm.step():
         meter.look(llm.clock.now)
-    assert len(meter.gaps) == 2 + 7
-    assert len(meter.steady_gaps()) == 1 + 2  # the first one's first gap holds the other's prompt
+    assert len(meter.intervals) == 2 + 7
+    assert len(meter.steady_intervals()) == 1 + 2  # the first one's first interval holds the other's prompt
 
 
-def test_spread_of_gaps() -> None:
-    spread = spread_of([Gap(0, seconds, tokens) for seconds, tokens in ((1, 1), (2, 2), (3, 1), (6, 4))])
+def test_summary_of_intervals() -> None:
+    spread = summarize([Interval(0, seconds, tokens) for seconds, tokens in ((1, 1), (2, 2), (3, 1), (6, 4))])
     assert spread == pytest.approx((4, 12 / 8, 2.5, 5.1, 5.91, 6))
-    with pytest.raises(ValueError, match="no gap"):
-        spread_of([])
+    with pytest.raises(ValueError, match="no ITL"):
+        summarize([])
 
 
 def params(output_len: int) -> Any:
@@ -151,23 +156,25 @@ def test_a_single_stream() -> None:
     streams = Streams(1, 100, 11)
     run = run_streams(llm, streams, streams.requests(1000), llm.clock)  # type: ignore[arg-type]
     assert run.times_to_first_token == pytest.approx([0.1])
-    assert len(run.gaps) == 10
-    assert run.spread.per_token == pytest.approx(0.01)
+    assert len(run.intervals) == 10
+    assert run.itl.per_token == pytest.approx(0.01)
     assert run.total_time == pytest.approx(0.1 + 10 * 0.01)
 
 
 def test_streams_at_once_are_compared_while_all_decode() -> None:
-    """The first of three waits for the others' prompts: that is no gap between tokens of decoding."""
+    """The first of three waits for the others' prompts: that is no interval between tokens of decoding."""
     llm = TimedEngine()
     streams = Streams(3, 100, 6)
     run = run_streams(llm, streams, streams.requests(1000), llm.clock)  # type: ignore[arg-type]
     assert run.times_to_first_token == pytest.approx([0.1, 0.2, 0.3])
-    assert [gap.seconds for gap in run.gaps] == pytest.approx([0.01] * 13)  # the last prompt's gap is whole
+    assert [interval.seconds for interval in run.intervals] == pytest.approx(
+        [0.01] * 13
+    )  # the last prompt's interval is whole
 
 
 def test_what_the_engine_adds_to_a_step() -> None:
     llm = TimedEngine()
-    result = LatencyResult(Streams(1, 100, 11), limit=0.002)
+    result = LatencyResult(Streams(1, 100, 11), bound=0.002)
     latency.measure(llm, result, num_repeats=2, clock=llm.clock)  # type: ignore[arg-type]
     assert len(result.runs) == 2
     assert result.overhead is None
@@ -175,7 +182,7 @@ def test_what_the_engine_adds_to_a_step() -> None:
     assert result.overhead == pytest.approx(0.25)
     data = result.as_json()
     assert data["time_per_token_s"] == pytest.approx(0.01)
-    assert data["gaps_s"]["p99"] == pytest.approx(0.01)
+    assert data["itl_s"]["p99"] == pytest.approx(0.01)
     assert data["time_to_first_token_s"] == pytest.approx(0.1)
 
 
@@ -203,22 +210,24 @@ def window_of(llm: TimedEngine, workload: LongPrompts, is_arriving: bool) -> Win
     return run_window(llm, workload, running, long if is_arriving else [], llm.clock)  # type: ignore[arg-type]
 
 
-def test_without_arrivals_gaps_are_steps() -> None:
+def test_without_arrivals_intervals_are_steps() -> None:
     window = window_of(TimedEngine(), LONG, False)
     assert window.seconds == pytest.approx(3.0, abs=0.011)
-    assert [gap.seconds for gap in window.gaps] == pytest.approx([0.01] * len(window.gaps))
-    assert len(window.gaps) == pytest.approx(600, abs=2)
+    assert [interval.seconds for interval in window.intervals] == pytest.approx(
+        [0.01] * len(window.intervals)
+    )
+    assert len(window.intervals) == pytest.approx(600, abs=2)
     assert (window.num_arrivals, window.times_to_first_token) == (0, [])
 
 
 def test_a_long_prompt_stops_everybody_for_its_prefill() -> None:
     window = window_of(TimedEngine(), LONG, True)
     assert window.num_arrivals == 3
-    long = [gap.seconds for gap in window.gaps if gap.seconds > 0.02]
+    long = [interval.seconds for interval in window.intervals if interval.seconds > 0.02]
     assert long == pytest.approx([0.51] * 6)  # two requests, three times: prefill, then a step
     assert window.times_to_first_token == pytest.approx([0.5] * 3, abs=0.011)
-    assert window.spread.p50 == pytest.approx(0.01)
-    assert window.spread.longest == pytest.approx(0.51)
+    assert window.itl.p50 == pytest.approx(0.01)
+    assert window.itl.max == pytest.approx(0.51)
 
 
 def test_arrivals_keep_their_times_when_the_engine_is_late() -> None:
@@ -228,10 +237,10 @@ def test_arrivals_keep_their_times_when_the_engine_is_late() -> None:
     assert window.times_to_first_token[1] == pytest.approx(2.0, abs=0.02)
 
 
-def test_a_gap_that_outlasts_the_window_is_whole() -> None:
+def test_an_interval_that_outlasts_the_window_is_whole() -> None:
     """Prefills of 5 s in a window of 3 s: no request gets a token before all three are done."""
     window = window_of(TimedEngine(seconds_a_prompt_token=0.01), LONG, True)
-    assert [gap.seconds for gap in window.gaps] == pytest.approx([15.01] * 2)
+    assert [interval.seconds for interval in window.intervals] == pytest.approx([15.01] * 2)
     assert window.num_arrivals == 3
 
 
@@ -258,13 +267,13 @@ def test_a_running_request_that_fails_is_named() -> None:
 
 def test_the_ratio_is_with_over_without() -> None:
     def window(*seconds: float) -> Window:
-        return Window(3.0, [Gap(0, each, 1) for each in seconds], 3, [0.5])
+        return Window(3.0, [Interval(0, each, 1) for each in seconds], 3, [0.5])
 
     result = LongPromptsResult([Repeat(window(1, 1), window(3, 3)), Repeat(window(2, 2), window(1, 1))])
     result.repeats.append(Repeat(window(1), window(2)))
     assert [repeat.p99_ratio for repeat in result.repeats] == [3, 0.5, 2]
     assert result.p99_ratio == 2
-    assert result.as_json()["runs"][0]["with_arrivals"]["gaps_s"]["p99"] == 3
+    assert result.as_json()["runs"][0]["with_arrivals"]["itl_s"]["p99"] == 3
 
 
 def test_long_prompts_are_measured_with_and_without_in_turn() -> None:

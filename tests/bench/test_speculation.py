@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from shared.bench.drive import check_fits
 from shared.bench.prompts import encode, held_out, read_prompts
-from shared.bench.speculation import Comparison, Departure, Pass, check_fits, departures, measure
+from shared.bench.speculation import Comparison, Departure, Pass, departures, measure
+from shared.bench.workloads import Request
 from shared.engine.llm import LLM
 from shared.types import SpeculationStats
 
@@ -32,7 +34,7 @@ def test_speeds_are_medians_and_the_bonus_is_told_apart() -> None:
     assert values["speedup"] == pytest.approx(3.0)
     assert (values["tokens_per_verification"], values["accepted_per_verification"]) == (2.0, 1.0)
     assert values["acceptance_rate"] == pytest.approx(1 / 3)
-    assert values["departures"] == [{"request": 0, "position": 1, "gap": 0.5}]
+    assert values["departures"] == [{"request": 0, "position": 1, "distance": 0.5}]
     assert not Comparison(2, fast, []).is_complete
 
 
@@ -80,9 +82,9 @@ def test_where_answers_part_the_two_tokens_are_looked_up() -> None:
     other = runs[0]._replace(output_ids=[right, [right[0], right[1] + 1, *right[2:]], right[:2]])
     found = departures(llm, prompts, runs[0], other)
     assert [(departure.request, departure.position) for departure in found] == [(1, 1), (2, 2)]
-    gap = found[0].gap
-    assert gap is None or gap > 0
-    assert found[1].gap is None  # an end that is no token
+    distance = found[0].distance
+    assert distance is None or distance > 0
+    assert found[1].distance is None  # an end that is no token
 
 
 def test_prompts_are_texts_or_chats(tmp_path: Path) -> None:
@@ -118,8 +120,8 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, message:
 
 def test_what_cannot_be_answered_whole_is_refused() -> None:
     llm = engine(max_total_tokens=64)
-    with pytest.raises(ValueError, match=r"prompt 2 has 50 tokens: .* the KV pool \(64\)"):
-        check_fits(llm, [[1] * 44, [1] * 50], 20)
+    with pytest.raises(ValueError, match=r"request 2, of 50 \+ 20 tokens, .* the KV pool \(64\)"):
+        check_fits(llm, [Request([1] * 44, 20), Request([1] * 50, 20)])
     with pytest.raises(ValueError, match=r"prompt 2: .*role"):
         encode(llm, ["Hi.", [{"content": "no role"}]])
     llm.tokenizer = None

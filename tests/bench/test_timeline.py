@@ -92,7 +92,7 @@ def test_spans_of_host_and_device() -> None:
 
 def test_idle_share_is_what_lies_between_steps() -> None:
     idle = idle_time(record().forward)
-    assert (idle.num_steps, idle.busy, idle.idle, idle.longest_gap) == (2, 14, 6, 6)
+    assert (idle.num_steps, idle.busy, idle.idle, idle.longest_idle) == (2, 14, 6, 6)
     assert idle.share == pytest.approx(0.3)
     assert idle_time([]).share == 0
 
@@ -100,7 +100,7 @@ def test_idle_share_is_what_lies_between_steps() -> None:
 def test_steps_that_overlap_are_no_gap() -> None:
     spans = [Span("a", 0, 10, {}), Span("b", 12, 14, {}), Span("c", 4, 8, {}), Span("d", 13, 20, {})]
     idle = idle_time(spans)
-    assert (idle.busy, idle.idle, idle.longest_gap) == (18, 2, 2)
+    assert (idle.busy, idle.idle, idle.longest_idle) == (18, 2, 2)
 
 
 def test_nothing_is_recorded_while_it_is_off() -> None:

@@ -12,7 +12,7 @@ from shared.bench.workloads import WORKLOADS, LongPrompts, Offline256, SharedPre
 from shared.engine.llm import LLM
 
 
-def test_the_yardstick_is_the_published_one() -> None:
+def test_offline_256_is_the_published_one() -> None:
     [case] = Offline256().cases(151_936)
     assert len(case.requests) == 256
     assert sum(len(request.prompt) for request in case.requests) == 142_827

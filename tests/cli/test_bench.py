@@ -15,10 +15,11 @@ import pytest
 from typer.testing import Result
 
 from shared.bench import plots
+from shared.bench.peers import ROWS
 from shared.bench.workloads import Offline256
-from shared.commands.bench_offline import engines_for, make_workload, parse_range
+from shared.commands.bench_offline import make_workload, parse_range
 from shared.commands.bench_run import Progress, check_files, check_folder
-from shared.commands.offline_report import compare
+from shared.commands.offline_benchmark import engines_for
 from shared.engine.llm import LLM
 
 Diptych = Callable[..., Result]
@@ -36,7 +37,7 @@ def run(diptych: Diptych, file: Path, *options: str) -> dict[str, Any]:
 
 def test_uniform(diptych: Diptych, tmp_path: Path) -> None:
     data = run(diptych, tmp_path / "result.json", "--concurrency", "1,3", *FEW)
-    assert [row["case"] for row in data["results"]] == ["1 at once", "3 at once"]
+    assert [row["case"] for row in data["results"]] == ["concurrency 1", "concurrency 3"]
     for row in data["results"]:
         speed = row["tokens_per_s"]
         assert 0 < speed["min"] <= speed["median"] <= speed["max"]
@@ -57,7 +58,7 @@ def test_uniform(diptych: Diptych, tmp_path: Path) -> None:
     assert data["workload"]["name"] == "uniform"
     assert (data["workload"]["seed"], data["num_repeats"], data["num_warm_ups"]) == (0, 2, 1)
     assert data["is_interrupted"] is False
-    assert "yardstick" not in data
+    assert "peers" not in data
 
 
 def test_offline_256_in_small(diptych: Diptych, tmp_path: Path) -> None:
@@ -67,8 +68,8 @@ def test_offline_256_in_small(diptych: Diptych, tmp_path: Path) -> None:
     data = run(diptych, tmp_path / "r.json", "--workload", "offline-256", *options, *files)
     [row] = data["results"]
     assert row["num_requests"] == 5
-    limit = row["limit"]
-    assert limit["share"] == pytest.approx(row["tokens_per_s"]["median"] / limit["tokens_per_s"])
+    bound = row["bound"]
+    assert bound["share"] == pytest.approx(row["tokens_per_s"]["median"] / bound["tokens_per_s"])
     assert data["ceilings"]["bytes_per_s"] > 1e8
     names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
     assert names.count("extend") == 1
@@ -95,7 +96,7 @@ def test_shared_prefix_with_and_without_cache(diptych: Diptych, tmp_path: Path) 
 
 
 def test_long_prompts_in_small(diptych: Diptych, tmp_path: Path) -> None:
-    plot = tmp_path / "gaps.png"
+    plot = tmp_path / "itl.png"
     numbers = ["--num-requests", "2", "--input-len", "8", "--output-len", "300", "--long-len", "64"]
     numbers += ["--long-output-len", "2", "--interval", "0.05", "--seconds", "0.2", "--repeats", "1"]
     numbers += ["--warm-ups", "0", "--plot", str(plot)]
@@ -104,9 +105,9 @@ def test_long_prompts_in_small(diptych: Diptych, tmp_path: Path) -> None:
     [repeat] = row["runs"]
     assert repeat["without"]["num_arrivals"] == 0
     assert 1 <= repeat["with_arrivals"]["num_arrivals"] <= 4
-    gaps = [repeat[name]["gaps_s"] for name in ("without", "with_arrivals")]
-    assert row["p99_ratio"] == pytest.approx(gaps[1]["p99"] / gaps[0]["p99"])
-    assert all(0 < each["p50"] <= each["p90"] <= each["p99"] <= each["longest"] for each in gaps)
+    itl = [repeat[name]["itl_s"] for name in ("without", "with_arrivals")]
+    assert row["p99_ratio"] == pytest.approx(itl[1]["p99"] / itl[0]["p99"])
+    assert all(0 < each["p50"] <= each["p90"] <= each["p99"] <= each["max"] for each in itl)
     assert plot.stat().st_size > 0
 
 
@@ -129,7 +130,7 @@ def test_ctrl_c_keeps_what_was_complete(
     data = json.loads(file.read_text())
     assert data["is_interrupted"] is True
     assert [len(row["runs"]) for row in data["results"]] == [1]
-    assert "2 at once" in result.output
+    assert "concurrency 2" in result.output
 
 
 def test_ctrl_c_before_anything_was_complete(
@@ -211,7 +212,7 @@ def test_what_the_system_refuses_is_refused_before_the_work(
         check_files(None, there)
 
 
-@pytest.mark.parametrize(("workload", "drawing"), [("uniform", "plot_speeds"), ("long-prompts", "plot_gaps")])
+@pytest.mark.parametrize(("workload", "drawing"), [("uniform", "plot_speeds"), ("long-prompts", "plot_itl")])
 def test_the_numbers_are_kept_when_drawing_fails(
     diptych: Diptych, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workload: str, drawing: str
 ) -> None:
@@ -265,10 +266,9 @@ def test_shared_prefix_starts_two_engines_unless_the_cache_is_off() -> None:
     assert engines_for(Offline256(), {}) == [{}]
 
 
-def test_the_table_is_compared_with(capsys: pytest.CaptureFixture[str]) -> None:
-    from shared.bench.yardstick import ROWS
-    from shared.commands.bench_run import console
-
-    found = compare(console(), 10_329.0, ROWS["Qwen3-8B"])
-    assert (round(found["of_limit"], 3), round(found["of_best_peer"], 3)) == (0.796, 1.1)
-    assert capsys.readouterr().out.startswith("0.80 of limit (12,975 in the table), 1.10 of best peer (vLLM")
+def test_the_table_is_compared_with() -> None:
+    found = ROWS["Qwen3-8B"].compare_offline(10_329.0)
+    assert (round(found.of_bound, 3), round(found.of_best_peer, 3)) == (0.796, 1.1)
+    assert str(found).startswith(
+        "0.80 of the roofline bound (12,975 tokens/s in the table), 1.10 of the best peer"
+    )

@@ -10,9 +10,7 @@ import pytest
 from typer.testing import Result
 
 from shared.bench import plots
-from shared.bench.yardstick import ROWS
-from shared.commands.bench_latency import compare
-from shared.commands.bench_run import console
+from shared.bench.peers import ROWS
 from shared.engine.llm import LLM
 
 Diptych = Callable[..., Result]
@@ -29,13 +27,13 @@ def test_latency_of_some_streams(diptych: Diptych, tmp_path: Path) -> None:
     data = json.loads(file.read_text())
     assert [row["concurrency"] for row in data["results"]] == [1, 3]
     for row in data["results"]:
-        gaps = row["gaps_s"]
-        assert 0 < gaps["p50"] <= gaps["p90"] <= gaps["p99"] <= gaps["longest"]
+        itl = row["itl_s"]
+        assert 0 < itl["p50"] <= itl["p90"] <= itl["p99"] <= itl["max"]
         assert row["time_to_first_token_s"] > 0
         assert row["overhead"] == pytest.approx(row["time_per_token_s"] / row["step_s"] - 1)
         assert row["step_context_len"] == 15
-        assert row["limit_s"] > 0
-        assert [run["gaps_s"]["num_gaps"] for run in row["runs"]] == [5 * row["concurrency"]] * 2
+        assert row["bound_s"] > 0
+        assert [run["itl_s"]["num_intervals"] for run in row["runs"]] == [5 * row["concurrency"]] * 2
         assert row["idle"]["num_steps"] == 6
     assert data["flags"]["max_total_tokens"] == 1024
     assert data["num_pool_tokens"] == 1024
@@ -50,7 +48,7 @@ def test_on_a_cpu_the_bare_step_is_measured_only_when_asked_for(diptych: Diptych
     result = diptych(*LATENCY, "--repeats", "1", "--warm-ups", "0", "--no-limit", "-o", str(file))
     assert result.exit_code == 0, result.output
     [row] = json.loads(file.read_text())["results"]
-    assert (row["step_s"], row["overhead"], row["limit_s"]) == (None, None, None)
+    assert (row["step_s"], row["overhead"], row["bound_s"]) == (None, None, None)
 
 
 def test_ctrl_c_keeps_what_was_complete(
@@ -92,10 +90,12 @@ def test_wrong_options_are_one_line(diptych: Diptych, options: list[str], messag
     assert message in last
 
 
-def test_the_table_is_compared_with_in_speed(capsys: pytest.CaptureFixture[str]) -> None:
-    found = compare(console(), 0.0041, ROWS["Qwen3-8B"])
-    assert (round(found["of_limit"], 3), round(found["of_best_peer"], 3)) == (0.863, 1.256)
-    assert "0.86 of limit (3.54 ms in the table), 1.26 of best peer (SGLang" in capsys.readouterr().out
+def test_the_table_is_compared_with_in_speed() -> None:
+    found = ROWS["Qwen3-8B"].compare_stream(4.1)
+    assert (round(found.of_bound, 3), round(found.of_best_peer, 3)) == (0.863, 1.256)
+    assert str(found).startswith(
+        "0.86 of the roofline bound (3.54 ms in the table), 1.26 of the best peer (SGLang"
+    )
 
 
 def test_generate_writes_a_timeline(diptych: Diptych, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_numbers_are_kept_when_drawing_fails(
     def fail(*arguments: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(plots, "plot_gaps", fail)
+    monkeypatch.setattr(plots, "plot_itl", fail)
     file = tmp_path / "r.json"
     options = ["--repeats", "1", "--warm-ups", "0", "--no-limit", "--plot", str(tmp_path / "plot.svg")]
     result = diptych(*LATENCY, *options, "-o", str(file))

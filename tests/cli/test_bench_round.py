@@ -90,8 +90,8 @@ def test_bench_round_measures_every_case(diptych: Callable[..., Result], tmp_pat
     assert "round / decode" in result.stdout
     data = json.loads(file.read_text())
     assert data["flags"]["speculative"] == "eagle3"
-    cases = [(case["batch_size"], case["context_len"]) for case in data["cases"]]
+    cases = [(case["batch_size"], case["context_len"]) for case in data["results"]]
     assert cases == [(1, 20), (2, 20), (1, 30), (2, 30)]
-    for case in data["cases"]:
+    for case in data["results"]:
         assert case["ratio"] == pytest.approx(case["round"] / case["decode"])
         assert min(case["pieces"].values()) > 0

@@ -58,16 +58,16 @@ def test_both_panels_rehearse_the_same(policy: str) -> None:
 
 def test_a_plot_keeps_the_point_at_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
-    make_figure = plots._figure
+    make_figure = plots.new_figure
 
     def figure(title: str) -> Any:
         drawn.append(make_figure(title))
         return drawn[-1]
 
-    monkeypatch.setattr(plots, "_figure", figure)
+    monkeypatch.setattr(plots, "new_figure", figure)
     for first in (0, 1):
-        points = [(first, 1.0), (10, 2.0)]
-        plots.plot_growth(tmp_path / "plot.svg", "growth", {"reference": points}, "waiting", "ms")
+        points = [("reference", first, 1.0), ("reference", 10, 2.0)]
+        plots.plot_growth(tmp_path / "plot.svg", "growth", points, "waiting", "ms")
     (_, with_zero), (_, without) = drawn
     assert (with_zero.get_xscale(), without.get_xscale()) == ("symlog", "log")
     assert with_zero.transData.transform((0, 1.0))[0] > with_zero.bbox.x0

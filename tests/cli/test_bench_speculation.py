@@ -31,8 +31,8 @@ def test_bench_speculation_compares(
     assert "2 of 2" in result.stdout
     data = json.loads(file.read_text())
     assert data["flags"]["speculative"] == algorithm[0]
-    assert [case["batch_size"] for case in data["cases"]] == [1, 2]
-    for case in data["cases"]:
+    assert [case["batch_size"] for case in data["results"]] == [1, 2]
+    for case in data["results"]:
         assert case["departures"] == []
         assert case["num_requests"] == 2
         assert case["speedup"] == pytest.approx(case["speculative_tokens_per_s"] / case["plain_tokens_per_s"])
@@ -41,7 +41,7 @@ def test_bench_speculation_compares(
         assert plain["speculation"]["num_verifications"] == 0
         assert speculative["speculation"]["num_verifications"] == case["num_verifications"]
     if algorithm is STANDALONE:  # it drafts for itself: everything is right
-        assert data["cases"][0]["num_verifications"] < data["cases"][0]["plain"][0]["num_steps"]
+        assert data["results"][0]["num_verifications"] < data["results"][0]["plain"][0]["num_steps"]
 
 
 def test_bad_input_is_refused(diptych: Callable[..., Result], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from typer.testing import Result
 
 from shared.bench.ceilings import launch_times
-from shared.bench.kernel_table import GAPS, KernelTime, kernel_table, readable_name
+from shared.bench.kernel_table import IDLE, KernelTime, kernel_table, readable_name
 from shared.bench.step import engine_flags, step_of
 from shared.bench.step_inputs import StepCase, fill_pool, make_forward_batch, place_requests
 from shared.commands.bench_step import make_cases, shortened
@@ -116,11 +116,11 @@ def test_an_engine_gets_room_for_the_largest_case() -> None:
 # ---- where the time goes ----
 
 
-def test_kernels_and_gaps_add_up_to_the_step() -> None:
+def test_kernels_and_idle_time_add_up_to_the_step() -> None:
     # Two steps: a [0, 4], b waits from 3 and ends at 6; nothing until a [10, 14], b [13, 16].
     spans = [("a", 10.0, 14.0), ("b", 3.0, 6.0), ("a", 0.0, 4.0), ("b", 13.0, 16.0)]
     rows = kernel_table(spans, 2)
-    assert [row.name for row in rows] == ["a", "b", GAPS]
+    assert [row.name for row in rows] == ["a", "b", IDLE]
     assert [row.num_calls for row in rows[:2]] == [1, 1]
     assert [row.seconds * 1e6 for row in rows] == pytest.approx([4, 2, 2])
     assert kernel_table([], 2) == []
@@ -145,7 +145,7 @@ def test_names_of_kernels_can_be_read(kernel: str, name: str) -> None:
 
 
 def test_a_long_table_is_cut_behind_the_longest() -> None:
-    rows = [KernelTime(f"k{i}", 1, 10.0 - i) for i in range(5)] + [KernelTime(GAPS, 0, 1.0)]
+    rows = [KernelTime(f"k{i}", 1, 10.0 - i) for i in range(5)] + [KernelTime(IDLE, 0, 1.0)]
     assert shortened(tuple(rows), 3) == [*rows[:3], KernelTime("2 others", 2, 13.0), rows[-1]]
     assert shortened(tuple(rows), 5) == rows
 
@@ -171,10 +171,10 @@ def test_bench_step_measures_two_models(diptych: Callable[..., Result], tmp_path
     for row in rows:
         assert 0 < row["step_s"]["min"] <= row["step_s"]["median"] <= row["step_s"]["max"]
         assert row["step_s"]["num_repeats"] == 5
-        assert row["share_of_floor"] == pytest.approx(row["floor_s"] / row["step_s"]["median"])
+        assert row["share_of_bound"] == pytest.approx(row["bound_s"] / row["step_s"]["median"])
         assert row["components"]["attention"] == "reference"
         assert row["num_pool_tokens"] == 1024
-        assert row["kernels"][-1]["name"] == GAPS
+        assert row["kernels"][-1]["name"] == IDLE
         assert row["kernels"][0]["seconds"] > 0
     assert rows[0]["num_experts_hit"] is None
     assert rows[2]["is_routing_counted"]
@@ -205,7 +205,7 @@ def test_bench_step_measures_a_mixed_step(diptych: Callable[..., Result]) -> Non
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (("--batch", "1;2"), "--batch takes numbers separated by commas, got '1;2'"),
+        (("--batch", "1;2"), "--batch takes numbers separated by ',', got '1;2'"),
         (("--batch", "0"), "batch must be at least 1, got 0"),
         (("--context", "0"), "context of a decode step must be at least 1, got 0"),
         (("--mode", "verify"), "--mode must be decode, prefill or mixed, got 'verify'"),

@@ -45,7 +45,7 @@ def test_the_limits_of_single_stream_decoding() -> None:
     """At 4.3 TB/s, in the middle of 512 tokens after a 512-token prompt: known for three shapes, in ms."""
     ceilings = Ceilings(4.3e12, 780e12)
     for name, milliseconds in (("Qwen3-0.6B", 0.29), ("Qwen3-14B", 6.53), ("Qwen3-30B-A3B", 1.42)):
-        assert decode(name, 1, 768).floor(ceilings) * 1e3 == pytest.approx(milliseconds, rel=0.05), name
+        assert decode(name, 1, 768).bound(ceilings) * 1e3 == pytest.approx(milliseconds, rel=0.05), name
 
 
 def test_a_tied_embedding_is_read_once_as_the_head() -> None:
@@ -85,10 +85,10 @@ def test_a_long_prefill_is_bound_by_products_and_phases_add_up() -> None:
     ceilings = Ceilings(4e12, 800e12)
     config = config_of("Llama-3.1-8B")
     prefill = step_cost(config, [8192], [8192], BF16)
-    assert prefill.floor(ceilings) == prefill.flops / 800e12
-    assert prefill.roofline(ceilings) >= prefill.floor(ceilings)
+    assert prefill.bound(ceilings) == prefill.flops / 800e12
+    assert prefill.roofline(ceilings) >= prefill.bound(ceilings)
     head = next(phase for phase in prefill.phases if phase.name == "lm_head")
     assert head.flops == 2 * 128256 * 4096  # of the last token alone
     decode = step_cost(config, [100], [1], BF16)
-    assert decode.floor(ceilings) == decode.num_bytes / 4e12
-    assert decode.roofline(ceilings) == pytest.approx(decode.floor(ceilings))
+    assert decode.bound(ceilings) == decode.num_bytes / 4e12
+    assert decode.roofline(ceilings) == pytest.approx(decode.bound(ceilings))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shared import registry
-from shared.bench.kernel_table import GAPS, profile_kernels
+from shared.bench.kernel_table import IDLE, profile_kernels
 from shared.bench.step import step_of
 from shared.bench.step_inputs import StepCase, fill_pool
 from shared.conformance.dispatch import DispatchRecord
@@ -49,7 +49,7 @@ def test_a_decode_step_consists_of_our_kernels(model: str) -> None:
     fill_pool(llm)
     with step_of(llm, StepCase("decode", 4, 100), 0.8, 0) as step:
         rows = profile_kernels(step, llm.assembly.parts.allocator.device)
-    names = {row.name for row in rows if row.name != GAPS}
+    names = {row.name for row in rows if row.name != IDLE}
     assert any("decode" in name for name in names), names
     assert any("qk_norm_rope" in name or "rope_store" in name for name in names), names
     num_layers = llm.model_config.num_hidden_layers

@@ -21,7 +21,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-class Gap(NamedTuple):
+class Interval(NamedTuple):
     """Two successive outputs of a request, at `start` and `end`."""
 
     start: float
@@ -33,7 +33,7 @@ class Gap(NamedTuple):
         return self.end - self.start
 
 
-class GapMeter:
+class ItlMeter:
     """Looks at requests after each step."""
 
     def __init__(self, collectors: Sequence[OutputCollector] = ()) -> None:
@@ -41,7 +41,7 @@ class GapMeter:
         self.first_times: list[float | None] = []
         self.last_times: list[float] = []
         self.num_seen: list[int] = []
-        self.gaps: list[Gap] = []
+        self.intervals: list[Interval] = []
         for collector in collectors:
             self.add(collector)
 
@@ -59,35 +59,35 @@ class GapMeter:
             if self.first_times[i] is None:
                 self.first_times[i] = now
             else:
-                self.gaps.append(Gap(self.last_times[i], now, num_new))
+                self.intervals.append(Interval(self.last_times[i], now, num_new))
             self.last_times[i] = now
             self.num_seen[i] += num_new
 
-    def steady_gaps(self) -> list[Gap]:
+    def steady_intervals(self) -> list[Interval]:
         """While all requests decode: from the last one's first token to the first one's last."""
         begin = max(time for time in self.first_times if time is not None)
         end = min(self.last_times)
-        return [gap for gap in self.gaps if gap.start >= begin and gap.end <= end]
+        return [interval for interval in self.intervals if interval.start >= begin and interval.end <= end]
 
 
-class Spread(NamedTuple):
-    """Of gaps, in seconds. `per_token` divides their sum by the tokens that came."""
+class ItlSummary(NamedTuple):
+    """Of intervals, in seconds. `per_token` divides their sum by the tokens that came."""
 
-    num_gaps: int
+    num_intervals: int
     per_token: float
     p50: float
     p90: float
     p99: float
-    longest: float
+    max: float
 
 
-def spread_of(gaps: Sequence[Gap]) -> Spread:
-    seconds = [gap.seconds for gap in gaps]
+def summarize(intervals: Sequence[Interval]) -> ItlSummary:
+    seconds = [interval.seconds for interval in intervals]
     if not seconds:
-        raise ValueError("no gap was measured: each request must give several tokens while all others decode")
-    return Spread(
+        raise ValueError("no ITL was measured: each request must give several tokens while all others decode")
+    return ItlSummary(
         len(seconds),
-        sum(seconds) / sum(gap.num_tokens for gap in gaps),
+        sum(seconds) / sum(interval.num_tokens for interval in intervals),
         percentile(seconds, 50),
         percentile(seconds, 90),
         percentile(seconds, 99),

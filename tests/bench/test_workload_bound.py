@@ -1,4 +1,4 @@
-"""The limit of a workload: by hand, by a loop over every step, and against the limits that are published."""
+"""The roofline bound of a workload: by hand, by a loop over every step, and as published."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared.bench import yardstick
-from shared.bench.limit import stream_limit, workload_limit
+from shared.bench import peers
+from shared.bench.peers import CEILINGS, ROWS
 from shared.bench.step_cost import Ceilings, step_cost
+from shared.bench.workload_bound import stream_bound, workload_bound
 from shared.bench.workloads import Offline256, Request
-from shared.bench.yardstick import CEILINGS, ROWS
 from shared.config import ModelConfig
 from shared.loading.model_path import ASSETS
 
@@ -30,13 +30,13 @@ def test_two_requests_by_hand() -> None:
     """Qwen3-8B: 7,568,405,504 weights without the embedding table, 36 layers of 8 KV heads of 128."""
     weights, kv = 2 * 7_568_405_504, 2 * 2 * 36 * 8 * 128
     # Outputs of 1 and 3: the first is done after its prompt; the other has two steps, over 11 and 12 tokens.
-    limit = workload_limit(config_of("Qwen3-8B"), requests((20, 1), (10, 3)), BF16, Ceilings(1e12, 1e15))
-    assert limit.decode * 1e12 == pytest.approx(2 * weights + (11 + 12) * kv)
+    bound = workload_bound(config_of("Qwen3-8B"), requests((20, 1), (10, 3)), BF16, Ceilings(1e12, 1e15))
+    assert bound.decode * 1e12 == pytest.approx(2 * weights + (11 + 12) * kv)
     of_layer = 4096 * (32 + 8 + 8) * 128 + 32 * 128 * 4096 + 3 * 4096 * 12288
     attention = 4 * 36 * 32 * 128 * (20 * 21 // 2 + 10 * 11 // 2)
-    assert limit.prefill * 1e15 == pytest.approx(2 * 36 * of_layer * 30 + 2 * 2 * 151936 * 4096 + attention)
-    assert limit.num_output_tokens == 4
-    assert limit.tokens_per_second == pytest.approx(4 / (limit.prefill + limit.decode))
+    assert bound.prefill * 1e15 == pytest.approx(2 * 36 * of_layer * 30 + 2 * 2 * 151936 * 4096 + attention)
+    assert bound.num_output_tokens == 4
+    assert bound.tokens_per_second == pytest.approx(4 / (bound.prefill + bound.decode))
 
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Mistral-7B-v0.1", "Qwen3-0.6B"])
@@ -50,19 +50,19 @@ def test_each_step_costs_what_a_step_costs(name: str) -> None:
     for n in range(1, 7):
         seq_lens = [len(r.prompt) + n for r in asked if r.output_len > n]
         num_bytes += step_cost(config, seq_lens, [1] * len(seq_lens), BF16).num_bytes
-    assert workload_limit(config, asked, BF16, Ceilings(1.0, 1.0)).decode == pytest.approx(num_bytes)
+    assert workload_bound(config, asked, BF16, Ceilings(1.0, 1.0)).decode == pytest.approx(num_bytes)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_published_limits(name: str) -> None:
+def test_the_published_bounds(name: str) -> None:
     """They are rounded to five tokens a second, or to ten, and to a hundredth of a millisecond."""
     config, row = config_of(name), ROWS[name]
     asked = Offline256().cases(config.vocab_size)[0].requests
-    found = workload_limit(config, asked, BF16, CEILINGS)
-    assert found.tokens_per_second == pytest.approx(row.offline_limit, abs=5)
-    context_len = yardstick.STREAM_INPUT_LEN + yardstick.STREAM_OUTPUT_LEN // 2
-    stream = stream_limit(config, 1, context_len, BF16, CEILINGS)
-    assert stream * 1e3 == pytest.approx(row.stream_limit, abs=0.01)
+    found = workload_bound(config, asked, BF16, CEILINGS)
+    assert found.tokens_per_second == pytest.approx(row.offline_bound, abs=5)
+    context_len = peers.STREAM_INPUT_LEN + peers.STREAM_OUTPUT_LEN // 2
+    stream = stream_bound(config, 1, context_len, BF16, CEILINGS)
+    assert stream * 1e3 == pytest.approx(row.stream_bound, abs=0.01)
 
 
 def test_the_best_peer_is_the_fastest() -> None:
@@ -86,4 +86,4 @@ def test_the_best_peer_is_the_fastest() -> None:
 def test_peers_are_named_only_for_their_own_case(
     model: str, dtype: str, gpus: list[str], is_found: bool
 ) -> None:
-    assert (yardstick.row_for(model, dtype, gpus) is not None) == is_found
+    assert (peers.row_for(model, dtype, gpus) is not None) == is_found

@@ -1,4 +1,4 @@
-"""The least time that a whole workload can take: what bandwidth and matrix rate allow."""
+"""Roofline bound of a whole workload: the least time that bandwidth and matrix rate allow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Limit:
+class WorkloadBound:
     """Seconds. Prefill: the GEMMs of all prompts at the matrix rate. Decode: in each step all weights (of
     experts the expected number under uniform routing) and the KV of all running requests once, at the
     bandwidth. All requests run together: at lower concurrency weights are read more often."""
@@ -28,9 +28,9 @@ class Limit:
         return self.num_output_tokens / (self.prefill + self.decode)
 
 
-def workload_limit(
+def workload_bound(
     config: ModelConfig, requests: Sequence[Request], dtype: torch.dtype, ceilings: Ceilings
-) -> Limit:
+) -> WorkloadBound:
     """Of prompts that share nothing."""
     prompt_lens = [len(request.prompt) for request in requests]
     prefill = step_cost(config, prompt_lens, prompt_lens, dtype).flops
@@ -44,14 +44,14 @@ def workload_limit(
         num_running -= ends[n]
         running = live[len(live) - num_running :]
         num_bytes += weights(num_running) + kv_bytes_of(len(request.prompt) + n for request in running)
-    return Limit(
+    return WorkloadBound(
         prefill / ceilings.matrix_rate,
         num_bytes / ceilings.bandwidth,
         sum(request.output_len for request in requests),
     )
 
 
-def stream_limit(
+def stream_bound(
     config: ModelConfig, batch_size: int, context_len: int, dtype: torch.dtype, ceilings: Ceilings
 ) -> float:
     """Seconds for a token of each of so many requests: a step's bytes at the bandwidth."""

@@ -1,0 +1,222 @@
+"""What `diptych bench offline` measures and shows: each case of a workload, on one engine after another."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shared.commands import bench_run, launch
+from shared.commands.benchmark import Benchmark, Column, bound_note, make_table, ms
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from shared.bench.long_prompts import LongPromptsResult, Window
+    from shared.bench.offline import CaseResult
+    from shared.bench.step_cost import Ceilings
+    from shared.bench.workloads import LongPrompts, Offline256, SharedPrefix, Uniform, Workload
+    from shared.engine.llm import LLM
+
+
+class EnginesBenchmark(Benchmark):
+    """One workload on one engine, or two."""
+
+    name = "offline"
+
+    def __init__(
+        self, workload: Workload, flags: dict[str, Any], num_repeats: int, num_warm_ups: int
+    ) -> None:
+        super().__init__()
+        self.workload: Any = workload
+        self.flags = flags
+        self.repeats: dict[str, Any] = {"num_repeats": num_repeats, "num_warm_ups": num_warm_ups}
+        self.facts = {"workload": {"name": workload.name} | asdict(workload), **self.repeats}
+
+    def measure(self, progress: bench_run.Progress) -> None:
+        for changes in engines_for(self.workload, self.flags):
+            self.measure_engine(self.flags | changes, progress)
+
+    def measure_engine(self, flags: dict[str, Any], progress: bench_run.Progress) -> None:
+        """The engine lives no longer than this call: the next one needs the memory."""
+        from shared.bench.report import engine_facts
+        from shared.bench.step import free_memory
+
+        llm = launch.start_engine(flags)
+        facts, device = engine_facts(llm), llm.assembly.parts.allocator.device
+        try:
+            self.measure_cases(llm, facts, progress)
+        finally:
+            del llm
+            free_memory(device)
+
+    def measure_cases(self, llm: LLM, facts: dict[str, Any], progress: bench_run.Progress) -> None:
+        raise NotImplementedError
+
+    def plot_title(self, result: CaseResult | LongPromptsResult) -> str:
+        flags = result.facts["flags"]
+        return f"{self.workload.name}: {flags['model']} on {flags['device']}"
+
+
+def engines_for(workload: Workload, flags: dict[str, Any]) -> list[dict[str, Any]]:
+    """Changes to the flags, one for each engine. shared-prefix: without the prefix cache, then with it."""
+    if workload.name == "shared-prefix" and not flags.get("disable_radix_cache"):
+        return [{"disable_radix_cache": True}, {}]
+    return [{}]
+
+
+class OfflineBenchmark(EnginesBenchmark):
+    """Throughput."""
+
+    workload: Offline256 | SharedPrefix | Uniform
+    columns = (
+        Column("requests", lambda result: result.label, is_text=True),
+        Column("tokens/s (median)", lambda result: f"{result.speed:,.1f}"),
+        Column("min", lambda result: f"{min(result.speeds):,.1f}"),
+        Column("max", lambda result: f"{max(result.speeds):,.1f}"),
+        Column("TTFT, ms", lambda result: ms(result.time_to_first_token, 1)),
+        Column("from the cache", lambda result: hit_rate_text(result)),
+        Column("idle between steps", lambda result: bench_run.idle_text(result.idle)),
+    )
+
+    def __init__(self, *arguments: Any, has_bound: bool) -> None:
+        super().__init__(*arguments)
+        self.has_bound = has_bound and self.workload.name != "shared-prefix"
+        self.ceilings: Ceilings | None = None
+
+    def measure(self, progress: bench_run.Progress) -> None:
+        from shared.bench.report import ceilings_as_json
+
+        if self.has_bound:
+            self.ceilings = bench_run.ceilings_of(self.flags)
+            self.facts["ceilings"] = ceilings_as_json(self.ceilings)
+        super().measure(progress)
+
+    def measure_cases(self, llm: LLM, facts: dict[str, Any], progress: bench_run.Progress) -> None:
+        from shared.bench import offline
+        from shared.bench.drive import Sampling
+        from shared.bench.workload_bound import workload_bound
+        from shared.bench.workloads import SharedPrefix
+
+        workload = self.workload
+        for case in workload.cases(llm.model_config.vocab_size):
+            result = offline.CaseResult(case, case.name, facts=facts)
+            self.results.append(result)
+            if isinstance(workload, SharedPrefix):
+                has_cache = not llm.config.disable_radix_cache
+                result.label = f"{case.name}, {'with' if has_cache else 'without'} radix cache"
+                ideal = workload.ideal_hit_rate(case.requests, llm.config.page_size)
+                result.ideal_hit_rate = ideal if has_cache else 0.0
+            if self.ceilings is not None:
+                dtype = llm.assembly.kv_pool.dtype
+                result.bound = workload_bound(llm.model_config, case.requests, dtype, self.ceilings)
+            sampling = Sampling(workload.temperature, workload.seed)
+            offline.measure(llm, result, sampling, on_run=progress.on_run, **self.repeats)
+
+    def complete(self) -> list[CaseResult]:
+        return [result for result in self.results if result.runs]
+
+    def notes(self, results: list[CaseResult]) -> Iterator[str]:
+        for result in results:
+            if result.bound is not None:
+                bound = result.bound.tokens_per_second
+                yield bound_note(result.label, result.speed / bound, f"{bound:,.0f} tokens/s")
+        by_label = {result.label.rpartition(", ")[2]: result.speed for result in results}
+        if len(by_label) == 2 and "with radix cache" in by_label:
+            gain = by_label["with radix cache"] / by_label["without radix cache"]
+            yield f"{gain:.2f} times the throughput with the radix cache"
+        num_retractions = sum(run.num_retractions for result in results for run in result.runs)
+        if num_retractions:
+            yield f"{num_retractions} retractions: the KV pool was short"
+        row = self.peers(results[0])
+        if row is not None:
+            comparison = row.compare_offline(results[0].speed)
+            self.facts["peers"] = comparison._asdict()
+            yield str(comparison)
+
+    def peers(self, result: CaseResult) -> Any:
+        """The row to compare with, where workload, shape, type and GPU are the table's."""
+        from shared.bench.peers import row_for
+        from shared.bench.workloads import Offline256
+
+        if self.workload != Offline256():
+            return None
+        return row_for(result.facts["flags"]["model"], result.facts["dtype"])
+
+    def draw(self, file: Path, results: list[CaseResult]) -> None:
+        from shared.bench import plots
+        from shared.bench.peers import ENGINES
+
+        marks: dict[str, float] = {}
+        row = self.peers(results[0])
+        if row is not None:
+            marks["roofline bound"] = row.offline_bound
+            marks |= {engine: speed for engine, speed in zip(ENGINES, row.offline) if speed is not None}
+        elif len(results) == 1 and results[0].bound is not None:
+            marks["roofline bound"] = results[0].bound.tokens_per_second
+        speeds = {result.label: result.speeds for result in results}
+        plots.plot_speeds(file, self.plot_title(results[0]), speeds, marks)
+
+
+def hit_rate_text(result: CaseResult) -> str:
+    ideal = result.ideal_hit_rate
+    return f"{result.hit_rate:.1%}" + ("" if ideal is None else f" (ideal {ideal:.1%})")
+
+
+def itl_of(name: str) -> Column:
+    def median(row: tuple[str, list[Window]]) -> float:
+        return float(statistics.median(getattr(window.itl, name) for window in row[1]))
+
+    return Column(f"ITL {name}, ms", lambda row: ms(median(row), 2))
+
+
+def ttft_of(row: tuple[str, list[Window]]) -> str | None:
+    waits = [wait for window in row[1] for wait in window.times_to_first_token]
+    return ms(statistics.median(waits), 1) if waits else None
+
+
+class LongPromptsBenchmark(EnginesBenchmark):
+    """Inter-token latency with and without arrivals."""
+
+    workload: LongPrompts
+    columns = (
+        Column("decoding", lambda row: row[0], is_text=True),
+        *(itl_of(name) for name in ("p50", "p90", "p99", "max")),
+        Column("arrivals", lambda row: str(sum(window.num_arrivals for window in row[1]))),
+        Column("their TTFT, ms", ttft_of),
+    )
+
+    def measure_cases(self, llm: LLM, facts: dict[str, Any], progress: bench_run.Progress) -> None:
+        from shared.bench import long_prompts
+
+        result = long_prompts.LongPromptsResult(facts=facts)
+        self.results.append(result)
+        long_prompts.measure(llm, self.workload, result, on_run=progress.on_run, **self.repeats)
+
+    def complete(self) -> list[LongPromptsResult]:
+        return [result for result in self.results if result.repeats]
+
+    def windows(self, results: list[LongPromptsResult]) -> dict[str, list[Window]]:
+        return {
+            "without": [repeat.without for repeat in results[0].repeats],
+            "with long prompts": [repeat.with_arrivals for repeat in results[0].repeats],
+        }
+
+    def table(self, results: list[LongPromptsResult]) -> Table:
+        return make_table(self.columns, list(self.windows(results).items()))
+
+    def notes(self, results: list[LongPromptsResult]) -> Iterator[str]:
+        yield f"p99 with arrivals is {results[0].p99_ratio:.2f} times that without"
+        if results[0].idle is not None:
+            yield f"idle between steps: {bench_run.idle_text(results[0].idle)}"
+
+    def draw(self, file: Path, results: list[LongPromptsResult]) -> None:
+        from shared.bench import plots
+
+        itl = {
+            title: [interval.seconds for window in windows for interval in window.intervals]
+            for title, windows in self.windows(results).items()
+        }
+        plots.plot_itl(file, self.plot_title(results[0]), itl)
