@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 
 def check(
-    component: Annotated[str, typer.Argument(help="What it implements: radix_cache, scheduler ...")],
+    component: Annotated[
+        str | None,
+        typer.Argument(
+            help="What it implements: radix_cache, scheduler ... With --stage: the file to grade.",
+            show_default=False,
+        ),
+    ] = None,
     target: Annotated[
         str | None,
         typer.Argument(
@@ -33,6 +39,14 @@ def check(
         list[str] | None,
         typer.Option("--clause", metavar="NAME", help="Only this clause. May be repeated."),
     ] = None,
+    stage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NN",
+            help="Grade an exercise of the course: clauses in teaching order, with hints. Without a file: "
+            "what to do.",
+        ),
+    ] = None,
     list_clauses: Annotated[
         bool, typer.Option("--list", help="List the clauses with their sentences, and run nothing.")
     ] = False,
@@ -44,12 +58,19 @@ def check(
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything to this file as well.")
     ] = None,
 ) -> None:
-    """Run the contract of COMPONENT against TARGET.
+    """Run the contract of COMPONENT against TARGET, or grade an exercise: check --stage 05 my_cache.py.
 
     Exit status 0: every clause holds; 1: something fails; 2: nothing could be checked.
     """
     from shared.conformance import suite
 
+    if stage is not None:
+        if target or clause or list_clauses or json_file:
+            raise ValueError("--stage takes one file, and of the options only --no-shrink and --time-limit")
+        _check_stage(stage, component, shrink, time_limit)
+        return
+    if component is None:
+        raise ValueError(f"name a component ({', '.join(suite.CONTRACTS)}) or a --stage of the course")
     clauses = _chosen(suite.clauses_of(component), clause or [])
     if list_clauses:
         print_clauses(clauses)
@@ -67,6 +88,20 @@ def check(
         report = {"component": component, "target": target, **as_json(results)}
         json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if not all(result.holds for result in results):
+        raise typer.Exit(1)
+
+
+def _check_stage(number: str, file: str | None, shrink: bool, time_limit: float) -> None:
+    from shared.commands.check_stage import grade, print_grade, print_instructions
+    from shared.conformance.stages import stage_of
+
+    stage = stage_of(number)
+    if file is None:
+        print_instructions(stage)
+        return
+    result = grade(stage, file, shrink=shrink, time_limit=time_limit)
+    print_grade(stage, file, result)
+    if result.failure is not None:
         raise typer.Exit(1)
 
 
@@ -217,7 +252,7 @@ def print_results(results: list[Result], title: str) -> None:
     _print_refusals(console, results)
     for result in failing:
         console.print()
-        _print_failure(console, result)
+        print_failure(console, result)
 
 
 def _print_refusals(console: Any, results: list[Result]) -> None:
@@ -233,7 +268,7 @@ def _print_refusals(console: Any, results: list[Result]) -> None:
         console.print(Text(f"  {count} x {reason}"))
 
 
-def _print_failure(console: Any, result: Result) -> None:
+def print_failure(console: Any, result: Result) -> None:
     """One failing clause: what it says, and the first of the cases in which it does not hold."""
     from rich.padding import Padding
     from rich.table import Table

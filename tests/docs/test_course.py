@@ -1,0 +1,97 @@
+"""Every stage of the course has the same parts: page, toy, notebook, skeleton, place in the navigation."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from shared.conformance.stages import STAGES, Stage
+
+ROOT = Path(__file__).parents[2]
+COURSE = ROOT / "docs" / "course"
+HEADINGS = [
+    "The problem",
+    "Shapes",
+    "A toy version",
+    "The reference",
+    "Cost",
+    "The optimized twin",
+    "Measured gain",
+    "Traps",
+    "Exercise",
+    "Grading",
+    "In SGLang and vLLM",
+]
+MAX_TOY_LINES = 50
+
+_FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+
+each_stage = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.number)
+
+
+def page_of(stage: Stage) -> str:
+    return (COURSE / stage.page).read_text(encoding="utf-8")
+
+
+def stem_of(stage: Stage) -> str:
+    """Of toy and notebook: 05_radix_cache."""
+    return stage.page.removesuffix(".md").replace("-", "_")
+
+
+def test_every_page_and_notebook_is_a_stage() -> None:
+    pages = {stage.page for stage in STAGES}
+    assert {path.name for path in COURSE.glob("*.md")} == pages | {"index.md"}
+    assert {path.stem for path in (COURSE / "toys").glob("*.py")} == {stem_of(stage) for stage in STAGES}
+    notebooks = {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert notebooks == {stem_of(stage) for stage in STAGES} | {"00_first_tokens"}
+    assert [stage.number for stage in STAGES] == sorted({stage.number for stage in STAGES})
+
+
+@each_stage
+def test_headings(stage: Stage) -> None:
+    assert re.findall(r"^## (.*)$", _FENCE.sub("", page_of(stage)), re.MULTILINE) == HEADINGS
+
+
+@each_stage
+def test_length(stage: Stage) -> None:
+    assert 600 <= len(page_of(stage).split()) <= 1700
+
+
+@each_stage
+def test_page_names_its_parts(stage: Stage) -> None:
+    page = page_of(stage)
+    assert f'--8<-- "docs/course/toys/{stem_of(stage)}.py"' in page
+    assert f"`notebooks/{stem_of(stage)}.ipynb`" in page
+    assert f"cp {stage.skeleton_path} {stage.skeleton}" in page
+    assert f"diptych check --stage {stage.number} {stage.skeleton}" in page
+    assert '<div class="twins" markdown>' in page
+
+
+@each_stage
+def test_clauses_named_as_traps_exist(stage: Stage) -> None:
+    from shared.conformance import suite
+
+    traps = page_of(stage).partition("## Traps")[2].partition("\n## ")[0]
+    named = [
+        name
+        for names in re.findall(r"Clauses?: ([^.]*)\.", traps)
+        for name in re.findall(r"`([^`]+)`", names)
+    ]
+    known = {clause.name for component in suite.CONTRACTS for clause in suite.clauses_of(component)}
+    assert named
+    assert set(named) <= known
+
+
+@each_stage
+def test_notebook_has_the_toy_of_the_page(stage: Stage) -> None:
+    toy = (COURSE / "toys" / f"{stem_of(stage)}.py").read_text(encoding="utf-8")
+    notebook = json.loads((ROOT / "notebooks" / f"{stem_of(stage)}.ipynb").read_text(encoding="utf-8"))
+    assert toy.strip() in {"".join(cell["source"]) for cell in notebook["cells"]}
+    assert len(toy.splitlines()) <= MAX_TOY_LINES
+
+
+@each_stage
+def test_stage_is_in_the_navigation_and_in_the_index(stage: Stage) -> None:
+    assert f"course/{stage.page}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert f"]({stage.page})" in (COURSE / "index.md").read_text(encoding="utf-8")

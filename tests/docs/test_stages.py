@@ -1,0 +1,159 @@
+"""`diptych check --stage`: groups cover the contract, skeletons fail where they begin, and completing the
+functions of a group makes it hold."""
+
+import ast
+import importlib
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from shared import registry
+from shared.cli import app
+from shared.commands.check_stage import grade
+from shared.conformance import suite
+from shared.conformance.stages import STAGES, Stage, stage_of
+
+ROOT = Path(__file__).parents[2]
+SOLUTIONS = {"05": "docs/examples/my_radix_cache.py:MyRadixCache"}  # by default the reference
+
+each_stage = pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.number)
+
+
+@each_stage
+def test_every_clause_is_in_one_group(stage: Stage) -> None:
+    grouped = Counter(name for group in stage.groups for name in group.clauses)
+    assert grouped == Counter(clause.name for clause in suite.clauses_of(stage.component))
+    assert all(group.clauses and group.hint for group in stage.groups)
+
+
+@each_stage
+def test_skeleton_fails_at_its_first_group_with_the_hint(stage: Stage) -> None:
+    result = CliRunner().invoke(app, ["check", "--stage", stage.number, str(ROOT / stage.skeleton_path)])
+    assert result.exit_code == 1
+    assert f"0 of {len(stage.groups)} groups hold" in result.output
+    hint = " ".join(result.output.split())
+    assert f"{stage.groups[0].name}: {stage.groups[0].hint}" in hint
+    assert f"TODO {stage.groups[0].name}:" in hint
+
+
+@each_stage
+@pytest.mark.full
+def test_reference_passes_every_group(stage: Stage) -> None:
+    target = registry.IMPLEMENTATIONS[stage.component]["reference"]
+    file = target.partition(":")[0].replace(".", "/")
+    path = ROOT / f"{file}.py"
+    module = registry.load(stage.component, "reference")
+    reference = Stage(
+        **{**vars(stage), "class_name": getattr(module, "__name__", "") if ":" in target else ""}
+    )
+    result = grade(reference, str(path if path.exists() else ROOT / file / "__init__.py"))
+    assert result.failure is None
+    assert result.passed == list(stage.groups)
+
+
+def todos(path: Path) -> list[tuple[str, str, str]]:
+    """(class, function, group) of each function that raises NotImplementedError("TODO group: what to do")."""
+    found = []
+    for cls in ast.parse(path.read_text(encoding="utf-8")).body:
+        for function in getattr(cls, "body", []):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node):
+                    text = node.exc.args[0].value  # type: ignore[union-attr]
+                    found.append((cls.name, function.name, text.removeprefix("TODO ").partition(":")[0]))
+    return found
+
+
+@each_stage
+def test_todos_name_groups_in_order(stage: Stage) -> None:
+    names = [group.name for group in stage.groups]
+    places = [names.index(group) for _, _, group in todos(ROOT / stage.skeleton_path)]
+    assert places[0] == 0
+    assert places == sorted(places)
+
+
+@each_stage
+@pytest.mark.full
+def test_completed_groups_hold_one_after_another(stage: Stage) -> None:
+    """With the functions of the groups up to one, that group holds: no group needs a later function."""
+    path = ROOT / stage.skeleton_path
+    implementation = registry.load(stage.component, stage.target(str(path)))
+    skeleton = sys.modules[f"diptych_user_{path.stem}"]
+    known = {clause.name: clause for clause in suite.clauses_of(stage.component)}
+    reference = registry.load(stage.component, "reference")
+    for group in stage.groups:
+        for class_name, function, todo in todos(path):
+            if todo == group.name:
+                solution = solution_of(stage, class_name)
+                setattr(getattr(skeleton, class_name), function, vars(solution)[function])
+        for verdict in suite.check_implementation(
+            [known[name] for name in group.clauses], implementation, reference, shrink_failures=False
+        ):
+            assert verdict.holds, (group.name, verdict.clause.name, verdict.failure)
+
+
+def solution_of(stage: Stage, class_name: str) -> Any:
+    """The complete class: of the same name in the module of the solution, else the component's."""
+    if stage.number in SOLUTIONS:
+        return registry.load(stage.component, SOLUTIONS[stage.number])
+    target = registry.IMPLEMENTATIONS[stage.component]["reference"]
+    module = importlib.import_module(target.partition(":")[0])
+    return getattr(module, class_name, None) or registry.load(stage.component, "reference")
+
+
+def test_numbers() -> None:
+    assert stage_of("5") is stage_of("05")
+    with pytest.raises(ValueError, match=r"no exercise for stage '99'.*05 \(the radix cache\)"):
+        stage_of("99")
+
+
+def test_without_a_file_it_says_what_to_do() -> None:
+    result = CliRunner().invoke(app, ["check", "--stage", "05"])
+    assert result.exit_code == 0
+    assert "cp docs/exercises/my_cache.py my_cache.py" in result.output
+    assert "diptych check --stage 05 my_cache.py" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--stage", "99"], "no exercise for stage '99'"),
+        (["--stage", "05", "no_such_file.py"], "no such file: no_such_file.py"),
+        (["--stage", "05", "a.py", "b.py"], "--stage takes one file"),
+        ([], "name a component"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(app, ["check", *arguments])
+    assert result.exit_code == 2
+    assert complaint in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def test_a_file_without_the_class_or_the_interface(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("x = 1\n")
+    with pytest.raises(ValueError, match="has no 'MyRadixCache'"):
+        grade(stage_of("05"), str(file))
+    file.write_text("class MyRadixCache:\n    pass\n")
+    result = grade(stage_of("05"), str(file))
+    assert result.failed is None
+    assert result.failure is not None
+    assert result.failure.clause.name == "implements-the-interface"
+
+
+def test_the_first_failing_group_and_case_are_shown(tmp_path: Path) -> None:
+    """A complete cache with a split that loses locks."""
+    source = (ROOT / "docs/examples/my_radix_cache.py").read_text(encoding="utf-8")
+    file = tmp_path / "my_cache.py"
+    file.write_text(
+        source.replace("upper.hits, upper.lock_ref = lower.hits, lower.lock_ref", "upper.hits = lower.hits")
+    )
+    result = CliRunner().invoke(app, ["check", "--stage", "05", str(file)])
+    assert result.exit_code == 1
+    assert "4 of 8 groups hold" in result.output
+    assert "split-keeps-the-holder" in result.output
+    assert "any-calls" not in result.output
