@@ -43,10 +43,10 @@ def question(a: int, b: int) -> str:
     return f"<|im_start|>user\nWhat is {a} + {b}?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def evaluate(server: RunningServer, folder: Path, task: str, tokenizer: str) -> dict[str, float]:
+def evaluate(server: RunningServer, folder: Path, task: str, tokenizer: dict[str, str]) -> dict[str, float]:
     arguments = {
         "model": "tiny-dense", "base_url": f"{server.url}/v1/completions", "num_concurrent": 4,
-        "max_retries": 1, "tokenizer_backend": "huggingface", "tokenizer": tokenizer,
+        "max_retries": 1, **tokenizer,
     }  # fmt: skip
     command = [
         sys.executable, "-m", "lm_eval", "--model", "local-completions", "--tasks", task,
@@ -62,13 +62,10 @@ def evaluate(server: RunningServer, folder: Path, task: str, tokenizer: str) -> 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [("multiple_choice", CHOICES), ("generate_until", GENERATION)],
-    ids=["choices", "generation"],
-)
+@pytest.mark.parametrize("backend", ["remote", "huggingface"])
+@pytest.mark.parametrize("kind", ["multiple_choice", "generate_until"])
 def test_scores_are_those_of_the_offline_engine(
-    server: RunningServer, tmp_path: Path, kind: str, more: str
+    server: RunningServer, tmp_path: Path, kind: str, backend: str
 ) -> None:
     sums = [(12, 30), (20, 22), (40, 2), (21, 21), (13, 29), (11, 31), (12, 31), (40, 3)]
     llm = LLM(model="tiny-dense")
@@ -81,8 +78,12 @@ def test_scores_are_those_of_the_offline_engine(
         answer = str(a + b - 42) if kind == "multiple_choice" else text  # the index of a choice
         rows.append({"question": question(a, b) + start, "answer": answer})
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = CHOICES if kind == "multiple_choice" else GENERATION
     task = TASK.format(kind=kind, file=tmp_path / "test.jsonl", more=more)
     (tmp_path / "task.yaml").write_text(task)
-    found = evaluate(server, tmp_path, f"diptych_{kind}", str(resolve_model_path("tiny-dense")))
+    tokenizer = {"tokenizer_backend": backend}
+    if backend == "huggingface":
+        tokenizer["tokenizer"] = str(resolve_model_path("tiny-dense"))
+    found = evaluate(server, tmp_path, f"diptych_{kind}", tokenizer)
     score = found["acc,none" if kind == "multiple_choice" else "exact_match,none"]
     assert score == pytest.approx(num_right / len(sums))
