@@ -1,8 +1,9 @@
 """Which cases of a clause `make test` tries; `make test-all` tries all of them.
 
-A clause of few cases keeps them all. Of a larger grid it keeps a pairwise cover: every pair of values of two
-axes occurs in at least one case; in a grid of only two axes, every value does. Added to these are the cases
-that catch a planted bug (killers.json).
+A clause of few cases keeps them all. Of a larger grid it keeps a pairwise cover, at most MAX_COVER cases:
+every pair of values of two axes occurs in one of them, as far as so many cases can. Of a grid with a single
+axis that several clauses of a component share (the model families), each clause keeps a few values, and
+together they keep all. Added to these are the cases that catch a planted bug (killers.json).
 """
 
 from __future__ import annotations
@@ -16,28 +17,45 @@ from shared.conformance.clause import Clause
 from tests.conformance.killers import killers
 
 MAX_KEPT = 4  # a clause of so few cases keeps them all
+MAX_COVER = 12
 MAX_VALUES = 12  # an axis with more values, or with a new one in each case (a seed), counts as no axis
 
 
-def fast_cases(clause: Clause) -> set[str]:
-    """Names of the cases that stay in the fast cut."""
-    if len(clause.cases) <= MAX_KEPT:
-        return {case.name for case in clause.cases}
-    named = {case for name, case in killers().values() if name == clause.name}
-    return pairwise_cover(clause.cases) | {case.name for case in clause.cases if case.name in named}
+def fast_cases(clauses: list[Clause]) -> dict[str, set[str]]:
+    """Clause -> names of the cases that stay in the fast cut, for the clauses of a component."""
+    named: dict[str, set[str]] = {}
+    for name, case in killers().values():
+        named.setdefault(name, set()).add(case)
+    kept = {}
+    for number, clause in enumerate(clauses):
+        names = [case.name for case in clause.cases]
+        if len(names) <= MAX_KEPT:
+            cover = set(names)
+        elif axes_of(clause.cases):
+            cover = pairwise_cover(clause.cases)
+        else:
+            cover = {names[(number * MAX_KEPT + i) % len(names)] for i in range(MAX_KEPT)}
+        kept[clause.name] = cover | (named.get(clause.name, set()) & set(names))
+    return kept
+
+
+def axes_of(cases: tuple[Any, ...]) -> set[str]:
+    counts = Counter(axis for axis, _ in set().union(*map(_settings, cases)))
+    return {axis for axis, count in counts.items() if 1 < count <= min(MAX_VALUES, len(cases) - 1)}
 
 
 def pairwise_cover(cases: tuple[Any, ...]) -> set[str]:
-    """Names of cases in which every pair of values occurs. Greedy: the case with most new pairs is next."""
-    settings = {case.name: _settings(case) for case in cases}
-    counts = Counter(axis for axis, _ in set().union(*settings.values()))
-    axes = {axis for axis, count in counts.items() if 1 < count <= min(MAX_VALUES, len(cases) - 1)}
+    """Names of cases in which every pair of values occurs, at most MAX_COVER. Greedy: the case with most new
+    pairs is next."""
+    axes = axes_of(cases)
     pairs = {
-        name: set(combinations(sorted(s for s in found if s[0] in axes), 2 if len(axes) > 2 else 1)) or found
-        for name, found in settings.items()
+        case.name: set(
+            combinations(sorted(s for s in _settings(case) if s[0] in axes), 2 if len(axes) > 2 else 1)
+        )
+        for case in cases
     }
     missing, kept = set().union(*pairs.values()), set()
-    while missing:
+    while missing and len(kept) < MAX_COVER:
         best = max(pairs, key=lambda name: len(pairs[name] & missing))
         kept.add(best)
         missing -= pairs.pop(best)

@@ -21,8 +21,8 @@ def marks(component: str, choice: str) -> list[Any]:
 def cases() -> list[Any]:
     params = []
     for component in CONTRACTS:
+        fast = fast_cases(clauses_of(component))
         for clause in clauses_of(component):
-            fast = fast_cases(clause)
             for choice in registry.choices(component):
                 for case in clause.cases:
                     name = f"{component}-{choice}-{clause.name}-{case.name}"
@@ -35,7 +35,7 @@ def cases() -> list[Any]:
                             id=name.replace(" ", "_"),
                             marks=[
                                 *marks(component, choice),
-                                *([] if case.name in fast else [pytest.mark.full]),
+                                *([] if case.name in fast[clause.name] else [pytest.mark.full]),
                             ],
                         )
                     )

@@ -48,7 +48,7 @@ def lockstep(model: str, dtype: str, **flags: Any) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])
+@pytest.mark.parametrize("model", [pytest.param("tiny-dense", marks=pytest.mark.full), "tiny-moe"])
 def test_float32_is_exact(model: str) -> None:
     """With pages, and prompts in chunks that share a step with decoding and find each other's prefix."""
     flags = {"page_size": 4, "chunked_prefill_size": 8, "enable_mixed_chunk": True}
@@ -57,7 +57,10 @@ def test_float32_is_exact(model: str) -> None:
     assert outcome.num_one_sided[0] > 0, "no prefix came from the cache"
 
 
-@pytest.mark.parametrize(("model", "dtype"), [("tiny-dense", "float16"), ("tiny-moe", "bfloat16")])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [("tiny-dense", "float16"), pytest.param("tiny-moe", "bfloat16", marks=pytest.mark.full)],
+)
 def test_half_types_are_close(model: str, dtype: str) -> None:
     """With A's tokens, and of a mixture of experts with A's experts."""
     outcome = lockstep(model, dtype, page_size=16)
