@@ -120,7 +120,7 @@ class RotaryEmbedding(interface.RotaryEmbedding):
             angles, factor = rope_angles(self.rope, torch.arange(self.context_len, device=device))
             self.table = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # kernels read it before they wait for the one ahead
+                torch.cuda.synchronize(device)  # kernels read it before they wait for the previous one
         return self.table
 
 

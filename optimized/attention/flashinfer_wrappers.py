@@ -74,7 +74,7 @@ class Kind(NamedTuple):
 
 
 class Workspace:
-    """Memory for partial results where a request's keys are split among programs. One for all wrappers, which
+    """Memory for partial results where a request's keys are split among CTAs. One for all wrappers, which
     run one after another; a wrapper keeps the one that it was made with, so that graphs stay valid."""
 
     def __init__(self, device: torch.device) -> None:
@@ -83,15 +83,16 @@ class Workspace:
         self.buffer = torch.zeros(0, dtype=torch.uint8, device=device)
 
     def for_batches(self, kernels: Kernels, kind: Kind, captured: ForwardBatch | None) -> torch.Tensor:
-        """As much as a plan can ask for. Work is split into at most two programs an SM; in a graph, for
-        batches like `captured`, the split is always made, for as many tiles of queries as there may be."""
+        """As much as a plan can ask for. Work is split into at most two CTAs per multiprocessor; in a graph,
+        for batches like `captured`, the split is always made, for as many tiles of queries as there may
+        be."""
         group_size = kind.group_size
         tile = 16 if kernels == "decode" and group_size <= 16 else 128  # queries times query heads
         tiles = 2 * self.num_sms // kind.num_kv_heads + 1
         if captured is not None:
             tiles = max(tiles, -(-captured.num_tokens * group_size // tile) + captured.batch_size)
         num_bytes = kind.num_qo_heads * tiles * tile * (kind.head_dim + 1) * 4
-        # The kernels on CUDA cores: at most 16 programs an SM, each with the query heads of one KV head.
+        # Kernels on CUDA cores: at most 16 CTAs per multiprocessor, each with the query heads of a KV head.
         num_bytes = max(num_bytes, 16 * self.num_sms * group_size * (kind.head_dim + 1) * 4) + (1 << 20)
         if num_bytes > len(self.buffer):
             self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
@@ -190,7 +191,7 @@ def make_wrapper(
     mask: PackedMask | None = None,
 ) -> PlannedWrapper:
     """With a table, for batches of its size, in CUDA graphs too: the wrapper reads its buffers, and the
-    mask's, for good. Without, for any batch, unless it has a mask."""
+    mask's, for its whole life. Without, for any batch, unless it has a mask."""
     _announce_compilation(kernels, kind)
     if kernels == "decode":
         return PlannedWrapper(_decode_wrapper(kind, workspace, table), kind)

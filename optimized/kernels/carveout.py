@@ -1,7 +1,7 @@
 """Asks for a first-level cache that holds what a kernel has under way.
 
 Shared memory is carved out of that cache: of 256 KB of a Hopper GPU's multiprocessor a kernel may have 228
-shared, and 28 are left to hold what is read. A kernel that asks for nothing finds what the one ahead of it
+shared, and 28 are left to hold what is read. A kernel that asks for nothing finds what the previous one of it
 left. So a GEMV, which reads weights straight into registers, was slower behind attention, which reads keys
 into shared memory: whole steps took up to a tenth longer (docs/lab/decode-batch-1.md). A likely
 reason is that a read under way needs a line of the cache to come back to. Triton has no option for it, but

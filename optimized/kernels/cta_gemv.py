@@ -1,11 +1,11 @@
-"""A matrix of weights times one token's hidden state, every row shared by all warps of a program, and one
+"""A matrix of weights times one token's hidden state, every row shared by all warps of a CTA, and one
 block of rows after the other; else as warp_gemv.py, whose rules for the chain of kernels it keeps.
 
-Floor: the weights' bytes over the memory's bandwidth.
+Roofline bound: the weights' bytes over the memory's bandwidth.
 
 Shape: a thread has the same columns of each row, so x, its norm and the norm's weight take few registers and
-are worked on once a program, where warp_gemv.py has each warp do all of it for itself. The registers go to
-weights: the first block's are under way before the program waits for the kernel ahead, and the next block's
+are worked on once per CTA, where warp_gemv.py has each warp do all of it for itself. The registers go to
+weights: the first block's are under way before the CTA waits for the previous kernel, and the next block's
 while one is summed. The price is a sum across warps for each block, through shared memory and two barriers.
 
 Loses in small models and with rows of 12,288 and more, of which x fills the registers again. It needs rows
@@ -22,7 +22,7 @@ from optimized.kernels.carveout import prefer_l1
 from optimized.kernels.portable import INTERPRETED, gpu_of, pdl_options, rounded, widened
 
 MAX_ROWS = 65536
-"""Of products within a layer. Heads have more: for one token warp_gemv.py is near their floor, for some
+"""Of GEMMs within a layer. Heads have more: for one token warp_gemv.py is near their bound, for some
 cuBLAS; this kernel was not measured."""
 
 
@@ -78,7 +78,7 @@ def _cta_gemv_kernel(
         scale = tl.rsqrt(squares / SIZE + eps)[:, None]
         normed = ()
         for i in tl.static_range(TILES):
-            # Rounded twice, as RMSNorm does: the normed value, and its product with the weight.
+            # Rounded twice, as RMSNorm does: the normalized value, and that times the weight.
             x = rounded(xs[i].to(tl.float32) * scale, dtype).to(tl.float32)
             normed += (rounded(x * norm_weights[i].to(tl.float32), dtype),)
         xs = normed
@@ -146,7 +146,7 @@ def cta_gemv(
 
 
 def plan(out: int, size: int) -> tuple[int, int, int]:
-    """(warps a program, rows a block, programs a multiprocessor or 0 for a program a block).
+    """(warps of a CTA, rows a block, CTAs per multiprocessor, or 0 for one CTA per block).
 
     Measured on an H200 in whole steps (docs/lab/decode-batch-1.md)."""
     if INTERPRETED:
@@ -159,7 +159,7 @@ def plan(out: int, size: int) -> tuple[int, int, int]:
 
 
 def suits(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
-    """Whether this kernel was faster than warp_gemv's: for the products of Qwen3-8B, Llama-3.1-8B and
+    """Whether this kernel was faster than warp_gemv's: for the GEMMs of Qwen3-8B, Llama-3.1-8B and
     Qwen3-14B whose rows are a hidden state or as long, but for 8B's gate and up, and for O of
     Qwen3-30B-A3B."""
     rows, size = weight.shape

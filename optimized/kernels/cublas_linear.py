@@ -1,4 +1,4 @@
-"""Products by cuBLAS: by its own choice of an algorithm, or by a measured one where that was faster.
+"""GEMMs by cuBLAS: by its own choice of an algorithm, or by a measured one where that was faster.
 
 Measured algorithms are in the GPU's table (`gpu_table`), by the weight's shape and the number of tokens. All
 add in float32, in one order or another, so the table changes nothing but time. Where cuBLAS has another
@@ -26,7 +26,7 @@ so many tiles, some more change little."""
 
 
 class Shape(NamedTuple):
-    """Of a product, whatever the number of tokens."""
+    """Of a GEMM, whatever the number of tokens."""
 
     in_features: int
     out_features: int
@@ -74,7 +74,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x [num_tokens, in_features], weight [out_features, in_features] -> x @ weightᵀ + bias, rounded once, to
-    out_dtype (default: x's); twice where the library has no product of such types."""
+    out_dtype (default: x's); twice where the library has no GEMM of such types."""
     out_dtype = out_dtype or x.dtype
     product = None if bias is not None else measured_gemm(x, weight, out_dtype)
     if product is not None:
@@ -89,7 +89,7 @@ def linear(
 def linear_add(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """residual + linear(x), written over residual [num_tokens, out_features]. cuBLAS rounds the product
+    """residual + linear(x), written over residual [num_tokens, out_features]. cuBLAS rounds the GEMM
     before it adds, unless it computes it in parts; a bias is added to what was rounded."""
     product = measured_gemm(x, weight, residual.dtype)
     if product is None or not product(x, weight, residual, add=True):

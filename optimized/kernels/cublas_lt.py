@@ -1,4 +1,4 @@
-"""Products by an algorithm of cuBLAS that the caller names.
+"""GEMMs by an algorithm of cuBLAS that the caller names.
 
 PyTorch leaves the choice to the library, which guesses by rules. But an algorithm can be written down: nine
 numbers (`Config`) rebuild it in any process with the same version of the library, and another version says
@@ -65,7 +65,7 @@ class Problem(NamedTuple):
 
 @dataclass(eq=False)
 class Description:
-    """A problem in the library's terms: of the product, and of each matrix."""
+    """A problem in the library's terms: of the GEMM, and of each matrix."""
 
     product: c_void_p
     weight: c_void_p
@@ -195,5 +195,5 @@ def library(device: torch.device) -> Library | None:
 
 
 def current_stream(device_index: int) -> int:
-    """The handle, without an object around it: this is called for every product."""
+    """The handle, without an object around it: this is called for every GEMM."""
     return torch._C._cuda_getCurrentRawStream(device_index)

@@ -18,7 +18,7 @@ TRANSPOSED = 1  # cublasOperation_t
 
 
 class Reduction(IntEnum):
-    """How parts of a product, split along in_features, are added up: those ways that do it in float32 and in
+    """How parts of a GEMM, split along in_features, are added up: those ways that do it in float32 and in
     a fixed order."""
 
     NONE = 0
@@ -49,7 +49,7 @@ class Algorithm(ctypes.Structure):
 
 
 class Candidate(ctypes.Structure):
-    """An algorithm for a product, and what it needs there."""
+    """An algorithm for a GEMM, and what it needs there."""
 
     _fields_ = (
         ("algorithm", Algorithm),
@@ -87,7 +87,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
         *(c_void_p, c_void_p, *_LAYOUTS, c_void_p, c_int, POINTER(Candidate), POINTER(c_int)),
     ),
     "cublasLtMatmul": (
-        *(c_void_p, c_void_p, c_void_p),  # handle, product, alpha
+        *(c_void_p, c_void_p, c_void_p),  # handle, GEMM, alpha
         *(c_void_p, c_void_p, c_void_p, c_void_p),  # A and B, each with its layout
         *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),  # beta, C and D
         *(POINTER(Algorithm), c_void_p, c_size_t, c_void_p),  # workspace, its size, stream

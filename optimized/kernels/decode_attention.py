@@ -1,12 +1,13 @@
 """Attention of one new token a request over the paged KV pool: one launch, whatever the lengths.
 
-Floor: the bytes of live K and V, read once: 2 * sum(seq_lens) * num_kv_heads * head_dim * itemsize over the
-memory's bandwidth; each is used for 2 operations a query head, far below what the tensor cores can do. For
-few short requests the floor is latency: a launch, three dependent reads (length, slot, key) and a merge.
+Roofline bound: the bytes of live K and V, read once: 2 * sum(seq_lens) * num_kv_heads * head_dim * itemsize
+over the memory's bandwidth; each is used for 2 operations a query head, far below what the tensor cores can
+do. For few short requests the bound is latency: a launch, three dependent reads (length, slot, key) and a
+merge.
 
 Shape: the query heads that read one KV head are the rows of one GEMM (padded to 16), so K and V
-are read once for all of them. The grid is [num_kv_heads, programs], as many as fill the GPU once; keys are
-divided among them on the device (split_kv.py), so a CUDA graph can hold the launch. Programs of different
+are read once for all of them. The grid is [num_kv_heads, CTAs], as many as fill the GPU once; keys are
+divided among them on the device (split_kv.py), so a CUDA graph can hold the launch. CTAs of different
 heads and the same keys are neighbours in the grid: together they read whole rows of the pool.
 """
 
@@ -211,7 +212,7 @@ def decode_attention(
     """q [bs, num_qo_heads, head_dim] of the tokens at seq_lens - 1 -> out, alike and contiguous.
 
     counters: int32 [>= bs * num_kv_heads] of zeros, and zeros again afterwards; launches that may run at the
-    same time need their own. req_to_token, req_pool_indices and seq_lens are read before the launch ahead
+    same time need their own. req_to_token, req_pool_indices and seq_lens are read before the previous launch
     has ended: they must be from before the last one that was no programmatic dependent launch.
     """
     batch_size, num_qo_heads, head_dim = q.shape

@@ -1,8 +1,7 @@
-"""The walk from the root along the target's samples: one program for each tree.
+"""The walk from the root along the target's samples: one CTA for each tree.
 
-Floor: a launch. The whole tree lies in registers; at each depth all nodes are asked at once whether they are
-the child that is looked for, instead of following links from one to the next.
-"""
+Roofline bound: a launch. The whole tree lies in registers; at each depth all nodes are asked at once whether
+they are the child that is looked for, instead of following links from one to the next."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Scores of a drafting step's K * K candidates and the K best of them: one program for each request.
+"""Scores of a drafting step's K * K candidates and the K best of them: one CTA for each request.
 
-Floor: a launch. A request has some hundred numbers.
+Roofline bound: a launch. A request has some hundred numbers.
 """
 
 from __future__ import annotations

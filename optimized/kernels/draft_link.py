@@ -1,8 +1,7 @@
-"""Parents -> links, depths and who sees whom: one program for each tree.
+"""Parents -> links, depths and who sees whom: one CTA for each tree.
 
-Floor: a launch. All nodes climb towards the root at once, so the loop runs as often as the tree is deep;
-children and siblings are minima over who has which parent.
-"""
+Roofline bound: a launch. All nodes climb towards the root at once, so the loop runs as often as the tree is
+deep; children and siblings are minima over who has which parent."""
 
 from __future__ import annotations
 

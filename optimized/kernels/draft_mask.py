@@ -1,8 +1,7 @@
 """Who sees whom in a verify step, flattened: [N, seq_len] for each request, concatenated.
 
-Floor: writing it, a byte for each node and token: 16 nodes and 4096 tokens are 64 KB. Every program adds up
-for itself where its request starts, so the CPU need not know the lengths.
-"""
+Roofline bound: writing it, a byte for each node and token: 16 nodes and 4096 tokens are 64 KB. Every CTA adds
+up for itself where its request starts, so the CPU need not know the lengths."""
 
 from __future__ import annotations
 

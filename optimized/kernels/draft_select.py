@@ -1,10 +1,9 @@
-"""The best candidates of all drafting steps, as nodes below a root: one program for each request.
+"""The best candidates of all drafting steps, as nodes below a root: one CTA for each request.
 
-Floor: a launch. Nothing is sorted. Scores are not negative, so their bits order as they do: the bits of the
-last score that is good enough are found one by one, from the highest on, each by counting how many
+Roofline bound: a launch. Nothing is sorted. Scores are not negative, so their bits order as they do: the bits
+of the last score that is good enough are found one by one, from the highest on, each by counting how many
 candidates reach it. Of those that tie with it the first ones are taken, and a running sum over the chosen
-gives each its node.
-"""
+gives each its node."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Attention of several new tokens a request over the paged KV pool, causal or under a mask of the batch.
 
-Floor: 4 * head_dim operations for each (query head, visible key), at the tensor cores' rate.
+Roofline bound: 4 * head_dim operations for each (query head, visible key), at the tensor cores' rate.
 
-Shape: flash attention. A program holds a tile of BLOCK_M queries and walks over the keys they see, BLOCK_N
+Shape: flash attention. A CTA holds a tile of BLOCK_M queries and walks over the keys they see, BLOCK_N
 at a time, with an online softmax; scores never reach memory. The rows of a tile are (token, query head of
 one KV head) pairs, tokens first, so a tile is full whatever the ratio of heads, and a tree of a few drafts
 still makes one GEMM. Keys are walked in two stretches: those that every row sees, without a mask,

@@ -1,4 +1,4 @@
-"""Which algorithms of cuBLAS are worth a look for a product: what it proposes itself, every tile it has, and
+"""Which algorithms of cuBLAS are worth a look for a GEMM: what it proposes itself, every tile it has, and
 what lies near the best of those.
 
 The library proposes some eight of the thousands that it would run. What else there is shows by asking: a tile
@@ -29,7 +29,7 @@ SMALL_CLUSTERS = (*CLUSTERS[:2], 5)  # 1 x 1, 2 x 1 and 1 x 2
 SPLITS = (2, 3, 4)
 SWIZZLES = (0, 1, 2)
 MAX_SPLIT_TILES = 1600
-"""Of 64 x 64. A product of more has work for every multiprocessor without being split."""
+"""Of 64 x 64. A GEMM of more has work for every multiprocessor without being split."""
 
 Times = dict[Config, float]
 

@@ -27,7 +27,7 @@ from shared.config import ModelConfig
 
 DTYPE = torch.bfloat16
 TOKENS = (*range(16, 256, 8), *range(256, 513, 16), 1024, 2048, 4096, 8192)
-"""What decode steps are padded to (decode_graph.py), as far as products are left to cuBLAS, and prompts."""
+"""What decode steps are padded to (decode_graph.py), as far as GEMMs are left to cuBLAS, and prompts."""
 POOL_BYTES = 1_800_000_000
 """Of all weights: one head's at least."""
 ROUND_BYTES = 160_000_000
@@ -35,13 +35,13 @@ ROUND_BYTES = 160_000_000
 NUM_FINALISTS = 12
 NUM_ROUNDS = 5
 TURN_SECONDS = 0.03
-"""Of one finalist in a round, so that a round of large products keeps the GPU at its power limit."""
+"""Of one finalist in a round, so that a round of large GEMMs keeps the GPU at its power limit."""
 MIN_GAIN = 0.015
 """Less is within what two measurements of the same differ by."""
 
 
 def shapes_of(config: ModelConfig) -> dict[Shape, bool]:
-    """Of a model's products without a bias; whether they are added to the residual stream."""
+    """Of a model's GEMMs without a bias; whether they are added to the residual stream."""
     hidden, moe = config.hidden_size, config.moe
     q_size, kv_size = config.num_qo_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes = {Shape(q_size, hidden): True}
@@ -56,7 +56,7 @@ def shapes_of(config: ModelConfig) -> dict[Shape, bool]:
 
 
 class Layers:
-    """One product in many layers, each with its own weights."""
+    """One GEMM in many layers, each with its own weights."""
 
     def __init__(self, library: Library, pool: torch.Tensor, problem: Problem, add: bool) -> None:
         num_tokens, out, size, _, out_dtype = problem
@@ -123,7 +123,7 @@ class Layers:
         return torch.cat([x @ part.double().T for part in self.weights[0].split(8192)], dim=1)
 
     def is_right(self, product: Product, expected: torch.Tensor) -> bool:
-        """A product with a tile at fault is off by much more than its roundings."""
+        """A GEMM with a tile at fault is off by much more than its roundings."""
         before = torch.randn_like(self.y) if self.add else torch.full_like(self.y, torch.nan)
         y = before.clone()
         product(self.x, self.weights[0], y, self.add)
@@ -151,7 +151,7 @@ class Layers:
 
     # --8<-- [start:as-in-a-step]
     def _run_between(self) -> None:
-        """As a step does: attention reads memory for about as long as products take, and what the product
+        """As a step does: attention reads memory for about as long as GEMMs take, and what the GEMM
         multiplies was written a moment ago."""
         self.elsewhere[0].copy_(self.elsewhere[1])
         self.x.mul_(1)

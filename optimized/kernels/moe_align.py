@@ -1,9 +1,9 @@
 """Puts the (token, choice) pairs in order of their experts, in blocks of one expert each.
 
-Floor: num_pairs ids in, num_pairs and a few numbers out: 4096 tokens of 8 experts are 131 KB each way. So the
-bound is a launch, or two; nothing waits for a count to reach the CPU.
+Roofline bound: num_pairs ids in, num_pairs and a few numbers out: 4096 tokens of 8 experts are 131 KB each
+way. So the bound is a launch, or two; nothing waits for a count to reach the CPU.
 
-Shape: no atomics, so that the same ids give the same blocks, always. A program puts one expert's pairs, of
+Shape: no atomics, so that the same ids give the same blocks, always. A CTA puts one expert's pairs, of
 one chunk of all pairs, in their places, in order. For that it needs to know how many pairs every expert has
 (where its blocks begin) and how many the chunks before its own hold. If there is one chunk it counts them
 all by itself (a histogram; the ids come from the cache); if there are more, a launch before it counts.
@@ -22,7 +22,7 @@ from optimized.kernels.portable import pdl_options
 MAX_PAIRS_AT_ONCE = 2048
 """Up to so many, one launch."""
 CHUNK = 4096
-"""Of more pairs, a program has so many."""
+"""Of more pairs, a CTA has so many."""
 
 
 class Blocks(NamedTuple):

@@ -1,9 +1,9 @@
 """The sum over a token's choices of what its experts gave: one launch, in float32, in the order of choices.
 
-Floor: bytes, k + 1 rows of hidden a token (4096 tokens of 8 choices, hidden 2048, bfloat16: 151 MB, 36 us at
-4.2 TB/s, less where they are still in the cache). For few tokens one launch.
+Roofline bound: bytes, k + 1 rows of hidden a token (4096 tokens of 8 choices, hidden 2048, bfloat16: 151 MB,
+36 us at 4.2 TB/s, less where they are still in the cache). For few tokens one launch.
 
-Shape: a program takes all choices of one token for a tile of columns.
+Shape: a CTA takes all choices of one token for a tile of columns.
 """
 
 from __future__ import annotations

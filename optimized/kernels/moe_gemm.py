@@ -1,12 +1,12 @@
-"""The experts' two products over blocks of tokens: silu(x @ gate) * (x @ up), and its product with down.
+"""The experts' two GEMMs over blocks of tokens: silu(x @ gate) * (x @ up), and that @ down.
 
-Floor: bytes for few tokens, the weights of all experts that are used: 6 * inter * hidden bytes each in
-bfloat16 (Qwen3-30B-A3B, 64 tokens of 8 choices: nearly all of 128 experts, 1.2 GB, 0.28 ms at 4.3 TB/s);
+Roofline bound: bytes for few tokens, the weights of all experts that are used: 6 * inter * hidden bytes each
+in bfloat16 (Qwen3-30B-A3B, 64 tokens of 8 choices: nearly all of 128 experts, 1.2 GB, 0.28 ms at 4.3 TB/s);
 operations for many, 6 * inter * hidden a pair (4096 tokens: 309 GFLOP, 0.40 ms at 780 TFLOP/s).
 
-Shape: a program is one block of pairs of one expert (moe_align.py) by a tile of columns. Gate and up of the
-same columns are one product in one program, so that the 2 * inter columns never go to memory. Rows of x are
-gathered by their pair; the activations between the two products lie in the order of blocks, so that the
+Shape: a CTA is one block of pairs of one expert (moe_align.py) by a tile of columns. Gate and up of the
+same columns are one GEMM in one CTA, so that the 2 * inter columns never go to memory. Rows of x are
+gathered by their pair; the activations between the two GEMMs lie in the order of blocks, so that the
 second reads them in a row. Results are stored by pair, and added up by moe_combine.py: no atomics. A large
 block whose second half is padding (every expert may have one at its end) is computed by half.
 
@@ -33,7 +33,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def _block_and_column(num_blocks, num_columns: tl.constexpr, GROUP: tl.constexpr):
-    """Programs in order: within a group of blocks all have the same columns before the next ones come, so
+    """CTAs in order: within a group of blocks all have the same columns before the next ones come, so
     that weights are read from memory once for neighbouring blocks of one expert."""
     program = tl.program_id(0)
     in_group = GROUP * num_columns

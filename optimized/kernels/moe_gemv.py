@@ -1,8 +1,8 @@
 """The experts of a few tokens, pair by pair, without sorting: two launches.
 
-Floor: the weights of the chosen experts, read once: 6 * inter * hidden bytes a pair in bfloat16. One token of
-Qwen3-30B-A3B: 8 * 9.4 MB, 17.6 us at 4.3 TB/s. A token more reads as much again, but for experts that
-several chose, so from some number of tokens on the blocks of moe_gemm.py are faster.
+Roofline bound: the weights of the chosen experts, read once: 6 * inter * hidden bytes a pair in bfloat16. One
+token of Qwen3-30B-A3B: 8 * 9.4 MB, 17.6 us at 4.3 TB/s. A token more reads as much again, but for experts
+that several chose, so from some number of tokens on the blocks of moe_gemm.py are faster.
 
 Shape: as in warp_gemv.py, a warp computes whole rows, from tiles [32 lanes, WARPS, STEPS, VECTOR] that lie
 in registers without shared memory. _up takes GROUPS rows of gate and the same of up for one pair. _down takes

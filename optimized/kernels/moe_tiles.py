@@ -14,19 +14,19 @@ from optimized.kernels import gpu_table
 
 
 class Tile(NamedTuple):
-    """Of one grouped product."""
+    """Of one grouped GEMM."""
 
     block_m: int  # pairs
-    block_n: int  # columns; of the first product as many of gate and of up
+    block_n: int  # columns; of the first GEMM as many of gate and of up
     block_k: int
-    group: int  # blocks of pairs whose programs run side by side
+    group: int  # blocks of pairs whose CTAs run side by side
     num_warps: int
     num_stages: int
     use_tma: bool = True
 
 
 class GemvTile(NamedTuple):
-    """Of one product pair by pair."""
+    """Of one GEMM pair by pair."""
 
     warps: int
     groups: int  # rows a warp

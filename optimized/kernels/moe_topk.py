@@ -1,7 +1,7 @@
 """Routing: scores, groups, the k best experts and their weights, from a router's logits in one launch.
 
-Floor: logits once in, k weights and ids out: 4096 tokens of 128 experts are 1 MB, less than a microsecond. So
-the floor is one launch, and for one token the latency of the chain of reductions.
+Roofline bound: logits once in, k weights and ids out: 4096 tokens of 128 experts are 1 MB, less than a
+microsecond. So the bound is one launch, and for one token the latency of the chain of reductions.
 
 Shape: a token is one warp, so nothing goes through shared memory; experts lie in a [groups, experts of a
 group] tile, padded to powers of two; plain softmax is one group. The k best are found one after the other:

@@ -80,7 +80,7 @@ def graph_time(run: Callable[[int], Any], num_calls: int = 2 * NUM_LAYERS, num_r
 
 
 def up_tiles(shape: Shape, num_tokens: int) -> Iterator[Tile]:
-    """Of the first product: its weights are 2 * block_n rows."""
+    """Of the first GEMM: its weights are 2 * block_n rows."""
     return _tiles(shape, num_tokens, 2)
 
 

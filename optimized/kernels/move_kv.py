@@ -1,12 +1,12 @@
 """KV of slots moved to other slots in all layers: one launch, that reads all sources before it writes.
 
-A program takes some columns of one layer's K and V, and all of the slots: it reads the sources of its
-columns, waits for all of its threads, and writes the targets. No other program touches these columns, so
+A CTA takes some columns of one layer's K and V, and all of the slots: it reads the sources of its
+columns, waits for all of its threads, and writes the targets. No other CTA touches these columns, so
 nothing is written that is still to be read. Hence a limit on the slots: a tile holds them all in
 registers.
 
-Floor: reading and writing 2 * slots * bytes of a token over the memory's bandwidth. For the few slots that
-speculative decoding moves in a step it is one launch, instead of four and the copies between them.
+Roofline bound: reading and writing 2 * slots * bytes of a token over the memory's bandwidth. For the few
+slots that speculative decoding moves in a step it is one launch, instead of four and the copies between them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 
 MAX_SLOTS = 256
 WORDS_PER_TILE = 4096
-"""32-bit words of K (and as many of V) that a program holds: 32 registers of each of its 128 threads."""
+"""32-bit words of K (and as many of V) that a CTA holds: 32 registers of each of its 128 threads."""
 
 
 @triton.jit(do_not_specialize=["num_slots"])

@@ -1,8 +1,8 @@
 """A batch's mask as FlashInfer reads it: eight entries a byte, low bit first; no two requests share a byte.
 
-Floor: reading a byte for each query and key, and writing an eighth of that; some hundred kilobytes for draft
-trees. One launch, without a host synchronisation: every program adds up for itself where its request starts.
-"""
+Roofline bound: reading a byte for each query and key, and writing an eighth of that; some hundred kilobytes
+for draft trees. One launch, without synchronizing the CPU: every CTA adds up for itself where its request
+starts."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """A batch's page table in the compressed form that paged attention libraries read, from rows of slots.
 
 Request i's pages are indices[indptr[i] : indptr[i + 1]], the last of them with last_page_len[i] tokens on it.
-Floor: reading one slot and writing one page id for every page, 8 bytes each, so a few microseconds at most;
-what counts is that it is one launch without a host synchronisation. Every program adds up for itself how many
-pages the requests before its own have: that costs less than a second kernel for the prefix sum.
-"""
+Roofline bound: reading one slot and writing one page id for every page, 8 bytes each, so a few microseconds
+at most; what counts is that it is one launch without synchronizing the CPU. Every CTA adds up for itself how
+many pages the requests before its own have: that costs less than a second kernel for the prefix sum."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Everything between the QKV product and attention in one launch: the norms of the heads of q and k where a
+"""Everything between the QKV GEMM and attention in one launch: the norms of the heads of q and k where a
 family has them, the rotation by position, and K and V written to their slots of the pool.
 
-Floor: bytes over the memory's bandwidth: the product read once, q and the pool's rows written once,
+Roofline bound: bytes over the memory's bandwidth: the GEMM read once, q and the pool's rows written once,
 2 * n * (num_qo_heads + 2 * num_kv_heads) * head_dim * itemsize, and a row of cos and sin for each token. For
-few tokens the floor is one launch. Apart, these are seven kernels and three times the bytes.
+few tokens the bound is one launch. Apart, these are seven kernels and three times the bytes.
 
 Shape: the grid is [tokens, groups of heads], first those of q, then of k, then of v; a group is of one kind,
-so every program takes one branch. Heads are loaded as two halves, because dimension i turns together with
+so every CTA takes one branch. Heads are loaded as two halves, because dimension i turns together with
 i + rotary_dim / 2, and what lies beyond rotary_dim as a third piece.
 """
 
@@ -21,10 +21,10 @@ import triton.language as tl
 from optimized.kernels.portable import interpreted_rows, pdl_options
 
 TILE_ELEMENTS = 1024
-"""Of the heads of one token that a program takes."""
+"""Of the heads of one token that a CTA takes."""
 
 MANY_TOKENS = 512
-"""From here on a program takes several: starting a program takes a nanosecond, as long as moving 4 KB."""
+"""From here on a CTA takes several: starting a CTA takes a nanosecond, as long as moving 4 KB."""
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _norm_and_rotate(
     HAS_NORM: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """x_tile, out_tile, mask [TOKENS, HEADS, 1]: where heads begin; cos, sin [TOKENS, 1, BLOCK_HALF]. Waits
-    for the kernel ahead, which gives x."""
+    for the previous kernel, which gives x."""
     dtype: tl.constexpr = x_tile.dtype.element_ty
     HALF: tl.constexpr = ROTARY_DIM // 2
     REST: tl.constexpr = HEAD_DIM - ROTARY_DIM
@@ -74,7 +74,7 @@ def _norm_and_rotate(
         if REST > 0:
             squares += tl.sum(rest * rest, axis=2)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, :, None]
-        # Rounded after each product, as RMSNorm does.
+        # Rounded after each multiplication, as RMSNorm does.
         a = ((a * scale).to(dtype).to(tl.float32) * weight_a).to(dtype).to(tl.float32)
         b = ((b * scale).to(dtype).to(tl.float32) * weight_b).to(dtype).to(tl.float32)
         if REST > 0:
@@ -180,7 +180,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> t
 def _tiles(
     num_tokens: int, head_counts: tuple[int, ...], head_dim: int, rotary_dim: int
 ) -> tuple[dict[str, int], tuple[int, int]]:
-    """Sizes of a program's tile, and the grid for heads of several kinds."""
+    """Sizes of a CTA's tile, and the grid for heads of several kinds."""
     tokens = interpreted_rows(num_tokens) or (4 if num_tokens >= MANY_TOKENS else 1)
     sizes, num_groups = _sizes(tokens, head_counts, head_dim, rotary_dim)
     return sizes, (triton.cdiv(num_tokens, tokens), num_groups)
@@ -219,8 +219,8 @@ def qk_norm_rope_store(
     [positions, rotary_dim] (cosines, then sines), k_buffer and v_buffer [slots, num_kv_heads, head_dim] of
     any type -> q [n, num_qo_heads, head_dim]. Writes the slots of out_cache_loc; leaves qkv alone.
 
-    positions, out_cache_loc, cos_sin and the weights are read before the launch ahead has ended: they must be
-    from before the last launch that was not a programmatic dependent one."""
+    positions, out_cache_loc, cos_sin and the weights are read before the previous launch has ended: they must
+    be from before the last launch that was not a programmatic dependent one."""
     num_tokens, rotary_dim = qkv.shape[0], cos_sin.shape[1]
     assert qkv.shape[1] == (num_qo_heads + 2 * num_kv_heads) * head_dim
     assert qkv.stride(1) == k_buffer.stride(2) == v_buffer.stride(2) == 1

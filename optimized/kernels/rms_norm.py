@@ -4,8 +4,8 @@ Roofline bound: bytes over the memory bandwidth. rms_norm reads and writes each 
 itemsize. add_rms_norm reads two rows and writes two, twice as much. add_partial_sums_rms_norm reads one more
 float32 row for each partial sum. For few tokens the bound is one launch.
 
-Shape: a program takes whole rows, so that the sum of squares needs no second pass and no other program. A
-long row is a program of its own; of short ones (the heads of q and k) it takes several.
+Shape: a CTA takes whole rows, so that the sum of squares needs no second pass and no other CTA. A
+long row is a CTA of its own; of short ones (the heads of q and k) it takes several.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton.language as tl
 from optimized.kernels.portable import interpreted_rows, pdl_options, rounded
 
 TILE_ELEMENTS = 1024
-"""Rows are put together up to so many elements a program."""
+"""Rows are put together up to so many elements per CTA."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -47,7 +47,7 @@ def _rms_norm_kernel(
         tl.store(residual_tile, total, mask=mask)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)[:, None]
-    # Rounded twice, as written in the contract: the normed value, and its product with the weight.
+    # Rounded twice, as written in the contract: the normalized value, and that times the weight.
     normed = (x * scale).to(dtype).to(tl.float32)
     y = normed * weight[None, :]
     tl.store(y_ptr + rows * stride_y + offs[None, :], y.to(dtype), mask=mask)
@@ -99,7 +99,7 @@ def _launch(
 
 @cache
 def _tile(size: int) -> tuple[int, int, int]:
-    """(columns, rows, warps) of a program."""
+    """(columns, rows, warps) of a CTA."""
     block = triton.next_power_of_2(size)
     rows = max(TILE_ELEMENTS // block, 1)
     return block, rows, min(max(block * rows // 512, 1), 16)

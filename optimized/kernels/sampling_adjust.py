@@ -1,10 +1,11 @@
 """Penalties, masks and bias: logits before any choice is made, in a copy. Only for batches that ask for it.
 
-Floor: one read of the logits and of every tensor given (counts 4, masks 1, bias 4 bytes a token), one write.
+Roofline bound: one read of the logits and of every tensor given (counts 4, masks 1, bias 4 bytes a token),
+one write.
 
-Shape: a program takes a tile of whole rows if they are short, else a piece of one row. Later passes read the
+Shape: a CTA takes a tile of whole rows if they are short, else a piece of one row. Later passes read the
 copy as if it were the model's output; a NaN stays NaN even where its token is banned, so that they find it.
-Products and differences round one by one (no fused multiply-add), as in the reference.
+Multiplications and subtractions round one by one (no fused multiply-add), as in the reference.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Rows that `sampling_pick` could not decide: whether the filters keep the token that it proposes.
 
-Floor: one read of these rows' logits; for batches without any, an empty launch.
+Roofline bound: one read of these rows' logits; for batches without any, an empty launch.
 
-Shape: a fixed number of programs shares the slices of the undecided rows, so that a batch without any
+Shape: a fixed number of CTAs shares the slices of the undecided rows, so that a batch without any
 costs a launch and one load. For each slice they count and add up the tokens before the proposal, the best of
 all, and before a second token, which is likely to be the best of those before it. Where min_p drops the
 proposal, nothing need be counted: instead they find the best token of each slice that min_p may keep. The
-program that finishes a row's last slice puts the slices together in their order and decides. Rows that drop
+CTA that finishes a row's last slice puts the slices together in their order and decides. Rows that drop
 the proposal walk on.
 """
 

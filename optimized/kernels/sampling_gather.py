@@ -1,6 +1,6 @@
 """Finding the few largest logits of a row by the maxima of its groups, without a sort.
 
-Floor: the maxima, 4 bytes a group, and the groups that hold something: 256 bytes each.
+Roofline bound: the maxima, 4 bytes a group, and the groups that hold something: 256 bytes each.
 
 Shape: the k-th largest group maximum is a lower bound of the k-th largest logit, since each of these groups
 has a token that reaches it. A search by quarters finds a value just below it; the groups that reach it are

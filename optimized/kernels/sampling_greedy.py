@@ -1,8 +1,8 @@
 """The largest logit of each row, the lowest id on ties, for batches of greedy rows.
 
-Floor: one read of the logits, 4 * vocab_size bytes a row.
+Roofline bound: one read of the logits, 4 * vocab_size bytes a row.
 
-Shape: a program a slice of a row leaves its largest logit and that one's id; a second launch, a program a
+Shape: one CTA per slice of a row leaves its largest logit and that one's id; a second launch, one CTA per
 row, merges them. -1 for rows with a NaN or without a logit above -inf.
 """
 

@@ -1,8 +1,8 @@
 """Log-probabilities of the tokens drawn, and of the best ones, for large vocabularies.
 
-Floor: the group maxima, 4 bytes a group: the logits have been read already (`sampling_scan`).
+Roofline bound: the group maxima, 4 bytes a group: the logits have been read already (`sampling_scan`).
 
-Shape: a program a row gathers what reaches the num_top-th largest group maximum, and puts each token where
+Shape: one CTA per row gathers what reaches the num_top-th largest group maximum, and puts each token where
 its rank is: how many come before it. Where ties make it too much, each of the best costs a pass over the row.
 """
 

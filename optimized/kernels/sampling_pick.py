@@ -1,6 +1,7 @@
-"""From what one read left of each row (`sampling_scan`) to its token: a program a row.
+"""From what one read left of each row (`sampling_scan`) to its token: one CTA per row.
 
-Floor: the partial results, about 10 KB a row, and the groups that are read again: latency, not bytes.
+Roofline bound: the partial results, about 10 KB a row, and the groups that are read again: latency, not
+bytes.
 
 Shape: rows differ in what they ask, and each takes the cheapest way that is exact:
 - greedy: the lowest id among the slices' best;
@@ -126,9 +127,9 @@ def _draw_filtered(
         )  # fmt: skip
         is_unknown = is_slice & False
         best, token_id = best_token(s, ids, scores)
-        # Nothing after the best token can be the answer; where min_p drops it, all down to the floor can.
+        # No token after the best one can be the answer; where min_p drops it, any with s >= floor can.
         bound = tl.where(tl.exp(best.to(tl.float64)) >= min_p, tl.maximum(best, floor), floor)
-        max_groups = MAX_GROUPS // 4  # beyond that, a check of all by many programs is faster
+        max_groups = MAX_GROUPS // 4  # beyond that, a check of all by many CTAs is faster
         is_free = (top_k >= vocab_size) & (top_p >= 1.0) & (best >= floor + 2e-3)
 
     if not is_free:

@@ -1,6 +1,6 @@
-"""Tokens of batches that a temperature alone decides: a program a slice of a row, then a program a row.
+"""Tokens of batches that a temperature alone decides: one CTA per slice of a row, then one CTA per row.
 
-Floor: 4 * vocab_size bytes a row.
+Roofline bound: 4 * vocab_size bytes a row.
 
 Shape: the token with the largest s - log w wins, s being scaled logits and w = -log1p(-v): as if each came at
 the time w / exp(s), and the first one won. Exact times of a whole vocabulary would cost more than reading it,
@@ -33,7 +33,7 @@ from optimized.kernels.sampling_scan import LOG2_E, readable_columns
 from shared.types import SamplingBatchInfo
 
 DEPTH, WIDTH, PARTS = 8, 512, 16
-"""A program reads a tile [DEPTH, WIDTH]; a part of it is WIDTH / PARTS columns, which one warp holds, so that
+"""A CTA reads a tile [DEPTH, WIDTH]; a part of it is WIDTH / PARTS columns, which one warp holds, so that
 warps need not wait for each other. Of four parts that a warp has, the second launch mostly reads one."""
 SLACK, ROUNDING = tl.constexpr(1e-4), tl.constexpr(2.0**-20)
 """More than bounds and best scores are off, in units of log2. Logarithms of up to 32 have a relative error of

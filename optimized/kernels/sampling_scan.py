@@ -1,9 +1,9 @@
 """The one read of the logits that filters and log-probabilities of a large vocabulary need (batches that
-a temperature alone decides: `sampling_race`): a program a slice of a row.
+a temperature alone decides: `sampling_race`): one CTA per slice of a row.
 
-Floor: 4 * vocab_size bytes a row.
+Roofline bound: 4 * vocab_size bytes a row.
 
-Shape: a program holds its slice in registers, a tile [depth, 1024], so that the largest logit is known before
+Shape: a CTA holds its slice in registers, a tile [depth, 1024], so that the largest logit is known before
 the exponentials are summed. It leaves, for `sampling_pick`:
 - the slice's largest logit and the sum of exponentials relative to it (NaN where the slice has one);
 - the lowest token id with the largest logit, for greedy rows;
@@ -42,7 +42,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Scan(NamedTuple):
-    """What is known of rows [bs, vocab_size] after one read. num_slices programs a row."""
+    """What is known of rows [bs, vocab_size] after one read. num_slices CTAs per row."""
 
     slice_max: torch.Tensor  # [bs, num_slices] float32
     slice_sum: torch.Tensor  # [bs, num_slices] float32: sum of exp((logit - slice_max) / temperature)
@@ -71,7 +71,7 @@ def _race_winner(
     log 2: the token does not hold where it has about as much, as in slices with one likely token.
 
     Reads the slice again, from L1, a row of the tile at a time: all noise at once would take so many
-    registers that few programs could hide each other's latency."""
+    registers that few CTAs could hide each other's latency."""
     columns = tl.arange(0, WIDTH)
     best = tl.full([WIDTH], float("inf"), tl.float32)
     weights = tl.zeros([WIDTH], tl.float32)

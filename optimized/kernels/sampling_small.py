@@ -1,8 +1,8 @@
 """Sampling from a small vocabulary: whole rows in registers, everything in one launch.
 
-Floor: one read of the logits, 4 * vocab_size bytes a row; at these sizes a launch costs more.
+Roofline bound: one read of the logits, 4 * vocab_size bytes a row; at these sizes a launch costs more.
 
-Shape: a program holds a tile [rows, vocabulary] and follows the contract without approximation, all in
+Shape: a CTA holds a tile [rows, vocabulary] and follows the contract without approximation, all in
 float64. No sort: the token with the best score is kept if the filters keep it, which is a question about the
 tokens before it alone (how many, how much mass). If not, neither is any token after it, and the best of those
 before it is next. The first token of the order is always kept, so this ends.

@@ -1,6 +1,6 @@
 """The general way to a token, for rows that keep too many tokens to gather.
 
-Floor: one read of the row by one program, for each token that is tried: nearly always one.
+Roofline bound: one read of the row by one CTA, for each token that is tried: nearly always one.
 
 Shape: as in `sampling_small`. The token with the best score is kept if the filters keep it, which the count
 and the mass of the tokens before it decide; else the best of those before it is next. The best of each slice
@@ -177,8 +177,8 @@ def walk(
     logits_ptr, vocab_size, readable, slice_size, largest, temperature, total, state, top_k, top_p, min_p,
     floor, pivot, pivot_id, slices, is_stale, s, ids, scores, known_id, known_count, known_mass,
 ):  # fmt: skip
-    """The token, one of those before the pivot. floor: below the s of any token that min_p keeps. is_stale to
-    scores: as for `refresh`. known_: a token, and the count and mass before it, should it come up."""
+    """The token, one of those before the pivot. `floor`: below the s of any token that min_p keeps. is_stale
+    to scores: as for `refresh`. known_: a token, and the count and mass before it, should it come up."""
     found = False
     while not found:
         s, ids, scores = refresh(

@@ -1,7 +1,7 @@
 """silu(gate) * up, the two being halves of one row: one launch.
 
-Floor: 3 * n * size * itemsize bytes over the memory's bandwidth (two halves read, one written). For few
-tokens the floor is one launch.
+Roofline bound: 3 * n * size * itemsize bytes over the memory's bandwidth (two halves read, one written). For
+few tokens the bound is one launch.
 
 Shape: elementwise, so a tile is as many columns as make wide loads, and for short rows several rows.
 """

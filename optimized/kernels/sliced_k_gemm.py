@@ -1,12 +1,12 @@
 """A matrix of weights times up to 16 tokens' hidden states on the tensor cores, and what stands after it.
 
-Floor: the weights' bytes, out_features * in_features * itemsize, over the memory's bandwidth.
+Roofline bound: the weights' bytes, out_features * in_features * itemsize, over the memory's bandwidth.
 
-Shape: a program computes ROWS outputs of all tokens, each whole, so nothing is added up across programs.
-With so few outputs its warps share them by columns: each multiplies STEP columns of a tile, one product of
+Shape: a CTA computes ROWS outputs of all tokens, each whole, so nothing is added up across CTAs.
+With so few outputs its warps share them by columns: each multiplies STEP columns of a tile, one matrix of
 a batch of WARPS, and their sums are added at the end. Tiles come through shared memory, a few on their way
-at any time. Before it waits for the kernel ahead (programmatic dependent launch, see warp_gemv), a
-program asks for its rows of weights in the L2 cache, which takes neither registers nor shared memory.
+at any time. Before it waits for the previous kernel (programmatic dependent launch, see warp_gemv), a
+CTA asks for its rows of weights in the L2 cache, which takes neither registers nor shared memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Linear layers for a few tokens, with what stands beside them in a decoder layer: the norm of their
 input, SwiGLU, the sum with the residual stream.
 
-Floor: the weights' bytes over the memory's bandwidth; everything else is small beside them.
+Roofline bound: the weights' bytes over the memory's bandwidth; everything else is small beside them.
 
 Up to `max_tokens` tokens a kernel is chosen by shape, cuBLAS and elementwise kernels among them; beyond,
 those always win (cublas_linear.py).
@@ -99,7 +99,7 @@ def linear_add(
 
 def linear_partial_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     """float32 [parts, num_tokens, out_features]: their sum is linear(x), for a norm to add
-    (`add_partial_sums_rms_norm`). None where a product does better to add up everything itself."""
+    (`add_partial_sums_rms_norm`). None where a GEMM does better to add up everything itself."""
     if kernel_for(x, weight) in NORM_KERNELS or not _suits_tiles(x, weight):
         return None
     out, size = weight.shape

@@ -1,11 +1,11 @@
-"""Split-KV scheduling: the keys of a batch are divided evenly among programs, and partial results are merged.
+"""Split-KV scheduling: the keys of a batch are divided evenly among CTAs, and partial results are merged.
 
 The tiles of BLOCK_N keys of all requests, one after the other, are cut into runs of equal length, one for
-each program of a KV head. A run may end in the middle of a request, or span many. One long request thus
-keeps every multiprocessor busy, and so does a ragged batch, without lengths on the CPU: a program
+each CTA of a KV head. A run may end in the middle of a request, or span many. One long request thus
+keeps every multiprocessor busy, and so does a ragged batch, without lengths on the CPU: a CTA
 finds its run from seq_lens alone.
 
-A request that several programs share is merged by the last to arrive: each leaves its unnormalised
+A request that several CTAs share is merged by the last to arrive: each leaves its unnormalised
 output, maximum and sum, and counts itself; the last one adds them up in the order of positions, so that the
 result does not depend on who was last, and sets the counter back to 0 for the next launch.
 """
@@ -22,7 +22,7 @@ from optimized.kernels.portable import gpu_of, rounded, where_flag
 INTERPRETED_CTAS = 6
 """In all, where there is no GPU to fill: enough that requests are split."""
 PARTS: tl.constexpr = tl.constexpr(8)
-"""Of other programs that the last one loads at once."""
+"""Of other CTAs that the last one loads at once."""
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def schedule_tiles(
     seq_lens_ptr, batch_size, window, program, num_programs,
     BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The run of a program: its first tile and its end, the length of runs, the request it begins in, and the
+    """The run of a CTA: its first tile and its end, the length of runs, the request it begins in, and the
     first tile of that request."""
     if BLOCK_BS == 1:
         seq_len = tl.load(seq_lens_ptr).to(tl.int32)
@@ -65,7 +65,7 @@ def prefetch_tile(
     slots_ptr, start, seq_len, k_head, v_head, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Asks for K and V of the keys from start on, while the kernel ahead still runs: into the second-level
+    """Asks for K and V of the keys from start on, while the previous kernel still runs: into the second-level
     cache, which that kernel's writes also go through."""
     LINE: tl.constexpr = 1024 // k_head.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2((HEAD_DIM + LINE - 1) // LINE)
@@ -105,7 +105,7 @@ def _merge(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     MERGED_G: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The parts of the programs [first_program, last_program], one after the other; but PARTS at a time are
+    """The parts of the CTAs [first_program, last_program], one after the other; but PARTS at a time are
     loaded at once, and no thread needs what another holds."""
     offs_g, offs_d = tl.arange(0, MERGED_G), tl.arange(0, BLOCK_D)
     in_group = (offs_g < GROUP)[:, None]
@@ -121,7 +121,7 @@ def _merge(
             is_part = program <= last_program
             part = tl.where(program == first_program, first_part, 2 * program)
             rows = (part * num_kv_heads + head) * GROUP + offs_g[:, None]
-            # .cg: from where the other programs' multiprocessors wrote it.
+            # .cg: from where the other CTAs' multiprocessors wrote it.
             values = tl.load(
                 workspace_ptr + rows * HEAD_DIM + offs_d[None, :], mask=where_flag(mask, is_part), other=0.0,
                 cache_modifier=".cg",
@@ -145,7 +145,7 @@ def store_partial(
     acc, largest, total, head, num_kv_heads, program, num_programs, begins_run,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Stores what a program found of a request that others share. It leaves at most two such parts: one of
+    """Stores what a CTA found of a request that others share. It leaves at most two such parts: one of
     the request that its run begins in, one of another."""
     part = 2 * program + 1 - begins_run.to(tl.int32)
     offs_g, offs_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)

@@ -1,15 +1,15 @@
 """A matrix of weights times up to 64 tokens' hidden states, and what stands after it: SwiGLU, or the sum with
 the residual stream; or nothing, and the columns cut into parts whose sums the next kernel adds up.
 
-Floor: the weights' bytes, out_features * in_features * itemsize, over the memory's bandwidth.
+Roofline bound: the weights' bytes, out_features * in_features * itemsize, over the memory's bandwidth.
 
-Shape: a program computes some outputs of all tokens, each whole, or of a part of the columns: whole ones are
-too few programs where outputs are few, and each reads all of x. Nothing is added up across programs here; a
+Shape: a CTA computes some outputs of all tokens, each whole, or of a part of the columns: whole ones are
+too few CTAs where outputs are few, and each reads all of x. Nothing is added up across CTAs here; a
 norm that reads the sum anyway adds parts at little cost (rms_norm.py). The tensor cores want 64 rows of one
 side. With few tokens these are weights, so that nothing is wasted; with more of them the tokens, so that a
-program may take fewer weights and no multiprocessor is without. For SwiGLU a program takes the same rows of
+CTA may take fewer weights and no multiprocessor is without. For SwiGLU a CTA takes the same rows of
 gate and of up. Weights and x come by tensor descriptor where sizes allow it (the copy engine fills shared
-memory), in as many stages as a multiprocessor holds: x is read again by every program, from the L2 cache, and
+memory), in as many stages as a multiprocessor holds: x is read again by every CTA, from the L2 cache, and
 at 64 tokens that is as many bytes as the weights.
 """
 
@@ -32,7 +32,7 @@ WARPS = 4
 class Plan(NamedTuple):
     tokens: int
     rows: int
-    """Outputs of a program. Fewer than 64: the tokens are the side of 64 rows, so they must be as many."""
+    """Outputs of a CTA. Fewer than 64: the tokens are the side of 64 rows, so they must be as many."""
     step: int
     """Columns of a tile."""
     stages: int
@@ -163,7 +163,7 @@ def has_descriptors(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def plan(num_tokens: int, out: int, size: int, gated: bool, in_parts: bool = False) -> Plan:
     """Measured on an H200 in whole layers and steps (docs/lab/gemm.md): mostly as many stages as
-    fit a multiprocessor, which then holds one program."""
+    fit a multiprocessor, which then holds one CTA."""
     if in_parts:
         return _plan_in_parts(num_tokens, out, size)
     if num_tokens <= 16:
@@ -172,17 +172,17 @@ def plan(num_tokens: int, out: int, size: int, gated: bool, in_parts: bool = Fal
         return Plan(32, 64, 128, 5) if gated else Plan(32, 64, 256, 4)
     if gated:
         return Plan(64, 32, 128, 4)
-    if size > 8192 and out <= 4096:  # by 64 outputs they would be 64 programs, for 132 multiprocessors
+    if size > 8192 and out <= 4096:  # by 64 outputs they would be 64 CTAs, for 132 multiprocessors
         return Plan(64, 32, 128, 9)
     return Plan(64, 64, 128, 7)
 
 
 # --8<-- [start:plan-split-k]
 def _plan_in_parts(num_tokens: int, out: int, size: int) -> Plan:
-    """About as many programs as multiprocessors: by outputs as far as tiles are not too small, then by parts
-    of 512 columns and more. x is read once for each program of a part."""
+    """About as many CTAs as multiprocessors: by outputs as far as tiles are not too small, then by parts
+    of 512 columns and more. x is read once for each CTA of a part."""
     tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    if out > 4096:  # by 64 outputs 80 programs for Qwen3-14B's: three times as many are two waves
+    if out > 4096:  # by 64 outputs 80 CTAs for Qwen3-14B's: three times as many are two waves
         return Plan(tokens, 64, 128, 7, 3 if num_tokens > 32 and size > 8192 else 1)
     rows = 32 if num_tokens > 32 and out <= 2048 else 64
     parts = min(128 * rows // out, size // 512, 4)
@@ -193,5 +193,5 @@ def _plan_in_parts(num_tokens: int, out: int, size: int) -> Plan:
 
 
 def num_parts(num_tokens: int, out: int, size: int) -> int:
-    """Into how many a product is best cut whose sum a norm adds up."""
+    """Into how many a GEMM is best cut whose sum a norm adds up."""
     return plan(num_tokens, out, size, False, in_parts=True).parts

@@ -1,8 +1,7 @@
 """The k largest logits of each row and their probabilities, without sorting and in one read.
 
-Floor: reading the logits once. A program takes a slice of a row and keeps its k largest, its maximum and its
-sum of exponentials; another one for each row makes one of them all.
-"""
+Roofline bound: reading the logits once. A CTA takes a slice of a row and keeps its k largest, its maximum and
+its sum of exponentials; another one for each row makes one of them all."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """A matrix of weights times one token's hidden state, or a few tokens', with what stands before and after
 it.
 
-Floor: the weights' bytes, out_features * in_features * itemsize, over the memory's bandwidth. At batch 1 a
-layer of a small model is microseconds of that, so what counts is the time between two kernels: the
+Roofline bound: the weights' bytes, out_features * in_features * itemsize, over the memory's bandwidth. At
+batch 1 a layer of a small model is microseconds of that, so what counts is the time between two kernels: the
 memory's bus idles from the last load of one to the first load of the next.
 
-Shape: a warp computes GROUPS outputs, each whole, so nothing is added up across warps or programs. It
-loads the first AHEAD tiles of its rows of weights into registers *before* it waits for the kernel ahead
+Shape: a warp computes GROUPS outputs, each whole, so nothing is added up across warps or CTAs. It
+loads the first AHEAD tiles of its rows of weights into registers *before* it waits for the previous kernel
 (programmatic dependent launch), because no kernel writes weights; only then x. By launching its dependents at
 once it lets the next kernel do the same, so the stream of weights goes on across kernels, as far as
 registers reach.
@@ -19,7 +19,7 @@ five shuffles.
 Who joins the chain: a kernel launched with programmatic dependent launch may read what earlier kernels
 wrote, or overwrite what they read, only after gdc_wait. That waits for the kernel directly ahead to have
 ended; that one must have waited itself, and so on, so every kernel of the chain waits in each of its
-programs. A kernel launched without it waits for everything, and is safe anywhere.
+CTAs. A kernel launched without it waits for everything, and is safe anywhere.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _warp_gemv_kernel(
                 x = _load_again(x_ptr + t * stride_x + i * COLUMNS + columns, mask, MASK_COLUMNS)
                 x = widened(x, USE_PDL)
             if HAS_NORM:
-                # Rounded twice, as RMSNorm does: the normed value, and its product with the weight.
+                # Rounded twice, as RMSNorm does: the normalized value, and that times the weight.
                 x = rounded(x * scales[t], dtype).to(tl.float32)
                 x = widened(rounded(x * norm_weight.to(tl.float32), dtype), USE_PDL)
             for p in tl.static_range(PARTS):
@@ -198,7 +198,7 @@ def warp_gemv(
 def plan(
     out: int, size: int, num_tokens: int, vector: int, normed: bool, gated: bool
 ) -> tuple[int, int, int, int]:
-    """(warps a program, rows of outputs a warp, 512-byte steps a tile, tiles loaded ahead).
+    """(warps of a CTA, rows of outputs a warp, 512-byte steps a tile, tiles loaded ahead).
 
     Measured on an H200 in whole steps (docs/lab/decode-batch-1.md). Rows of up to 6 KB go to
     registers whole, of longer ones a tile is enough. Long rows go four to a warp where x is normed, which

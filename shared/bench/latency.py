@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Streams:
-    """So many requests at once, of equal lengths."""
+    """`concurrency` requests of equal lengths."""
 
     concurrency: int = 1
     input_len: int = 512

@@ -24,7 +24,7 @@ CONTEXT_LEN = 256
 
 @dataclass(frozen=True)
 class Load:
-    """So many requests at once, lengths uniform. `used_share`: how much of max_new_tokens they use; a stop
+    """Concurrent requests of uniform lengths. `used_share`: how much of max_new_tokens they use; a stop
     token cuts off the rest."""
 
     name: str

@@ -65,7 +65,7 @@ class Departure:
 
 @dataclass
 class Comparison:
-    """So many requests at once. Grows while it is measured: an interrupt leaves what was complete."""
+    """One batch size. Grows while it is measured: an interrupt leaves what was complete."""
 
     batch_size: int
     speculative: list[Pass] = field(default_factory=list)
@@ -130,7 +130,7 @@ def answer_all(
     clock: Clock = time.perf_counter,
     on_tokens: OnTokens | None = None,
 ) -> Pass:
-    """From an empty cache, `batch_size` requests at once as long as there are so many."""
+    """From an empty cache, `batch_size` concurrent requests as long as there are so many."""
     flush(llm)
     collectors: list[OutputCollector] = []
     alive: list[OutputCollector] = []

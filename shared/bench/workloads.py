@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Offline256:
-    """256 requests at once, lengths of prompts and answers uniform from 100 to 1,024. The
+    """256 concurrent requests, lengths of prompts and answers uniform from 100 to 1,024. The
     order of the draws is the one that public benchmarks of small engines use: with seed 0 it gives 142,827
     tokens of prompts and 133,966 of answers."""
 
@@ -55,7 +55,7 @@ class Offline256:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Requests of equal shape, at each concurrency so many at once, without a common prefix."""
+    """Requests of equal shape at each concurrency, without a common prefix."""
 
     name: ClassVar[str] = "uniform"
     concurrency: tuple[int, ...] = (1, 16)

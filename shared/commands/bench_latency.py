@@ -33,7 +33,7 @@ def latency(
     *,
     engine: EngineOptions,
     concurrency: Annotated[
-        str, typer.Option(help="Streams at once; several numbers separated by commas.")
+        str, typer.Option(help="Concurrent streams; several numbers separated by commas.")
     ] = "1",
     input_len: Annotated[int, typer.Option(help="Prompt tokens of a stream.")] = 512,
     output_len: Annotated[int, typer.Option(help="Output tokens of a stream.")] = 128,

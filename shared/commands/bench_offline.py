@@ -30,7 +30,7 @@ def offline(
     ] = "uniform",
     num_requests: Annotated[int | None, _number("Requests (offline-256, long-prompts).")] = None,
     concurrency: Annotated[
-        str | None, _number("Requests at once; several runs separated by commas (uniform).")
+        str | None, _number("Concurrent requests; several runs separated by commas (uniform).")
     ] = None,
     input_len: Annotated[
         str | None, _number("Prompt tokens of a request, of its own: N, or N-M.", metavar="N[-M]")

@@ -66,7 +66,8 @@ def serve(
         _option(LOAD, "Open loop: arrivals per second (Poisson), or inf; several separated by commas."),
     ] = None,
     concurrency: Annotated[
-        str | None, _option(LOAD, "Closed loop: requests at once; several separated by commas. Default: 8.")
+        str | None,
+        _option(LOAD, "Closed loop: concurrent requests; several separated by commas. Default: 8."),
     ] = None,
     temperature: Annotated[float, _option(LOAD, "Of sampling. Default: 0.")] = 0.0,
     warm_ups: Annotated[int, _option(LOAD, "Requests before, which do not count. Default: 2.", min=0)] = 2,

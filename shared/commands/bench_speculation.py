@@ -40,8 +40,8 @@ def speculation(
     batch: Annotated[
         str | None,
         typer.Option(
-            help="Requests at once; several numbers separated by commas. Default: those of 1,8,32 that there "
-            "are prompts for.",
+            help="Concurrent requests; several numbers separated by commas. Default: those of 1,8,32 that "
+            "there are prompts for.",
             show_default=False,
         ),
     ] = None,

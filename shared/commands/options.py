@@ -65,7 +65,7 @@ class EngineOptions:
     mem_fraction_static: Annotated[
         float | None, _option(MEMORY, "Share of the GPU's memory for weights and KV pool.")
     ] = None
-    max_running_requests: Annotated[int | None, _option(MEMORY, "Most requests at once.")] = None
+    max_running_requests: Annotated[int | None, _option(MEMORY, "Most concurrent requests.")] = None
     disable_radix_cache: Annotated[
         bool | None, _option(MEMORY, "Never reuse the KV of an earlier prompt.", "--disable-radix-cache")
     ] = None
@@ -77,7 +77,7 @@ class EngineOptions:
         str | None, _option(SCHEDULING, "fcfs, lpm, dfs-weight, lof, random or routing-key.")
     ] = None
     schedule_conservativeness: Annotated[
-        float | None, _option(SCHEDULING, "Larger: fewer requests at once, fewer retractions.")
+        float | None, _option(SCHEDULING, "Larger: fewer concurrent requests, fewer retractions.")
     ] = None
     max_prefill_tokens: Annotated[
         int | None, _option(SCHEDULING, "Most prompt tokens of one step, over all requests.")
@@ -99,7 +99,7 @@ class EngineOptions:
         int | None, _option(SCHEDULING, "Look for prefixes shared in the queue when this few are cached.")
     ] = None
     in_batch_prefix_deprioritize_threshold: Annotated[
-        int | None, _option(SCHEDULING, "... and put off requests that share at least so many tokens.")
+        int | None, _option(SCHEDULING, "... and defer requests that share at least so many tokens.")
     ] = None
     waiting_timeout: Annotated[float | None, _option(SCHEDULING, "Seconds in the queue.")] = None
     running_timeout: Annotated[float | None, _option(SCHEDULING, "Seconds since first scheduled.")] = None

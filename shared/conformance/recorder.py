@@ -177,7 +177,7 @@ class Recorder:
 
     def _see(self, op: str, kind: str, output: Any) -> None:
         if self._open is None:
-            return  # a head's product outside the forward pass
+            return  # a head's GEMM outside the forward pass
         if kind == "layer" and isinstance(output, tuple):
             output = layer_output(*output)
         rows = self._open.tokens

@@ -36,7 +36,7 @@ _ROTARY = (
 )
 _SOFTMAX = (
     "exp amplifies a score's rounding: scores of magnitude up to 10 in float32 are off by 1e-6, and so are "
-    "weights relatively; half types round the probabilities before the second product (one more unit)"
+    "weights relatively; half types round the probabilities before the second GEMM (one more unit)"
 )
 _GEMM_CHAIN = (
     "two GEMMs with a rounding to the type between them; each rounds its output once and the "

@@ -112,7 +112,7 @@ class TokenToKVPoolAllocator(ABC):
     @abstractmethod
     def alloc_decode(self, seq_lens: Sequence[int], last_locs: Sequence[int]) -> torch.Tensor | None:
         """One slot for each request, whose length is seq_lens[i] afterwards: alloc_extend from
-        seq_lens[i] - 1, for all requests at once."""
+        seq_lens[i] - 1, for all requests together."""
 
     @abstractmethod
     def free(self, slots: torch.Tensor) -> None:

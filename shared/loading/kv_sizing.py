@@ -20,7 +20,7 @@ CPU_MEMORY_FRACTION = 0.25
 GIB = 2**30
 
 LIBRARIES = 1 * GIB
-"""Workspaces of cuBLAS and of attention backends, compiled kernels, gaps between tensors."""
+"""Workspaces of cuBLAS and of attention backends, compiled kernels, space between tensors."""
 BYTES_PER_LOGIT = 24
 """Per row and token id: the head's output, its float32 copy, and the sampler's buffers (float64 sums)."""
 BYTES_PER_GRAPH = 16 * 2**20
@@ -161,7 +161,7 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
     num_tokens = config.chunked_prefill_size or max(config.max_prefill_tokens, context_len)
     num_tokens = max(num_tokens, 1) + config.max_running_requests  # a mixed step decodes too
     q, kv = model.num_qo_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = (q + 2 * kv) + q + q  # merged product, rotated q, output
+    attention = (q + 2 * kv) + q + q  # merged QKV, rotated q, output
     mlp = 3 * model.intermediate_size  # gate and up, their product
     if model.moe is not None:
         expert = 3 * model.moe.intermediate_size + model.hidden_size

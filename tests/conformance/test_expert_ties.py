@@ -16,7 +16,7 @@ from shared.conformance.routing import experts_part, take_experts
 
 from .lockstep_harness import NUM_NEW, compare, divergence_of, engine, num_tokens, plant, prompts
 
-# Two experts' router logits are a millionth apart, on either side another one ahead.
+# Two experts' router logits are a millionth apart, and each side prefers another one.
 NEAR = """
     import torch
     from reference import moe

@@ -27,21 +27,50 @@ BANNED = {
     r"the host": "the CPU",
     r"news": "pending outputs, events",
     r"for the sake of": "for",
+    r"put(s|ting)? off": "deferred, defers",
+    r"dealt|dealing": "distributed, divided",
+    r"(kernels?|launch|batch|ones?) ahead": "the previous kernel, launch or batch",
+    r"floor (is|of the)|(the|their) floor|floor ms|floor /": "roofline bound",
+    r"(QKV|gate-up|grouped|merged|head's|second|first) products?|products? (by|of) (cuBLAS|matrices)": "GEMM",
+    r"programs? (a|per|for each) (row|slice|request|tree|multiprocessor)|Triton programs?": "CTA",
+    r"(requests|streams|numbers?|[0-9]+) at once": "concurrency, concurrent",
+    r"gaps between|first token ms": "ITL, TTFT",
+    r"today|nowadays": "the present tense",
+}
+IN_KERNELS = {
+    r"programs?": "CTA",
+    r"products?": "GEMM, multiplication",
+    r"Floor:": "Roofline bound:",
+}
+"""In optimized/ and tests/kernels."""
+BANNED_NAMES = {
+    "takes_bounds": "accepts_seq_len_upper_bounds",
+    "most_at_stake_first": "retraction_order",
+    "ids_of_no_token": "padding_token_ids",
+    "is_few": "use_gemv",
+    "is_own": "is_builtin_layer",
+    "hand_out_input_logprobs": "distribute_input_logprobs",
 }
 ALLOWED = (
     "tests/docs/test_words.py",
     "shared/tiny/small_talk.py",  # sentences of the training corpus
     "shared/tiny/words.py",
+    "tests/kernels/test_small_batch_linear.py",  # quotes an identifier
     "tests/conformance/mutants/optimized_draft_tree.py",  # quotes an identifier
 )
 
-_BANNED = [(re.compile(rf"\b({words})\b", re.IGNORECASE), instead) for words, instead in BANNED.items()]
+
+def _compiled(banned: dict[str, str]) -> list[tuple[re.Pattern[str], str]]:
+    return [(re.compile(rf"\b({words})(?!\w)", re.IGNORECASE), instead) for words, instead in banned.items()]
+
+
+_BANNED, _IN_KERNELS = _compiled(BANNED), _compiled(IN_KERNELS)
 
 
 def texts_of(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of a page, or of the comments and strings of a source."""
+    """(line, text) of a page or settings file, or of the comments and strings of a source."""
     text = path.read_text(encoding="utf-8")
-    if path.suffix == ".md":
+    if path.suffix != ".py":
         yield from enumerate(text.splitlines(), start=1)
         return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -49,19 +78,21 @@ def texts_of(path: Path) -> Iterator[tuple[int, str]]:
             yield from enumerate(token.string.splitlines(), start=token.start[0])
 
 
-def found_in(line: str) -> list[str]:
-    return [f"{match[0]!r}, use: {instead}" for words, instead in _BANNED if (match := words.search(line))]
+def found_in(line: str, is_kernel: bool = False) -> list[str]:
+    banned = _BANNED + _IN_KERNELS if is_kernel else _BANNED
+    return [f"{match[0]!r}, use: {instead}" for words, instead in banned if (match := words.search(line))]
 
 
 def private_words(path: Path) -> list[str]:
     where = path.relative_to(ROOT).as_posix()
-    return [f"{where}:{n}: {found}" for n, line in texts_of(path) for found in found_in(line)]
+    is_kernel = where.startswith(("optimized/", "tests/kernels/"))
+    return [f"{where}:{n}: {found}" for n, line in texts_of(path) for found in found_in(line, is_kernel)]
 
 
 def files(suffix: str) -> list[Path]:
+    """Of the folders, and of the root itself."""
     found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob(f"*{suffix}"))]
-    if suffix == ".md":
-        found.append(ROOT / "README.md")
+    found += sorted(ROOT.glob(f"*{suffix}"))
     return [p for p in found if LAB not in p.parents and p.relative_to(ROOT).as_posix() not in ALLOWED]
 
 
@@ -75,7 +106,25 @@ def test_sources_use_the_words_of_the_field() -> None:
     assert [found for path in files(".py") for found in private_words(path)] == []
 
 
+@pytest.mark.parametrize("suffix", [".toml", ".yml"])
+def test_settings_use_the_words_of_the_field(suffix: str) -> None:
+    paths = files(suffix)
+    assert paths
+    assert [found for path in paths for found in private_words(path)] == []
+
+
+def test_names_are_those_of_the_field() -> None:
+    names = re.compile(rf"\b({'|'.join(BANNED_NAMES)})\b")
+    found = {
+        path.relative_to(ROOT).as_posix(): f"{match[0]}, use: {BANNED_NAMES[match[0]]}"
+        for path in files(".py")
+        if (match := names.search(path.read_text(encoding="utf-8")))
+    }
+    assert found == {}
+
+
 def test_each_word_has_a_replacement_and_is_found() -> None:
-    assert all(BANNED.values())
+    assert all({**BANNED, **IN_KERNELS}.values())
     assert found_in("a slot that nobody owns")
-    assert not found_in("silently, newsletter, the hostname")
+    assert found_in("a program per row of the product", is_kernel=True)
+    assert not found_in("silently, newsletter, the hostname, a dot product, Ctrl-C ends the program")

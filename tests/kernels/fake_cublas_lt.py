@@ -1,5 +1,5 @@
 """cuBLASLt's functions in Python, behind pointers of C as the library's are: what arrives has gone through
-ctypes, and products are made of the memory that the arguments point at."""
+ctypes, and GEMMs are made of the memory that the arguments point at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of a few tokens as test cases: their data, how to make one kernel do them, and planted bugs."""
+"""GEMMs of a few tokens as test cases: their data, how to make one kernel do them, and planted bugs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def name_of(case: Case) -> str:
 
 
 def close(dtype: torch.dtype, *kinds: str) -> Tolerance:
-    """Outputs have unit variance: a sum of products is off by roundings of its inputs, and its own."""
+    """Outputs have unit variance: an output is off by roundings of its inputs, and its own."""
     rows = [tolerance(kind, dtype) for kind in kinds]
     rms = sum(row.rms for row in rows)
     return Tolerance(
@@ -63,7 +63,7 @@ class Data:
         self.weight = amid_poison(inputs.normal(n, k, dtype=dtype, std=10 * k**-0.5), case.margin)
         self.normed_weight = amid_poison(self.weight / 10, case.margin)
         self.bias = inputs.normal(n, dtype=dtype)
-        # As far around as a program reaches.
+        # As far around as a CTA reaches.
         self.around = poisoned((m + 65, n + 65), dtype, check_device())
         self.residual = self.around[1 : m + 1, :n]
         self.residual.copy_(inputs.normal(m, n, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Products by cuBLAS: when a measured algorithm is taken, and that it changes time alone."""
+"""GEMMs by cuBLAS: when a measured algorithm is taken, and that it changes time alone."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_the_doctor_says_how_many_are_in_use(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Recorder:
-    """Stands in for a measured product on the CPU."""
+    """Stands in for a measured GEMM on the CPU."""
 
     def __init__(self, takes: bool = True) -> None:
         self.takes = takes
@@ -224,7 +224,7 @@ def normal(*shape: int, dtype: torch.dtype, std: float = 1.0, seed: int = 0) -> 
 
 
 def integers(*shape: int, most: int = 3) -> torch.Tensor:
-    """Sums of whose products are exact in float32, in any order."""
+    """Matrices whose GEMM is exact in float32, in any order."""
     return (Inputs(shape[0]).integers(2 * most + 1, *shape) - most).to(BF16)
 
 

@@ -1,4 +1,4 @@
-"""cuBLASLt as products are asked of it: by a stand-in on any machine, and on a GPU by the library itself."""
+"""cuBLASLt as GEMMs are asked of it: by a stand-in on any machine, and on a GPU by the library itself."""
 
 from __future__ import annotations
 

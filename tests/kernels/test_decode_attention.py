@@ -1,4 +1,4 @@
-"""Decode attention beyond its contract: how keys are dealt to programs, and steps that follow one another."""
+"""Decode attention beyond its contract: keys divided among CTAs, and steps that follow one another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def decode_case(lengths: tuple[int, ...], **options: Any) -> AttentionCase:
 
 
 def expect_steps(impl: type[AttentionBackend]) -> None:
-    """One backend and plan, several steps: long enough that programs share requests."""
+    """One backend and plan, several steps: long enough that CTAs share requests."""
     batch = AttentionBatch(decode_case((400, 70), sinks=(0.5, 3.0)))
     backend = batch.backend(impl)
     plan = backend.plan(batch.forward_batch)

@@ -50,7 +50,7 @@ def test_it_is_read_as_it_was_written(folder: Path) -> None:
     [
         ({"format": FORMAT + 1}, rf"A_GPU.json has format {FORMAT + 1}.*reads format {FORMAT}.*diptych tune"),
         ({"format": None}, "has format None"),
-        ({"products": {}}, "may have"),
+        ({"algorithms": {}}, "may have"),
     ],
 )
 def test_a_file_of_another_format_is_refused(changes: dict[str, object], message: str, folder: Path) -> None:

@@ -47,9 +47,9 @@ def check_linear(module: ModuleType, case: Case) -> None:
     data = Data(case)
     rounding = close(case.dtype, "elementwise")
     y = run_poisoned(module.linear, data.x, data.weight)
-    expect_close("product", y, data.product(), rounding)
+    expect_close("GEMM", y, data.product(), rounding)
     y = run_poisoned(module.linear, data.x, data.weight, data.bias)
-    expect_close("product with a bias", y, data.product() + data.bias.double(), rounding)
+    expect_close("GEMM with a bias", y, data.product() + data.bias.double(), rounding)
     assert y.dtype == case.dtype
 
 
@@ -59,9 +59,9 @@ def check_norm_linear(module: ModuleType, case: Case) -> None:
     rounding = close(case.dtype, "norm", "elementwise")
     arguments = data.x, data.norm_weight, EPS, data.normed_weight
     y = run_poisoned(module.norm_linear, *arguments)
-    expect_close("product of the norm", y, data.product_of_norm(), rounding)
+    expect_close("GEMM of the norm", y, data.product_of_norm(), rounding)
     y = run_poisoned(module.norm_linear, *arguments, data.bias)
-    expect_close("product of the norm with a bias", y, data.product_of_norm() + data.bias.double(), rounding)
+    expect_close("GEMM of the norm with a bias", y, data.product_of_norm() + data.bias.double(), rounding)
     expect_equal("x afterwards", data.x, before)
 
 
@@ -124,7 +124,7 @@ def test_float32_results_of_half_inputs_are_not_rounded_on_the_way(
     data = Data(Case(kernel, 2, 33, 320, dtype=dtype))
     y = run_poisoned(small_batch_linear.linear, data.x, data.weight, None, torch.float32)
     assert y.dtype == torch.float32
-    expect_close("product", y, data.product(), close(torch.float32, "elementwise"))
+    expect_close("GEMM", y, data.product(), close(torch.float32, "elementwise"))
 
 
 def test_gates_of_great_size_do_not_make_nan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_the_kernel_by_shape_and_tokens() -> None:
 
 
 def test_tiles_fit_a_multiprocessor_and_the_tensor_cores() -> None:
-    shared_memory = 227 * 1024  # of Hopper, a program
+    shared_memory = 227 * 1024  # of Hopper, a CTA
     rows, parts = set(), set()
     shapes = [
         (4096, 12288),

@@ -1,4 +1,4 @@
-"""Products cut into parts of their columns, whose sums are left to the next norm; planted bugs."""
+"""GEMMs cut into parts of their columns, whose sums are left to the next norm; planted bugs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_parts(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_cut_into_parts() -> None:
-    """By how many, for so many tokens: None where a kernel adds up all of a product."""
+    """By how many, for so many tokens: None where a kernel adds up all of a GEMM."""
 
     def parts_of(
         out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16

@@ -30,7 +30,7 @@ class KernelMutant:
     changes: tuple[tuple[str, str], ...]
 
     def build(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
-        """TritonAttention over changed copies of its modules. Everywhere with as few programs as in the
+        """TritonAttention over changed copies of its modules. Everywhere with as few CTAs as in the
         interpreter: on a GPU each would have a tile or none, and requests would begin where runs begin."""
         prefix = f"mutant_{self.name}_"
         for name, path in FILES.items():

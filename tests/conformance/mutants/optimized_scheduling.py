@@ -128,7 +128,7 @@ class SharersCrossNamespaces(
 class SharersOfHalfAPage(
     matches_with("self.shared_len = num_shared + tree_cache.is_bigram", "self.shared_len = num_shared - 1")
 ):
-    """One token less in common is enough to be put off."""
+    """One token less in common is enough to be deferred."""
 
 
 @mutant_of("schedule_policy")
