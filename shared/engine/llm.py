@@ -230,9 +230,12 @@ class LLM:
         return any(were_alive)
 
     def flush_cache(self) -> bool:
-        """Forget all cached prefixes. Refused (False) while requests are alive."""
+        """Forget all cached prefixes and compiled grammars. Refused (False) while requests are alive."""
         with self._exclusive():
-            return self.scheduler.flush_cache()
+            if not self.scheduler.flush_cache():
+                return False
+            self.assembly.grammars.clear()
+            return True
 
     def describe(self) -> dict[str, str]:
         """Which implementation stands behind each component, and where the memory went."""

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 MAX_FRAME_BYTES = 256 * 2**20
 MAX_MEMORY_BYTES = 8 * 2**30
-"""Address space of the process, which includes the libraries that it maps."""
+"""Of the process, without the files that it maps."""
 JSON_OBJECT = '{"type": "object", "additionalProperties": true}'
 
 
@@ -103,7 +103,7 @@ def _limit_memory() -> None:
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
 
 
 if __name__ == "__main__":

@@ -156,8 +156,11 @@ class EngineLoop:
         return {}
 
     def on_flush_cache(self) -> dict[str, Any]:
-        """Empty the prefix cache; `flushed` is False while requests are alive."""
-        return {"flushed": self.scheduler.flush_cache()}
+        """Forget cached prefixes and compiled grammars; `flushed` is False while requests are alive."""
+        is_flushed = not self.grammar_queue and self.scheduler.flush_cache()
+        if is_flushed:
+            self.assembly.grammars.clear()
+        return {"flushed": is_flushed}
 
     def on_abort_all(self) -> dict[str, Any]:
         """End every live request."""

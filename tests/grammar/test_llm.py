@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
 from shared.engine.llm import LLM
+from shared.grammar.reasoning import ReasoningTokens
 from shared.types import FinishLength, FinishToken, SamplingParams
 
 PERSON = {
@@ -149,6 +151,51 @@ def test_a_grammar_ends_a_request_that_ignores_the_end(llm: LLM) -> None:
     output = llm.generate(PROMPTS[0], choice=("yes", "no"), ignore_eos=True, max_tokens=50, progress=False)
     assert output.text in ("yes", "no")  # type: ignore[union-attr]
     assert isinstance(output.finish_reason, FinishToken)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, OVERLAP, {**EAGLE3, **OVERLAP}], ids=["normal", "overlap", "speculation"]
+)
+def test_a_grammar_begins_behind_the_reasoning_block(flags: dict[str, Any]) -> None:
+    llm = LLM("tiny-dense", **{**CPU, **flags})
+    assert llm.tokenizer is not None
+    comma, three = (llm.tokenizer.encode(text, add_special_tokens=False)[0] for text in (",", "3"))
+    tokens = llm.assembly.grammars.reasoning = ReasoningTokens(three, comma)
+    prompt = [
+        i for i in llm.chat_prompt([{"role": "user", "content": "Count from 3 to 9."}]) if i not in tokens
+    ]
+
+    def begin(output_ids: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
+        """The model would begin a block by itself."""
+        for row, ids in enumerate(output_ids):
+            logits[row, three] += 0 if ids else 100
+        return logits
+
+    for asked, processor, has_block in (
+        ([*prompt, three], None, True),  # the prompt has opened a block
+        (prompt, begin, True),
+        ([*prompt, three, comma], begin, False),  # and closed it
+    ):
+        output = llm.generate(
+            asked,
+            regex="[ab]{5}",
+            reasoning_first=True,
+            temperature=0,
+            logit_processor=processor,
+            progress=False,
+        )
+        ids = output.output_ids  # type: ignore[union-attr]
+        start = ids.index(comma) + 1 if has_block else 0
+        behind = llm.tokenizer.decode(ids[start:], skip_special_tokens=True)
+        assert re.fullmatch("[ab]{5}", behind), (asked, output)
+    llm.assembly.grammars.close()
+
+
+def test_flushing_forgets_grammars(llm: LLM) -> None:
+    llm.generate(PROMPTS[0], regex="ab", progress=False)
+    assert llm.assembly.grammars._cache
+    assert llm.flush_cache()
+    assert not llm.assembly.grammars._cache
 
 
 def test_samples_have_grammars_of_their_own(llm: LLM) -> None:
