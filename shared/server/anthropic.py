@@ -28,6 +28,10 @@ Event = dict[str, Any]
 CacheControl = dict[str, Any] | None
 """Accepted and not needed: every prompt is in the prefix cache."""
 
+BILLING_HEADER = "x-anthropic-billing-header:"
+"""Begins a system block for Anthropic's accounting, which some agents send first. It is left out: it changes
+with every request, so no prompt would begin like an earlier one and the prefix cache would find nothing."""
+
 
 class TextBlock(Body):
     type: Literal["text"]
@@ -98,6 +102,15 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
+class ClearThinking(Body):
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]  # clears nothing
+
+
+class ContextManagement(Body):
+    edits: list[ClearThinking] = Field(default_factory=list)
+
+
 class CountTokensRequest(Body):
     """/v1/messages/count_tokens."""
 
@@ -108,6 +121,7 @@ class CountTokensRequest(Body):
     tool_choice: ToolChoiceParam = ToolChoiceParam(type="auto")
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
+    context_management: ContextManagement | None = None
     cache_control: CacheControl = None
 
 
@@ -153,8 +167,11 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     if body.messages[-1].role == "assistant":
         raise bad_request("the last message must not be the assistant's: it is not continued", "messages")
     messages = [message for turn in body.messages for message in _messages_of(turn)]
-    if body.system:
-        messages.insert(0, Message(role="system", content=_text_of(body.system)))
+    system = body.system
+    if isinstance(system, list) and system and system[0].text.startswith(BILLING_HEADER):
+        system = system[1:]
+    if system:
+        messages.insert(0, Message(role="system", content=_text_of(system)))
     fields: dict[str, Any] = {"messages": messages, "model": body.model}
     if body.tools and body.tool_choice.type != "none":
         fields["tools"] = [

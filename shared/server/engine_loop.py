@@ -190,7 +190,7 @@ class EngineLoop:
         load = self._load()
         return {name: getattr(load, name) for name in load.__struct_fields__}
 
-    def on_cache_tree(self, max_nodes: int = 200, max_tokens: int = 200_000) -> dict[str, Any]:
+    def on_cache_tree(self, max_nodes: int = 200, max_tokens: int = 100_000) -> dict[str, Any]:
         """The nodes of the prefix cache, parents first. Both limits bound the pause between two steps;
         `is_cut`: the tree is larger."""
         nodes: list[dict[str, int]] = []

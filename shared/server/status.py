@@ -13,7 +13,7 @@ from shared.server.state import ServerState
 
 PAGE = Path(__file__).parent / "assets" / "status.html"
 
-TREE_SECONDS = 0.5
+TREE_SECONDS = 2.0
 """The prefix tree is read from the engine at most this often, however many pages are open."""
 
 _PAGE_HEADERS = {

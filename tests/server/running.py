@@ -60,6 +60,14 @@ class RunningServer:
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return [int(pid) for pid in path.read_text().split()]
 
+    @property
+    def engine(self) -> int:
+        """Process id of the engine, of a server with --separate-process."""
+        (found,) = [
+            pid for pid in self.children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        return found
+
     def get(self, path: str) -> dict[str, Any]:
         """The JSON of a GET; anything but 200 raises."""
         with urllib.request.urlopen(self.url + path, timeout=30) as answer:

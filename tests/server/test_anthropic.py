@@ -152,6 +152,27 @@ def test_structured_output(client: anthropic.Anthropic) -> None:
     assert json.loads(message.content[0].text)["city"] in ("Bergen", "Lima")
 
 
+def test_an_agents_requests_find_their_prefix(client: anthropic.Anthropic) -> None:
+    """Fields that coding agents send, and a first system block that changes with every request."""
+
+    def ask(nonce: str) -> anthropic.types.Message:
+        header = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={nonce};"}
+        keep_thinking = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+        return create(
+            client,
+            system=[header, {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+            messages=SUM,
+            thinking={"type": "enabled", "budget_tokens": 1024},
+            extra_body={**GREEDY, "context_management": keep_thinking},
+        )
+
+    ask("74943")
+    message = ask("0aaa9")
+    assert message.usage.input_tokens == 1, "all but the last token of the prompt is cached"
+    plain = client.messages.count_tokens(model="tiny-dense", messages=SUM, system="Be brief.").input_tokens
+    assert message.usage.cache_read_input_tokens == plain - 1
+
+
 # ---- the translation ----
 
 

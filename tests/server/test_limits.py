@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -13,6 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import anthropic
+import openai
 import pytest
 
 from tests.server.running import RunningServer, serving
@@ -134,6 +138,25 @@ def test_a_client_that_does_not_read_is_dropped(small_server: RunningServer) -> 
     wait_until(lambda: num_live(small_server) == 0, seconds=10)
     connection.close()
     assert_whole(small_server)
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_clients_raise_when_the_engine_dies_within_a_stream(api: str) -> None:
+    with serving("--separate-process") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+        body: dict[str, Any] = {"model": "tiny-dense", "stream": True}
+        chats = {**body, "messages": [{"role": "user", "content": "Count from 1 to 100."}]}
+        stream: Any = {
+            "chat": lambda: client.chat.completions.create(**chats),
+            "responses": lambda: client.responses.create(input="Count from 1 to 100.", **body),
+            "messages": lambda: claude.messages.create(max_tokens=1500, **chats),
+        }[api]()
+        next(stream)
+        os.kill(server.engine, signal.SIGKILL)
+        with pytest.raises((openai.APIError, anthropic.APIError), match="SIGKILL"):
+            list(stream)
+        assert server.process.wait(20) not in (0, None)
 
 
 # ---- administration ----

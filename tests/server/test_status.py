@@ -34,8 +34,8 @@ def test_the_snapshot_follows_the_engine(server: RunningServer) -> None:
         body = {"messages": [{"role": "user", "content": question}], "temperature": 0}
         assert post(server, "/v1/chat/completions", body)[0] == 200
     server.wait_idle()
-    server.get("/status")  # the tree is at most half a second old
-    time.sleep(2 * TREE_SECONDS)
+    server.get("/status")
+    time.sleep(TREE_SECONDS + 0.1)  # the tree is at most so old
     found = server.get("/status")
     nodes = found["tree"]["nodes"]
     ids, parents = [node["id"] for node in nodes], [node["parent"] for node in nodes]
