@@ -14,7 +14,7 @@ from shared.bench.offline import OnRun
 from shared.bench.step import step_of, time_step
 from shared.bench.step_inputs import StepCase, fill_pool
 from shared.bench.trace import Traced
-from shared.bench.workloads import Request, Uniform
+from shared.bench.workloads import Request, Uniform, check_least
 
 if TYPE_CHECKING:
     from shared.engine.llm import LLM
@@ -31,10 +31,7 @@ class Streams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = {"concurrency": 1, "input_len": 1, "output_len": 3}
-        for name, number in least.items():
-            if getattr(self, name) < number:
-                raise ValueError(f"{name} must be at least {number}, got {getattr(self, name)}")
+        check_least(self, concurrency=1, input_len=1, output_len=3)
 
     def requests(self, vocab_size: int) -> list[Request]:
         """Without a common prefix."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shared import registry
+from shared.bench.workloads import check_least
 from shared.interfaces import PrefixCache, RadixKey
 
 CLOCK = time.thread_time
@@ -35,9 +36,7 @@ class CacheCase:
     page_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "sequence_len", "depth", "page_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name.removeprefix('num_')} must be at least 1, got {getattr(self, name)}")
+        check_least(self, num_tokens=1, sequence_len=1, depth=1, page_size=1)
         if self.sequence_len % (self.depth * self.page_size) != 0:
             raise ValueError(
                 f"a sequence of {self.sequence_len} tokens has no {self.depth} nodes of whole pages of "

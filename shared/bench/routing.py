@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from shared.bench.workloads import check_least
 from shared.server.router import CacheAwarePolicy, PrefixTree, Replica, RoundRobinPolicy, RouterSettings
 
 PREFILL_SECONDS = 1e-5
@@ -38,9 +39,7 @@ class RoutingCase:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_replicas", "num_conversations", "num_turns", "num_groups", "cache_chars"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_least(self, num_replicas=1, num_conversations=1, num_turns=1, num_groups=1, cache_chars=1)
         if not self.rate > 0:
             raise ValueError(f"rate must be more than 0, got {self.rate}")
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared import registry
+from shared.bench.workloads import check_least
 from shared.config import EngineConfig
 from shared.interfaces import AddReqResult, PrefillBudget
 from shared.scheduling.pages import round_up_to_page
@@ -42,12 +43,7 @@ class SchedulingCase:
         return f"{self.panel}, {self.policy}, {self.num_waiting} waiting"
 
     def __post_init__(self) -> None:
-        least = {"num_waiting": 0, "num_running": 1, "page_size": 1}
-        for name, number in least.items():
-            if getattr(self, name) < number:
-                raise ValueError(
-                    f"{name.removeprefix('num_')} must be at least {number}, got {getattr(self, name)}"
-                )
+        check_least(self, num_waiting=0, num_running=1, page_size=1)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,15 @@ NUM_RANDOM_IDS = 10_001
 """Ids are drawn below this, whatever the vocabulary: lengths do not depend on the model."""
 
 
+def check_least(case: object, **least: int) -> None:
+    """Raise `ValueError` for a field below its least value."""
+    for name, number in least.items():
+        if getattr(case, name) < number:
+            raise ValueError(
+                f"{name.removeprefix('num_')} must be at least {number}, got {getattr(case, name)}"
+            )
+
+
 class Request(NamedTuple):
     prompt: list[int]
     output_len: int

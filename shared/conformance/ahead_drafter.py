@@ -26,12 +26,7 @@ class AheadDrafter(LedgerDrafter):
         hidden_states: torch.Tensor | None,
         next_token_ids: torch.Tensor,
     ) -> None:
-        self.take_back()
-        assert hidden_states is not None
-        assert hidden_states.shape[0] == forward_batch.num_tokens
-        assert len(reqs) == forward_batch.batch_size
-        tokens, hidden = forward_batch.input_ids.tolist(), hidden_states[:, 0].long().tolist()
-        slots, starts = forward_batch.out_cache_loc.tolist(), forward_batch.extend_start_loc.tolist()
+        tokens, hidden, slots, starts = self.read_step(reqs, forward_batch, hidden_states)
         lens = forward_batch.extend_seq_lens.tolist()
         num_kept = lens if forward_batch.num_kept is None else forward_batch.num_kept.tolist()
         assert len(set(slots)) == len(slots), "a slot is written twice"

@@ -52,12 +52,7 @@ class LedgerDrafter(interface.Drafter):
         hidden_states: torch.Tensor | None,
         next_token_ids: torch.Tensor,
     ) -> None:
-        self.take_back()
-        assert hidden_states is not None
-        assert hidden_states.shape[0] == forward_batch.num_tokens
-        assert len(reqs) == forward_batch.batch_size
-        tokens, hidden = forward_batch.input_ids.tolist(), hidden_states[:, 0].long().tolist()
-        slots, starts = forward_batch.out_cache_loc.tolist(), forward_batch.extend_start_loc.tolist()
+        tokens, hidden, slots, starts = self.read_step(reqs, forward_batch, hidden_states)
         for i, (req, last) in enumerate(zip(reqs, next_token_ids.tolist())):
             assert last >= 0
             own = range(starts[i], starts[i] + forward_batch.extend_seq_lens_cpu[i])
@@ -72,6 +67,17 @@ class LedgerDrafter(interface.Drafter):
             known = (req.all_ids[: seq_len - len(own)] + [tokens[j] for j in own] + [last])[: seq_len + 1]
             self._expect_kv(req, known)
             self.known.add(req.rid)
+
+    def read_step(
+        self, reqs: Sequence[Req], forward_batch: ForwardBatch, hidden_states: torch.Tensor | None
+    ) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Token ids, hidden states and slots of a step, and where each request begins."""
+        self.take_back()
+        assert hidden_states is not None
+        assert hidden_states.shape[0] == forward_batch.num_tokens
+        assert len(reqs) == forward_batch.batch_size
+        tokens, hidden = forward_batch.input_ids.tolist(), hidden_states[:, 0].long().tolist()
+        return tokens, hidden, forward_batch.out_cache_loc.tolist(), forward_batch.extend_start_loc.tolist()
 
     def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
         self.take_back()

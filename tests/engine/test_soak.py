@@ -14,6 +14,7 @@ from shared.conformance.random_load import Question
 from shared.conformance.soak import Soak, Tally
 from shared.scheduling.invariants import InvariantViolation
 from shared.types import GenerateOutput, Req, SamplingParams
+from tests.conformance.mutants.scheduling import AbortLeaksMemory
 
 HOST_PARTS = ("scheduler", "memory_pool", "radix_cache", "schedule_policy", "prefill_adder")
 OPTIMIZED = dict.fromkeys(HOST_PARTS, "optimized")
@@ -59,13 +60,7 @@ class KeepsTheRetractedToken(Scheduler):
             req.output_ids.pop()
 
 
-class LeaksOnAbort(Scheduler):
-    def abort(self, rid: str) -> bool:
-        req = self.live.get(rid)
-        if req is not None and req in self.running:
-            self.running.remove(req)
-            req.req_pool_idx = None
-        return super().abort(rid)
+LeaksOnAbort = AbortLeaksMemory.impl
 
 
 @pytest.mark.parametrize(
@@ -73,7 +68,7 @@ class LeaksOnAbort(Scheduler):
     [
         {"sampler": f"{__name__}:{SecondBest.__name__}"},
         {"scheduler": f"{__name__}:{KeepsTheRetractedToken.__name__}"},
-        {"scheduler": f"{__name__}:{LeaksOnAbort.__name__}"},
+        {"scheduler": f"{__name__}:LeaksOnAbort"},
     ],
     ids=["wrong token", "lost token", "leak"],
 )

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference import memory_pool
+from shared import registry
 from shared.conformance.case import Case
 from shared.conformance.contracts.memory_pool.allocator_sequences import Call, Run
 
@@ -47,11 +48,15 @@ CALL = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize("panel", ["reference", "optimized"])
+@settings(max_examples=80, deadline=None)
 @given(
     page_size=st.sampled_from([1, 2, 4, 16]),
     num_pages=st.integers(1, 12),
     calls=st.integers(0, 25).flatmap(lambda n: st.lists(CALL, min_size=n, max_size=n)),
 )
-def test_no_calls_break_the_allocator(page_size: int, num_pages: int, calls: list[Call]) -> None:
-    Run(memory_pool, Case("found", page_size=page_size, num_pages=num_pages, calls=tuple(calls))).play()
+def test_no_calls_break_the_allocator(panel: str, page_size: int, num_pages: int, calls: list[Call]) -> None:
+    Run(
+        registry.load("memory_pool", panel),
+        Case("found", page_size=page_size, num_pages=num_pages, calls=tuple(calls)),
+    ).play()

@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from optimized import memory_pool
 from reference import memory_pool as reference
-from shared.conformance.case import Case
-from shared.conformance.contracts.memory_pool.allocator_sequences import Call, Run
 from shared.conformance.contracts.memory_pool.rows import rows_written_and_read, rows_written_at_once
 from shared.conformance.schedules import random_schedule, run_schedule
 from shared.registry import load
-from tests.memory_pool.test_memory_pool import CALL
 
 
 class Both:
@@ -94,16 +89,6 @@ def _still_owned(both: Both, owned: list[list[int]], page_size: int) -> list[lis
         elif pages & used:
             both.free(torch.tensor([page * page_size for page in sorted(pages & used)]))
     return kept
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    page_size=st.sampled_from([1, 2, 4, 16]),
-    num_pages=st.integers(1, 12),
-    calls=st.integers(0, 25).flatmap(lambda n: st.lists(CALL, min_size=n, max_size=n)),
-)
-def test_no_calls_break_the_allocator(page_size: int, num_pages: int, calls: list[Call]) -> None:
-    Run(memory_pool, Case("found", page_size=page_size, num_pages=num_pages, calls=tuple(calls))).play()
 
 
 @pytest.mark.parametrize(

@@ -194,10 +194,10 @@ def test_the_last_layer_ends_with_the_tokens_that_are_wanted(name: str) -> None:
 
 
 IN_FAST_CUT = ("qwen2-yarn", "qwen3-layer-types", "mixtral")
-FAMILIES = [pytest.param(name, marks=[] if name in IN_FAST_CUT else pytest.mark.full) for name in CONFIGS]
+THINNED = [pytest.param(name, marks=[] if name in IN_FAST_CUT else pytest.mark.full) for name in CONFIGS]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", THINNED)
 def test_layers_of_somebody_else_are_called_as_they_are(name: str, calls: Counter[str]) -> None:
     """And give what the fused kernels give."""
     expected = logits(build(name))

@@ -33,8 +33,11 @@ GRID = grid(
 @contract("Whatever is drafted, in trees of any shape: one request, then seven at once.", GRID)
 def any_shape(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, erratic(1), case.shape, page_size=case.page_size)
-    if harness is None:
-        return
+    if harness is not None:
+        one_then_seven(harness)
+
+
+def one_then_seven(harness: SchedulerHarness) -> None:
     rids = [harness.submit(PROMPT, 16)]
     harness.run()
     rids += [harness.submit([3, 1, 4, 1, 5][: i % 5 + 1] * (1 + i % 4) + [i], 11 + i) for i in range(7)]

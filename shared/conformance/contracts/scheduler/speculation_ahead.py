@@ -9,6 +9,7 @@ from shared.conformance.answer_alone import EveryThird
 from shared.conformance.case import EXAMPLE, Case, grid, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
+from shared.conformance.contracts.scheduler import speculation
 from shared.conformance.ledger import expected_tokens
 from shared.conformance.ledger_drafter import erratic, perfect
 from shared.conformance.scheduler_harness import VOCAB_SIZE
@@ -41,15 +42,8 @@ def any_shape_ahead(impl: type[Scheduler], case: Case) -> None:
         runs_ahead=True,
         speculative_auto=case.is_auto,
     )
-    if harness is None:
-        return
-    rids = [harness.submit(PROMPT, 16)]
-    harness.run()
-    rids += [harness.submit([3, 1, 4, 1, 5][: i % 5 + 1] * (1 + i % 4) + [i], 11 + i) for i in range(7)]
-    harness.run()
-    for rid, num_tokens in zip(rids, [16, *range(11, 18)]):
-        harness.expect(rid, num_tokens)
-    harness.expect_idle()
+    if harness is not None:
+        speculation.one_then_seven(harness)
 
 
 @contract(
