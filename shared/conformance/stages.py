@@ -43,6 +43,59 @@ def _group(name: str, clauses: str, hint: str) -> Group:
 
 STAGES = (
     Stage(
+        "02",
+        "paged memory",
+        "02-paged-memory.md",
+        "memory_pool",
+        "my_pool.py",
+        "",
+        (
+            _group(
+                "rows",
+                "rows-are-distinct rows-short rows-first-in-first-out rows-not-handed-out "
+                "rows-freed-twice rows-written-and-read rows-written-at-once rows-read-a-copy "
+                "rows-cleared",
+                "Rows are taken from the front of `_free_rows` and go back to its end. Count before you "
+                "take: None must leave the pool as it was.",
+            ),
+            _group(
+                "store",
+                "buffers-are-views store-writes-its-slots store-casts store-takes-views "
+                "padding-goes-to-the-dummy-page move-reads-before-it-writes bytes-per-token",
+                "`store` writes row i of k and v to slot out_cache_loc[i] of one layer, in the pool's "
+                "dtype. `move` reads all sources before it writes, in all layers.",
+            ),
+            _group(
+                "alloc",
+                "bad-sizes every-slot-once alloc-short alloc-whole-pages",
+                "Take pages from the front of `_free_pages`, remember them in `_used_pages`, and return "
+                "the slots of each page in order.",
+            ),
+            _group(
+                "extend",
+                "extend-at-page-borders extend-several extend-short extend-checks-the-last-slot "
+                "decode-one-slot-each decode-short",
+                "Per request: slots last_loc + 1, ... up to the end of its last page, then new pages. "
+                "Count the new pages of all requests before you take one. Assert that last_loc fits "
+                "prefix_len.",
+            ),
+            _group(
+                "free",
+                "extend-fills-the-last-page free-whole-pages freed-twice free-what-is-not-out "
+                "grouped-frees-wait groups-do-not-nest restore-undoes free-slots-are-sorted "
+                "clear-frees-all",
+                "A page of `slots` goes back once, however many of its slots are named. Assert that it is "
+                "in `_used_pages`. While a group is open, pages wait in it.",
+            ),
+            _group(
+                "any calls",
+                "any-calls same-calls",
+                "Single calls are right, and a sequence is not. Replay the smallest sequence by hand: "
+                "each page is free, used or in the group.",
+            ),
+        ),
+    ),
+    Stage(
         "05",
         "the radix cache",
         "05-radix-cache.md",
@@ -107,6 +160,60 @@ STAGES = (
                 "The order matters: insert, write the tree's slots to the row, free the duplicates, lock "
                 "the new path, unlock the old one. Each slot of the request is freed once, or is taken by "
                 "the tree.",
+            ),
+        ),
+    ),
+    Stage(
+        "06",
+        "sampling",
+        "06-sampling.md",
+        "sampler",
+        "my_sampler.py",
+        "Sampler",
+        (
+            _group(
+                "greedy",
+                "greedy-ties empty-batch processors",
+                "Follow the order of the docstring. Greedy rows take the argmax of unscaled logits, the "
+                "lowest id on ties. `scale` subtracts the maximum before it divides.",
+            ),
+            _group(
+                "draw",
+                "greedy-is-no-softmax near-zero-temperature near-zero-temperature-shares "
+                "same-tokens-unfiltered seed-and-position all-bits-of-a-seed ties independence",
+                "scaled + gumbel_noise(seeds[:, None], positions[:, None], token_ids), then argmax. Use "
+                "the noise as it comes, in float64.",
+            ),
+            _group(
+                "masks",
+                "order-of-steps vocab-mask everything-banned banned-tokens",
+                "Token t has bit t % 32 of word t // 32. Masks come after penalties and before the bias; "
+                "masked tokens are -inf.",
+            ),
+            _group(
+                "filters",
+                "filters-keep exact-tokens same-tokens greedy-in-a-mixed-batch noise-belongs-to-the-token "
+                "batch-mates stateless infinite-logits impossible-tokens near-ties",
+                "Sort once, in a stable way. Keep while the sum of p before a token is below top_p, while "
+                "its rank is below top_k, and where p is at least min_p times the largest p. Sum in "
+                "float64; top_p = 1 keeps everything.",
+            ),
+            _group(
+                "bad rows",
+                "bad-rows hidden-nan nan-of-the-bias",
+                "A row with a NaN, before or after the bias, or with no logit above -inf, gets -1. Look "
+                "for NaN before a mask can hide it.",
+            ),
+            _group(
+                "log-probabilities",
+                "values asking-changes-nothing bad-rows-have-no-logprob",
+                "`logprobs_of` takes the scaled logits before any filter. Greedy rows have temperature 1.",
+            ),
+            _group(
+                "distribution",
+                "draws mixed-batch",
+                "The tokens that are kept are right, and their frequencies are not. Is the noise added to "
+                "log p, and does each row use its own seed?",
             ),
         ),
     ),

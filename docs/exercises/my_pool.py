@@ -1,0 +1,180 @@
+"""Stage 02, paged memory: complete the functions that raise NotImplementedError.
+
+cp docs/exercises/my_pool.py my_pool.py
+diptych check --stage 02 my_pool.py
+
+The contract of each method is in shared/interfaces/memory_pool.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from shared.interfaces import memory_pool as interface
+
+
+class ReqToTokenPool(interface.ReqToTokenPool):
+    """Rows that map a request's positions to slots. Row 0 is a dummy row."""
+
+    def __init__(self, size: int, max_len: int, device: torch.device | str) -> None:
+        self.size = size
+        self.max_len = max_len
+        self.req_to_token = torch.zeros(size + 1, max_len, dtype=torch.int32, device=device)
+        self.clear()
+
+    def clear(self) -> None:
+        self._free_rows = deque(range(1, self.size + 1))
+        self._used_rows: set[int] = set()
+
+    def alloc(self, num_reqs: int) -> list[int] | None:
+        """Rows from the front of the queue; None, without taking any, if fewer are free."""
+        raise NotImplementedError("TODO rows: count first, then take")
+
+    def free(self, req_pool_indices: Sequence[int]) -> None:
+        """A row that is not allocated is an AssertionError."""
+        raise NotImplementedError("TODO rows: back to the end of the queue")
+
+    def write(self, req_pool_idx: int, start: int, slots: torch.Tensor) -> None:
+        raise NotImplementedError("TODO rows: positions [start, start + len(slots)) of one row")
+
+    def read(self, req_pool_idx: int, start: int, end: int) -> torch.Tensor:
+        """A copy, int64."""
+        raise NotImplementedError("TODO rows: positions [start, end) of one row")
+
+    def write_ragged(
+        self,
+        req_pool_indices: Sequence[int],
+        starts: Sequence[int],
+        lens: Sequence[int],
+        slots: torch.Tensor,
+    ) -> None:
+        for row, start, row_slots in zip(req_pool_indices, starts, slots.split(list(lens))):
+            self.write(row, start, row_slots)
+
+    def read_each(self, req_pool_indices: Sequence[int], positions: Sequence[int]) -> list[int]:
+        return self.req_to_token[list(req_pool_indices), list(positions)].tolist()
+
+    def available_size(self) -> int:
+        return len(self._free_rows)
+
+
+class TokenToKVPool(interface.TokenToKVPool):
+    """K and V of every slot: two tensors [num_layers, size + page_size, num_kv_heads, head_dim]."""
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.size = size
+        self.page_size = page_size
+        self.num_layers = num_layers
+        self.dtype = dtype
+        self.device = torch.device(device)
+        shape = (num_layers, size + page_size, num_kv_heads, head_dim)
+        self._k = torch.zeros(shape, dtype=dtype, device=device)
+        self._v = torch.zeros(shape, dtype=dtype, device=device)
+
+    def k_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._k[layer_id]
+
+    def v_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._v[layer_id]
+
+    def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        raise NotImplementedError("TODO store: k and v of token i go to slot out_cache_loc[i], in self.dtype")
+
+    def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
+        """In all layers, as if all sources were read before any target is written."""
+        raise NotImplementedError("TODO store: copy slots to slots, in all layers")
+
+    @property
+    def num_bytes_per_token(self) -> int:
+        raise NotImplementedError("TODO store: bytes of K and V of one slot, over all layers")
+
+
+class AllocatorState(NamedTuple):
+    free_pages: tuple[int, ...]
+    used_pages: frozenset[int]
+    free_group: tuple[int, ...] | None
+
+
+class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
+    """Each page is in exactly one of: `_free_pages`, `_used_pages`, the open free group. Page 0 is the dummy
+    page and in none of them."""
+
+    def __init__(self, size: int, page_size: int, device: torch.device | str) -> None:
+        if page_size < 1 or size < page_size or size % page_size != 0:
+            raise ValueError(f"size ({size}) must be a positive multiple of page_size ({page_size})")
+        self.size = size
+        self.page_size = page_size
+        self.device = torch.device(device)
+        self.clear()
+
+    @property
+    def slot_device(self) -> torch.device:
+        return self.device
+
+    def _take_pages(self, num_pages: int) -> list[int] | None:
+        """Pages from the front of the queue; None, without taking any, if fewer are free."""
+        raise NotImplementedError("TODO alloc: move pages from `_free_pages` to `_used_pages`")
+
+    def alloc(self, num_tokens: int) -> torch.Tensor | None:
+        """Slots of whole pages. A number that is no multiple of page_size is an AssertionError."""
+        raise NotImplementedError("TODO alloc: take pages, and return their slots (`_slots_of`)")
+
+    def alloc_extend(
+        self, prefix_lens: Sequence[int], seq_lens: Sequence[int], last_locs: Sequence[int]
+    ) -> torch.Tensor | None:
+        """Slots for requests that grow from prefix_lens[i] to seq_lens[i] tokens; last_locs[i] is the slot of
+        token prefix_lens[i] - 1."""
+        raise NotImplementedError("TODO extend: fill the last page of each request, then take new pages")
+
+    def alloc_decode(self, seq_lens: Sequence[int], last_locs: Sequence[int]) -> torch.Tensor | None:
+        return self.alloc_extend([seq_len - 1 for seq_len in seq_lens], seq_lens, last_locs)
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Free every page that has one of the slots. A page that is not allocated is an AssertionError."""
+        raise NotImplementedError("TODO free: pages back to the queue, or into the open group")
+
+    def free_group_begin(self) -> None:
+        raise NotImplementedError("TODO free: open a group; groups do not nest")
+
+    def free_group_end(self) -> None:
+        raise NotImplementedError("TODO free: close the group; its pages are free now")
+
+    # What follows is complete.
+
+    def available_size(self) -> int:
+        return len(self._free_pages) * self.page_size
+
+    def backup_state(self) -> AllocatorState:
+        group = None if self._free_group is None else tuple(self._free_group)
+        return AllocatorState(tuple(self._free_pages), frozenset(self._used_pages), group)
+
+    def restore_state(self, state: AllocatorState) -> None:
+        self._free_pages = deque(state.free_pages)
+        self._used_pages = set(state.used_pages)
+        self._free_group = None if state.free_group is None else list(state.free_group)
+
+    def free_slots(self) -> torch.Tensor:
+        return self._slots_of(sorted(self._free_pages))
+
+    def clear(self) -> None:
+        self._free_pages = deque(range(1, self.size // self.page_size + 1))
+        self._used_pages: set[int] = set()
+        self._free_group: list[int] | None = None  # pages freed while a group is open
+
+    def _slots_of(self, pages: Sequence[int]) -> torch.Tensor:
+        """int64 [len(pages) * page_size], page by page."""
+        starts = torch.tensor(pages, dtype=torch.int64, device=self.device) * self.page_size
+        return (starts[:, None] + torch.arange(self.page_size, device=self.device)).flatten()

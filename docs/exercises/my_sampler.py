@@ -1,0 +1,63 @@
+"""Stage 06, sampling: complete the functions that raise NotImplementedError.
+
+cp docs/exercises/my_sampler.py my_sampler.py
+diptych check --stage 06 my_sampler.py
+
+The steps and their order are in shared/interfaces/sampler.py; the fields of `SamplingBatchInfo` in
+shared/types/sampling_batch.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shared.interfaces import sampler as contract
+from shared.sampling.logprobs import logprobs_of, sort_descending
+from shared.sampling.noise import gumbel_noise
+from shared.sampling.processors import apply_processors
+from shared.types import SampleOutput, SamplingBatchInfo
+
+NEG_INF = float("-inf")
+
+
+class Sampler(contract.Sampler):
+    def sample(self, logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> SampleOutput:
+        """logits [bs, vocab_size], not modified; positions [bs] -> next_token_ids int64 [bs], -1: a bad row.
+
+        In order: float32, look for NaN, penalties, masks, bias, `apply_processors(logits, info)`, scale,
+        argmax of greedy rows, `draw` for the others, -1 for bad rows, log-probabilities
+        (`logprobs_of(scaled, ids, info.num_top_logprobs)`) if `info.return_logprob`.
+        """
+        raise NotImplementedError("TODO greedy: the steps in this order; greedy rows take the argmax")
+
+
+def scale(logits: torch.Tensor, max_logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """(logits - max) / temperature: [bs, vocab_size]. Tokens that have the maximum get 0, also +inf."""
+    raise NotImplementedError("TODO greedy: subtract the maximum first, so that no temperature overflows")
+
+
+def draw(scaled: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> torch.Tensor:
+    """[bs] int64: the token with the largest log p + noise among those that the filters keep. The noise of a
+    token is `gumbel_noise(seeds, positions, token_ids)`; shapes broadcast."""
+    raise NotImplementedError(
+        "TODO draw: add the noise, take the argmax; filters only if `info.needs_filter`"
+    )
+
+
+def apply_penalties(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+    """repetition_penalty on tokens of prompt or output; then frequency and presence penalties."""
+    if info.output_counts is None:
+        return logits
+    raise NotImplementedError("TODO masks: penalties need `output_counts` and, for repetition, `prompt_mask`")
+
+
+def apply_masks(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+    """-inf for tokens that `vocab_mask` (32 tokens per word, low bit first) or `banned` excludes."""
+    if info.vocab_mask is None and info.banned is None:
+        return logits
+    raise NotImplementedError("TODO masks: unpack the bits of `vocab_mask`; `banned` is a bool tensor")
+
+
+def filter_mask(ordered: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+    """ordered [bs, vocab_size]: rows of `scaled`, the likeliest token first -> bool: the tokens that stay."""
+    raise NotImplementedError("TODO filters: top-k, top-p and min-p, all on the same probabilities")
