@@ -3,7 +3,8 @@
 A compiler in C++ can run for ever, exhaust memory or overflow its stack, and a thread cannot be killed. This
 process can. It talks in frames over stdin and stdout: four bytes of length, then UTF-8. The first frame in is
 xgrammar's tokenizer info, and the first frame out says that it was read. Each further frame in is a JSON list
-[kind, text, seconds]; the frame out is "=" and the serialized grammar, or "!" and what is wrong with it.
+[kind, text, seconds of CPU time]. The frame out is "=" and the serialized grammar, or "!" and what is wrong
+with it.
 """
 
 from __future__ import annotations
@@ -86,15 +87,15 @@ def main() -> None:
     write_frame(frames_out, "ready")
     while (frame := read_frame(frames_in)) is not None:
         kind, text, seconds = json.loads(frame)
-        # The default action of SIGALRM ends the process, also when its parent is gone.
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        # The default action of SIGPROF ends the process, also when its parent is gone.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             grammar = compile_spec(compiler, kind, text)
             try_out(grammar, info.vocab_size)
             answer = f"={grammar.serialize_json()}"
         except Exception as error:
             answer = f"!{first_line(error)}"
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         write_frame(frames_out, answer)
 
 
