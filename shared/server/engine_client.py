@@ -60,6 +60,7 @@ class Delta:
     finish: Finish | None = None
     num_cached_tokens: int = 0
     num_accepted_tokens: int = 0
+    queue_time: float | None = None  # in the first delta of a sample
 
     def merge(self, later: Delta) -> None:
         """Append what came later."""
@@ -207,6 +208,7 @@ class EngineClient:
             finish=output.finish,
             num_cached_tokens=output.num_cached_tokens,
             num_accepted_tokens=output.num_accepted_tokens,
+            queue_time=output.queue_time,
         )
         live = self._lives.get(output.rid)
         if live is not None and live.detokenizer is not None:

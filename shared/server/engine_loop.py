@@ -60,7 +60,7 @@ class EngineLoop:
         self._counter = 0
         self._last_heartbeat = 0.0
         self.grammar_queue = GrammarQueue(assembly.grammars)
-        self._live: dict[str, bool] = {}  # rid -> whether its input log-probabilities are still to be sent
+        self._live: dict[str, Req | None] = {}  # the request until its first output, then None
         self._refused: list[RequestOutput] = []  # requests that the scheduler did not take
 
     def run(self) -> None:
@@ -119,7 +119,7 @@ class EngineLoop:
 
     def _add_request(self, req: Req) -> None:
         self.scheduler.add_request(req)
-        self._live[req.rid] = req.sampling_params.logprob_start_len >= 0
+        self._live[req.rid] = req
 
     def _admit_compiled(self) -> None:
         """Requests whose grammar is there now, or cannot be."""
@@ -226,10 +226,14 @@ class EngineLoop:
                 self.channel.send(Outputs(outputs=outputs))
 
     def _output(self, output: StepOutput) -> RequestOutput:
-        input_logprobs = []
-        if self._live.get(output.rid) and (output.new_token_ids or output.finished_reason is not None):
-            input_logprobs = output.input_logprobs
-            self._live[output.rid] = False
+        input_logprobs, queue_time = [], None
+        req = self._live.get(output.rid)
+        if req is not None and (output.new_token_ids or output.finished_reason is not None):
+            self._live[output.rid] = None
+            if req.sampling_params.logprob_start_len >= 0:
+                input_logprobs = output.input_logprobs
+            if req.run_start_time is not None:
+                queue_time = req.run_start_time - req.arrival_time
         finish = None
         if output.finished_reason is not None:
             finish = finish_of(output.finished_reason)
@@ -242,6 +246,7 @@ class EngineLoop:
             input_logprobs=input_logprobs,
             num_cached_tokens=output.num_cached_tokens,
             num_accepted_tokens=output.speculation.num_accepted_tokens,
+            queue_time=queue_time,
         )
 
     def _beat(self) -> None:

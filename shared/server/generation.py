@@ -136,6 +136,8 @@ class Generation:
 
     def _deliver_to(self, sample: Sample) -> Callable[[Delta], None]:
         def deliver(delta: Delta) -> None:
+            if delta.queue_time is not None:
+                self.metrics.queue_time.observe(delta.queue_time)
             if delta.token_ids:
                 now, is_first = time.monotonic(), sample.num_tokens == 0
                 since = self.start_time if is_first else sample.last_time

@@ -23,7 +23,7 @@ from shared.types import (
     TokenLogprob,
 )
 
-VERSION = 2
+VERSION = 3
 """Of this protocol. The API refuses an engine of another version at `Ready`."""
 
 
@@ -99,6 +99,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True):
     input_logprobs: list[TokenLogprob]  # of the whole prompt, once, if asked for
     num_cached_tokens: int
     num_accepted_tokens: int
+    queue_time: float | None = None  # seconds until its first step; in the first output only
 
 
 class Outputs(Message):

@@ -21,6 +21,7 @@ class Metrics:
         self.cached_tokens = self._counter("cached_tokens_total", "Prompt tokens found in the prefix cache.")
         self.num_requests = self._counter("num_requests_total", "HTTP requests that reached the engine.")
         self.num_aborted = self._counter("num_aborted_requests_total", "Of these, aborted or failed ones.")
+        self.queue_time = self._histogram("queue_time_seconds", "From arrival to the first step.")
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From arrival to token 1.")
         self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Between output tokens.")
         self.e2e_latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end.")

@@ -57,10 +57,10 @@ def num_live(server: RunningServer) -> int:
     return number
 
 
-def num_aborted(server: RunningServer) -> float:
+def metric(server: RunningServer, name: str) -> float:
     with urllib.request.urlopen(server.url + "/metrics", timeout=10) as answer:
         text = answer.read().decode()
-    return float(re.findall(r"^diptych:num_aborted_requests_total (\S+)$", text, re.MULTILINE)[0])
+    return float(re.findall(rf"^diptych:{name} (\S+)$", text, re.MULTILINE)[0])
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
@@ -68,13 +68,13 @@ def num_aborted(server: RunningServer) -> float:
 def test_a_client_that_leaves_ends_its_request(server: RunningServer, route: str, is_stream: bool) -> None:
     path, body = ROUTES[route]
     server.wait_idle()
-    before = num_aborted(server)
+    before = metric(server, "num_aborted_requests_total")
     assert post(server, "/pause_generation", {})[0] == 200  # it cannot end by itself
     try:
         connection = send(server, path, {**body, "stream": is_stream})
         wait_until(lambda: num_live(server) == 1)
         connection.close()
-        wait_until(lambda: num_aborted(server) == before + 1)
+        wait_until(lambda: metric(server, "num_aborted_requests_total") == before + 1)
     finally:
         post(server, "/continue_generation", b"")
     assert_whole(server)
@@ -157,6 +157,20 @@ def test_clients_raise_when_the_engine_dies_within_a_stream(api: str) -> None:
         with pytest.raises((openai.APIError, anthropic.APIError), match="SIGKILL"):
             list(stream)
         assert server.process.wait(20) not in (0, None)
+
+
+def test_metrics_count_what_was_done(server: RunningServer) -> None:
+    server.wait_idle()
+    names = (
+        "num_requests_total", "generation_tokens_total", "time_to_first_token_seconds_count",
+        "queue_time_seconds_count", "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count",
+    )  # fmt: skip
+    before = [metric(server, name) for name in names]
+    body = {"prompt": "Count:", "max_tokens": 5, "ignore_eos": True, "n": 3, "temperature": 1}
+    assert post(server, "/v1/completions", body)[0] == 200
+    added = [metric(server, name) - old for name, old in zip(names, before)]
+    assert added == [1, 15, 3, 3, 12, 1]
+    assert 0 <= metric(server, "queue_time_seconds_sum") < metric(server, "time_to_first_token_seconds_sum")
 
 
 # ---- administration ----
