@@ -140,7 +140,12 @@ def test_a_client_that_does_not_read_is_dropped(small_server: RunningServer) -> 
     assert_whole(small_server)
 
 
-@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "api", [*(pytest.param(name, marks=FULL) for name in ("chat", "responses")), "messages"]
+)
 def test_clients_raise_when_the_engine_dies_within_a_stream(api: str) -> None:
     with serving("--separate-process") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
