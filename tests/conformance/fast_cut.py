@@ -44,8 +44,8 @@ def axes_of(cases: tuple[Any, ...]) -> set[str]:
     return {axis for axis, count in counts.items() if 1 < count <= min(MAX_VALUES, len(cases) - 1)}
 
 
-def pairwise_cover(cases: tuple[Any, ...]) -> set[str]:
-    """Names of cases in which every pair of values occurs, at most MAX_COVER. Greedy: the case with most new
+def pairwise_cover(cases: tuple[Any, ...], most: int = MAX_COVER) -> set[str]:
+    """Names of cases in which every pair of values occurs, at most so many. Greedy: the case with most new
     pairs is next."""
     axes = axes_of(cases)
     pairs = {
@@ -55,7 +55,7 @@ def pairwise_cover(cases: tuple[Any, ...]) -> set[str]:
         for case in cases
     }
     missing, kept = set().union(*pairs.values()), set()
-    while missing and len(kept) < MAX_COVER:
+    while missing and len(kept) < most:
         best = max(pairs, key=lambda name: len(pairs[name] & missing))
         kept.add(best)
         missing -= pairs.pop(best)

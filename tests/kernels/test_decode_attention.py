@@ -15,6 +15,7 @@ from shared.conformance.device import check_device
 from shared.conformance.poison import poisoned_allocations
 from shared.conformance.tolerance import tolerance
 from shared.interfaces import AttentionBackend
+from tests.kernels.fast_grid import fast_grid
 
 LENGTHS = (1, 300, 5, 64, 65, 128, 129, 2)
 
@@ -36,15 +37,13 @@ def test_steps_follow_one_another() -> None:
     expect_steps(TritonAttention)
 
 
-@pytest.mark.parametrize("num_programs", [1, 3, 10, 40])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sliding_window": 70, "sinks": (0.5, 3.0), "logit_cap": 5.0},
-        {"num_qo_heads": 7, "num_kv_heads": 1, "head_dim": 80, "page_size": 16},
-    ],
-    ids=["plain", "extras", "7 heads of 80"],
+@fast_grid(
+    num_programs={str(n): n for n in (1, 3, 10, 40)},
+    options={
+        "plain": {},
+        "extras": {"sliding_window": 70, "sinks": (0.5, 3.0), "logit_cap": 5.0},
+        "7 heads of 80": {"num_qo_heads": 7, "num_kv_heads": 1, "head_dim": 80, "page_size": 16},
+    },
 )
 def test_any_number_of_programs(
     num_programs: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from shared.conformance.attention_batches import AttentionBatch, AttentionCase
 from shared.conformance.compare import expect_close
 from shared.conformance.tolerance import tolerance
 from shared.types import ForwardMode
+from tests.kernels.fast_grid import fast_grid
 
 
 @pytest.mark.parametrize("mask", ["causal", "random"])
@@ -30,20 +31,20 @@ def test_requests_without_new_tokens(mask: Any) -> None:
     expect_close("output", batch.run(TritonAttention), expected[rows], tolerance("attention", torch.float32))
 
 
-@pytest.mark.parametrize(
-    "tile",
-    [(16, 16), (16, 64), (64, 16), (128, 128)],
-    ids=lambda tile: f"{tile[0]} rows, {tile[1]} keys",
-)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_qo_heads": 7, "num_kv_heads": 1, "head_dim": 80, "page_size": 16, "dtype": torch.bfloat16},
-        {"sliding_window": 20, "sinks": (0.5, 3.0), "logit_cap": 5.0},
-        {"mask": "random", "sliding_window": 40},
-    ],
-    ids=["plain", "7 heads of 80", "extras", "mask and window"],
+@fast_grid(
+    tile={f"{m} rows, {n} keys": (m, n) for m, n in ((16, 16), (16, 64), (64, 16), (128, 128))},
+    options={
+        "plain": {},
+        "7 heads of 80": {
+            "num_qo_heads": 7,
+            "num_kv_heads": 1,
+            "head_dim": 80,
+            "page_size": 16,
+            "dtype": torch.bfloat16,
+        },
+        "extras": {"sliding_window": 20, "sinks": (0.5, 3.0), "logit_cap": 5.0},
+        "mask and window": {"mask": "random", "sliding_window": 40},
+    },
 )
 def test_tiles_of_any_size(
     tile: tuple[int, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

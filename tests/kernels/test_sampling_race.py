@@ -17,6 +17,7 @@ from shared.conformance.compare import expect_equal
 from shared.conformance.device import check_device
 from shared.conformance.inputs import Inputs
 from shared.types import SamplingBatchInfo
+from tests.kernels.fast_grid import fast_grid
 from tests.kernels.sampling_variants import Change, variant
 from tests.kernels.test_sampling import expect_same_tokens, hard_logits, plain_info
 
@@ -81,8 +82,7 @@ def test_bounds_are_never_late() -> None:
     assert late[(v > 2.0**-20) & (v < 0.01)].min().item() > -0.01
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("vocab_size", [4097, 9001])
+@fast_grid(way={way: way for way in WAYS}, vocab_size={str(size): size for size in (4097, 9001)})
 def test_hard_rows(way: str, vocab_size: int) -> None:
     changed = variant(*WAYS[way]).sampler.Sampler
     positions = torch.arange(18, device=check_device()) * 1000

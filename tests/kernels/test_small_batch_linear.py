@@ -14,6 +14,7 @@ from shared.conformance.compare import expect_close, expect_equal
 from shared.conformance.device import check_device
 from shared.conformance.inputs import FLOAT_TYPES, HALF_TYPES, type_name
 from shared.conformance.poison import run_poisoned
+from tests.kernels.fast_grid import fast_grid
 from tests.kernels.linear_cases import EPS, Case, Check, Data, Mutant, close, expect_found, name_of, run
 
 CASES = [
@@ -99,17 +100,19 @@ def check_linear_silu(module: ModuleType, case: Case) -> None:
 CHECKS: list[Check] = [
     check_linear, check_norm_linear, check_norm_linear_silu, check_linear_silu, check_linear_add,
 ]  # fmt: skip
+CHECKS_BY_NAME = {check.__name__.removeprefix("check_"): check for check in CHECKS}
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@fast_grid(case={name_of(case): case for case in CASES}, check=CHECKS_BY_NAME)
 def test_against_float64(case: Case, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     run(check, replace(case, dtype=torch.bfloat16), monkeypatch)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=type_name)
-@pytest.mark.parametrize("kernel", ["warp_gemv", "sliced_k_gemm", "tiled_gemm", "cublas"])
+@fast_grid(
+    kernel={kernel: kernel for kernel in ("warp_gemv", "sliced_k_gemm", "tiled_gemm", "cublas")},
+    dtype={type_name(dtype): dtype for dtype in FLOAT_TYPES},
+    check=CHECKS_BY_NAME,
+)
 def test_every_type(kernel: str, dtype: torch.dtype, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel not in ("sliced_k_gemm", "tiled_gemm") or dtype != torch.float32:
         run(check, Case(kernel, 2, 33, 320, dtype=dtype), monkeypatch)
