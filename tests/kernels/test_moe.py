@@ -23,6 +23,7 @@ from shared.conformance.suite import check_implementation, clauses_of
 from shared.conformance.tolerance import tolerance
 from shared.interfaces import TopKOutput
 from tests.conformance.mutants.optimized_moe import MUTANTS, KernelMutant
+from tests.kernels.fast_grid import fast_grid
 
 HIDDEN, INTER = 160, 96
 PLANS = {
@@ -63,8 +64,10 @@ def routing(kind: str, num_tokens: int, num_experts: int, k: int) -> TopKOutput:
     return TopKOutput(inputs.uniform(num_tokens, k), ids)
 
 
-@pytest.mark.parametrize("kind", ["random", "skewed", "padded", "all padded"])
-@pytest.mark.parametrize("name", list(PLANS))
+@fast_grid(
+    name={name: name for name in PLANS},
+    kind={kind: kind for kind in ("random", "skewed", "padded", "all padded")},
+)
 def test_every_plan_on_every_routing(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     num_tokens = 5 if name == "gemv" else 70
     topk = routing(kind, num_tokens, 6, 3)
@@ -72,8 +75,7 @@ def test_every_plan_on_every_routing(name: str, kind: str, monkeypatch: pytest.M
     expect_close("y", y, expected, tolerance("moe", torch.float32))
 
 
-@pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=type_name)
-@pytest.mark.parametrize("name", list(PLANS))
+@fast_grid(name={name: name for name in PLANS}, dtype={type_name(dtype): dtype for dtype in FLOAT_TYPES})
 def test_every_plan_in_every_type(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     topk = routing("random", 4 if name == "gemv" else 20, 5, 2)
     y, expected = run_experts(topk, 5, dtype, PLANS[name], monkeypatch)
@@ -184,6 +186,7 @@ def test_plans_of_this_gpu_compute_what_they_should(shape: Shape, num_tokens: in
     expect_right(shape, num_tokens)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("_", "num_tokens", "plan"), measured_plans())
 def test_measured_plans_compute_what_they_should(
     _: Shape, num_tokens: int, plan: Plan, monkeypatch: pytest.MonkeyPatch

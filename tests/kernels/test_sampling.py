@@ -155,15 +155,15 @@ def test_ways_that_are_seldom_taken_lead_to_the_same_tokens(way: str) -> None:
 @pytest.mark.parametrize("more", [{}, {"top_ps": 0.8}, {"top_ks": 6000}], ids=["alone", "top-p", "top-k"])
 def test_flat_rows_under_min_p(more: dict[str, float]) -> None:
     """More tokens are kept than are gathered, and a third of the proposals is dropped."""
-    num_rows, vocab_size = 24, 9001
+    num_rows, vocab_size = 12, 9001
     logits = Inputs(1).normal(num_rows, vocab_size, std=0.3)
     logits[::3] = (logits[::3] * 20).round() / 20  # ties
     info = plain_info(num_rows, vocab_size, min_ps=0.3, **more)
     positions = torch.arange(num_rows, device=logits.device)
     free = ReferenceSampler().sample(logits, replace(info, needs_filter=False), positions).next_token_ids
     weights = (logits - logits.amax(dim=1, keepdim=True)).exp()
-    assert ((weights >= 0.3).sum(dim=1) > 2048).sum() > 20
-    assert (weights.gather(1, free[:, None]) < 0.3).sum() > 4
+    assert ((weights >= 0.3).sum(dim=1) > 2048).sum() > 9
+    assert (weights.gather(1, free[:, None]) < 0.3).sum() >= 2
     expect_same_tokens(Sampler, logits, info, positions)
 
 
@@ -180,25 +180,26 @@ def test_against_loops_in_float64(vocab_size: int) -> None:
         assert ids[i] == expected or margin < 1e-5, asks[i].name
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"top_ks": 1},
-        {"top_ks": 600},
-        {"top_ks": 8999},
-        {"top_ps": 0.5},
-        {"top_ps": 0.25, "top_ks": 4000},
-        {"min_ps": 1.0},
-        {"top_ks": 3000, "min_ps": 0.5, "top_ps": 0.75},
-    ],
-    ids=str,
+EQUAL_LOGITS = (
+    {"top_ks": 1},
+    {"top_ks": 600},
+    {"top_ks": 8999},
+    {"top_ps": 0.5},
+    {"top_ps": 0.25, "top_ks": 4000},
+    {"min_ps": 1.0},
+    {"top_ks": 3000, "min_ps": 0.5, "top_ps": 0.75},
 )
-def test_a_row_of_equal_logits(params: dict[str, float]) -> None:
-    """Every bound lies within one tie that spans all slices, and top_p is met exactly: p is 2^-k or so."""
-    for vocab_size in (9000, 8192):
-        logits = torch.full((4, vocab_size), -1.5, device=check_device())
-        positions = torch.zeros(4, dtype=torch.int64, device=logits.device)
-        expect_same_tokens(Sampler, logits, plain_info(4, vocab_size, **params), positions)
+
+
+@fast_grid(
+    params={str(params): params for params in EQUAL_LOGITS},
+    vocab_size={str(size): size for size in (9000, 8192)},
+)
+def test_a_row_of_equal_logits(params: dict[str, float], vocab_size: int) -> None:
+    """Every bound is within one tie that spans all slices, and top_p is met exactly: p is 2^-k or so."""
+    logits = torch.full((4, vocab_size), -1.5, device=check_device())
+    positions = torch.zeros(4, dtype=torch.int64, device=logits.device)
+    expect_same_tokens(Sampler, logits, plain_info(4, vocab_size, **params), positions)
 
 
 def test_ties_across_slices_go_to_the_lowest_ids() -> None:
