@@ -15,7 +15,7 @@ from typing import Any
 from optimized.overlap.pipeline import BatchInFlight, InFlight, Pipeline
 from shared.interfaces import SchedulerParts
 from shared.sampling.logprobs import to_token_logprobs
-from shared.scheduling.step_memory import prepare_for_decode
+from shared.scheduling.pages import prepare_for_decode
 from shared.types import (
     LogitsOutput,
     Req,

@@ -85,7 +85,7 @@ class Scheduler(BaseScheduler):
 
     def _launch(self, batch: ScheduleBatch) -> bool:
         """False when the model refuses it."""
-        self.counts.num_steps += 1
+        self.num_steps += 1
         try:
             self.run_batch(batch)
         except BaseException as error:

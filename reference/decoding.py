@@ -8,7 +8,7 @@ from reference.schedule_batch import make_forward_batch
 from shared.interfaces import SchedulerParts
 from shared.sampling.logprobs import to_token_logprobs
 from shared.sampling.sampling_batch import make_sampling_batch_info
-from shared.scheduling.step_memory import prepare_for_decode
+from shared.scheduling.pages import prepare_for_decode
 from shared.types import (
     BatchResult,
     ForwardBatch,

@@ -25,7 +25,7 @@ class Scheduler(BaseScheduler):
         self._finish_overdue()
         batch = self._schedule()
         if batch is not None:
-            self.counts.num_steps += 1
+            self.num_steps += 1
             try:
                 result = self.run_batch(batch)
                 with self.parts.timeline.span("process results"):

@@ -27,8 +27,7 @@ from shared.config import EngineConfig
 from shared.interfaces import SchedulerParts
 from shared.loading.kv_sizing import num_speculative_slots
 from shared.sampling.logprobs import to_token_logprobs
-from shared.scheduling.pages import round_up_to_page
-from shared.scheduling.step_memory import evict_for, rows_of
+from shared.scheduling.pages import evict_for, round_up_to_page, rows_of
 from shared.speculation.adaptive_shape import Acceptance
 from shared.speculation.kept_tokens import kept_tokens
 from shared.speculation.node_sampling import make_early_bans

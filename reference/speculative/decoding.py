@@ -12,8 +12,7 @@ from reference.speculative.tree import TreeRound
 from shared.config import EngineConfig
 from shared.interfaces import SchedulerParts
 from shared.loading.kv_sizing import num_speculative_slots
-from shared.scheduling.pages import round_up_to_page
-from shared.scheduling.step_memory import evict_for, rows_of
+from shared.scheduling.pages import evict_for, round_up_to_page, rows_of
 from shared.speculation.adaptive_shape import Acceptance
 from shared.types import BatchResult, DraftBatch, ForwardMode, Req, ScheduleBatch, SpeculationStats
 

@@ -6,8 +6,6 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from shared.scheduling.pages import round_down_to_page
-
 Range = tuple[int, int]
 """Least and greatest, both possible."""
 
@@ -115,7 +113,7 @@ class SharedPrefix:
     def ideal_hit_rate(self, requests: list[Request], page_size: int) -> float:
         """Share of all prompt tokens that a cache can provide: in each group all requests but one find the
         shared prefix, as far as it fills whole pages."""
-        cached = self.groups * (self.group_size - 1) * round_down_to_page(self.shared_len, page_size)
+        cached = self.groups * (self.group_size - 1) * (self.shared_len // page_size * page_size)
         return cached / sum(len(request.prompt) for request in requests)
 
 

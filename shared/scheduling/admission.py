@@ -3,7 +3,7 @@ long."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 from shared.config import EngineConfig
 from shared.interfaces import PrefillBudget, RadixKey
@@ -45,29 +45,15 @@ def admit(req: Req, vocab_size: int, context_len: int, pool_size: int) -> None:
     req.max_new_tokens = min(params.max_new_tokens, longest)
 
 
-def all_turned_away(waiting_queue: Sequence[Req], config: EngineConfig) -> list[tuple[Req, FinishAbort]]:
-    """Whom a full queue does not take: the newcomer (the last), or a strictly less important request."""
-    limit = config.max_queued_requests
-    if limit is None or len(waiting_queue) <= limit:
-        return []
-    req = waiting_queue[-1]
-    if config.enable_priority_scheduling:
-        req = min(reversed(waiting_queue), key=lambda req: req.priority)
-    return [(req, FinishAbort(f"the queue is full ({limit} waiting)", 503))]
+def turned_away(waiting_queue: Sequence[Req], config: EngineConfig) -> Req:
+    """Whom a queue with one request too many does not take: the newcomer (the last), or a strictly less
+    important request."""
+    if not config.enable_priority_scheduling:
+        return waiting_queue[-1]
+    return min(reversed(waiting_queue), key=lambda req: req.priority)
 
 
-def all_overdue(
-    reqs: Iterable[Req], config: EngineConfig, clock: Callable[[], float]
-) -> list[tuple[Req, FinishAbort]]:
-    """Who has waited, or run, longer than it may, and so ends."""
-    if config.waiting_timeout is None and config.running_timeout is None:
-        return []
-    now = clock()
-    reasons = [(req, _overdue(req, config, now)) for req in reqs]
-    return [(req, reason) for req, reason in reasons if reason is not None]
-
-
-def _overdue(req: Req, config: EngineConfig, now: float) -> FinishAbort | None:
+def overdue(req: Req, config: EngineConfig, now: float) -> FinishAbort | None:
     """A reason to end a request that has waited, or run, longer than it may."""
     if req.req_pool_idx is None:
         if config.waiting_timeout is not None and now - req.queue_start_time > config.waiting_timeout:

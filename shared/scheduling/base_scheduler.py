@@ -15,10 +15,9 @@ from shared.interfaces import (
     SchedulerStats,
 )
 from shared.interfaces import scheduler as interface
-from shared.scheduling.admission import NewTokenRatio, admit, all_overdue, all_turned_away, budget_of_step
-from shared.scheduling.counts import SchedulerCounts
+from shared.scheduling.admission import NewTokenRatio, admit, budget_of_step, overdue, turned_away
 from shared.scheduling.invariants import check_invariants
-from shared.scheduling.step_memory import mix, prepare_for_extend, retraction_order
+from shared.scheduling.pages import mix, prepare_for_extend, retraction_order
 from shared.scheduling.stop_conditions import append_tokens
 from shared.scheduling.waiting_queue import WaitingQueue
 from shared.types import (
@@ -67,7 +66,13 @@ class BaseScheduler(interface.Scheduler):
         self.outputs: list[StepOutput] = []  # for the next return of step()
         self.batch_is_full = False  # no memory for more requests until one leaves
         self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
-        self.counts = SchedulerCounts()
+        # Totals, for `stats`.
+        self.num_steps = 0
+        self.num_prompt_tokens = 0  # of all requests admitted so far
+        self.num_cached_tokens = 0  # those of them that came from the prefix cache
+        self.num_generated_tokens = 0
+        self.num_accepted_tokens = 0  # those of them that speculation gave in addition
+        self.num_retractions = 0
 
     # ---- requests come and go ----
 
@@ -80,8 +85,10 @@ class BaseScheduler(interface.Scheduler):
         self.waiting_queue.append(req)
         if self.config.enable_priority_scheduling:
             self.batch_is_full = False  # it may preempt
-        for turned_away, reason in all_turned_away(self.waiting_queue, self.config):
-            self._finish(turned_away, reason)
+        limit = self.config.max_queued_requests
+        if limit is not None and len(self.waiting_queue) > limit:
+            reason = FinishAbort(f"the queue is full ({limit} waiting)", 503)
+            self._finish(turned_away(self.waiting_queue, self.config), reason)
 
     def abort(self, rid: str) -> bool:
         req = self.live.get(rid)
@@ -149,7 +156,11 @@ class BaseScheduler(interface.Scheduler):
             return None
 
         for req in adder.can_run_list:
-            self.counts.admit(req, parts.clock())
+            if req.run_start_time is None:  # a retracted request has counted
+                req.run_start_time = parts.clock()
+                req.num_cached_tokens = len(req.prefix_indices)
+                self.num_prompt_tokens += len(req.origin_input_ids)
+                self.num_cached_tokens += req.num_cached_tokens
         if adder.new_chunked_req is not None:
             self.chunked_req = adder.new_chunked_req
         return prepare_for_extend(
@@ -205,7 +216,10 @@ class BaseScheduler(interface.Scheduler):
         num_new = append_tokens(req, token_ids, logprobs, self.parts.decode_text, self.parts.num_token_ids)
         if num_new > 0:
             req.kv_committed_len -= len(token_ids) - num_new  # what was accepted behind its end
-        self.counts.add_output(req, num_new)
+        num_accepted = max(num_new - 1, 0)
+        req.num_accepted_tokens += num_accepted
+        self.num_accepted_tokens += num_accepted
+        self.num_generated_tokens += num_new
         if req.finished_reason is not None:
             self._finish(req, req.finished_reason)
         else:
@@ -220,8 +234,13 @@ class BaseScheduler(interface.Scheduler):
         self.outputs.append(req.step_output())
 
     def _finish_overdue(self) -> None:
-        for req, reason in all_overdue(self.live.values(), self.config, self.parts.clock):
-            self._finish(req, reason)
+        if self.config.waiting_timeout is None and self.config.running_timeout is None:
+            return
+        now = self.parts.clock()
+        for req in list(self.live.values()):
+            reason = overdue(req, self.config, now)
+            if reason is not None:
+                self._finish(req, reason)
 
     def _finish_with_error(self, reqs: Sequence[Req], error: BaseException) -> None:
         """End what is left of a batch. None of the KV that it computed is cached."""
@@ -252,7 +271,7 @@ class BaseScheduler(interface.Scheduler):
         req.reset_for_retraction()
         req.queue_start_time = self.parts.clock()
         self.waiting_queue.append(req)
-        self.counts.num_retractions += 1
+        self.num_retractions += 1
         self.batch_is_full = False
 
     def _release(self, req: Req, is_insert: bool) -> None:
@@ -281,8 +300,17 @@ class BaseScheduler(interface.Scheduler):
         return SchedulerState(list(self.waiting_queue), list(self.running), self.chunked_req)
 
     def stats(self) -> SchedulerStats:
-        speculation = self.decoding.stats(self.counts.num_accepted_tokens)
-        return self.counts.stats(self.state(), self.new_token_ratio.current, speculation)
+        return SchedulerStats(
+            num_waiting=len(self.waiting_queue),
+            num_running=len(self.running) + (self.chunked_req is not None),
+            num_steps=self.num_steps,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            num_retractions=self.num_retractions,
+            new_token_ratio=self.new_token_ratio.current,
+            speculation=self.decoding.stats(self.num_accepted_tokens),
+        )
 
     def _take_outputs(self) -> list[StepOutput]:
         """What the step reports, once its end state is checked (if the configuration asks for it)."""

@@ -58,10 +58,10 @@ def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab
     start = len(req.output_ids) - num_new_tokens
     assert start >= 0
     if req.to_finish is not None:
-        _finish(req, req.to_finish, start)
+        req.finished_reason, req.finished_len = req.to_finish, start
         return
     if start >= req.max_new_tokens:  # max_new_tokens = 0: only the prompt's log-probabilities were wanted
-        _finish(req, FinishLength(req.max_new_tokens), req.max_new_tokens)
+        req.finished_reason, req.finished_len = FinishLength(req.max_new_tokens), req.max_new_tokens
         return
 
     params = req.sampling_params
@@ -69,7 +69,7 @@ def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab
     for position in range(start, len(req.output_ids)):
         token_id, count = req.output_ids[position], position + 1
         if not 0 <= token_id < vocab_size:
-            _finish(req, _no_token(req, position, vocab_size), position)
+            req.finished_reason, req.finished_len = _no_token(req, position, vocab_size), position
             return
         reason: FinishReason | None = None
         is_stop = token_id in req.eos_token_ids or token_id in params.stop_token_ids
@@ -82,14 +82,9 @@ def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab
         if reason is None and count >= req.max_new_tokens:
             reason = FinishLength(count)
         if reason is not None:
-            _finish(req, reason, count)
+            req.finished_reason, req.finished_len = reason, count
             return
     # --8<-- [end:reasons-to-finish]
-
-
-def _finish(req: Req, reason: FinishReason, finished_len: int) -> None:
-    req.finished_reason = reason
-    req.finished_len = finished_len
 
 
 def _no_token(req: Req, position: int, vocab_size: int) -> FinishError:

@@ -54,7 +54,6 @@ class Req:
     kv_committed_len: int = 0  # KV entries that are valid
     kv_allocated_len: int = 0  # allocated KV entries: more than committed while speculating
 
-    is_retracted: bool = False  # waiting again after a retraction
     num_retractions: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_verifications: int = 0  # steps in which drafts were verified
@@ -139,5 +138,4 @@ class Req:
         self.cache_protected_len = 0
         self.kv_committed_len = 0
         self.kv_allocated_len = 0
-        self.is_retracted = True
         self.num_retractions += 1

@@ -10,7 +10,7 @@ import torch
 from optimized import memory_pool
 from optimized.radix_cache import RadixCache
 from shared.interfaces import RadixKey
-from shared.scheduling.step_memory import prepare_for_decode, prepare_for_extend
+from shared.scheduling.pages import prepare_for_decode, prepare_for_extend
 from shared.types import Req, SamplingParams
 
 pytestmark = pytest.mark.gpu
