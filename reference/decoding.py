@@ -9,15 +9,7 @@ from shared.interfaces import SchedulerParts
 from shared.sampling.logprobs import to_token_logprobs
 from shared.sampling.sampling_batch import make_sampling_batch_info
 from shared.scheduling.pages import prepare_for_decode
-from shared.types import (
-    BatchResult,
-    ForwardBatch,
-    LogitsOutput,
-    Req,
-    SampleOutput,
-    ScheduleBatch,
-    SpeculationStats,
-)
+from shared.types import BatchResult, Req, ScheduleBatch, SpeculationStats, TokenLogprob
 
 
 class PlainDecoding:
@@ -34,18 +26,6 @@ class PlainDecoding:
     # --8<-- [start:run-batch]
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> BatchResult:
         """chunked_req: the request whose prompt goes on in the next step."""
-        forward_batch, logits_output, sample_output = self._forward_and_sample(batch)
-        with self.parts.timeline.span("wait for tokens"):
-            token_ids = sample_output.next_token_ids.tolist()
-        logprobs = to_token_logprobs(token_ids, sample_output.logprobs)
-        return BatchResult(
-            [[token_id] for token_id in token_ids],
-            [logprobs[i : i + 1] for i in range(len(token_ids))],
-            forward_batch,
-            logits_output,
-        )
-
-    def _forward_and_sample(self, batch: ScheduleBatch) -> tuple[ForwardBatch, LogitsOutput, SampleOutput]:
         parts, device = self.parts, self.parts.allocator.device
         with parts.timeline.span("prepare"):
             forward_batch = make_forward_batch(batch, parts.num_token_ids, device)
@@ -54,9 +34,13 @@ class PlainDecoding:
             logits_output, sample_output = parts.model_runner.forward_and_sample(
                 forward_batch, parts.sampler, info, parts.num_token_ids
             )
-        return forward_batch, logits_output, sample_output
-
-    # --8<-- [end:run-batch]
+        with parts.timeline.span("wait for tokens"):
+            token_ids = sample_output.next_token_ids.tolist()
+        logprobs: list[list[TokenLogprob]] = [[] for _ in token_ids]
+        if sample_output.logprobs is not None:
+            logprobs = [[logprob] for logprob in to_token_logprobs(token_ids, sample_output.logprobs)]
+        return BatchResult([[token_id] for token_id in token_ids], logprobs, forward_batch, logits_output)
+        # --8<-- [end:run-batch]
 
     def drop(self, req: Req) -> None:
         pass  # nothing is kept from step to step

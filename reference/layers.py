@@ -30,7 +30,7 @@ class RMSNorm(interface.RMSNorm):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x32 = x.to(_at_least_float32(x))
+        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
         return normed.to(x.dtype) * self.weight.to(x.dtype)
 
@@ -67,19 +67,18 @@ class RotaryEmbedding(interface.RotaryEmbedding):
     def _cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
         """float32 [num_tokens, 2, 1, rotary_dim]: (cos, cos), then (-sin, sin)."""
         if self.table is None or self.table.device != positions.device:
-            self.table = self._compute_cos_sin(torch.arange(self.context_len, device=positions.device))
+            angles, factor = rope_angles(self.rope, torch.arange(self.context_len, device=positions.device))
+            cos, sin = angles.cos() * factor, angles.sin() * factor
+            both = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
+            self.table = both.unsqueeze(2)
         return self.table[positions]
-
-    def _compute_cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
-        angles, factor = rope_angles(self.rope, positions)
-        cos, sin = angles.cos() * factor, angles.sin() * factor
-        return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1).unsqueeze(2)
 
 
 class SiluAndMul(interface.SiluAndMul):
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return (F.silu(gate.to(_at_least_float32(gate))) * up).to(gate_up.dtype)
+        gate = gate.to(torch.promote_types(gate.dtype, torch.float32))
+        return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 class MLP(nn.Module):
@@ -101,7 +100,3 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate_up = torch.cat((self.gate_proj(x), self.up_proj(x)), dim=-1)
         return self.down_proj(self.act_fn(gate_up))
-
-
-def _at_least_float32(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -37,7 +37,9 @@ class ModelRunner(interface.ModelRunner):
             logits = self.model.compute_logits(hidden_states)
         else:
             logits = self.model.compute_logits(hidden_states[forward_batch.last_token_rows])
-        input_logprobs = input_logprobs_of(forward_batch, hidden_states, self.model.compute_logits)
+        input_logprobs = None
+        if forward_batch.input_logprob_rows is not None:
+            input_logprobs = input_logprobs_of(forward_batch, hidden_states, self.model.compute_logits)
         return LogitsOutput(logits, input_logprobs, captured)
 
     # --8<-- [end:model-runner-forward]

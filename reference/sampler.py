@@ -21,11 +21,14 @@ class Sampler(contract.Sampler):
         logits = logits.float()
         has_nan = logits.isnan().any(dim=-1)  # before masks can hide a NaN
 
-        logits = apply_penalties(logits, info)
-        logits = apply_masks(logits, info)
+        if info.output_counts is not None:
+            logits = apply_penalties(logits, info)
+        if info.vocab_mask is not None or info.banned is not None:
+            logits = apply_masks(logits, info)
         if info.logit_bias is not None:
             logits = logits + info.logit_bias
-        logits = apply_processors(logits, info)
+        if info.processors:
+            logits = apply_processors(logits, info)
 
         max_logits = logits.amax(dim=-1)
         scaled = scale(logits, max_logits, info.temperatures)
@@ -44,8 +47,6 @@ class Sampler(contract.Sampler):
 
 
 def apply_penalties(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
-    if info.output_counts is None:
-        return logits
     if info.repetition_penalties is not None:
         seen = info.output_counts > 0
         if info.prompt_mask is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -27,16 +27,16 @@ def make_forward_batch(batch: ScheduleBatch, num_token_ids: int, device: torch.d
     start_locs = [0, *accumulate(extend_seq_lens)][:-1]
     # --8<-- [end:ragged-tokens]
 
-    def tensor(values: Sequence[int | None]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+    tensor = partial(torch.tensor, dtype=torch.int64, device=device)
     if extending:
         positions = torch.cat(
             [torch.arange(s - e, s, device=device) for s, e in zip(seq_lens, extend_seq_lens)]
         )
     else:
         positions = tensor(seq_lens) - 1
-    rows, ids = input_logprob_rows(extending, start_locs)
+    rows, ids = [], []
+    if any(req.next_input_logprob is not None for req in extending):
+        rows, ids = input_logprob_rows(extending, start_locs)
     return ForwardBatch(
         forward_mode=batch.forward_mode,
         input_ids=tensor(input_ids),

@@ -51,7 +51,8 @@ class Scheduler(BaseScheduler):
     # --8<-- [start:process-batch-result]
     def process_batch_result(self, batch: ScheduleBatch, result: BatchResult) -> None:
         extending = batch.reqs[: batch.batch_size - batch.num_decode_reqs]
-        collect_input_logprobs(extending, result.forward_batch, result.logits_output.input_logprobs)
+        if any(req.next_input_logprob is not None for req in extending):
+            collect_input_logprobs(extending, result.forward_batch, result.logits_output.input_logprobs)
         for i, (req, token_ids, logprobs) in enumerate(zip(batch.reqs, result.token_ids, result.logprobs)):
             if req is self.chunked_req:  # its prompt is not complete: the sampled token means nothing
                 self.parts.tree_cache.cache_unfinished_req(req)

@@ -68,12 +68,13 @@ class LlamaAttention(nn.Module):
         )
         if is_builtin_layer(self.rotary_emb, RotaryEmbedding) and has_own_norms:
             q = self.rotary_emb.rotate_and_store(x, positions, q_norm, k_norm, attention, layer)
-            return attention.run(q, layer).flatten(1)
+            return attention.backend.run(q, layer, attention.plan).flatten(1)
         q, k, v = (part.unflatten(1, (-1, layer.head_dim)) for part in self.qkv_proj.split(x).values())
         if q_norm is not None and k_norm is not None:
             q, k = q_norm(q), k_norm(k)
         q, k = self.rotary_emb(positions, q, k)
-        return attention.store_and_run(q, k, v, layer).flatten(1)
+        attention.kv_pool.store(layer.layer_id, attention.out_cache_loc, k, v)
+        return attention.backend.run(q, layer, attention.plan, k=k, v=v).flatten(1)
 
     # --8<-- [end:attention-forward]
 
@@ -154,18 +155,20 @@ class LlamaModel(nn.Module):
         # --8<-- [start:model-forward]
         x, residual = self.embed_tokens(input_ids), None
         for layer_id, layer in enumerate(self.layers):
-            _capture(captured, layer_id, x, residual)
+            if captured is not None:
+                _capture(captured, layer_id, x, residual)
             x, residual = layer(x, residual, positions, attention)
-        _capture(captured, len(self.layers), x, residual)
+        if captured is not None:
+            _capture(captured, len(self.layers), x, residual)
         return add_and_norm(self.norm, x, residual)[0]
         # --8<-- [end:model-forward]
 
 
 def _capture(
-    captured: dict[int, torch.Tensor] | None, layer_id: int, x: torch.Tensor, residual: torch.Tensor | None
+    captured: dict[int, torch.Tensor], layer_id: int, x: torch.Tensor, residual: torch.Tensor | None
 ) -> None:
     """A copy of a layer's input, if requested: the layer may overwrite the original."""
-    if captured is not None and layer_id in captured:
+    if layer_id in captured:
         captured[layer_id] = x.clone() if residual is None else layer_output(x, residual)
 
 

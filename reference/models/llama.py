@@ -55,7 +55,8 @@ class LlamaAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.rotary_emb(positions, q, k)
-        output = attention.store_and_run(q, k, v, layer)
+        attention.kv_pool.store(layer.layer_id, attention.out_cache_loc, k, v)
+        output = attention.backend.run(q, layer, attention.plan, k=k, v=v)
         return self.o_proj(output.flatten(1))
         # --8<-- [end:attention-forward]
 
@@ -123,18 +124,20 @@ class LlamaModel(nn.Module):
         # --8<-- [start:model-forward]
         x, residual = self.embed_tokens(input_ids), None
         for layer_id, layer in enumerate(self.layers):
-            _capture(captured, layer_id, x, residual)
+            if captured is not None:
+                _capture(captured, layer_id, x, residual)
             x, residual = layer(x, residual, positions, attention)
-        _capture(captured, len(self.layers), x, residual)
+        if captured is not None:
+            _capture(captured, len(self.layers), x, residual)
         return self.norm.add_and_norm(x, residual)[0]
         # --8<-- [end:model-forward]
 
 
 def _capture(
-    captured: dict[int, torch.Tensor] | None, layer_id: int, x: torch.Tensor, residual: torch.Tensor | None
+    captured: dict[int, torch.Tensor], layer_id: int, x: torch.Tensor, residual: torch.Tensor | None
 ) -> None:
     """A copy of a layer's input, if requested: the layer may overwrite the original."""
-    if captured is not None and layer_id in captured:
+    if layer_id in captured:
         captured[layer_id] = x.clone() if residual is None else x + residual
 
 

@@ -112,20 +112,10 @@ class AttentionBackend(ABC):
 @dataclass(frozen=True, eq=False)
 class BatchAttention:
     """What a model needs to compute attention during one step: the backend, the step's plan, and the slots
-    of the new KV. A model calls `store_and_run`, or `run` where a fused kernel has stored K and V already.
-    """
+    of the new KV. A model stores K and V, then runs the backend."""
 
     backend: AttentionBackend
     plan: Any
     kv_pool: TokenToKVPool
     out_cache_loc: torch.Tensor  # [num_tokens] int64
     rows: torch.Tensor | None = None  # int64, the tokens whose hidden states the model returns; None: all
-
-    def store_and_run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer
-    ) -> torch.Tensor:
-        self.kv_pool.store(layer.layer_id, self.out_cache_loc, k, v)
-        return self.backend.run(q, layer, self.plan, k=k, v=v)
-
-    def run(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        return self.backend.run(q, layer, self.plan)

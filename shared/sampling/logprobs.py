@@ -44,11 +44,11 @@ def input_logprobs_of(
     forward_batch: ForwardBatch,
     hidden_states: torch.Tensor,
     compute_logits: Callable[[torch.Tensor], torch.Tensor],
-) -> LogprobsOutput | None:
+) -> LogprobsOutput:
     """The prompt log-probabilities that a batch asks for; hidden_states [num_tokens, hidden_size]."""
     rows, ids = forward_batch.input_logprob_rows, forward_batch.input_logprob_ids
-    if rows is None or ids is None:
-        return None
+    assert rows is not None
+    assert ids is not None
     pieces = [
         logprobs_of(
             compute_logits(hidden_states[rows[i : i + LOGPROB_ROWS]])[:, : forward_batch.num_token_ids],

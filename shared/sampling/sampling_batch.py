@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -40,6 +41,18 @@ def make_sampling_batch_info(
         top_ps.append(top_p)
         min_ps.append(min_p)
         top_ks.append(top_k)
+    adjusts_logits = any(
+        req.needs_output or p.logit_bias or p.min_new_tokens or p.needs_penalty
+        for req, p in zip(reqs, params)
+    )
+    adjustments: dict[str, Any] = {}
+    if adjusts_logits:
+        adjustments = _adjustments(reqs, num_outputs, vocab_size, device)
+        if reads_texts:
+            adjustments["vocab_mask"] = _vocab_mask(reqs, vocab_size, device)
+            adjustments["processors"] = group_processors(
+                (req, row, req.output_ids) for row, req in enumerate(reqs)
+            )
     floats = to_device([temperatures, top_ps, min_ps], torch.float32, device)
     ints = to_device([top_ks, [req.seed for req in reqs], greedy], torch.int64, device)
     return SamplingBatchInfo(
@@ -51,13 +64,7 @@ def make_sampling_batch_info(
         is_greedy=ints[2].to(torch.bool),
         is_all_greedy=all(greedy),
         needs_filter=needs_filter,
-        logit_bias=_logit_bias(reqs, vocab_size, device),
-        banned=_banned(reqs, num_outputs, vocab_size, device),
-        vocab_mask=_vocab_mask(reqs, vocab_size, device) if reads_texts else None,
-        **_penalties(reqs, vocab_size, device),
-        processors=group_processors((req, row, req.output_ids) for row, req in enumerate(reqs))
-        if reads_texts
-        else (),
+        **adjustments,
         return_logprob=any(p.return_logprob for p in params),
         num_top_logprobs=min(max((p.top_logprobs_num for p in params), default=0), vocab_size),
     )
@@ -75,6 +82,17 @@ def derive_seed(seed: int, index: int) -> int:
         return seed
     high, low = hash_noise(torch.tensor(seed), torch.tensor(index), torch.tensor([0, 1])).tolist()
     return (high << 32 | low) - 2**63
+
+
+def _adjustments(
+    reqs: Sequence[Req], num_outputs: Sequence[int], vocab_size: int, device: torch.device | str
+) -> dict[str, torch.Tensor | None]:
+    """Bias, bans and penalties, which change logits before they are scaled."""
+    return {
+        "logit_bias": _logit_bias(reqs, vocab_size, device),
+        "banned": _banned(reqs, num_outputs, vocab_size, device),
+        **_penalties(reqs, vocab_size, device),
+    }
 
 
 def _logit_bias(reqs: Sequence[Req], vocab_size: int, device: torch.device | str) -> torch.Tensor | None:

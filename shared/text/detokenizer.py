@@ -63,10 +63,15 @@ class IncrementalDetokenizer:
         self._pending += visible
         self._held_text += self._take_text(len(visible))
 
-        if self._is_finished:
-            text = _cut(self._held_text, finished_reason) if trim else self._held_text
+        stop, stop_regex = self._params.stop, self._params.stop_regex
+        if not trim or not (stop or stop_regex):
+            text = self._held_text
+        elif self._is_finished:
+            text = _cut(self._held_text, finished_reason)
+        elif stop_regex:
+            text = ""
         else:
-            text = self._held_text[: len(self._held_text) - self._num_held_chars()]
+            text = self._held_text[: len(self._held_text) - num_held_chars(self._held_text, stop)]
         self._held_text = self._held_text[len(text) :]
         return text
 
@@ -116,15 +121,6 @@ class IncrementalDetokenizer:
 
     def _text_after_context(self, ids: list[int]) -> str:
         return self._tokenizer.decode(self._context + ids)[len(self._context_text) :]
-
-    def _num_held_chars(self) -> int:
-        """Length of the longest end of the text with which a stop string may begin."""
-        params = self._params
-        if params.no_stop_trim:
-            return 0
-        if params.stop_regex:
-            return len(self._held_text)
-        return num_held_chars(self._held_text, params.stop)
 
     def _visible(self, ids: Sequence[int]) -> list[int]:
         if not self._params.skip_special_tokens:

@@ -16,7 +16,6 @@ from shared.conformance.contracts.attention import outputs as attention_outputs
 from shared.conformance.contracts.attention import ragged as attention_ragged
 from shared.conformance.suite import check_implementation, clauses_of
 from shared.conformance.tolerance import Tolerance, tolerance
-from shared.interfaces.attention import BatchAttention
 from shared.types import ForwardMode
 from tests.conformance.mutants.attention_outputs import Lenient, Output
 from tests.conformance.mutants.ragged_attention import Ragged
@@ -85,20 +84,6 @@ def test_a_tree_that_is_a_chain_equals_the_causal_mask_to_the_bit() -> None:
     case = AttentionCase("", ((8, 4), (16, 4)), mask="chain")
     outputs = [AttentionBatch(replace(case, mask=mask)).run(TorchAttention) for mask in ("chain", "causal")]
     assert torch.equal(*outputs)
-
-
-def test_store_and_run_reads_what_it_just_stored() -> None:
-    """The handle a model calls: the new tokens' K and V are in the pool before attention runs."""
-    batch = AttentionBatch(AttentionCase("", ((8, 4), (8, 1))))
-    backend = TorchAttention(batch.req_to_token_pool, batch.kv_pool)
-    new = batch.forward_batch.out_cache_loc
-    attention = BatchAttention(backend, backend.plan(batch.forward_batch), batch.kv_pool, new)
-    k, v = torch.randn(5, 2, 64), torch.randn(5, 2, 64)
-    output = attention.store_and_run(batch.q, k, v, batch.layer)
-    assert torch.equal(batch.kv_pool.k_buffer(LAYER_ID)[new], k)
-    assert torch.equal(batch.kv_pool.v_buffer(LAYER_ID)[new], v)
-    batch.expect(output)
-    assert torch.equal(attention.run(batch.q, batch.layer), output)
 
 
 def test_the_attention_that_bugs_are_planted_in_is_right() -> None:

@@ -123,8 +123,8 @@ class PositionsFromOne(RotaryEmbedding):
 class AnglesInHalf(RotaryEmbedding):
     """Angles are computed in bfloat16: neighbours far out stand in the same place."""
 
-    def _compute_cos_sin(self, positions):
-        return super()._compute_cos_sin(positions.bfloat16().long())
+    def _cos_sin(self, positions):
+        return super()._cos_sin(positions.bfloat16().long().clamp(max=self.context_len - 1))
 
 
 @layer
