@@ -76,12 +76,8 @@ class PrefillAdder(interface.PrefillAdder):
         extend_len = self._truncate(remaining, limit)
         if extend_len == 0:
             return req
-        self._extend(req, extend_len)
-        if extend_len < remaining:
-            self._charge(extend_len, max_new_tokens=0)
-            return req
-        self._charge(extend_len, _clipped_max_new(req))
-        return None
+        self._add(req, extend_len)
+        return req if extend_len < remaining else None
 
     # --8<-- [start:add-one-req]
     def add_one_req(self, req: Req) -> AddReqResult:
@@ -107,13 +103,10 @@ class PrefillAdder(interface.PrefillAdder):
         req.last_node = match.last_node
         req.prefix_indices = match.device_indices
         req.cache_protected_len = matched_len
-        self._extend(req, extend_len)
+        self._add(req, extend_len)
         # --8<-- [end:add-one-req]
         if extend_len < remaining:
             self.new_chunked_req = req
-            self._charge(extend_len, max_new_tokens=0)
-        else:
-            self._charge(extend_len, _clipped_max_new(req))
         return AddReqResult.CONTINUE
 
     def preempt_to_schedule(self, req: Req, min_priority_gap: int) -> list[Req]:
@@ -173,7 +166,8 @@ class PrefillAdder(interface.PrefillAdder):
             return remaining
         return max(round_down_to_page(limit, self.page_size), 0)
 
-    def _extend(self, req: Req, extend_len: int) -> None:
+    def _add(self, req: Req, extend_len: int) -> None:
+        """The request computes so many tokens in this step. Its last chunk also reserves its output."""
         prefix_len = len(req.prefix_indices)
         req.fill_ids = req.all_ids[: prefix_len + extend_len]
         req.extend_input_len = extend_len
@@ -181,10 +175,9 @@ class PrefillAdder(interface.PrefillAdder):
         first = self._first_computed(req.fill_ids, req.extra_key, prefix_len)
         if first is not None:
             self._computing.setdefault(first, []).append(req)
-
-    def _charge(self, extend_len: int, max_new_tokens: int) -> None:
+        is_last_chunk = len(req.fill_ids) == req.num_tokens
         num_tokens = round_up_to_page(extend_len, self.page_size)
-        self.reserved_tokens += num_tokens + max_new_tokens
+        self.reserved_tokens += num_tokens + (_clipped_max_new(req) if is_last_chunk else 0)
         self.rem_input_tokens -= num_tokens
         if self.rem_chunk_tokens is not None:
             self.rem_chunk_tokens -= num_tokens

@@ -135,7 +135,8 @@ class RadixCache(interface.WatchablePrefixCache):
         self.req_to_token_pool.write(req.req_pool_idx, num_owned, shared[num_owned:prefix_len])
         self.allocator.free(slots[num_owned:prefix_len])
         self.inc_lock_ref(node)
-        self._unlock(req)
+        if req.last_node is not None:
+            self.dec_lock_ref(req.last_node)
         req.last_node = node
         req.cache_protected_len = len(shared)
         req.prefix_indices = torch.cat([shared, slots[len(shared) :]])
@@ -154,9 +155,10 @@ class RadixCache(interface.WatchablePrefixCache):
         else:
             unused = slots[num_owned:]
         self.allocator.free(unused)
-        self._unlock(req)
+        if req.last_node is not None:
+            self.dec_lock_ref(req.last_node)
         self.req_to_token_pool.free([req.req_pool_idx])
-        req.req_pool_idx = None
+        req.req_pool_idx = req.last_node = None
         req.prefix_indices = slots[:0]
         req.cache_protected_len = req.kv_committed_len = req.kv_allocated_len = 0
 
@@ -172,8 +174,8 @@ class RadixCache(interface.WatchablePrefixCache):
         self._evictable_size = 0
         self._protected_size = 0
         self.heap.clear()
-        no_key = np.empty(0, np.int64)
-        self.root = self._new_node(None, no_key, self._no_slots(), None, False, creation_time=0, priority=0)
+        no_key, no_slots = np.empty(0, np.int64), torch.empty(0, dtype=torch.int64, device=self.device)
+        self.root = self._new_node(None, no_key, no_slots, None, False, creation_time=0, priority=0)
         for watcher in self._watchers:
             watcher.reset()
 
@@ -285,11 +287,6 @@ class RadixCache(interface.WatchablePrefixCache):
             creation_time, last_access_time=creation_time, priority=priority,
         )  # fmt: skip
 
-    def _unlock(self, req: Req) -> None:
-        if req.last_node is not None:
-            self.dec_lock_ref(req.last_node)
-        req.last_node = None
-
     def _path(self, node: TreeNode) -> Iterator[TreeNode]:
         """The nodes from `node` up to the root, without the root."""
         while node is not self.root:
@@ -299,7 +296,7 @@ class RadixCache(interface.WatchablePrefixCache):
 
     def _path_slots(self, node: TreeNode) -> torch.Tensor:
         values = [ancestor.value for ancestor in self._path(node)]
-        return torch.cat(values[::-1]) if values else self._no_slots()
+        return torch.cat([self.root.value, *values[::-1]])
 
     def _all_nodes(self) -> Iterator[TreeNode]:
         """All nodes but the root, parents first."""
@@ -312,6 +309,3 @@ class RadixCache(interface.WatchablePrefixCache):
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
-
-    def _no_slots(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64, device=self.device)

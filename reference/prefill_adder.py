@@ -64,12 +64,8 @@ class PrefillAdder(interface.PrefillAdder):
         extend_len = self._truncate(remaining, limit)
         if extend_len == 0:
             return req
-        self._extend(req, extend_len)
-        if extend_len < remaining:
-            self._charge(extend_len, max_new_tokens=0)
-            return req
-        self._charge(extend_len, _clipped_max_new(req))
-        return None
+        self._add(req, extend_len)
+        return req if extend_len < remaining else None
 
     # --8<-- [start:add-one-req]
     def add_one_req(self, req: Req) -> AddReqResult:
@@ -95,13 +91,10 @@ class PrefillAdder(interface.PrefillAdder):
         req.last_node = match.last_node
         req.prefix_indices = match.device_indices
         req.cache_protected_len = matched_len
-        self._extend(req, extend_len)
+        self._add(req, extend_len)
         # --8<-- [end:add-one-req]
         if extend_len < remaining:
             self.new_chunked_req = req
-            self._charge(extend_len, max_new_tokens=0)
-        else:
-            self._charge(extend_len, _clipped_max_new(req))
         return AddReqResult.CONTINUE
 
     def preempt_to_schedule(self, req: Req, min_priority_gap: int) -> list[Req]:
@@ -128,13 +121,14 @@ class PrefillAdder(interface.PrefillAdder):
 
     def _is_computed_now(self, key: RadixKey, matched_len: int) -> bool:
         """Whether an added request computes a prefix of `key` that is long enough to wait for."""
-        if self.min_shared_len is None or len(key) < matched_len + self.min_shared_len:
+        if self.min_shared_len is None:
             return False
-        shared_prefix = key.token_ids[: matched_len + self.min_shared_len + key.is_bigram]
-        return any(
+        end = matched_len + self.min_shared_len + key.is_bigram
+        shared_prefix = key.token_ids[:end]
+        return len(shared_prefix) == end and any(
             len(other.prefix_indices) == matched_len
             and other.extra_key == key.extra_key
-            and other.fill_ids[: len(shared_prefix)] == shared_prefix
+            and other.fill_ids[:end] == shared_prefix
             for other in self.can_run_list
         )
 
@@ -153,15 +147,15 @@ class PrefillAdder(interface.PrefillAdder):
             return remaining
         return max(round_down_to_page(limit, self.page_size), 0)
 
-    def _extend(self, req: Req, extend_len: int) -> None:
+    def _add(self, req: Req, extend_len: int) -> None:
+        """The request computes so many tokens in this step. Its last chunk also reserves its output."""
         prefix_len = len(req.prefix_indices)
         req.fill_ids = req.all_ids[: prefix_len + extend_len]
         req.extend_input_len = extend_len
         self.can_run_list.append(req)
-
-    def _charge(self, extend_len: int, max_new_tokens: int) -> None:
+        is_last_chunk = len(req.fill_ids) == req.num_tokens
         num_tokens = round_up_to_page(extend_len, self.page_size)
-        self.reserved_tokens += num_tokens + max_new_tokens
+        self.reserved_tokens += num_tokens + (_clipped_max_new(req) if is_last_chunk else 0)
         self.rem_input_tokens -= num_tokens
         if self.rem_chunk_tokens is not None:
             self.rem_chunk_tokens -= num_tokens

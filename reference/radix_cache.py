@@ -60,13 +60,14 @@ class RadixCache(interface.PrefixCache):
         return MatchResult(self._path_slots(node), node)
 
     def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
-        num_cached = round_down_to_page(len(key), self.page_size)
-        assert len(value) >= num_cached, f"{len(value)} slots for {num_cached} tokens"
+        entries = self._whole_pages(key)
+        assert len(value) >= len(entries), f"{len(value)} slots for {len(entries)} tokens"
         node, prefix_len = self._walk(key)
         for ancestor in self._path(node):
             ancestor.priority = max(ancestor.priority, priority)
-        if prefix_len < num_cached:
-            node = self._add_leaf(node, key, prefix_len, value[prefix_len:num_cached], priority)
+        if prefix_len < len(entries):
+            slots = value[prefix_len : len(entries)].to(torch.int64, copy=True)
+            node = self._add_leaf(node, entries[prefix_len:], slots, key.extra_key, priority)
         return InsertResult(prefix_len, node)
 
     def inc_lock_ref(self, node: TreeNode) -> None:
@@ -131,7 +132,8 @@ class RadixCache(interface.PrefixCache):
         self.req_to_token_pool.write(req.req_pool_idx, num_owned, shared[num_owned:prefix_len])
         self.allocator.free(slots[num_owned:prefix_len])
         self.inc_lock_ref(node)
-        self._unlock(req)
+        if req.last_node is not None:
+            self.dec_lock_ref(req.last_node)
         req.last_node = node
         req.cache_protected_len = len(shared)
         req.prefix_indices = torch.cat([shared, slots[len(shared) :]])
@@ -143,15 +145,16 @@ class RadixCache(interface.PrefixCache):
         if is_insert:
             key = RadixKey(req.all_ids[: req.kv_committed_len], req.extra_key, self.is_bigram)
             prefix_len, _ = self.insert(key, slots, req.priority)
-            num_cached = round_down_to_page(len(key), self.page_size)
+            num_cached = len(self._whole_pages(key))
             # Duplicates; then the partial page, and slots that were allocated and never committed.
             unused = torch.cat([slots[num_owned:prefix_len], slots[max(num_cached, num_owned) :]])
         else:
             unused = slots[num_owned:]
         self.allocator.free(unused)
-        self._unlock(req)
+        if req.last_node is not None:
+            self.dec_lock_ref(req.last_node)
         self.req_to_token_pool.free([req.req_pool_idx])
-        req.req_pool_idx = None
+        req.req_pool_idx = req.last_node = None
         req.prefix_indices = slots[:0]
         req.cache_protected_len = req.kv_committed_len = req.kv_allocated_len = 0
 
@@ -166,7 +169,8 @@ class RadixCache(interface.PrefixCache):
         self._time = 0
         self._evictable_size = 0
         self._protected_size = 0
-        self.root = self._new_node(None, [], self._no_slots(), None, creation_time=0, priority=0)
+        no_slots = torch.empty(0, dtype=torch.int64, device=self.device)
+        self.root = self._new_node(None, [], no_slots, None, creation_time=0, priority=0)
 
     def node_id(self, node: TreeNode) -> int:
         return node.node_id
@@ -228,12 +232,10 @@ class RadixCache(interface.PrefixCache):
         # --8<-- [end:radix-split]
 
     def _add_leaf(
-        self, parent: TreeNode, key: RadixKey, start: int, value: torch.Tensor, priority: int
+        self, parent: TreeNode, key: list[Any], value: torch.Tensor, extra_key: str | None, priority: int
     ) -> TreeNode:
-        """A leaf with the key's entries from `start` on, and a copy of their slots `value`."""
-        entries, value = self._whole_pages(key)[start:], value.to(torch.int64, copy=True)
-        leaf = self._new_node(parent, entries, value, key.extra_key, self._time, priority)
-        parent.children[self._child_key(entries, 0, key.extra_key)] = leaf
+        leaf = self._new_node(parent, key, value, extra_key, self._time, priority)
+        parent.children[self._child_key(key, 0, extra_key)] = leaf
         self._evictable_size += len(value)
         return leaf
 
@@ -261,11 +263,6 @@ class RadixCache(interface.PrefixCache):
             creation_time, last_access_time=creation_time, priority=priority,
         )  # fmt: skip
 
-    def _unlock(self, req: Req) -> None:
-        if req.last_node is not None:
-            self.dec_lock_ref(req.last_node)
-        req.last_node = None
-
     def _path(self, node: TreeNode) -> Iterator[TreeNode]:
         """The nodes from `node` up to the root, without the root."""
         while node is not self.root:
@@ -275,7 +272,7 @@ class RadixCache(interface.PrefixCache):
 
     def _path_slots(self, node: TreeNode) -> torch.Tensor:
         values = [ancestor.value for ancestor in self._path(node)]
-        return torch.cat(values[::-1]) if values else self._no_slots()
+        return torch.cat([self.root.value, *values[::-1]])
 
     def _all_nodes(self) -> Iterator[TreeNode]:
         """All nodes but the root, parents first."""
@@ -288,6 +285,3 @@ class RadixCache(interface.PrefixCache):
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
-
-    def _no_slots(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64, device=self.device)

@@ -174,7 +174,10 @@ class ArraysOfTheCaller(changed("copy=True", "copy=False")):
 
 @mutant_of("radix_cache")
 class ResultsOfTheTree(
-    changed("torch.cat(values[::-1]) if", "(torch.cat(values[::-1]) if len(values) > 1 else values[0]) if")
+    changed(
+        "return torch.cat([self.root.value,",
+        "return values[0] if len(values) == 1 else torch.cat([self.root.value,",
+    )
 ):
     """A match of one node gives the tree's own tensor."""
 

@@ -208,8 +208,7 @@ class AddsTheChunkedRequestAtAnyCost(PrefillAdder):
     def add_chunked_req(self, req: Req) -> Req | None:
         limit = self.rem_chunk_tokens
         extend_len = self._truncate(req.num_tokens - len(req.prefix_indices), limit)
-        self._extend(req, extend_len)
-        self._charge(extend_len, 0)
+        self._add(req, extend_len)
         return req if len(req.fill_ids) < req.num_tokens else None
 
 
