@@ -24,8 +24,7 @@ def name_tokens(
     assert batch.out_cache_loc is not None
     if batch.forward_mode is ForwardMode.DECODE:
         return _decode_batch(batch, names, device)
-    num_extend = batch.batch_size - batch.num_decode_reqs
-    extending, decoding = batch.reqs[:num_extend], batch.reqs[num_extend:]
+    extending, decoding = batch.reqs[: batch.num_extend_reqs], batch.reqs[batch.num_extend_reqs :]
 
     # --8<-- [start:ragged-tokens]
     input_ids: list[int] = []
@@ -104,7 +103,7 @@ def _decode_batch(batch: ScheduleBatch, names: Sequence[int | None], device: tor
 
 def _decoded_ids(batch: ScheduleBatch, names: Sequence[int | None]) -> list[int]:
     """Input ids of the requests that decode: the last ones of the batch."""
-    first = batch.batch_size - batch.num_decode_reqs
+    first = batch.num_extend_reqs
     return [
         req.output_ids[-1] if name is None else name for req, name in zip(batch.reqs[first:], names[first:])
     ]

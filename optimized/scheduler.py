@@ -91,7 +91,7 @@ class Scheduler(BaseScheduler):
         except BaseException as error:
             self._fail(batch, error)
             return False
-        for req in batch.reqs[: batch.batch_size - batch.num_decode_reqs]:
+        for req in batch.reqs[: batch.num_extend_reqs]:
             self.parts.tree_cache.cache_unfinished_req(req)
             if req is not self.chunked_req:
                 self.running.append(req)
@@ -135,7 +135,7 @@ class Scheduler(BaseScheduler):
         """The model refused the batch. The batch before is processed first: requests that it ends have ended
         well, but nothing of this batch's KV may be found."""
         self.pipeline.streams.synchronize()  # what the batch has launched may still write to its slots
-        decoding = batch.reqs[batch.batch_size - batch.num_decode_reqs :]
+        decoding = batch.reqs[batch.num_extend_reqs :]
         for req in decoding if batch.forward_mode is not ForwardMode.TARGET_VERIFY else []:
             if req.req_pool_idx is not None:
                 req.kv_committed_len -= 1

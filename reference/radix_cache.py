@@ -66,8 +66,11 @@ class RadixCache(interface.PrefixCache):
         for ancestor in self._path(node):
             ancestor.priority = max(ancestor.priority, priority)
         if prefix_len < len(entries):
-            slots = value[prefix_len : len(entries)].to(torch.int64, copy=True)
-            node = self._add_leaf(node, entries[prefix_len:], slots, key.extra_key, priority)
+            new, slots = entries[prefix_len:], value[prefix_len : len(entries)].to(torch.int64, copy=True)
+            leaf = self._new_node(node, new, slots, key.extra_key, self._time, priority)
+            node.children[self._child_key(new, 0, key.extra_key)] = leaf
+            self._evictable_size += len(slots)
+            node = leaf
         return InsertResult(prefix_len, node)
 
     def inc_lock_ref(self, node: TreeNode) -> None:
@@ -230,14 +233,6 @@ class RadixCache(interface.PrefixCache):
         upper.children[self._child_key(child.key, 0, child.extra_key)] = child
         return upper
         # --8<-- [end:radix-split]
-
-    def _add_leaf(
-        self, parent: TreeNode, key: list[Any], value: torch.Tensor, extra_key: str | None, priority: int
-    ) -> TreeNode:
-        leaf = self._new_node(parent, key, value, extra_key, self._time, priority)
-        parent.children[self._child_key(key, 0, extra_key)] = leaf
-        self._evictable_size += len(value)
-        return leaf
 
     def _remove_leaf(self, leaf: TreeNode) -> None:
         assert not leaf.children

@@ -14,8 +14,7 @@ from shared.types import ForwardBatch, ScheduleBatch
 def make_forward_batch(batch: ScheduleBatch, num_token_ids: int, device: torch.device) -> ForwardBatch:
     """The batch as tensors. Call it once memory is allocated and before any result is processed."""
     assert batch.out_cache_loc is not None
-    num_extend = batch.batch_size - batch.num_decode_reqs
-    extending, decoding = batch.reqs[:num_extend], batch.reqs[num_extend:]
+    extending, decoding = batch.reqs[: batch.num_extend_reqs], batch.reqs[batch.num_extend_reqs :]
 
     # --8<-- [start:ragged-tokens]
     input_ids: list[int] = []

@@ -50,7 +50,7 @@ class Scheduler(BaseScheduler):
 
     # --8<-- [start:process-batch-result]
     def process_batch_result(self, batch: ScheduleBatch, result: BatchResult) -> None:
-        extending = batch.reqs[: batch.batch_size - batch.num_decode_reqs]
+        extending = batch.reqs[: batch.num_extend_reqs]
         if any(req.next_input_logprob is not None for req in extending):
             collect_input_logprobs(extending, result.forward_batch, result.logits_output.input_logprobs)
         for i, (req, token_ids, logprobs) in enumerate(zip(batch.reqs, result.token_ids, result.logprobs)):

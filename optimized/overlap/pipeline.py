@@ -73,7 +73,7 @@ class BatchInFlight(InFlight):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        extending = self.batch.reqs[: self.batch.batch_size - self.batch.num_decode_reqs]
+        extending = self.batch.reqs[: self.batch.num_extend_reqs]
         # Now: when results come, the request may be at its next chunk.
         self._input_logprob_ids = {
             req: [req.origin_input_ids[i] for i in input_logprob_positions(req)] for req in extending
@@ -133,8 +133,7 @@ class Pipeline:
         token in flight, so neither is its KV."""
         for batch in self.batches:
             row = batch.rows.pop(req, None)
-            num_extend = batch.batch.batch_size - batch.batch.num_decode_reqs
-            if isinstance(batch, BatchInFlight) and row is not None and row >= num_extend:
+            if isinstance(batch, BatchInFlight) and row is not None and row >= batch.batch.num_extend_reqs:
                 req.kv_committed_len -= 1
 
     def launch(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:
@@ -146,7 +145,7 @@ class Pipeline:
             named = name_tokens(batch, names, num_token_ids, self.device)
         launched = BatchInFlight(batch, self.future_map.take(batch.batch_size), named, chunked_req)
         if not parts.tree_cache.disable:
-            extending = batch.reqs[: batch.batch_size - batch.num_decode_reqs]
+            extending = batch.reqs[: batch.num_extend_reqs]
             launched.prompts = {req: CachedPrompt.of(req, parts.tree_cache) for req in extending}
         if any(req.needs_output and n for req, n in zip(batch.reqs, num_in_flight)):
             self.streams.launch(lambda: self._forward(launched))

@@ -120,7 +120,7 @@ class SpeculativeDecoding(PlainDecoding):
             pool.write_ragged(rows, starts, [end - start for start, end in zip(starts, ends)], slots)
         for req, end in zip(reqs, ends):
             req.kv_allocated_len = end
-        return ScheduleBatch(list(reqs), ForwardMode.TARGET_VERIFY, len(reqs))
+        return ScheduleBatch(list(reqs), ForwardMode.TARGET_VERIFY)
 
     def is_in_round(self, req: Req) -> bool:
         """Whether it is not known how much KV the request has."""

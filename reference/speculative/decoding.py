@@ -67,7 +67,7 @@ class SpeculativeDecoding(PlainDecoding):
         pool.write_ragged(rows, starts, [self.num_slots] * len(reqs), slots)
         for req in reqs:
             req.kv_allocated_len = req.kv_committed_len + self.num_slots
-        return ScheduleBatch(list(reqs), ForwardMode.TARGET_VERIFY, len(reqs), out_cache_loc=slots)
+        return ScheduleBatch(list(reqs), ForwardMode.TARGET_VERIFY, out_cache_loc=slots)
 
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> BatchResult:
         if batch.forward_mode is ForwardMode.TARGET_VERIFY:

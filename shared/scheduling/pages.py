@@ -69,7 +69,7 @@ def prepare_for_extend(
     # Most prefixes end with a page: then where they end does not matter, and no device is asked.
     last_locs = [int(req.prefix_indices[-1]) if n % page else -1 for req, n in zip(reqs, prefix_lens)]
     evict_for(
-        sum(num_pages_of(s, page) - num_pages_of(p, page) for p, s in zip(prefix_lens, seq_lens)) * page,
+        sum(round_up_to_page(s, page) - round_up_to_page(p, page) for p, s in zip(prefix_lens, seq_lens)),
         tree_cache,
         allocator,
     )
@@ -80,7 +80,7 @@ def prepare_for_extend(
     for req, seq_len in zip(reqs, seq_lens):
         req.kv_committed_len = req.kv_allocated_len = seq_len
     # --8<-- [end:slots-for-an-extension]
-    return ScheduleBatch(list(reqs), ForwardMode.EXTEND, out_cache_loc=slots)
+    return ScheduleBatch(list(reqs), ForwardMode.EXTEND, len(reqs), out_cache_loc=slots)
 
 
 def prepare_for_decode(
@@ -101,7 +101,7 @@ def prepare_for_decode(
     for req in reqs:
         req.kv_committed_len += 1
         req.kv_allocated_len = req.kv_committed_len
-    return ScheduleBatch(list(reqs), ForwardMode.DECODE, len(reqs), out_cache_loc=slots)
+    return ScheduleBatch(list(reqs), ForwardMode.DECODE, out_cache_loc=slots)
 
 
 def rows_of(reqs: Sequence[Req]) -> list[int]:
@@ -118,6 +118,6 @@ def mix(extend: ScheduleBatch, decode: ScheduleBatch) -> ScheduleBatch:
     return ScheduleBatch(
         extend.reqs + decode.reqs,
         ForwardMode.MIXED,
-        num_decode_reqs=decode.batch_size,
+        num_extend_reqs=extend.num_extend_reqs,
         out_cache_loc=torch.cat([extend.out_cache_loc, decode.out_cache_loc]),
     )

@@ -38,7 +38,7 @@ class ScheduleBatch:
 
     reqs: list[Req]
     forward_mode: ForwardMode
-    num_decode_reqs: int = 0  # MIXED: this many requests at the end of `reqs` decode
+    num_extend_reqs: int = 0  # the first so many requests extend, the others decode
     out_cache_loc: torch.Tensor | None = None  # int64 [num_tokens]; set once memory is allocated
 
     @property
