@@ -181,7 +181,9 @@ class FillsAllOfIt(adder_with("req.all_ids[: prefix_len + extend_len]", "req.all
 
 
 @mutant_of("prefill_adder")
-class ForgetsToCharge(adder_with("self.reserved_tokens += num_tokens + max_new_tokens", "pass")):
+class ForgetsToCharge(
+    adder_with("self.reserved_tokens += num_tokens + (_clipped_max_new(req) if is_last_chunk else 0)", "pass")
+):
     """What is added reserves nothing."""
 
 
