@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from shared.conformance.attention_batches import AttentionBatch, AttentionCase, in_types, or_refusal
+from shared.conformance.case import Case
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_raises, expect_true
 from shared.conformance.contracts.attention.batches import DECODE, EXTEND, MIXED, PROMPT
@@ -110,26 +111,16 @@ WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """What is no place for the output of q."""
 
 
-@dataclass(frozen=True)
-class WrongOut:
-    name: str
-    wrong: str
-    batch: AttentionCase
-
-    def __post_init__(self) -> None:
-        if self.batch.unusual or self.wrong not in WRONG:
-            raise ValueError("a plain batch, and one of WRONG: what is refused is out")
-
-
 @contract(
     "out of another shape, dtype or device, or not contiguous, is a ValueError.",
     tuple(
-        WrongOut(f"{wrong}, {batch.name}", wrong, replace(batch, dtype=torch.bfloat16))
+        Case(f"{wrong}, {batch.name}", wrong=wrong, batch=replace(batch, dtype=torch.bfloat16))
         for wrong in WRONG
         for batch in (DECODE, EXTEND, MIXED)
     ),
 )
-def wrong_output(impl: type[AttentionBackend], case: WrongOut) -> None:
+def wrong_output(impl: type[AttentionBackend], case: Case) -> None:
+    assert not case.batch.unusual  # what is refused is out
     batch = AttentionBatch(case.batch)
     backend = batch.backend(impl)
     plan = backend.plan(batch.forward_batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from shared.conformance.attention_batches import (
     or_refusal,
     run_or_refuse,
 )
+from shared.conformance.case import Case
 from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_close, expect_equal, expect_true
 from shared.conformance.contracts.attention.batches import DECODE, EXTEND, MIXED
@@ -141,26 +142,20 @@ def layers_of_one_plan(impl: type[AttentionBackend], case: AttentionCase) -> Non
     or_refusal(case, steps)
 
 
-@dataclass(frozen=True)
-class Kinds:
-    name: str
-    batch: AttentionCase
-    windows: tuple[int, ...]
-    caps: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.windows) != len(self.caps):
-            raise ValueError("a window and a cap for each layer")
-
-
 @contract(
     "One plan serves layers of different kinds: with and without a window, a soft-cap.",
     tuple(
-        Kinds(f"{case.name}", replace(case, sliding_window=3), (-1, 3, -1, 30, 3), (0.0, 0.0, 1.0, 0.0, 2.0))
+        Case(
+            f"{case.name}",
+            batch=replace(case, sliding_window=3),
+            windows=(-1, 3, -1, 30, 3),
+            caps=(0.0, 0.0, 1.0, 0.0, 2.0),
+        )
         for case in STEPS
     ),
 )
-def kinds_of_one_plan(impl: type[AttentionBackend], case: Kinds) -> None:
+def kinds_of_one_plan(impl: type[AttentionBackend], case: Case) -> None:
+    assert len(case.windows) == len(case.caps)
     batch = AttentionBatch(case.batch)
     plain = batch.layer
 
@@ -180,15 +175,11 @@ def kinds_of_one_plan(impl: type[AttentionBackend], case: Kinds) -> None:
             batch.expect(output, f"output with window {window}, cap {cap:g}")
 
 
-@dataclass(frozen=True)
-class Chunks:
-    name: str
-    length: int
-    chunks: tuple[int, ...]
+class Chunks(Case):
     page_size: int = 4
     dtype: torch.dtype = torch.bfloat16
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if sum(self.chunks) != self.length or any(chunk < 1 for chunk in self.chunks):
             raise ValueError("chunks of at least one token make up the prompt")
 
@@ -196,7 +187,7 @@ class Chunks:
 @contract(
     "The chunks of a prompt give what the whole prompt gives, step after step on one backend.",
     tuple(
-        Chunks(f"{name} of 64, {type_name(dtype)}", 64, chunks, dtype=dtype)
+        Chunks(f"{name} of 64, {type_name(dtype)}", length=64, chunks=chunks, dtype=dtype)
         for name, chunks in (
             ("one chunk", (64,)),
             ("1 and the rest", (1, 63)),

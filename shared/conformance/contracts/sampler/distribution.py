@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from shared.conformance.case import EXAMPLE, Case
+from shared.conformance.case import EXAMPLE, Case, grid
 from shared.conformance.chi_square import ALPHA, independence_p_value, p_value
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_true
@@ -75,18 +75,13 @@ def mixed_batch(impl: type[Sampler], case: Case) -> None:
         expect_true(f"{kind.name}: p is above 1e-4", p > ALPHA, p)
 
 
-@dataclass(frozen=True)
-class Stepped:
-    name: str
-
-
 @contract(
     "Tokens at consecutive positions are independent, and so are those of consecutive seeds.",
-    (Stepped("seed"), Stepped("position")),
+    grid("{stepped}", stepped=("seed", "position")),
 )
-def independence(impl: type[Sampler], case: Stepped) -> None:
+def independence(impl: type[Sampler], case: Case) -> None:
     n, zeros = torch.arange(NUM_DRAWS), torch.zeros(NUM_DRAWS, dtype=torch.int64)
-    seeds, positions = (n, zeros) if case.name == "seed" else (zeros, n)
+    seeds, positions = (n, zeros) if case.stepped == "seed" else (zeros, n)
     info = repeat_row(make_info([Ask("", temperature=2.0).req()], len(LOGITS)), seeds)
     logits = torch.tensor(LOGITS).repeat(len(n), 1)
     ids = run_sampler(impl, logits, info, positions).next_token_ids.cpu()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shared.conformance.case import EXAMPLE, Case
+from shared.conformance.case import EXAMPLE, Case, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_close, expect_equal, expect_form
 from shared.conformance.inputs import Inputs
@@ -20,15 +19,10 @@ from shared.types import LogprobsOutput, Req
 CLOSE = tolerance("logprobs", torch.float32)
 
 
-@dataclass(frozen=True)
-class Asked:
-    name: str
-    asks: tuple[Ask, ...]
-    vocab_size: int
-    num_top: int
+class Asked(Case):
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.vocab_size < 10 or not self.asks:
             raise ValueError("there must be rows, and the tokens that they name")
 
@@ -52,12 +46,14 @@ def sample_asked(
 @contract(
     "They are log softmax after penalties, masks and bias, over temperature (greedy rows: as is), before any "
     "filter: at the sampled token, and at the best, best first.",
-    (
-        *(Asked(f"{ask.name}, all tokens", (ask,), 12, 12) for ask in (*KINDS, *ADJUSTED)),
-        Asked("greedy rows alone", (GREEDY, Ask("", top_k=1, temperature=0.4)), 63, 5),
-        Asked("a mixed batch", (*KINDS, *ADJUSTED), 129, 5),
-        Asked("a large vocabulary", KINDS[:4], 32000, 20),
-        Asked("no alternatives", KINDS, 50, 0),
+    table(
+        "asks vocab_size num_top",
+        *((f"{ask.name}, all tokens", (ask,), 12, 12) for ask in (*KINDS, *ADJUSTED)),
+        ("greedy rows alone", (GREEDY, Ask("", top_k=1, temperature=0.4)), 63, 5),
+        ("a mixed batch", (*KINDS, *ADJUSTED), 129, 5),
+        ("a large vocabulary", KINDS[:4], 32000, 20),
+        ("no alternatives", KINDS, 50, 0),
+        of=Asked,
     ),
 )
 def values(impl: type[Sampler], case: Asked) -> None:

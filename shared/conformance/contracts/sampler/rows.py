@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
@@ -76,13 +75,6 @@ def all_bits_of_a_seed(impl: type[Sampler], case: Case) -> None:
     expect_true("different tokens (one pair in 2.3 batches collides)", len(set(ids)) > 60, len(set(ids)))
 
 
-@dataclass(frozen=True)
-class Bad:
-    name: str
-    row: tuple[float, ...]
-    ask: Ask
-
-
 BAD_ROWS = {
     "NaN first": (NAN, 1.0, 2.0, 0.0),
     "NaN last": (0.0, 1.0, 9.0, NAN),
@@ -94,9 +86,9 @@ BAD_ROWS = {
 
 @contract(
     "A row with a NaN, or without a token above -inf, gets -1; its mates get what they would without it.",
-    tuple(Bad(f"{name}, {ask.name}", row, ask) for name, row in BAD_ROWS.items() for ask in KINDS),
+    tuple(Case(f"{name}, {ask.name}", row=row, ask=ask) for name, row in BAD_ROWS.items() for ask in KINDS),
 )
-def bad_rows(impl: type[Sampler], case: Bad) -> None:
+def bad_rows(impl: type[Sampler], case: Case) -> None:
     good = [(0.5, 1.0, 2.0, 1.5), (3.0, 1.0, 2.0, 1.5)]
     reqs = [case.ask.req(seed=i) for i in range(3)]
     alone = sample(impl, good, [reqs[0], reqs[2]])

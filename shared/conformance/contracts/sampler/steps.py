@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from shared.conformance.case import EXAMPLE, Case
+from shared.conformance.case import EXAMPLE, Case, grid
 from shared.conformance.clause import agreement, contract
 from shared.conformance.compare import expect_equal, expect_true
 from shared.conformance.device import check_device
@@ -58,20 +58,15 @@ def greedy_is_no_softmax(impl: type[Sampler], case: Case) -> None:
         expect_equal("beside a sampled row", sample(impl, [row] * 2, [ask.req(), Ask("").req()])[0], 1)
 
 
-@dataclass(frozen=True)
-class Cold:
-    name: str
-    temperature: float
-    offset: float
-
-
 @contract(
     "A temperature near zero takes the maximum, also where logit / temperature has no float32.",
-    tuple(
-        Cold(f"{t:g} at {o:g}", t, o) for t in (1e-6, 1e-4, 1e-2) for o in (0.0, 3e38, -3e38, 60000.0, -1e4)
+    grid(
+        "{temperature:g} at {offset:g}",
+        temperature=(1e-6, 1e-4, 1e-2),
+        offset=(0.0, 3e38, -3e38, 60000.0, -1e4),
     ),
 )
-def near_zero_temperature(impl: type[Sampler], case: Cold) -> None:
+def near_zero_temperature(impl: type[Sampler], case: Case) -> None:
     gap = max(1.0, abs(case.offset) / 1e4)  # representable beside the offset
     rows = [[case.offset - gap, case.offset, case.offset - 2 * gap]] * 50
     reqs = [Ask("", temperature=case.temperature).req(seed=i) for i in range(50)]
@@ -85,18 +80,8 @@ def near_zero_temperature_shares(impl: type[Sampler], case: Case) -> None:
     expect_true("each about as often (5.6 standard deviations)", 60 < ids.count(0) < 140, ids.count(0))
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Which tokens of the distribution p come out at all."""
-
-    name: str
-    p: tuple[float, ...]
-    ask: Ask
-    expected: tuple[int, ...]
-
-
-def kept(name: str, p: tuple[float, ...], expected: tuple[int, ...], **ask: float) -> Kept:
-    return Kept(name, p, Ask(name, **ask), expected)
+def kept(name: str, p: tuple[float, ...], expected: tuple[int, ...], **ask: float) -> Case:
+    return Case(name, p=p, ask=Ask(name, **ask), expected=expected)
 
 
 TIED = (0.1, 0.2, 0.2, 0.2, 0.2, 0.1)
@@ -124,23 +109,19 @@ QUARTERS = (0.25, 0.25, 0.25, 0.25)
         kept("min-p includes equality", QUARTERS, (0, 1, 2, 3), min_p=1.0),
     ),
 )
-def filters_keep(impl: type[Sampler], case: Kept) -> None:
+def filters_keep(impl: type[Sampler], case: Case) -> None:
     found = draw_many(impl, [math.log(p) for p in case.p], case.ask.req(), num_draws=4_000)
     # A token of probability 0.1 is missed by 4,000 draws with a probability of 1e-183.
     expect_equal("tokens that come", sorted(set(found.tolist())), list(case.expected))
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(Case):
     """Rows of random logits on a grid of 1/8 (many ties) or not; row i asks for kind i, i + 1, ..."""
 
-    name: str
-    num_rows: int
-    vocab_size: int
     has_ties: bool = False
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.vocab_size < 10:
             raise ValueError("the kinds name tokens up to 9")
 
@@ -153,8 +134,14 @@ class Batch:
 
 
 BATCHES = (
-    *(Batch(f"{n} x {v}", n, v, seed=n) for n, v in ((1, 10), (17, 63), (130, 50), (1, 1000), (60, 129))),
-    *(Batch(f"{n} x {v}, ties", n, v, True, seed=n) for n, v in ((34, 20), (50, 200))),
+    *(
+        Batch(f"{n} x {v}", num_rows=n, vocab_size=v, seed=n)
+        for n, v in ((1, 10), (17, 63), (130, 50), (1, 1000), (60, 129))
+    ),
+    *(
+        Batch(f"{n} x {v}, ties", num_rows=n, vocab_size=v, has_ties=True, seed=n)
+        for n, v in ((34, 20), (50, 200))
+    ),
 )
 
 
@@ -177,11 +164,11 @@ def exact_tokens(impl: type[Sampler], case: Batch) -> None:
 @agreement(
     "For the same seeds the tokens are the reference's, in large vocabularies and batches of all kinds.",
     (
-        Batch("64 x 5000", 64, 5000),
-        Batch("16 x 32000", 16, 32000, seed=1),
-        Batch("64 x 1000, ties", 64, 1000, True),
-        Batch("17 x 32000, ties", 17, 32000, True, seed=2),
-        Batch("1 x 151936", 1, 151936, seed=2),
+        Batch("64 x 5000", num_rows=64, vocab_size=5000),
+        Batch("16 x 32000", num_rows=16, vocab_size=32000, seed=1),
+        Batch("64 x 1000, ties", num_rows=64, vocab_size=1000, has_ties=True),
+        Batch("17 x 32000, ties", num_rows=17, vocab_size=32000, has_ties=True, seed=2),
+        Batch("1 x 151936", num_rows=1, vocab_size=151936, seed=2),
     ),
 )
 def same_tokens(impl: type[Sampler], case: Batch, reference: type[Sampler]) -> None:
@@ -190,13 +177,9 @@ def same_tokens(impl: type[Sampler], case: Batch, reference: type[Sampler]) -> N
     expect_equal("ids", sample(impl, logits, reqs, positions), sample(reference, logits, reqs, positions))
 
 
-@dataclass(frozen=True)
-class Unfiltered:
+class Unfiltered(Case):
     """Rows that a temperature alone decides, some greedy: flat, steep and tied ones, at any height."""
 
-    name: str
-    num_rows: int
-    vocab_size: int
     seed: int = 0
 
     def draw(self) -> tuple[torch.Tensor, list[Req]]:
@@ -212,9 +195,9 @@ class Unfiltered:
 @agreement(
     "So they are where a temperature alone decides, and rows with a NaN, or with no token left, have none.",
     (
-        Unfiltered("42 x 5000", 42, 5000),
-        Unfiltered("14 x 20000", 14, 20_000, seed=1),
-        Unfiltered("1 x 151936", 1, 151_936, seed=2),
+        Unfiltered("42 x 5000", num_rows=42, vocab_size=5000),
+        Unfiltered("14 x 20000", num_rows=14, vocab_size=20_000, seed=1),
+        Unfiltered("1 x 151936", num_rows=1, vocab_size=151_936, seed=2),
     ),
 )
 def same_tokens_unfiltered(impl: type[Sampler], case: Unfiltered, reference: type[Sampler]) -> None:
