@@ -163,7 +163,7 @@ def cache_aware_without_a_cache(impl: type[SchedulePolicy], case: Case) -> None:
 
 @contract(
     "A request that shares a prefix with an earlier request of the step goes last and is deprioritized.",
-    grid("{policy}", policy=("lpm", "dfs-weight"), page_size=(1, 4)),
+    grid("{policy}, page {page_size}", policy=("lpm", "dfs-weight"), page_size=(1, 4)),
 )
 def in_batch_prefixes_wait(impl: type[SchedulePolicy], case: Case) -> None:
     page_size = case.page_size

@@ -202,8 +202,8 @@ def failing_forward(impl: type[Scheduler], case: Case) -> None:
     "A prefix that several new requests share is computed once, under every policy; no other request waits.",
     table(
         "policy chunked_prefill_size",
-        *(("fcfs", None), ("lpm", None), ("dfs-weight", None), ("random", None), ("fcfs", 24)),
-        name="{policy}",
+        *((policy, policy, None) for policy in ("fcfs", "lpm", "dfs-weight", "random")),
+        ("fcfs, in chunks", "fcfs", 24),
     ),
 )
 def in_batch_prefix(impl: type[Scheduler], case: Case) -> None:

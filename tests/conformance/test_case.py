@@ -1,0 +1,96 @@
+"""Cases, grids and tables; what is smaller than a case; which cases the fast cut keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.conformance.case import Case, fields_of, grid, table
+from shared.conformance.clause import Clause
+from shared.conformance.shrink import shrink, smaller_cases
+from shared.conformance.suite import CONTRACTS, clauses_of
+from tests.conformance.fast_cut import MAX_COVER, MAX_KEPT, fast_cases, pairwise_cover
+
+
+class Sized(Case):
+    """With a default, a rule and a method."""
+
+    page_size = 4
+
+    def check(self) -> None:
+        if self.length < 1:
+            raise ValueError("length must be at least 1")
+
+    def num_pages(self) -> int:
+        return -(-self.length // self.page_size)
+
+
+def test_a_case_has_fields_an_id_and_defaults() -> None:
+    case = Sized("five", length=5)
+    assert (case.name, case.length, case.page_size, case.num_pages()) == ("five", 5, 4, 2)
+    assert case.fields() == fields_of(case) == {"name": "five", "page_size": 4, "length": 5}
+    assert repr(case) == "Sized(name='five', length=5)"
+    assert case == Sized("five", length=5, page_size=4) != case.replace(length=6)
+    assert case.replace(page_size=1).num_pages() == 5
+    assert len({case, Sized("five", length=5)}) == 1
+
+
+def test_a_case_is_immutable_and_valid() -> None:
+    case = Sized("five", length=5)
+    with pytest.raises(AttributeError, match="immutable"):
+        case.length = 3
+    with pytest.raises(AttributeError, match="no field 'size'"):
+        _ = case.size
+    with pytest.raises(ValueError, match="at least 1"):
+        case.replace(length=0)
+
+
+def test_a_grid_is_the_product_with_ids() -> None:
+    cases = grid("page {page_size}, {dtype}, {shape}", page_size=(1, 4), dtype=torch.float16, shape=[(3, 2)])
+    assert [case.name for case in cases] == ["page 1, float16, 3/2", "page 4, float16, 3/2"]
+    assert (cases[1].dtype, cases[1].shape) == (torch.float16, (3, 2))
+    named = grid(lambda size, is_last: f"{size}{', last' * is_last}", size=(1, 2), is_last=(False, True))
+    assert [case.name for case in named] == ["1", "1, last", "2", "2, last"]
+
+
+def test_a_table_has_a_case_for_each_row() -> None:
+    cases = table("length page_size", ("short", 1), ("long", 9, 16), of=Sized, page_size=2)
+    assert [(case.name, case.length, case.page_size) for case in cases] == [("short", 1, 2), ("long", 9, 16)]
+    assert table("a b", (1, 2), name="{a} of {b}")[0].name == "1 of 2"
+    with pytest.raises(AssertionError, match="more than"):
+        table("a", ("name", 1, 2))
+
+
+def test_smaller_cases_are_cases() -> None:
+    case = Sized("five", length=5, calls=(3, 4))
+    smaller = list(smaller_cases(case))
+    assert {each.length for each in smaller} == {1, 2, 4, 5}
+    assert all(isinstance(each, Sized) and each.name == "five" for each in smaller)
+    assert shrink(case, lambda each: sum(each.calls) >= 4).fields() == {
+        "name": "five", "page_size": 0, "length": 1, "calls": (4,),
+    }  # fmt: skip
+
+
+def test_the_fast_cut_covers_pairs_and_keeps_few() -> None:
+    cases = grid("{a}{b}{c}", a=range(3), b=range(3), c=range(2))
+    kept = [case for case in cases if case.name in pairwise_cover(cases)]
+    assert {(case.a, case.b) for case in kept} == {(a, b) for a in range(3) for b in range(3)}
+    assert {(case.b, case.c) for case in kept} == {(b, c) for b in range(3) for c in range(2)}
+    assert len(kept) <= MAX_COVER < len(cases)
+    many = grid("{a}{b}{c}", a=range(9), b=range(9), c=range(9))
+    assert len(pairwise_cover(many)) == MAX_COVER
+
+
+def test_clauses_with_the_same_axis_cover_it_together() -> None:
+    families = grid("{family}", family=range(13))
+    clauses = [Clause(f"clause-{i}", "", families, lambda impl, case: None, "contract") for i in range(4)]
+    kept = fast_cases(clauses)
+    assert {len(names) for names in kept.values()} == {MAX_KEPT}
+    assert set().union(*kept.values()) == {case.name for case in families}
+
+
+@pytest.mark.parametrize("component", CONTRACTS)
+def test_ids_are_distinct(component: str) -> None:
+    for clause in clauses_of(component):
+        names = [case.name for case in clause.cases]
+        assert len(set(names)) == len(names), clause.name
