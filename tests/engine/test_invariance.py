@@ -35,11 +35,19 @@ def alone(model: str) -> list[list[int]]:
     return answers_alone(model, **REFERENCE)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    SWITCHES + SPECULATION_SWITCHES,
-    ids=lambda flags: ",".join(f"{k}={v}" for k, v in flags.items()) or "default",
-)
+SETTINGS = [  # the fast cut has each on one of the models
+    pytest.param(
+        model,
+        flags,
+        id=f"{model}-{','.join(f'{k}={v}' for k, v in flags.items()) or 'default'}",
+        marks=[] if number % 2 == i else pytest.mark.full,
+    )
+    for i, model in enumerate(MODELS)
+    for number, flags in enumerate(SWITCHES + SPECULATION_SWITCHES)
+]
+
+
+@pytest.mark.parametrize(("model", "flags"), SETTINGS, indirect=["model"], scope="module")
 def test_a_switch_changes_nothing(model: str, alone: list[list[int]], flags: dict[str, Any]) -> None:
     expect_answers(model, alone, **REFERENCE, **flags)
 
@@ -52,9 +60,14 @@ def test_a_warm_cache_changes_nothing(model: str, alone: list[list[int]]) -> Non
     assert all(o.num_cached_tokens == o.num_prompt_tokens - 1 for o in outputs)
 
 
-@pytest.mark.parametrize(
-    ("seed", "speculates"), [(0, False), (1, False), (2, False), (3, False), (4, True), (5, True)]
-)
+ARRIVALS = [
+    pytest.param(model, seed, seed >= 4, marks=[] if seed % 2 == i else pytest.mark.full)
+    for i, model in enumerate(MODELS)
+    for seed in range(6)
+]
+
+
+@pytest.mark.parametrize(("model", "seed", "speculates"), ARRIVALS, indirect=["model"], scope="module")
 def test_arrival_order_mates_and_forced_retraction_change_nothing(
     model: str, alone: list[list[int]], seed: int, speculates: bool
 ) -> None:
