@@ -12,12 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from reference.collectives import ALONE
 from reference.layers import MLP, Linear
 from shared.config import ModelConfig
 from shared.interfaces.attention import BatchAttention
+from shared.interfaces.collectives import Collectives
 from shared.interfaces.layers import Layers, RotaryEmbedding
 from shared.interfaces.model import CausalLM
 from shared.interfaces.moe import MoE
+from shared.loading.shards import vocabulary_rows
 from shared.loading.weights import load_weights, named_targets
 from shared.types.attention import AttentionLayer
 
@@ -69,8 +72,10 @@ class LlamaDecoderLayer(nn.Module):
         layers: Layers,
         moe: type[MoE],
         rotary_emb: RotaryEmbedding,
+        tp: Collectives = ALONE,
     ) -> None:
         super().__init__()
+        self.tp = tp
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = LlamaAttention(config, layer_id, layers, rotary_emb)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -94,22 +99,24 @@ class LlamaDecoderLayer(nn.Module):
             x, residual = self.input_layernorm(x), x
         else:
             x, residual = self.input_layernorm.add_and_norm(x, residual)
-        x = self.self_attn(x, positions, attention)
+        x = self.tp.all_reduce(self.self_attn(x, positions, attention))  # each rank has some of the heads
         x, residual = self.post_attention_layernorm.add_and_norm(x, residual)
-        return self.mlp(x), residual
+        return self.tp.all_reduce(self.mlp(x)), residual  # and a part of the intermediate size
         # --8<-- [end:decoder-layer]
 
 
 class LlamaModel(nn.Module):
-    """Everything but the head."""
+    """Everything but the head. With several ranks each has some rows of the embedding."""
 
-    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE]) -> None:
+    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives) -> None:
         super().__init__()
-        embedding = torch.empty(config.vocab_size, config.hidden_size)
+        self.tp = tp
+        self.rows = vocabulary_rows(config.vocab_size, tp.rank, tp.size)
+        embedding = torch.empty(self.rows.stop - self.rows.start, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
         rotary_emb = layers.RotaryEmbedding(config.rope, config.head_dim, config.context_len)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, layer_id, layers, moe, rotary_emb)
+            LlamaDecoderLayer(config, layer_id, layers, moe, rotary_emb, tp)
             for layer_id in range(config.num_hidden_layers)
         )
         self.norm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -122,7 +129,7 @@ class LlamaModel(nn.Module):
         captured: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         # --8<-- [start:model-forward]
-        x, residual = self.embed_tokens(input_ids), None
+        x, residual = self.embed(input_ids), None
         for layer_id, layer in enumerate(self.layers):
             if captured is not None:
                 _capture(captured, layer_id, x, residual)
@@ -131,6 +138,13 @@ class LlamaModel(nn.Module):
             _capture(captured, len(self.layers), x, residual)
         return self.norm.add_and_norm(x, residual)[0]
         # --8<-- [end:model-forward]
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return self.embed_tokens(input_ids)
+        is_here = (input_ids >= self.rows.start) & (input_ids < self.rows.stop)
+        x = self.embed_tokens((input_ids - self.rows.start) * is_here)
+        return self.tp.all_reduce(x * is_here[..., None])
 
 
 def _capture(
@@ -142,12 +156,14 @@ def _capture(
 
 
 class LlamaForCausalLM(CausalLM):
-    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE]) -> None:
+    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives = ALONE) -> None:
         super().__init__(config, layers, moe)
         self.config = config
-        self.model = LlamaModel(config, layers, moe)
+        self.tp = tp
+        self.model = LlamaModel(config, layers, moe, tp)
         # A tied head is the embedding itself.
-        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        num_rows = self.model.embed_tokens.num_embeddings
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, num_rows)
 
     def forward(
         self,
@@ -160,11 +176,16 @@ class LlamaForCausalLM(CausalLM):
         return hidden_states if attention.rows is None else hidden_states[attention.rows]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.model.embed_tokens(input_ids)
+        return self.model.embed(input_ids)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden_states, head.weight).to(torch.float32)
+        logits = F.linear(hidden_states, head.weight).to(torch.float32)
+        if self.tp.size == 1:
+            return logits
+        num_missing = -(-self.config.vocab_size // self.tp.size) - logits.shape[1]  # in the last ranks
+        by_token_id = self.tp.all_gather(F.pad(logits, (0, num_missing)).T)
+        return by_token_id[: self.config.vocab_size].T.contiguous()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if any(parameter.is_meta for parameter in self.parameters()):

@@ -57,6 +57,11 @@ class EngineOptions:
         int | None, _option(MODEL, "Seed of dummy weights and of requests without a seed.")
     ] = None
 
+    tp: Annotated[
+        int | None,
+        _option(MODEL, "Tensor parallelism: ranks that have a part of the model each. Default: 1."),
+    ] = None
+
     page_size: Annotated[int | None, _option(MEMORY, "Tokens of a KV page. Default: 1.")] = None
     context_len: Annotated[int | None, _option(MEMORY, "Longest sequence. Default: the model's.")] = None
     max_total_tokens: Annotated[

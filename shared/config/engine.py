@@ -36,6 +36,9 @@ class EngineConfig:
     )
     random_seed: int = 0  # for requests without a seed, and for dummy weights
 
+    # Several ranks
+    tp: int = 1  # tensor parallelism: so many ranks have a part of the model each
+
     # Memory
     page_size: int = 1
     context_len: int | None = None  # default: the model's
@@ -83,7 +86,8 @@ class EngineConfig:
             if value not in allowed and not (value is None and _DEFAULTS[name] is None):
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
         for name in (
-            "page_size", "max_running_requests", "max_prefill_tokens", "context_len", "max_total_tokens",
+            "tp", "page_size", "max_running_requests", "max_prefill_tokens", "context_len",
+            "max_total_tokens",
             "chunked_prefill_size", "max_queued_requests", "cuda_graph_max_bs",
             "speculative_num_steps", "speculative_topk", "speculative_num_draft_tokens",
         ):  # fmt: skip

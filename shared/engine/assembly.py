@@ -15,10 +15,19 @@ from shared.config import EngineConfig, ModelConfig
 from shared.config.speculation import check_windows
 from shared.engine.component_check import problem_with
 from shared.grammar.compiler import GrammarCompiler
-from shared.interfaces import CausalLM, Drafter, DrafterParts, Scheduler, SchedulerParts, TokenToKVPool
+from shared.interfaces import (
+    CausalLM,
+    Collectives,
+    Drafter,
+    DrafterParts,
+    Scheduler,
+    SchedulerParts,
+    TokenToKVPool,
+)
 from shared.loading.kv_sizing import MemoryPlan, free_gpu_memory, num_rows, num_speculative_slots, plan_memory
 from shared.loading.load_model import load_model
 from shared.loading.model_path import resolve_model_path
+from shared.loading.shards import shard_config
 from shared.text.tokenizer import TOKENIZER_FILES, Tokenizer
 
 
@@ -57,8 +66,10 @@ def assemble(
     config: EngineConfig,
     clock: Callable[[], float] = time.monotonic,
     replace: Mapping[str, Any] | None = None,
+    tp: Collectives | None = None,
 ) -> Assembly:
-    """`replace`: component -> what to take for it in place of what the registry has.
+    """`replace`: component -> what to take for it in place of what the registry has. `tp`: the group in which
+    this is one rank, with config.tp > 1.
 
     Everything that can be wrong with the configuration, the model's files or the tokenizer is found, and
     raised as `ValueError`, before memory for weights or pools is taken."""
@@ -79,9 +90,13 @@ def assemble(
     def component(name: str) -> Any:
         return (replace or {}).get(name) or theirs.get(name) or registry.load(name, selection[name])
 
+    if config.tp > 1:
+        assert tp is not None
+        check_parallel(config, selection)
+        shard_config(model_config, config.tp)  # raises for sizes that cannot be divided
     phases.end("tokenizer")
     free_before = free_gpu_memory(device)
-    model = load_model(folder, model_config, config, component, device, dtype)
+    model = load_model(folder, model_config, config, component, device, dtype, tp)
     num_token_ids = min(
         model_config.vocab_size, tokenizer.vocab_size if tokenizer is not None else model_config.vocab_size
     )
@@ -95,8 +110,11 @@ def assemble(
     free_gpu_memory(device)  # what loading took for a while is not the weights'
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     draft_bytes = drafter.num_kv_bytes_per_token if drafter is not None else 0
-    memory = plan_memory(config, model_config, dtype, device, free_before, weight_bytes, draft_bytes)
+    local_config = shard_config(model_config, config.tp)
+    memory = plan_memory(config, local_config, dtype, device, free_before, weight_bytes, draft_bytes)
     num_tokens = memory.num_tokens
+    if tp is not None:  # every rank has as many slots as the one with the least memory
+        num_tokens = int(tp.all_gather(torch.tensor([num_tokens])).min())
     if device.type == "cuda":
         print_memory(memory)
     assert config.context_len is not None
@@ -107,8 +125,8 @@ def assemble(
         num_tokens,
         config.page_size,
         model_config.num_hidden_layers,
-        model_config.num_kv_heads,
-        model_config.head_dim,
+        local_config.num_kv_heads,
+        local_config.head_dim,
         dtype,
         device,
     )
@@ -153,6 +171,16 @@ def assemble(
         config, model_config, selection, model, kv_pool, memory, tokenizer, parts, scheduler, grammars,
         eos_token_ids, phases.seconds,
     )  # fmt: skip
+
+
+def check_parallel(config: EngineConfig, selection: Mapping[str, str]) -> None:
+    """Raise `ValueError` for what does not work with several ranks."""
+    if selection["models"] != "reference":
+        raise ValueError(f"tp={config.tp} needs panel=reference: the optimized models run on one rank")
+    if config.speculative not in (None, "ngram"):
+        raise ValueError(
+            f"tp={config.tp} has no speculative={config.speculative}: draft models run on one rank"
+        )
 
 
 def print_memory(memory: MemoryPlan) -> None:

@@ -10,9 +10,9 @@ from itertools import chain, count
 from typing import Any
 
 from shared.config import EngineConfig
-from shared.engine.assembly import assemble
 from shared.engine.output_collector import OutputCollector
 from shared.engine.python_runtime import deferred_interrupts, gc_freeze
+from shared.engine.start import start_engine
 from shared.sampling.processors import LogitProcessor
 from shared.sampling.sampling_batch import derive_seed
 from shared.types import GenerateOutput, Req, SamplingParams
@@ -43,7 +43,7 @@ class LLM:
     def __init__(self, model: str | None = None, *, config: EngineConfig | None = None, **flags: Any) -> None:
         if model is not None:
             flags["model"] = model
-        assembly = assemble((config or EngineConfig()).updated(**flags))
+        assembly = start_engine((config or EngineConfig()).updated(**flags))
         self.config = assembly.config
         self.model_config = assembly.model_config
         self.tokenizer = assembly.tokenizer

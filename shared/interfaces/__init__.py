@@ -1,6 +1,7 @@
 """The contracts: one abstract class per component, its docstring says what must hold."""
 
 from shared.interfaces.attention import AttentionBackend, BatchAttention
+from shared.interfaces.collectives import Collectives
 from shared.interfaces.draft_model import DraftModel, DraftOutput
 from shared.interfaces.draft_tree import DraftTreeOps
 from shared.interfaces.drafter import Drafter, DrafterParts
@@ -39,6 +40,7 @@ __all__ = [
     "CacheNode",
     "CacheWatcher",
     "CausalLM",
+    "Collectives",
     "DraftModel",
     "DraftOutput",
     "DraftTreeOps",

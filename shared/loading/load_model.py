@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from shared.config import DraftConfig, EngineConfig, ModelConfig
 from shared.config.speculation import check_windows
-from shared.interfaces import CausalLM, DrafterParts, DraftModel
+from shared.interfaces import CausalLM, Collectives, DrafterParts, DraftModel
 from shared.loading.draft_weights import (
     draft_shapes,
     dummy_draft_weights,
@@ -23,6 +23,7 @@ from shared.loading.draft_weights import (
 )
 from shared.loading.kv_sizing import check_memory
 from shared.loading.model_path import resolve_model_path
+from shared.loading.shards import Shards, shard_config
 from shared.loading.weight_names import expected_shapes
 from shared.loading.weights import dummy_weights, iterate_weights
 
@@ -36,16 +37,20 @@ def load_model(
     component: Callable[[str], Any],
     device: torch.device,
     dtype: torch.dtype,
+    tp: Collectives | None = None,
 ) -> CausalLM:
-    """The model of a folder, built from the chosen components. Raises `ValueError`, before the model takes
-    memory, for files that do not fit and for weights that are larger than the free memory."""
+    """The model of a folder, or this rank's part of it, built from the chosen components. Raises
+    `ValueError`, before the model takes memory, for files that do not fit and for weights that are larger
+    than the free memory."""
+    shards = None if tp is None else Shards(model_config, tp.rank, tp.size)
+    local_config = model_config if tp is None else shard_config(model_config, tp.size)
     if config.load_format == "dummy":
-        weights = dummy_weights(model_config, config.random_seed, device)
+        weights = dummy_weights(model_config, config.random_seed, device, shards)
     else:
-        weights = iterate_weights(folder, model_config, LoadingBar().update)
-    check_weights(model_config.architecture, expected_shapes(model_config), device, dtype)
+        weights = iterate_weights(folder, model_config, LoadingBar().update, shards)
+    check_weights(model_config.architecture, expected_shapes(local_config), device, dtype)
     model_class: type[CausalLM] = component("models").model_class(model_config.architecture)
-    model = build_model(model_class, model_config, component, device, dtype)
+    model = build_model(model_class, local_config, component, device, dtype, tp)
     model.load_weights(weights)
     return model.eval()
 
@@ -90,10 +95,13 @@ def build_model(
     component: Callable[[str], Any],
     device: torch.device | str,
     dtype: torch.dtype,
+    tp: Collectives | None = None,
 ) -> _Model:
-    """A model from the chosen layers and experts. Its parameters are allocated; `load_weights` fills them."""
+    """A model from the chosen layers and experts. Its parameters are allocated; `load_weights` fills them.
+    `tp`: the ranks of which each has a part of the model."""
+    parts = (component("layers"), component("moe"))
     with building(dtype, device):
-        return model_class(config, component("layers"), component("moe"))
+        return model_class(config, *parts) if tp is None else model_class(config, *parts, tp)
 
 
 @contextlib.contextmanager

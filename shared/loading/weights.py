@@ -16,6 +16,7 @@ from shared.config import ModelConfig
 from shared.interfaces.layers import MergedLinear
 from shared.interfaces.moe import FusedExperts
 from shared.loading.safetensors_file import TensorInfo, read_checkpoint
+from shared.loading.shards import Shards
 from shared.loading.weight_names import canonical_parts, check_shapes, expected_shapes, is_harmless
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -33,12 +34,14 @@ def iterate_weights(
     folder: str | Path,
     config: ModelConfig | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    shards: Shards | None = None,
 ) -> Weights:
     """The weights of a Hugging Face folder on the CPU, one tensor at a time.
 
     Everything that headers and sizes can tell is checked here and now, before any tensor is read; a NaN or an
     infinity, or a tied head that is no copy, when its tensor's turn comes. All errors are `ValueError`.
     `config` defaults to the folder's own. `on_progress` is called with (bytes read so far, bytes in all).
+    `shards`: read only the parts of one rank.
     """
     folder = Path(folder)
     if config is None:
@@ -47,8 +50,8 @@ def iterate_weights(
     tensors = {name: info for name, info in checkpoint.items() if not is_harmless(name, config)}
     parts = [part for name, info in tensors.items() for part in canonical_parts(name, info.shape)]
     check_shapes({part.name: part.shape for part in parts}, config, str(folder))
-    weights = stream(tensors, on_progress)
-    head = checkpoint.get(HEAD) if config.tie_word_embeddings else None
+    weights = stream(tensors, on_progress, shards)
+    head = checkpoint.get(HEAD) if config.tie_word_embeddings and shards is None else None
     return weights if head is None else _with_tied_head(weights, head)
 
 
@@ -74,8 +77,12 @@ def _is_copy(info: TensorInfo, tensor: torch.Tensor) -> bool:
         return all(torch.equal(ours, theirs.to(ours.dtype)) for ours, theirs in pieces)
 
 
-def stream(tensors: Mapping[str, TensorInfo], on_progress: Callable[[int, int], None] | None) -> Weights:
-    """Tensors of a checkpoint, file by file, those of packed experts one by one."""
+def stream(
+    tensors: Mapping[str, TensorInfo],
+    on_progress: Callable[[int, int], None] | None,
+    shards: Shards | None = None,
+) -> Weights:
+    """Tensors of a checkpoint, or the parts of one rank, file by file; those of packed experts one by one."""
     num_bytes, num_bytes_read = sum(info.num_bytes for info in tensors.values()), 0
     for path in dict.fromkeys(info.path for info in tensors.values()):
         try:
@@ -83,10 +90,19 @@ def stream(tensors: Mapping[str, TensorInfo], on_progress: Callable[[int, int], 
                 for name, info in tensors.items():
                     if info.path != path:
                         continue
-                    tensor = file.get_tensor(name)
+                    parts = canonical_parts(name, info.shape)
+                    if shards is not None and len(parts) == 1:
+                        tensor = file.get_slice(name)[shards.index(parts[0].name) or (slice(None),)]
+                    else:
+                        tensor = file.get_tensor(name)
                     _refuse_non_finite(name, tensor, path)
-                    for part in canonical_parts(name, info.shape):
-                        yield part.name, tensor[part.index]
+                    for part in parts:
+                        if shards is None:
+                            yield part.name, tensor[part.index]
+                        elif len(parts) == 1:
+                            yield part.name, shards.own(part.name, tensor)
+                        else:
+                            yield part.name, shards.cut(part.name, tensor[part.index])
                     num_bytes_read += info.num_bytes
                     if on_progress is not None:
                         on_progress(num_bytes_read, num_bytes)
@@ -95,6 +111,8 @@ def stream(tensors: Mapping[str, TensorInfo], on_progress: Callable[[int, int], 
 
 
 def _refuse_non_finite(name: str, tensor: torch.Tensor, path: Path) -> None:
+    if tensor.numel() == 0:
+        return
     # The quickest look at all numbers: NaN is passed on as minimum and maximum.
     if all(torch.isfinite(extreme) for extreme in tensor.aminmax()):
         return
@@ -105,10 +123,17 @@ def _refuse_non_finite(name: str, tensor: torch.Tensor, path: Path) -> None:
     )
 
 
-def dummy_weights(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> Weights:
+def dummy_weights(
+    config: ModelConfig,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    shards: Shards | None = None,
+) -> Weights:
     """Seeded random weights of the model's shapes and dtype, with which activations neither vanish nor blow
-    up. A tensor depends on seed, name, shape, dtype and kind of device only, not on the others."""
-    return dummy_tensors(expected_shapes(config), config.dtype, seed, device)
+    up. A tensor depends on seed, name, shape, dtype and kind of device only, not on the others. `shards`:
+    the parts of one rank, cut from the same tensors."""
+    for name, tensor in dummy_tensors(expected_shapes(config), config.dtype, seed, device):
+        yield name, tensor if shards is None else shards.cut(name, tensor)
 
 
 def dummy_tensors(

@@ -158,13 +158,13 @@ def _process_main(config: EngineConfig, endpoints: Endpoints, death_pipe: Connec
 
 def _serve(config: EngineConfig, channel: ZmqChannel) -> None:
     start = time.perf_counter()
-    from shared.engine.assembly import assemble  # heavy: torch, and kernels
+    from shared.engine.start import start_engine  # heavy: torch, and kernels
     from shared.server.engine_loop import EngineLoop
 
     import_seconds = time.perf_counter() - start
 
     try:
-        assembly = assemble(config)
+        assembly = start_engine(config)
     except BaseException as error:
         with contextlib.suppress(Exception):
             channel.send(Dead(reason=str(error) or type(error).__name__))

@@ -1,0 +1,228 @@
+"""Tensor parallelism on one machine: rank 0 in this process, the others in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any
+
+from shared.config import EngineConfig
+from shared.engine.assembly import Assembly, assemble
+from shared.engine.input_log import Call, CallClock, Method, Request, decode, encode
+from shared.interfaces import Scheduler, SchedulerState, SchedulerStats
+from shared.types import Req, StepOutput
+
+TIME_LIMIT = 120.0
+"""Seconds that a rank waits for the others: in a collective, and when they start."""
+
+
+class RankEnded(RuntimeError):
+    """A rank has ended, so no rank can go on. The engine cannot be used any more."""
+
+
+def assemble_ranks(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Assembly:
+    """The engine of `config`, with the other ranks started; the assembly's scheduler keeps them in step.
+    Raises `ValueError` as `assemble` does, and `RankEnded` when a rank cannot start."""
+    from torch.distributed import TCPStore
+
+    followers: list[Follower] = []
+    store = TCPStore("127.0.0.1", 0, config.tp, True, wait_for_workers=False)
+    try:
+        followers += [Follower(config, rank, store.port, time_limit) for rank in range(1, config.tp)]
+        collectives = import_module("reference.collectives").Collectives
+        tp = collectives.connect(store, 0, config.tp, time_limit)
+        clock = CallClock()
+        assembly = assemble(config, clock, tp=tp)
+        for follower in followers:
+            follower.wait_until_ready(time_limit)
+    except BaseException as error:
+        for follower in followers:
+            follower.kill()
+        if isinstance(error, RuntimeError) and not isinstance(error, RankEnded):
+            raise RankEnded(f"the ranks do not find each other: {error}") from error
+        raise
+    return replace(assembly, scheduler=LeadScheduler(assembly.scheduler, followers, clock))
+
+
+class Follower:
+    """A process with another rank."""
+
+    def __init__(self, config: EngineConfig, rank: int, port: int, time_limit: float) -> None:
+        spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        self.rank = rank
+        self.pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(
+            target=_follow, args=(config, rank, port, time_limit, theirs), name=f"rank-{rank}", daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def wait_until_ready(self, time_limit: float) -> None:
+        """Raises `RankEnded` when the rank cannot start."""
+        try:
+            if self.pipe.poll(time_limit):
+                self.pipe.recv_bytes()
+                return
+        except EOFError:
+            self.process.join()
+        raise RankEnded(self.describe_end())
+
+    def describe_end(self) -> str:
+        """How the rank ended, for people."""
+        code = self.process.exitcode
+        if code is None:
+            return f"rank {self.rank} does not answer"
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"rank {self.rank} has ended with {how}"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class LeadScheduler(Scheduler):
+    """The scheduler of rank 0: each call is sent to the other ranks, then made here."""
+
+    def __init__(self, scheduler: Scheduler, followers: Sequence[Follower], clock: CallClock) -> None:
+        self.scheduler = scheduler
+        self.followers = followers
+        self.clock = clock
+        self.problem: str | None = None  # why the engine cannot go on
+
+    def add_request(self, req: Req) -> None:
+        if req.logit_processor is not None:
+            raise ValueError("tp > 1 has no custom logit processors: they exist on one rank only")
+        request = Request(
+            req.rid,
+            req.origin_input_ids,
+            req.sampling_params,
+            req.seed,
+            sorted(req.eos_token_ids),
+            req.extra_key,
+            req.priority,
+            req.routing_key,
+            req.grammar is not None,
+        )
+        self._tell("add_request", request=request)
+        self.scheduler.add_request(req)
+
+    def abort(self, rid: str) -> bool:
+        if self.problem is None:
+            self._tell("abort", rid=rid)
+        return self.scheduler.abort(rid)
+
+    def retract(self, rid: str) -> bool:
+        self._tell("retract", rid=rid)
+        return self.scheduler.retract(rid)
+
+    def step(self) -> list[StepOutput]:
+        """Raises `RankEnded` when another rank has ended; it does so in every later call."""
+        self._tell("step")
+        outputs = self.scheduler.step()
+        self._check()
+        return outputs
+
+    def flush_cache(self) -> bool:
+        self._tell("flush_cache")
+        return self.scheduler.flush_cache()
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def state(self) -> SchedulerState:
+        return self.scheduler.state()
+
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats()
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self.problem = self.problem or "the engine was closed"
+        for follower in self.followers:
+            follower.kill()
+
+    def _tell(self, method: Method, rid: str = "", request: Request | None = None) -> None:
+        if self.problem is not None:
+            raise RankEnded(self.problem)
+        self.clock.now = time.monotonic()
+        data = encode(Call(method, self.clock.now, rid, request))
+        with contextlib.suppress(OSError):  # found by _check
+            for follower in self.followers:
+                follower.pipe.send_bytes(data)
+        self._check()
+
+    def _check(self) -> None:
+        for follower in self.followers:
+            if not follower.process.is_alive():
+                self.problem = follower.describe_end()
+                for each in self.followers:
+                    each.kill()
+                raise RankEnded(self.problem)
+
+
+def _follow(config: EngineConfig, rank: int, port: int, time_limit: float, pipe: Connection) -> None:
+    """The process of another rank: it ends with rank 0, whose end closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
+    from torch.distributed import TCPStore
+
+    code = 0
+    try:
+        store = TCPStore("127.0.0.1", port, config.tp, False)
+        tp = import_module("reference.collectives").Collectives.connect(store, rank, config.tp, time_limit)
+        clock = CallClock()
+        assembly = assemble(config, clock, tp=tp)
+        pipe.send_bytes(b"ready")
+        while True:
+            call = decode(pipe.recv_bytes())
+            clock.now = call.now
+            _apply(call, assembly)
+    except EOFError:
+        pass
+    except ValueError:
+        code = 2  # rank 0 finds the same, and says it
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no library may keep a rank alive
+
+
+def _apply(call: Call, assembly: Assembly) -> None:
+    scheduler: Any = assembly.scheduler
+    if call.method == "add_request":
+        assert call.request is not None
+        with contextlib.suppress(ValueError):  # rank 0 refuses it too
+            scheduler.add_request(_req(call.request, assembly))
+    elif call.method in ("abort", "retract"):
+        getattr(scheduler, call.method)(call.rid)
+    else:
+        getattr(scheduler, call.method)()
+
+
+def _req(request: Request, assembly: Assembly) -> Req:
+    req = Req(
+        rid=request.rid,
+        origin_input_ids=request.input_ids,
+        sampling_params=request.params,
+        seed=request.seed,
+        eos_token_ids=frozenset(request.eos_token_ids),
+        extra_key=request.extra_key,
+        priority=request.priority,
+        routing_key=request.routing_key,
+    )
+    if request.has_grammar:
+        compiled = assembly.grammars.submit(request.params)
+        assert compiled is not None
+        req.grammar = assembly.grammars.grammar_for(req, compiled.result())
+    return req

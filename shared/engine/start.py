@@ -1,0 +1,17 @@
+"""Starts the engine of a configuration: in this process, or on several ranks."""
+
+from __future__ import annotations
+
+from shared.config import EngineConfig
+from shared.engine.assembly import Assembly, assemble
+
+
+def start_engine(config: EngineConfig) -> Assembly:
+    """Raises `ValueError` for a configuration that cannot run."""
+    if config.tp == 1:
+        return assemble(config)
+    try:
+        from shared.engine.ranks import assemble_ranks
+    except ModuleNotFoundError as error:
+        raise ValueError(f"tp={config.tp} needs {error.name}: pip install 'diptych[parallel]'") from None
+    return assemble_ranks(config)

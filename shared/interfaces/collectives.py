@@ -1,0 +1,55 @@
+"""Contract of collectives: operations in which all ranks of a group take part."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+
+class Collectives(ABC):
+    """One group of ranks, numbered from 0. Every rank calls the same operations in the same order, with
+    tensors of one dtype and, where nothing else is said, of one shape. A call returns when its result may be
+    used. No operation changes its arguments.
+
+    A rank that ends, or that does not arrive within the group's time limit, makes the operation raise
+    `RuntimeError` on the others. The group cannot be used afterwards.
+
+    With one rank every operation returns at once.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in x's shape and dtype. Added in float32 (at least) in the order of ranks: the
+        bits are the same on every rank."""
+
+    @abstractmethod
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, ...] -> [size * n, ...]: the tensors of all ranks in their order."""
+
+    @abstractmethod
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """[size * n, ...] -> [n, ...]: this rank's part of the sum over ranks, added as in `all_reduce`."""
+
+    @abstractmethod
+    def all_to_all(
+        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Rank r gets the next `send_counts[r]` rows of x. Returns the rows from all ranks, in their order:
+        `receive_counts[r]` of rank r. Counts may be 0."""
+
+    @abstractmethod
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """The tensor of rank `source`. Others pass a tensor of its shape and dtype."""
+
+    @abstractmethod
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Give a tensor to one rank, which calls `receive`. Returns when x may be overwritten."""
+
+    @abstractmethod
+    def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
+        """The tensor that rank `source` sends, in the shape and dtype of `like`."""

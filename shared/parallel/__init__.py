@@ -1,0 +1,1 @@
+"""What collectives of both panels share."""

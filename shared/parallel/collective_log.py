@@ -1,0 +1,70 @@
+"""A log of collectives, and the first place where the logs of two ranks differ.
+
+Ranks that call different collectives wait for each other until a time limit. The logs say which call was
+different: each entry has the operation, its shape and dtype, and the line of code that called it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+LENGTH = 1000
+"""Entries that are kept."""
+INTERNAL = ("collectives.py", "collective_log.py")
+"""Files that are not the caller's."""
+
+
+class Entry(NamedTuple):
+    """One call of a collective. Two ranks agree if all but `caller` are equal."""
+
+    number: int
+    op: str
+    group: str
+    shape: tuple[int, ...]
+    dtype: str
+    caller: str  # file:line
+
+    def __str__(self) -> str:
+        return f"#{self.number} {self.op} of {self.dtype} {list(self.shape)} in {self.group} ({self.caller})"
+
+
+class CollectiveLog:
+    """The latest calls of one rank."""
+
+    def __init__(self) -> None:
+        self.entries: deque[Entry] = deque(maxlen=LENGTH)
+        self._number = 0
+
+    def add(self, op: str, group: str, x: torch.Tensor, any_rows: bool = False) -> None:
+        """Called before the operation. `any_rows`: the number of rows may differ by rank."""
+        self._number += 1
+        shape = tuple(x.shape[1:]) if any_rows else tuple(x.shape)
+        dtype = str(x.dtype).removeprefix("torch.")
+        self.entries.append(Entry(self._number, op, group, shape, dtype, _caller()))
+
+
+def _caller() -> str:
+    frame = sys._getframe(2)
+    while frame.f_back is not None and Path(frame.f_code.co_filename).name in INTERNAL:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def first_difference(logs: Sequence[Sequence[Entry]]) -> str | None:
+    """Where the logs of the ranks (in their order) first differ, for people; None: they agree as far as all
+    of them go, and end with the same call."""
+    by_number = [{entry.number: entry for entry in log} for log in logs]
+    starts = [min(entries, default=1) for entries in by_number]
+    ends = [max(entries, default=0) for entries in by_number]
+    for number in range(max(starts), max(ends) + 1):
+        entries = [each.get(number) for each in by_number]
+        if len({entry[1:-1] if entry is not None else None for entry in entries}) > 1:
+            lines = [f"rank {rank}: {entry or 'did not call it'}" for rank, entry in enumerate(entries)]
+            return f"the ranks differ from collective #{number} on:\n" + "\n".join(lines)
+    return None

@@ -1,0 +1,215 @@
+"""The engine on several ranks: the answers of one rank, whatever the schedule."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from reference.collectives import Collectives
+from shared.config import EngineConfig
+from shared.engine.assembly import Assembly, assemble
+from shared.engine.llm import LLM
+from shared.types import Req, SamplingParams
+from tests.parallel.threads import on_ranks
+
+TOLERANCE = 1e-4
+"""Log-probabilities in float32: a sum over ranks is rounded once more for each rank."""
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 131,  # not divisible by 2 or 4
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,  # fewer than four ranks
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "torch_dtype": "float32",
+}
+QWEN3_MOE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": True,
+}
+HOST_PARTS = ("scheduler", "memory_pool", "radix_cache", "schedule_policy", "prefill_adder")
+FLAGS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunks": {"chunked_prefill_size": 8, "page_size": 4},
+    "mixed chunks": {"chunked_prefill_size": 8, "enable_mixed_chunk": True},
+    "small pool": {"max_total_tokens": 96, "schedule_conservativeness": 0.1},
+    "overlap": {"use": dict.fromkeys(HOST_PARTS, "optimized")},
+    "ngram": {"speculative": "ngram"},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders with a config.json alone: the weights are random."""
+    found = {}
+    for name, config in (("llama", LLAMA), ("qwen3-moe", QWEN3_MOE)):
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "config.json").write_text(json.dumps(config))
+        found[name] = str(folder)
+    return found
+
+
+def make_config(model: str, **flags: Any) -> EngineConfig:
+    flags = {"max_total_tokens": 2048, "max_running_requests": 8} | flags
+    return EngineConfig(
+        model=model, load_format="dummy", panel="reference", device="cpu", dtype="float32",
+        check_invariants=True, **flags,
+    )  # fmt: skip
+
+
+def requests() -> list[Req]:
+    """Greedy and random ones, with shared prefixes, penalties and log-probabilities."""
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 0.0, "frequency_penalty": 0.5, "logit_bias": {7: 2.0, 130: 3.0}},
+        {"temperature": 0.0, "return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0},
+        {"temperature": 1.0, "top_k": 20, "min_p": 0.01},
+    ]
+    return [
+        Req(
+            rid=f"r{i}",
+            origin_input_ids=[(3 * j * (1 + i % 2) + 1) % 131 for j in range(5 + 4 * i)],
+            sampling_params=SamplingParams(max_new_tokens=16, **params),
+            seed=i,
+        )
+        for i, params in enumerate(asked)
+    ]
+
+
+def answers(assembly: Assembly) -> list[Req]:
+    """All requests, finished: they come one per step."""
+    scheduler, waiting, done = assembly.scheduler, requests(), requests()[:0]
+    while waiting or scheduler.has_work():
+        if waiting:
+            done.append(waiting.pop(0))
+            scheduler.add_request(done[-1])
+        scheduler.step()
+    return done
+
+
+def of_ranks(config: EngineConfig, size: int) -> list[list[Req]]:
+    """The requests of each rank; no clock differs."""
+
+    def run(tp: Collectives) -> list[Req]:
+        return answers(assemble(config.updated(tp=size), clock=lambda: 0.0, tp=tp))
+
+    return on_ranks(size, run)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_ranks_answer_as_one(folders: dict[str, str], model: str, flags: str, size: int) -> None:
+    config = make_config(folders[model], **FLAGS[flags])
+    alone = answers(assemble(config))
+    ranks = of_ranks(config, size)
+    for rank in ranks:
+        for req, expected, lead in zip(rank, alone, ranks[0]):
+            assert req.output_ids == expected.output_ids
+            assert req.finished_reason == expected.finished_reason
+            assert req.output_logprobs == lead.output_logprobs  # the same bits on all ranks
+            pairs = zip(
+                req.input_logprobs + req.output_logprobs, expected.input_logprobs + expected.output_logprobs
+            )
+            for found, wanted in pairs:
+                assert found.logprob == pytest.approx(wanted.logprob, abs=TOLERANCE)
+
+
+def test_more_ranks_than_kv_heads(folders: dict[str, str]) -> None:
+    config = make_config(folders["llama"])
+    alone = answers(assemble(config))
+    for rank in of_ranks(config, 4):
+        assert [req.output_ids for req in rank] == [req.output_ids for req in alone]
+
+
+def test_a_rank_holds_its_part_alone(folders: dict[str, str]) -> None:
+    config = make_config(folders["llama"])
+    whole = assemble(config)
+    parts = on_ranks(2, lambda tp: assemble(config.updated(tp=2), tp=tp))
+    num_whole = sum(parameter.numel() for parameter in whole.model.parameters())
+    for part in parts:
+        assert sum(parameter.numel() for parameter in part.model.parameters()) < 0.6 * num_whole
+        assert part.kv_pool.k_buffer(0).shape[1] == 1
+
+
+def test_the_pool_has_the_slots_of_the_rank_with_the_least_memory(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shared.engine import assembly as module
+
+    plan = module.plan_memory
+
+    def uneven(config: EngineConfig, *args: Any) -> Any:
+        import threading
+
+        num_tokens = 1024 if threading.current_thread().name.endswith("_1") else 2048
+        return plan(config.updated(max_total_tokens=num_tokens), *args)
+
+    monkeypatch.setattr(module, "plan_memory", uneven)
+    config = make_config(folders["llama"], tp=2)
+    sizes = on_ranks(2, lambda tp: assemble(config, tp=tp).parts.allocator.size)
+    assert sizes == [1024, 1024]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tp": 3}, "num_qo_heads \\(8\\) of LlamaForCausalLM"),
+        ({"tp": 2, "speculative": "standalone", "speculative_draft_model": "tiny-dense"}, "draft models"),
+        ({"tp": 0}, "tp must be an integer >= 1"),
+    ],
+)
+def test_what_cannot_run_on_several_ranks(
+    folders: dict[str, str], flags: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        assemble(make_config(folders["llama"], **flags), tp=Collectives())
+
+
+def test_processes_and_a_rank_that_is_killed() -> None:
+    """LLM(tp=2): the text of one rank; a killed rank ends the engine with an error, and no process stays."""
+    flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
+    sampling = {"temperature": 0, "max_tokens": 16, "progress": False}
+    prompts = ["Count from 3 to 9.", "What is 12 + 30?"]
+    expected = [output.text for output in LLM("tiny-dense", **flags).generate(prompts, **sampling)]
+    llm = LLM("tiny-dense", tp=2, **flags)
+    assert [output.text for output in llm.generate(prompts, **sampling)] == expected
+    llm.submit("a", SamplingParams(), rid="x")
+    with pytest.raises(ValueError, match="in use"):
+        llm.submit("b", SamplingParams(), rid="x")
+    assert llm.abort("x")
+    while llm.step():
+        pass
+    assert llm.flush_cache()
+    int(llm.generate("Count from 3 to 9.", json_schema={"type": "integer"}, **sampling).text)
+    (follower,) = llm.scheduler.followers
+    os.kill(follower.process.pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 has ended with signal SIGKILL"):
+        llm.generate(prompts, **sampling)
+    assert time.monotonic() - start < 10
+    assert not follower.process.is_alive()
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
+        llm.generate(prompts, **sampling)
