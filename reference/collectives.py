@@ -16,16 +16,14 @@ if TYPE_CHECKING:
 
 
 class Collectives(interface.Collectives):
-    """`group`: a process group of gloo; None: one rank alone."""
+    """`name`: of the group, in the log."""
 
-    def __init__(
-        self, group: ProcessGroupGloo | None = None, name: str = "tp", log: CollectiveLog | None = None
-    ) -> None:
+    def __init__(self, group: ProcessGroupGloo, name: str = "tp") -> None:
         self.group = group
         self.name = name
-        self.rank = 0 if group is None else group.rank()
-        self.size = 1 if group is None else group.size()
-        self.log = log or CollectiveLog()
+        self.rank = group.rank()
+        self.size = group.size()
+        self.log = CollectiveLog()
 
     @classmethod
     def connect(cls, store: Store, rank: int, size: int, seconds: float, name: str = "tp") -> Collectives:
@@ -38,8 +36,6 @@ class Collectives(interface.Collectives):
 
     # --8<-- [start:all-reduce]
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        if self.size == 1:
-            return x
         return self._sum(self._gather("all_reduce", x))
 
     def _sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -51,49 +47,35 @@ class Collectives(interface.Collectives):
     # --8<-- [end:all-reduce]
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.size == 1 else torch.cat(self._gather("all_gather", x))
+        return torch.cat(self._gather("all_gather", x))
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        if self.size == 1:
-            return x
         return self._sum([part.chunk(self.size)[self.rank] for part in self._gather("reduce_scatter", x)])
 
     def all_to_all(
         self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        if self.size == 1:
-            return x
         self.log.add("all_to_all", self.name, x, any_rows=True)
         received = x.new_empty(sum(receive_counts), *x.shape[1:])
-        assert self.group is not None
         self.group.alltoall_base(received, x.contiguous(), list(receive_counts), list(send_counts)).wait()
         return received
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
-        if self.size == 1:
-            return x
         self.log.add("broadcast", self.name, x)
-        assert self.group is not None
         received = x.clone(memory_format=torch.contiguous_format)
         self.group.broadcast(received, source).wait()
         return received
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        assert self.group is not None
         self.group.send([x.contiguous()], to, 0).wait()
 
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
-        assert self.group is not None
         received = torch.empty_like(like, memory_format=torch.contiguous_format)
         self.group.recv([received], source, 0).wait()
         return received
 
     def _gather(self, op: str, x: torch.Tensor) -> list[torch.Tensor]:
         self.log.add(op, self.name, x)
-        assert self.group is not None
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         self.group.allgather([parts], [x.contiguous()]).wait()
         return parts
-
-
-ALONE = Collectives()

@@ -28,11 +28,15 @@ from optimized.layers import (
 from shared.config import ModelConfig
 from shared.interfaces import layers as interface
 from shared.interfaces.attention import BatchAttention
+from shared.interfaces.collectives import Collectives
 from shared.interfaces.layers import Layers
 from shared.interfaces.model import CausalLM
 from shared.interfaces.moe import MoE
+from shared.loading.shards import vocabulary_rows
 from shared.loading.weights import load_weights, named_targets
 from shared.modeling.forward import layer_output
+from shared.modeling.vocabulary import embed_rows, gather_logits
+from shared.parallel.alone import ALONE
 from shared.types.attention import AttentionLayer
 
 
@@ -87,8 +91,10 @@ class LlamaDecoderLayer(nn.Module):
         layers: Layers,
         moe: type[MoE],
         rotary_emb: interface.RotaryEmbedding,
+        tp: Collectives = ALONE,
     ) -> None:
         super().__init__()
+        self.tp = tp
         self.is_last = layer_id == config.num_hidden_layers - 1
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = LlamaAttention(config, layer_id, layers, rotary_emb)
@@ -117,29 +123,40 @@ class LlamaDecoderLayer(nn.Module):
         heads = self.self_attn(qkv, positions, attention)
         if self.is_last and attention.rows is not None:
             x, heads = x[attention.rows], heads[attention.rows]
-        x, residual = self.self_attn.o_proj.add_later(x, heads)
+        x, residual = self._add_later(self.self_attn.o_proj, x, heads)
         if isinstance(self.mlp, MoE):
             normed, x = add_and_norm(self.post_attention_layernorm, x, residual)
-            return self.mlp(normed), x
+            return self.tp.all_reduce(self.mlp(normed)), x
         if residual is None:
             activated = self.mlp.activate(x, self.post_attention_layernorm)
         else:
             normed, x = add_and_norm(self.post_attention_layernorm, x, residual)
             activated = self.mlp.activate(normed)
-        return self.mlp.down_proj.add_later(x, activated)
+        return self._add_later(self.mlp.down_proj, x, activated)
         # --8<-- [end:decoder-layer]
+
+    def _add_later(
+        self, linear: Linear, residual: torch.Tensor, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`Linear.add_later`; with several ranks the sum over them comes first, and the next norm adds."""
+        if self.tp.size == 1:
+            return linear.add_later(residual, x)
+        return self.tp.all_reduce(linear(x)), residual
 
 
 class LlamaModel(nn.Module):
-    """Everything but the head."""
+    """Everything but the head. With several ranks each has some rows of the embedding."""
 
-    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE]) -> None:
+    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives) -> None:
         super().__init__()
-        embedding = torch.empty(config.vocab_size, config.hidden_size)
+        self.tp = tp
+        self.vocab_size = config.vocab_size
+        rows = vocabulary_rows(config.vocab_size, tp.rank, tp.size)
+        embedding = torch.empty(rows.stop - rows.start, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
         rotary_emb = layers.RotaryEmbedding(config.rope, config.head_dim, config.context_len)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, layer_id, layers, moe, rotary_emb)
+            LlamaDecoderLayer(config, layer_id, layers, moe, rotary_emb, tp)
             for layer_id in range(config.num_hidden_layers)
         )
         self.norm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -153,7 +170,7 @@ class LlamaModel(nn.Module):
     ) -> torch.Tensor:
         # A plain launch: what was written before it, kernels of the layers may read ahead of their gdc_wait.
         # --8<-- [start:model-forward]
-        x, residual = self.embed_tokens(input_ids), None
+        x, residual = self.embed(input_ids), None
         for layer_id, layer in enumerate(self.layers):
             if captured is not None:
                 _capture(captured, layer_id, x, residual)
@@ -162,6 +179,9 @@ class LlamaModel(nn.Module):
             _capture(captured, len(self.layers), x, residual)
         return add_and_norm(self.norm, x, residual)[0]
         # --8<-- [end:model-forward]
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return embed_rows(self.embed_tokens, self.vocab_size, input_ids, self.tp)
 
 
 def _capture(
@@ -173,12 +193,14 @@ def _capture(
 
 
 class LlamaForCausalLM(CausalLM):
-    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE]) -> None:
+    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives = ALONE) -> None:
         super().__init__(config, layers, moe)
         self.config = config
-        self.model = LlamaModel(config, layers, moe)
+        self.tp = tp
+        self.model = LlamaModel(config, layers, moe, tp)
         # A tied head is the embedding itself.
-        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        num_rows = self.model.embed_tokens.num_embeddings
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, num_rows)
 
     def forward(
         self,
@@ -190,11 +212,11 @@ class LlamaForCausalLM(CausalLM):
         return self.model(input_ids, positions, attention, captured)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.model.embed_tokens(input_ids)
+        return self.model.embed(input_ids)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return logits(hidden_states, head.weight)
+        return gather_logits(logits(hidden_states, head.weight), self.config.vocab_size, self.tp)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if any(parameter.is_meta for parameter in self.parameters()):

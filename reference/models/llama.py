@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reference.collectives import ALONE
 from reference.layers import MLP, Linear
 from shared.config import ModelConfig
 from shared.interfaces.attention import BatchAttention
@@ -22,6 +21,8 @@ from shared.interfaces.model import CausalLM
 from shared.interfaces.moe import MoE
 from shared.loading.shards import vocabulary_rows
 from shared.loading.weights import load_weights, named_targets
+from shared.modeling.vocabulary import embed_rows, gather_logits
+from shared.parallel.alone import ALONE
 from shared.types.attention import AttentionLayer
 
 
@@ -111,8 +112,9 @@ class LlamaModel(nn.Module):
     def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives) -> None:
         super().__init__()
         self.tp = tp
-        self.rows = vocabulary_rows(config.vocab_size, tp.rank, tp.size)
-        embedding = torch.empty(self.rows.stop - self.rows.start, config.hidden_size)
+        self.vocab_size = config.vocab_size
+        rows = vocabulary_rows(config.vocab_size, tp.rank, tp.size)
+        embedding = torch.empty(rows.stop - rows.start, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
         rotary_emb = layers.RotaryEmbedding(config.rope, config.head_dim, config.context_len)
         self.layers = nn.ModuleList(
@@ -140,11 +142,7 @@ class LlamaModel(nn.Module):
         # --8<-- [end:model-forward]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        if self.tp.size == 1:
-            return self.embed_tokens(input_ids)
-        is_here = (input_ids >= self.rows.start) & (input_ids < self.rows.stop)
-        x = self.embed_tokens((input_ids - self.rows.start) * is_here)
-        return self.tp.all_reduce(x * is_here[..., None])
+        return embed_rows(self.embed_tokens, self.vocab_size, input_ids, self.tp)
 
 
 def _capture(
@@ -181,11 +179,7 @@ class LlamaForCausalLM(CausalLM):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         logits = F.linear(hidden_states, head.weight).to(torch.float32)
-        if self.tp.size == 1:
-            return logits
-        num_missing = -(-self.config.vocab_size // self.tp.size) - logits.shape[1]  # in the last ranks
-        by_token_id = self.tp.all_gather(F.pad(logits, (0, num_missing)).T)
-        return by_token_id[: self.config.vocab_size].T.contiguous()
+        return gather_logits(logits, self.config.vocab_size, self.tp)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if any(parameter.is_meta for parameter in self.parameters()):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reference.collectives import ALONE, Collectives
+from reference.collectives import Collectives
+from shared.parallel.alone import ALONE
 from shared.parallel.collective_log import first_difference
 from tests.parallel.threads import on_ranks
 

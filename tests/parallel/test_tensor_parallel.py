@@ -14,6 +14,7 @@ from reference.collectives import Collectives
 from shared.config import EngineConfig
 from shared.engine.assembly import Assembly, assemble
 from shared.engine.llm import LLM
+from shared.parallel.alone import ALONE
 from shared.types import Req, SamplingParams
 from tests.parallel.threads import on_ranks
 
@@ -185,7 +186,7 @@ def test_what_cannot_run_on_several_ranks(
     folders: dict[str, str], flags: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        assemble(make_config(folders["llama"], **flags), tp=Collectives())
+        assemble(make_config(folders["llama"], **flags), tp=ALONE)
 
 
 def test_processes_and_a_rank_that_is_killed() -> None:

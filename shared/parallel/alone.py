@@ -1,0 +1,42 @@
+"""The group of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shared.interfaces.collectives import Collectives
+
+
+class Alone(Collectives):
+    """Every result is the argument."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_to_all(
+        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        return x
+
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+        return x
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        raise ValueError(f"there is no rank {to}")
+
+    def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
+        raise ValueError(f"there is no rank {source}")
+
+
+ALONE = Alone()
