@@ -176,9 +176,7 @@ def assemble(
 def check_parallel(config: EngineConfig, selection: Mapping[str, str]) -> None:
     """Raise `ValueError` for what does not work with several ranks."""
     if str(config.device) != "cpu":
-        raise ValueError(
-            f"tp={config.tp} runs on CPUs (device=cpu), over gloo; the device is {config.device}"
-        )
+        raise ValueError(f"tp={config.tp} runs over gloo on device=cpu; the device is {config.device}")
     if config.speculative not in (None, "ngram"):
         raise ValueError(
             f"tp={config.tp} has no speculative={config.speculative}: draft models run on one rank"

@@ -17,6 +17,9 @@ from shared.interfaces.moe import MoE
 class CausalLM(nn.Module, ABC):
     """Tokens to hidden states to logits. Holds weights, no per-request state: attention and the KV pool
     come in as `attention`. Built on any device (also "meta"); usable once `load_weights` has returned.
+
+    A model that runs on several ranks takes them as a fourth argument, `tp`. It is one rank's part then:
+    `config` has its sizes (`shared.loading.shards`), and all ranks call the same methods.
     """
 
     config: ModelConfig

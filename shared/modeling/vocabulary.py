@@ -13,8 +13,8 @@ from shared.loading.shards import vocabulary_rows
 def embed_rows(
     embed_tokens: nn.Embedding, vocab_size: int, input_ids: torch.Tensor, tp: Collectives
 ) -> torch.Tensor:
-    """input_ids of any shape -> [..., hidden_size]. `embed_tokens`: this rank's rows. An id has its row on one
-    rank, and zeros on the others, so the sum is exact."""
+    """input_ids of any shape -> [..., hidden_size]. `embed_tokens`: this rank's rows. An id has its row on
+    one rank, and zeros on the others, so the sum is exact."""
     if tp.size == 1:
         return embed_tokens(input_ids)
     rows = vocabulary_rows(vocab_size, tp.rank, tp.size)
