@@ -1,9 +1,9 @@
-"""The backends that are taken when none is named, by what was measured on each architecture.
+"""The backends that are used when none is named, by what was measured on each architecture.
 
-Differs from reference: a choice, not a computation. Assumes that what was fastest where it was measured
-(docs/lab/attention.md) is fastest on other GPUs of the architecture. Decides by the pool's dtype and
-head_dim, and batch by batch by the number of tokens a request, nothing else. Loses where a workload is unlike
-those that were measured: then name a backend.
+Differs from reference: it chooses and computes nothing. Assumes that the backend measured as fastest
+(docs/lab/attention.md) is fastest on other GPUs of the architecture. Chooses by the pool's dtype and
+head_dim, and for each batch by its tokens per request. Loses where a workload is unlike the measured ones:
+then name a backend.
 """
 
 from __future__ import annotations

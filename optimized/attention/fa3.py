@@ -1,8 +1,8 @@
-"""Attention by FlashInfer's kernels for Hopper GPUs: FlashAttention 3 for prompts.
+"""Attention by FlashInfer's kernels for Hopper GPUs: FlashAttention 3 for prefill.
 
-Differs from reference: prompts go through warp-specialised kernels that keep the tensor cores busy while
-softmax is computed. Decoding reads memory and computes little, and masks of drafts are not known to these
-kernels: both go through FlashAttention 2. Assumes an H100, H200 or the like (compute capability 9.0).
+Differs from reference: prefill runs in warp-specialized kernels that keep the tensor cores busy while softmax
+is computed. Decoding is bandwidth bound, and these kernels have no masks of drafts: both run in
+FlashAttention 2. Assumes compute capability 9.0 (H100, H200).
 """
 
 from __future__ import annotations

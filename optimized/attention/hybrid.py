@@ -1,9 +1,9 @@
-"""Two backends as one: the first computes prompts, the second everything that repeats step after step.
+"""Two backends as one: one for prefill, another for decoding and for verifying drafts.
 
-Differs from reference: nothing but who computes. Prompts are bound by arithmetic, decoding by reading memory,
-so the best kernel for the one is seldom the best for the other: of a mixed batch each backend gets its
-requests and writes their rows of one output. Decoding, and verifying drafts, is also what CUDA graphs hold:
-only the second backend need support them. Loses a call a layer, with a mixed batch two.
+Differs from reference: only in which backend computes a request. Prefill is compute bound, decoding bandwidth
+bound, so the best kernel of the one is seldom the best of the other. In a mixed batch each backend gets its
+requests and writes their rows of one output. CUDA graphs hold decoding and verification: only the second
+backend need support them. Loses one call per layer, with a mixed batch two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shared.types.attention import AttentionLayer
 
 
 class Part(NamedTuple):
-    """Consecutive requests of a batch, and who computes them."""
+    """Consecutive requests of a batch, and their backend."""
 
     num_tokens: int
     backend: interface.AttentionBackend

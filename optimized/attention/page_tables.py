@@ -1,5 +1,5 @@
-"""Which pages a step's requests read: written on the device, and counted once more on the CPU, where plans
-are made, so that nothing waits for the device."""
+"""The pages that a step's requests read: written on the device, and counted on the CPU for plans, so that
+nothing waits for the device."""
 
 from __future__ import annotations
 

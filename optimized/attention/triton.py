@@ -1,10 +1,11 @@
 """Attention by three Triton kernels: for decoding, for drafts, and for everything else.
 
-Differs from reference: K and V are read from the pool's slots inside the kernels, and scores never reach
-memory. A plan holds only the batch's tensors: grids follow from shapes, and which CTA works on what is
-decided on the device. So one plan serves a CUDA graph for its whole life. Extending is slower than
-FlashAttention 3 on Hopper GPUs. Drafts whose mask is flat (`custom_mask`), of requests of unequal width or in
-layers with a window, are taken for a prompt's: few of them do not fill the GPU."""
+Differs from reference: the kernels read K and V from the pool's slots, and scores never reach memory. A plan
+holds only the batch's tensors: grids follow from shapes, and the device divides the work among CTAs. So a
+plan stays valid for a CUDA graph. Prefill is slower than FlashAttention 3 on Hopper GPUs. Drafts with a flat
+mask (`custom_mask`), of requests of unequal width, or in layers with a window run as prefill: few of them do
+not fill the GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Asks for a first-level cache that holds what a kernel has under way.
+"""Sets the L1/shared-memory carve-out of a kernel: how much of a multiprocessor's memory is L1 cache.
 
-Shared memory is carved out of that cache: of 256 KB of a Hopper GPU's multiprocessor a kernel may have 228
-shared, and 28 are left to hold what is read. A kernel that asks for nothing finds what the previous one of it
-left. So a GEMV, which reads weights straight into registers, was slower behind attention, which reads keys
-into shared memory: whole steps took up to a tenth longer (docs/lab/decode-batch-1.md). A likely
-reason is that a read under way needs a line of the cache to come back to. Triton has no option for it, but
-the driver has. Not for every such kernel: the experts' GEMVs (moe_gemv.py) lose by it.
+A Hopper multiprocessor has 256 KB, of which a kernel may have 228 KB as shared memory. A kernel that sets
+nothing runs with the carve-out of the previous kernel. A GEMV reads weights straight into registers, and was
+slower behind attention, which reads keys into shared memory: whole steps took up to a tenth longer
+(docs/lab/decode-batch-1.md). A likely reason is that each outstanding read needs a line of the L1 cache.
+Triton has no option for it, so the driver is called. The experts' GEMVs (moe_gemv.py) become slower with it.
 """
 
 from __future__ import annotations

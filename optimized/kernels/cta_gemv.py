@@ -1,15 +1,15 @@
-"""A matrix of weights times one token's hidden state, every row shared by all warps of a CTA, and one
-block of rows after the other; else as warp_gemv.py, whose rules for the chain of kernels it keeps.
+"""GEMV for one token, in which all warps of a CTA share every row of the weights. It follows warp_gemv.py's
+rules for dependent launches.
 
 Roofline bound: the weights' bytes over the memory's bandwidth.
 
 Shape: a thread has the same columns of each row, so x, its norm and the norm's weight take few registers and
-are worked on once per CTA, where warp_gemv.py has each warp do all of it for itself. The registers go to
-weights: the first block's are under way before the CTA waits for the previous kernel, and the next block's
-while one is summed. The price is a sum across warps for each block, through shared memory and two barriers.
+are computed once per CTA; in warp_gemv.py each warp computes them. The registers hold weights instead: the
+first block of rows is loaded before the CTA waits for the previous kernel, and the next block while one is
+summed. The cost is a sum across warps for each block, through shared memory and two barriers.
 
-Loses in small models and with rows of 12,288 and more, of which x fills the registers again. It needs rows
-whose length a large power of two divides.
+Loses in small models and with rows of 12,288 and more, where x fills the registers again. The length of a
+row must be divisible by a large power of two.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Attention of one new token a request over the paged KV pool: one launch, whatever the lengths.
+"""Attention of one new token per request over the paged KV pool: one launch, for any lengths.
 
 Roofline bound: the bytes of live K and V, read once: 2 * sum(seq_lens) * num_kv_heads * head_dim * itemsize
-over the memory's bandwidth; each is used for 2 operations a query head, far below what the tensor cores can
+over the memory's bandwidth; each is used for 2 operations per query head, far below what the tensor cores can
 do. For few short requests the bound is latency: a launch, three dependent reads (length, slot, key) and a
 merge.
 
-Shape: the query heads that read one KV head are the rows of one GEMM (padded to 16), so K and V
-are read once for all of them. The grid is [num_kv_heads, CTAs], as many as fill the GPU once; keys are
-divided among them on the device (split_kv.py), so a CUDA graph can hold the launch. CTAs of different
-heads and the same keys are neighbours in the grid: together they read whole rows of the pool.
+Shape: the query heads of one KV head are the rows of one GEMM (padded to 16), so K and V are read once for
+all of them. The grid is [num_kv_heads, CTAs], as many CTAs as fill the GPU once. Keys are divided among them
+on the device (split_kv.py), so a CUDA graph can hold the launch. CTAs of different heads and the same keys
+are neighbours in the grid: together they read whole rows of the pool.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The walk from the root along the target's samples: one CTA for each tree.
+"""The accept walk from the root along the target's samples: one CTA per tree.
 
-Roofline bound: a launch. The whole tree lies in registers; at each depth all nodes are asked at once whether
-they are the child that is looked for, instead of following links from one to the next."""
+Roofline bound: a launch. The whole tree is in registers. At each depth all nodes are compared with the child
+that is looked for, instead of following links.
+"""
 
 from __future__ import annotations
 

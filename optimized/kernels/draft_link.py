@@ -1,7 +1,8 @@
-"""Parents -> links, depths and who sees whom: one CTA for each tree.
+"""Parents -> links, depths and visibility between nodes: one CTA per tree.
 
-Roofline bound: a launch. All nodes climb towards the root at once, so the loop runs as often as the tree is
-deep; children and siblings are minima over who has which parent."""
+Roofline bound: a launch. All nodes climb towards the root in the same loop, which runs as often as the tree
+is deep. Children and siblings are minima over nodes with the same parent.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Who sees whom in a verify step, flattened: [N, seq_len] for each request, concatenated.
+"""The mask of a verify step, flattened: [N, seq_len] for each request, concatenated.
 
-Roofline bound: writing it, a byte for each node and token: 16 nodes and 4096 tokens are 64 KB. Every CTA adds
-up for itself where its request starts, so the CPU need not know the lengths."""
+Roofline bound: writing a byte for each node and token: 16 nodes and 4096 tokens are 64 KB. Every CTA sums the
+sizes of the requests before its own, so the CPU needs no lengths.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""The best candidates of all drafting steps, as nodes below a root: one CTA for each request.
+"""The best candidates of all drafting steps, as nodes below a root: one CTA per request.
 
-Roofline bound: a launch. Nothing is sorted. Scores are not negative, so their bits order as they do: the bits
-of the last score that is good enough are found one by one, from the highest on, each by counting how many
-candidates reach it. Of those that tie with it the first ones are taken, and a running sum over the chosen
-gives each its node."""
+Roofline bound: a launch. Nothing is sorted. Scores are not negative, so their bits have the same order. The
+bits of the lowest score that is selected are found one by one, from the highest on, by counting the
+candidates that reach it. Of candidates that tie with it the first are taken. A running sum over the selected
+ones gives each its node.
+"""
 
 from __future__ import annotations
 

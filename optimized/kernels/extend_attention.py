@@ -1,17 +1,17 @@
-"""Attention of several new tokens a request over the paged KV pool, causal or under a mask of the batch.
+"""Attention of several new tokens per request over the paged KV pool, causal or under a mask of the batch.
 
 Roofline bound: 4 * head_dim operations for each (query head, visible key), at the tensor cores' rate.
 
-Shape: flash attention. A CTA holds a tile of BLOCK_M queries and walks over the keys they see, BLOCK_N
-at a time, with an online softmax; scores never reach memory. The rows of a tile are (token, query head of
-one KV head) pairs, tokens first, so a tile is full whatever the ratio of heads, and a tree of a few drafts
-still makes one GEMM. Keys are walked in two stretches: those that every row sees, without a mask,
-then those on the diagonal; with a window or a mask of the batch there is one stretch, all masked, that begins
-where the first row's window does.
+Shape: flash attention. A CTA holds a tile of BLOCK_M queries and loops over their visible keys, BLOCK_N at a
+time, with an online softmax; scores never reach memory. The rows of a tile are (token, query head of one KV
+head) pairs, tokens first, so a tile is full for any ratio of heads, and a tree of a few drafts still makes
+one GEMM. Keys come in two ranges: first those visible to every row, without a mask, then those on the
+diagonal. With a window or a mask of the batch there is one masked range, which begins at the first row's
+window.
 
-The grid is an upper bound from the shapes alone ([tiles, num_kv_heads]); which request a tile belongs to is
-found from extend_seq_lens on the device, and tiles beyond the last one leave at once. So a CUDA graph can
-hold the launch. The last tiles of a request, which see the most keys, come first.
+The grid is an upper bound from the shapes alone ([tiles, num_kv_heads]). The device finds the request of a
+tile from extend_seq_lens, and tiles beyond the last one return. So a CUDA graph can hold the launch. The last
+tiles of a request, which have the most keys, come first.
 """
 
 from __future__ import annotations

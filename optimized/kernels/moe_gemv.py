@@ -1,16 +1,15 @@
 """The experts of a few tokens, pair by pair, without sorting: two launches.
 
-Roofline bound: the weights of the chosen experts, read once: 6 * inter * hidden bytes a pair in bfloat16. One
-token of Qwen3-30B-A3B: 8 * 9.4 MB, 17.6 us at 4.3 TB/s. A token more reads as much again, but for experts
-that several chose, so from some number of tokens on the blocks of moe_gemm.py are faster.
+Roofline bound: the weights of the chosen experts, read once: 6 * inter * hidden bytes per pair in bfloat16.
+One token of Qwen3-30B-A3B: 8 * 9.4 MB, 17.6 us at 4.3 TB/s. Each further token reads as much again, except
+for experts that several tokens chose. So for many tokens the blocks of moe_gemm.py are faster.
 
-Shape: as in warp_gemv.py, a warp computes whole rows, from tiles [32 lanes, WARPS, STEPS, VECTOR] that lie
-in registers without shared memory. _up takes GROUPS rows of gate and the same of up for one pair. _down takes
-GROUPS rows of the result for one token and goes through all its choices: their weighted sum is made in
-registers, in float32, in a fixed order.
+Shape: as in warp_gemv.py, a warp computes whole rows, from register tiles [32 lanes, WARPS, STEPS, VECTOR].
+_up takes GROUPS rows of gate and the same of up for one pair. _down takes GROUPS rows of the result for one
+token and loops over its choices; their weighted sum is made in registers, in float32, in a fixed order.
 
-The routing is older than _up. So _down, launched before _up has ended (programmatic dependent launch), may
-read it, and asks for its first AHEAD tiles of weights before it waits for _up's results.
+The routing is complete before _up starts. So _down, launched before _up has ended (programmatic dependent
+launch), may read it, and loads its first AHEAD tiles of weights before it waits for _up's results.
 """
 
 from __future__ import annotations

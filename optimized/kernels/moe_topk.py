@@ -1,12 +1,12 @@
 """Routing: scores, groups, the k best experts and their weights, from a router's logits in one launch.
 
-Roofline bound: logits once in, k weights and ids out: 4096 tokens of 128 experts are 1 MB, less than a
+Roofline bound: logits read once, k weights and ids written: 4096 tokens of 128 experts are 1 MB, less than a
 microsecond. So the bound is one launch, and for one token the latency of the chain of reductions.
 
-Shape: a token is one warp, so nothing goes through shared memory; experts lie in a [groups, experts of a
-group] tile, padded to powers of two; plain softmax is one group. The k best are found one after the other:
-the largest of integers that are ordered like the scores, and of equals the lowest id, are one instruction
-each for a warp. Who is chosen writes its own weight and id, so no result is gathered.
+Shape: a token is one warp, so nothing goes through shared memory. Experts are a [groups, experts of a group]
+tile, padded to powers of two; plain softmax is one group. The k best are found one after the other, each by
+one warp instruction: the maximum of integers that are ordered like the scores, the lowest id first among
+equals. The lane that holds a selected expert writes its weight and id.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A batch's mask as FlashInfer reads it: eight entries a byte, low bit first; no two requests share a byte.
+"""A batch's mask in FlashInfer's format: eight entries per byte, low bit first; requests share no byte.
 
-Roofline bound: reading a byte for each query and key, and writing an eighth of that; some hundred kilobytes
-for draft trees. One launch, without synchronizing the CPU: every CTA adds up for itself where its request
-starts."""
+Roofline bound: reading a byte for each query and key, and writing an eighth of that: some hundred kilobytes
+for draft trees. One launch, without synchronizing the CPU: every CTA sums the sizes of the requests before
+its own.
+"""
 
 from __future__ import annotations
 

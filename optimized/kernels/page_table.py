@@ -1,9 +1,11 @@
-"""A batch's page table in the compressed form that paged attention libraries read, from rows of slots.
+"""A batch's page table in the compressed form of paged attention libraries, from rows of slots.
 
-Request i's pages are indices[indptr[i] : indptr[i + 1]], the last of them with last_page_len[i] tokens on it.
-Roofline bound: reading one slot and writing one page id for every page, 8 bytes each, so a few microseconds
-at most; what counts is that it is one launch without synchronizing the CPU. Every CTA adds up for itself how
-many pages the requests before its own have: that costs less than a second kernel for the prefix sum."""
+Request i's pages are indices[indptr[i] : indptr[i + 1]]; the last one has last_page_len[i] tokens.
+
+Roofline bound: reading one slot and writing one page id for every page, 8 bytes each: a few microseconds at
+most. It is one launch, without synchronizing the CPU: every CTA sums the pages of the requests before its
+own, which costs less than a second kernel for the prefix sum.
+"""
 
 from __future__ import annotations
 

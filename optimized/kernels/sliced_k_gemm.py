@@ -1,12 +1,12 @@
-"""A matrix of weights times up to 16 tokens' hidden states on the tensor cores, and what stands after it.
+"""GEMM for up to 16 tokens on the tensor cores, with the sum with the residual stream.
 
 Roofline bound: the weights' bytes, out_features * in_features * itemsize, over the memory's bandwidth.
 
-Shape: a CTA computes ROWS outputs of all tokens, each whole, so nothing is added up across CTAs.
-With so few outputs its warps share them by columns: each multiplies STEP columns of a tile, one matrix of
-a batch of WARPS, and their sums are added at the end. Tiles come through shared memory, a few on their way
-at any time. Before it waits for the previous kernel (programmatic dependent launch, see warp_gemv), a
-CTA asks for its rows of weights in the L2 cache, which takes neither registers nor shared memory.
+Shape: a CTA computes ROWS outputs of all tokens, so nothing is added up across CTAs. Outputs are few, so the
+warps of a CTA share them by columns: each multiplies STEP columns of a tile, one matrix of a batch of WARPS,
+and their sums are added at the end. A few tiles at a time are copied to shared memory. Before it waits for
+the previous kernel (programmatic dependent launch, see warp_gemv), a CTA prefetches its rows of weights to
+the L2 cache, which takes neither registers nor shared memory.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Linear layers for a few tokens, with what stands beside them in a decoder layer: the norm of their
-input, SwiGLU, the sum with the residual stream.
+"""Linear layers for a few tokens, with their neighbours in a decoder layer: the norm of their input, SwiGLU,
+the sum with the residual stream.
 
-Roofline bound: the weights' bytes over the memory's bandwidth; everything else is small beside them.
+Roofline bound: the weights' bytes over the memory's bandwidth; everything else is small.
 
-Up to `max_tokens` tokens a kernel is chosen by shape, cuBLAS and elementwise kernels among them; beyond,
-those always win (cublas_linear.py).
+Up to `max_tokens` tokens a kernel is chosen by shape, cuBLAS and elementwise kernels among them. Beyond,
+cuBLAS and elementwise kernels always win (cublas_linear.py).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ finds its run from seq_lens alone.
 
 A request that several CTAs share is merged by the last to arrive: each leaves its unnormalised
 output, maximum and sum, and counts itself; the last one adds them up in the order of positions, so that the
-result does not depend on who was last, and sets the counter back to 0 for the next launch.
+result does not depend on which CTA was last, and sets the counter back to 0 for the next launch.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""A matrix of weights times up to 64 tokens' hidden states, and what stands after it: SwiGLU, or the sum with
-the residual stream; or nothing, and the columns cut into parts whose sums the next kernel adds up.
+"""GEMM for up to 64 tokens, with SwiGLU or the sum with the residual stream; or split-K partial sums, which
+the next kernel adds up.
 
 Roofline bound: the weights' bytes, out_features * in_features * itemsize, over the memory's bandwidth.
 
-Shape: a CTA computes some outputs of all tokens, each whole, or of a part of the columns: whole ones are
-too few CTAs where outputs are few, and each reads all of x. Nothing is added up across CTAs here; a
-norm that reads the sum anyway adds parts at little cost (rms_norm.py). The tensor cores want 64 rows of one
-side. With few tokens these are weights, so that nothing is wasted; with more of them the tokens, so that a
-CTA may take fewer weights and no multiprocessor is without. For SwiGLU a CTA takes the same rows of
-gate and of up. Weights and x come by tensor descriptor where sizes allow it (the copy engine fills shared
-memory), in as many stages as a multiprocessor holds: x is read again by every CTA, from the L2 cache, and
-at 64 tokens that is as many bytes as the weights.
+Shape: a CTA computes some outputs of all tokens, from all columns or, split-K, from a part of them: where
+outputs are few, they make too few CTAs, and each CTA reads all of x. No CTA adds up partial sums; a norm that
+reads the sum anyway adds them at little cost (rms_norm.py). The tensor cores need 64 rows on one side. With
+few tokens these are weights, so that nothing is padding. With more tokens these are the tokens, so that a
+CTA may take fewer weights and every multiprocessor has one. For SwiGLU a CTA takes the same rows of gate and
+of up. Weights and x are loaded by tensor descriptor where sizes allow it (the copy engine fills shared
+memory), in as many stages as a multiprocessor holds. Every CTA reads x again, from the L2 cache: at 64 tokens
+these are as many bytes as the weights.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Attention of a few new tokens a request behind a long prefix: drafted trees, chains and beams.
+"""Attention of a few new tokens per request after a long prefix: drafted trees, chains and beams.
 
 Roofline bound: the bytes of live K and V, read once, as in decode_attention; up to some hundred (token, query
 head) pairs share each of them, still below what the tensor cores can do.
 
 Shape: the rows of a tile are the (token, query head of one KV head) pairs of a request, as in
-extend_attention: 16 drafts of 4 heads fill a tile of 64. Keys are cut into as many equal parts as fill the
-GPU, at least a tile each; a second launch merges what the parts found, one CTA for each row. Keys before
-the tree are read without a mask; the tree's own under `tree_mask`, whose size does not depend on
-lengths. All requests have equally many new tokens. Grids follow from shapes alone, so a CUDA graph can
-hold both launches.
+extend_attention: 16 drafts of 4 heads fill a tile of 64. Keys are divided into as many equal parts as fill
+the GPU, at least a tile each. A second launch merges the results of the parts, one CTA per row. Keys before
+the tree are read without a mask, those of the tree under `tree_mask`, whose size does not depend on lengths.
+All requests have equally many new tokens. Grids follow from shapes alone, so a CUDA graph can hold both
+launches.
 """
 
 from __future__ import annotations
