@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.running import RunningServer
+from tests.server.running import RunningServer, serving
 from tests.server.test_faults import SUM, post
 
 webdriver = pytest.importorskip("selenium.webdriver")
@@ -23,7 +23,7 @@ def open_page(server: RunningServer) -> Iterator[Callable[..., Any]]:
 
     drivers = []
 
-    def open_it(width: int = 1280, *, scheme: str = "light") -> Any:
+    def open_it(width: int = 1280, *, scheme: str = "light", url: str = server.url) -> Any:
         options = webdriver.ChromeOptions()
         options.binary_location = str(CHROMIUM)
         for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
@@ -35,13 +35,14 @@ def open_page(server: RunningServer) -> Iterator[Callable[..., Any]]:
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        driver.get(server.url + "/")
-        wait(driver, lambda: text_of(driver, "state") == "ready")
+        driver.get(url + "/")
+        wait(driver, lambda: text_of(driver, "state") != "connecting")
         return driver
 
     yield open_it
     for driver in drivers:
-        assert driver.get_log("browser") == []
+        log = [entry["message"] for entry in driver.get_log("browser")]
+        assert [message for message in log if "401" not in message] == []
         driver.quit()
 
 
@@ -94,3 +95,15 @@ def test_light_and_dark(open_page: Callable[..., Any]) -> None:
         colors[scheme] = [int(color.split("(")[1].split(",")[0]) for color in (text, page)]
     assert colors["light"][0] < 80 < 200 < colors["light"][1]
     assert colors["dark"][1] < 80 < 200 < colors["dark"][0]
+
+
+def test_the_page_asks_for_the_key(open_page: Callable[..., Any]) -> None:
+    with serving("--api-key", "secret") as guarded:
+        driver = open_page(url=guarded.url)
+        assert text_of(driver, "state") == "API key needed"
+        assert driver.find_element("id", "key").is_displayed()
+        driver.find_element("id", "key-input").send_keys("secret\n")
+        wait(driver, lambda: text_of(driver, "state") == "ready")
+        assert not driver.find_element("id", "key").is_displayed()
+        driver.find_element("id", "send").click()
+        wait(driver, lambda: "12 + 30 = 42" in text_of(driver, "talk"))
