@@ -1,12 +1,9 @@
 """Measured choices of kernels: gpu_tables/<GPU>.json, one file per kind of GPU, written by `diptych tune`.
 
     {"format": 1, "gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "triton": "3.6.0",
-     "experts": {"128 experts, top 8, 2048-768": {"64": [[...], [...]]}},
-     "cublas": "13.1.0",
-     "gemms": {"4096 to 6144": {"64": [...]}}}
+     "experts": {"128 experts, top 8, 2048-768": {"64": [[...], [...]]}}}
 
-`moe_tiles` reads "experts", `cublas_linear` reads "gemms": algorithms of that version of cuBLAS. Both have
-rules for GPUs and shapes that were not measured.
+`moe_tiles` reads it, and has a rule for GPUs and shapes that were not measured.
 """
 
 from __future__ import annotations
@@ -30,8 +27,6 @@ class GpuTable:
     torch: str = ""  # versions at the last measurement
     triton: str = ""
     experts: Measured = field(default_factory=dict)
-    cublas: str = ""  # the version that `gemms` are algorithms of
-    gemms: Measured = field(default_factory=dict)
 
 
 def path_of(gpu: str) -> Path:

@@ -202,18 +202,14 @@ def _attention_backend(name: str, device: torch.device, load: Callable[[str, str
 
 
 def _gpu_table() -> list[Check]:
-    """What was measured on this GPU, and whether the optimized panel uses it."""
+    """What was measured on this GPU."""
     import torch
 
     if not (registry.has_optimized() and torch.cuda.is_available()):
-        return [Check("gpu table", "tiles and algorithms", "absent", "needs a CUDA GPU")]
-    device, remedy = torch.device("cuda", 0), "diptych tune --model MODEL"
-    checks = []
-    for name, module in (("tiles of experts", "moe_tiles"), ("cuBLAS algorithms", "cublas_linear")):
-        is_used, found = importlib.import_module(f"optimized.kernels.{module}").describe(device)
-        state: State = "ok" if is_used else "absent"
-        checks.append(Check("gpu table", name, state, found, "" if is_used else remedy))
-    return checks
+        return [Check("gpu table", "tiles of experts", "absent", "needs a CUDA GPU")]
+    is_used, found = importlib.import_module("optimized.kernels.moe_tiles").describe(torch.device("cuda", 0))
+    remedy = "" if is_used else "diptych tune --model MODEL"
+    return [Check("gpu table", "tiles of experts", "ok" if is_used else "absent", found, remedy)]
 
 
 def _gib(num_bytes: int) -> str:

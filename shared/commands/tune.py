@@ -17,12 +17,9 @@ def tune(
     tokens: Annotated[
         str | None, typer.Option(help="Numbers of tokens, separated by commas. Default: all usual ones.")
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Try only algorithms near those known or proposed by cuBLAS.")
-    ] = False,
 ) -> None:
-    """Measure which tiles and cuBLAS algorithms are fastest for a model on this GPU, and write the GPU's
-    table, which the optimized panel reads. Weights are random. Takes minutes to hours."""
+    """Measure which tiles are fastest for a model's experts on this GPU, and write the GPU's table, which the
+    optimized panel reads. Weights are random."""
     import torch
 
     from shared.config import ModelConfig
@@ -33,5 +30,5 @@ def tune(
     all_tokens = None if tokens is None else integers("--tokens", tokens)
     names = [name.strip() for name in model.split(",")]
     configs = [ModelConfig.from_pretrained(resolve_model_path(name, "dummy")) for name in names]
-    path = importlib.import_module("optimized.kernels.tune").tune(configs, all_tokens, quick)
+    path = importlib.import_module("optimized.kernels.tune").tune(configs, all_tokens)
     typer.echo(f"written: {path}")

@@ -144,14 +144,13 @@ def test_the_default_backend_comes_with_its_reason() -> None:
 
 def test_the_table_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.cuda.is_available() or [check.found for check in doctor._gpu_table()] == ["needs a CUDA GPU"]
-    answers = {"moe_tiles": (True, "8 experts"), "cublas_linear": (False, "another cuBLAS")}
-    modules = {name: SimpleNamespace(describe=lambda _, name=name: answers[name]) for name in answers}
-    monkeypatch.setattr(importlib, "import_module", lambda name: modules[name.rpartition(".")[2]])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    experts, algorithms = doctor._gpu_table()
-    assert (experts.state, experts.found, experts.remedy) == ("ok", "8 experts", "")
-    assert (algorithms.state, algorithms.found) == ("absent", "another cuBLAS")
-    assert "diptych tune" in algorithms.remedy
+    for is_used in (True, False):
+        module = SimpleNamespace(describe=lambda _, is_used=is_used: (is_used, "8 experts"))
+        monkeypatch.setattr(importlib, "import_module", lambda _, module=module: module)
+        (check,) = doctor._gpu_table()
+        assert (check.state, check.found) == ("ok" if is_used else "absent", "8 experts")
+        assert ("diptych tune" in check.remedy) != is_used
 
 
 def test_table_and_json_say_the_same(diptych: Diptych, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ def test_without_a_gpu_it_is_one_line(diptych: Diptych, monkeypatch: pytest.Monk
 def test_models_and_numbers_of_tokens(diptych: Diptych, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
 
-    def tune(configs: list[object], all_tokens: tuple[int, ...] | None, quick: bool) -> Path:
-        calls.append(([config.hidden_size for config in configs], all_tokens, quick))
+    def tune(configs: list[object], all_tokens: tuple[int, ...] | None) -> Path:
+        calls.append(([config.hidden_size for config in configs], all_tokens))
         return Path("TABLE.json")
 
     import_module = importlib.import_module
@@ -32,10 +32,10 @@ def test_models_and_numbers_of_tokens(diptych: Diptych, monkeypatch: pytest.Monk
         importlib, "import_module", lambda name, *rest: fake.get(name) or import_module(name, *rest)
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    result = diptych("tune", "--model", "Qwen3-8B,tiny-moe", "--tokens", "1,64", "--quick")
+    result = diptych("tune", "--model", "Qwen3-8B,tiny-moe", "--tokens", "1,64")
     assert (result.exit_code, result.stdout) == (0, "written: TABLE.json\n"), result.output
     assert diptych("tune", "--model", "Qwen3-0.6B").exit_code == 0
-    assert calls == [([4096, 192], (1, 64), True), ([1024], None, False)]
+    assert calls == [([4096, 192], (1, 64)), ([1024], None)]
     assert (
         "no such" in (result := diptych("tune", "--model", "no-such-model")).stderr or result.exit_code == 2
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimized.kernels import gemm_tune, gpu_table, moe_tiles, moe_tune, tune
+from optimized.kernels import gpu_table, moe_tiles, moe_tune, tune
 from optimized.kernels.gpu_table import FORMAT, GpuTable
 from shared.config import ModelConfig
 from shared.loading.model_path import resolve_model_path
@@ -19,8 +19,6 @@ TABLE = GpuTable(
     torch="2.13.0",
     triton="3.9.0",
     experts={"8 experts, top 2, 64-32": {"4": [[2, 1, 2, 4], [8, 1, 4, 4]]}},
-    cublas="13.1.0",
-    gemms={"40 to 24": {"64": [66, 15, 1, 0, 0, 1, 35, 0, 2], "1024": None}, "24 to 40": {}},
 )
 
 
@@ -39,9 +37,7 @@ def test_it_is_read_as_it_was_written(folder: Path) -> None:
     assert gpu_table.read("A GPU") == GpuTable("A GPU")
     path = gpu_table.write(TABLE)
     assert path == folder / "A_GPU.json"
-    assert gpu_table.read("A GPU").gemms == {"40 to 24": TABLE.gemms["40 to 24"]}
-    assert gpu_table.read("A GPU").experts == TABLE.experts
-    assert (gpu_table.read("A GPU").cublas, gpu_table.read("another")) == ("13.1.0", GpuTable("another"))
+    assert (gpu_table.read("A GPU"), gpu_table.read("another")) == (TABLE, GpuTable("another"))
     assert json.loads(path.read_text())["format"] == FORMAT
 
 
@@ -95,17 +91,17 @@ def test_tune_keeps_what_it_does_not_measure(folder: Path, monkeypatch: pytest.M
         written.append(sorted(gpu_table.read("A GPU").experts[name]))
         return 1.0, plan
 
-    def tune_gemms(table: GpuTable, configs: object, tokens: list[int], quick: bool) -> list[GpuTable]:
-        assert (tokens, quick) == ([16, 64], True)
-        return [table]
-
     monkeypatch.setattr(moe_tune, "compile_all", lambda *_: None)
     monkeypatch.setattr(moe_tune, "Layers", lambda *_: None)
     monkeypatch.setattr(moe_tune, "best_plan", best_plan)
-    monkeypatch.setattr(gemm_tune, "tune_gemms", tune_gemms)
-    path = tune.tune([config("tiny-moe"), config("tiny-dense")], [64, 8, 16], quick=True)
+    path = tune.tune([config("tiny-moe"), config("tiny-dense")], [64, 8, 16])
     table = gpu_table.parse(path.read_text())
     assert written == [["4"], ["4", "8"], ["16", "4", "8"]]
     assert set(table.experts) == {name, "8 experts, top 2, 64-32"}
     assert moe_tiles._measured("A GPU")[name][64] == plan
     assert table.torch == torch.__version__
+
+
+def test_tune_needs_experts(folder: Path) -> None:
+    with pytest.raises(ValueError, match="has experts"):
+        tune.tune([config("tiny-dense")])
