@@ -3,8 +3,8 @@
 Differs from reference: weights that multiply the same input are one matrix (q, k and v; gate and up). A norm,
 an activation or a residual sum is computed by the GEMM or kernel beside it, which saves one pass over the
 hidden states. For a few tokens the GEMMs are GEMVs that include norm and sum; for dozens of tokens they are
-Triton kernels where these are faster, otherwise cuBLAS with a measured algorithm where that beats its own
-choice. Assumes that Triton runs, on a GPU or in its interpreter; refuses float64.
+Triton kernels where these are faster, otherwise cuBLAS. Assumes that Triton runs, on a GPU or in its
+interpreter; refuses float64.
 
 Only layers of this file are fused: a user-provided norm or rotation is called by itself.
 """
