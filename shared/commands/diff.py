@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shared import registry
-from shared.commands import bench_run
+from shared.commands import bench_run, launch
 from shared.commands.options import chunk_size, integers
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ def diff(
     from shared.types import SamplingParams
 
     engines = [LLM(**(common | side)) for side in sides]
+    launch.use_one_thread_for_a_small_model(engines[0])
     prompts = make_prompts(engines[0], prompt, raw, random_seed)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos)
     lockstep = Lockstep(

@@ -28,11 +28,11 @@ def _start(flags: dict[str, Any]) -> LLM:
     from shared.engine.llm import LLM
 
     llm = LLM(**flags)
-    _use_one_thread_for_a_small_model(llm)
+    use_one_thread_for_a_small_model(llm)
     return llm
 
 
-def _use_one_thread_for_a_small_model(llm: LLM) -> None:
+def use_one_thread_for_a_small_model(llm: LLM) -> None:
     """The process is ours here, so its settings are; OMP_NUM_THREADS says otherwise."""
     import torch
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shared.commands import launch
 from shared.commands.options import EngineOptions, spread
 
 SECONDS_PER_LINE = 5.0
@@ -44,6 +45,7 @@ def soak(
     from shared.conformance.soak import Soak, Tally
 
     soak = Soak(engine.to_flags(), acts)
+    launch.use_one_thread_for_a_small_model(soak.alone)
     progress = Progress()
     number, total = seed, Tally()
     deadline = time.monotonic() + seconds if seconds else math.inf
