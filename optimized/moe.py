@@ -41,6 +41,7 @@ class FusedExperts(interface.FusedExperts):
         self.w13 = nn.Parameter(w13, requires_grad=False)
         self.w2 = nn.Parameter(w2, requires_grad=False)
 
+    # --8<-- [start:run-experts]
     def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
         if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"the optimized experts compute in 32 or 16 bits, not in {x.dtype}")
@@ -56,6 +57,7 @@ class FusedExperts(interface.FusedExperts):
         blocks = align(ids, num_experts, up.block_m)
         act = up_gemm(x, self.w13, blocks, ids.shape[1], up)
         return combine(down_gemm(act, self.w2, blocks, weights, down), ids)
+        # --8<-- [end:run-experts]
 
 
 class MoE(interface.MoE):

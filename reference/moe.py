@@ -58,6 +58,7 @@ class FusedExperts(interface.FusedExperts):
         self.w2 = nn.Parameter(w2, requires_grad=False)
         self.act_fn = SiluAndMul()
 
+    # --8<-- [start:run-experts]
     def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
         y = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         for expert_id in topk.topk_ids.unique().tolist():
@@ -67,6 +68,7 @@ class FusedExperts(interface.FusedExperts):
             hidden = self.act_fn(x[token_rows] @ self.w13[expert_id].T) @ self.w2[expert_id].T
             y.index_add_(0, token_rows, hidden.to(y.dtype) * topk.topk_weights[token_rows, slots, None])
         return y.to(x.dtype)
+        # --8<-- [end:run-experts]
 
 
 class MoE(interface.MoE):

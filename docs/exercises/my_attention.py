@@ -1,0 +1,60 @@
+"""Stage 07, attention: complete the functions that raise NotImplementedError.
+
+cp docs/exercises/my_attention.py my_attention.py
+diptych check --stage 07 my_attention.py
+
+The contract is in shared/interfaces/attention.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from shared.interfaces import attention as interface
+from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from shared.modeling.forward import attention_output
+from shared.types import ForwardBatch
+from shared.types.attention import AttentionLayer
+
+
+class RequestPlan(NamedTuple):
+    rows: slice  # of q: the request's tokens
+    slots: torch.Tensor  # int64 [num_keys], by position
+    visible: torch.Tensor  # bool [num_queries, num_keys], before a layer's window
+
+
+class MyAttention(interface.AttentionBackend):
+    """Supports every layer and every batch of the contract. Holds the scores of one request at a time,
+    float32 [num_qo_heads, num_queries, num_keys]."""
+
+    accepts_seq_len_upper_bounds = True
+
+    def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
+        self.req_to_token_pool = req_to_token_pool
+        self.kv_pool = kv_pool
+
+    def plan(self, forward_batch: ForwardBatch) -> list[RequestPlan]:
+        """Once per step: everything that does not depend on the layer."""
+        raise NotImplementedError("TODO decode: rows of q, slots and visible keys of each request")
+
+    def run(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        plan: list[RequestPlan],
+        *,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        output = attention_output(q, layer, out)
+        for request in plan:
+            output[request.rows] = self._run_request(q[request.rows], layer, request)
+        return output
+
+    def _run_request(self, q: torch.Tensor, layer: AttentionLayer, request: RequestPlan) -> torch.Tensor:
+        """q [num_queries, num_qo_heads, head_dim] -> the same shape."""
+        raise NotImplementedError("TODO decode: gather K and V by slot, scores, softmax, weighted sum")

@@ -1,0 +1,79 @@
+"""Stage 10, speculative decoding: complete the functions that raise NotImplementedError.
+
+cp docs/exercises/my_draft_tree.py my_draft_tree.py
+diptych check --stage 10 my_draft_tree.py
+
+The contract is in shared/interfaces/draft_tree.py, and the fields of a tree in shared/types/draft_tree.py.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from shared.interfaces import draft_tree as contract
+from shared.sampling.logprobs import sort_descending
+from shared.types import Accepted, Beams, DraftTree, TopTokens
+
+
+class DraftTreeOps(contract.DraftTreeOps):
+    def top_tokens(self, logits: torch.Tensor, k: int) -> TopTokens:
+        """logits [bs, ..., vocab_size] -> ids and probabilities [bs, ..., k]; a row with NaN: ids 0..k-1,
+        probability 0."""
+        raise NotImplementedError(
+            "TODO candidates: the k largest logits in order, with probabilities over the whole vocabulary"
+        )
+
+    def first_beams(self, top: TopTokens) -> Beams:
+        """The beams of the first step: parents are all 0, the root."""
+        raise NotImplementedError("TODO candidates: the beams of the first step are its candidates")
+
+    def next_beams(self, beams: Beams, top: TopTokens) -> Beams:
+        """top: the K candidates of each of K beams."""
+        raise NotImplementedError(
+            "TODO candidates: score of the beam times probability; the best K of K * K go on"
+        )
+
+    def build(self, root_ids: torch.Tensor, steps: Sequence[Beams], num_draft_tokens: int) -> DraftTree:
+        """The N - 1 best candidates become nodes. `candidate_parents(steps)` numbers their parents."""
+        raise NotImplementedError(
+            "TODO tree: the best candidates of all steps, in the order of their numbers"
+        )
+
+    def from_parents(
+        self, token_ids: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor
+    ) -> DraftTree:
+        raise NotImplementedError("TODO links: depths, visibility, first child and next sibling of each node")
+
+    def custom_mask(self, tree: DraftTree, seq_lens: torch.Tensor, num_entries: int) -> torch.Tensor:
+        """bool [num_entries]: for each request N rows of seq_len entries; the rest is False."""
+        raise NotImplementedError("TODO links: the whole prefix, then the tree's own mask, row by row")
+
+    def accept(self, tree: DraftTree, target_ids: torch.Tensor, max_depth: int | None = None) -> Accepted:
+        """Use `_accepted(paths, tokens, tree, max_depth)`: node indices from the root, and the sample at
+        each."""
+        raise NotImplementedError(
+            "TODO acceptance: from the root, follow the child whose token is the sample"
+        )
+
+
+def candidate_parents(steps: Sequence[Beams]) -> torch.Tensor:
+    """[bs, number of candidates of all steps] int64: the number of each candidate's parent, -1: the root."""
+    parents, start = [torch.full_like(steps[0].candidate_ids, -1)], 0
+    for before, step in pairwise(steps):
+        num_each = step.candidate_ids.shape[1] // before.indices.shape[1]
+        parents.append((start + before.indices).repeat_interleave(num_each, dim=1))
+        start += before.candidate_ids.shape[1]
+    return torch.cat(parents, dim=1)
+
+
+def _accepted(paths: list[list[int]], tokens: list[list[int]], tree: DraftTree, max_depth: int) -> Accepted:
+    def padded(rows: list[list[int]]) -> torch.Tensor:
+        rows = [row + [-1] * (max_depth + 1 - len(row)) for row in rows]
+        return torch.tensor(rows, dtype=torch.int64).view(-1, max_depth + 1).to(tree.token_ids.device)
+
+    num_accepted = torch.tensor([len(path) - 1 for path in paths], dtype=torch.int64)
+    return Accepted(padded(paths), padded(tokens), num_accepted.to(tree.token_ids.device))

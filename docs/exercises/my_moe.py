@@ -1,0 +1,71 @@
+"""Stage 11, mixture of experts: complete the functions that raise NotImplementedError.
+
+cp docs/exercises/my_moe.py my_moe.py
+diptych check --stage 11 my_moe.py
+
+The contract is in shared/interfaces/moe.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from reference.layers import MLP, Linear, SiluAndMul
+from shared.config import MoEConfig
+from shared.interfaces import moe as interface
+from shared.interfaces.moe import TopKOutput
+
+
+class TopK(interface.TopK):
+    def __init__(self, config: MoEConfig) -> None:
+        self.config = config
+
+    def __call__(
+        self, router_logits: torch.Tensor, correction_bias: torch.Tensor | None = None
+    ) -> TopKOutput:
+        """router_logits [num_tokens, num_experts] -> weights float32 and ids int32, [num_tokens, experts per
+        token]."""
+        raise NotImplementedError("TODO routing: scores, the best experts, lowest id first on ties, weights")
+
+    def _mask_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        """-inf for the experts outside the topk_group best groups."""
+        raise NotImplementedError("TODO routing: only experts of the topk_group best groups can be chosen")
+
+
+class FusedExperts(interface.FusedExperts):
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__(num_experts, hidden_size, intermediate_size)
+        w13 = torch.empty(num_experts, 2 * intermediate_size, hidden_size)
+        w2 = torch.empty(num_experts, hidden_size, intermediate_size)
+        self.w13 = nn.Parameter(w13, requires_grad=False)
+        self.w2 = nn.Parameter(w2, requires_grad=False)
+        self.act_fn = SiluAndMul()
+
+    def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
+        """x [num_tokens, hidden_size] -> the same shape. An id of -1 contributes nothing."""
+        raise NotImplementedError(
+            "TODO experts: for each expert its tokens through w13, SwiGLU and w2, weighted and summed"
+        )
+
+
+class MoE(interface.MoE):
+    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
+        super().__init__(config, hidden_size)
+        self.gate = Linear(hidden_size, config.num_experts)
+        self.topk = TopK(config)
+        self.experts = FusedExperts(config.num_experts, hidden_size, config.intermediate_size)
+        self.correction_bias: nn.Parameter | None = None
+        if config.routing == "biased-grouped":
+            bias = torch.empty(config.num_experts, dtype=torch.float32)
+            self.correction_bias = nn.Parameter(bias, requires_grad=False)
+        self.shared_experts: MLP | None = None
+        self.shared_expert_gate: Linear | None = None
+        if config.shared_intermediate_size > 0:
+            self.shared_experts = MLP(hidden_size, config.shared_intermediate_size)
+            if config.shared_expert_gate:
+                self.shared_expert_gate = Linear(hidden_size, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [num_tokens, hidden_size] -> the same shape."""
+        raise NotImplementedError("TODO layer: gate, routing, experts, and the shared experts")
