@@ -9,11 +9,14 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from reference.collectives import Collectives
+from reference.models.llama import LlamaDecoderLayer
 from shared.config import EngineConfig
 from shared.engine.assembly import Assembly, assemble
 from shared.engine.llm import LLM
+from shared.loading.shards import Shards
 from shared.parallel.alone import ALONE
 from shared.types import Req, SamplingParams
 from tests.parallel.threads import on_ranks
@@ -214,3 +217,54 @@ def test_processes_and_a_rank_that_is_killed() -> None:
     assert not follower.process.is_alive()
     with pytest.raises(RuntimeError, match="rank 1 has ended"):
         llm.generate(prompts, **sampling)
+
+
+def _kv_heads_in_turn(self: Shards, name: str) -> tuple[slice, ...]:
+    """KV heads dealt out in turn: rank r has head r % 2, not r // 2."""
+    if "k_proj" in name or "v_proj" in name:
+        return (slice(self.rank % 2 * 8, self.rank % 2 * 8 + 8),)
+    return INDEX(self, name)
+
+
+def _own_first(self: Collectives, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Each rank begins the sum with its own part."""
+    return SUM(self, [parts[self.rank], *parts[: self.rank], *parts[self.rank + 1 :]])
+
+
+INDEX, SUM = Shards.index, Collectives._sum
+PLANTED: dict[str, tuple[str, Any]] = {
+    "a bias is added on every rank": ("shared.loading.shards.REDUCED_BIASES", ("none",)),
+    "KV heads are dealt out in turn": ("shared.loading.shards.Shards.index", _kv_heads_in_turn),
+    "foreign ids are not zeroed": (
+        "reference.models.llama.embed_rows",
+        lambda embedding, vocab_size, ids, tp: tp.all_reduce(embedding(ids % embedding.num_embeddings)),
+    ),
+    "the MLP is not summed": ("reference.models.llama.LlamaDecoderLayer.forward", None),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_changes_the_answers(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, bug: str
+) -> None:
+    config = make_config(folders["llama"])
+    alone = [req.output_ids for req in answers(assemble(config))]
+    target, replacement = PLANTED[bug]
+    if replacement is None:
+        forward = LlamaDecoderLayer.forward
+
+        def half(self: LlamaDecoderLayer, *args: Any) -> Any:
+            self.mlp.down_proj.weight.data *= 0 if self.tp.rank else 1
+            return forward(self, *args)
+
+        replacement = half
+    monkeypatch.setattr(target, replacement)
+    assert [[req.output_ids for req in rank] for rank in of_ranks(config, 4)] != [alone] * 4
+
+
+def test_sums_in_another_order_are_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that begin with their own part differ in the last bits: their tokens could."""
+    parts = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    assert len({tuple(x.tolist()) for x in on_ranks(3, lambda tp: tp.all_reduce(parts[tp.rank]))}) == 1
+    monkeypatch.setattr(Collectives, "_sum", _own_first)
+    assert len({tuple(x.tolist()) for x in on_ranks(3, lambda tp: tp.all_reduce(parts[tp.rank]))}) > 1
