@@ -220,7 +220,7 @@ def test_processes_and_a_rank_that_is_killed() -> None:
 
 
 def _kv_heads_in_turn(self: Shards, name: str) -> tuple[slice, ...]:
-    """KV heads dealt out in turn: rank r has head r % 2, not r // 2."""
+    """KV heads assigned in turn: rank r has head r % 2, not r // 2."""
     if "k_proj" in name or "v_proj" in name:
         return (slice(self.rank % 2 * 8, self.rank % 2 * 8 + 8),)
     return INDEX(self, name)
@@ -234,7 +234,7 @@ def _own_first(self: Collectives, parts: list[torch.Tensor]) -> torch.Tensor:
 INDEX, SUM = Shards.index, Collectives._sum
 PLANTED: dict[str, tuple[str, Any]] = {
     "a bias is added on every rank": ("shared.loading.shards.REDUCED_BIASES", ("none",)),
-    "KV heads are dealt out in turn": ("shared.loading.shards.Shards.index", _kv_heads_in_turn),
+    "KV heads are assigned in turn": ("shared.loading.shards.Shards.index", _kv_heads_in_turn),
     "foreign ids are not zeroed": (
         "reference.models.llama.embed_rows",
         lambda embedding, vocab_size, ids, tp: tp.all_reduce(embedding(ids % embedding.num_embeddings)),
