@@ -8,6 +8,15 @@ from shared.cli import app
 from shared.commands import launch
 
 
+@pytest.fixture(autouse=True)
+def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little memory is read, and small matrices are multiplied: the figures do not matter here."""
+    from shared.bench import ceilings
+
+    monkeypatch.setitem(ceilings.READ_BYTES, "cpu", 16 * ceilings.MIB)
+    monkeypatch.setitem(ceilings.MATRIX_SIZE, "cpu", 128)
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     """Takes the engine's place; its `flags` are what a command started it with."""

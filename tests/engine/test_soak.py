@@ -28,7 +28,9 @@ def play(soak: Soak, num_rounds: int) -> Tally:
     return total
 
 
-@pytest.mark.parametrize("use", [{}, OPTIMIZED], ids=["reference", "optimized"])
+@pytest.mark.parametrize(
+    "use", [pytest.param({}, id="reference", marks=pytest.mark.full), pytest.param(OPTIMIZED, id="optimized")]
+)
 def test_rounds_hold(use: dict[str, str]) -> None:
     total = play(Soak({**CPU, "use": use}, num_acts=50), num_rounds=2)
     assert total.num_requests > 25
