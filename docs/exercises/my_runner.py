@@ -1,0 +1,38 @@
+"""Stage 08, CUDA graphs: complete the functions that raise NotImplementedError.
+
+cp docs/exercises/my_runner.py my_runner.py
+diptych check --stage 08 my_runner.py
+
+The contract is in shared/interfaces/model_runner.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
+from shared.interfaces import model_runner as interface
+from shared.interfaces.attention import BatchAttention
+from shared.modeling.forward import no_hidden_states, run_model
+from shared.sampling.logprobs import input_logprobs_of
+from shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
+
+
+class ModelRunner(interface.ModelRunner):
+    def __init__(self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool) -> None:
+        self.model = model
+        self.attention = attention
+        self.accepts_seq_len_upper_bounds = attention.accepts_seq_len_upper_bounds
+        self.kv_pool = kv_pool
+
+    @torch.inference_mode()
+    def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
+        """One step. An IDLE batch gives no rows and runs nothing; TARGET_VERIFY gives logits of every token,
+        any other mode those of the last token of each request (`forward_batch.last_token_rows`)."""
+        raise NotImplementedError("TODO forward: plan once, run the model, logits of the rows that need them")
+
+    @torch.inference_mode()
+    def forward_and_sample(
+        self, forward_batch: ForwardBatch, sampler: Sampler, info: SamplingBatchInfo, num_token_ids: int
+    ) -> tuple[LogitsOutput, SampleOutput]:
+        raise NotImplementedError("TODO sampling: forward, then the sampler on logits[:, :num_token_ids]")
