@@ -181,6 +181,8 @@ class LlamaModel(nn.Module):
         # --8<-- [end:model-forward]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return self.embed_tokens(input_ids)
         return embed_rows(self.embed_tokens, self.vocab_size, input_ids, self.tp)
 
 
@@ -216,7 +218,8 @@ class LlamaForCausalLM(CausalLM):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return gather_logits(logits(hidden_states, head.weight), self.config.vocab_size, self.tp)
+        own = logits(hidden_states, head.weight)
+        return own if self.tp.size == 1 else gather_logits(own, self.config.vocab_size, self.tp)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if any(parameter.is_meta for parameter in self.parameters()):

@@ -15,8 +15,6 @@ def embed_rows(
 ) -> torch.Tensor:
     """input_ids of any shape -> [..., hidden_size]. `embed_tokens`: this rank's rows. An id has its row on
     one rank, and zeros on the others, so the sum is exact."""
-    if tp.size == 1:
-        return embed_tokens(input_ids)
     rows = vocabulary_rows(vocab_size, tp.rank, tp.size)
     is_here = (input_ids >= rows.start) & (input_ids < rows.stop)
     x = embed_tokens((input_ids - rows.start) * is_here)
@@ -25,8 +23,6 @@ def embed_rows(
 
 def gather_logits(logits: torch.Tensor, vocab_size: int, tp: Collectives) -> torch.Tensor:
     """[n, this rank's rows] -> [n, vocab_size], on every rank."""
-    if tp.size == 1:
-        return logits
     num_missing = -(-vocab_size // tp.size) - logits.shape[1]  # in the last rank
     by_token_id = tp.all_gather(F.pad(logits, (0, num_missing)).T)
     return by_token_id[:vocab_size].T.contiguous()
