@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from shared.interfaces import collectives as interface
 from shared.parallel.collective_log import CollectiveLog
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroupGloo, Store
+    from torch.distributed import ProcessGroupGloo, Store, Work
 
 
 class Collectives(interface.Collectives):
@@ -23,6 +23,7 @@ class Collectives(interface.Collectives):
         self.name = name
         self.rank = group.rank()
         self.size = group.size()
+        self.is_broken = False
         self.log = CollectiveLog()
 
     @classmethod
@@ -57,25 +58,35 @@ class Collectives(interface.Collectives):
     ) -> torch.Tensor:
         self.log.add("all_to_all", self.name, x, any_rows=True)
         received = x.new_empty(sum(receive_counts), *x.shape[1:])
-        self.group.alltoall_base(received, x.contiguous(), list(receive_counts), list(send_counts)).wait()
+        self._finish(
+            self.group.alltoall_base, received, x.contiguous(), list(receive_counts), list(send_counts)
+        )
         return received
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
         self.log.add("broadcast", self.name, x)
         received = x.clone(memory_format=torch.contiguous_format)
-        self.group.broadcast(received, source).wait()
+        self._finish(self.group.broadcast, received, source)
         return received
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        self.group.send([x.contiguous()], to, 0).wait()
+        self._finish(self.group.send, [x.contiguous()], to, 0)
 
     def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
         received = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self.group.recv([received], source, 0).wait()
+        self._finish(self.group.recv, [received], source, 0)
         return received
 
     def _gather(self, op: str, x: torch.Tensor) -> list[torch.Tensor]:
         self.log.add(op, self.name, x)
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        self.group.allgather([parts], [x.contiguous()]).wait()
+        self._finish(self.group.allgather, [parts], [x.contiguous()])
         return parts
+
+    def _finish(self, operation: Callable[..., Work], *args: object) -> None:
+        """Run it to its end."""
+        try:
+            operation(*args).wait()
+        except RuntimeError:
+            self.is_broken = True
+            raise

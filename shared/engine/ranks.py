@@ -12,17 +12,21 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shared.config import EngineConfig
 from shared.engine.assembly import Assembly, assemble
 from shared.engine.input_log import Call, CallClock, Method, Request, decode, encode
-from shared.interfaces import Scheduler, SchedulerState, SchedulerStats
+from shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
 from shared.types import Req, StepOutput
 
 TIME_LIMIT = 120.0
 """Seconds that a rank waits for the others: in a collective, and when they start."""
+
+
+END_SECONDS = 5.0
+"""That a rank takes to end after its connections are closed."""
 
 
 class RankEnded(RuntimeError):
@@ -50,7 +54,7 @@ def assemble_ranks(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Asse
         if isinstance(error, RuntimeError) and not isinstance(error, RankEnded):
             raise RankEnded(f"the ranks do not find each other: {error}") from error
         raise
-    return replace(assembly, scheduler=LeadScheduler(assembly.scheduler, followers, clock))
+    return replace(assembly, scheduler=LeadScheduler(assembly.scheduler, followers, clock, tp))
 
 
 class Follower:
@@ -93,10 +97,13 @@ class Follower:
 class LeadScheduler(Scheduler):
     """The scheduler of rank 0: each call is sent to the other ranks, then made here."""
 
-    def __init__(self, scheduler: Scheduler, followers: Sequence[Follower], clock: CallClock) -> None:
+    def __init__(
+        self, scheduler: Scheduler, followers: Sequence[Follower], clock: CallClock, tp: Collectives
+    ) -> None:
         self.scheduler = scheduler
         self.followers = followers
         self.clock = clock
+        self.tp = tp
         self.problem: str | None = None  # why the engine cannot go on
 
     def add_request(self, req: Req) -> None:
@@ -162,12 +169,15 @@ class LeadScheduler(Scheduler):
         self._check()
 
     def _check(self) -> None:
-        for follower in self.followers:
-            if not follower.process.is_alive():
-                self.problem = follower.describe_end()
-                for each in self.followers:
-                    each.kill()
-                raise RankEnded(self.problem)
+        """Raise `RankEnded` if another rank has ended, or does not take part any more."""
+        if self.tp.is_broken:  # a rank that ends closes its connections first
+            wait([follower.process.sentinel for follower in self.followers], END_SECONDS)
+        ended = [follower for follower in self.followers if not follower.process.is_alive()]
+        if ended or self.tp.is_broken:
+            self.problem = (ended or self.followers)[0].describe_end()
+            for each in self.followers:
+                each.kill()
+            raise RankEnded(self.problem)
 
 
 def _follow(config: EngineConfig, rank: int, port: int, time_limit: float, pipe: Connection) -> None:

@@ -14,13 +14,14 @@ class Collectives(ABC):
     used. No operation changes its arguments.
 
     A rank that ends, or that does not arrive within the group's time limit, makes the operation raise
-    `RuntimeError` on the others. The group cannot be used afterwards.
+    `RuntimeError` on the others, where `is_broken` is True from then on. The group cannot be used afterwards.
 
     With one rank every operation returns at once.
     """
 
     rank: int
     size: int
+    is_broken: bool = False
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
