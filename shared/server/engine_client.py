@@ -148,11 +148,13 @@ class EngineClient:
     # ---- requests ----
 
     def generate(self, message: Generate, live: Live) -> None:
-        """Submit a request; `live.deliver` gets its deltas, the last one with a finish."""
+        """Submit a request; `live.deliver` gets its deltas, the last one with a finish. Raises
+        `OverflowError` for an integer beyond 64 bits."""
         if not self.is_alive:
             raise EngineDead(self.death_reason)
+        data = encode(message)  # may raise: then nothing of the request is left
         self._lives[message.rid] = live
-        self._send(message)
+        self._to_engine.send(data)
 
     def abort(self, rids: Iterable[str]) -> None:
         """End requests that have not ended. Their state stays until the engine confirms the end."""

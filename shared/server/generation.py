@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from shared.sampling.sampling_batch import derive_seed
 from shared.server.engine_client import Delta, EngineClient, EngineDead, Live
-from shared.server.errors import ApiError
+from shared.server.errors import ApiError, bad_request
 from shared.server.messages import Finish, Generate
 from shared.server.metrics import Metrics
 from shared.text.detokenizer import IncrementalDetokenizer
@@ -133,6 +133,8 @@ class Generation:
                 self.client.generate(message, Live(detokenizer, self._deliver_to(sample)))
             except EngineDead as error:
                 raise ApiError(503, f"the engine is not running: {error}") from None
+            except OverflowError:
+                raise bad_request("an integer of the request exceeds 64 bits") from None
 
     def _deliver_to(self, sample: Sample) -> Callable[[Delta], None]:
         def deliver(delta: Delta) -> None:

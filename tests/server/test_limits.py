@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import anthropic
+import httpx
 import openai
 import pytest
 
@@ -162,6 +163,14 @@ def test_clients_raise_when_the_engine_dies_within_a_stream(api: str) -> None:
         with pytest.raises((openai.APIError, anthropic.APIError), match="SIGKILL"):
             list(stream)
         assert server.process.wait(20) not in (0, None)
+
+
+@pytest.mark.parametrize("field", ["priority", "top_k", "max_tokens"])
+def test_integers_beyond_64_bits_are_refused(server: RunningServer, field: str) -> None:
+    body = {"prompt": "a", "max_tokens": 1, field: 10**30}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400, answer.text
+    server.wait_idle()
 
 
 def test_metrics_count_what_was_done(server: RunningServer) -> None:
