@@ -7,6 +7,7 @@ a request takes PREFILL_SECONDS for each character that is computed and DECODE_S
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 import string
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shared.bench.workloads import check_least
-from shared.server.router import CacheAwarePolicy, PrefixTree, Replica, RoundRobinPolicy, RouterSettings
+from shared.server.router import CacheAwarePolicy, PrefixTree, Replica, RouterSettings
 
 PREFILL_SECONDS = 1e-5
 DECODE_SECONDS = 1.0
@@ -22,6 +23,16 @@ DECODE_SECONDS = 1.0
 
 class Policy(Protocol):
     def choose(self, prompt: str, replicas: list[Replica]) -> Replica: ...
+
+
+class RoundRobinPolicy:
+    """One replica after the other."""
+
+    def __init__(self) -> None:
+        self._turns = itertools.count()
+
+    def choose(self, prompt: str, replicas: list[Replica]) -> Replica:
+        return replicas[next(self._turns) % len(replicas)]
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,8 @@ def assemble(
 
     if config.tp > 1:
         assert tp is not None
-        check_parallel(config, selection)
-        shard_config(model_config, config.tp)  # raises for sizes that cannot be divided
+        check_parallel(config)
+    local_config = shard_config(model_config, config.tp)
     phases.end("tokenizer")
     free_before = free_gpu_memory(device)
     model = load_model(folder, model_config, config, component, device, dtype, tp)
@@ -110,7 +110,6 @@ def assemble(
     free_gpu_memory(device)  # what loading took for a while is not the weights'
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     draft_bytes = drafter.num_kv_bytes_per_token if drafter is not None else 0
-    local_config = shard_config(model_config, config.tp)
     memory = plan_memory(config, local_config, dtype, device, free_before, weight_bytes, draft_bytes)
     num_tokens = memory.num_tokens
     if tp is not None:  # every rank has as many slots as the one with the least memory
@@ -173,7 +172,7 @@ def assemble(
     )  # fmt: skip
 
 
-def check_parallel(config: EngineConfig, selection: Mapping[str, str]) -> None:
+def check_parallel(config: EngineConfig) -> None:
     """Raise `ValueError` for what does not work with several ranks."""
     if str(config.device) != "cpu":
         raise ValueError(f"tp={config.tp} runs over gloo on device=cpu; the device is {config.device}")

@@ -41,7 +41,8 @@ def assemble_ranks(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Asse
     followers: list[Follower] = []
     store = TCPStore("127.0.0.1", 0, config.tp, True, wait_for_workers=False)
     try:
-        followers += [Follower(config, rank, store.port, time_limit) for rank in range(1, config.tp)]
+        for rank in range(1, config.tp):
+            followers.append(Follower(config, rank, store.port, time_limit))
         collectives = import_module("reference.collectives").Collectives
         tp = collectives.connect(store, 0, config.tp, time_limit)
         clock = CallClock()
@@ -152,17 +153,14 @@ class LeadScheduler(Scheduler):
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
 
-    def close(self) -> None:
-        """End the other ranks."""
-        self.problem = self.problem or "the engine was closed"
-        for follower in self.followers:
-            follower.kill()
-
     def _tell(self, method: Method, rid: str = "", request: Request | None = None) -> None:
         if self.problem is not None:
             raise RankEnded(self.problem)
         self.clock.now = time.monotonic()
-        data = encode(Call(method, self.clock.now, rid, request))
+        try:
+            data = encode(Call(method, self.clock.now, rid, request))
+        except OverflowError:
+            raise ValueError("tp > 1: an integer of the request exceeds 64 bits") from None
         with contextlib.suppress(OSError):  # found by _check
             for follower in self.followers:
                 follower.pipe.send_bytes(data)
@@ -185,24 +183,24 @@ def _follow(config: EngineConfig, rank: int, port: int, time_limit: float, pipe:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
     from torch.distributed import TCPStore
 
-    code = 0
+    code, is_ready = 0, False
     try:
         store = TCPStore("127.0.0.1", port, config.tp, False)
         tp = import_module("reference.collectives").Collectives.connect(store, rank, config.tp, time_limit)
         clock = CallClock()
         assembly = assemble(config, clock, tp=tp)
         pipe.send_bytes(b"ready")
+        is_ready = True
         while True:
             call = decode(pipe.recv_bytes())
             clock.now = call.now
             _apply(call, assembly)
     except EOFError:
         pass
-    except ValueError:
-        code = 2  # rank 0 finds the same, and says it
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
         code = 1
+        if is_ready or not isinstance(error, ValueError):  # a bad configuration, rank 0 reports
+            traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no library may keep a rank alive

@@ -191,16 +191,6 @@ class CacheAwarePolicy:
     # --8<-- [end:choose-a-replica]
 
 
-class RoundRobinPolicy:
-    """One replica after the other, for comparison."""
-
-    def __init__(self) -> None:
-        self._turns = itertools.count()
-
-    def choose(self, prompt: str, replicas: Sequence[Replica]) -> Replica:
-        return replicas[next(self._turns) % len(replicas)]
-
-
 def least_loaded(replicas: Sequence[Replica]) -> Replica:
     """Of equal loads the one that was sent fewer requests: else the first would get every tie."""
     return min(replicas, key=lambda replica: (replica.load, replica.num_sent))
