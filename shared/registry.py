@@ -60,6 +60,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "reference": "reference.speculative.draft_tree:DraftTreeOps",
         "optimized": "optimized.speculative.draft_tree:DraftTreeOps",
     },
+    "expert_balancer": {"reference": "reference.expert_balancer:ExpertBalancer"},
 }
 """component -> choice -> "module" or "module:attribute". A choice is a panel's name or a backend's."""
 

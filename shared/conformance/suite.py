@@ -76,6 +76,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     ),
     "drafter": ("drafter.drafting",),
     "draft_tree": ("draft_tree.links_and_acceptance", "draft_tree.drafting"),
+    "expert_balancer": ("expert_balancer.placement",),
 }
 """component -> the modules of shared.conformance.contracts that hold its clauses"""
 

@@ -19,6 +19,7 @@ _CLASSES: dict[str, type] = {
     "model_runner": interfaces.ModelRunner,
     "sampler": interfaces.Sampler,
     "draft_tree": interfaces.DraftTreeOps,
+    "expert_balancer": interfaces.ExpertBalancer,
 }
 """component -> the interface that its class implements"""
 

@@ -5,6 +5,7 @@ from shared.interfaces.collectives import Collectives
 from shared.interfaces.draft_model import DraftModel, DraftOutput
 from shared.interfaces.draft_tree import DraftTreeOps
 from shared.interfaces.drafter import Drafter, DrafterParts
+from shared.interfaces.expert_balancer import ExpertBalancer, ExpertMap
 from shared.interfaces.grammar import Grammar
 from shared.interfaces.layers import Layers, MergedLinear, RMSNorm, RotaryEmbedding, SiluAndMul
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
@@ -46,6 +47,8 @@ __all__ = [
     "DraftTreeOps",
     "Drafter",
     "DrafterParts",
+    "ExpertBalancer",
+    "ExpertMap",
     "FusedExperts",
     "Grammar",
     "InsertResult",
