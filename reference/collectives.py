@@ -12,28 +12,18 @@ from shared.interfaces import collectives as interface
 from shared.parallel.collective_log import CollectiveLog
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroupGloo, Store, Work
+    from torch.distributed.distributed_c10d import Store, Work
 
 
 class Collectives(interface.Collectives):
-    """`name`: of the group, in the log."""
-
-    def __init__(self, group: ProcessGroupGloo, name: str = "tp") -> None:
-        self.group = group
-        self.name = name
-        self.rank = group.rank()
-        self.size = group.size()
-        self.is_broken = False
-        self.log = CollectiveLog()
-
-    @classmethod
-    def connect(cls, store: Store, rank: int, size: int, seconds: float, name: str = "tp") -> Collectives:
-        """Join a group of `size` ranks, which meet in the store. `seconds`: the time limit of joining and of
-        each operation."""
+    def __init__(self, store: Store, rank: int, size: int, seconds: float, name: str = "tp") -> None:
         from torch.distributed import PrefixStore, ProcessGroupGloo
 
-        limit = timedelta(seconds=seconds)
-        return cls(ProcessGroupGloo(PrefixStore(name, store), rank, size, limit), name)
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.log = CollectiveLog()
+        self.group = ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=seconds))
 
     # --8<-- [start:all-reduce]
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

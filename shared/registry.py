@@ -61,6 +61,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "optimized": "optimized.speculative.draft_tree:DraftTreeOps",
     },
     "expert_balancer": {"reference": "reference.expert_balancer:ExpertBalancer"},
+    "collectives": {
+        "reference": "reference.collectives:Collectives",
+        "optimized": "optimized.collectives:Collectives",
+    },
 }
 """component -> choice -> "module" or "module:attribute". A choice is a panel's name or a backend's."""
 

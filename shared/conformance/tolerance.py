@@ -42,6 +42,10 @@ _GEMM_CHAIN = (
     "two GEMMs with a rounding to the type between them; each rounds its output once and the "
     "second sums the first's roundings"
 )
+_RANKS = (
+    "each addition of ranks may round to the type, half a unit in the last place of partial sums of up to 4; "
+    "sums of ranks may cancel"
+)
 
 TABLE: dict[str, dict[torch.dtype, Tolerance]] = {
     "elementwise": {
@@ -82,6 +86,9 @@ TABLE: dict[str, dict[torch.dtype, Tolerance]] = {
         ),
         torch.float16: Tolerance(5e-2, 5e-2, 2e-2, "a whole model; each layer rounds its output"),
         torch.bfloat16: Tolerance(3e-1, 1e-1, 6e-2, "a whole model; each layer rounds its output"),
+    },
+    "sum over ranks": {
+        dtype: Tolerance(4 * _EPS[dtype], 2 * _EPS[dtype], 2 * _EPS[dtype], _RANKS) for dtype in _EPS
     },
     "logprobs": {
         torch.float32: Tolerance(1e-5, 1e-5, 1e-5, "log softmax in float32: the sum of exponentials rounds"),

@@ -11,12 +11,12 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from shared import registry
 from shared.config import EngineConfig
-from shared.engine.assembly import Assembly, assemble
+from shared.engine.assembly import Assembly, assemble, default_device, default_panel
 from shared.engine.input_log import Call, CallClock, Method, Request, decode, encode
 from shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
 from shared.types import Req, StepOutput
@@ -43,8 +43,7 @@ def assemble_ranks(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Asse
     try:
         for rank in range(1, config.tp):
             followers.append(Follower(config, rank, store.port, time_limit))
-        collectives = import_module("reference.collectives").Collectives
-        tp = collectives.connect(store, 0, config.tp, time_limit)
+        tp = collectives_of(config)(store, 0, config.tp, time_limit)
         clock = CallClock()
         assembly = assemble(config, clock, tp=tp)
         for follower in followers:
@@ -56,6 +55,15 @@ def assemble_ranks(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Asse
             raise RankEnded(f"the ranks do not find each other: {error}") from error
         raise
     return replace(assembly, scheduler=LeadScheduler(assembly.scheduler, followers, clock, tp))
+
+
+def collectives_of(config: EngineConfig) -> type[Collectives]:
+    """The implementation that the configuration chooses."""
+    panel = config.panel or default_panel(config.device or default_device())
+    chosen: type[Collectives] = registry.load(
+        "collectives", registry.select(panel, config.use)["collectives"]
+    )
+    return chosen
 
 
 class Follower:
@@ -186,7 +194,7 @@ def _follow(config: EngineConfig, rank: int, port: int, time_limit: float, pipe:
     code, is_ready = 0, False
     try:
         store = TCPStore("127.0.0.1", port, config.tp, False)
-        tp = import_module("reference.collectives").Collectives.connect(store, rank, config.tp, time_limit)
+        tp = collectives_of(config)(store, rank, config.tp, time_limit)
         clock = CallClock()
         assembly = assemble(config, clock, tp=tp)
         pipe.send_bytes(b"ready")

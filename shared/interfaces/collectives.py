@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 
 class Collectives(ABC):
@@ -22,11 +26,20 @@ class Collectives(ABC):
     rank: int
     size: int
     is_broken: bool = False
+    log: Any
+    """A `shared.parallel.collective_log.CollectiveLog` of what all ranks call in the same order: everything
+    but `send` and `receive`."""
+
+    @abstractmethod
+    def __init__(self, store: Store, rank: int, size: int, seconds: float, name: str = "tp") -> None:
+        """Join a group of `size` ranks, which meet in the store. Groups of different names are apart: a rank
+        may be in several. `seconds`: the time limit of joining and of each operation."""
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in x's shape and dtype. Added in float32 (at least) in the order of ranks: the
-        bits are the same on every rank."""
+        """The sum over ranks, in x's shape and dtype, with the same bits on every rank. Integers are exact.
+        The reference adds floats in float32 (at least) in the order of ranks; another implementation may
+        round each addition to x's dtype, in an order of its own."""
 
     @abstractmethod
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -14,12 +14,12 @@ import torch
 from reference.collectives import Collectives
 from reference.models.llama import LlamaDecoderLayer
 from shared.config import EngineConfig
+from shared.conformance.ranks import on_ranks
 from shared.engine.assembly import Assembly, assemble
 from shared.engine.llm import LLM
 from shared.loading.shards import Shards
 from shared.parallel.alone import ALONE
 from shared.types import Req, SamplingParams
-from tests.parallel.threads import on_ranks
 
 TOLERANCE = 1e-4
 """Log-probabilities in float32: a sum over ranks is rounded once more for each rank."""
