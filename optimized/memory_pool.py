@@ -144,7 +144,7 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
             return None
 
         # --8<-- [start:alloc-extend]
-        # Of each new token: its request, its position, its page's index among the request's new pages.
+        # Of each new token: its request, its position, its page's index among the new pages.
         lens = seqs - prefixes
         request = np.repeat(np.arange(len(lens)), lens)
         positions = _ragged(prefixes, lens)

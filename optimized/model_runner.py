@@ -156,7 +156,7 @@ class ModelRunner(interface.ModelRunner):
         logits_output = self._decode(step, forward_batch, None if kind is SamplingKind.GREEDY else info)
         next_token_ids = step.replay_sampler[kind]()
         self.num_sampler_replays += 1
-        # A copy: the next step overwrites these, perhaps while they are being copied to the CPU.
+        # A copy: the next step overwrites these, perhaps during their copy to the CPU.
         return logits_output, SampleOutput(next_token_ids[: forward_batch.num_tokens].clone())
 
     # --8<-- [end:forward-and-sample]

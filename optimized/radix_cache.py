@@ -130,8 +130,8 @@ class RadixCache(interface.WatchablePrefixCache):
         key = RadixKey(req.fill_ids, req.extra_key, self.is_bigram)
         prefix_len, node = self._insert_of(req, key, slots)
         shared = self._path_slots(node)
-        # Another request cached [num_owned, prefix_len) first. The row must name the tree's slots before the
-        # request's own slots are freed and may be overwritten.
+        # Another request cached [num_owned, prefix_len) first. The row must name the tree's
+        # slots before the request's own slots are freed and may be overwritten.
         self.req_to_token_pool.write(req.req_pool_idx, num_owned, shared[num_owned:prefix_len])
         self.allocator.free(slots[num_owned:prefix_len])
         self.inc_lock_ref(node)
@@ -196,9 +196,9 @@ class RadixCache(interface.WatchablePrefixCache):
 
     # --8<-- [start:radix-walk]
     def _walk(self, key: RadixKey, node: TreeNode, start: int) -> tuple[TreeNode, int]:
-        """Descend from `node`, whose path holds the key's first `start` entries, as far as whole pages of
-        `key` match. A node that they match in part is split. Returns the deepest node and the matched length.
-        Every node on the way gets a hit."""
+        """Descend from `node`, whose path holds the key's first `start` entries, as far as
+        whole pages of `key` match. A node that they match in part is split. Returns the
+        deepest node and the matched length. Every node on the way gets a hit."""
         self._time += 1
         for ancestor in self._path(node):
             self._touch(ancestor)
@@ -223,9 +223,10 @@ class RadixCache(interface.WatchablePrefixCache):
 
     # --8<-- [start:radix-split]
     def _split(self, child: TreeNode, upper_len: int) -> TreeNode:
-        """Cut a node in two and return the new upper half. `child` stays the lower half, so that requests
-        that hold it keep all of their path. Both halves have the node's age, hits, locks and priority. The
-        heap's entry stays that of `child`; the upper half has a child and needs none."""
+        """Cut a node in two and return the new upper half. `child` stays the lower half, so
+        that requests that hold it keep all of their path. Both halves have the node's age,
+        hits, locks and priority. The heap's entry stays that of `child`; the upper half has
+        a child and needs none."""
         key, value = part_of(child, 0, upper_len)
         upper = self._new_node(
             child.parent, key, value, child.extra_key, child.is_bigram, child.creation_time, child.priority

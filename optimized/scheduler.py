@@ -118,8 +118,8 @@ class Scheduler(BaseScheduler):
 
     # --8<-- [start:discard-a-prompt]
     def _discard(self, prompt: CachedPrompt, launched: InFlight) -> None:
-        """Its logits were NaN: so may its KV be, and what others made of it who found it in the cache before
-        that was known. They start again."""
+        """Its logits were NaN, so its KV may be NaN, and what other requests computed from
+        its cached prefix. They start again."""
         batches = (launched, *self.pipeline.batches)
         new = {req for each in batches for req in each.prompts if req in each.rows}
         for req in list(self.live.values()):

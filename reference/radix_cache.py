@@ -130,8 +130,8 @@ class RadixCache(interface.PrefixCache):
         key = RadixKey(req.fill_ids, req.extra_key, self.is_bigram)
         prefix_len, node = self.insert(key, slots, req.priority)
         shared = self._path_slots(node)
-        # Another request cached [num_owned, prefix_len) first. The row must name the tree's slots before the
-        # request's own slots are freed and may be overwritten.
+        # Another request cached [num_owned, prefix_len) first. The row must name the tree's
+        # slots before the request's own slots are freed and may be overwritten.
         self.req_to_token_pool.write(req.req_pool_idx, num_owned, shared[num_owned:prefix_len])
         self.allocator.free(slots[num_owned:prefix_len])
         self.inc_lock_ref(node)
@@ -194,8 +194,9 @@ class RadixCache(interface.PrefixCache):
 
     # --8<-- [start:radix-walk]
     def _walk(self, key: RadixKey) -> tuple[TreeNode, int]:
-        """Descend from the root as far as whole pages of `key` match. A node that they match in part is
-        split. Returns the deepest node and the matched length. Every node on the way gets a hit."""
+        """Descend from the root as far as whole pages of `key` match. A node that they
+        match in part is split. Returns the deepest node and the matched length. Every node
+        on the way gets a hit."""
         entries = self._whole_pages(key)
         self._time += 1
         node, start = self.root, 0
@@ -221,8 +222,9 @@ class RadixCache(interface.PrefixCache):
 
     # --8<-- [start:radix-split]
     def _split(self, child: TreeNode, upper_len: int) -> TreeNode:
-        """Cut a node in two and return the new upper half. `child` stays the lower half, so that requests
-        that hold it keep all of their path. Both halves have the node's age, hits, locks and priority."""
+        """Cut a node in two and return the new upper half. `child` stays the lower half, so
+        that requests that hold it keep all of their path. Both halves have the node's age,
+        hits, locks and priority."""
         key, value = child.key[:upper_len], child.value[:upper_len]
         upper = self._new_node(child.parent, key, value, child.extra_key, child.creation_time, child.priority)
         upper.hit_count = child.hit_count

@@ -32,7 +32,7 @@ class Sampler(contract.Sampler):
 
         max_logits = logits.amax(dim=-1)
         scaled = scale(logits, max_logits, info.temperatures)
-        # Greedy rows look at unscaled logits: two that differ can be equal once they are scaled.
+        # Greedy rows look at unscaled logits: two that differ can be equal once scaled.
         next_token_ids = logits.argmax(dim=-1)
         if not info.is_all_greedy:
             drawn = draw(scaled, info, positions)

@@ -36,9 +36,7 @@ class MyAttention(AttentionBackend):
     def plan(self, forward_batch: ForwardBatch) -> list[Request]:
         """Once per step: everything that does not depend on the layer."""
         if forward_batch.custom_mask is not None or forward_batch.tree_mask is not None:
-            raise ValueError(
-                "custom_mask and tree_mask are not supported: MyAttention supports causal batches"
-            )
+            raise ValueError("custom_mask, tree_mask: MyAttention supports causal batches only")
         requests, start = [], 0
         for i, row in enumerate(forward_batch.req_pool_indices.tolist()):
             rows = slice(start, start := start + forward_batch.extend_seq_lens_cpu[i])

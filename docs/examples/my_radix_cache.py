@@ -182,7 +182,7 @@ class MyRadixCache(PrefixCache):
 
     # --8<-- [start:walk-and-split]
     def _walk(self, pages: list[Page]) -> Node:
-        """The deepest node on the path of `pages`; a node that they leave in the middle is split."""
+        """The deepest node on the path of `pages`; a node left in the middle is split."""
         self.time += 1
         node, start = self.root, 0
         while start < len(pages) and pages[start] in node.children:

@@ -81,8 +81,8 @@ class Recording:
 
     # --8<-- [start:cut-a-graph]
     def cut(self, tensors: list[torch.Tensor]) -> tuple[Replay, list[torch.Tensor]]:
-        """Ends the graph and begins another. Returns the first one's replay and its `tensors` as borrowed
-        buffers: later pieces and other graphs write there."""
+        """Ends the graph and begins another. Returns the first one's replay and its
+        `tensors` as borrowed buffers: later pieces and other graphs write there."""
         self.graph.capture_end()
         replay, borrowed = self.graph.replay, [Memory.of(tensor).as_tensor() for tensor in tensors]
         self.begin()

@@ -70,7 +70,7 @@ class PaddedVectors:
 
     # --8<-- [start:load-padded]
     def load(self, vectors: list[torch.Tensor], size: int) -> None:
-        """The first of the vectors from a batch, and padding from its end up to `size`: in one launch."""
+        """The first vectors of a batch, and padding up to `size`, in one launch."""
         key = len(vectors), vectors[0].shape[0], size
         if key not in self._views:
             self._views[key] = self._views_of(*key)

@@ -24,8 +24,8 @@ MAX_L1 = 0  # no more shared memory than the kernel itself has
 
 # --8<-- [start:prefer-l1]
 def prefer_l1(launched: Any) -> None:
-    """`launched`: what `kernel[grid](...)` returned. Holds for later launches of that kernel, and for graphs
-    that are captured from now on."""
+    """`launched`: what `kernel[grid](...)` returned. Holds for later launches of that
+    kernel, and for graphs that are captured from now on."""
     if not INTERPRETED and torch.version.cuda is not None:
         _ask(launched.function)
 
@@ -35,7 +35,7 @@ def _ask(function: int) -> None:
     """Once for each compiled kernel. A refusal costs speed alone."""
     error = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, MAX_L1)
     if error != 0:
-        message = f"GEMVs stay slower than they could be: cuFuncSetAttribute gives CUDA error {error}"
+        message = f"GEMVs stay slow: cuFuncSetAttribute gives CUDA error {error}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 

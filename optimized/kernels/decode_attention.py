@@ -93,7 +93,7 @@ def _decode_kernel(
             # --8<-- [start:decode-loop]
             if Q_EACH_TILE:
                 q = tl.load(q_heads + request * stride_q, mask=mask_q, other=0.0)
-            # Beyond the ends, the key at the end is read again: it is live, and its score is masked.
+            # Beyond the end, the last key is read again: it is live, and its score is masked.
             positions = start + offs_n
             nearest = tl.maximum(tl.minimum(positions, seq_len - 1), first_key)
             slots = slots_at(slots_ptr, nearest, PAGE_SIZE)

@@ -179,8 +179,8 @@ def plan(num_tokens: int, out: int, size: int, gated: bool, in_parts: bool = Fal
 
 # --8<-- [start:plan-split-k]
 def _plan_in_parts(num_tokens: int, out: int, size: int) -> Plan:
-    """About as many CTAs as multiprocessors: by outputs as far as tiles are not too small, then by parts
-    of 512 columns and more. x is read once for each CTA of a part."""
+    """About as many CTAs as multiprocessors: by outputs as far as tiles are not too
+    small, then by parts of 512 columns and more. Each CTA of a part reads x once."""
     tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
     if out > 4096:  # by 64 outputs 80 CTAs for Qwen3-14B's: three times as many are two waves
         return Plan(tokens, 64, 128, 7, 3 if num_tokens > 32 and size > 8192 else 1)

@@ -65,7 +65,7 @@ class LlamaAttention(nn.Module):
 
     # --8<-- [start:attention-forward]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
-        """x: what qkv_proj gave -> what o_proj takes, [num_tokens, num_qo_heads * head_dim]."""
+        """x: from qkv_proj -> for o_proj, [num_tokens, num_qo_heads * head_dim]."""
         layer, q_norm, k_norm = self.layer, self.q_norm, self.k_norm
         has_own_norms = q_norm is None or (
             is_builtin_layer(q_norm, RMSNorm) and is_builtin_layer(k_norm, RMSNorm)

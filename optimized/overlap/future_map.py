@@ -45,7 +45,7 @@ class FutureMap:
         return first
 
     def resolve(self, forward_batch: ForwardBatch, has_ids: bool = True) -> ForwardBatch:
-        """The batch with tokens for names. `has_ids`: not all of its input ids are names."""
+        """The batch with tokens for names. `has_ids`: some of its input ids are tokens."""
         if forward_batch.forward_mode is ForwardMode.EXTEND:
             return forward_batch  # prompts are known
         ids = forward_batch.input_ids
@@ -53,8 +53,8 @@ class FutureMap:
         return replace(forward_batch, input_ids=torch.where(ids < 0, tokens, ids) if has_ids else tokens)
 
     def store(self, first: int, next_token_ids: torch.Tensor) -> None:
-        """An id that is none (-1, after NaN) becomes 0: its request has ended, and the row that decodes
-        from it is not read."""
+        """An id that is none (-1, after NaN) becomes 0: its request has ended, and the row
+        that decodes from it is not read."""
         places = self.token_ids[first : first + next_token_ids.shape[0]]
         torch.clamp(next_token_ids, min=0, out=places)
 

@@ -185,13 +185,13 @@ class Pipeline:
 
     # --8<-- [start:sample-late]
     def _forward(self, launched: BatchInFlight) -> None:
-        """Without sampling: the grammar or processor of some request reads the token before."""
+        """Without sampling: some grammar or processor reads the token before."""
         resolved = launched.keep(self.future_map.resolve(launched.forward_batch))
         with self.parts.timeline.forward(resolved):
             launched.logits_output = self.parts.model_runner.forward(resolved)
 
     def sample(self, launched: BatchInFlight) -> None:
-        """Now that every token before is known. The logits are valid until the next forward pass."""
+        """Every token before is known. The logits are valid until the next forward pass."""
         parts, num_token_ids = self.parts, self.parts.num_token_ids
         info = make_sampling_batch_info(launched.batch.reqs, num_token_ids, self.device)
 

@@ -78,7 +78,7 @@ class CudaStreams(Streams):
             with torch.cuda.stream(self.forward_stream):
                 return self.copy(work())
         except BaseException:
-            self.forward_stream.synchronize()  # the tensors of a batch that fails are not kept
+            self.forward_stream.synchronize()  # a failed batch keeps no tensors
             raise
 
     def copy(self, tensors: Any) -> Pending:

@@ -19,9 +19,10 @@ class RoundBatches:
     def draft_batch(
         self, reqs: list[Req], starts: Starts, run_lens: torch.Tensor, newest: torch.Tensor
     ) -> DraftBatch:
-        """run_lens, newest [bs] int64: of what is in flight at `starts.places`, how many tokens it gave and
-        the last of them. A request that has ended by its length would begin too far: behind its last position
-        there are slots to write to, and its results are not read."""
+        """run_lens, newest [bs] int64: of what is in flight at `starts.places`, how many
+        tokens it gave and the last of them. A request that has ended by its length would
+        begin too far: behind its last position there are slots to write to, and its results
+        are not read."""
         num_new = torch.minimum(starts.is_round * run_lens, starts.last_starts - starts.kv_lens)
         columns = num_new[:, None] + self.numbers
         return DraftBatch(

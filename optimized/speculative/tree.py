@@ -31,8 +31,8 @@ class TreeRound(ChainRound):
     def _keep_slots(
         self, batch: DraftBatch, tree: DraftTree, nodes: torch.Tensor, is_behind: torch.Tensor
     ) -> None:
-        """KV of accepted drafts goes to the first slots, as if there were always as many: behind a path each
-        slot is moved to itself. (The root is in the first slot already.)"""
+        """KV of accepted drafts goes to the first slots, as if there were always as many:
+        behind a path each slot is moved to itself. (The root is in the first slot.)"""
         assert self.parts.kv_pool is not None
         slots = batch.slots[:, : tree.num_draft_tokens]
         targets = slots[:, 1 : nodes.shape[1]]

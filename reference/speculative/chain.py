@@ -43,8 +43,8 @@ class ChainRound:
 
     # --8<-- [start:speculative-step]
     def run(self, batch: DraftBatch, shape: DraftShape) -> tuple[BatchResult, list[int]]:
-        """Each request's accepted tokens and one behind them, and the depth of its drafts. Commits the KV of
-        what is accepted, and frees other slots."""
+        """Each request's accepted tokens and one behind them, and the depth of its drafts.
+        Commits the KV of what is accepted, and frees other slots."""
         with self.parts.timeline.span("draft"):
             tree = self.drafter.draft(batch, shape)
         depths = tree.depths.amax(dim=1).tolist()  # now: the tree is valid until the drafter is called again

@@ -46,7 +46,7 @@ class DraftTreeOps(contract.DraftTreeOps):
         chosen = best.sort(dim=1).values  # ascending numbers: parents before their children
         token_ids = torch.cat([step.candidate_ids for step in steps], dim=1).gather(1, chosen)
         parents = candidate_parents(steps).gather(1, chosen)
-        # The place among the chosen is the node's index, less the root; before all places is the root's own.
+        # A node's index is its place among the chosen, less the root, which is before all.
         parents = torch.where(parents < 0, 0, torch.searchsorted(chosen, parents) + 1)
         # --8<-- [end:choose-nodes]
         num_nodes = torch.full_like(root_ids, chosen.shape[1] + 1)

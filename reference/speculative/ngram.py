@@ -47,8 +47,8 @@ class NgramTrie:
 
     # --8<-- [start:ngram-append]
     def append(self, token_id: int, open_runs: list[TrieNode]) -> list[TrieNode]:
-        """A sequence goes on with one token. open_runs: the runs that end at its last token, shortest first;
-        returns those that end at this one."""
+        """A sequence goes on with one token. open_runs: the runs that end at its last
+        token, shortest first; returns those that end at this one."""
         runs: list[TrieNode] = []
         for run in (self.root, *open_runs[: self.max_len - 1]):
             child = run.children.get(token_id)

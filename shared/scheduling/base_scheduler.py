@@ -119,7 +119,7 @@ class BaseScheduler(interface.Scheduler):
 
     # --8<-- [start:get-next-batch]
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
-        """Prefill comes first: a waiting request costs latency, and a larger running batch is efficient."""
+        """Prefill first: waiting costs latency, and a larger running batch is efficient."""
         prefill = self._get_new_batch_prefill()
         if prefill is None:
             return self._get_batch_decode()

@@ -66,7 +66,7 @@ def prepare_for_extend(
     prefix_lens = [len(req.prefix_indices) for req in reqs]
     seq_lens = [len(req.fill_ids) for req in reqs]
     page = allocator.page_size
-    # Most prefixes end with a page: then where they end does not matter, and no device is asked.
+    # Most prefixes end with a page: then their ends do not matter, and no device is asked.
     last_locs = [int(req.prefix_indices[-1]) if n % page else -1 for req, n in zip(reqs, prefix_lens)]
     evict_for(
         sum(round_up_to_page(s, page) - round_up_to_page(p, page) for p, s in zip(prefix_lens, seq_lens)),

@@ -174,7 +174,7 @@ class CacheAwarePolicy:
 
     # --8<-- [start:choose-a-replica]
     def choose(self, prompt: str, replicas: Sequence[Replica]) -> Replica:
-        """One of the replicas, all of which are healthy. Remembers that it computes this prompt."""
+        """One of the healthy replicas. Remembers that it computes this prompt."""
         settings, loads = self.settings, [replica.load for replica in replicas]
         is_unbalanced = max(loads) - min(loads) > settings.balance_abs and max(
             loads

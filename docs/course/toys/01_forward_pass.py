@@ -2,7 +2,7 @@ import torch
 
 
 class ToyModel:
-    """Embedding, one attention layer with one head, output head. Random weights, no positions."""
+    """Embedding, one attention head, output head. Random weights, no positions."""
 
     def __init__(self, vocab_size=50, dim=32):
         random = torch.Generator().manual_seed(0)
@@ -10,7 +10,7 @@ class ToyModel:
         self.wq, self.wk, self.wv = torch.randn(3, dim, dim, generator=random) / dim**0.5
 
     def forward(self, token_ids, k, v):
-        """k, v [num_cached, dim] -> (logits [vocab_size] after the last token, k, v of all tokens)"""
+        """k, v [num_cached, dim] -> (logits [vocab_size], k, v of all tokens)"""
         x = self.embedding[token_ids]  # [num_new, dim]
         k, v = torch.cat([k, x @ self.wk]), torch.cat([v, x @ self.wv])
         scores = x @ self.wq @ k.T / x.shape[-1] ** 0.5  # [num_new, num_cached + num_new]

@@ -2,7 +2,7 @@ import torch
 
 
 class PagedKV:
-    """K and V of one layer. A slot is page * page_size + offset; a request is its list of slots."""
+    """K and V of one layer. A slot is page * page_size + offset."""
 
     def __init__(self, num_pages, page_size, num_heads, head_dim):
         self.page_size = page_size
@@ -11,7 +11,7 @@ class PagedKV:
         self.v = torch.zeros_like(self.k)
 
     def grow(self, slots, num_tokens):
-        """Append slots for more tokens: first the rest of the last page, then new pages."""
+        """Append slots for more tokens: the rest of the last page, then new pages."""
         num_pages = -(-(len(slots) + num_tokens) // self.page_size) - -(-len(slots) // self.page_size)
         if num_pages > len(self.free_pages):
             return False  # nothing was taken

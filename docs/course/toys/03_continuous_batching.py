@@ -10,7 +10,7 @@ class Request:
 
 
 class ToyScheduler:
-    """Continuous batching without a model: a step computes one token for each request of its batch."""
+    """Continuous batching without a model: a step gives each request one token."""
 
     def __init__(self, max_running):
         self.max_running = max_running

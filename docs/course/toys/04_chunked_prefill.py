@@ -1,7 +1,7 @@
 def plan_step(prompts, num_decoding, chunk_size):
-    """One mixed step: a token for each decoding request, then prompt tokens up to the budget.
+    """One step: a token per decoding request, then prompt tokens up to the budget.
 
-    prompts: [name, tokens left] in order of arrival, changed in place -> [(name, tokens computed now)].
+    prompts: [name, tokens left], changed in place -> [(name, tokens computed now)].
     """
     budget = chunk_size - num_decoding
     step = []
@@ -18,7 +18,7 @@ def plan_step(prompts, num_decoding, chunk_size):
 
 
 def simulate(prompt_lens, num_decoding, chunk_size, ms_per_step=5.0, ms_per_token=0.026):
-    """(inter-token latencies of the decoding requests, time to the last prompt's first token), in ms."""
+    """(ITLs of the decoding requests, TTFT of the last prompt), in ms."""
     prompts = [[f"p{i}", length] for i, length in enumerate(prompt_lens)]
     latencies = []
     while prompts:

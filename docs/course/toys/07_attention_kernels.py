@@ -2,7 +2,7 @@ import torch
 
 
 def partial(q, k, v):
-    """q [dim] against some keys [n, dim] -> (weighted sum, largest score, sum of weights), not normalized."""
+    """q [dim], k [n, dim] -> (weighted sum, largest score, sum of weights)."""
     scores = k @ q / q.shape[-1] ** 0.5
     largest = scores.max()
     weights = (scores - largest).exp()
@@ -17,7 +17,7 @@ def merge(a, b):
 
 
 def flash(q, k, v, block):
-    """Attention of one query without a row of all scores: one block of keys after another."""
+    """Attention of one query, one block of keys after another."""
     result = partial(q, k[:block], v[:block])
     for start in range(block, len(k), block):
         result = merge(result, partial(q, k[start : start + block], v[start : start + block]))
@@ -25,7 +25,7 @@ def flash(q, k, v, block):
 
 
 def split_kv(seq_lens, num_ctas, block):
-    """Equal runs of tiles: for each CTA its [(request, tile)], over the tiles of all requests in a row."""
+    """Equal runs of tiles: for each CTA its [(request, tile)]."""
     tiles = [(request, tile) for request, n in enumerate(seq_lens) for tile in range(-(-n // block))]
     run_len = -(-len(tiles) // num_ctas)
     return [tiles[start : start + run_len] for start in range(0, len(tiles), run_len)]

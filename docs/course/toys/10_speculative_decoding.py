@@ -7,7 +7,7 @@ def decode(target, context, num_tokens):
 
 
 def verify(target, tokens, drafts):
-    """One step of the target over all drafts: its samples, as far as the drafts are right."""
+    """A step of the target over all drafts: its samples while drafts are right."""
     kept = []
     for draft in [*drafts, None]:
         sample = target(tokens + kept)  # in one batch: all drafts are known

@@ -3,7 +3,7 @@ import torch.nn.functional as F
 
 
 def route(router_logits, k):
-    """[num_tokens, num_experts] -> (weights, expert ids), both [num_tokens, k], the best expert first."""
+    """[num_tokens, num_experts] -> (weights, expert ids), both [num_tokens, k]."""
     weights, expert_ids = router_logits.softmax(-1).sort(descending=True, stable=True)
     weights, expert_ids = weights[:, :k], expert_ids[:, :k]
     return weights / weights.sum(-1, keepdim=True), expert_ids
@@ -20,7 +20,7 @@ def loop_over_experts(x, w_up, w_down, weights, expert_ids):
 
 
 def sort_into_blocks(expert_ids, block):
-    """(pairs of token and expert by expert, padded with -1 to whole blocks; the expert of each block)"""
+    """(pairs sorted by expert, padded with -1 to blocks; the expert of each block)"""
     order = expert_ids.flatten().argsort(stable=True)
     pairs, experts = [], []
     for expert in range(int(expert_ids.max()) + 1):

@@ -89,6 +89,6 @@ class Eagle3Model(BaseDraftModel):
             hidden_states = hidden_states.clone()  # the caller's, and norms may overwrite what they add to
         x, residual = self.midlayer(self.embed(input_ids), hidden_states, positions, attention)
         x, residual = self.norm.add_and_norm(x, residual)
-        # Drafting goes on from what has not been normed: it is then again a sum of what layers gave.
+        # Drafting continues from states without the norm: again a sum of what layers gave.
         return DraftOutput(hidden_states=x, next_hidden_states=residual)
         # --8<-- [end:eagle3-forward]

@@ -1,0 +1,104 @@
+"""What mkdocs adds to the pages: formatted quotes with a link to their file, and pages with the sources.
+
+A quote of a section is set in at most 88 columns, so that two fit beside each other, and is followed by a
+link to its line. A path of a Python file in backticks links to its source. Sources are pages under source/:
+no page of them is in the navigation or in the search.
+"""
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
+
+ROOT = Path(__file__).parents[1]
+MAX_COLUMNS = 88
+
+_FENCE = re.compile(r"^ *(```|~~~)")
+_QUOTE = re.compile(r'^( *)--8<-- "([^":]+\.py):?([^"]*)"$')
+_NAMED = re.compile(r"(?<!\[)`([\w/]+\.py)`(?!\])")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the source pages of all Python files that pages quote or name."""
+    named = set()
+    for file in files.documentation_pages():
+        for line in file.content_string.splitlines():
+            quote = _QUOTE.match(line)
+            named.update([quote.group(2)] if quote else _NAMED.findall(line))
+    for path in sorted(named):
+        if (ROOT / path).is_file():
+            page = File.generated(config, _page_of(path), content=_source_page(path))
+            page.inclusion = InclusionLevel.NOT_IN_NAV
+            files.append(page)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
+    if page.file.src_uri.startswith("source/"):
+        return markdown
+    lines, in_fence, link = [], False, ""
+    for line in markdown.splitlines():
+        quote = _QUOTE.match(line)
+        if _FENCE.match(line):
+            in_fence = not in_fence
+            lines.append(line)
+            if not in_fence and link:
+                lines += ["", link, ""]
+                link = ""
+        elif quote and in_fence:
+            indent, path, label = quote.groups()
+            lines.append(textwrap.indent(_formatted(path, label), indent))
+            number = _section(path, label)[0]
+            url = get_relative_url(files.get_file_from_path(_page_of(path)).url, page.url)
+            link = f'{indent}<a class="source" href="{url}#__codelineno-0-{number}">{path}, line {number}</a>'
+        elif in_fence or line.startswith("#"):
+            lines.append(line)
+        else:
+            lines.append(_NAMED.sub(lambda match: _link(match.group(1), page, files), line))
+    return "\n".join(lines)
+
+
+def _page_of(path: str) -> str:
+    return f"source/{path.removesuffix('.py')}.md"
+
+
+def _link(path: str, page: Page, files: Files) -> str:
+    file = files.get_file_from_path(_page_of(path))
+    return (
+        f'<a href="{get_relative_url(file.url, page.url)}"><code>{path}</code></a>' if file else f"`{path}`"
+    )
+
+
+def _source_page(path: str) -> str:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return (
+        f'---\nhide: [toc]\nsearch: {{exclude: true}}\n---\n\n# {path}\n\n~~~python linenums="1"\n{text}~~~\n'
+    )
+
+
+def _section(path: str, label: str) -> tuple[int, str]:
+    """(line number of its first line, text without markers); the whole file without a label."""
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    first, end = 0, len(lines)
+    if label:
+        marked = {i for i, line in enumerate(lines) if line.endswith((f"[start:{label}]", f"[end:{label}]"))}
+        if len(marked) != 2:
+            raise PluginError(f"{path} has no section {label!r}")
+        first, end = min(marked) + 1, max(marked)
+    text = "\n".join(line for line in lines[first:end] if "--8<--" not in line)
+    return first + 1, textwrap.dedent(text) + "\n"
+
+
+def _formatted(path: str, label: str) -> str:
+    text = _section(path, label)[1]
+    if max(map(len, text.splitlines())) <= MAX_COLUMNS:
+        return text
+    command = [sys.executable, "-m", "ruff", "format", "--line-length", str(MAX_COLUMNS), "-"]
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout

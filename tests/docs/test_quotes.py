@@ -1,0 +1,83 @@
+"""Quotes of code as the site shows them: at most 88 columns, each with a link to its file."""
+
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.docs.marker_lint import quotes_of
+
+pytest.importorskip("mkdocs")
+from docs import hooks
+
+ROOT = Path(__file__).parents[2]
+QUOTES = sorted(
+    {
+        (path, label)
+        for page in (ROOT / "docs").rglob("*.md")
+        for _, path, label in quotes_of(page.read_text(encoding="utf-8"))
+        if path.endswith(".py")
+    }
+)
+
+
+def test_quotes_fit_into_a_column() -> None:
+    assert len(QUOTES) > 50
+    wide = [
+        f"{path}:{label}: {line}"
+        for path, label in QUOTES
+        for line in hooks._formatted(path, label).splitlines()
+        if len(line) > hooks.MAX_COLUMNS
+    ]
+    assert wide == []
+
+
+def test_formatting_changes_no_more_than_the_layout() -> None:
+    text, quote = hooks._section("reference/radix_cache.py", "radix-split")[1], hooks._formatted
+    assert _tokens(text) == _tokens(quote("reference/radix_cache.py", "radix-split"))
+
+
+def _tokens(code: str) -> str:
+    return "".join(code.split()).replace(",)", ")")
+
+
+class _Files:
+    def get_file_from_path(self, path: str) -> Any:
+        exists = (ROOT / path.removeprefix("source/")).with_suffix(".py").is_file()
+        return SimpleNamespace(url=path.removesuffix(".md") + "/") if exists else None
+
+
+def _shown(markdown: str) -> str:
+    page: Any = SimpleNamespace(file=SimpleNamespace(src_uri="course/05-radix-cache.md"), url="course/05/")
+    files: Any = _Files()
+    return hooks.on_page_markdown(textwrap.dedent(markdown), page, None, files)
+
+
+def test_a_quote_is_followed_by_a_link_to_its_line() -> None:
+    shown = _shown("""\
+        === "reference"
+
+            ```python
+            --8<-- "reference/radix_cache.py:radix-split"
+            ```
+        """)
+    lines = (ROOT / "reference/radix_cache.py").read_text(encoding="utf-8").splitlines()
+    line = next(i for i, text in enumerate(lines, start=1) if "[start:radix-split]" in text) + 1
+    link = f'    <a class="source" href="../../source/reference/radix_cache/#__codelineno-0-{line}">'
+    assert link in shown
+    assert "    def _split" in shown
+    assert "--8<--" not in shown
+
+
+def test_a_path_links_to_its_source() -> None:
+    shown = _shown("`reference/scheduler.py` and `reference/none.py`\n\n```\n`reference/scheduler.py`\n```")
+    assert shown.count("<a ") == 1
+    assert '<a href="../../source/reference/scheduler/"><code>reference/scheduler.py</code></a>' in shown
+    assert "`reference/none.py`" in shown
+
+
+def test_a_missing_section_ends_the_build() -> None:
+    with pytest.raises(Exception, match="has no section 'no-such-label'"):
+        hooks._section("reference/radix_cache.py", "no-such-label")
