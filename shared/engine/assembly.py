@@ -28,6 +28,7 @@ from shared.loading.kv_sizing import MemoryPlan, free_gpu_memory, num_rows, num_
 from shared.loading.load_model import load_model
 from shared.loading.model_path import resolve_model_path
 from shared.loading.shards import shard_config
+from shared.parallel.agreement import AgreedDrafter, AgreedSampler
 from shared.text.tokenizer import TOKENIZER_FILES, Tokenizer
 
 
@@ -104,7 +105,8 @@ def assemble(
     if config.speculative is not None:
         drafter_parts = DrafterParts(model, model_config, component, device, dtype, num_token_ids)
         drafter = drafter_class(component("drafter"), config)(config, drafter_parts)
-
+        if tp is not None:
+            drafter = AgreedDrafter(drafter, tp)
     phases.end("weights")
     pools = component("memory_pool")
     free_gpu_memory(device)  # what loading took for a while is not the weights'
@@ -140,9 +142,10 @@ def assemble(
     if drafter is not None:
         drafter.allocate(req_to_token_pool, num_tokens)
     attention = component("attention")(req_to_token_pool, kv_pool)
+    sampler = component("sampler")()
     parts = SchedulerParts(
         model_runner=component("model_runner")(model, attention, kv_pool),
-        sampler=component("sampler")(),
+        sampler=sampler if tp is None else AgreedSampler(sampler, tp),
         req_to_token_pool=req_to_token_pool,
         allocator=allocator,
         tree_cache=tree_cache,
@@ -176,10 +179,6 @@ def check_parallel(config: EngineConfig) -> None:
     """Raise `ValueError` for what does not work with several ranks."""
     if str(config.device) != "cpu":
         raise ValueError(f"tp={config.tp} runs over gloo on device=cpu; the device is {config.device}")
-    if config.speculative not in (None, "ngram"):
-        raise ValueError(
-            f"tp={config.tp} has no speculative={config.speculative}: draft models run on one rank"
-        )
 
 
 def print_memory(memory: MemoryPlan) -> None:

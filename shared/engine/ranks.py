@@ -176,9 +176,12 @@ class LeadScheduler(Scheduler):
 
     def _check(self) -> None:
         """Raise `RankEnded` if another rank has ended, or does not take part any more."""
-        if self.tp.is_broken:  # a rank that ends closes its connections first
-            wait([follower.process.sentinel for follower in self.followers], END_SECONDS)
-        ended = [follower for follower in self.followers if not follower.process.is_alive()]
+        # A rank that ends closes its connections first.
+        sentinels = [follower.process.sentinel for follower in self.followers]
+        ready = wait(sentinels, END_SECONDS if self.tp.is_broken else 0)
+        ended = [follower for follower in self.followers if follower.process.sentinel in ready]
+        for follower in ended:
+            follower.process.join(END_SECONDS)
         if ended or self.tp.is_broken:
             self.problem = (ended or self.followers)[0].describe_end()
             for each in self.followers:
@@ -218,8 +221,9 @@ def _apply(call: Call, assembly: Assembly) -> None:
     scheduler: Any = assembly.scheduler
     if call.method == "add_request":
         assert call.request is not None
+        req = _req(call.request, assembly)  # its grammar compiled on rank 0: here an error ends all ranks
         with contextlib.suppress(ValueError):  # rank 0 refuses it too
-            scheduler.add_request(_req(call.request, assembly))
+            scheduler.add_request(req)
     elif call.method in ("abort", "retract"):
         getattr(scheduler, call.method)(call.rid)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -15,43 +14,15 @@ from reference.collectives import Collectives
 from reference.models.llama import LlamaDecoderLayer
 from shared.config import EngineConfig
 from shared.conformance.ranks import on_ranks
-from shared.engine.assembly import Assembly, assemble
+from shared.engine.assembly import assemble
 from shared.engine.llm import LLM
 from shared.loading.shards import Shards
 from shared.parallel.alone import ALONE
-from shared.types import Req, SamplingParams
+from shared.types import SamplingParams
+from tests.parallel.tiny_ranks import answers, make_config, of_ranks
 
 TOLERANCE = 1e-4
 """Log-probabilities in float32: a sum over ranks is rounded once more for each rank."""
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 131,  # not divisible by 2 or 4
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,  # fewer than four ranks
-    "head_dim": 8,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 256,
-    "attention_bias": True,
-    "mlp_bias": True,
-    "torch_dtype": "float32",
-}
-QWEN3_MOE = LLAMA | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "tie_word_embeddings": True,
-}
 HOST_PARTS = ("scheduler", "memory_pool", "radix_cache", "schedule_policy", "prefill_adder")
 FLAGS: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -60,73 +31,31 @@ FLAGS: dict[str, dict[str, Any]] = {
     "small pool": {"max_total_tokens": 96, "schedule_conservativeness": 0.1},
     "overlap": {"use": dict.fromkeys(HOST_PARTS, "optimized")},
     "ngram": {"speculative": "ngram"},
+    "draft model": {"speculative": "standalone", "speculative_draft_model": "llama"},
+    "eagle trees": {"speculative": "eagle", "speculative_draft_model": "eagle-draft", "speculative_topk": 2},
+    "eagle ahead": {
+        "speculative": "eagle",
+        "speculative_draft_model": "eagle-draft",
+        "use": dict.fromkeys((*HOST_PARTS, "drafter"), "optimized"),
+    },
 }
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders with a config.json alone: the weights are random."""
-    found = {}
-    for name, config in (("llama", LLAMA), ("qwen3-moe", QWEN3_MOE)):
-        folder = tmp_path_factory.mktemp(name)
-        (folder / "config.json").write_text(json.dumps(config))
-        found[name] = str(folder)
-    return found
-
-
-def make_config(model: str, **flags: Any) -> EngineConfig:
-    flags = {"max_total_tokens": 2048, "max_running_requests": 8} | flags
-    return EngineConfig(
-        model=model, load_format="dummy", panel="reference", device="cpu", dtype="float32",
-        check_invariants=True, **flags,
-    )  # fmt: skip
-
-
-def requests() -> list[Req]:
-    """Greedy and random ones, with shared prefixes, penalties and log-probabilities."""
-    asked: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.8, "top_p": 0.9},
-        {"temperature": 0.0, "frequency_penalty": 0.5, "logit_bias": {7: 2.0, 130: 3.0}},
-        {"temperature": 0.0, "return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0},
-        {"temperature": 1.0, "top_k": 20, "min_p": 0.01},
-    ]
+def grid() -> list[Any]:
+    """Two ranks; experts where there is no draft model."""
+    full = pytest.mark.full
     return [
-        Req(
-            rid=f"r{i}",
-            origin_input_ids=[(3 * j * (1 + i % 2) + 1) % 131 for j in range(5 + 4 * i)],
-            sampling_params=SamplingParams(max_new_tokens=16, **params),
-            seed=i,
-        )
-        for i, params in enumerate(asked)
+        pytest.param(model, flags, size, marks=[full] if size > 2 or (model != "llama" and extra) else [])
+        for model in ("llama", "qwen3-moe")
+        for flags, extra in ((name, "speculative" in flags) for name, flags in FLAGS.items())
+        for size in (2, 4)
     ]
 
 
-def answers(assembly: Assembly) -> list[Req]:
-    """All requests, finished: they come one per step."""
-    scheduler, waiting, done = assembly.scheduler, requests(), requests()[:0]
-    while waiting or scheduler.has_work():
-        if waiting:
-            done.append(waiting.pop(0))
-            scheduler.add_request(done[-1])
-        scheduler.step()
-    return done
-
-
-def of_ranks(config: EngineConfig, size: int) -> list[list[Req]]:
-    """The requests of each rank; no clock differs."""
-
-    def run(tp: Collectives) -> list[Req]:
-        return answers(assemble(config.updated(tp=size), clock=lambda: 0.0, tp=tp))
-
-    return on_ranks(size, run)
-
-
-@pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
-@pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("model", "flags", "size"), grid())
 def test_ranks_answer_as_one(folders: dict[str, str], model: str, flags: str, size: int) -> None:
-    config = make_config(folders[model], **FLAGS[flags])
+    given = {name: folders.get(str(value), value) for name, value in FLAGS[flags].items()}
+    config = make_config(folders[model], **given)
     alone = answers(assemble(config))
     ranks = of_ranks(config, size)
     for rank in ranks:
@@ -181,7 +110,6 @@ def test_the_pool_has_the_slots_of_the_rank_with_the_least_memory(
     ("flags", "message"),
     [
         ({"tp": 3}, "num_qo_heads \\(8\\) of LlamaForCausalLM"),
-        ({"tp": 2, "speculative": "standalone", "speculative_draft_model": "tiny-dense"}, "draft models"),
         ({"tp": 0}, "tp must be an integer >= 1"),
     ],
 )

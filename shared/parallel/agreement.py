@@ -1,0 +1,77 @@
+"""Rank 0's tokens on every rank.
+
+All ranks compute the same logits and sample from them, so they agree without these broadcasts. But a rank
+that differs in a last bit samples another token at a tie: its next batch differs, and collectives do not
+match. The engine reads tokens in two places: the sampler's ids and the drafter's trees. Which drafts are
+accepted, what a grammar allows and when a request ends follow from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+
+from shared.interfaces import Collectives, Drafter, ReqToTokenPool, Sampler
+from shared.types import (
+    DraftBatch,
+    DraftShape,
+    DraftTree,
+    ForwardBatch,
+    Req,
+    SampleOutput,
+    SamplingBatchInfo,
+)
+
+
+class AgreedSampler(Sampler):
+    """Samples on each rank, and takes the token ids of rank 0."""
+
+    def __init__(self, sampler: Sampler, tp: Collectives) -> None:
+        self.sampler = sampler
+        self.tp = tp
+
+    def sample(self, logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> SampleOutput:
+        # --8<-- [start:agree-on-tokens]
+        output = self.sampler.sample(logits, info, positions)
+        return output._replace(next_token_ids=self.tp.broadcast(output.next_token_ids))
+        # --8<-- [end:agree-on-tokens]
+
+
+class AgreedDrafter(Drafter):
+    """Drafts on each rank, and takes the trees of rank 0. Each rank has the whole draft model, which is
+    small: with a part of it, every layer of every draft step would need two sums over ranks."""
+
+    def __init__(self, drafter: Drafter, tp: Collectives) -> None:
+        self.drafter = drafter
+        self.tp = tp
+        self.hidden_layers = drafter.hidden_layers
+        self.is_bigram = drafter.is_bigram
+        self.runs_ahead = drafter.runs_ahead
+        self.num_kv_bytes_per_token = drafter.num_kv_bytes_per_token
+
+    def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
+        self.drafter.allocate(req_to_token_pool, num_slots)
+
+    def num_slots(self, shape: DraftShape) -> int:
+        return self.drafter.num_slots(shape)
+
+    def extend(
+        self,
+        reqs: Sequence[Req],
+        forward_batch: ForwardBatch,
+        hidden_states: torch.Tensor | None,
+        next_token_ids: torch.Tensor,
+    ) -> None:
+        self.drafter.extend(reqs, forward_batch, hidden_states, next_token_ids)
+
+    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        tree = self.drafter.draft(batch, shape)
+        tensors = [getattr(tree, field.name) for field in fields(tree)]
+        rows = torch.cat([x.flatten(1) if x.dim() > 1 else x[:, None] for x in tensors], dim=1)
+        parts = self.tp.broadcast(rows).split([x[0].numel() for x in tensors], dim=1)
+        return DraftTree(*(part.reshape(x.shape).to(x.dtype) for part, x in zip(parts, tensors)))
+
+    def forget(self, req: Req) -> None:
+        self.drafter.forget(req)

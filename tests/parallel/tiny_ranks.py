@@ -1,0 +1,90 @@
+"""Tiny random models for several ranks, and what all of their requests get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared.config import EngineConfig
+from shared.conformance.ranks import on_ranks
+from shared.engine.assembly import Assembly, assemble
+from shared.interfaces import Collectives
+from shared.types import Req, SamplingParams
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 131,  # not divisible by 2 or 4
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,  # fewer than four ranks
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "torch_dtype": "float32",
+}
+QWEN3_MOE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": True,
+}
+EAGLE = LLAMA | {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def make_config(model: str, **flags: Any) -> EngineConfig:
+    flags = {"max_total_tokens": 2048, "max_running_requests": 8} | flags
+    return EngineConfig(
+        model=model, load_format="dummy", panel="reference", device="cpu", dtype="float32",
+        check_invariants=True, **flags,
+    )  # fmt: skip
+
+
+def requests() -> list[Req]:
+    """Greedy and random ones, with shared prefixes, penalties and log-probabilities."""
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 0.0, "frequency_penalty": 0.5, "logit_bias": {7: 2.0, 130: 3.0}},
+        {"temperature": 0.0, "return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0},
+        {"temperature": 1.0, "top_k": 20, "min_p": 0.01},
+    ]
+    return [
+        Req(
+            rid=f"r{i}",
+            origin_input_ids=[(3 * j * (1 + i % 2) + 1) % 131 for j in range(5 + 4 * i)],
+            sampling_params=SamplingParams(max_new_tokens=16, **params),
+            seed=i,
+        )
+        for i, params in enumerate(asked)
+    ]
+
+
+def answers(assembly: Assembly) -> list[Req]:
+    """All requests, finished: they come one per step."""
+    scheduler, waiting, done = assembly.scheduler, requests(), requests()[:0]
+    while waiting or scheduler.has_work():
+        if waiting:
+            done.append(waiting.pop(0))
+            scheduler.add_request(done[-1])
+        scheduler.step()
+    return done
+
+
+def of_ranks(config: EngineConfig, size: int) -> list[list[Req]]:
+    """The requests of each rank; no clock differs."""
+
+    def run(tp: Collectives) -> list[Req]:
+        return answers(assemble(config.updated(tp=size), clock=lambda: 0.0, tp=tp))
+
+    return on_ranks(size, run)
