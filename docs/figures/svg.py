@@ -1,0 +1,97 @@
+"""Pictures as SVG inside a page: colours and fonts come from docs/stylesheets/figures.css, by class name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from html import escape
+
+WIDE, NARROW = 680, 340
+"""Widths of the two views in pixels. A phone shows the narrow one, so that text is not scaled down."""
+
+HUES = ("a", "b", "c", "d", "e")
+"""Class names of the colours: `fa` is a light fill for text, `sa` a strong one, `la` a line."""
+
+CHAR = 7.3
+"""Width of one character of the monospaced text, in pixels."""
+
+
+@dataclass
+class Svg:
+    """One view. Coordinates are pixels from the upper left corner; the height grows with what is drawn."""
+
+    width: int
+    height: float = 0
+    parts: list[str] = field(default_factory=list)
+
+    def rect(self, x: float, y: float, width: float, height: float, cls: str, radius: float = 3) -> None:
+        size = f'width="{num(width)}" height="{num(height)}"'
+        round_by = "" if radius == 3 else f' rx="{num(radius)}"'  # 3: by the stylesheet
+        self.parts.append(f'<rect class="{cls}" x="{num(x)}" y="{num(y)}" {size}{round_by}/>')
+        self.height = max(self.height, y + height + 1)
+
+    def text(self, x: float, y: float, text: str, cls: str = "") -> None:
+        """y: the baseline. Classes: m monospaced, s soft, b bold, mid and end for the anchor."""
+        cls = f' class="{cls}"' if cls else ""
+        self.parts.append(f'<text{cls} x="{num(x)}" y="{num(y)}">{escape(text)}</text>')
+        self.height = max(self.height, y + 5)
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, cls: str = "line") -> None:
+        self.strokes([(x1, y1, x2, y2)], cls)
+
+    def strokes(self, lines: list[tuple[float, float, float, float]], cls: str) -> None:
+        """Many lines as one element."""
+        steps = "".join(f"M{num(x1)} {num(y1)}L{num(x2)} {num(y2)}" for x1, y1, x2, y2 in lines)
+        self.parts.append(f'<path class="{cls}" d="{steps}"/>')
+
+    def path(self, points: list[tuple[float, float]], cls: str) -> None:
+        steps = "L".join(f"{num(x)} {num(y)}" for x, y in points)
+        self.parts.append(f'<path class="{cls}" d="M{steps}"/>')
+
+    def dot(self, x: float, y: float, radius: float, cls: str) -> None:
+        self.parts.append(f'<circle class="{cls}" cx="{num(x)}" cy="{num(y)}" r="{num(radius)}"/>')
+
+    def legend(self, y: float, entries: list[tuple[str, str]]) -> float:
+        """Coloured squares (class, text) from left to right, in rows. Returns the next free y."""
+        x = 0.0
+        for cls, text in entries:
+            needed = 20 + 6.7 * len(text) + 14
+            if x and x + needed - 14 > self.width:
+                x, y = 0.0, y + 20
+            self.rect(x, y, 13, 13, cls)
+            self.text(x + 19, y + 11.5, text)
+            x += needed
+        return y + 26
+
+    def html(self, cls: str, label: str) -> str:
+        """A single line, so that Markdown leaves it as it is."""
+        return (
+            f'<svg class="{cls}" role="img" viewBox="0 0 {self.width} {num(self.height)}" '
+            f'width="{self.width}" height="{num(self.height)}" xmlns="http://www.w3.org/2000/svg">'
+            f"<title>{escape(label)}</title>" + "".join(self.parts) + "</svg>"
+        )
+
+
+def num(value: float) -> str:
+    """At most one decimal place: short, and the same on every computer."""
+    return f"{round(value, 1):g}" if abs(value) < 1e5 else str(round(value))
+
+
+def views(label: str, wide: Svg, narrow: Svg) -> str:
+    """label: what a person who cannot see the picture needs to know."""
+    return wide.html("wide", label) + "\n" + narrow.html("narrow", label)
+
+
+def figure(body: str, caption: str, cls: str = "") -> str:
+    """caption: HTML."""
+    cls = f"picture {cls}".strip()
+    return f'<figure class="{cls}">\n{body}\n<figcaption>{caption}</figcaption>\n</figure>\n'
+
+
+def slider(steps: list[tuple[str, str]], caption: str, legend: str = "") -> str:
+    """Steps (views, text): one below the other, and with JavaScript one at a time
+    (docs/javascripts/steps.js)."""
+    body = "\n".join(
+        f'<div class="step" id="">\n<p><b>Step {i} of {len(steps)}.</b> {escape(text)}</p>\n{picture}\n</div>'
+        for i, (picture, text) in enumerate(steps, start=1)
+    ).replace(' id=""', "")
+    return figure(body + ("\n" + legend if legend else ""), caption, "steps")

@@ -1,0 +1,93 @@
+"""Pictures are what `make figures` makes, are used by a page, and can be read without seeing them."""
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from docs.figures.__main__ import FOLDER, NAMES, main, remake
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")}
+
+each_figure = pytest.mark.parametrize("name", NAMES)
+
+
+def text_of(name: str) -> str:
+    return (FOLDER / f"{name}.html").read_text(encoding="utf-8")
+
+
+def svgs_of(name: str) -> list[ElementTree.Element]:
+    """The text of a figure is well-formed XML, except for its entities."""
+    return list(ElementTree.fromstring(text_of(name)).iter("{http://www.w3.org/2000/svg}svg"))
+
+
+@each_figure
+def test_remaking_gives_no_difference(name: str) -> None:
+    assert remake(name) == text_of(name), "run `make figures`"
+
+
+def test_files_and_names_agree() -> None:
+    assert {path.stem for path in FOLDER.glob("*.html")} == set(NAMES)
+
+
+@each_figure
+def test_a_page_includes_it(name: str) -> None:
+    assert [path for path, page in PAGES.items() if f'--8<-- "docs/figures/{name}.html"' in page]
+
+
+@each_figure
+def test_both_views_have_titles_and_fit(name: str) -> None:
+    views = [svg.get("class", "") for svg in svgs_of(name)]
+    assert views.count("wide") == views.count("narrow") > 0
+    for svg in svgs_of(name):
+        title = svg.find("{http://www.w3.org/2000/svg}title")
+        assert title is not None
+        assert title.text
+        width, height = (float(svg.get(key, "")) for key in ("width", "height"))
+        for rect in svg.iter("{http://www.w3.org/2000/svg}rect"):
+            assert float(rect.get("x", "")) + float(rect.get("width", "")) <= width + 0.5
+            assert float(rect.get("y", "")) + float(rect.get("height", "")) <= height + 0.5
+        for text in svg.iter("{http://www.w3.org/2000/svg}text"):
+            assert estimated_end(text) <= width + 4, text.text
+
+
+def estimated_end(text: ElementTree.Element) -> float:
+    classes = (text.get("class") or "").split()
+    length = len(text.text or "") * (7.25 if "m" in classes else 6.4)
+    x = float(text.get("x", ""))
+    return x if "end" in classes else x + length / 2 if "mid" in classes else x + length
+
+
+@each_figure
+def test_no_outside_asset(name: str) -> None:
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|<script|<img|@import|url\(", text_of(name))
+
+
+@each_figure
+def test_classes_are_in_the_stylesheet(name: str) -> None:
+    styles = (ROOT / "docs" / "stylesheets" / "figures.css").read_text(encoding="utf-8")
+    used = {each for value in re.findall(r'class="([^"]*)"', text_of(name)) for each in value.split()}
+    assert {each for each in used if f".{each}" not in styles} <= {"steps"}
+
+
+def test_steps_have_texts() -> None:
+    """What the slider (docs/javascripts/steps.js) needs: elements `.step` in `figure.steps`, a `p` first."""
+    with_steps = [name for name in NAMES if "steps" in text_of(name).partition(">")[0]]
+    assert {"page_pool", "radix_tree"} <= set(with_steps)
+    for name in with_steps:
+        steps = [div for div in ElementTree.fromstring(text_of(name)) if div.get("class") == "step"]
+        assert len(steps) >= 2
+        for number, step in enumerate(steps, start=1):
+            assert [child.tag.rpartition("}")[2] for child in step] == ["p", "svg", "svg"]
+            assert step[0][0].text == f"Step {number} of {len(steps)}."
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="no figure is named"):
+        main(["no_such_figure"])
+
+
+def test_size() -> None:
+    assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 1_000_000
