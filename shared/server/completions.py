@@ -77,6 +77,9 @@ async def completion_chunks(
         "model": state.model_name,
     }
     include_usage = body.stream_options is not None and body.stream_options.include_usage
+    with_ids = body.return_token_ids
+    if with_ids is None:
+        with_ids = state.prompts.tokenizer is None
     texts = TokenTexts(state.prompts.token_bytes, body.return_tokens_as_token_ids)
     choices = [
         CompletionChoice(body, _echo(body, state, generation, sample.index), texts)
@@ -86,7 +89,7 @@ async def completion_chunks(
         for index, delta in deltas:
             text, logprobs = choices[index].piece(delta)
             finish = delta.finish
-            if not text and logprobs is None and finish is None:
+            if not text and logprobs is None and finish is None and not (with_ids and delta.token_ids):
                 continue
             entry: dict[str, Any] = {
                 "index": index,
@@ -94,6 +97,8 @@ async def completion_chunks(
                 "logprobs": logprobs,
                 "finish_reason": finish.kind if finish is not None else None,
             }
+            if with_ids:
+                entry["token_ids"] = delta.token_ids
             if finish is not None and finish.kind == "stop":
                 entry["matched_stop"] = finish.matched or finish.token_id
             yield {**head, "choices": [entry], **({"usage": None} if include_usage else {})}
@@ -118,6 +123,8 @@ def fold_completion(chunks: list[Chunk], usage: Usage) -> dict[str, Any]:
                 choices[entry["index"]] = dict(entry)
                 continue
             choice["text"] += entry["text"]
+            if "token_ids" in entry:
+                choice["token_ids"] = choice["token_ids"] + entry["token_ids"]
             if entry["logprobs"] is not None:
                 if choice["logprobs"] is None:
                     choice["logprobs"] = entry["logprobs"]

@@ -270,6 +270,7 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     suffix: str | None = None
     add_special_tokens: bool = True
+    return_token_ids: bool | None = None  # None: where there is no tokenizer, so no text
 
 
 class TokenizeRequest(Body):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shared.loading.model_path import resolve_model_path
 from shared.text.tokenizer import Tokenizer
-from tests.server.running import RunningServer
+from tests.server.running import RunningServer, serving
 
 RANDOM = {"temperature": 20.0, "n": 3, "ignore_eos": True}
 
@@ -79,3 +80,28 @@ def test_stops_cut_anywhere(server: RunningServer, length: int) -> None:
         assert (whole["finish_reason"], whole["matched_stop"]) == ("stop", stop)
         chunks = events(post(server, "/v1/completions", {**body, "stop": [stop], "stream": True}))
         assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == whole["text"]
+
+
+def test_token_ids_of_a_stream(server: RunningServer) -> None:
+    """With return_token_ids the ids of all chunks are the answer's, whatever text they make."""
+    body = {"prompt": "naïve 🙂 日", "max_tokens": 40, "seed": 5, "return_token_ids": True, **RANDOM}
+    whole = json.loads(post(server, "/v1/completions", body))["choices"]
+    chunks = events(post(server, "/v1/completions", {**body, "stream": True}))
+    for index, choice in enumerate(whole):
+        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert sum((c["token_ids"] for c in mine), []) == choice["token_ids"]
+        assert len(choice["token_ids"]) == 40
+        assert "".join(c["text"] for c in mine) == choice["text"]
+
+
+def test_a_model_without_a_tokenizer_streams_token_ids(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(Path(resolve_model_path("tiny-dense")) / name)
+    body = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    with serving("--model", str(tmp_path)) as server:
+        whole = json.loads(post(server, "/v1/completions", body))["choices"][0]
+        chunks = events(post(server, "/v1/completions", {**body, "stream": True}))
+    pieces = [choice["token_ids"] for chunk in chunks for choice in chunk["choices"]]
+    assert whole["text"] == "" and len(whole["token_ids"]) == 12
+    assert sum(pieces, []) == whole["token_ids"]
+    assert len(pieces) > 3  # as they come, not all at the end
