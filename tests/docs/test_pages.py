@@ -1,0 +1,98 @@
+"""Form of every page: one title, headings in order, a first sentence, texts for pictures, correct spelling.
+
+`mkdocs build --strict` checks links between pages and their anchors; the links of the README are checked here.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])
+READ = [page for page in PAGES if page.parent.name != "lab"]  # without the record
+
+_HEADER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+_FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+_SVG = re.compile(r"<svg\b.*?</svg>", re.DOTALL)
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+def text_of(page: Path) -> str:
+    """Without front matter and code."""
+    return _FENCE.sub("", _HEADER.sub("", page.read_text(encoding="utf-8"))).strip()
+
+
+def wrong_headings(text: str) -> list[str]:
+    levels = [(len(marks), title) for marks, title in re.findall(r"^(#+) (.*)$", text, re.MULTILINE)]
+    wrong = [title for (above, _), (level, title) in zip(levels, levels[1:]) if level > above + 1]
+    wrong += [title for level, title in levels[1:] if level == 1]
+    return wrong if levels and levels[0][0] == 1 else ["no title", *wrong]
+
+
+def pictures_without_text(text: str) -> list[str]:
+    images = [image for image in re.findall(r"<img\b[^>]*>", text) if not re.search(r'\balt="[^"]+"', image)]
+    drawings = [
+        svg[:80] for svg in _SVG.findall(text) if not re.search(r"<title>|aria-label=|aria-hidden=", svg)
+    ]
+    return re.findall(r"!\[\s*\]\([^)]*\)", text) + images + drawings
+
+
+@each_page
+def test_headings_are_in_order(page: Path) -> None:
+    assert wrong_headings(text_of(page)) == []
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_sentence_says_what_the_page_is_about(page: Path) -> None:
+    """Under the title, before the first heading, or as the description of the front matter."""
+    opening = re.split(r"^#+ .*$", text_of(page), flags=re.MULTILINE)[1].strip()
+    assert re.search(r"\w+ \w+[^#]*[.:]", opening) or "\ndescription:" in page.read_text(encoding="utf-8")
+
+
+@each_page
+def test_pictures_have_a_text(page: Path) -> None:
+    assert pictures_without_text(text_of(page)) == []
+
+
+def test_drawings_have_a_title() -> None:
+    """SVG files too, since a page may include them."""
+    drawings = [path for path in DOCS.rglob("*.svg") if DOCS / "lab" not in path.parents]
+    untitled = [path.name for path in drawings if pictures_without_text(path.read_text(encoding="utf-8"))]
+    assert untitled == []
+
+
+def test_links_of_the_readme_lead_to_files() -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_spelling() -> None:
+    """codespell, with the settings of pyproject.toml."""
+    folders = [
+        "docs",
+        "notebooks",
+        "shared",
+        "reference",
+        "optimized",
+        "tests",
+        "diptych.py",
+        "README.md",
+        "mkdocs.yml",
+    ]
+    command = [sys.executable, "-m", "codespell_lib", *folders]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.stdout == ""
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_checks_can_fail() -> None:
+    assert wrong_headings("# A\n\n### B\n\n# C") == ["B", "C"]
+    assert wrong_headings("## A") == ["no title"]
+    assert pictures_without_text('![](a.svg) <img src="a.png"> <svg viewBox="0 0 1 1"><g/></svg>') != []
+    assert pictures_without_text('![a](a.svg) <img alt="a"> <svg><title>a</title></svg>') == []
