@@ -1,8 +1,9 @@
 """Form of every page: one title, headings in order, a first sentence, texts for pictures, correct spelling.
 
-`mkdocs build --strict` checks links between pages and their anchors; the links of the README are checked here.
+`mkdocs build --strict` checks links between pages, and their anchors; here are the links of the README.
 """
 
+import itertools
 import re
 import subprocess
 import sys
@@ -29,7 +30,7 @@ def text_of(page: Path) -> str:
 
 def wrong_headings(text: str) -> list[str]:
     levels = [(len(marks), title) for marks, title in re.findall(r"^(#+) (.*)$", text, re.MULTILINE)]
-    wrong = [title for (above, _), (level, title) in zip(levels, levels[1:]) if level > above + 1]
+    wrong = [title for (above, _), (level, title) in itertools.pairwise(levels) if level > above + 1]
     wrong += [title for level, title in levels[1:] if level == 1]
     return wrong if levels and levels[0][0] == 1 else ["no title", *wrong]
 
