@@ -8,20 +8,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-NAMES = ("page_pool", "radix_tree")
-"""Modules of this folder; `make()` of each returns the text of NAME.html, which pages include."""
+FIGURES = {
+    "page-pool": "page_pool.make",
+    "radix-tree": "radix_tree.make",
+    "overlap": "timelines.overlap",
+    "chunked-prefill": "timelines.chunked_prefill",
+}
+"""Name of the .html file, which pages include -> the function of this folder that returns its text."""
 
 
 def remake(name: str) -> str:
-    text: str = importlib.import_module(f"docs.figures.{name}").make()
+    module, _, function = FIGURES[name].partition(".")
+    text: str = getattr(importlib.import_module(f"docs.figures.{module}"), function)()
     return text
 
 
 def main(names: Sequence[str]) -> None:
-    unknown = set(names) - set(NAMES)
+    unknown = set(names) - set(FIGURES)
     if unknown:
-        raise ValueError(f"no figure is named {sorted(unknown)}; there are {', '.join(NAMES)}")
-    for name in names or NAMES:
+        raise ValueError(f"no figure is named {sorted(unknown)}; there are {', '.join(FIGURES)}")
+    for name in names or FIGURES:
         path = FOLDER / f"{name}.html"
         text = remake(name)
         state = "unchanged" if path.exists() and path.read_text(encoding="utf-8") == text else "written"

@@ -6,12 +6,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from docs.figures.__main__ import FOLDER, NAMES, main, remake
+from docs.figures.__main__ import FIGURES, FOLDER, main, remake
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")}
 
-each_figure = pytest.mark.parametrize("name", NAMES)
+each_figure = pytest.mark.parametrize("name", FIGURES)
 
 
 def text_of(name: str) -> str:
@@ -29,7 +29,7 @@ def test_remaking_gives_no_difference(name: str) -> None:
 
 
 def test_files_and_names_agree() -> None:
-    assert {path.stem for path in FOLDER.glob("*.html")} == set(NAMES)
+    assert {path.stem for path in FOLDER.glob("*.html")} == set(FIGURES)
 
 
 @each_figure
@@ -74,8 +74,8 @@ def test_classes_are_in_the_stylesheet(name: str) -> None:
 
 def test_steps_have_texts() -> None:
     """What the slider (docs/javascripts/steps.js) needs: elements `.step` in `figure.steps`, a `p` first."""
-    with_steps = [name for name in NAMES if "steps" in text_of(name).partition(">")[0]]
-    assert {"page_pool", "radix_tree"} <= set(with_steps)
+    with_steps = [name for name in FIGURES if "steps" in text_of(name).partition(">")[0]]
+    assert {"page-pool", "radix-tree"} <= set(with_steps)
     for name in with_steps:
         steps = [div for div in ElementTree.fromstring(text_of(name)) if div.get("class") == "step"]
         assert len(steps) >= 2
