@@ -13,6 +13,8 @@ FIGURES = {
     "radix-tree": "radix_tree.make",
     "overlap": "timelines.overlap",
     "chunked-prefill": "timelines.chunked_prefill",
+    "draft-tree": "draft_tree.make",
+    "expert-load": "expert_load.make",
 }
 """Name of the .html file, which pages include -> the function of this folder that returns its text."""
 
