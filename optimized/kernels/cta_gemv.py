@@ -158,6 +158,12 @@ def plan(out: int, size: int) -> tuple[int, int, int]:
     return (8, 4, 3) if out <= 2 * size else (8, 2, 0)
 
 
+def can_compute(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """One token, and rows that are a few tiles of a power of two of columns."""
+    size = x.shape[1]
+    return len(x) == 1 and len(weight) <= MAX_ROWS and size % 512 == 0 and size // (size & -size) <= 16
+
+
 def suits(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
     """Whether this kernel was faster than warp_gemv's: for the GEMMs of Qwen3-8B, Llama-3.1-8B and
     Qwen3-14B whose rows are a hidden state or as long, but for 8B's gate and up, and for O of

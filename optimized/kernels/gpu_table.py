@@ -1,9 +1,10 @@
 """Measured choices of kernels: gpu_tables/<GPU>.json, one file per kind of GPU, written by `diptych tune`.
 
     {"format": 1, "gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "triton": "3.6.0",
-     "experts": {"128 experts, top 8, 2048-768": {"64": [[...], [...]]}}}
+     "experts": {"128 experts, top 8, 2048-768": {"64": [[...], [...]]}},
+     "linear": {"6144 x 4096": {"1": "cta_gemv", "64": "tiled_gemm"}}}
 
-`moe_tiles` reads it, and has a rule for GPUs and shapes that were not measured.
+`moe_tiles` and `linear_choice` read it, and have a rule for GPUs and shapes that were not measured.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ FORMAT = 1
 FOLDER = Path(__file__).parent / "gpu_tables"
 
 Measured = dict[str, dict[str, Any]]
-"""The name of a shape -> a number of tokens -> the choice, a list of numbers, as JSON has them."""
+"""The name of a shape -> a number of tokens -> the choice: lists of numbers, or the name of a kernel."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class GpuTable:
     torch: str = ""  # versions at the last measurement
     triton: str = ""
     experts: Measured = field(default_factory=dict)
+    linear: Measured = field(default_factory=dict)
 
 
 def path_of(gpu: str) -> Path:
@@ -56,7 +58,7 @@ def parse(text: str, name: str = "table") -> GpuTable:
 
 def dumps(table: GpuTable) -> str:
     """JSON with one line per choice."""
-    data = {"format": FORMAT, **vars(table)}
+    data = {"format": FORMAT, **{key: value for key, value in vars(table).items() if value != {}}}
     return "{\n" + ",\n".join(f"  {json.dumps(key)}: {_value(data[key])}" for key in data) + "\n}\n"
 
 

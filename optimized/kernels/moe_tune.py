@@ -60,14 +60,15 @@ class Layers:
             self.weights.append(best.values / best.values.sum(-1, keepdim=True))
 
 
-def graph_time(run: Callable[[int], Any], num_calls: int = 2 * NUM_LAYERS, num_replays: int = 5) -> float:
+def graph_time(run: Callable[[int], Any], num_layers: int = NUM_LAYERS, num_replays: int = 5) -> float:
     """Microseconds of run(layer): the median over replays of a graph that goes round the layers."""
+    num_calls = 2 * num_layers
     run(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(num_calls):
-            run(i % NUM_LAYERS)
+            run(i % num_layers)
     times: list[float] = []
     for _ in range(num_replays + 1):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -9,18 +9,22 @@ from pathlib import Path
 import torch
 import triton
 
-from optimized.kernels import gpu_table, moe_tune
+from optimized.kernels import gpu_table, linear_tune, moe_tune
 from shared.config import ModelConfig
 
 
 def tune(configs: Sequence[ModelConfig], all_tokens: Sequence[int] | None = None) -> Path:
-    """Measures tiles of experts; writes the file after each measurement, so an interrupt keeps what was
-    measured. `all_tokens`: numbers of tokens; None: the usual ones."""
+    """Measures linear layers of few tokens and tiles of experts; writes the file after each measurement, so
+    an interrupt keeps what was measured. `all_tokens`: numbers of tokens; None: the usual ones."""
     gpu = torch.cuda.get_device_name()
     table = replace(gpu_table.read(gpu), torch=torch.__version__, triton=triton.__version__)
+    linear_shapes = [shape for config in configs for shape in linear_tune.shapes_of(config)]
+    few = [size for size in all_tokens or linear_tune.TOKENS if size <= linear_tune.TOKENS[-1]]
+    for linear_shape in dict.fromkeys(linear_shapes):
+        for measured in linear_tune.tune(table, linear_shape, sorted(few)):
+            table = measured
+            gpu_table.write(table)
     shapes = [shape for config in configs if (shape := moe_tune.shape_of(config)) is not None]
-    if not shapes:
-        raise ValueError("none of these models has experts, and only their tiles are measured")
     for shape in dict.fromkeys(shapes):
         for measured in moe_tune.tune(table, shape, sorted(all_tokens or moe_tune.TOKENS)):
             table = measured

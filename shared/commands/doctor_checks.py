@@ -207,9 +207,14 @@ def _gpu_table() -> list[Check]:
 
     if not (registry.has_optimized() and torch.cuda.is_available()):
         return [Check("gpu table", "tiles of experts", "absent", "needs a CUDA GPU")]
-    is_used, found = importlib.import_module("optimized.kernels.moe_tiles").describe(torch.device("cuda", 0))
+    device = torch.device("cuda", 0)
+    is_used, found = importlib.import_module("optimized.kernels.moe_tiles").describe(device)
+    linear = importlib.import_module("optimized.kernels.linear_choice").describe(device)
     remedy = "" if is_used else "diptych tune --model MODEL"
-    return [Check("gpu table", "tiles of experts", "ok" if is_used else "absent", found, remedy)]
+    return [
+        Check("gpu table", "tiles of experts", "ok" if is_used else "absent", found, remedy),
+        Check("gpu table", "linear layers", "ok", linear),
+    ]
 
 
 def _gib(num_bytes: int) -> str:

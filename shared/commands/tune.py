@@ -18,8 +18,8 @@ def tune(
         str | None, typer.Option(help="Numbers of tokens, separated by commas. Default: all usual ones.")
     ] = None,
 ) -> None:
-    """Measure which tiles are fastest for a model's experts on this GPU, and write the GPU's table, which the
-    optimized panel reads. Weights are random."""
+    """Measure which kernels and tiles are fastest for a model's linear layers and experts on this GPU, and
+    write the GPU's table, which the optimized panel reads. Weights are random."""
     import torch
 
     from shared.config import ModelConfig

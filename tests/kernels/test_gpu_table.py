@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from optimized.kernels import gpu_table, moe_tiles, moe_tune, tune
+from optimized.kernels import gpu_table, linear_choice, linear_tune, moe_tiles, moe_tune, tune
 from optimized.kernels.gpu_table import FORMAT, GpuTable
 from shared.config import ModelConfig
 from shared.loading.model_path import resolve_model_path
@@ -26,11 +27,12 @@ TABLE = GpuTable(
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(gpu_table, "FOLDER", tmp_path / "tables")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A GPU")
-    gpu_table.read.cache_clear()
-    moe_tiles._measured.cache_clear()
+    caches = gpu_table.read, moe_tiles._measured, linear_choice._measured
+    for cache in caches:
+        cache.cache_clear()
     yield tmp_path / "tables"
-    gpu_table.read.cache_clear()
-    moe_tiles._measured.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def test_it_is_read_as_it_was_written(folder: Path) -> None:
@@ -91,6 +93,7 @@ def test_tune_keeps_what_it_does_not_measure(folder: Path, monkeypatch: pytest.M
         written.append(sorted(gpu_table.read("A GPU").experts[name]))
         return 1.0, plan
 
+    monkeypatch.setattr(linear_tune, "shapes_of", lambda _: [])
     monkeypatch.setattr(moe_tune, "compile_all", lambda *_: None)
     monkeypatch.setattr(moe_tune, "Layers", lambda *_: None)
     monkeypatch.setattr(moe_tune, "best_plan", best_plan)
@@ -102,6 +105,65 @@ def test_tune_keeps_what_it_does_not_measure(folder: Path, monkeypatch: pytest.M
     assert table.torch == torch.__version__
 
 
-def test_tune_needs_experts(folder: Path) -> None:
-    with pytest.raises(ValueError, match="has experts"):
-        tune.tune([config("tiny-dense")])
+class OnGpu(NamedTuple):
+    """As much of a tensor on a GPU as the choice looks at."""
+
+    tensor: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.device("cuda") if name == "device" else getattr(self.tensor, name)
+
+
+def test_tune_measures_linear_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest candidate of each number of tokens is written, and chosen up to there; beyond what was
+    measured, and for other shapes, the rule holds."""
+    shape = linear_tune.LinearShape(2048, 4096)
+    x, weight = torch.empty(64, 4096, dtype=torch.bfloat16), torch.empty(2048, 4096, dtype=torch.bfloat16)
+    asked: list[tuple[str, int]] = []
+
+    def time_kernel(kernel: str, weights: object, num_tokens: int, gated: bool) -> float:
+        asked.append((kernel, num_tokens))
+        return {"warp_gemv": 1.0, "sliced_k_gemm": 2.0, "cublas": 3.0}.get(kernel, 4.0)
+
+    monkeypatch.setattr(linear_tune, "shapes_of", lambda _: [shape, shape])
+    monkeypatch.setattr(linear_tune, "_weights", lambda _: [weight])
+    monkeypatch.setattr(linear_tune, "time_kernel", time_kernel)
+    tune.tune([config("tiny-dense")], [32, 4, 8])
+    assert gpu_table.read("A GPU").linear == {
+        "2048 x 4096": {"4": "warp_gemv", "8": "sliced_k_gemm", "32": "cublas"}
+    }
+    assert asked == [
+        *(("cublas", 4), ("warp_gemv", 4), ("sliced_k_gemm", 4), ("tiled_gemm", 4)),
+        *(("cublas", 8), ("sliced_k_gemm", 8), ("tiled_gemm", 8)),
+        *(("cublas", 32), ("tiled_gemm", 32)),
+    ]
+
+    def chosen(num_tokens: int, gated: bool = False) -> str:
+        return linear_choice.kernel_for(OnGpu(x[:num_tokens]), weight, gated)  # type: ignore[arg-type]
+
+    measured = [chosen(num_tokens) for num_tokens in (1, 4, 5, 8, 9, 32)]
+    assert measured == ["warp_gemv"] * 2 + ["sliced_k_gemm"] * 2 + ["cublas"] * 2
+    assert chosen(33) == linear_choice.rule(x[:33], weight)
+    assert chosen(5, gated=True) == linear_choice.rule(x[:5], weight, gated=True) == "tiled_gemm"
+    assert linear_choice.kernel_for(x[:5], weight) == "tiled_gemm"  # on a CPU: no table
+
+
+def test_layers_that_are_measured() -> None:
+    found = linear_tune.shapes_of(config("Qwen3-8B"))
+    assert found == [(6144, 4096, False), (4096, 4096, False), (151936, 4096, False),
+                     (24576, 4096, True), (4096, 12288, False)]  # fmt: skip
+    assert [tuple(shape) for shape in linear_tune.shapes_of(config("Qwen3-30B-A3B"))] == [
+        (5120, 2048, False), (2048, 4096, False), (151936, 2048, False), (128, 2048, False)
+    ]  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_linear_layers_can_be_measured() -> None:
+    shape = linear_tune.LinearShape(1024, 512)
+    (table,) = linear_tune.tune(GpuTable("A GPU"), shape, [2])
+    assert table.linear["1024 x 512"]["2"] in linear_tune._candidates(
+        linear_tune._weights(shape)[0], 2, False
+    )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from optimized.kernels import small_batch_linear, tiled_gemm
+from optimized.kernels.cta_gemv import MAX_ROWS
 from shared.conformance.compare import expect_close, expect_equal
 from shared.conformance.device import check_device
 from shared.conformance.inputs import FLOAT_TYPES, HALF_TYPES, type_name
@@ -181,9 +182,7 @@ def test_the_kernel_by_shape_and_tokens() -> None:
     # Of rows that no descriptor takes, of other types, of routers and of heads.
     assert chosen(2048, 4100) == ["warp_gemv"] + 5 * ["cublas"]
     assert chosen(2048, 1024, torch.float32) == ["warp_gemv", "warp_gemv"] + 4 * ["cublas"]
-    assert (
-        chosen(128, 4096) == chosen(small_batch_linear.MAX_ROWS + 1, 3080) == ["warp_gemv"] + 5 * ["cublas"]
-    )
+    assert chosen(128, 4096) == chosen(MAX_ROWS + 1, 3080) == ["warp_gemv"] + 5 * ["cublas"]
 
 
 def test_tiles_fit_a_multiprocessor_and_the_tensor_cores() -> None:
