@@ -27,7 +27,7 @@ def kernel_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> st
     in_features]; gated: it holds the gate's rows, then as many of up."""
     num_tokens = len(x)
     if x.device.type == "cuda" and num_tokens <= max_tokens(x.dtype) and x.dtype in HALF_TYPES:
-        measured = _measured(torch.cuda.get_device_name(x.device)).get(shape_name(weight.shape, gated))
+        measured = _measured(x.device).get(shape_name(weight.shape, gated))
         sizes = [size for size in measured or () if size >= num_tokens]
         if measured and sizes:
             kernel = measured[min(sizes)]
@@ -82,9 +82,9 @@ def describe(device: torch.device) -> str:
 
 
 @cache
-def _measured(gpu: str) -> dict[str, dict[int, str]]:
+def _measured(device: torch.device) -> dict[str, dict[int, str]]:
     """The name of a shape -> a number of tokens -> the kernel up to there."""
     return {
         name: {int(size): str(kernel) for size, kernel in kernels.items()}
-        for name, kernels in gpu_table.read(gpu).linear.items()
+        for name, kernels in gpu_table.read(torch.cuda.get_device_name(device)).linear.items()
     }
