@@ -65,7 +65,8 @@ class MoE(interface.MoE):
         super().__init__(config, hidden_size)
         self.gate = Linear(hidden_size, config.num_experts)
         self.topk = TopK(config)
-        self.experts = FusedExperts(config.num_experts, hidden_size, config.intermediate_size)
+        num_experts = config.num_local_experts or config.num_experts
+        self.experts = FusedExperts(num_experts, hidden_size, config.intermediate_size)
         self.correction_bias: nn.Parameter | None = None
         if config.routing == "biased-grouped":
             bias = torch.empty(config.num_experts, dtype=torch.float32)
@@ -78,7 +79,11 @@ class MoE(interface.MoE):
                 self.shared_expert_gate = Linear(hidden_size, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        routed = self.experts(x, self.topk(self.gate(x), self.correction_bias))
+        topk = self.topk(self.gate(x), self.correction_bias)
+        if self.expert_parallel is None:
+            routed = self.experts(x, topk)
+        else:
+            routed = self.expert_parallel.run(x, topk, self.experts)
         if self.shared_experts is None:
             return routed
         shared = self.shared_experts(x)

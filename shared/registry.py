@@ -61,6 +61,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "optimized": "optimized.speculative.draft_tree:DraftTreeOps",
     },
     "expert_balancer": {"reference": "reference.expert_balancer:ExpertBalancer"},
+    "expert_dispatch": {
+        "reference": "reference.expert_dispatch:AllGather",
+        "all_to_all": "reference.expert_dispatch:AllToAll",
+    },
     "collectives": {
         "reference": "reference.collectives:Collectives",
         "optimized": "optimized.collectives:Collectives",

@@ -23,6 +23,7 @@ from shared.loading.shards import vocabulary_rows
 from shared.loading.weights import load_weights, named_targets
 from shared.modeling.vocabulary import embed_rows, gather_logits
 from shared.parallel.alone import ALONE
+from shared.parallel.expert_parallel import by_rows
 from shared.types.attention import AttentionLayer
 
 
@@ -102,6 +103,8 @@ class LlamaDecoderLayer(nn.Module):
             x, residual = self.input_layernorm.add_and_norm(x, residual)
         x = self.tp.all_reduce(self.self_attn(x, positions, attention))  # each rank has some of the heads
         x, residual = self.post_attention_layernorm.add_and_norm(x, residual)
+        if isinstance(self.mlp, MoE) and self.mlp.expert_parallel is not None:
+            return by_rows(self.tp, self.mlp, x), residual
         return self.tp.all_reduce(self.mlp(x)), residual  # and a part of the intermediate size
         # --8<-- [end:decoder-layer]
 

@@ -61,6 +61,16 @@ class EngineOptions:
         int | None,
         _option(MODEL, "Tensor parallelism: ranks that have a part of the model each. Default: 1."),
     ] = None
+    ep: Annotated[
+        int | None,
+        _option(MODEL, "Expert parallelism: parts of ranks with some of the experts each. Default: 1."),
+    ] = None
+    ep_num_redundant_experts: Annotated[
+        int | None, _option(MODEL, "With --ep: places for replicas of experts in a layer. Default: 0.")
+    ] = None
+    eplb_rebalance_num_iterations: Annotated[
+        int | None, _option(MODEL, "With --ep: steps between two rebalances of experts. Default: never.")
+    ] = None
 
     page_size: Annotated[int | None, _option(MEMORY, "Tokens of a KV page. Default: 1.")] = None
     context_len: Annotated[int | None, _option(MEMORY, "Longest sequence. Default: the model's.")] = None

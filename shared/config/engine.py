@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
+from shared.config.parallel import check_parallel_flags
 from shared.config.speculation import check_speculation
 
 Panel = Literal["reference", "optimized"]
@@ -38,6 +39,9 @@ class EngineConfig:
 
     # Several ranks
     tp: int = 1  # tensor parallelism: so many ranks have a part of the model each
+    ep: int = 1  # expert parallelism: the ranks are in so many parts, and each has some of the experts
+    ep_num_redundant_experts: int = 0  # places for replicas of experts in each layer, over all parts
+    eplb_rebalance_num_iterations: int | None = None  # rebalance experts each so many steps; None: never
 
     # Memory
     page_size: int = 1
@@ -86,8 +90,8 @@ class EngineConfig:
             if value not in allowed and not (value is None and _DEFAULTS[name] is None):
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
         for name in (
-            "tp", "page_size", "max_running_requests", "max_prefill_tokens", "context_len",
-            "max_total_tokens",
+            "tp", "ep", "page_size", "max_running_requests", "max_prefill_tokens", "context_len",
+            "max_total_tokens", "eplb_rebalance_num_iterations",
             "chunked_prefill_size", "max_queued_requests", "cuda_graph_max_bs",
             "speculative_num_steps", "speculative_topk", "speculative_num_draft_tokens",
         ):  # fmt: skip
@@ -102,6 +106,7 @@ class EngineConfig:
             raise ValueError(f"cuda_graph_max_tokens must be >= 0 or None, got {self.cuda_graph_max_tokens}")
         self._check_types()
         check_speculation(self)
+        check_parallel_flags(self)
         if not 0.0 < self.mem_fraction_static < 1.0:
             raise ValueError(f"mem_fraction_static must be in (0, 1), got {self.mem_fraction_static!r}")
         if not self.schedule_conservativeness > 0.0:

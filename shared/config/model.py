@@ -44,6 +44,7 @@ class MoEConfig:
     routed_scaling_factor: float = 1.0
     shared_intermediate_size: int = 0  # 0: no shared experts
     shared_expert_gate: bool = False  # a sigmoid gate on the shared experts' output
+    num_local_experts: int | None = None  # expert parallelism: those that a rank has; None: all
 
     def __post_init__(self) -> None:
         if self.num_experts % self.num_expert_groups != 0:

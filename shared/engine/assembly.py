@@ -25,10 +25,10 @@ from shared.interfaces import (
     TokenToKVPool,
 )
 from shared.loading.kv_sizing import MemoryPlan, free_gpu_memory, num_rows, num_speculative_slots, plan_memory
-from shared.loading.load_model import load_model
+from shared.loading.load_model import load_model, local_model_config, manage_experts
 from shared.loading.model_path import resolve_model_path
-from shared.loading.shards import shard_config
 from shared.parallel.agreement import AgreedDrafter, AgreedSampler
+from shared.parallel.expert_manager import ExpertManager
 from shared.text.tokenizer import TOKENIZER_FILES, Tokenizer
 
 
@@ -48,6 +48,7 @@ class Assembly:
     grammars: GrammarCompiler
     eos_token_ids: frozenset[int]  # tokens that end an answer: the model's and the tokenizer's
     seconds: dict[str, float]  # phase of the start -> how long it took
+    experts: ExpertManager | None = None  # with expert parallelism
 
 
 class Phases:
@@ -94,10 +95,14 @@ def assemble(
     if config.tp > 1:
         assert tp is not None
         check_parallel(config)
-    local_config = shard_config(model_config, config.tp)
+    local_config = local_model_config(model_config, config)
     phases.end("tokenizer")
     free_before = free_gpu_memory(device)
     model = load_model(folder, model_config, config, component, device, dtype, tp)
+    experts = None
+    if config.ep > 1:
+        assert tp is not None
+        experts = manage_experts(model, folder, model_config, config, component, device, tp)
     num_token_ids = min(
         model_config.vocab_size, tokenizer.vocab_size if tokenizer is not None else model_config.vocab_size
     )
@@ -171,7 +176,7 @@ def assemble(
     grammars = GrammarCompiler(tokenizer, num_token_ids, eos_token_ids)
     return Assembly(
         config, model_config, selection, model, kv_pool, memory, tokenizer, parts, scheduler, grammars,
-        eos_token_ids, phases.seconds,
+        eos_token_ids, phases.seconds, experts,
     )  # fmt: skip
 
 

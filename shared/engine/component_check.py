@@ -20,6 +20,7 @@ _CLASSES: dict[str, type] = {
     "sampler": interfaces.Sampler,
     "draft_tree": interfaces.DraftTreeOps,
     "expert_balancer": interfaces.ExpertBalancer,
+    "expert_dispatch": interfaces.ExpertDispatch,
     "collectives": interfaces.Collectives,
 }
 """component -> the interface that its class implements"""

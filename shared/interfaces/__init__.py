@@ -6,6 +6,7 @@ from shared.interfaces.draft_model import DraftModel, DraftOutput
 from shared.interfaces.draft_tree import DraftTreeOps
 from shared.interfaces.drafter import Drafter, DrafterParts
 from shared.interfaces.expert_balancer import ExpertBalancer, ExpertMap
+from shared.interfaces.expert_dispatch import ExpertDispatch
 from shared.interfaces.grammar import Grammar
 from shared.interfaces.layers import Layers, MergedLinear, RMSNorm, RotaryEmbedding, SiluAndMul
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
@@ -48,6 +49,7 @@ __all__ = [
     "Drafter",
     "DrafterParts",
     "ExpertBalancer",
+    "ExpertDispatch",
     "ExpertMap",
     "FusedExperts",
     "Grammar",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -59,6 +59,13 @@ class FusedExperts(nn.Module, ABC):
         """x [num_tokens, hidden] -> the same shape and dtype. x is not modified."""
 
 
+class ExpertsOnRanks(Protocol):
+    """The routed experts of one layer, on several ranks (`shared.parallel.expert_parallel`)."""
+
+    def run(self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts) -> torch.Tensor:
+        """x, topk: tokens of this rank. experts: those that this rank has. Returns what all experts add."""
+
+
 class MoE(nn.Module, ABC):
     """Router, routed experts and shared experts of one layer, built from a panel's TopK and FusedExperts.
 
@@ -66,10 +73,14 @@ class MoE(nn.Module, ABC):
     Parameters: `gate.weight` [num_experts, hidden]; those of `experts`; if biased-grouped, `correction_bias`
     [num_experts] float32; with shared experts `shared_experts.{gate,up,down}_proj.weight`, a SwiGLU of
     shared_intermediate_size; and if it is gated `shared_expert_gate.weight` [1, hidden].
+
+    With expert parallelism `experts` are the config's num_local_experts, and `expert_parallel.run` stands for
+    a call of `experts`: x is then the tokens of this rank, and all ranks call `forward`.
     """
 
     topk: TopK
     experts: FusedExperts
+    expert_parallel: ExpertsOnRanks | None = None
 
     @abstractmethod
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from shared.config import DraftConfig, EngineConfig, ModelConfig
 from shared.config.speculation import check_windows
-from shared.interfaces import CausalLM, Collectives, DrafterParts, DraftModel
+from shared.interfaces import CausalLM, Collectives, DrafterParts, DraftModel, ExpertMap
 from shared.loading.draft_weights import (
     draft_shapes,
     dummy_draft_weights,
@@ -25,7 +25,9 @@ from shared.loading.kv_sizing import check_memory
 from shared.loading.model_path import resolve_model_path
 from shared.loading.shards import Shards, shard_config
 from shared.loading.weight_names import expected_shapes
-from shared.loading.weights import dummy_weights, iterate_weights
+from shared.loading.weights import Weights, dummy_weights, iterate_weights, named_targets
+from shared.parallel.expert_manager import ExpertManager
+from shared.parallel.expert_map import in_order
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -42,17 +44,81 @@ def load_model(
     """The model of a folder, or this rank's part of it, built from the chosen components. Raises
     `ValueError`, before the model takes memory, for files that do not fit and for weights that are larger
     than the free memory."""
-    shards = None if tp is None else Shards(model_config, tp.rank, tp.size)
-    local_config = model_config if tp is None else shard_config(model_config, tp.size)
-    if config.load_format == "dummy":
-        weights = dummy_weights(model_config, config.random_seed, device, shards)
-    else:
-        weights = iterate_weights(folder, model_config, LoadingBar().update, shards)
+    shards = (
+        None
+        if tp is None
+        else Shards(model_config, tp.rank, tp.size, config.ep, first_experts(model_config, config))
+    )
+    local_config = local_model_config(model_config, config)
+    weights = checkpoint_weights(folder, model_config, config, device, shards)
     check_weights(model_config.architecture, expected_shapes(local_config), device, dtype)
     model_class: type[CausalLM] = component("models").model_class(model_config.architecture)
     model = build_model(model_class, local_config, component, device, dtype, tp)
     model.load_weights(weights)
     return model.eval()
+
+
+def local_model_config(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """The model of one rank."""
+    return shard_config(model_config, config.tp, config.ep, config.ep_num_redundant_experts)
+
+
+def first_experts(model_config: ModelConfig, config: EngineConfig) -> ExpertMap | None:
+    """Where experts are when the engine starts; None: without expert parallelism."""
+    local_model_config(model_config, config)  # refuses what cannot be placed
+    if config.ep == 1:
+        return None
+    assert model_config.moe is not None
+    num_experts = model_config.moe.num_experts
+    num_layers = len(model_config.moe_layers)
+    return in_order(num_layers, num_experts, num_experts + config.ep_num_redundant_experts)
+
+
+def checkpoint_weights(
+    folder: Path,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    device: torch.device,
+    shards: Shards | None,
+) -> Weights:
+    """The weights of a folder, or made up, or a rank's parts of them."""
+    if config.load_format == "dummy":
+        return dummy_weights(model_config, config.random_seed, device, shards)
+    return iterate_weights(folder, model_config, LoadingBar().update, shards)
+
+
+def manage_experts(
+    model: CausalLM,
+    folder: Path,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    component: Callable[[str], Any],
+    device: torch.device,
+    ranks: Collectives,
+) -> ExpertManager:
+    """Expert parallelism for a model that `load_model` has returned."""
+    experts = first_experts(model_config, config)
+    assert experts is not None
+
+    def reload(placed: ExpertMap) -> int:
+        shards = Shards(model_config, ranks.rank, ranks.size, config.ep, placed)
+        targets, num_read = named_targets(model), 0
+        for name, tensor in checkpoint_weights(folder, model_config, config, device, shards):
+            if ".mlp.experts." in name:
+                targets[name].copy_(tensor)
+                num_read += 1
+        return num_read
+
+    return ExpertManager(
+        model,
+        component("expert_dispatch")(ranks, config.ep),
+        ranks,
+        config.ep,
+        experts,
+        component("expert_balancer")(),
+        config.eplb_rebalance_num_iterations,
+        reload,
+    )
 
 
 def load_draft_model(config: EngineConfig, parts: DrafterParts) -> tuple[DraftConfig, DraftModel]:

@@ -1,17 +1,20 @@
-"""Tensor parallelism: which part of each weight a rank has.
+"""Tensor and expert parallelism: which part of each weight a rank has.
 
 Attention is divided by heads, an MLP and each expert by its intermediate size, embedding and head by rows of
 the vocabulary. The rank's model is an ordinary model of smaller sizes (`shard_config`). A weight whose shape
-is the same in both is on every rank as a whole.
+is the same in both is on every rank as a whole. With `ep` parts of ranks each part has some of the experts,
+and divides them among its ranks.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import torch
 
 from shared.config import ModelConfig
+from shared.interfaces.expert_balancer import ExpertMap
 from shared.loading.weight_names import expected_shapes
 
 REDUCED_BIASES = (".o_proj.bias", ".down_proj.bias")
@@ -19,9 +22,13 @@ REDUCED_BIASES = (".o_proj.bias", ".down_proj.bias")
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-def shard_config(config: ModelConfig, size: int) -> ModelConfig:
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.")
+
+
+def shard_config(config: ModelConfig, size: int, ep: int = 1, num_redundant: int = 0) -> ModelConfig:
     """The model of one of `size` ranks: its heads and intermediate sizes. The vocabulary stays whole: the
-    numbers of its rows differ by rank (`vocabulary_rows`). Raises `ValueError` for sizes that cannot be
+    numbers of its rows differ by rank (`vocabulary_rows`). With `ep` parts a rank has 1/ep of the experts and
+    of the redundant ones; shared experts are on every rank. Raises `ValueError` for sizes that cannot be
     divided."""
     if size == 1:
         return config
@@ -29,11 +36,13 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
     sizes = {"num_qo_heads": config.num_qo_heads, "intermediate_size": config.intermediate_size}
     moe = config.moe
     if moe is not None:
-        sizes["moe.intermediate_size"] = moe.intermediate_size
-        sizes["moe.shared_intermediate_size"] = moe.shared_intermediate_size
+        sizes["moe.intermediate_size"] = moe.intermediate_size * ep
+        sizes["moe.shared_intermediate_size"] = moe.shared_intermediate_size if ep == 1 else 0
     for name, number in sizes.items():
         if number % size != 0:
             raise ValueError(f"tp={size}: {name} ({number}) of {config.architecture} is no multiple of it")
+    if ep > 1:
+        _check_experts(config, ep, num_redundant)
     if kv_heads % size != 0 and size % kv_heads != 0:
         raise ValueError(f"tp={size}: num_kv_heads is {kv_heads}; one must be a multiple of the other")
     if (size - 1) * -(-config.vocab_size // size) >= config.vocab_size:
@@ -41,8 +50,9 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
     if moe is not None:
         moe = replace(
             moe,
-            intermediate_size=moe.intermediate_size // size,
-            shared_intermediate_size=moe.shared_intermediate_size // size,
+            intermediate_size=moe.intermediate_size * ep // size,
+            shared_intermediate_size=moe.shared_intermediate_size // (size if ep == 1 else 1),
+            num_local_experts=(moe.num_experts + num_redundant) // ep if ep > 1 else None,
         )
     return replace(
         config,
@@ -51,6 +61,17 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
         intermediate_size=config.intermediate_size // size,
         moe=moe,
     )
+
+
+def _check_experts(config: ModelConfig, ep: int, num_redundant: int) -> None:
+    if config.moe is None:
+        raise ValueError(f"ep={ep}: {config.architecture} has no experts")
+    num_experts, num_physical = config.moe.num_experts, config.moe.num_experts + num_redundant
+    if num_physical % ep != 0 or num_physical > num_experts * ep:
+        raise ValueError(
+            f"ep={ep}, ep_num_redundant_experts={num_redundant}: with the {num_experts} experts these are "
+            f"{num_physical}; it must be a multiple of ep, and at most {num_experts * ep}"
+        )
 
 
 def vocabulary_rows(vocab_size: int, rank: int, size: int) -> slice:
@@ -66,10 +87,33 @@ class Shards:
     config: ModelConfig  # of the whole model
     rank: int
     size: int
+    ep: int = 1
+    experts: ExpertMap | None = None  # with ep > 1: a row for each layer with experts, in their order
 
     def __post_init__(self) -> None:
+        num_redundant = 0
+        if self.experts is not None:
+            num_redundant = self.experts.physical_to_logical.shape[1] - self.experts.num_replicas.shape[1]
+        local_config = shard_config(self.config, self.size, self.ep, num_redundant)
         object.__setattr__(self, "_whole", expected_shapes(self.config))
-        object.__setattr__(self, "_local", expected_shapes(shard_config(self.config, self.size)))
+        object.__setattr__(self, "_local", expected_shapes(local_config))
+        object.__setattr__(
+            self, "_moe_rows", {layer: i for i, layer in enumerate(sorted(self.config.moe_layers))}
+        )
+
+    def local_names(self, name: str) -> list[str]:
+        """The rank's names for a whole model's weight: none for an expert that it does not have, and one for
+        each replica."""
+        match = _EXPERT.match(name)
+        if match is None or self.experts is None:
+            return [name]
+        row: int = self._moe_rows[int(match[1])]  # type: ignore[attr-defined]
+        local = self.experts.physical_to_logical[row].chunk(self.ep)[self.rank * self.ep // self.size]
+        return [
+            f"{name[: match.start(2)]}{i}{name[match.end(2) :]}"
+            for i, logical_id in enumerate(local.tolist())
+            if logical_id == int(match[2])
+        ]
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The rank's part of a whole weight."""
@@ -82,13 +126,18 @@ class Shards:
     def index(self, name: str) -> tuple[slice, ...]:
         """Where the rank's part of a weight (by its canonical name) is; (): all of it is. Unknown names too,
         which loading refuses."""
+        rank, size = self.rank, self.size
+        local_name, match = name, _EXPERT.match(name)
+        if match is not None:  # divided among the ranks of its part
+            rank, size = rank % (size // self.ep), size // self.ep
+            local_name = f"{name[: match.start(2)]}0{name[match.end(2) :]}"
         whole: tuple[int, ...] = self._whole.get(name, ())  # type: ignore[attr-defined]
-        local: tuple[int, ...] = self._local.get(name, ())  # type: ignore[attr-defined]
+        local: tuple[int, ...] = self._local.get(local_name, ())  # type: ignore[attr-defined]
         if name in VOCABULARY:
             return (vocabulary_rows(whole[0], self.rank, self.size),)
         for dim, (num_whole, num_local) in enumerate(zip(whole, local)):
             if num_whole != num_local:
                 # With fewer KV heads than ranks, neighbouring ranks have the same head.
-                part = self.rank * (num_whole // num_local) // self.size
+                part = rank * (num_whole // num_local) // size
                 return (slice(None),) * dim + (slice(part * num_local, (part + 1) * num_local),)
         return ()

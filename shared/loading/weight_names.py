@@ -86,7 +86,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden_size,)
         if config.moe is not None and layer_id in config.moe_layers:
             linear(f"{layer}.mlp.gate", config.moe.num_experts, hidden_size)
-            for expert_id in range(config.moe.num_experts):
+            for expert_id in range(config.moe.num_local_experts or config.moe.num_experts):
                 mlp(f"{layer}.mlp.experts.{expert_id}", config.moe.intermediate_size)
         else:
             mlp(f"{layer}.mlp", config.intermediate_size, config.mlp_bias)

@@ -91,6 +91,9 @@ def stream(
                     if info.path != path:
                         continue
                     parts = canonical_parts(name, info.shape)
+                    num_bytes_read += info.num_bytes
+                    if shards is not None and not any(shards.local_names(part.name) for part in parts):
+                        continue
                     if shards is not None and len(parts) == 1:
                         tensor = file.get_slice(name)[shards.index(parts[0].name) or (slice(None),)]
                     else:
@@ -99,11 +102,13 @@ def stream(
                     for part in parts:
                         if shards is None:
                             yield part.name, tensor[part.index]
-                        elif len(parts) == 1:
-                            yield part.name, shards.own(part.name, tensor)
+                            continue
+                        if len(parts) == 1:
+                            own = shards.own(part.name, tensor)
                         else:
-                            yield part.name, shards.cut(part.name, tensor[part.index])
-                    num_bytes_read += info.num_bytes
+                            own = shards.cut(part.name, tensor[part.index])
+                        for local_name in shards.local_names(part.name):
+                            yield local_name, own
                     if on_progress is not None:
                         on_progress(num_bytes_read, num_bytes)
         except SafetensorError as error:
@@ -133,7 +138,11 @@ def dummy_weights(
     up. A tensor depends on seed, name, shape, dtype and kind of device only, not on the others. `shards`:
     the parts of one rank, cut from the same tensors."""
     for name, tensor in dummy_tensors(expected_shapes(config), config.dtype, seed, device):
-        yield name, tensor if shards is None else shards.cut(name, tensor)
+        if shards is None:
+            yield name, tensor
+        else:
+            for local_name in shards.local_names(name):
+                yield local_name, shards.cut(name, tensor)
 
 
 def dummy_tensors(

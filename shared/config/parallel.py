@@ -1,0 +1,33 @@
+"""Flags of several ranks: valid combinations."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class ParallelFlags(Protocol):
+    """The flags of `EngineConfig` that this file reads."""
+
+    @property
+    def tp(self) -> int: ...
+    @property
+    def ep(self) -> int: ...
+    @property
+    def ep_num_redundant_experts(self) -> int: ...
+    @property
+    def eplb_rebalance_num_iterations(self) -> int | None: ...
+
+
+def check_parallel_flags(flags: ParallelFlags) -> None:
+    """Raise `ValueError` for flags that exclude each other."""
+    if flags.tp % flags.ep != 0:
+        raise ValueError(
+            f"ep={flags.ep} needs tp to be a multiple of it, and tp is {flags.tp}: expert parallelism places "
+            f"experts on the ranks of tensor parallelism"
+        )
+    redundant = flags.ep_num_redundant_experts
+    if type(redundant) is not int or redundant < 0:
+        raise ValueError(f"ep_num_redundant_experts must be an integer >= 0, got {redundant!r}")
+    for name in ("ep_num_redundant_experts", "eplb_rebalance_num_iterations"):
+        if getattr(flags, name) and flags.ep == 1:
+            raise ValueError(f"{name}={getattr(flags, name)} needs ep > 1, and ep is 1")

@@ -1,0 +1,141 @@
+"""Moves experts between ranks while the engine runs: to balance their load, and after a loss.
+
+All ranks call the same methods between the same forward passes, and come to the same maps: what a rank sends
+and receives follows from the old and the new map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shared.interfaces import (
+    CausalLM,
+    Collectives,
+    ExpertBalancer,
+    ExpertDispatch,
+    ExpertMap,
+    FusedExperts,
+    MoE,
+)
+from shared.parallel.expert_map import map_of
+from shared.parallel.expert_parallel import ExpertParallel, ExpertsLost
+
+
+class ExpertManager:
+    """Gives every MoE of the model its `expert_parallel`, and stands between the callers of the model's
+    `forward` and the model. `interval`: forward passes between two rebalances; None: none. `reload`: reads
+    the experts of a placement that this rank has (-1: none) from the checkpoint into the model, and returns
+    the number of tensors."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        dispatch: ExpertDispatch,
+        ranks: Collectives,
+        ep: int,
+        experts: ExpertMap,
+        balancer: ExpertBalancer,
+        interval: int | None,
+        reload: Callable[[ExpertMap], int],
+    ) -> None:
+        self.layers = [module for module in model.modules() if isinstance(module, MoE)]
+        self.parallel = [ExpertParallel(dispatch, experts, i) for i in range(len(self.layers))]
+        for moe, parallel in zip(self.layers, self.parallel):
+            moe.expert_parallel = parallel
+        self.ranks = ranks
+        self.ep = ep
+        self.experts = experts
+        self.balancer = balancer
+        self.interval = interval
+        self.reload = reload
+        self.live = list(range(ep))  # parts
+        self.num_forwards = 0
+        self.num_moved = 0  # experts that this rank got from others
+        self.num_reloaded = 0  # tensors that it read again
+        self._forward: Callable[..., torch.Tensor] = model.forward
+        model.forward = self.forward  # type: ignore[method-assign]
+
+    # --8<-- [start:rerun-the-step]
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.num_forwards += 1
+        if self.interval is not None and self.num_forwards % self.interval == 0:
+            self.rebalance()
+        while True:
+            try:
+                return self._forward(*args, **kwargs)
+            except ExpertsLost as lost:  # what the pass has written, the next one overwrites
+                self.live.remove(lost.part)
+                self.rebalance()
+
+    # --8<-- [end:rerun-the-step]
+
+    def lose(self, part: int, layer: int) -> None:
+        """The experts of a part are lost in the next forward pass, when it reaches a layer: for tests."""
+        if self.ranks.rank * self.ep // self.ranks.size == part:
+            for moe in self.layers:
+                moe.experts.w13.data.fill_(float("nan"))
+                moe.experts.w2.data.fill_(float("nan"))
+        self.parallel[layer].lost_part = part
+
+    def rebalance(self) -> None:
+        """Place the experts on the live parts by the load since the last call."""
+        load = self.ranks.all_reduce(torch.stack([each.load for each in self.parallel]))
+        self.move(self._balanced(load))
+        for each in self.parallel:
+            each.load.zero_()
+
+    def _balanced(self, load: torch.Tensor) -> ExpertMap:
+        num_logical, old = load.shape[1], self.experts.physical_to_logical
+        num_local = old.shape[1] // self.ep
+        num_physical = num_local * len(self.live)
+        if num_physical < num_logical:
+            raise RuntimeError(
+                f"{len(self.live)} of {self.ep} parts of {num_local} experts have no room for {num_logical}"
+            )
+        placed = self.balancer.balance(load, num_physical, len(self.live)).physical_to_logical
+        rows = torch.full_like(old, -1).unflatten(1, (self.ep, num_local))
+        rows[:, self.live] = placed.unflatten(1, (len(self.live), num_local))
+        return map_of(rows.flatten(1), num_logical)
+
+    def move(self, experts: ExpertMap) -> None:
+        """Bring the weights to their new places: from the nearest live replica, or from the checkpoint."""
+        missing = torch.full_like(experts.physical_to_logical, -1)
+        for i, moe in enumerate(self.layers):
+            old, new = (
+                each.physical_to_logical[i].view(self.ep, -1).tolist() for each in (self.experts, experts)
+            )
+            missing[i] = torch.tensor(self._move_layer(moe.experts, old, new)).flatten()
+            self.parallel[i].use(experts)
+        if bool((missing >= 0).any()):
+            self.num_reloaded += self.reload(experts._replace(physical_to_logical=missing))
+        self.experts = experts
+
+    # --8<-- [start:move-experts]
+    def _move_layer(
+        self, experts: FusedExperts, old: list[list[int]], new: list[list[int]]
+    ) -> list[list[int]]:
+        """old, new: logical experts of each part. Returns those of `new` that no live part has, else -1."""
+        group = self.ranks.size // self.ep
+        own, index = divmod(self.ranks.rank, group)
+        sources = [[self._source(e, part, old) for e in row] for part, row in enumerate(new)]
+        sent = [old[own].index(e) for p in range(self.ep) for e, s in zip(new[p], sources[p]) if s == own]
+        received = [i for s in range(self.ep) for i, source in enumerate(sources[own]) if source == s]
+        send_counts, receive_counts = [0] * self.ranks.size, [0] * self.ranks.size
+        for part in range(self.ep):
+            send_counts[part * group + index] = sources[part].count(own)
+            receive_counts[part * group + index] = sources[own].count(part)
+        for weight in (experts.w13.data, experts.w2.data):
+            # Indexing copies: all weights are on their way before one is overwritten.
+            weight[received] = self.ranks.all_to_all(weight[sent], send_counts, receive_counts)
+        self.num_moved += len(received) - sources[own].count(own)
+        return [[e if s < 0 else -1 for e, s in zip(row, from_)] for row, from_ in zip(new, sources)]
+
+    # --8<-- [end:move-experts]
+
+    def _source(self, expert: int, part: int, old: list[list[int]]) -> int:
+        """The live part from which `part` gets an expert: itself if it can; -1: there is none."""
+        having = [p for p in self.live if expert in old[p]]
+        return part if part in having else min(having, default=-1)

@@ -1,0 +1,198 @@
+"""The engine with expert parallelism: the answers of one rank, while experts move and are lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shared.config import EngineConfig
+from shared.conformance.ranks import on_ranks
+from shared.engine.assembly import Assembly, assemble
+from shared.engine.llm import LLM
+from shared.interfaces import Collectives
+from shared.parallel.alone import ALONE
+from shared.parallel.expert_manager import ExpertManager
+from shared.parallel.expert_parallel import ExpertParallel
+from shared.types import FinishError, Req
+from tests.parallel.test_tensor_parallel import FLAGS
+from tests.parallel.tiny_ranks import answers, make_config, requests
+
+OTHERS = [n for n in FLAGS if n != "mixed chunks" and "speculative_draft_model" not in FLAGS[n]]
+EP: dict[str, dict[str, Any]] = {
+    "all-gather": {"ep": 2},
+    "all-to-all": {"ep": 2, "use": {"expert_dispatch": "all_to_all"}},
+    "rebalanced": {"ep": 2, "ep_num_redundant_experts": 2, "eplb_rebalance_num_iterations": 3},
+    "rebalanced, all-to-all": {
+        "ep": 2,
+        "ep_num_redundant_experts": 4,
+        "eplb_rebalance_num_iterations": 1,
+        "use": {"expert_dispatch": "all_to_all"},
+    },
+}
+
+
+def of_ranks(config: EngineConfig, size: int, **flags: Any) -> list[tuple[Assembly, list[Req]]]:
+    def run(tp: Collectives) -> tuple[Assembly, list[Req]]:
+        assembly = assemble(config.updated(tp=size, **flags), clock=lambda: 0.0, tp=tp)
+        return assembly, answers(assembly)
+
+    return on_ranks(size, run)
+
+
+def output_ids(reqs: list[Req]) -> list[list[int]]:
+    return [req.output_ids for req in reqs]
+
+
+@pytest.mark.parametrize("kind", EP)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "flags",
+    ["mixed chunks", *(pytest.param(n, marks=pytest.mark.full) for n in OTHERS)],
+)
+def test_ranks_answer_as_one(folders: dict[str, str], kind: str, size: int, flags: str) -> None:
+    config = make_config(folders["qwen3-moe"], **FLAGS[flags])
+    expected = output_ids(answers(assemble(config)))
+    use = {**config.use, **EP[kind].get("use", {})}
+    for assembly, reqs in of_ranks(config, size, **{**EP[kind], "use": use}):
+        assert output_ids(reqs) == expected
+        assert assembly.experts is not None
+        if "rebalanced" in kind:
+            assert assembly.experts.num_moved > 0
+
+
+def test_a_rank_holds_its_experts_alone(folders: dict[str, str]) -> None:
+    config = make_config(folders["qwen3-moe"])
+    whole = assemble(config).model
+    for size, ep, shape in ((2, 2, (3, 32, 32)), (4, 2, (3, 16, 32)), (2, 1, (6, 16, 32))):
+        local = config.updated(tp=size, ep=ep)
+        parts = on_ranks(size, lambda tp, local=local: assemble(local, tp=tp).model)  # type: ignore[misc]
+        for part in parts:
+            assert part.model.layers[0].mlp.experts.w13.shape == shape
+            assert torch.equal(part.model.layers[0].mlp.gate.weight, whole.model.layers[0].mlp.gate.weight)
+
+
+def lose_experts(config: EngineConfig, size: int, part: int) -> list[tuple[Assembly, list[Req]]]:
+    """The experts of a part are lost in the fifth step, in layer 1."""
+
+    def run(tp: Collectives) -> tuple[Assembly, list[Req]]:
+        assembly = assemble(config.updated(tp=size), clock=lambda: 0.0, tp=tp)
+        assert assembly.experts is not None
+        reqs = requests()
+        for req in reqs:
+            assembly.scheduler.add_request(req)
+        for step in range(1000):
+            if step == 4:
+                assembly.experts.lose(part, layer=1)
+            assembly.scheduler.step()
+            if not assembly.scheduler.has_work():
+                break
+        return assembly, reqs
+
+    return on_ranks(size, run)
+
+
+@pytest.mark.parametrize("dispatch", ["reference", "all_to_all"])
+@pytest.mark.parametrize(
+    ("size", "ep", "num_redundant", "part", "is_reloaded"),
+    [
+        (2, 2, 6, 1, False),  # each part has all experts
+        (4, 4, 2, 1, True),  # the others have room, and not all experts
+        pytest.param(4, 2, 6, 0, False, marks=pytest.mark.full),
+    ],
+)
+def test_experts_that_are_lost_in_a_step(
+    folders: dict[str, str],
+    dispatch: str,
+    size: int,
+    ep: int,
+    num_redundant: int,
+    part: int,
+    is_reloaded: bool,
+) -> None:
+    """The others take them over, from a replica or from the checkpoint, and the step runs again."""
+    config = make_config(folders["qwen3-moe"], use={"expert_dispatch": dispatch})
+    expected = output_ids(answers(assemble(config)))
+    config = config.updated(tp=size, ep=ep, ep_num_redundant_experts=num_redundant)
+    results = lose_experts(config, size, part)
+    for assembly, reqs in results:
+        assert output_ids(reqs) == expected
+        assert assembly.experts is not None
+        assert part not in assembly.experts.live
+        lost = assembly.experts.experts.physical_to_logical.unflatten(1, (ep, -1))[:, part]
+        assert (lost == -1).all()
+    assert is_reloaded == any(
+        each.experts is not None and each.experts.num_reloaded > 0 for each, _ in results
+    )
+
+
+def test_no_room_for_the_experts_of_a_lost_part(folders: dict[str, str]) -> None:
+    config = make_config(folders["qwen3-moe"], tp=2, ep=2)
+    for _, reqs in lose_experts(config, 2, 0):
+        assert all(isinstance(req.finished_reason, FinishError) for req in reqs)
+        assert "1 of 2 parts of 3 experts have no room for 6" in str(reqs[0].finished_reason)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"ep": 2}, "ep=2 needs tp to be a multiple of it, and tp is 1"),
+        ({"tp": 4, "ep": 3}, "ep=3 needs tp"),
+        ({"tp": 2, "ep_num_redundant_experts": 2}, "ep_num_redundant_experts=2 needs ep > 1"),
+        ({"eplb_rebalance_num_iterations": 5}, "eplb_rebalance_num_iterations=5 needs ep > 1"),
+        ({"tp": 2, "ep": 2, "ep_num_redundant_experts": -1}, "ep_num_redundant_experts must be"),
+        ({"tp": 2, "ep": 2, "ep_num_redundant_experts": 1}, "must be a multiple of ep"),
+        ({"tp": 2, "ep": 2, "ep_num_redundant_experts": 8}, "at most 12"),
+        ({"model": "tiny-dense", "tp": 2, "ep": 2}, "ep=2: .* has no experts"),
+    ],
+)
+def test_what_cannot_run(folders: dict[str, str], flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        assemble(make_config(**{"model": folders["qwen3-moe"]} | flags), tp=ALONE)
+
+
+def test_processes() -> None:
+    flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
+    sampling = {"temperature": 0, "max_tokens": 16, "progress": False}
+    prompts = ["Count from 3 to 9.", "What is 12 + 30?"]
+    expected = [output.text for output in LLM("tiny-moe", **flags).generate(prompts, **sampling)]
+    llm = LLM("tiny-moe", tp=2, ep=2, ep_num_redundant_experts=2, eplb_rebalance_num_iterations=4, **flags)
+    assert [output.text for output in llm.generate(prompts, **sampling)] == expected
+
+
+def _never_used(self: ExpertParallel, experts: Any) -> None:
+    if not hasattr(self, "num_replicas"):
+        USE(self, experts)
+
+
+def _late(self: ExpertManager, *args: Any) -> Any:
+    """New experts overwrite the old ones before these are sent."""
+    experts, old, new = args
+    own = self.ranks.rank * self.ep // self.ranks.size
+    for weight in (experts.w13.data, experts.w2.data):
+        kept = [old[own].index(e) if e in old[own] else 0 for e in new[own]]
+        weight.copy_(weight[kept])
+    return MOVE(self, *args)
+
+
+USE, MOVE = ExpertParallel.use, ExpertManager._move_layer
+PLANTED: dict[str, tuple[str, Any]] = {
+    "a stale map after a rebalance": ("shared.parallel.expert_parallel.ExpertParallel.use", _never_used),
+    "experts are overwritten, then sent": ("shared.parallel.expert_manager.ExpertManager._move_layer", _late),
+    "outputs are added on every rank": (
+        "reference.models.llama.by_rows",
+        lambda ranks, layer, x: ranks.all_reduce(layer(x)),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_changes_the_answers(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, bug: str
+) -> None:
+    config = make_config(folders["qwen3-moe"])
+    expected = output_ids(answers(assemble(config)))
+    monkeypatch.setattr(*PLANTED[bug])
+    found = of_ranks(config, 2, **EP["rebalanced"])
+    assert [output_ids(reqs) for _, reqs in found] != [expected] * 2
