@@ -15,6 +15,11 @@ FIGURES = {
     "chunked-prefill": "timelines.chunked_prefill",
     "draft-tree": "draft_tree.make",
     "expert-load": "expert_load.make",
+    "roofline": "roofline.make",
+    "engines": "charts.engines",
+    "kernels": "charts.kernels",
+    "waiting-queue": "charts.waiting_queue",
+    "pools": "charts.pools",
 }
 """Name of the .html file, which pages include -> the function of this folder that returns its text."""
 

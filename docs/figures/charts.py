@@ -1,0 +1,164 @@
+"""Bar charts of the results page, from its tables and from the measurements of other engines."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from docs.figures.svg import NARROW, WIDE, Svg, figure, views
+from docs.figures.tables import number, read_table
+from shared.bench import peers
+
+PAGE = "index.md"
+
+
+class Bar(NamedTuple):
+    """share: length, of the whole width."""
+
+    name: str
+    share: float
+    label: str
+    cls: str
+
+
+def bars(svg: Svg, x: float, y: float, width: float, rows: list[Bar], name_width: float = 84) -> float:
+    """Horizontal bars with their names on the left. Returns the next free y."""
+    room = width - name_width
+    for row in rows:
+        svg.text(x, y + 14, row.name)
+        svg.rect(x + name_width, y, max(1, room * row.share), 18, row.cls)
+        inside = room * row.share > 8 * len(row.label) + 12
+        label_x = x + name_width + (6 if inside else room * row.share + 6)
+        svg.text(label_x, y + 13.5, row.label, "on" if inside and row.cls[0] == "s" else "")
+        y += 22
+    return y
+
+
+class Headline(NamedTuple):
+    """One of the two headline measurements."""
+
+    title: str
+    header: str
+    unit: str
+    is_rate: bool  # larger is better
+
+
+OFFLINE = Headline("Offline throughput, tokens/s", "offline, tokens/s", "tokens/s", True)
+STREAM = Headline("Single stream, ms per token", "single stream, ms/token", "ms", False)
+
+
+def groups_of(of: Headline) -> list[tuple[str, float, list[tuple[str, float]]]]:
+    """(shape, roofline bound, (engine, figure) with Diptych first and then from the best to the worst)."""
+    groups = []
+    for row in read_table(PAGE, of.header):
+        shape = row[of.header]
+        other = peers.ROWS[shape].offline if of.is_rate else peers.ROWS[shape].stream
+        known = [(name, value) for name, value in zip(peers.ENGINES, other) if value is not None]
+        known.sort(key=lambda pair: pair[1], reverse=of.is_rate)
+        best, figure = known[0]
+        assert row["best other engine"] == f"{text_of(figure)} ({best.split()[0]})", row
+        groups.append((shape, number(row["roofline bound"]), [("Diptych", number(row["Diptych"])), *known]))
+    return groups
+
+
+def text_of(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+
+
+def headline(svg: Svg, x: float, y: float, width: float, of: Headline) -> float:
+    """Bars as shares of the roofline bound, which is the right edge."""
+    svg.text(x, y + 14, of.title, "h")
+    svg.text(x, y + 32, "longer is better; right edge: roofline bound", "s")
+    y += 46
+    for shape, bound, engines in groups_of(of):
+        svg.text(x, y + 13, shape, "b")
+        svg.text(x + width, y + 13, text_of(bound), "s end")
+        rows = []
+        for name, value in engines:
+            share = value / bound if of.is_rate else bound / value
+            cls = "sa" if name == "Diptych" else "fg"
+            rows.append(Bar(name.split()[0], min(share, 1), text_of(value), cls))
+        y += 20
+        end = bars(svg, x, y, width, rows)
+        svg.line(x + width, y - 2, x + width, end - 2, "lc")
+        y = end + 8
+    return y
+
+
+def draw_engines(width: int) -> Svg:
+    svg = Svg(width)
+    if width == WIDE:
+        headline(svg, 0, 0, 320, OFFLINE)
+        headline(svg, 356, 0, 322, STREAM)
+    else:
+        headline(svg, 0, headline(svg, 0, 0, width - 2, OFFLINE) + 14, width - 2, STREAM)
+    return svg
+
+
+def engines() -> str:
+    label = " ".join(
+        f"{of.title}: "
+        + "; ".join(
+            f"{shape} " + ", ".join(f"{name} {text_of(value)}" for name, value in engines)
+            for shape, _, engines in groups_of(of)
+        )
+        + "."
+        for of in (OFFLINE, STREAM)
+    )
+    caption = (
+        f"One NVIDIA H200, bf16, random weights, default flags; {', '.join(peers.ENGINES)} as they ship, on "
+        "the same machine type. Left or above: 256 requests of 100 to 1,024 tokens of prompt and of output, "
+        "output tokens over the whole run. Right or below: one stream after a prompt of 512 tokens."
+    )
+    return figure(views(label, draw_engines(WIDE), draw_engines(NARROW)), caption)
+
+
+def chart(label: str, caption: str, rows: list[Bar], name_widths: tuple[float, float]) -> str:
+    """A figure of one group of bars. name_widths: of the wide and of the narrow view."""
+    wide, narrow = Svg(WIDE), Svg(NARROW)
+    for svg, name_width in zip((wide, narrow), name_widths):
+        bars(svg, 0, 0, svg.width - 1, rows, name_width)
+    values = "; ".join(f"{row.name}: {row.label}" for row in rows)
+    return figure(views(f"{label} {values}.", wide, narrow), caption)
+
+
+def kernels() -> str:
+    rows = []
+    for row in read_table(PAGE, "kernel"):
+        share = number(row["of the bound"])
+        rows.append(Bar(row["kernel"], share / 100, f"{share:.0f} %", "sa"))
+    return chart(
+        "Share of the roofline bound.",
+        "Share of the roofline bound, which is the right edge.",
+        rows,
+        (150, 122),
+    )
+
+
+def waiting_queue() -> str:
+    rows = []
+    table = read_table(PAGE, "policy")
+    most = max(number(row["reference, 10,000"]) for row in table)
+    for row in table:
+        for panel, cls in (("reference", "fg"), ("optimized", "sa")):
+            ms = number(row[f"{panel}, 10,000"])
+            name = row["policy"] if panel == "reference" else ""
+            rows.append(Bar(name, (ms / most) ** 0.5, f"{ms:g} ms", cls))
+    return chart(
+        "CPU time of scheduling a step with 10,000 waiting requests, reference and optimized.",
+        "CPU time of scheduling one step with 10,000 waiting requests: reference (grey) and optimized "
+        "(blue). The length of a bar is the square root of its time.",
+        rows,
+        (150, 110),
+    )
+
+
+def pools() -> str:
+    rows = []
+    table = read_table(PAGE, "pool")
+    most = max(number(row["tokens/s"]) for row in table)
+    for row in table:
+        rate = number(row["tokens/s"])
+        rows.append(Bar(row["pool"], rate / most, f"{rate:,.0f} tokens/s", "sa"))
+    return chart(
+        "Throughput by the size of the KV pool.", "Throughput by the size of the KV pool.", rows, (60, 60)
+    )
