@@ -24,6 +24,8 @@ from shared.types import ForwardMode, Req, ScheduleBatch, StepOutput
 
 
 class Scheduler(BaseScheduler):
+    overlaps = True
+
     def __init__(self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> None:
         super().__init__(config, model_config, parts)
         self.decoding: PlainDecoding = (

@@ -74,6 +74,10 @@ class Scheduler(ABC):
     that cannot speculate refuses a drafter (`ValueError`).
     """
 
+    overlaps: bool = False
+    """Whether `step` launches a batch before it processes the results of the batch before. Then tokens are
+    reported one step later."""
+
     @abstractmethod
     def __init__(self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> None: ...
 
@@ -100,14 +104,15 @@ class Scheduler(ABC):
 
     @abstractmethod
     def step(self) -> list[StepOutput]:
-        """Launch one batch, if there is work, and return the outputs that are known: of this batch, or of
-        the previous one while this one runs. Every request with work is in a batch within a bounded number
-        of calls. An exception from the model ends the requests of that batch with FinishError, after the
-        tokens of the previous batch. Other requests continue.
+        """Launch one batch, if there is work, and return the outputs that are known: of this batch, or,
+        if the scheduler `overlaps`, of the previous one while this one runs. Every request with work is
+        in a batch within a bounded number of calls. An exception from the model ends the requests of that
+        batch with FinishError, after the tokens of the previous batch. Other requests continue.
 
-        An exception while results are processed ends the requests of that batch in the same way, and none of
-        its KV is cached. KeyboardInterrupt does so too, and is raised. An exception while a batch is formed
-        is raised; all requests end with FinishError, and the pools and the prefix cache start empty."""
+        An exception while results are processed ends the requests of that batch in the same way, and none
+        of its KV is cached. KeyboardInterrupt does so too, and is raised. An exception while a batch is
+        formed is raised; all requests end with FinishError, and the pools and the prefix cache start
+        empty."""
 
     @abstractmethod
     def has_work(self) -> bool:

@@ -94,6 +94,11 @@ class EveryBatchAtTheFront(
 
 
 @mutant_of("scheduler")
+class OverlapsInNameOnly(changed("scheduler", "num_ahead if is_launched else 0", "0")):
+    """The results of a batch are processed before the next batch is launched."""
+
+
+@mutant_of("scheduler")
 class SurplusStepCounts(changed("decoding", "        self.pipeline.drop(req)\n", "        pass\n")):
     """What was computed for a request after its end is taken for output."""
 

@@ -44,6 +44,21 @@ def one_request(impl: type[Scheduler], case: Case) -> None:
     harness.expect_idle()
 
 
+@contract(
+    "A step reports the tokens of its batch; with `overlaps`, those of the batch launched before it.",
+    EXAMPLE,
+)
+def tokens_of_a_step(impl: type[Scheduler], case: Case) -> None:
+    harness = harness_for(impl)
+    harness.submit(PROMPT, 10)
+    for num_steps in range(1, 10):
+        harness.step()
+        num_launched = harness.scheduler.stats().num_steps
+        expect_equal(f"batches launched in {num_steps} steps", num_launched, num_steps)
+        num_reported = num_steps - impl.overlaps
+        expect_equal(f"tokens reported after {num_steps} steps", len(harness.tokens["r0"]), num_reported)
+
+
 @contract("Many requests get theirs in every configuration.", SETTINGS)
 def many_requests(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(

@@ -1,0 +1,45 @@
+def model(token):
+    return (token * 11 + 7) % 97
+
+
+class Device:
+    """Runs launches in order. A launch returns at once; `now` is the CPU's clock."""
+
+    def __init__(self, step_us):
+        self.step_us, self.now, self.free_at = step_us, 0, 0
+        self.ring, self.num_launched = [0, 0], 0  # newest tokens, on the device
+
+    def launch(self, token):
+        """A token below 0 is a name. Returns the name of the result, and a handle."""
+        place = self.num_launched % len(self.ring)
+        self.ring[place] = model(self.ring[token] if token < 0 else token)
+        self.free_at = max(self.now, self.free_at) + self.step_us
+        self.num_launched += 1
+        return place - len(self.ring), (self.free_at, self.ring[place])
+
+    def wait(self, handle):
+        done_at, token = handle
+        self.now = max(self.now, done_at)
+        return token
+
+
+def normal_loop(device, token, stop, cpu_us):
+    output = []
+    while not output or output[-1] != stop:
+        device.now += cpu_us  # form the batch, process results
+        _, handle = device.launch(token)
+        token = device.wait(handle)
+        output.append(token)
+    return output
+
+
+def overlap_loop(device, token, stop, cpu_us):
+    output, in_flight = [], None
+    while True:
+        device.now += cpu_us
+        name, handle = device.launch(token)  # a known token, or the name of the one in flight
+        if in_flight is not None:
+            output.append(device.wait(in_flight))
+            if output[-1] == stop:
+                return output  # what was just launched is surplus
+        token, in_flight = name, handle
