@@ -64,6 +64,10 @@ def serve(
     from shared.server.state import ServerSettings
 
     config = EngineConfig(**engine.to_flags())
+    if config.tp > 1:
+        from shared.engine.launcher import follow_if_launched
+
+        follow_if_launched()
     settings = ServerSettings(
         host=host,
         port=port,

@@ -6,14 +6,19 @@ the same order, with the same time. Rank 0 alone reads sockets and clocks, and c
 
 from __future__ import annotations
 
+import contextlib
 import time
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from shared.types import SamplingParams
+from shared.interfaces import Scheduler
+from shared.types import Req, SamplingParams
 
-Method = Literal["add_request", "abort", "retract", "step", "flush_cache"]
+if TYPE_CHECKING:
+    from shared.engine.assembly import Assembly
+
+Method = Literal["add_request", "abort", "retract", "step", "flush_cache", "report"]
 
 
 class Request(msgspec.Struct):
@@ -44,7 +49,11 @@ _decoder = msgspec.msgpack.Decoder(Call)
 
 
 def encode(call: Call) -> bytes:
-    return _encoder.encode(call)
+    """Raises `ValueError` for an integer beyond 64 bits."""
+    try:
+        return _encoder.encode(call)
+    except OverflowError:
+        raise ValueError("with several ranks or replicas an integer may have at most 64 bits") from None
 
 
 def decode(data: bytes) -> Call:
@@ -60,3 +69,48 @@ class CallClock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def request_of(req: Req) -> Request:
+    return Request(
+        req.rid,
+        req.origin_input_ids,
+        req.sampling_params,
+        req.seed,
+        sorted(req.eos_token_ids),
+        req.extra_key,
+        req.priority,
+        req.routing_key,
+        req.grammar is not None,
+    )
+
+
+def apply(call: Call, scheduler: Scheduler, assembly: Assembly) -> None:
+    """Make the call in another process, on the scheduler of `assembly`."""
+    if call.method == "add_request":
+        assert call.request is not None
+        req = _req(call.request, assembly)  # its grammar has compiled before: here an error ends the engine
+        with contextlib.suppress(ValueError):  # the caller refuses it too
+            scheduler.add_request(req)
+    elif call.method in ("abort", "retract"):
+        getattr(scheduler, call.method)(call.rid)
+    else:
+        getattr(scheduler, call.method)()
+
+
+def _req(request: Request, assembly: Assembly) -> Req:
+    req = Req(
+        rid=request.rid,
+        origin_input_ids=request.input_ids,
+        sampling_params=request.params,
+        seed=request.seed,
+        eos_token_ids=frozenset(request.eos_token_ids),
+        extra_key=request.extra_key,
+        priority=request.priority,
+        routing_key=request.routing_key,
+    )
+    if request.has_grammar:
+        compiled = assembly.grammars.submit(request.params)
+        assert compiled is not None
+        req.grammar = assembly.grammars.grammar_for(req, compiled.result())
+    return req

@@ -1,48 +1,52 @@
-"""Tensor parallelism on one machine: rank 0 in this process, the others in processes of their own."""
+"""Several ranks in step: rank 0 takes the calls, and the others get the same ones.
+
+Rank 0 starts the other ranks, or a launcher such as torchrun has started all of them (`launcher.py`).
+"""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared import registry
 from shared.config import EngineConfig
 from shared.engine.assembly import Assembly, assemble, default_device, default_panel
-from shared.engine.input_log import Call, CallClock, Method, Request, decode, encode
+from shared.engine.child import REPORT_SECONDS, Child, EngineProcessEnded, Inbox, reported_end
+from shared.engine.input_log import Call, CallClock, Method, apply, encode, request_of
+from shared.engine.watchdog import Watchdog
 from shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
+from shared.parallel.collective_log import first_difference
 from shared.types import Req, StepOutput
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 TIME_LIMIT = 120.0
 """Seconds that a rank waits for the others: in a collective, and when they start."""
 
 
-END_SECONDS = 5.0
-"""That a rank takes to end after its connections are closed."""
-
-
-class RankEnded(RuntimeError):
-    """A rank has ended, so no rank can go on. The engine cannot be used any more."""
-
-
 def assemble_ranks(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Assembly:
     """The engine of `config`, with the other ranks started; the assembly's scheduler keeps them in step.
-    Raises `ValueError` as `assemble` does, and `RankEnded` when a rank cannot start."""
+    Raises `ValueError` as `assemble` does, and `EngineProcessEnded` when a rank cannot start."""
     from torch.distributed import TCPStore
 
-    followers: list[Follower] = []
     store = TCPStore("127.0.0.1", 0, config.tp, True, wait_for_workers=False)
+    followers = [
+        Child.spawn(f"rank {rank}", _follow_parent, config, rank, store.port, time_limit)
+        for rank in range(1, config.tp)
+    ]
+    return assemble_lead(config, store, followers, time_limit)
+
+
+def assemble_lead(
+    config: EngineConfig, store: Store, followers: Sequence[Child], time_limit: float
+) -> Assembly:
+    """Rank 0, when the others have been started."""
     try:
-        for rank in range(1, config.tp):
-            followers.append(Follower(config, rank, store.port, time_limit))
         tp = collectives_of(config)(store, 0, config.tp, time_limit)
         clock = CallClock()
         assembly = assemble(config, clock, tp=tp)
@@ -50,9 +54,9 @@ def assemble_ranks(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Asse
             follower.wait_until_ready(time_limit)
     except BaseException as error:
         for follower in followers:
-            follower.kill()
-        if isinstance(error, RuntimeError) and not isinstance(error, RankEnded):
-            raise RankEnded(f"the ranks do not find each other: {error}") from error
+            follower.end()
+        if isinstance(error, RuntimeError) and not isinstance(error, EngineProcessEnded):
+            raise EngineProcessEnded(f"the ranks do not find each other: {error}") from error
         raise
     return replace(assembly, scheduler=LeadScheduler(assembly.scheduler, followers, clock, tp))
 
@@ -60,91 +64,44 @@ def assemble_ranks(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Asse
 def collectives_of(config: EngineConfig) -> type[Collectives]:
     """The implementation that the configuration chooses."""
     panel = config.panel or default_panel(config.device or default_device())
-    chosen: type[Collectives] = registry.load(
-        "collectives", registry.select(panel, config.use)["collectives"]
-    )
+    choice = registry.select(panel, config.use)["collectives"]
+    chosen: type[Collectives] = registry.load("collectives", choice)
     return chosen
-
-
-class Follower:
-    """A process with another rank."""
-
-    def __init__(self, config: EngineConfig, rank: int, port: int, time_limit: float) -> None:
-        spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        self.rank = rank
-        self.pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(
-            target=_follow, args=(config, rank, port, time_limit, theirs), name=f"rank-{rank}", daemon=True
-        )
-        self.process.start()
-        theirs.close()
-
-    def wait_until_ready(self, time_limit: float) -> None:
-        """Raises `RankEnded` when the rank cannot start."""
-        try:
-            if self.pipe.poll(time_limit):
-                self.pipe.recv_bytes()
-                return
-        except EOFError:
-            self.process.join()
-        raise RankEnded(self.describe_end())
-
-    def describe_end(self) -> str:
-        """How the rank ended, for people."""
-        code = self.process.exitcode
-        if code is None:
-            return f"rank {self.rank} does not answer"
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"rank {self.rank} has ended with {how}"
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
 
 
 class LeadScheduler(Scheduler):
     """The scheduler of rank 0: each call is sent to the other ranks, then made here."""
 
     def __init__(
-        self, scheduler: Scheduler, followers: Sequence[Follower], clock: CallClock, tp: Collectives
+        self, scheduler: Scheduler, followers: Sequence[Child], clock: CallClock, tp: Collectives
     ) -> None:
         self.scheduler = scheduler
         self.followers = followers
         self.clock = clock
         self.tp = tp
         self.problem: str | None = None  # why the engine cannot go on
+        self.watchdog = Watchdog(self._describe_all)
 
     def add_request(self, req: Req) -> None:
         if req.logit_processor is not None:
             raise ValueError("tp > 1 has no custom logit processors: they exist on one rank only")
-        request = Request(
-            req.rid,
-            req.origin_input_ids,
-            req.sampling_params,
-            req.seed,
-            sorted(req.eos_token_ids),
-            req.extra_key,
-            req.priority,
-            req.routing_key,
-            req.grammar is not None,
-        )
-        self._tell("add_request", request=request)
+        self._tell("add_request", req=req)
         self.scheduler.add_request(req)
 
     def abort(self, rid: str) -> bool:
         if self.problem is None:
-            self._tell("abort", rid=rid)
+            self._tell("abort", rid)
         return self.scheduler.abort(rid)
 
     def retract(self, rid: str) -> bool:
-        self._tell("retract", rid=rid)
+        self._tell("retract", rid)
         return self.scheduler.retract(rid)
 
     def step(self) -> list[StepOutput]:
-        """Raises `RankEnded` when another rank has ended; it does so in every later call."""
+        """Raises `EngineProcessEnded` when another rank has ended; it does so in every later call."""
         self._tell("step")
-        outputs = self.scheduler.step()
+        with self.watchdog.working():
+            outputs = self.scheduler.step()
         self._check()
         return outputs
 
@@ -153,7 +110,8 @@ class LeadScheduler(Scheduler):
         return self.scheduler.flush_cache()
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        """Also when a rank has ended: then `step` raises."""
+        return self.scheduler.has_work() or self.problem is not None or bool(self._readable(0))
 
     def state(self) -> SchedulerState:
         return self.scheduler.state()
@@ -161,88 +119,62 @@ class LeadScheduler(Scheduler):
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
 
-    def _tell(self, method: Method, rid: str = "", request: Request | None = None) -> None:
+    def _tell(self, method: Method, rid: str = "", req: Req | None = None) -> None:
         if self.problem is not None:
-            raise RankEnded(self.problem)
+            raise EngineProcessEnded(self.problem)
         self.clock.now = time.monotonic()
-        try:
-            data = encode(Call(method, self.clock.now, rid, request))
-        except OverflowError:
-            raise ValueError("tp > 1: an integer of the request exceeds 64 bits") from None
-        with contextlib.suppress(OSError):  # found by _check
-            for follower in self.followers:
-                follower.pipe.send_bytes(data)
+        data = encode(Call(method, self.clock.now, rid, request_of(req) if req is not None else None))
+        for follower in self.followers:
+            follower.call(data)
         self._check()
 
+    def _readable(self, seconds: float) -> list[Any]:
+        """Pipes on which something has come: a last report, or their end. Ranks that work say nothing."""
+        return wait([follower.pipe for follower in self.followers], seconds)
+
     def _check(self) -> None:
-        """Raise `RankEnded` if another rank has ended, or does not take part any more."""
-        # A rank that ends closes its connections first.
-        sentinels = [follower.process.sentinel for follower in self.followers]
-        ready = wait(sentinels, END_SECONDS if self.tp.is_broken else 0)
-        ended = [follower for follower in self.followers if follower.process.sentinel in ready]
-        for follower in ended:
-            follower.process.join(END_SECONDS)
-        if ended or self.tp.is_broken:
-            self.problem = (ended or self.followers)[0].describe_end()
-            for each in self.followers:
-                each.kill()
-            raise RankEnded(self.problem)
+        """Raise `EngineProcessEnded` if another rank has ended, or does not take part any more."""
+        readable = self._readable(REPORT_SECONDS if self.tp.is_broken else 0)
+        if not readable and not self.tp.is_broken:
+            return
+        found = self._describe_all()
+        ended = [follower for follower in self.followers if follower.pipe in readable]
+        self.problem = (ended or self.followers)[0].describe_end()
+        print(f"{self.problem}\n{found}", file=sys.stderr, flush=True)
+        for follower in self.followers:
+            follower.end()
+        raise EngineProcessEnded(self.problem)
+
+    def _describe_all(self) -> str:
+        """What the other ranks say about themselves, and where collectives differ, for people."""
+        reports = {follower.name: follower.report() for follower in self.followers}
+        lines = [f"{name}: {report.error}\n{report.stacks}" for name, report in reports.items() if report]
+        if len(lines) == len(self.followers):
+            logs = [self.tp.log.entries, *(report.log for report in reports.values() if report)]
+            lines.append(first_difference(logs) or "the collectives of all ranks agree")
+        return "\n".join(lines)
 
 
-def _follow(config: EngineConfig, rank: int, port: int, time_limit: float, pipe: Connection) -> None:
-    """The process of another rank: it ends with rank 0, whose end closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
+def _follow_parent(config: EngineConfig, rank: int, port: int, time_limit: float, pipe: Connection) -> None:
+    """The process of another rank."""
     from torch.distributed import TCPStore
 
-    code, is_ready = 0, False
-    try:
-        store = TCPStore("127.0.0.1", port, config.tp, False)
-        tp = collectives_of(config)(store, rank, config.tp, time_limit)
+    follow(config, rank, lambda: TCPStore("127.0.0.1", port, config.tp, False), time_limit, pipe)
+
+
+def follow(config: EngineConfig, rank: int, connect: Any, time_limit: float, pipe: Connection) -> None:
+    """Make the calls of rank 0 until it ends, and this process with it. `connect`: gives the store."""
+    log: list[Any] = []
+    inbox = Inbox(pipe, lambda: list(log.copy()))
+    with reported_end(inbox):
+        tp = collectives_of(config)(connect(), rank, config.tp, time_limit)
+        log = tp.log.entries
         clock = CallClock()
         assembly = assemble(config, clock, tp=tp)
-        pipe.send_bytes(b"ready")
-        is_ready = True
+        inbox.start("ready")
         while True:
-            call = decode(pipe.recv_bytes())
-            clock.now = call.now
-            _apply(call, assembly)
-    except EOFError:
-        pass
-    except BaseException as error:
-        code = 1
-        if is_ready or not isinstance(error, ValueError):  # a bad configuration, rank 0 reports
-            traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # no library may keep a rank alive
-
-
-def _apply(call: Call, assembly: Assembly) -> None:
-    scheduler: Any = assembly.scheduler
-    if call.method == "add_request":
-        assert call.request is not None
-        req = _req(call.request, assembly)  # its grammar compiled on rank 0: here an error ends all ranks
-        with contextlib.suppress(ValueError):  # rank 0 refuses it too
-            scheduler.add_request(req)
-    elif call.method in ("abort", "retract"):
-        getattr(scheduler, call.method)(call.rid)
-    else:
-        getattr(scheduler, call.method)()
-
-
-def _req(request: Request, assembly: Assembly) -> Req:
-    req = Req(
-        rid=request.rid,
-        origin_input_ids=request.input_ids,
-        sampling_params=request.params,
-        seed=request.seed,
-        eos_token_ids=frozenset(request.eos_token_ids),
-        extra_key=request.extra_key,
-        priority=request.priority,
-        routing_key=request.routing_key,
-    )
-    if request.has_grammar:
-        compiled = assembly.grammars.submit(request.params)
-        assert compiled is not None
-        req.grammar = assembly.grammars.grammar_for(req, compiled.result())
-    return req
+            for call in inbox.calls(is_busy=False):
+                clock.now = call.now
+                apply(call, assembly.scheduler, assembly)
+                if tp.is_broken:
+                    raise RuntimeError("a collective has failed: another rank has ended, or is late")

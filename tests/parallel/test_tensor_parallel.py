@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from typing import Any
 
 import pytest
@@ -15,10 +12,8 @@ from reference.models.llama import LlamaDecoderLayer
 from shared.config import EngineConfig
 from shared.conformance.ranks import on_ranks
 from shared.engine.assembly import assemble
-from shared.engine.llm import LLM
 from shared.loading.shards import Shards
 from shared.parallel.alone import ALONE
-from shared.types import SamplingParams
 from tests.parallel.tiny_ranks import answers, make_config, of_ranks
 
 TOLERANCE = 1e-4
@@ -118,33 +113,6 @@ def test_what_cannot_run_on_several_ranks(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         assemble(make_config(folders["llama"], **flags), tp=ALONE)
-
-
-def test_processes_and_a_rank_that_is_killed() -> None:
-    """LLM(tp=2): the text of one rank; a killed rank ends the engine with an error, and no process stays."""
-    flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
-    sampling = {"temperature": 0, "max_tokens": 16, "progress": False}
-    prompts = ["Count from 3 to 9.", "What is 12 + 30?"]
-    expected = [output.text for output in LLM("tiny-dense", **flags).generate(prompts, **sampling)]
-    llm = LLM("tiny-dense", tp=2, **flags)
-    assert [output.text for output in llm.generate(prompts, **sampling)] == expected
-    llm.submit("a", SamplingParams(), rid="x")
-    with pytest.raises(ValueError, match="in use"):
-        llm.submit("b", SamplingParams(), rid="x")
-    assert llm.abort("x")
-    while llm.step():
-        pass
-    assert llm.flush_cache()
-    int(llm.generate("Count from 3 to 9.", json_schema={"type": "integer"}, **sampling).text)
-    (follower,) = llm.scheduler.followers
-    os.kill(follower.process.pid, signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match="rank 1 has ended with signal SIGKILL"):
-        llm.generate(prompts, **sampling)
-    assert time.monotonic() - start < 10
-    assert not follower.process.is_alive()
-    with pytest.raises(RuntimeError, match="rank 1 has ended"):
-        llm.generate(prompts, **sampling)
 
 
 def _kv_heads_in_turn(self: Shards, name: str) -> tuple[slice, ...]:

@@ -1,0 +1,177 @@
+"""Another process of the engine, a rank or a replica: how it is started, called, asked and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
+from typing import Any
+
+from shared.engine.input_log import Call, decode, encode
+
+REPORT_SECONDS = 5.0
+"""That a process takes to report, or to end after its connections are closed."""
+
+
+class EngineProcessEnded(RuntimeError):
+    """A process of the engine has ended, so the engine cannot go on. It cannot be used any more."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a process says about itself when something is wrong."""
+
+    stacks: str  # of all its threads
+    error: str = ""  # the one that ends it, with its place
+    log: list[Any] = field(default_factory=list)  # its latest collectives
+
+
+class Child:
+    """The other end of a pipe. `process`: None for one that this process has not started."""
+
+    def __init__(self, name: str, pipe: Connection, process: BaseProcess | None = None) -> None:
+        self.name = name
+        self.pipe = pipe
+        self.process = process
+        # When this object goes, or this process ends: no child stays, and none is waited for.
+        self._finalizer = weakref.finalize(self, _end, pipe, process)
+
+    @classmethod
+    def spawn(cls, name: str, main: Callable[..., None], *args: object) -> Child:
+        """Start `main(*args, pipe)` in a new process."""
+        spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        pipe, theirs = spawn.Pipe()
+        process = spawn.Process(target=main, args=(*args, theirs), name=name)
+        process.start()
+        theirs.close()
+        return cls(name, pipe, process)
+
+    def wait_until_ready(self, seconds: float) -> Any:
+        """Its first message. Raises `EngineProcessEnded` when it cannot start."""
+        with contextlib.suppress(EOFError, OSError):
+            if self.pipe.poll(seconds):
+                message = self.pipe.recv()
+                if isinstance(message, Report):
+                    raise EngineProcessEnded(f"{self.name} does not start: {message.error}")
+                return message
+        raise EngineProcessEnded(self.describe_end())
+
+    def call(self, data: bytes) -> None:
+        """Send a call. An end of the process is found by those who read the pipe."""
+        with contextlib.suppress(OSError):
+            self.pipe.send_bytes(data)
+
+    def report(self) -> Report | None:
+        """What it says about itself; None: it has ended without a word, or does not answer."""
+        self.call(encode(Call("report", 0.0)))
+        end = time.monotonic() + REPORT_SECONDS
+        with contextlib.suppress(EOFError, OSError):
+            while self.pipe.poll(max(end - time.monotonic(), 0)):
+                message = self.pipe.recv()
+                if isinstance(message, Report):
+                    return message
+        return None
+
+    def describe_end(self) -> str:
+        """How it ended, for people."""
+        if self.process is None:
+            return f"{self.name} has closed its connection, or does not answer"
+        self.process.join(REPORT_SECONDS)  # it closes its connections before it has ended
+        code = self.process.exitcode
+        if code is None:
+            return f"{self.name} does not answer"
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"{self.name} has ended with {how}"
+
+    def end(self) -> None:
+        """Now, whatever it does."""
+        self._finalizer()
+
+
+def _end(pipe: Connection, process: BaseProcess | None) -> None:
+    pipe.close()
+    if process is not None:
+        process.kill()
+        process.join()
+
+
+class Inbox:
+    """In the other process: the calls of its parent, which a thread reads. So it reports while it computes,
+    and ends as soon as the parent has ended, whatever it does."""
+
+    def __init__(self, pipe: Connection, log: Callable[[], list[Any]]) -> None:
+        self.pipe = pipe
+        self.log = log
+        self._calls: SimpleQueue[Call] = SimpleQueue()
+        self._lock = threading.Lock()  # two threads send
+        self.is_ready = False
+
+    def start(self, first_message: Any) -> None:
+        """Tell the parent that this process is ready, and read calls from now on."""
+        self.is_ready = True
+        self.send(first_message)
+        threading.Thread(target=self._read, name="inbox", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        with self._lock:
+            self.pipe.send(message)
+
+    def calls(self, is_busy: bool) -> Iterator[Call]:
+        """Those that have come; a process that is not busy waits for one."""
+        if not is_busy:
+            yield self._calls.get()
+        while not self._calls.empty():
+            yield self._calls.get()
+
+    def report(self, error: str = "") -> Report:
+        return Report(stacks_of_all_threads(), error, self.log())
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                call = decode(self.pipe.recv_bytes())
+                if call.method == "report":
+                    self.send(self.report())
+                else:
+                    self._calls.put(call)
+        os._exit(0)  # the parent has ended, or has dropped this process
+
+
+@contextlib.contextmanager
+def reported_end(inbox: Inbox) -> Iterator[None]:
+    """Ends the process when the block ends, with a last report for an error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    code = 0
+    try:
+        yield
+    except BaseException as error:
+        code = 1
+        if inbox.is_ready:  # else the parent says what is wrong
+            traceback.print_exc()
+        with contextlib.suppress(OSError):
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{os.path.basename(last.filename)}:{last.lineno}"
+            inbox.send(inbox.report(f"{type(error).__name__}: {error} ({place})"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no library may keep it alive
+
+
+def stacks_of_all_threads() -> str:
+    """Where each thread of this process is, for people."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )

@@ -1,0 +1,77 @@
+"""Ranks that a launcher has started: torchrun, or one task per rank with the same environment variables.
+
+    torchrun --nproc-per-node 2 --no-python diptych serve --tp 2
+
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where the ranks meet. Every process has the same command.
+Rank 0 runs it. The others connect to rank 0, get its configuration, and make its calls until it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from datetime import timedelta
+from multiprocessing.connection import Client, Listener
+from typing import TYPE_CHECKING, NoReturn
+
+from shared.config import EngineConfig
+from shared.engine.assembly import Assembly
+from shared.engine.child import Child
+from shared.engine.ranks import TIME_LIMIT, assemble_lead, follow
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_launched() -> bool:
+    """Whether a launcher has started several ranks, of which this process is one."""
+    return all(name in os.environ for name in VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+def follow_if_launched() -> None:
+    """In another rank than 0 this does not return."""
+    if is_launched() and int(os.environ["RANK"]) > 0:
+        _follow_rank_0()
+
+
+def assemble_launched(config: EngineConfig) -> Assembly:
+    """The engine, on rank 0. Raises `ValueError` where the launcher has not started `config.tp` ranks."""
+    follow_if_launched()
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != config.tp:
+        raise ValueError(f"the launcher has started {world_size} ranks (WORLD_SIZE); tp is {config.tp}")
+    store = _meet()
+    key = secrets.token_bytes(32)
+    with Listener((os.environ["MASTER_ADDR"], 0), authkey=key) as listener:
+        store.set("address", f"{listener.address[0]} {listener.address[1]} {key.hex()}")
+        followers = [_accept(listener, store, rank, config) for rank in range(1, config.tp)]
+    return assemble_lead(config, store, followers, TIME_LIMIT)
+
+
+def _accept(listener: Listener, store: Store, rank: int, config: EngineConfig) -> Child:
+    """The connection of another rank: one after the other, so that each has its turn."""
+    store.set(f"turn of {rank}", "")
+    store.wait([f"{rank} connects"], timedelta(seconds=TIME_LIMIT))
+    pipe = listener.accept()
+    pipe.send(config)
+    return Child(f"rank {rank}", pipe)  # type: ignore[arg-type]  # over TCP, with the same methods
+
+
+def _follow_rank_0() -> NoReturn:
+    store, rank = _meet(), int(os.environ["RANK"])
+    store.wait([f"turn of {rank}"], timedelta(seconds=TIME_LIMIT))
+    host, port, key = store.get("address").decode().split()
+    store.set(f"{rank} connects", "")
+    pipe = Client((host, int(port)), authkey=bytes.fromhex(key))
+    follow(pipe.recv(), rank, lambda: store, TIME_LIMIT, pipe)  # type: ignore[arg-type]
+    raise AssertionError("follow ends the process")
+
+
+def _meet() -> Store:
+    """The store that all ranks share."""
+    from torch.distributed import PrefixStore, rendezvous
+
+    store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=TIME_LIMIT))))
+    return PrefixStore("diptych", store)

@@ -1,0 +1,121 @@
+"""Ranks in processes of their own, which may end or hang at any moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.engine.child import EngineProcessEnded
+from shared.engine.llm import LLM
+from shared.engine.ranks import assemble_ranks
+from shared.engine.watchdog import EXIT_HANGS, Watchdog
+from shared.types import SamplingParams
+from tests.parallel.tiny_ranks import answers, make_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_processes_and_a_rank_that_is_killed() -> None:
+    """LLM(tp=2): the text of one rank; a killed rank ends the engine with an error, and no process stays."""
+    flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
+    sampling = {"temperature": 0, "max_tokens": 16, "progress": False}
+    prompts = ["Count from 3 to 9.", "What is 12 + 30?"]
+    expected = [output.text for output in LLM("tiny-dense", **flags).generate(prompts, **sampling)]
+    llm = LLM("tiny-dense", tp=2, **flags)
+    assert [output.text for output in llm.generate(prompts, **sampling)] == expected
+    llm.submit("a", SamplingParams(), rid="x")
+    with pytest.raises(ValueError, match="in use"):
+        llm.submit("b", SamplingParams(), rid="x")
+    assert llm.abort("x")
+    while llm.step():
+        pass
+    assert llm.flush_cache()
+    int(llm.generate("Count from 3 to 9.", json_schema={"type": "integer"}, **sampling).text)
+    (follower,) = llm.scheduler.followers
+    os.kill(follower.process.pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 has ended with signal SIGKILL"):
+        llm.generate(prompts, **sampling)
+    assert time.monotonic() - start < 10
+    assert follower.process.exitcode == -signal.SIGKILL
+    assert llm.scheduler.has_work()  # whose step raises
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
+        llm.generate(prompts, **sampling)
+
+
+HANGS = """
+import multiprocessing, time
+from reference.scheduler import Scheduler
+
+class Hangs(Scheduler):
+    def step(self):
+        while multiprocessing.current_process().name == "rank 1" and self.num_steps == 3:
+            time.sleep(0.1)
+        return super().step()
+"""
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_is_described(
+    folders: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where it is, and the first collective that it does not call. Then it is ended."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    use = {"scheduler": f"{tmp_path / 'hangs.py'}:Hangs"}
+    assembly = assemble_ranks(make_config(folders["llama"], tp=2, use=use))
+    lead: Any = assembly.scheduler
+    lead.tp.group._set_default_timeout(timedelta(seconds=2))
+    with pytest.raises(EngineProcessEnded, match="rank 1"):
+        answers(assembly)
+    said = capfd.readouterr().err
+    assert "in step" in said
+    assert "time.sleep(0.1)" in said
+    assert "rank 1: did not call it" in said
+    assert "all_reduce" in said
+    assert lead.followers[0].process.exitcode == -signal.SIGKILL
+
+
+def test_a_process_whose_step_takes_too_long_ends_with_its_stacks() -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        sys.stderr = os.fdopen(write, "w")
+        with Watchdog(lambda: "the other ranks", limit=0.2).working():
+            time.sleep(60)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == EXIT_HANGS
+    assert "time.sleep(60)" in said
+    assert "the other ranks" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kills", [False, True])
+def test_ranks_that_torchrun_starts(kills: bool) -> None:
+    """Each process has the same command; rank 0 answers. A killed rank ends the command with an error."""
+    kill = "import os, signal; os.environ.get('RANK') == '1' and os.kill(os.getpid(), signal.SIGKILL)"
+    script = (
+        "import sys; from diptych import LLM;"
+        "llm = LLM('tiny-dense', tp=2, panel='reference', device='cpu', max_total_tokens=1024);"
+        "print(llm.chat([{'role': 'user', 'content': 'What is 12 + 30?'}], temperature=0).text)"
+    )
+    if kills:
+        script = f"{kill}; {script}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", script],
+        capture_output=True, text=True, timeout=180, check=False, cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert (done.returncode != 0) == kills, done.stderr
+    assert ("12 + 30 = 42" in done.stdout) != kills
