@@ -1,10 +1,11 @@
-"""What mkdocs adds to the pages: formatted quotes with a link to their file, and pages with the sources.
+"""What mkdocs adds to pages: formatted quotes with a link to their file, sources, labels of table cells.
 
 A quote of a section is set in at most 88 columns, so that two fit beside each other, and is followed by a
 link to its line. A path of a Python file in backticks links to its source. Sources are pages under source/:
 no page of them is in the navigation or in the search.
 """
 
+import itertools
 import re
 import subprocess
 import sys
@@ -19,9 +20,12 @@ from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parents[1]
 MAX_COLUMNS = 88
+WIDE_TABLE = 4  # columns
 
 _FENCE = re.compile(r"^ *(```|~~~)")
 _QUOTE = re.compile(r'^( *)--8<-- "([^":]+\.py):?([^"]*)"$')
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_TAG = re.compile(r"<[^>]*>")
 _NAMED = re.compile(r"(?<!\[)`([\w/]+\.py)`(?!\])")
 
 
@@ -63,6 +67,23 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
         else:
             lines.append(_NAMED.sub(lambda match: _link(match.group(1), page, files), line))
     return "\n".join(lines)
+
+
+def on_page_content(html: str, page: Page, config: Any, files: Files) -> str:
+    """Cells of wide tables get the heading of their column, which small screens show beside each cell."""
+    return _TABLE.sub(lambda match: _labelled(match.group()), html)
+
+
+def _labelled(table: str) -> str:
+    headings = [
+        _TAG.sub("", cell).replace('"', "&quot;") for cell in re.findall(r"<th\b.*?</th>", table, re.DOTALL)
+    ]
+    if len(headings) < WIDE_TABLE:
+        return table
+    columns = itertools.cycle(headings)
+    return re.sub(r"<td\b", lambda match: f'<td data-label="{next(columns)}"', table).replace(
+        "<table>", "<table data-wide>"
+    )
 
 
 def _page_of(path: str) -> str:

@@ -2,48 +2,36 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from tests.browser import chromium, needs_chromium, set_screen
 from tests.server.running import RunningServer, serving
 from tests.server.test_faults import SUM, post
 
-webdriver = pytest.importorskip("selenium.webdriver")
-DRIVER = shutil.which("chromedriver")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(not (DRIVER and CHROMIUM), reason="needs Chromium and chromedriver")
+pytestmark = needs_chromium
 
 
 @pytest.fixture
 def open_page(server: RunningServer) -> Iterator[Callable[..., Any]]:
-    from selenium.webdriver.chrome.service import Service
-
     drivers = []
 
     def open_it(width: int = 1280, *, scheme: str = "light", url: str = server.url) -> Any:
-        options = webdriver.ChromeOptions()
-        options.binary_location = str(CHROMIUM)
-        for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-            options.add_argument(argument)
-        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-        driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+        driver = stack.enter_context(chromium())
         drivers.append(driver)
-        screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        set_screen(driver, width, scheme)
         driver.get(url + "/")
         wait(driver, lambda: text_of(driver, "state") != "connecting")
         return driver
 
-    yield open_it
-    for driver in drivers:
-        log = [entry["message"] for entry in driver.get_log("browser")]
-        assert [message for message in log if "401" not in message] == []
-        driver.quit()
+    with ExitStack() as stack:
+        yield open_it
+        for driver in drivers:
+            log = [entry["message"] for entry in driver.get_log("browser")]
+            assert [message for message in log if "401" not in message] == []
 
 
 def wait(driver: Any, condition: Callable[[], bool]) -> None:

@@ -1,0 +1,78 @@
+"""Every page in headless Chromium: nothing is cut off, small or faint at three widths, light and dark."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser import chromium, needs_chromium, set_screen
+
+ROOT = Path(__file__).parents[2]
+LAYOUT = Path(__file__).with_name("layout.js").read_text(encoding="utf-8")
+WITHOUT_TRANSITIONS = """document.head.insertAdjacentHTML("beforeend",
+    "<style>*, *::before, *::after { transition: none !important }</style>")"""
+SKIPPED = ("source", "lab")  # whole files, and the record
+
+pytestmark = [needs_chromium, pytest.mark.full]
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def site(driver: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
+    """Its address, and its pages."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    pages = [page.parent.relative_to(folder) for page in sorted(folder.rglob("index.html"))]
+    handler = functools.partial(_Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        yield (
+            address,
+            [page.as_posix() for page in pages if page.parts[:1] not in [(name,) for name in SKIPPED]],
+        )
+        server.shutdown()
+
+
+@pytest.mark.parametrize("width", [1440, 1024, 390])
+def test_layout(driver: Any, site: tuple[str, list[str]], width: int) -> None:
+    address, pages = site
+    assert len(pages) > 30
+    wrong = []
+    set_screen(driver, width)
+    for page in pages:
+        driver.get(f"{address}/{page}/")
+        driver.execute_script(WITHOUT_TRANSITIONS)
+        for scheme in ("default", "slate"):
+            driver.execute_script("document.body.dataset.mdColorScheme = arguments[0]", scheme)
+            wrong += [f"{page}, {scheme}: {found}" for found in driver.execute_script(LAYOUT)]
+    assert wrong == []
+
+
+def test_the_check_can_fail(driver: Any) -> None:
+    set_screen(driver, 390)
+    driver.get(
+        "data:text/html,<meta name=viewport content='width=device-width'><body style='margin:0'><div class='md-content'><p style='width:500px'>wide</p>"
+        "<p style='font-size:10px'>small</p><p style='color:silver'>faint</p></div>"
+    )
+    found = driver.execute_script(LAYOUT)
+    assert {sentence.partition(":")[0].split(" ")[0] for sentence in found} == {"beyond", "10.0", "contrast"}
