@@ -71,7 +71,8 @@ def test_layout(driver: Any, site: tuple[str, list[str]], width: int) -> None:
 def test_the_check_can_fail(driver: Any) -> None:
     set_screen(driver, 390)
     driver.get(
-        "data:text/html,<meta name=viewport content='width=device-width'><body style='margin:0'><div class='md-content'><p style='width:500px'>wide</p>"
+        "data:text/html,<meta name=viewport content='width=device-width'><body style='margin:0'>"
+        "<div class='md-content'><p style='width:500px'>wide</p>"
         "<p style='font-size:10px'>small</p><p style='color:silver'>faint</p></div>"
     )
     found = driver.execute_script(LAYOUT)
