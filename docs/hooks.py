@@ -18,6 +18,8 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
+from docs.generators.hook import expand
+
 ROOT = Path(__file__).parents[1]
 MAX_COLUMNS = 88
 WIDE_TABLE = 4  # columns
@@ -33,7 +35,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the source pages of all Python files that pages quote or name."""
     named = set()
     for file in files.documentation_pages():
-        for line in file.content_string.splitlines():
+        for line in expand(file.content_string).splitlines():
             quote = _QUOTE.match(line)
             named.update([quote.group(2)] if quote else _NAMED.findall(line))
     for path in sorted(named):

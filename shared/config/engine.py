@@ -82,6 +82,7 @@ class EngineConfig:
     cuda_graph_bs: tuple[int, ...] | None = None  # captured batch sizes; default: 1, 2, 4, 8, 12, 16, 24 ...
     cuda_graph_max_tokens: int | None = None  # largest captured prefill step, 0: none; default: by model
 
+    # Debugging
     check_invariants: bool = False  # after every step: slow, for tests and debugging
 
     def __post_init__(self) -> None:

@@ -1,0 +1,185 @@
+"""The parts of a component's page: contract, types, clauses, implementations, and how to check one."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+from docs.generators.classes import ROOT, path_of, types_reached
+from docs.generators.tables import card, cell, indented, table
+from shared import registry
+from shared.conformance import suite
+from shared.engine.component_check import _CLASSES, _FINDERS, _MODULES
+
+KILLERS = ROOT / "tests" / "conformance" / "killers.json"
+
+INTERFACES = {
+    "radix_cache": "prefix_cache",
+    "chunk_cache": "prefix_cache",
+    "models": "model",
+    "draft_models": "draft_model",
+}
+"""Component -> the module of shared.interfaces with its contract, where the name differs."""
+
+PAGES = {"prefix_cache": "radix_cache", "model": "models", "draft_model": "draft_models"}
+"""Module of shared.interfaces -> its page, where the name differs."""
+
+ELSEWHERE = {
+    "EngineConfig": "../reference/engine-flags.md",
+    "SamplingParams": "../reference/python-api.md#samplingparams",
+}
+"""Types that have a page of their own."""
+
+
+def component(name: str) -> str:
+    """Everything that is generated on the page of a component of the registry."""
+    shared_contract = INTERFACES.get(name) and PAGES[INTERFACES[name]] != name
+    parts = ["## Implementations", implementations(name)]
+    if not shared_contract:
+        parts += ["## Contract", contract(INTERFACES.get(name, name))]
+        found = types(INTERFACES.get(name, name))
+        parts += ["## Types", found] if found else []
+    parts += ["## Clauses", clauses(name), "## Check your own", check(name)]
+    return "\n\n".join(parts)
+
+
+def overview() -> str:
+    """All components of the registry."""
+    rows = []
+    for name in registry.IMPLEMENTATIONS:
+        module = importlib.import_module(f"shared.interfaces.{INTERFACES.get(name, name)}")
+        interfaces = ", ".join(f"`{cls.__name__}`" for cls in _interfaces(module.__name__))
+        found = suite.clauses_of(name)
+        num_cases = sum(len(clause.cases) for clause in found)
+        rows.append(
+            [f"[`{name}`]({name}.md)", interfaces, len(found), num_cases, sum(_caught(name).values())]
+        )
+    return table(["Component", "Interfaces", "Clauses", "Cases", "Planted bugs"], rows, "llrrr")
+
+
+def contract(module: str) -> str:
+    """mkdocstrings of every interface of a module of shared.interfaces."""
+    text = inspect.getdoc(importlib.import_module(f"shared.interfaces.{module}")) or ""
+    rest = text.partition("\n\n")[2]
+    blocks = [f"`shared/interfaces/{module}.py`", rest]
+    blocks += [f"::: {cls.__module__}.{cls.__name__}" for cls in _interfaces(f"shared.interfaces.{module}")]
+    return "\n\n".join(filter(None, blocks))
+
+
+def types(module: str) -> str:
+    """A card for every type that the interfaces take or return: own types open, shared ones folded."""
+    name = f"shared.interfaces.{module}"
+    reached = types_reached(_interfaces(name))
+    own = [cls for cls in _defined_in(name) if not inspect.isabstract(cls) and cls not in _interfaces(name)]
+    own += [cls for cls in reached if cls.__module__ == name and cls not in own and not _has_page(cls)]
+    blocks = [f"### {cls.__name__}\n\n{card(f'{cls.__module__}.{cls.__name__}')}" for cls in own]
+    links = [_link(cls) for cls in reached if _has_page(cls) and cls.__module__ != name]
+    folded = [cls for cls in reached if cls not in own and not _has_page(cls)]
+    if folded:
+        blocks.append("Types that several components exchange:")
+    for cls in folded:
+        text = f"`{path_of(cls)}`\n\n{card(f'{cls.__module__}.{cls.__name__}')}"
+        blocks.append(f'??? abstract "`{cls.__name__}`"\n{indented(text)}')
+    if links:
+        blocks.append(f"On other pages: {', '.join(links)}.")
+    return "\n\n".join(blocks)
+
+
+def clauses(name: str) -> str:
+    """The clauses by module of the contract, with the number of planted bugs that each catches."""
+    found = suite.clauses_of(name)
+    caught = _caught(name)
+    num_cases = sum(len(clause.cases) for clause in found)
+    blocks = [
+        f"{len(found)} clauses with {num_cases} cases; {sum(caught.values())} planted bugs "
+        f"(`tests/conformance/mutants/`). *Bugs* counts those for which the clause is recorded as the one "
+        f"that catches them, in `tests/conformance/killers.json`."
+    ]
+    by_module: dict[str, list[list[object]]] = {}
+    for clause in found:
+        row = [f"`{clause.name}`", cell(clause.statement), clause.kind, len(clause.cases)]
+        by_module.setdefault(clause.check.__module__, []).append([*row, caught[clause.name] or ""])
+    for module, rows in by_module.items():
+        path = module.replace(".", "/") + ".py"
+        about = (inspect.getdoc(importlib.import_module(module)) or "").partition("\n\n")[0]
+        blocks.append(f"**`{path}`.** {' '.join(about.split())}")
+        blocks.append(table(["Clause", "What must hold", "Kind", "Cases", "Bugs"], rows, "lllrr"))
+    return "\n\n".join(blocks)
+
+
+def implementations(name: str) -> str:
+    """The choices of the registry, with the file and the first paragraph of its docstring."""
+    rows = []
+    for choice, target in registry.IMPLEMENTATIONS[name].items():
+        module, _, attribute = target.partition(":")
+        stem = ROOT / module.replace(".", "/")
+        path = stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
+        where = path.relative_to(ROOT).as_posix().removesuffix("__init__.py")
+        needs = "CUDA GPU" if registry.needs_cuda(name, choice) else ""
+        if not needs and choice in registry.NEEDS_TRITON.get(name, ()):
+            needs = "CUDA GPU, or Triton's interpreter"
+        rows.append([f"`{choice}`", f"`{where}`", f"`{attribute}`" if attribute else "", _about(path), needs])
+    return table(["Choice", "File", "Class", "What it is", "Needs"], rows)
+
+
+def check(name: str) -> str:
+    """Commands, for a class or a module."""
+    is_module = name in _MODULES and name != "drafter"
+    target = "my_file.py" if is_module else "my_file.py:MyClass"
+    if name in _FINDERS:
+        form = f"a module with the function `{_FINDERS[name]}`"
+        form += ", or a class" if name == "drafter" else ""
+    elif is_module:
+        names = ", ".join(f"`{cls.__name__}`" for cls in _MODULES[name])
+        form = f"a module that has {names}"
+    else:
+        form = f"a subclass of `{_CLASSES[name].__name__}`"
+    return (
+        f"An implementation is {form}.\n\n```bash\n"
+        f"diptych check {name} --list                # the clauses, without running them\n"
+        f"diptych check {name} reference\n"
+        f"diptych check {name} {target}\n"
+        f'diptych generate --use {name}={target} "What is 12 + 30?"\n'
+        f"diptych diff --b {name}={target}\n```\n\n"
+        "[Conformance](../conformance.md#reading-a-failure) explains the output of `check` and `diff`."
+    )
+
+
+@cache
+def _caught(name: str) -> Counter[str]:
+    """Clause -> planted bugs of the component that it is recorded to catch."""
+    killers = json.loads(KILLERS.read_text(encoding="utf-8"))
+    return Counter(clause for key, (clause, _) in killers.items() if key.partition("-")[0] == name)
+
+
+def _about(path: Path) -> str:
+    """The first paragraph of a module's docstring, and the one that begins "Differs from reference"."""
+    paragraphs = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")
+    kept = [part for i, part in enumerate(paragraphs) if i == 0 or part.startswith("Differs")]
+    return cell(" ".join(kept))
+
+
+def _defined_in(module: str) -> list[type]:
+    found = vars(importlib.import_module(module)).values()
+    return [cls for cls in found if inspect.isclass(cls) and cls.__module__ == module]
+
+
+def _interfaces(module: str) -> list[type]:
+    """Abstract classes of a module; a Protocol is a type, not an interface."""
+    return [cls for cls in _defined_in(module) if inspect.isabstract(cls)]
+
+
+def _has_page(cls: type) -> bool:
+    return inspect.isabstract(cls) or cls.__name__ in ELSEWHERE
+
+
+def _link(cls: type) -> str:
+    if cls.__name__ in ELSEWHERE:
+        return f"[`{cls.__name__}`]({ELSEWHERE[cls.__name__]})"
+    module = cls.__module__.rpartition(".")[2]
+    return f"[`{cls.__name__}`]({PAGES.get(module, module)}.md#{cls.__module__}.{cls.__name__})"

@@ -1,0 +1,80 @@
+"""mkdocs hook: the parts of reference pages that are generated from the code.
+
+A page has a marker where the text goes. Lines inside the marker are notes by name, which the generator puts
+beside the facts from the code:
+
+    <!-- generate: flags Memory
+    page_size: Larger pages need fewer entries in page tables and share less.
+    -->
+
+An unknown generator, argument or name raises `ValueError`, which ends the build.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # mkdocs loads this file by its path
+
+from docs.generators import commands, components, http, tables
+
+Notes = dict[str, str]
+
+GENERATORS: dict[str, Callable[..., str]] = {
+    "component": components.component,
+    "components": components.overview,
+    "contract": components.contract,
+    "types": components.types,
+    "card": tables.card,
+    "flags": tables.flags,
+    "tolerances": tables.tolerances,
+    "near-ties": tables.near_ties,
+    "families": tables.families,
+    "draft-shapes": tables.draft_shapes,
+    "command": commands.command,
+    "sampling-options": commands.sampling_options,
+    "endpoints": http.endpoints,
+    "body": http.body,
+}
+"""Name in a marker -> function of the words behind it and of the notes, if it has any."""
+
+_MARKER = re.compile(r"^<!-- generate: ([\w-]+)([^\n]*?)(?:\n(.*?))?-->$", re.MULTILINE | re.DOTALL)
+_NOTE = re.compile(r"(\S+): (.*)")
+
+
+def expand(markdown: str) -> str:
+    """A page with each marker replaced by its text."""
+    return _MARKER.sub(_generate, markdown)
+
+
+def _generate(match: re.Match[str]) -> str:
+    name, words, body = match.group(1), match.group(2).split(), match.group(3)
+    if name not in GENERATORS:
+        raise ValueError(f"no generator {name!r}; there are {', '.join(GENERATORS)}")
+    if body is None:
+        return GENERATORS[name](*words)
+    return GENERATORS[name](*words, notes=_notes(body))
+
+
+def _notes(body: str) -> Notes:
+    """Lines "name: text"; an indented line continues the one before."""
+    notes: Notes = {}
+    last = ""
+    for line in filter(str.strip, body.splitlines()):
+        if line[0] == " ":
+            notes[last] += " " + line.strip()
+            continue
+        match = _NOTE.fullmatch(line)
+        if match is None or match.group(1) in notes:
+            raise ValueError(f"a note is a new name, a colon and a text, got {line!r}")
+        last, notes[match.group(1)] = match.groups()
+    return notes
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by mkdocs for each page, before Markdown."""
+    return expand(markdown)

@@ -1,0 +1,88 @@
+"""Endpoints and fields of the HTTP API, from FastAPI's OpenAPI schema and the models of the bodies."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from docs.generators.classes import named
+from docs.generators.tables import cell, code, table
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    """The application without an engine: routes read the engine only when they are called."""
+    from shared.server.app import create_app
+    from shared.server.state import ServerSettings
+
+    state: Any = SimpleNamespace(settings=ServerSettings())
+    return create_app(state).openapi()
+
+
+def endpoints(notes: dict[str, str] | None = None) -> str:
+    """All routes. `notes`: "POST/v1/messages: text", one for each."""
+    notes = dict(notes or {})
+    rows = []
+    for path, operations in _schema()["paths"].items():
+        for method, operation in operations.items():
+            key = f"{method.upper()}{path}"
+            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+            model = body.get("schema", {}).get("$ref", "").rpartition("/")[2]
+            rows.append([f"`{method.upper()} {path}`", code(model), cell(notes.pop(key, ""))])
+    if notes:
+        raise ValueError(f"no route {', '.join(notes)}")
+    return table(["Route", "Body", "Purpose"], rows)
+
+
+def body(dotted: str, only: str = "", notes: dict[str, str] | None = None) -> str:
+    """The fields of a body, with their meanings as notes. `only` = "own": without inherited fields."""
+    notes = dict(notes or {})
+    model = named(dotted)
+    schema = model.model_json_schema()
+    inherited: set[str] = set()
+    if only:
+        assert only == "own"
+        inherited = {name for base in model.__bases__ for name in base.model_json_schema()["properties"]}
+    rows = []
+    for name, prop in schema["properties"].items():
+        if name in inherited:
+            continue
+        default = "required" if name in schema.get("required", ()) else _default(prop.get("default"))
+        kinds = [each for each in prop.get("anyOf", prop.get("oneOf", [prop])) if each.get("type") != "null"]
+        row = [code(name), code(" | ".join(map(_kind, kinds))), default, _range([prop, *kinds])]
+        rows.append([*row, cell(notes.pop(name, ""))])
+    if notes:
+        raise ValueError(f"{dotted} has no field {', '.join(notes)}")
+    return table(["Field", "Type", "Default", "Range", "Meaning"], rows)
+
+
+def _default(value: Any) -> str:
+    return "" if value is None or isinstance(value, dict) else code(json.dumps(value))
+
+
+def _kind(prop: dict[str, Any]) -> str:
+    """Of a JSON schema: "string", "list of integer", "Message"."""
+    if "$ref" in prop:
+        return str(prop["$ref"]).rpartition("/")[2]
+    if "const" in prop or "enum" in prop:
+        return ", ".join(json.dumps(each) for each in prop.get("enum", [prop.get("const")]))
+    if prop.get("type") == "array":
+        items = prop.get("items", {})
+        kinds = items.get("anyOf", items.get("oneOf", [items]))
+        return f"list of {' or '.join(map(_kind, kinds))}"
+    return str(prop.get("type", "any"))
+
+
+def _range(props: list[dict[str, Any]]) -> str:
+    signs = {
+        "minimum": "≥ {}",
+        "exclusiveMinimum": "> {}",
+        "maximum": "≤ {}",
+        "exclusiveMaximum": "< {}",
+        "minItems": "length ≥ {}",
+    }
+    found = [sign.format(each[key]) for key, sign in signs.items() for each in props if key in each]
+    found = list(dict.fromkeys(found))
+    return ", ".join(found) if not any(str(2**63) in each for each in found) else "64-bit"

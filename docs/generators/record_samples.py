@@ -1,0 +1,102 @@
+"""Writes the outputs of commands that reference pages show: docs/samples/, one file each.
+
+    python -m docs.generators.record_samples              # all
+    python -m docs.generators.record_samples check diff   # some
+
+A file has the command after a dollar sign, then its output. Times depend on the computer.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "samples"
+SERVER = "http://127.0.0.1:8000"
+JSON = "-H 'Content-Type: application/json' \\\n  -d"
+
+SAMPLES = {
+    "generate": 'diptych generate "What is 12 + 30?"',
+    "generate-json": "diptych generate --json --logprobs --top-logprobs 2 -n 2 \\\n"
+    '  "What is 12 + 30?" | python -m json.tool',
+    "chat": "printf 'What is 12 + 30?\\n/stats\\n/exit\\n' | diptych chat",
+    "error": "diptych generate --page-size 0 Hello",
+    "doctor": "diptych doctor | sed -n '/│ panels/,$p'",
+    "check-list": "diptych check layers --list",
+    "check": "diptych check radix_cache docs/examples/my_radix_cache.py:MyRadixCache \\\n"
+    "  --clause whole-pages --clause eviction-order",
+    "check-stage": "diptych check --stage 05 docs/exercises/my_cache.py",
+    "diff": "diptych diff --b-flags page_size=16,chunked_prefill_size=64",
+    "soak": "diptych soak --seconds 20",
+    "bench-offline": "diptych bench offline --concurrency 1,8 --input-len 32 --output-len 32 --repeats 1",
+    "bench-latency": "diptych bench latency --concurrency 1,4 --input-len 64 --output-len 32 --repeats 1",
+    "bench-serve": "diptych bench serve --concurrency 1,4 --num-requests 8 --input-len 64 --output-len 32",
+    "bench-step": "diptych bench step --model tiny-dense --batch 1,8 --context 128",
+    "bench-round": "diptych bench round --batch 1 --speculative eagle3 \\\n"
+    "  --speculative-draft-model tiny-dense-eagle3",
+    "bench-speculation": "diptych bench speculation --speculative ngram --num-prompts 4 --batch 1 \\\n"
+    "  --repeats 1",
+    "bench-scheduling": "diptych bench scheduling --waiting 10,100 --policy fcfs,lpm --seconds 0.2",
+    "bench-prefix-cache": "diptych bench prefix-cache --tokens 10000 --repeats 50",
+    "http-chat": f"curl -s {SERVER}/v1/chat/completions {JSON} "
+    '\'{"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}\' \\\n'
+    "  | python -m json.tool",
+    "http-stream": f"curl -sN {SERVER}/v1/chat/completions {JSON} "
+    '\'{"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_tokens": 3, "stream": true}\'',
+    "http-error": f"curl -s {SERVER}/v1/completions {JSON} "
+    '\'{"prompt": "Hello", "temp": 0}\' | python -m json.tool',
+    "http-responses": f"curl -s {SERVER}/v1/responses {JSON} "
+    '\'{"input": "What is 12 + 30?", "temperature": 0}\' | python -m json.tool',
+    "http-messages": f"curl -s {SERVER}/v1/messages {JSON} "
+    '\'{"max_tokens": 32, "messages": [{"role": "user", "content": "What is 12 + 30?"}]}\' \\\n'
+    "  | python -m json.tool",
+    "http-generate": f"curl -s {SERVER}/generate {JSON} "
+    '\'{"text": "Otto is a baker. Otto", "sampling_params": {"temperature": 0, "max_new_tokens": 4}}\' \\\n'
+    "  | python -m json.tool",
+    "http-tokenize": f'curl -s {SERVER}/tokenize {JSON} \'{{"prompt": "12 + 30 ="}}\'',
+    "http-health": f"curl -s {SERVER}/health; echo; curl -s {SERVER}/metrics | grep -v '^#' | head -5",
+}
+"""Name of the file -> the command, for bash in the root of the repository."""
+
+
+def record(name: str, url: str) -> None:
+    """Run one command and write its output. `url`: the server that stands for SERVER."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "96",
+    }
+    command = SAMPLES[name].replace(SERVER, url)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    text = done.stdout.replace(url, SERVER).replace(f"{ROOT}/", "")
+    lines = [line.rstrip() for line in f"$ {SAMPLES[name]}\n{text}".splitlines()]
+    (FOLDER / f"{name}.txt").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    print(f"{name}: exit status {done.returncode}")
+
+
+def main(names: list[str]) -> None:
+    from tests.server.running import serving
+
+    wrong = sorted(set(names) - set(SAMPLES))
+    if wrong:
+        raise SystemExit(f"no sample {', '.join(wrong)}; there are {', '.join(SAMPLES)}")
+    FOLDER.mkdir(exist_ok=True)
+    with serving() as server:
+        for name in names or SAMPLES:
+            record(name, server.url)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

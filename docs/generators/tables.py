@@ -1,0 +1,136 @@
+"""Markdown tables from the code: fields of a class, engine flags, tolerances, model families."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args, get_type_hints
+
+from docs.generators.classes import fields_of, named, summary
+
+
+def cell(text: object) -> str:
+    """A text inside a table: one line, pipes escaped."""
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def code(text: str) -> str:
+    """Inline code inside a table, empty for an empty text."""
+    return f"`{cell(text)}`" if text else ""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], align: str = "") -> str:
+    """Columns without any content are left out. `align`: l or r for each column."""
+    rows = [list(row) for row in rows]
+    align = align or "l" * len(head)
+    kept = [i for i in range(len(head)) if any(str(row[i]) for row in rows)]
+    lines = [[head[i] for i in kept], ["--:" if align[i] == "r" else "---" for i in kept]]
+    lines += [[str(row[i]) for i in kept] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def indented(text: str) -> str:
+    return textwrap.indent(text, "    ")
+
+
+def card(dotted: str, notes: dict[str, str] | None = None) -> str:
+    """A type: its docstring and a table of its fields. `notes`: texts for fields without a comment."""
+    cls = named(dotted)
+    notes = dict(notes or {})
+    blocks = [summary(cls)]
+    groups: list[tuple[str, list[list[object]]]] = [("", [])]
+    for each in fields_of(cls):
+        is_computed = each.default == "computed"
+        group = "Computed" if is_computed else each.group.rstrip(".:")
+        if group and group != groups[-1][0]:
+            groups.append((group, []))
+        note = notes.pop(each.name.partition("(")[0], "")
+        text = ". ".join(filter(None, [_sentence(each.comment).rstrip("."), note]))
+        default = "" if is_computed else each.default
+        groups[-1][1].append([code(each.name), code(each.type), code(default), cell(text)])
+    for group, rows in groups:
+        if rows:
+            blocks += [f"*{group}:*"] if group else []
+            blocks.append(table(["Field", "Type", "Default", "Meaning"], rows))
+    if notes:
+        raise ValueError(f"{dotted} has no field {', '.join(notes)}")
+    return "\n\n".join(filter(None, blocks))
+
+
+def _sentence(text: str) -> str:
+    """Capitalized, unless it begins with a name: int64, req_pool_idx, len(x), eagle3."""
+    first = text.partition(" ")[0].rstrip(",:;.")
+    return text[:1].upper() + text[1:] if first.isalpha() and first.islower() else text
+
+
+def flags(group: str, *more: str, notes: dict[str, str] | None = None) -> str:
+    """The fields of EngineConfig under one of its headings, as command-line flags, with the help text of the
+    commands. `notes`: what a flag costs."""
+    from shared.commands.options import EngineOptions
+
+    wanted, notes = " ".join([group, *more]), dict(notes or {})
+    helps = option_helps(EngineOptions)
+    rows, heading, known = [], "", []
+    for each in fields_of(named("shared.config.EngineConfig")):
+        if each.default == "computed":
+            continue
+        heading = each.group.partition(" (")[0] or heading
+        known.append(heading)
+        if heading == wanted:
+            text = helps[each.name]
+            if each.default != "None":
+                text = re.sub(r"\s*Default: [^.]*\.", "", text)
+            flag = f"`--{each.name.replace('_', '-')}`"
+            rows.append([flag, code(each.default.strip("'")), cell(text), cell(notes.pop(each.name, ""))])
+    if not rows:
+        raise ValueError(f"EngineConfig has no heading {wanted!r}; it has {', '.join(dict.fromkeys(known))}")
+    if notes:
+        raise ValueError(f"EngineConfig has no flag {', '.join(notes)} under {wanted!r}")
+    return table(["Flag", "Default", "What it does", "Effect and cost"], rows)
+
+
+def option_helps(options: type) -> dict[str, str]:
+    """Name -> help text, of a class in shared.commands.options."""
+    hints = get_type_hints(options, include_extras=True)
+    return {name: " ".join((get_args(hints[name])[1].help or "").split()) for name in hints}
+
+
+def tolerances() -> str:
+    """The table of shared.conformance.tolerance, with its reasons below."""
+    found = importlib.import_module("shared.conformance.tolerance")
+    rows: list[list[object]] = [["exact", "any", 0, 0, 0, found.EXACT.reason]]
+    for kind, by_dtype in found.TABLE.items():
+        for i, (dtype, row) in enumerate(by_dtype.items()):
+            numbers = [f"{value:.2g}" for value in (row.atol, row.rtol, row.rms)]
+            is_new = i == 0 or row.reason != list(by_dtype.values())[i - 1].reason
+            rows.append([kind if i == 0 else "", _dtype(dtype), *numbers, cell(row.reason if is_new else "")])
+    return table(["Kind", "dtype", "atol", "rtol", "rms", "Reason"], rows, "llrrrl")
+
+
+def near_ties() -> str:
+    found: dict[Any, float] = importlib.import_module("shared.conformance.tolerance").NEAR_TIE
+    return table(["dtype", "Gap of logits"], [[_dtype(dtype), gap] for dtype, gap in found.items()], "lr")
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def families() -> str:
+    """The architectures of config.json that both panels have."""
+    panels = {name: importlib.import_module(f"{name}.models").MODELS for name in ("reference", "optimized")}
+    rows = [
+        [f"`{name}`", *(code(models.get(name, "").partition(":")[0]) for models in panels.values())]
+        for name in panels["reference"]
+    ]
+    return table(["Architecture", "Reference", "Optimized"], rows)
+
+
+def draft_shapes() -> str:
+    """The default shapes of each algorithm of speculation."""
+    from shared.config.speculation import DEFAULT_SHAPES
+
+    head = ["Algorithm", *(f"`--speculative-{name}`" for name in ("num-steps", "topk", "num-draft-tokens"))]
+    return table(head, [[f"`{name}`", *shape] for name, shape in DEFAULT_SHAPES.items()], "lrrr")

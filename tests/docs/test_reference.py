@@ -1,0 +1,123 @@
+"""Reference pages: every component, flag, route and field has its text, and sample outputs are current."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.generators import classes, hook, http, tables
+from docs.generators.record_samples import FOLDER, SAMPLES
+from shared import registry
+from shared.interfaces import PrefixCache, Scheduler
+from shared.types import ForwardBatch, ForwardMode, Req, StepOutput
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(path for path in DOCS.rglob("*.md") if "<!-- generate:" in path.read_text(encoding="utf-8"))
+
+
+def expanded(page: str) -> str:
+    return hook.expand((DOCS / page).read_text(encoding="utf-8"))
+
+
+def rows_without_text(markdown: str, name: str) -> list[str]:
+    """Rows of the tables headed by `name` whose last cell is empty."""
+    found, is_wanted = [], False
+    for line in markdown.splitlines():
+        if line.startswith(f"| {name} |"):
+            is_wanted = True
+        elif not line.startswith("|"):
+            is_wanted = False
+        elif is_wanted and re.search(r"\|\s*\|$", line):
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_every_marker_becomes_text(page: Path) -> None:
+    text = hook.expand(page.read_text(encoding="utf-8"))
+    assert "<!-- generate" not in text
+    assert "0x" not in text  # the representation of an object
+
+
+def test_every_component_has_a_page_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for name in registry.IMPLEMENTATIONS:
+        text = (DOCS / "components" / f"{name}.md").read_text(encoding="utf-8")
+        assert f"<!-- generate: component {name} -->" in text
+        assert f"components/{name}.md" in navigation
+    for interface in (ROOT / "shared" / "interfaces").glob("[a-z]*.py"):
+        pages = [
+            path
+            for path in PAGES
+            if f"::: shared.interfaces.{interface.stem}." in hook.expand(path.read_text("utf-8"))
+        ]
+        assert len(pages) == 1, f"{interface.stem}: {pages}"
+
+
+def test_every_flag_says_what_it_does_and_costs() -> None:
+    text = expanded("reference/engine-flags.md")
+    assert rows_without_text(text, "Flag") == []
+    for field in classes.fields_of(classes.named("shared.config.EngineConfig")):
+        if field.default != "computed":
+            assert text.count(f"| `--{field.name.replace('_', '-')}` |") == 1, f"{field.name}: give it a note"
+
+
+def test_every_route_and_field_has_a_meaning() -> None:
+    text = expanded("reference/http-api.md")
+    assert rows_without_text(text, "Route") == []
+    assert rows_without_text(text, "Field") == []
+    bodies = set(re.findall(r"`(\w+Request)`", http.endpoints()))
+    shown = set(re.findall(r"generate: body [\w.]+\.(\w+)", (DOCS / "reference" / "http-api.md").read_text()))
+    assert bodies - shown == {
+        "TokenizeRequest",
+        "DetokenizeRequest",
+        "CountTokensRequest",
+    }  # in one line each
+
+
+def test_every_sampling_parameter_has_a_meaning() -> None:
+    text = expanded("reference/python-api.md").partition("## SamplingParams")[2].partition("*Computed:*")[0]
+    assert "| `temperature` |" in text
+    assert rows_without_text(text, "Field") == []
+
+
+def test_samples_are_those_of_the_commands_and_are_shown() -> None:
+    assert {path.stem for path in FOLDER.iterdir()} == set(SAMPLES)
+    quoted = {
+        name
+        for path in DOCS.rglob("*.md")
+        for name in re.findall(r'--8<-- "docs/samples/([\w-]+)\.txt"', path.read_text(encoding="utf-8"))
+    }
+    assert quoted == set(SAMPLES)
+    for name, command in SAMPLES.items():
+        text = (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
+        assert text.startswith(f"$ {command}\n"), f"python -m docs.generators.record_samples {name}"
+
+
+def test_fields_are_read_from_the_source() -> None:
+    fields = {field.name: field for field in classes.fields_of(ForwardBatch)}
+    assert fields["seq_lens"].type == "torch.Tensor"
+    assert fields["seq_lens"].comment.startswith("[bs] int64")
+    assert fields["custom_mask"].comment.startswith("TARGET_VERIFY")  # the lines above it
+    assert fields["batch_size"].default == "computed"
+    groups = [field.group for field in classes.fields_of(Req) if field.group]
+    assert "Memory." in groups
+    assert [field.name for field in classes.fields_of(ForwardMode)][:2] == ["EXTEND", "DECODE"]
+
+
+def test_types_are_followed_from_signatures() -> None:
+    reached = classes.types_reached([Scheduler])
+    assert {Req, StepOutput, PrefixCache} <= set(reached)
+    assert Scheduler not in reached
+
+
+def test_wrong_markers_are_refused() -> None:
+    with pytest.raises(ValueError, match="no generator 'flag'"):
+        hook.expand("<!-- generate: flag Memory -->")
+    with pytest.raises(ValueError, match="no heading 'Memori'"):
+        hook.expand("<!-- generate: flags Memori -->")
+    with pytest.raises(ValueError, match="no flag page_sise"):
+        hook.expand("<!-- generate: flags Memory\npage_sise: x\n-->")
+    with pytest.raises(ValueError, match="no field temp"):
+        tables.card("shared.types.SamplingParams", {"temp": "x"})
