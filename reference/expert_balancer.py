@@ -70,8 +70,8 @@ def replicate(load: Sequence[float], num_physical: int, most: int) -> list[int]:
 
 # --8<-- [start:pack-experts]
 def pack(items: Sequence[int], loads: Sequence[float], num_bins: int) -> list[list[int]]:
-    """Items into bins of the same number of items. An item that comes n <= num_bins times, with one load,
-    is in n bins."""
+    """Items into bins of the same number of items. An item that comes n <= num_bins
+    times, with one load, is in n bins."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     totals = [0.0] * num_bins
     order = sorted(range(len(items)), key=lambda i: (-loads[i], items[i]))  # replicas follow each other

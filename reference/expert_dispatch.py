@@ -45,7 +45,7 @@ class AllToAll(interface.ExpertDispatch):
     # --8<-- [start:all-to-all-dispatch]
     def run(self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts) -> torch.Tensor:
         num_local, group = experts.w13.shape[0], self.ranks_per_part
-        # A copy of a token for each of its experts and each rank that has a part of the expert.
+        # A copy of a token for each of its experts and each rank with a part of the expert.
         part = topk.topk_ids[..., None].long().div(num_local, rounding_mode="floor")
         target = part * group + torch.arange(group)  # [num_tokens, k, group]
         is_sent = topk.topk_ids[..., None].expand_as(target) >= 0
@@ -59,7 +59,8 @@ class AllToAll(interface.ExpertDispatch):
         ids = self.ranks.all_to_all(local_ids, *there)
         rows = self.ranks.all_to_all(x[token], *there)
         outputs = self.ranks.all_to_all(experts(rows, TopKOutput(torch.ones(ids.shape), ids)), *back)
-        # Outputs are weighted and added in one order for all layouts: by rank of choice, then by part.
+        # Outputs are weighted and added in one order for all layouts: by rank of choice,
+        # then by part.
         y = torch.zeros(*target.shape, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
         y[token, slot, copy] = outputs.to(y.dtype)
         return (y.sum(2) * topk.topk_weights[..., None]).sum(1).to(x.dtype)

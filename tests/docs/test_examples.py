@@ -52,7 +52,7 @@ def test_number_of_clauses_in_the_page() -> None:
     clauses = suite.clauses_of("radix_cache")
     num_cases = sum(len(clause.cases) for clause in clauses)
     says = f"all {len(clauses) + 1} clauses hold, in {num_cases + 1} cases"
-    assert says in (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    assert says in (ROOT / "docs" / "own-component.md").read_text(encoding="utf-8")
 
 
 def test_there_are_examples() -> None:
