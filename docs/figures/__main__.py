@@ -9,6 +9,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 FIGURES = {
+    "batching": "batching.make",
     "page-pool": "page_pool.make",
     "radix-tree": "radix_tree.make",
     "overlap": "timelines.overlap",

@@ -71,6 +71,18 @@ class Svg:
         )
 
 
+def standalone(svg: Svg, label: str) -> str:
+    """A file of its own, for README.md: with the stylesheet, and dark where the reader's system is."""
+    rules = STYLES.read_text(encoding="utf-8")
+    rules = re.sub(r"/\*.*?\*/", "", rules.partition("/* Steps of a picture")[0], flags=re.DOTALL)
+    dark = re.search(r'\[data-md-color-scheme="slate"\] \{(.*?)\}', rules, re.DOTALL)
+    assert dark is not None
+    rules = rules.replace(dark[0], f"@media (prefers-color-scheme: dark) {{ :root {{{dark[1]}}} }}")
+    rules = rules.replace(".picture > svg.wide", "svg").replace(".picture ", "")
+    style = f"<style>{' '.join(rules.split())}</style>"
+    return svg.html("file", label).replace("</title>", "</title>" + style, 1) + "\n"
+
+
 def num(value: float) -> str:
     """At most one decimal place: short, and the same on every computer."""
     return f"{round(value, 1):g}" if abs(value) < 1e5 else str(round(value))
