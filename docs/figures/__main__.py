@@ -24,9 +24,14 @@ FIGURES = {
 }
 """Name of the .html file, which pages include -> the function of this folder that returns its text."""
 
+FILES = {"batching.svg": "batching.make_file"}
+"""The same for files that README.md shows."""
 
-def remake(name: str) -> str:
-    module, _, function = FIGURES[name].partition(".")
+
+def remake(file: str) -> str:
+    """file: NAME.html of a figure, or one of FILES."""
+    where = FILES[file] if file in FILES else FIGURES[file.removesuffix(".html")]
+    module, _, function = where.partition(".")
     text: str = getattr(importlib.import_module(f"docs.figures.{module}"), function)()
     return text
 
@@ -35,9 +40,9 @@ def main(names: Sequence[str]) -> None:
     unknown = set(names) - set(FIGURES)
     if unknown:
         raise ValueError(f"no figure is named {sorted(unknown)}; there are {', '.join(FIGURES)}")
-    for name in names or FIGURES:
-        path = FOLDER / f"{name}.html"
-        text = remake(name)
+    for file in [*(f"{name}.html" for name in names or FIGURES), *(() if names else FILES)]:
+        path = FOLDER / file
+        text = remake(file)
         state = "unchanged" if path.exists() and path.read_text(encoding="utf-8") == text else "written"
         path.write_text(text, encoding="utf-8")
         print(f"{path.relative_to(FOLDER.parents[1])}: {state}")

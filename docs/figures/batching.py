@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from docs.figures.svg import NARROW, WIDE, Svg, figure, num, views
+from docs.figures.svg import NARROW, WIDE, Svg, figure, num, standalone, views
 from shared.engine.llm import LLM
 from shared.engine.output_collector import OutputCollector
 from shared.types import SamplingParams
@@ -115,16 +115,22 @@ def draw(lines: list[Line], width: int) -> Svg:
     return svg
 
 
+LABEL = (
+    f"Five requests over time, at most {MAX_RUNNING} at a time. Each step computes a prompt, or one token of "
+    "every running request. A request that waits starts when another one ends."
+)
+
+
 def make() -> str:
     lines = Run().to_end()
-    label = (
-        f"Five requests over time, at most {MAX_RUNNING} at a time. Each step computes a prompt, or one "
-        "token of every running request. A request that waits starts when another one ends."
-    )
     caption = (
         "Continuous batching in a real run of the reference panel with <code>tiny-dense</code>, at most "
-        f"{MAX_RUNNING} running requests. A column is one step; a dashed line is a step "
-        "without a token. Prompts are computed first. Later ones have "
-        "fewer tokens to compute, because their beginning is in the radix cache. ■ ends an answer."
+        f"{MAX_RUNNING} running requests. A column is one step; a dashed line is a step without a token. "
+        "Prompts are computed first. Later ones have fewer tokens to compute, because their beginning is in "
+        "the radix cache. ■ ends an answer."
     )
-    return figure(views(label, draw(lines, WIDE), draw(lines, NARROW)), caption)
+    return figure(views(LABEL, draw(lines, WIDE), draw(lines, NARROW)), caption)
+
+
+def make_file() -> str:
+    return standalone(draw(Run().to_end(), WIDE), LABEL)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 
 WIDE, NARROW = 680, 340
 """Widths of the two views in pixels. A phone shows the narrow one, so that text is not scaled down."""
+
+STYLES = Path(__file__).parents[1] / "stylesheets" / "figures.css"
 
 HUES = ("a", "b", "c", "d", "e")
 """Class names of the colours: `fa` is a light fill for text, `sa` a strong one, `la` a line."""
@@ -78,9 +82,12 @@ def standalone(svg: Svg, label: str) -> str:
     dark = re.search(r'\[data-md-color-scheme="slate"\] \{(.*?)\}', rules, re.DOTALL)
     assert dark is not None
     rules = rules.replace(dark[0], f"@media (prefers-color-scheme: dark) {{ :root {{{dark[1]}}} }}")
-    rules = rules.replace(".picture > svg.wide", "svg").replace(".picture ", "")
+    rules = rules.replace(".picture ", "") + ".file { background: var(--paper); }"
     style = f"<style>{' '.join(rules.split())}</style>"
-    return svg.html("file", label).replace("</title>", "</title>" + style, 1) + "\n"
+    framed = Svg(
+        svg.width + 32, svg.height + 32, [f'<g transform="translate(16 16)">{"".join(svg.parts)}</g>']
+    )
+    return framed.html("file", label).replace("</title>", "</title>" + style, 1) + "\n"
 
 
 def num(value: float) -> str:

@@ -6,7 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from docs.figures.__main__ import FIGURES, FOLDER, main, remake
+from docs.figures import charts
+from docs.figures.__main__ import FIGURES, FILES, FOLDER, main, remake
+from docs.figures.tables import cells_of, read_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")}
@@ -20,21 +22,34 @@ def text_of(name: str) -> str:
 
 def svgs_of(name: str) -> list[ElementTree.Element]:
     """The text of a figure is well-formed XML, except for its entities."""
-    return list(ElementTree.fromstring(text_of(name)).iter("{http://www.w3.org/2000/svg}svg"))
+    found = ElementTree.fromstring(text_of(name)).iter("{http://www.w3.org/2000/svg}svg")
+    return [svg for svg in found if svg.get("class")]  # the others are parts of a view
 
 
-@each_figure
-def test_remaking_gives_no_difference(name: str) -> None:
-    assert remake(name) == text_of(name), "run `make figures`"
+@pytest.mark.parametrize("file", [*(f"{name}.html" for name in FIGURES), *FILES])
+def test_remaking_gives_no_difference(file: str) -> None:
+    assert remake(file) == (FOLDER / file).read_text(encoding="utf-8"), "run `make figures`"
 
 
 def test_files_and_names_agree() -> None:
     assert {path.stem for path in FOLDER.glob("*.html")} == set(FIGURES)
+    assert {path.name for path in FOLDER.glob("*.svg")} == set(FILES)
 
 
 @each_figure
 def test_a_page_includes_it(name: str) -> None:
     assert [path for path, page in PAGES.items() if f'--8<-- "docs/figures/{name}.html"' in page]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_readme_shows_it(file: str) -> None:
+    """A file of its own has its style in it, and is well-formed."""
+    assert f"](docs/figures/{file})" in (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (FOLDER / file).read_text(encoding="utf-8")
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    assert "prefers-color-scheme: dark" in text
+    assert "prefers-reduced-motion" in text
+    assert "md-color-scheme" not in text
 
 
 @each_figure
@@ -82,6 +97,16 @@ def test_steps_have_texts() -> None:
         for number, step in enumerate(steps, start=1):
             assert [child.tag.rpartition("}")[2] for child in step] == ["p", "svg", "svg"]
             assert step[0][0].text == f"Step {number} of {len(steps)}."
+
+
+def test_the_table_of_the_readme_is_that_of_the_results() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    offline, stream = (
+        read_table("index.md", header) for header in (charts.OFFLINE.header, charts.STREAM.header)
+    )
+    for left, right in zip(offline, stream):
+        row = [*left.values(), *list(right.values())[1:]]
+        assert row in [cells_of(line) for line in readme.splitlines()]
 
 
 def test_unknown_names_are_refused() -> None:
