@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from optimized.kernels import cublas_linear, small_batch_linear
+from optimized.kernels import cublas_linear, linear_choice, small_batch_linear
 from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store, rotate
 from optimized.kernels.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
 from optimized.kernels.silu_and_mul import silu_and_mul
@@ -197,7 +197,7 @@ def add_and_norm(
 
 def use_gemv(x: torch.Tensor) -> bool:
     """Whether a kernel other than cuBLAS may be the fastest GEMM for x."""
-    return 0 < x.shape[0] <= small_batch_linear.max_tokens(x.dtype)
+    return 0 < x.shape[0] <= linear_choice.max_tokens(x.dtype)
 
 
 def is_builtin_layer(module: nn.Module | None, layer: type[nn.Module]) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 import optimized.layers
 import reference.layers
-from optimized.kernels import small_batch_linear
+from optimized.kernels import linear_choice
 from optimized.layers import MLP, Linear, MergedLinear
 from optimized.models import MODELS, model_class
 from reference.moe import MoE
@@ -39,7 +39,7 @@ KERNELS = (
 )
 SKINNY = ("linear", "norm_linear", "norm_linear_silu", "linear_add")
 FEW, MANY = 2, 52
-assert FEW <= small_batch_linear.max_tokens(torch.float32) < MANY
+assert FEW <= linear_choice.max_tokens(torch.float32) < MANY
 
 
 def build(name: str, layers: Layers = optimized.layers, dtype: torch.dtype = torch.float32) -> CausalLM:
