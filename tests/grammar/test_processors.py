@@ -49,6 +49,12 @@ def run(llm: LLM, *processors: Any, **params: Any) -> list[list[int]]:
     return [collector.whole().output_ids for collector in collectors]
 
 
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> tuple[list[list[int]], ...]:
+    """The answers without a processor, with `no_repeats`, and with `count_up`."""
+    return run(llm, None), run(llm, no_repeats), run(llm, count_up)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -62,12 +68,9 @@ def run(llm: LLM, *processors: Any, **params: Any) -> list[list[int]]:
     ],
     ids=lambda flags: ",".join(f"{k}={v}" for k, v in flags.items()) or "plain",
 )
-def test_each_gets_what_it_gets_alone(llm: LLM, flags: dict[str, Any]) -> None:
-    plain, forced = run(llm, None), run(llm, count_up)
-    different, both = (
-        run(llm, no_repeats),
-        run(LLM("tiny-dense", **{**CPU, **flags}), None, no_repeats, count_up),
-    )
+def test_each_gets_what_it_gets_alone(alone: tuple[list[list[int]], ...], flags: dict[str, Any]) -> None:
+    plain, different, forced = alone
+    both = run(LLM("tiny-dense", **{**CPU, **flags}), None, no_repeats, count_up)
     assert both[0::3] == plain
     assert both[1::3] == different != plain
     assert both[2::3] == forced == [list(range(100, 100 + NUM_TOKENS))] * len(PROMPTS)
