@@ -16,3 +16,10 @@ def server() -> Iterator[RunningServer]:
         "--separate-process", "--max-running-requests", "32", "--max-total-tokens", "16384"
     ) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def locked_server() -> Iterator[RunningServer]:
+    """One that asks for one of two API keys."""
+    with serving("--api-key", "secret", "--api-key", "other") as server:
+        yield server

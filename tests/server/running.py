@@ -74,7 +74,7 @@ class RunningServer:
             found: dict[str, Any] = json.loads(answer.read())
         return found
 
-    def wait_idle(self, timeout: float = 20.0) -> dict[str, int]:
+    def wait_idle(self, timeout: float = 60.0) -> dict[str, int]:
         """The load once no request is live. Fails when that takes longer than `timeout` seconds."""
         end = time.monotonic() + timeout
         while True:
@@ -85,7 +85,7 @@ class RunningServer:
             assert time.monotonic() < end, f"still busy: {info}"
             time.sleep(0.05)
 
-    def terminate(self, timeout: float = 30.0) -> int:
+    def terminate(self, timeout: float = 60.0) -> int:
         """SIGTERM, then the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)

@@ -14,9 +14,8 @@ from shared.tiny.evaluate import score
 from shared.types import SamplingParams
 from tests.server.running import RunningServer, serving
 
-NUM_QUESTIONS = 30
+NUM_QUESTIONS = 20  # one of each kind
 FLAGS = {
-    "default": (),
     "chunks and retraction": (
         "--chunked-prefill-size",
         "16",
@@ -56,17 +55,24 @@ def texts_over_http(server: RunningServer, chats: list[Any], is_stream: bool) ->
         return list(threads.map(ask, chats))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "default" else pytest.mark.full) for n in FLAGS]
-)
-def test_texts_and_score_are_those_of_the_offline_engine(name: str, offline: list[str]) -> None:
+def expect_texts_and_score(server: RunningServer, offline: list[str]) -> None:
     questions = held_out_questions(NUM_QUESTIONS)
     scores = [score(lambda chats: offline, questions).exact]
-    with serving("--separate-process", *FLAGS[name]) as server:
-        for is_stream in (False, True):
-            texts = texts_over_http(server, [question.messages for question in questions], is_stream)
-            assert texts == offline
-            scores.append(score(lambda chats, texts=texts: texts, questions).exact)  # type: ignore[misc]
-        server.wait_idle()
+    for is_stream in (False, True):
+        texts = texts_over_http(server, [question.messages for question in questions], is_stream)
+        assert texts == offline
+        scores.append(score(lambda chats, texts=texts: texts, questions).exact)  # type: ignore[misc]
+    server.wait_idle()
     assert scores[0] > 0.9
     assert scores == [scores[0]] * 3
+
+
+def test_texts_and_score_are_those_of_the_offline_engine(server: RunningServer, offline: list[str]) -> None:
+    expect_texts_and_score(server, offline)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FLAGS)
+def test_with_other_flags(name: str, offline: list[str]) -> None:
+    with serving("--separate-process", *FLAGS[name]) as server:
+        expect_texts_and_score(server, offline)

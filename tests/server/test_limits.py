@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import socket
 import threading
 import time
@@ -15,9 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 from tests.server.running import RunningServer, serving
@@ -46,7 +42,7 @@ def send(server: RunningServer, path: str, body: dict[str, Any], receive_buffer:
     return connection
 
 
-def wait_until(condition: Any, seconds: float = 20.0) -> None:
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it does not happen"
@@ -59,7 +55,7 @@ def num_live(server: RunningServer) -> int:
 
 
 def metric(server: RunningServer, name: str) -> float:
-    with urllib.request.urlopen(server.url + "/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(server.url + "/metrics", timeout=60) as answer:
         text = answer.read().decode()
     return float(re.findall(rf"^diptych:{name} (\S+)$", text, re.MULTILINE)[0])
 
@@ -121,7 +117,7 @@ def test_queue_overflow_and_time_outs(small_server: RunningServer) -> None:
 def test_a_time_out_within_a_stream_is_an_error_event(small_server: RunningServer) -> None:
     body = {**PROMPT, "max_tokens": 2000, "stream": True, "logprobs": 5}  # slower than 4 s
     connection = send(small_server, "/v1/completions", body)
-    connection.settimeout(30)
+    connection.settimeout(60)
     text = b""
     while b"[DONE]" not in text:
         text += connection.recv(65536)
@@ -136,33 +132,9 @@ def test_a_client_that_does_not_read_is_dropped(small_server: RunningServer) -> 
     body = {**PROMPT, "stream": True, "n": 1, "logprobs": 20, "max_tokens": 2000}
     connection = send(small_server, "/v1/completions", body, receive_buffer=4096)
     wait_until(lambda: num_live(small_server) == 1)
-    wait_until(lambda: num_live(small_server) == 0, seconds=10)
+    wait_until(lambda: num_live(small_server) == 0)
     connection.close()
     assert_whole(small_server)
-
-
-FULL = pytest.mark.full
-
-
-@pytest.mark.parametrize(
-    "api", [*(pytest.param(name, marks=FULL) for name in ("chat", "responses")), "messages"]
-)
-def test_clients_raise_when_the_engine_dies_within_a_stream(api: str) -> None:
-    with serving("--separate-process") as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-        body: dict[str, Any] = {"model": "tiny-dense", "stream": True}
-        chats = {**body, "messages": [{"role": "user", "content": "Count from 1 to 100."}]}
-        stream: Any = {
-            "chat": lambda: client.chat.completions.create(**chats),
-            "responses": lambda: client.responses.create(input="Count from 1 to 100.", **body),
-            "messages": lambda: claude.messages.create(max_tokens=1500, **chats),
-        }[api]()
-        next(stream)
-        os.kill(server.engine, signal.SIGKILL)
-        with pytest.raises((openai.APIError, anthropic.APIError), match="SIGKILL"):
-            list(stream)
-        assert server.process.wait(20) not in (0, None)
 
 
 @pytest.mark.parametrize("field", ["priority", "top_k", "max_tokens"])
@@ -205,7 +177,7 @@ def test_pause_keeps_requests_and_readiness_says_so(server: RunningServer) -> No
         assert server.get("/server_info")["load"]["num_steps"] == steps
         assert num_live(server) == 1
         assert post(server, "/continue_generation", b"")[0] == 200
-        connection.settimeout(30)
+        connection.settimeout(60)
         assert connection.recv(12) == b"HTTP/1.1 200"
         connection.close()
         wait_until(lambda: status_of(server, "/ready") == 200)
@@ -216,7 +188,7 @@ def test_pause_by_aborting(server: RunningServer) -> None:
     connection = send(server, "/v1/completions", PROMPT)
     wait_until(lambda: num_live(server) == 1)
     assert post(server, "/pause_generation", {"mode": "abort"})[0] == 200
-    connection.settimeout(10)
+    connection.settimeout(60)
     assert connection.recv(12) == b"HTTP/1.1 503"
     assert post(server, "/pause_generation", {"mode": "never"})[0] == 400
     assert post(server, "/continue_generation", b"")[0] == 200
@@ -241,7 +213,7 @@ def test_abort_all_and_flush(server: RunningServer) -> None:
 
 def status_of(server: RunningServer, path: str) -> int:
     try:
-        with urllib.request.urlopen(server.url + path, timeout=10) as answer:
+        with urllib.request.urlopen(server.url + path, timeout=60) as answer:
             status: int = answer.status
     except urllib.error.HTTPError as error:
         status = error.code
