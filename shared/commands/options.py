@@ -61,6 +61,13 @@ class EngineOptions:
         int | None,
         _option(MODEL, "Tensor parallelism: ranks that have a part of the model each. Default: 1."),
     ] = None
+    dp: Annotated[int | None, _option(MODEL, "Data parallelism: replicas of the model. Default: 1.")] = None
+    dp_policy: Annotated[
+        str | None,
+        _option(
+            MODEL, "Replica of a request: round-robin, least-requests or least-tokens. Default: least-tokens."
+        ),
+    ] = None
     ep: Annotated[
         int | None,
         _option(MODEL, "Expert parallelism: parts of ranks with some of the experts each. Default: 1."),

@@ -12,6 +12,7 @@ from shared.config.speculation import check_speculation
 
 Panel = Literal["reference", "optimized"]
 SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"]
+DataParallelPolicyName = Literal["round-robin", "least-requests", "least-tokens"]
 EvictionPolicyName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
 SpeculativeAlgorithm = Literal["eagle", "eagle3", "nextn", "standalone", "ngram"]
 
@@ -39,6 +40,8 @@ class EngineConfig:
 
     # Several ranks
     tp: int = 1  # tensor parallelism: so many ranks have a part of the model each
+    dp: int = 1  # data parallelism: so many replicas of the whole model
+    dp_policy: DataParallelPolicyName = "least-tokens"  # the replica that gets a request
     ep: int = 1  # expert parallelism: the ranks are in so many parts, and each has some of the experts
     ep_num_redundant_experts: int = 0  # places for replicas of experts in each layer, over all parts
     eplb_rebalance_num_iterations: int | None = None  # rebalance experts each so many steps; None: never
@@ -91,7 +94,7 @@ class EngineConfig:
             if value not in allowed and not (value is None and _DEFAULTS[name] is None):
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
         for name in (
-            "tp", "ep", "page_size", "max_running_requests", "max_prefill_tokens", "context_len",
+            "tp", "dp", "ep", "page_size", "max_running_requests", "max_prefill_tokens", "context_len",
             "max_total_tokens", "eplb_rebalance_num_iterations",
             "chunked_prefill_size", "max_queued_requests", "cuda_graph_max_bs",
             "speculative_num_steps", "speculative_topk", "speculative_num_draft_tokens",
@@ -181,6 +184,7 @@ _CHOICES = {
     "panel": get_args(Panel),
     "schedule_policy": get_args(SchedulePolicyName),
     "eviction_policy": get_args(EvictionPolicyName),
+    "dp_policy": get_args(DataParallelPolicyName),
     "speculative": get_args(SpeculativeAlgorithm),
     "load_format": ("auto", "dummy"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),

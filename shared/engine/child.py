@@ -110,8 +110,11 @@ class Inbox:
     """In the other process: the calls of its parent, which a thread reads. So it reports while it computes,
     and ends as soon as the parent has ended, whatever it does."""
 
-    def __init__(self, pipe: Connection, log: Callable[[], list[Any]]) -> None:
+    def __init__(
+        self, pipe: Connection, log: Callable[[], list[Any]], leave: Callable[[int], object] = os._exit
+    ) -> None:
         self.pipe = pipe
+        self.leave = leave
         self.log = log
         self._calls: SimpleQueue[Call] = SimpleQueue()
         self._lock = threading.Lock()  # two threads send
@@ -145,7 +148,7 @@ class Inbox:
                     self.send(self.report())
                 else:
                     self._calls.put(call)
-        os._exit(0)  # the parent has ended, or has dropped this process
+        self.leave(0)  # the parent has ended, or has dropped this process
 
 
 @contextlib.contextmanager

@@ -85,17 +85,19 @@ def request_of(req: Req) -> Request:
     )
 
 
-def apply(call: Call, scheduler: Scheduler, assembly: Assembly) -> None:
-    """Make the call in another process, on the scheduler of `assembly`."""
+def apply(call: Call, scheduler: Scheduler, assembly: Assembly) -> Req | None:
+    """Make the call in another process, on the scheduler of `assembly`. The request, if it adds one."""
     if call.method == "add_request":
         assert call.request is not None
         req = _req(call.request, assembly)  # its grammar has compiled before: here an error ends the engine
         with contextlib.suppress(ValueError):  # the caller refuses it too
             scheduler.add_request(req)
-    elif call.method in ("abort", "retract"):
+        return req
+    if call.method in ("abort", "retract"):
         getattr(scheduler, call.method)(call.rid)
     else:
         getattr(scheduler, call.method)()
+    return None
 
 
 def _req(request: Request, assembly: Assembly) -> Req:

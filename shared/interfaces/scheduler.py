@@ -50,6 +50,8 @@ class SchedulerStats(NamedTuple):
     num_retractions: int
     new_token_ratio: float
     speculation: SpeculationStats = SpeculationStats()
+    num_used_tokens: int = 0  # slots of the KV pool that are not free
+    num_evictable_tokens: int = 0  # of these, in cached prefixes that no request holds
 
 
 @dataclass

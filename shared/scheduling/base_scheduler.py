@@ -300,6 +300,7 @@ class BaseScheduler(interface.Scheduler):
         return SchedulerState(list(self.waiting_queue), list(self.running), self.chunked_req)
 
     def stats(self) -> SchedulerStats:
+        allocator = self.parts.allocator
         return SchedulerStats(
             num_waiting=len(self.waiting_queue),
             num_running=len(self.running) + (self.chunked_req is not None),
@@ -310,6 +311,8 @@ class BaseScheduler(interface.Scheduler):
             num_retractions=self.num_retractions,
             new_token_ratio=self.new_token_ratio.current,
             speculation=self.decoding.stats(self.num_accepted_tokens),
+            num_used_tokens=allocator.size - allocator.available_size(),
+            num_evictable_tokens=self.parts.tree_cache.evictable_size(),
         )
 
     def _take_outputs(self) -> list[StepOutput]:

@@ -257,14 +257,14 @@ class EngineLoop:
             self.channel.send(Heartbeat(counter=self._counter, load=self._load()))
 
     def _load(self) -> Load:
-        stats, parts = self.scheduler.stats(), self.assembly.parts
+        stats = self.scheduler.stats()
         return Load(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             num_waiting_for_grammar=len(self.grammar_queue),
             num_steps=stats.num_steps,
-            num_used_tokens=parts.allocator.size - parts.allocator.available_size(),
-            num_evictable_tokens=parts.tree_cache.evictable_size(),
+            num_used_tokens=stats.num_used_tokens,
+            num_evictable_tokens=stats.num_evictable_tokens,
             num_prompt_tokens=stats.num_prompt_tokens,
             num_cached_tokens=stats.num_cached_tokens,
             num_generated_tokens=stats.num_generated_tokens,
@@ -282,7 +282,7 @@ class EngineLoop:
             context_len=assembly.config.context_len,
             vocab_size=assembly.model_config.vocab_size,
             num_token_ids=assembly.parts.num_token_ids,
-            max_total_tokens=assembly.parts.allocator.size,
+            max_total_tokens=assembly.parts.allocator.size * assembly.config.dp,
             max_running_requests=assembly.config.max_running_requests,
             eos_token_ids=sorted(self.assembly.eos_token_ids),
             description={**assembly.selection, **assembly.memory.rows()},

@@ -1,0 +1,180 @@
+"""Replicas behind a controller: which one gets a request, and that answers are those of one engine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from shared.config import EngineConfig
+from shared.engine.assembly import Assembly, assemble
+from shared.engine.child import Child, EngineProcessEnded, Inbox
+from shared.engine.llm import LLM
+from shared.engine.replicas import Controller, Load, choose_replica, config_of_replica, serve_calls
+from shared.types import FinishAbort, Req, SamplingParams, StepOutput
+from tests.parallel.tiny_ranks import answers, make_config, requests
+
+POLICIES = ("round-robin", "least-requests", "least-tokens")
+
+
+def loads(*num_tokens: Sequence[int]) -> list[Load]:
+    return [Load({str(i): num for i, num in enumerate(each)}) for each in num_tokens]
+
+
+CHOICES: list[tuple[str, list[Load], int, int]] = [
+    ("round-robin", loads([], [9, 9], []), 0, 1),
+    ("round-robin", loads([], [], []), 2, 0),
+    ("least-requests", loads([100], [1, 1], [1, 1]), 0, 0),
+    ("least-requests", loads([1], [100], [1]), 0, 1),  # a tie goes round robin
+    ("least-requests", loads([], [], []), 1, 2),
+    ("least-tokens", loads([100], [1, 1], [50]), 0, 1),
+    ("least-tokens", loads([10], [5, 5], [20]), 0, 0),  # a tie goes to fewer requests
+    ("least-tokens", loads([7], [7], [7]), 1, 2),
+]
+
+
+@pytest.mark.parametrize(("policy", "given", "last", "expected"), CHOICES)
+def test_which_replica_gets_a_request(policy: str, given: list[Load], last: int, expected: int) -> None:
+    assert choose_replica(policy, given, last) == expected
+
+
+def _ties_to_the_first(policy: str, given: Sequence[Load], last: int) -> int:
+    return choose_replica(policy, given, -1)
+
+
+def _tokens_of_requests(policy: str, given: Sequence[Load], last: int) -> int:
+    return choose_replica("least-requests" if policy == "least-tokens" else policy, given, last)
+
+
+def _most_tokens(policy: str, given: Sequence[Load], last: int) -> int:
+    return choose_replica(policy, [Load({k: -n for k, n in each.num_tokens.items()}) for each in given], last)
+
+
+def _waits_for_reports(policy: str, given: Sequence[Load], last: int) -> int:
+    """Requests that no report has counted yet do not count."""
+    return choose_replica(policy, [Load() for _ in given], last)
+
+
+@pytest.mark.parametrize(
+    "planted", [_ties_to_the_first, _tokens_of_requests, _most_tokens, _waits_for_reports]
+)
+def test_a_planted_bug_chooses_another(planted: Callable[[str, Sequence[Load], int], int]) -> None:
+    assert any(planted(policy, given, last) != expected for policy, given, last, expected in CHOICES)
+
+
+def in_threads(config: EngineConfig, num_replicas: int) -> tuple[Assembly, Controller]:
+    """A controller whose other replicas are threads of this process."""
+    config = config.updated(dp=num_replicas)
+    others, sizes = [], []
+    for i in range(1, num_replicas):
+        assembly = assemble(config_of_replica(config, i))
+        mine, theirs = multiprocessing.Pipe()
+        inbox = Inbox(theirs, list, leave=lambda code: None)
+        others.append(Child(f"replica {i}", mine))
+        inbox.start(assembly.parts.allocator.size)
+        sizes.append(others[-1].wait_until_ready(10))
+        threading.Thread(target=serve_calls, args=(assembly, inbox), daemon=True).start()
+    assembly = assemble(config_of_replica(config, 0))
+    return assembly, Controller(config, assembly, others, sizes)
+
+
+def finish(controller: Controller, reqs: list[Req]) -> dict[str, list[StepOutput]]:
+    outputs: dict[str, list[StepOutput]] = {req.rid: [] for req in reqs}
+    for req in reqs:
+        controller.add_request(req)
+    while controller.has_work():
+        for output in controller.step():
+            outputs[output.rid].append(output)
+    return outputs
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_replicas_answer_as_one(folders: dict[str, str], policy: str) -> None:
+    config = make_config(folders["llama"], dp_policy=policy, max_total_tokens=256)
+    alone = answers(assemble(config))
+    _, controller = in_threads(config, 3)
+    reqs = requests()
+    outputs = finish(controller, reqs)
+    for req, expected in zip(reqs, alone):
+        pieces = outputs[req.rid]
+        assert [i for piece in pieces for i in piece.new_token_ids] == expected.output_ids
+        found = [logprob for piece in pieces for logprob in piece.output_logprobs]
+        assert [each.token_id for each in found] == [each.token_id for each in expected.output_logprobs]
+        assert req.run_start_time is not None
+    stats = controller.stats()
+    assert stats.num_generated_tokens == sum(len(req.output_ids) for req in alone)
+    assert stats.num_prompt_tokens == sum(len(req.origin_input_ids) for req in alone)
+    assert [len(load.num_tokens) for load in controller.loads] == [0, 0, 0]
+
+
+def test_requests_are_refused_aborted_and_flushed_wherever_they_are(folders: dict[str, str]) -> None:
+    _, controller = in_threads(make_config(folders["llama"], dp_policy="round-robin"), 2)
+
+    def req(rid: str, **fields: Any) -> Req:
+        params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+        return Req(**{"rid": rid, "origin_input_ids": [1, 2], "sampling_params": params, "seed": 0} | fields)
+
+    for rid in "abcd":
+        controller.add_request(req(rid))
+    assert [sorted(load.num_tokens) for load in controller.loads] == [["a", "c"], ["b", "d"]]
+    with pytest.raises(ValueError, match="'b' is in use"):
+        controller.add_request(req("b"))
+    for bad, message in (
+        ({"origin_input_ids": []}, "prompt is empty"),
+        ({"origin_input_ids": [131]}, "outside the vocabulary"),
+        ({"logit_processor": len}, "logit processors"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            controller.add_request(req("e", **bad))
+    assert [len(load.num_tokens) for load in controller.loads] == [2, 2]  # nothing of them is left
+    assert not controller.flush_cache()
+    assert not controller.abort("e")
+    assert all(controller.abort(rid) for rid in "abcd")
+    ended = {}
+    while controller.has_work():
+        ended |= {output.rid: output.finished_reason for output in controller.step()}
+    assert ended == dict.fromkeys("abcd", FinishAbort("aborted"))
+    assert controller.flush_cache()
+
+
+def test_processes_and_a_replica_that_is_killed() -> None:
+    """LLM(dp=2): the text of one replica; the end of a replica is the end of all requests."""
+    flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
+    sampling = {"temperature": 0, "max_tokens": 16, "progress": False}
+    prompts = ["Count from 3 to 9.", "What is 12 + 30?", "What is 7 + 5?"]
+    expected = [output.text for output in LLM("tiny-dense", **flags).generate(prompts, **sampling)]
+    llm = LLM("tiny-dense", dp=2, **flags)
+    assert [output.text for output in llm.generate(prompts, **sampling)] == expected
+    controller: Any = llm.scheduler
+    (other,) = controller.others
+    os.kill(other.process.pid, signal.SIGKILL)
+    start = time.monotonic()
+    while not llm.scheduler.has_work():  # it notices without a request
+        time.sleep(0.01)
+    with pytest.raises(EngineProcessEnded, match="replica 1 has ended with signal SIGKILL"):
+        llm.generate(prompts, **sampling)
+    assert time.monotonic() - start < 10
+
+
+def test_a_burst_is_spread(folders: dict[str, str]) -> None:
+    """Requests that come before any step, and before any load is reported."""
+    config = make_config(folders["llama"], dp_policy="least-tokens")
+    _, controller = in_threads(config, 2)
+    for req in requests():
+        controller.add_request(req)
+    num_tokens = [sum(load.num_tokens.values()) for load in controller.loads]
+    assert abs(num_tokens[0] - num_tokens[1]) <= 21  # the longest prompt
+    while controller.has_work():
+        controller.step()
+
+
+def test_replicas_have_a_gpu_each() -> None:
+    with pytest.raises(ValueError, match="each replica has a GPU of its own"):
+        config_of_replica(EngineConfig(dp=2, device="cuda:1"), 0)
+    assert config_of_replica(EngineConfig(dp=2, device="cpu"), 1).dp == 1
