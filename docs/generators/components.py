@@ -8,10 +8,11 @@ import inspect
 import json
 from collections import Counter
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
-from docs.generators.classes import ROOT, path_of, types_reached
-from docs.generators.tables import card, cell, indented, table
+from docs.generators.classes import ROOT, fields_of, methods_of, path_of, types_reached
+from docs.generators.tables import card, cell, field_table, indented, table
 from shared import registry
 from shared.conformance import suite
 from shared.engine.component_check import _CLASSES, _FINDERS, _MODULES
@@ -67,7 +68,13 @@ def contract(module: str) -> str:
     text = inspect.getdoc(importlib.import_module(f"shared.interfaces.{module}")) or ""
     rest = text.partition("\n\n")[2]
     blocks = [f"`shared/interfaces/{module}.py`", rest]
-    blocks += [f"::: {cls.__module__}.{cls.__name__}" for cls in _interfaces(f"shared.interfaces.{module}")]
+    for cls in _interfaces(f"shared.interfaces.{module}"):
+        methods = ", ".join(each.__name__ for each in methods_of(cls) if each.__name__[0] != "_")
+        options = f"\n    options:\n      members: [{methods}]" if methods else ""
+        blocks.append(f"::: {cls.__module__}.{cls.__name__}{options}")
+        attributes = [each for each in fields_of(cls) if each.default != "computed"]
+        if attributes:
+            blocks += [f"*Attributes of `{cls.__name__}`:*", field_table(attributes)]
     return "\n\n".join(filter(None, blocks))
 
 
@@ -113,18 +120,21 @@ def clauses(name: str) -> str:
 
 
 def implementations(name: str) -> str:
-    """The choices of the registry, with the file and the first paragraph of its docstring."""
-    rows = []
+    """The choices of the registry, each with its file and what its docstring says."""
+    items = []
     for choice, target in registry.IMPLEMENTATIONS[name].items():
         module, _, attribute = target.partition(":")
         stem = ROOT / module.replace(".", "/")
         path = stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
-        where = path.relative_to(ROOT).as_posix().removesuffix("__init__.py")
-        needs = "CUDA GPU" if registry.needs_cuda(name, choice) else ""
-        if not needs and choice in registry.NEEDS_TRITON.get(name, ()):
-            needs = "CUDA GPU, or Triton's interpreter"
-        rows.append([f"`{choice}`", f"`{where}`", f"`{attribute}`" if attribute else "", _about(path), needs])
-    return table(["Choice", "File", "Class", "What it is", "Needs"], rows)
+        where = f"`{path.relative_to(ROOT).as_posix()}`"
+        needs = ""
+        if registry.needs_cuda(name, choice):
+            needs = " Needs a CUDA GPU."
+        elif choice in registry.NEEDS_TRITON.get(name, ()):
+            needs = " Needs a CUDA GPU, or Triton's interpreter."
+        owner = f"`{attribute}` in {where}" if attribute else where
+        items.append(f"**`{choice}`**: {owner}.{needs}\n\n{indented(_about(path))}")
+    return "\n\n".join(f"- {item}" for item in items)
 
 
 def check(name: str) -> str:
@@ -160,8 +170,7 @@ def _caught(name: str) -> Counter[str]:
 def _about(path: Path) -> str:
     """The first paragraph of a module's docstring, and the one that begins "Differs from reference"."""
     paragraphs = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")
-    kept = [part for i, part in enumerate(paragraphs) if i == 0 or part.startswith("Differs")]
-    return cell(" ".join(kept))
+    return "\n\n".join(part for i, part in enumerate(paragraphs) if i == 0 or part.startswith("Differs"))
 
 
 def _defined_in(module: str) -> list[type]:
@@ -170,8 +179,11 @@ def _defined_in(module: str) -> list[type]:
 
 
 def _interfaces(module: str) -> list[type]:
-    """Abstract classes of a module; a Protocol is a type, not an interface."""
-    return [cls for cls in _defined_in(module) if inspect.isabstract(cls)]
+    """Abstract classes of a module, first those that a component implements. A Protocol is a type, not an
+    interface."""
+    implemented = {*_CLASSES.values(), *chain.from_iterable(_MODULES.values())}
+    found = [cls for cls in _defined_in(module) if inspect.isabstract(cls)]
+    return sorted(found, key=lambda cls: cls not in implemented)
 
 
 def _has_page(cls: type) -> bool:

@@ -20,7 +20,7 @@ JSON = "-H 'Content-Type: application/json' \\\n  -d"
 
 SAMPLES = {
     "generate": 'diptych generate "What is 12 + 30?"',
-    "generate-json": "diptych generate --json --logprobs --top-logprobs 2 -n 2 \\\n"
+    "generate-json": "diptych generate --json --logprobs --top-logprobs 2 -n 1 \\\n"
     '  "What is 12 + 30?" | python -m json.tool',
     "chat": "printf 'What is 12 + 30?\\n/stats\\n/exit\\n' | diptych chat",
     "error": "diptych generate --page-size 0 Hello",

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args, get_type_hints
 
-from docs.generators.classes import fields_of, named, summary
+from docs.generators.classes import Field, fields_of, named, summary
 
 
 def cell(text: object) -> str:
@@ -40,23 +40,30 @@ def card(dotted: str, notes: dict[str, str] | None = None) -> str:
     cls = named(dotted)
     notes = dict(notes or {})
     blocks = [summary(cls)]
-    groups: list[tuple[str, list[list[object]]]] = [("", [])]
+    groups: list[tuple[str, list[Field]]] = [("", [])]
     for each in fields_of(cls):
-        is_computed = each.default == "computed"
-        group = "Computed" if is_computed else each.group.rstrip(".:")
+        group = "Computed" if each.default == "computed" else each.group.rstrip(".:")
         if group and group != groups[-1][0]:
             groups.append((group, []))
-        note = notes.pop(each.name.partition("(")[0], "")
-        text = ". ".join(filter(None, [_sentence(each.comment).rstrip("."), note]))
-        default = "" if is_computed else each.default
-        groups[-1][1].append([code(each.name), code(each.type), code(default), cell(text)])
-    for group, rows in groups:
-        if rows:
+        groups[-1][1].append(each)
+    for group, fields in groups:
+        if fields:
             blocks += [f"*{group}:*"] if group else []
-            blocks.append(table(["Field", "Type", "Default", "Meaning"], rows))
+            blocks.append(field_table(fields, notes))
     if notes:
         raise ValueError(f"{dotted} has no field {', '.join(notes)}")
     return "\n\n".join(filter(None, blocks))
+
+
+def field_table(fields: Iterable[Field], notes: dict[str, str] | None = None) -> str:
+    """Takes the notes that it uses out of `notes`."""
+    rows = []
+    for each in fields:
+        note = notes.pop(each.name.partition("(")[0], "") if notes else ""
+        text = ". ".join(filter(None, [_sentence(each.comment).rstrip("."), note]))
+        default = "" if each.default == "computed" else each.default
+        rows.append([code(each.name), code(each.type), code(default), cell(text)])
+    return table(["Field", "Type", "Default", "Meaning"], rows)
 
 
 def _sentence(text: str) -> str:

@@ -19,10 +19,12 @@ class AttentionBackend(ABC):
     Token t of request i sits at position p = seq_lens[i] - extend_seq_lens[i] + (its index in the
     request). It sees the KV of positions j of its own request, read from slot
     req_to_token[req_pool_indices[i], j], where
+
     - there is no mask: j <= p (causal);
     - `custom_mask` or `tree_mask` is given: the mask's row of the token is True at column j, or, of a
       tree_mask [bs, n, m], at column j - (seq_lens[i] - m) where that is not negative;
     - the layer has a sliding window w >= 0: also j >= p - w.
+
     A token always sees at least itself in a causal batch. A masked token that sees nothing gets zeros.
 
     score = scale * q·k, then logit_cap * tanh(score / logit_cap) when logit_cap > 0, softmax over the

@@ -23,6 +23,7 @@ class TopK(ABC):
     - grouped: softmax; a group's score is its largest; only the topk_group best groups take part;
     - biased-grouped: s = sigmoid(logits), c = s + correction_bias; a group's score is the sum of its two
       largest c; experts are chosen by c within the kept groups, *weighted by s*.
+
     Ties: lowest id first. Weights descend by score (by c for biased-grouped). `norm_topk_prob` divides the
     weights by their sum. `routed_scaling_factor` multiplies them, here and nowhere else.
     """

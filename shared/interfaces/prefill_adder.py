@@ -45,6 +45,7 @@ class PrefillAdder(ABC):
     """Fills one prefill step. A new one is made for each step; results are in the attributes.
 
     Budgets, in tokens:
+
     - rem_total = available + evictable - reserved. Reserved at the start: num_mixed_decode_tokens and
       num_reserved_tokens, plus for every running request min(tokens it may still produce,
       CLIP_MAX_NEW_TOKENS) * new_token_ratio; each request added reserves its extension (in whole pages) and,

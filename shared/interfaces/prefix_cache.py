@@ -129,11 +129,13 @@ class PrefixCache(ABC):
         parents when they become leaves.
 
         The policies. Least first, and then by last access:
+
         - lru: last access; mru: the same, latest first;
         - fifo: creation; filo: the same, latest first;
         - lfu: hits;
         - slru: nodes of less than 2 hits before all others;
         - priority: priority.
+
         A hit is a match or an insert through the node. A new node has no hit. The upper half of a split has
         the lower half's hits, creation and priority.
         """

@@ -13,6 +13,7 @@ class Sampler(ABC):
     """Logits to tokens. Stateless: the same arguments give the same result.
 
     In order, per row, in float32 or better:
+
     1. repetition_penalty r on every token in the prompt or the output: logit / r if positive, else * r;
        then minus frequency_penalty * count and minus presence_penalty for tokens in the output;
     2. `vocab_mask` and `banned` tokens become -inf;
@@ -24,6 +25,7 @@ class Sampler(ABC):
     6. take the token with the largest log p + g, where g = -log(-log1p(-v)) and
        v = (hash(seed, position, token id) + 0.5) / 2^32: a token's noise depends on nothing else, so a
        request's tokens never depend on its batch-mates. The hash is `shared.sampling.noise.hash_noise`.
+
     Steps 5 and 6 decide as float64 does on the float32 values of (logit - largest logit) / temperature.
 
     A row with a NaN anywhere, one that the bias makes included, or with no token left above -inf, gets token

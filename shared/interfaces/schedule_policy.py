@@ -33,6 +33,7 @@ class SchedulePolicy(ABC):
     - dfs-weight: depth first through the prefix tree, at each node the child first whose subtree has the
       most waiting requests (ties: the subtree with the longest waiting request), a node's own requests
       after those of its children.
+
     lpm and dfs-weight with the cache disabled are fcfs.
 
     In-batch prefix caching (lpm, dfs-weight): a request that finds at most

@@ -1,5 +1,7 @@
 """Reference pages: every component, flag, route and field has its text, and sample outputs are current."""
 
+import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -104,6 +106,32 @@ def test_fields_are_read_from_the_source() -> None:
     groups = [field.group for field in classes.fields_of(Req) if field.group]
     assert "Memory." in groups
     assert [field.name for field in classes.fields_of(ForwardMode)][:2] == ["EXTEND", "DECODE"]
+
+
+_ITEM = re.compile(r" *(?:- |\d+\. )")
+
+
+def list_without_blank_line(text: str) -> list[str]:
+    """Lines that Markdown joins: a list behind text, and text behind a list."""
+    found, indent = [], None
+    for above, line in itertools.pairwise(["", *text.splitlines()]):
+        depth = len(line) - len(line.lstrip())
+        is_item = _ITEM.match(line) is not None
+        if is_item and indent is None and above.strip():
+            found.append(line)
+        if line.strip() and not is_item and indent is not None and depth <= indent:
+            found.append(line)
+        indent = depth if is_item else indent if line.strip() else None
+    return found
+
+
+@pytest.mark.parametrize("folder", ["interfaces", "types", "config"])
+def test_lists_in_docstrings_are_lists_on_the_page(folder: str) -> None:
+    for path in (ROOT / "shared" / folder).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                assert list_without_blank_line(ast.get_docstring(node) or "") == [], path.name
+    assert list_without_blank_line("First:\n- one\nand more") == ["- one", "and more"]
 
 
 def test_types_are_followed_from_signatures() -> None:
