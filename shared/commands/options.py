@@ -68,6 +68,10 @@ class EngineOptions:
             MODEL, "Replica of a request: round-robin, least-requests or least-tokens. Default: least-tokens."
         ),
     ] = None
+    pp: Annotated[
+        int | None,
+        _option(MODEL, "Pipeline parallelism: ranks that have some of the layers each. Default: 1."),
+    ] = None
     ep: Annotated[
         int | None,
         _option(MODEL, "Expert parallelism: parts of ranks with some of the experts each. Default: 1."),

@@ -64,7 +64,7 @@ def serve(
     from shared.server.state import ServerSettings
 
     config = EngineConfig(**engine.to_flags())
-    if config.tp > 1:
+    if config.num_ranks > 1:
         from shared.engine.launcher import follow_if_launched
 
         follow_if_launched()

@@ -40,6 +40,7 @@ class EngineConfig:
 
     # Several ranks
     tp: int = 1  # tensor parallelism: so many ranks have a part of the model each
+    pp: int = 1  # pipeline parallelism: so many ranks have some of the layers each
     dp: int = 1  # data parallelism: so many replicas of the whole model
     dp_policy: DataParallelPolicyName = "least-tokens"  # the replica that gets a request
     ep: int = 1  # expert parallelism: the ranks are in so many parts, and each has some of the experts
@@ -94,8 +95,8 @@ class EngineConfig:
             if value not in allowed and not (value is None and _DEFAULTS[name] is None):
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
         for name in (
-            "tp", "dp", "ep", "page_size", "max_running_requests", "max_prefill_tokens", "context_len",
-            "max_total_tokens", "eplb_rebalance_num_iterations",
+            "tp", "pp", "dp", "ep", "page_size", "max_running_requests", "max_prefill_tokens",
+            "context_len", "max_total_tokens", "eplb_rebalance_num_iterations",
             "chunked_prefill_size", "max_queued_requests", "cuda_graph_max_bs",
             "speculative_num_steps", "speculative_topk", "speculative_num_draft_tokens",
         ):  # fmt: skip
@@ -168,6 +169,11 @@ class EngineConfig:
             raise ValueError(
                 f"give cuda_graph_bs ({sizes!r}) or cuda_graph_max_bs ({self.cuda_graph_max_bs}), not both"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes, or threads in tests, that run the engine together."""
+        return self.tp * self.pp
 
     def updated(self, **changes: Any) -> EngineConfig:
         """A copy with some flags changed; an unknown flag raises `ValueError` with the list of flags."""

@@ -11,11 +11,17 @@ class ParallelFlags(Protocol):
     @property
     def tp(self) -> int: ...
     @property
+    def pp(self) -> int: ...
+    @property
     def ep(self) -> int: ...
     @property
     def ep_num_redundant_experts(self) -> int: ...
     @property
     def eplb_rebalance_num_iterations(self) -> int | None: ...
+    @property
+    def speculative(self) -> str | None: ...
+    @property
+    def enable_mixed_chunk(self) -> bool: ...
 
 
 def check_parallel_flags(flags: ParallelFlags) -> None:
@@ -25,6 +31,14 @@ def check_parallel_flags(flags: ParallelFlags) -> None:
             f"ep={flags.ep} needs tp to be a multiple of it, and tp is {flags.tp}: expert parallelism places "
             f"experts on the ranks of tensor parallelism"
         )
+    if flags.pp > 1:
+        for name, value, only in (
+            ("tp", flags.tp, 1),
+            ("speculative", flags.speculative, None),
+            ("enable_mixed_chunk", flags.enable_mixed_chunk, False),
+        ):
+            if value != only:
+                raise ValueError(f"pp={flags.pp} does not work with {name}={value}; it must be {only}")
     redundant = flags.ep_num_redundant_experts
     if type(redundant) is not int or redundant < 0:
         raise ValueError(f"ep_num_redundant_experts must be an integer >= 0, got {redundant!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def assemble(
     tp: Collectives | None = None,
 ) -> Assembly:
     """`replace`: component -> what to take for it in place of what the registry has. `tp`: the group in which
-    this is one rank, with config.tp > 1.
+    this is one rank, with config.num_ranks > 1: of tensor parallelism, or the stages of a pipeline.
 
     Everything that can be wrong with the configuration, the model's files or the tokenizer is found, and
     raised as `ValueError`, before memory for weights or pools is taken."""
@@ -92,13 +93,16 @@ def assemble(
     def component(name: str) -> Any:
         return (replace or {}).get(name) or theirs.get(name) or registry.load(name, selection[name])
 
-    if config.tp > 1:
+    if config.num_ranks > 1:
         assert tp is not None
         check_parallel(config)
-    local_config = local_model_config(model_config, config)
+    ranks, pp = tp, None
+    if config.pp > 1:
+        tp, pp = None, ranks
+    local_config = local_model_config(model_config, config, ranks)
     phases.end("tokenizer")
     free_before = free_gpu_memory(device)
-    model = load_model(folder, model_config, config, component, device, dtype, tp)
+    model = load_model(folder, model_config, config, component, device, dtype, ranks)
     experts = None
     if config.ep > 1:
         assert tp is not None
@@ -119,8 +123,8 @@ def assemble(
     draft_bytes = drafter.num_kv_bytes_per_token if drafter is not None else 0
     memory = plan_memory(config, local_config, dtype, device, free_before, weight_bytes, draft_bytes)
     num_tokens = memory.num_tokens
-    if tp is not None:  # every rank has as many slots as the one with the least memory
-        num_tokens = int(tp.all_gather(torch.tensor([num_tokens])).min())
+    if ranks is not None:  # every rank has as many slots as the one with the least memory
+        num_tokens = int(ranks.all_gather(torch.tensor([num_tokens])).min())
     if device.type == "cuda":
         print_memory(memory)
     assert config.context_len is not None
@@ -130,7 +134,7 @@ def assemble(
     kv_pool = pools.TokenToKVPool(
         num_tokens,
         config.page_size,
-        model_config.num_hidden_layers,
+        local_config.num_hidden_layers,
         local_config.num_kv_heads,
         local_config.head_dim,
         dtype,
@@ -168,7 +172,12 @@ def assemble(
     phases.end("pools")
     parts.model_runner.prepare(config, parts.sampler, parts.num_token_ids)
     phases.end("kernels and graphs")
-    scheduler = component("scheduler")(config, model_config, parts)
+    if pp is None:
+        scheduler = component("scheduler")(config, model_config, parts)
+    else:
+        pipeline: Any = import_module("reference.pipeline")
+        stage = pipeline.Stage(model, attention, kv_pool, pp)
+        scheduler = pipeline.PipelineScheduler(config, model_config, parts, stage)
     config = config.updated(max_total_tokens=num_tokens)
     eos_token_ids = model_config.eos_token_ids
     if tokenizer is not None:
@@ -183,7 +192,14 @@ def assemble(
 def check_parallel(config: EngineConfig) -> None:
     """Raise `ValueError` for what does not work with several ranks."""
     if str(config.device) != "cpu":
-        raise ValueError(f"tp={config.tp} runs over gloo on device=cpu; the device is {config.device}")
+        raise ValueError(
+            f"tp={config.tp}, pp={config.pp} run over gloo on device=cpu; the device is {config.device}"
+        )
+    if config.pp > 1 and (config.panel != "reference" or config.use):
+        raise ValueError(
+            f"pp={config.pp} runs in panel=reference without use; these are {config.panel} and "
+            f"{dict(config.use)}"
+        )
 
 
 def print_memory(memory: MemoryPlan) -> None:

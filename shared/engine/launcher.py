@@ -37,16 +37,18 @@ def follow_if_launched() -> None:
 
 
 def assemble_launched(config: EngineConfig) -> Assembly:
-    """The engine, on rank 0. Raises `ValueError` where the launcher has not started `config.tp` ranks."""
+    """The engine, on rank 0. Raises `ValueError` unless the launcher has started `config.num_ranks` ranks."""
     follow_if_launched()
     world_size = int(os.environ["WORLD_SIZE"])
-    if world_size != config.tp:
-        raise ValueError(f"the launcher has started {world_size} ranks (WORLD_SIZE); tp is {config.tp}")
+    if world_size != config.num_ranks:
+        raise ValueError(
+            f"the launcher has started {world_size} ranks (WORLD_SIZE); tp * pp is {config.num_ranks}"
+        )
     store = _meet()
     key = secrets.token_bytes(32)
     with Listener((os.environ["MASTER_ADDR"], 0), authkey=key) as listener:
         store.set("address", f"{listener.address[0]} {listener.address[1]} {key.hex()}")
-        followers = [_accept(listener, store, rank, config) for rank in range(1, config.tp)]
+        followers = [_accept(listener, store, rank, config) for rank in range(1, config.num_ranks)]
     return assemble_lead(config, store, followers, TIME_LIMIT)
 
 

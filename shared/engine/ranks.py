@@ -34,10 +34,10 @@ def assemble_ranks(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Asse
     Raises `ValueError` as `assemble` does, and `EngineProcessEnded` when a rank cannot start."""
     from torch.distributed import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, config.tp, True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, config.num_ranks, True, wait_for_workers=False)
     followers = [
         Child.spawn(f"rank {rank}", _follow_parent, config, rank, store.port, time_limit)
-        for rank in range(1, config.tp)
+        for rank in range(1, config.num_ranks)
     ]
     return assemble_lead(config, store, followers, time_limit)
 
@@ -47,7 +47,7 @@ def assemble_lead(
 ) -> Assembly:
     """Rank 0, when the others have been started."""
     try:
-        tp = collectives_of(config)(store, 0, config.tp, time_limit)
+        tp = collectives_of(config)(store, 0, config.num_ranks, time_limit)
         clock = CallClock()
         assembly = assemble(config, clock, tp=tp)
         for follower in followers:
@@ -159,7 +159,7 @@ def _follow_parent(config: EngineConfig, rank: int, port: int, time_limit: float
     """The process of another rank."""
     from torch.distributed import TCPStore
 
-    follow(config, rank, lambda: TCPStore("127.0.0.1", port, config.tp, False), time_limit, pipe)
+    follow(config, rank, lambda: TCPStore("127.0.0.1", port, config.num_ranks, False), time_limit, pipe)
 
 
 def follow(config: EngineConfig, rank: int, connect: Any, time_limit: float, pipe: Connection) -> None:
@@ -167,7 +167,7 @@ def follow(config: EngineConfig, rank: int, connect: Any, time_limit: float, pip
     log: list[Any] = []
     inbox = Inbox(pipe, lambda: list(log.copy()))
     with reported_end(inbox):
-        tp = collectives_of(config)(connect(), rank, config.tp, time_limit)
+        tp = collectives_of(config)(connect(), rank, config.num_ranks, time_limit)
         log = tp.log.entries
         clock = CallClock()
         assembly = assemble(config, clock, tp=tp)

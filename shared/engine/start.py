@@ -9,7 +9,7 @@ from shared.engine.assembly import Assembly, assemble
 def start_engine(config: EngineConfig) -> Assembly:
     """Raises `ValueError` for a configuration that cannot run. In a process that a launcher has started as
     another rank it does not return: the process ends with rank 0."""
-    if config.tp == config.dp == 1:
+    if config.num_ranks == config.dp == 1:
         return assemble(config)
     try:
         from shared.engine.launcher import assemble_launched, is_launched
@@ -17,7 +17,7 @@ def start_engine(config: EngineConfig) -> Assembly:
         from shared.engine.replicas import assemble_replicas
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"tp={config.tp}, dp={config.dp}: needs {error.name}: pip install 'diptych[parallel]'"
+            f"{config.num_ranks} ranks, dp={config.dp}: need {error.name}: pip install 'diptych[parallel]'"
         ) from None
     if config.dp > 1:
         return assemble_replicas(config)

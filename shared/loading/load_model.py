@@ -24,6 +24,7 @@ from shared.loading.draft_weights import (
 from shared.loading.kv_sizing import check_memory
 from shared.loading.model_path import resolve_model_path
 from shared.loading.shards import Shards, shard_config
+from shared.loading.stages import Stage, remove_foreign, stage_config
 from shared.loading.weight_names import expected_shapes
 from shared.loading.weights import Weights, dummy_weights, iterate_weights, named_targets
 from shared.parallel.expert_manager import ExpertManager
@@ -39,27 +40,36 @@ def load_model(
     component: Callable[[str], Any],
     device: torch.device,
     dtype: torch.dtype,
-    tp: Collectives | None = None,
+    ranks: Collectives | None = None,
 ) -> CausalLM:
     """The model of a folder, or this rank's part of it, built from the chosen components. Raises
     `ValueError`, before the model takes memory, for files that do not fit and for weights that are larger
     than the free memory."""
-    shards = (
-        None
-        if tp is None
-        else Shards(model_config, tp.rank, tp.size, config.ep, first_experts(model_config, config))
-    )
-    local_config = local_model_config(model_config, config)
+    shards: Shards | None = None
+    if ranks is not None and config.pp > 1:
+        shards = Stage(model_config, ranks.rank, ranks.size)
+    elif ranks is not None:
+        experts = first_experts(model_config, config)
+        shards = Shards(model_config, ranks.rank, ranks.size, config.ep, experts)
+    local_config = model_config if ranks is None else local_model_config(model_config, config, ranks)
     weights = checkpoint_weights(folder, model_config, config, device, shards)
     check_weights(model_config.architecture, expected_shapes(local_config), device, dtype)
     model_class: type[CausalLM] = component("models").model_class(model_config.architecture)
+    tp = None if config.pp > 1 else ranks
     model = build_model(model_class, local_config, component, device, dtype, tp)
+    if isinstance(shards, Stage):
+        remove_foreign(model, model_config, shards.rank, shards.size)
     model.load_weights(weights)
     return model.eval()
 
 
-def local_model_config(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
+def local_model_config(
+    model_config: ModelConfig, config: EngineConfig, ranks: Collectives | None = None
+) -> ModelConfig:
     """The model of one rank."""
+    if config.pp > 1:
+        assert ranks is not None
+        return stage_config(model_config, ranks.rank, ranks.size)
     return shard_config(model_config, config.tp, config.ep, config.ep_num_redundant_experts)
 
 

@@ -1,0 +1,72 @@
+"""Pipeline parallelism: which layers a rank has."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared.config import ModelConfig
+from shared.loading.shards import Shards
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+EMBEDDING, LAST = "model.embed_tokens.weight", ("model.norm.weight", "lm_head.weight")
+
+
+def layers_of(num_layers: int, rank: int, size: int) -> range:
+    """The layers of a rank: as many as the others have, or one more. Raises `ValueError` if one has none."""
+    if size > num_layers:
+        raise ValueError(f"pp={size}: a model of {num_layers} layers has none for some ranks")
+    return range(num_layers * rank // size, num_layers * (rank + 1) // size)
+
+
+def stage_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
+    """The model of one rank, whose layers are numbered from 0."""
+    layers = layers_of(config.num_hidden_layers, rank, size)
+    return replace(
+        config,
+        num_hidden_layers=len(layers),
+        sliding_windows=config.sliding_windows[layers.start : layers.stop],
+        moe_layers=frozenset(layer - layers.start for layer in config.moe_layers if layer in layers),
+    )
+
+
+def remove_foreign(model: nn.Module, config: ModelConfig, rank: int, size: int) -> None:
+    """Remove what only other stages use: the embedding, except on the first rank and, where the head is tied
+    to it, on the last; norm and head, except on the last."""
+    parts: Any = model
+    if rank > 0 and not (config.tie_word_embeddings and rank == size - 1):
+        parts.model.embed_tokens = None
+    if rank < size - 1:
+        parts.model.norm = None
+        parts.lm_head = None
+
+
+@dataclass(frozen=True)
+class Stage(Shards):
+    """The layers of one rank, under the names of its model."""
+
+    def __post_init__(self) -> None:
+        layers = layers_of(self.config.num_hidden_layers, self.rank, self.size)
+        object.__setattr__(self, "_layers", layers)
+
+    def local_names(self, name: str) -> list[str]:
+        is_last = self.rank == self.size - 1
+        if name == EMBEDDING:
+            return [name] * (self.rank == 0 or (is_last and self.config.tie_word_embeddings))
+        if name in LAST:
+            return [name] * is_last
+        match = _LAYER.match(name)
+        assert match is not None, name
+        layers: range = self._layers  # type: ignore[attr-defined]
+        layer = int(match[1])
+        return [f"model.layers.{layer - layers.start}.{name[match.end() :]}"] if layer in layers else []
+
+    def own(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+    def index(self, name: str) -> tuple[slice, ...]:
+        return ()

@@ -1,0 +1,213 @@
+"""Pipeline parallelism: the answers of one rank, and batches that are under way together."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from reference.pipeline import PipelineScheduler, Stage
+from shared.config import EngineConfig
+from shared.conformance.ranks import on_ranks
+from shared.engine.assembly import Assembly, assemble
+from shared.engine.llm import LLM
+from shared.loading.stages import layers_of
+from shared.parallel.alone import ALONE
+from shared.types import FinishAbort, Req
+from tests.parallel.tiny_ranks import LLAMA, QWEN3_MOE, answers, make_config, requests
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunks": {"chunked_prefill_size": 8, "page_size": 4},
+    "no radix cache": {"disable_radix_cache": True},
+    "small pool": {"max_total_tokens": 96, "schedule_conservativeness": 0.1},
+}
+FOUR_LAYERS = {
+    "llama": LLAMA | {"num_hidden_layers": 4},
+    "tied": QWEN3_MOE | {"num_hidden_layers": 5, "mlp_only_layers": [0, 2]},
+}
+
+
+class Run(NamedTuple):
+    """Of one rank. `num_under_way`: the most batches together."""
+
+    assembly: Assembly
+    reqs: list[Req]
+    num_under_way: int
+
+
+def of_stages(
+    config: EngineConfig,
+    size: int,
+    disturb: Callable[[PipelineScheduler, int], None] = lambda scheduler, step: None,
+) -> list[Run]:
+    """`disturb` is called before each step."""
+
+    def run(group: Any) -> Run:
+        assembly = assemble(config.updated(pp=size), clock=lambda: 0.0, tp=group)
+        scheduler, reqs, most, step = assembly.scheduler, requests(), 0, 0
+        assert isinstance(scheduler, PipelineScheduler)
+        for req in reqs:
+            scheduler.add_request(req)
+        while scheduler.has_work():
+            disturb(scheduler, step)
+            scheduler.step()
+            most = max(most, len(scheduler.under_way))
+            step += 1
+        return Run(assembly, reqs, most + 1)
+
+    return on_ranks(size, run)
+
+
+def output_ids(reqs: list[Req]) -> list[list[int]]:
+    return [req.output_ids for req in reqs]
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("flags", FLAGS)
+def test_stages_answer_as_one(folders: dict[str, str], model: str, flags: str) -> None:
+    config = make_config(folders[model], **FLAGS[flags])
+    expected = answers(assemble(config))
+    for run in of_stages(config, 2):
+        for req, alone in zip(run.reqs, expected):
+            assert req.output_ids == alone.output_ids
+            assert req.finished_reason == alone.finished_reason
+            pairs = zip(
+                req.input_logprobs + req.output_logprobs, alone.input_logprobs + alone.output_logprobs
+            )
+            for found, wanted in pairs:
+                assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+        assert run.num_under_way == 2
+
+
+@pytest.mark.parametrize("name", FOUR_LAYERS)
+@pytest.mark.parametrize("size", [3, 4])
+def test_more_stages(tmp_path: Path, name: str, size: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FOUR_LAYERS[name]))
+    config = make_config(str(tmp_path))
+    whole = assemble(config)
+    expected = output_ids(answers(whole))
+    runs = of_stages(config, size)
+    for run in runs:
+        assert output_ids(run.reqs) == expected
+        assert run.num_under_way == size
+    counts = [sum(each.numel() for each in run.assembly.model.parameters()) for run in runs]
+    num_whole = sum(each.numel() for each in whole.model.parameters())
+    embedding = whole.model.model.embed_tokens.weight.numel()
+    assert sum(counts) == num_whole + embedding * (name == "tied")  # a tied head is on the last rank too
+    layers = [run.assembly.kv_pool.num_layers for run in runs]
+    assert layers == [len(layers_of(sum(layers), rank, size)) for rank in range(size)]
+
+
+def retract_some(scheduler: PipelineScheduler, step: int) -> None:
+    if step % 3 == 2 and scheduler.under_way:
+        reqs = scheduler.under_way[0].batch.reqs
+        scheduler.retract(reqs[step % len(reqs)].rid)
+
+
+def test_requests_that_leave_a_batch_under_way(folders: dict[str, str]) -> None:
+    """The token of a retracted request is sampled again, that of an aborted one is dropped."""
+    config = make_config(folders["llama"])
+    expected = output_ids(answers(assemble(config)))
+    for run in of_stages(config, 2, retract_some):
+        assert output_ids(run.reqs) == expected
+        assert sum(req.num_retractions for req in run.reqs) > 3
+
+    def abort(scheduler: PipelineScheduler, step: int) -> None:
+        if step == 5:
+            assert scheduler.under_way
+            assert not scheduler.flush_cache()
+            scheduler.abort("r1")
+            scheduler.abort("r2")
+
+    for run in of_stages(config, 2, abort):
+        for req, ids in zip(run.reqs, expected):
+            is_aborted = req.rid in ("r1", "r2")
+            assert isinstance(req.finished_reason, FinishAbort) == is_aborted
+            assert req.output_ids == (ids[: len(req.output_ids)] if is_aborted else ids)
+        assert run.assembly.scheduler.flush_cache()
+
+
+def test_layers_of_a_stage() -> None:
+    assert [list(layers_of(5, rank, 3)) for rank in range(3)] == [[0], [1, 2], [3, 4]]
+    with pytest.raises(ValueError, match="pp=3: a model of 2 layers"):
+        layers_of(2, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"pp": 2, "tp": 2}, "pp=2 does not work with tp=2"),
+        ({"pp": 2, "speculative": "ngram"}, "pp=2 does not work with speculative=ngram"),
+        ({"pp": 2, "enable_mixed_chunk": True}, "pp=2 does not work with enable_mixed_chunk=True"),
+        ({"pp": 2, "use": {"scheduler": "optimized"}}, "pp=2 runs in panel=reference without use"),
+        ({"pp": 0}, "pp must be an integer >= 1"),
+    ],
+)
+def test_what_cannot_run(folders: dict[str, str], flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        assemble(make_config(folders["llama"], **flags), tp=ALONE)
+
+
+def test_processes() -> None:
+    flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
+    sampling = {"temperature": 0, "max_tokens": 16, "progress": False}
+    prompts = ["Count from 3 to 9.", "What is 12 + 30?"]
+    expected = [output.text for output in LLM("tiny-dense", **flags).generate(prompts, **sampling)]
+    llm = LLM("tiny-dense", pp=2, **flags)
+    assert [output.text for output in llm.generate(prompts, **sampling)] == expected
+
+
+def _all_stay(self: PipelineScheduler, launched: Any) -> list[Req | None]:
+    """Retractions are not noticed."""
+    return [req if self.live.get(req.rid) is req else None for req in launched.batch.reqs]
+
+
+def _from_one_buffer(self: Stage, x: torch.Tensor, to: int) -> Any:
+    """Each micro-batch is sent from the same memory, while the one before may be on its way."""
+    if x.dtype != torch.float32:
+        return START_SEND(self, x, to)
+    if not hasattr(self, "buffer"):
+        self.buffer = torch.zeros(100_000)  # type: ignore[attr-defined]
+    sent = self.buffer[: x.numel()].view(x.shape)  # type: ignore[attr-defined]
+    sent.copy_(x)
+    return START_SEND(self, sent, to)
+
+
+def _slow(self: Stage, *args: Any) -> None:
+    """The last stage lags behind."""
+    if self.is_last:
+        time.sleep(0.02)
+    LAUNCH(self, *args)
+
+
+START_SEND, LAUNCH = Stage._start_send, Stage.launch
+PLANTED: dict[str, tuple[str, Any]] = {
+    "tokens of retracted requests are kept": ("reference.pipeline.PipelineScheduler._staying", _all_stay),
+    "a send buffer is reused": ("reference.pipeline.Stage._start_send", _from_one_buffer),
+    "layers are in reverse": (
+        "shared.loading.stages.layers_of",
+        lambda num_layers, rank, size: layers_of(num_layers, size - 1 - rank, size),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_changes_the_answers(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, bug: str
+) -> None:
+    config = make_config(folders["llama"]).updated(check_invariants=False)
+    expected = output_ids(answers(assemble(config)))
+    monkeypatch.setattr("reference.pipeline.Stage.launch", _slow)
+    assert [output_ids(run.reqs) for run in of_stages(config, 2, retract_some)] == [expected] * 2
+    monkeypatch.setattr(*PLANTED[bug])
+    try:
+        found = [output_ids(run.reqs) for run in of_stages(config, 2, retract_some)]
+    except (AssertionError, RuntimeError):
+        return
+    assert found != [expected] * 2
