@@ -67,8 +67,8 @@ class Run:
                 line.cells[step] = ("wait", "")
             return
         token_id = collector.output_ids[before]
-        text = self.llm.tokenizer.decode([token_id]).replace("<|im_end|>", "■").replace(" ", "␣")
-        line.cells[step] = ("decode" if before else "prefill", text)
+        text = self.llm.tokenizer.decode([token_id]).replace("<|im_end|>", "■").strip()
+        line.cells[step] = ("decode" if before else "prefill", text or "␣")
         line.num_computed = collector.num_prompt_tokens - collector.num_cached_tokens
 
 
@@ -76,7 +76,7 @@ def draw(lines: list[Line], width: int) -> Svg:
     svg = Svg(width)
     num_steps = max(max(line.cells) for line in lines) + 1
     is_wide = width == WIDE
-    left, row = (142.0, 46.0) if is_wide else (0.0, 54.0)
+    left, row = (154.0, 46.0) if is_wide else (0.0, 54.0)
     column = (width - left - 1) / num_steps
     inner = Svg(round(width - left))  # what the sweep uncovers
     classes = {"wait": "r0", "prefill": "fc", "decode": "fa"}

@@ -80,9 +80,9 @@ def draw(calls: list[torch.Tensor], num_layers: int, width: int) -> Svg:
     for i, batch in enumerate(BATCHES):
         top, mean = y + 12 + 28 * i, experts_read(calls, batch)
         svg.text(0, top + 15, f"{batch} token{'s' if batch > 1 else ''}")
-        room = width - 72 - 34
-        svg.rect(72, top, room, 20, "f0")
-        svg.rect(72, top, room * mean / 8, 20, "fb")
+        room = width - 80 - 34
+        svg.rect(80, top, room, 20, "f0")
+        svg.rect(80, top, room * mean / 8, 20, "fb")
         svg.text(width - 28, top + 15, f"{mean:.1f}")
     return svg
 

@@ -120,7 +120,7 @@ def draw(state: State, width: int) -> Svg:
     """An outline: a child is below its parent and to the right of it."""
     svg = Svg(width)
     is_wide = width == WIDE
-    indent, note_width = (30.0, 165.0) if is_wide else (13.0, 0.0)
+    indent, note_width = (30.0, 185.0) if is_wide else (13.0, 0.0)
     children: dict[int, list[Node]] = {}
     ids = {node.node_id for node in state.nodes}
     for node in sorted(state.nodes, key=lambda node: node.node_id):
@@ -142,7 +142,7 @@ def draw(state: State, width: int) -> Svg:
         note, change = note_of(node)
         x_note, y_note = (x + box_width + 8, y + 16) if is_wide else (x + indent, y + height + 14)
         svg.text(x_note, y_note, note, "s")
-        svg.text(x_note + 7 * len(note) + 8, y_note, change, "b")
+        svg.text(x_note + 7.4 * len(note) + 8, y_note, change, "b")
         bottom = y + height
         y = bottom + (10 if is_wide else 26)
         for child in children.get(node.node_id, []):

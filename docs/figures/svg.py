@@ -15,7 +15,7 @@ STYLES = Path(__file__).parents[1] / "stylesheets" / "figures.css"
 HUES = ("a", "b", "c", "d", "e")
 """Class names of the colours: `fa` is a light fill for text, `sa` a strong one, `la` a line."""
 
-CHAR = 7.3
+CHAR = 8.5
 """Width of one character of the monospaced text, in pixels."""
 
 
@@ -58,7 +58,7 @@ class Svg:
         """Coloured squares (class, text) from left to right, in rows. Returns the next free y."""
         x = 0.0
         for cls, text in entries:
-            needed = 20 + 7.2 * len(text) + 14
+            needed = 20 + 7.6 * len(text) + 14
             if x and x + needed - 14 > self.width:
                 x, y = 0.0, y + 20
             self.rect(x, y, 13, 13, cls)

@@ -70,7 +70,7 @@ def test_both_views_have_titles_and_fit(name: str) -> None:
 
 def estimated_end(text: ElementTree.Element) -> float:
     classes = (text.get("class") or "").split()
-    length = len(text.text or "") * (7.25 if "m" in classes else 6.4)
+    length = len(text.text or "") * (8.45 if "m" in classes else 6.9)
     x = float(text.get("x", ""))
     return x if "end" in classes else x + length / 2 if "mid" in classes else x + length
 
