@@ -56,6 +56,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     },
     "sampler": {"reference": "reference.sampler:Sampler", "optimized": "optimized.sampler:Sampler"},
     "drafter": {"reference": "reference.speculative", "optimized": "optimized.speculative"},
+    "detokenizer": {"reference": "shared.text.detokenizer:IncrementalDetokenizer"},
     "draft_tree": {
         "reference": "reference.speculative.draft_tree:DraftTreeOps",
         "optimized": "optimized.speculative.draft_tree:DraftTreeOps",

@@ -19,6 +19,7 @@ from shared.grammar.compiler import GrammarCompiler
 from shared.interfaces import (
     CausalLM,
     Collectives,
+    Detokenizer,
     Drafter,
     DrafterParts,
     Scheduler,
@@ -44,6 +45,7 @@ class Assembly:
     kv_pool: TokenToKVPool
     memory: MemoryPlan
     tokenizer: Tokenizer | None  # None: the model has none, and serves token ids
+    detokenizer: type[Detokenizer]
     parts: SchedulerParts
     scheduler: Scheduler
     grammars: GrammarCompiler
@@ -184,8 +186,8 @@ def assemble(
         eos_token_ids |= tokenizer.eos_token_ids
     grammars = GrammarCompiler(tokenizer, num_token_ids, eos_token_ids)
     return Assembly(
-        config, model_config, selection, model, kv_pool, memory, tokenizer, parts, scheduler, grammars,
-        eos_token_ids, phases.seconds, experts,
+        config, model_config, selection, model, kv_pool, memory, tokenizer, component("detokenizer"), parts,
+        scheduler, grammars, eos_token_ids, phases.seconds, experts,
     )  # fmt: skip
 
 

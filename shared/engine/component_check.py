@@ -19,6 +19,7 @@ _CLASSES: dict[str, type] = {
     "model_runner": interfaces.ModelRunner,
     "sampler": interfaces.Sampler,
     "draft_tree": interfaces.DraftTreeOps,
+    "detokenizer": interfaces.Detokenizer,
     "expert_balancer": interfaces.ExpertBalancer,
     "expert_dispatch": interfaces.ExpertDispatch,
     "collectives": interfaces.Collectives,

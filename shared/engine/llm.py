@@ -189,7 +189,10 @@ class LLM:
                         req.grammar = grammars.grammar_for(req, compiled.result())
                     with self.timeline.span("receive"):
                         self.scheduler.add_request(req)
-                    collectors.append(OutputCollector(req, i, self.tokenizer, submitted_as=name))
+                    detokenizer = None
+                    if self.tokenizer is not None:
+                        detokenizer = self.assembly.detokenizer(self.tokenizer, sampling_params, prompt_ids)
+                    collectors.append(OutputCollector(req, i, detokenizer, submitted_as=name))
                     self._collectors[req.rid] = collectors[-1]
                 # --8<-- [end:make-req]
             except ValueError:
@@ -205,6 +208,7 @@ class LLM:
         candidates = chain([rid], (f"{rid}:{i}" for i in count()))
         return next(name for name in candidates if name not in self._collectors)
 
+    # --8<-- [start:step-in-process]
     def step(self) -> bool:
         """Run one batch and hand its outputs to the collectors. False when there was nothing to do."""
         with self._exclusive():
@@ -222,6 +226,8 @@ class LLM:
                 stats, free = self.stats(), self.assembly.parts.allocator.available_size()
                 self.timeline.count(running=stats.num_running, waiting=stats.num_waiting, free_tokens=free)
             return True
+
+    # --8<-- [end:step-in-process]
 
     def abort(self, rid: str) -> bool:
         """End a request (with n > 1: all its samples). False when it has ended or never was."""

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from shared.text.detokenizer import IncrementalDetokenizer
-from shared.text.tokenizer import Tokenizer
+from shared.interfaces import Detokenizer
 from shared.types import FinishReason, GenerateOutput, Req, SpeculationStats, StepOutput, TokenLogprob
 
 
 class OutputCollector:
-    """One request as its submitter sees it. Without a tokenizer the text stays empty."""
+    """One request as its submitter sees it. Without a detokenizer the text stays empty."""
 
-    def __init__(self, req: Req, index: int, tokenizer: Tokenizer | None, submitted_as: str) -> None:
+    def __init__(self, req: Req, index: int, detokenizer: Detokenizer | None, submitted_as: str) -> None:
         self.scheduler_rid = req.rid
         n = req.sampling_params.n
         self.rid = submitted_as if n == 1 else f"{submitted_as}#{index}"  # as users see it
         self.submitted_as = submitted_as  # the id that all samples of a request share
         self.index = index
         self.num_prompt_tokens = len(req.origin_input_ids)
-        self.detokenizer = (
-            IncrementalDetokenizer(tokenizer, req.sampling_params, req.origin_input_ids)
-            if tokenizer
-            else None
-        )
+        self.detokenizer = detokenizer
         self.output_ids: list[int] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None

@@ -2,6 +2,7 @@
 
 from shared.interfaces.attention import AttentionBackend, BatchAttention
 from shared.interfaces.collectives import Collectives
+from shared.interfaces.detokenizer import Detokenizer
 from shared.interfaces.draft_model import DraftModel, DraftOutput
 from shared.interfaces.draft_tree import DraftTreeOps
 from shared.interfaces.drafter import Drafter, DrafterParts
@@ -43,6 +44,7 @@ __all__ = [
     "CacheWatcher",
     "CausalLM",
     "Collectives",
+    "Detokenizer",
     "DraftModel",
     "DraftOutput",
     "DraftTreeOps",

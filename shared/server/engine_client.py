@@ -17,7 +17,9 @@ from typing import Any
 
 import zmq
 
+from shared import registry
 from shared.config import EngineConfig
+from shared.interfaces import Detokenizer
 from shared.server.engine_process import EngineHandle, start_engine
 from shared.server.messages import (
     VERSION,
@@ -38,7 +40,6 @@ from shared.server.messages import (
     encode,
     reason_of,
 )
-from shared.text.detokenizer import IncrementalDetokenizer
 from shared.types import TokenLogprob
 
 POLL_INTERVAL = 0.2
@@ -77,7 +78,7 @@ class Delta:
 class Live:
     """A request that the engine works on. `deliver` is called on the event loop."""
 
-    detokenizer: IncrementalDetokenizer | None
+    detokenizer: Detokenizer | None
     deliver: Callable[[Delta], None]
 
 
@@ -85,6 +86,8 @@ class EngineClient:
     """Start with `start`, end with `stop`. All methods but `_receive` run on the event loop's thread."""
 
     def __init__(self, config: EngineConfig, *, in_thread: bool) -> None:
+        chosen = config.use.get("detokenizer", "reference")
+        self.detokenizer: type[Detokenizer] = registry.load("detokenizer", chosen)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._handle: EngineHandle = start_engine(config, self._context, in_thread=in_thread)
         self._to_engine = self._bind(zmq.PUSH, self._handle.endpoints.to_engine)

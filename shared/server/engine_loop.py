@@ -63,6 +63,7 @@ class EngineLoop:
         self._live: dict[str, Req | None] = {}  # the request until its first output, then None
         self._refused: list[RequestOutput] = []  # requests that the scheduler did not take
 
+    # --8<-- [start:engine-loop]
     def run(self) -> None:
         """Serve until stopped. An exception of the engine itself is reported as `Dead`, then raised."""
         try:
@@ -78,6 +79,8 @@ class EngineLoop:
             raise
         finally:
             self.assembly.grammars.close()
+
+    # --8<-- [end:engine-loop]
 
     # ---- messages in ----
 
@@ -211,12 +214,15 @@ class EngineLoop:
 
     # ---- steps and messages out ----
 
+    # --8<-- [start:engine-step]
     def _step(self) -> None:
         outputs, self._refused = self._refused, []
         if self.scheduler.has_work() and not self.is_paused:
             outputs += map(self._output, self.scheduler.step())
         if outputs:
             self.channel.send(Outputs(outputs=outputs))
+
+    # --8<-- [end:engine-step]
 
     def _drain(self) -> None:
         """Steps until no request is left: for requests that have just been aborted."""

@@ -13,7 +13,6 @@ from shared.server.engine_client import Delta, EngineClient, EngineDead, Live
 from shared.server.errors import ApiError, bad_request
 from shared.server.messages import Finish, Generate
 from shared.server.metrics import Metrics
-from shared.text.detokenizer import IncrementalDetokenizer
 from shared.text.tokenizer import Tokenizer
 from shared.types import SamplingParams
 
@@ -93,6 +92,7 @@ class Generation:
             accepted_tokens=sum(sample.num_accepted_tokens for sample in self.samples),
         )
 
+    # --8<-- [start:run-generation]
     async def run(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         """Lists of what came meanwhile, one delta for each choice at most. Raises `ApiError` when a sample is
         refused, aborted or fails: then the others end too."""
@@ -111,6 +111,8 @@ class Generation:
             self.client.abort(sample.rid for sample in self.samples if sample.finish is None)
             self._report_end()
 
+    # --8<-- [end:run-generation]
+
     def _report_end(self) -> None:
         usage, seconds = self.usage, time.monotonic() - self.start_time
         is_aborted = any(s.finish is None or s.finish.kind in ("abort", "error") for s in self.samples)
@@ -128,7 +130,7 @@ class Generation:
             )
             detokenizer = None
             if self.tokenizer is not None:
-                detokenizer = IncrementalDetokenizer(self.tokenizer, self.params, prompt)
+                detokenizer = self.client.detokenizer(self.tokenizer, self.params, prompt)
             try:
                 self.client.generate(message, Live(detokenizer, self._deliver_to(sample)))
             except EngineDead as error:

@@ -34,6 +34,7 @@ class Message(msgspec.Struct, tag=True, kw_only=True):
 # ---- API to engine ----
 
 
+# --8<-- [start:generate-and-abort]
 class Generate(Message):
     """Start one sample of one prompt."""
 
@@ -50,6 +51,9 @@ class Abort(Message):
     """End requests. Unknown ids are ignored: a request may have ended meanwhile."""
 
     rids: list[str]
+
+
+# --8<-- [end:generate-and-abort]
 
 
 class Control(Message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shared.interfaces import detokenizer as interface
 from shared.text.stop_text import (
     MAX_CHARACTER_BYTES,
     NUM_CONTEXT_TOKENS,
@@ -12,27 +13,19 @@ from shared.text.stop_text import (
     num_held_chars,
     search_stop_regex,
 )
-from shared.text.tokenizer import Tokenizer
 from shared.types import FinishReason, FinishRegex, FinishString, FinishToken, SamplingParams
 
 _MAX_PENDING_TOKENS = 16
 """More tokens than any incomplete character can have: then the bytes are no characters."""
 
 
-class IncrementalDetokenizer:
-    """The text of one request. All pieces together are the final text: the decoded output, cut off before
-    the stop token or before the first occurrence of the stop string or the regex's match (`no_stop_trim`:
-    not cut off).
+class IncrementalDetokenizer(interface.Detokenizer):
+    """A token is decoded together with the piece before it, so the cost of a token does not depend on the
+    length of the text."""
 
-    Held back are tokens that end inside a character, and text that may turn out to be the beginning of a
-    stop string. A regex's match may begin anywhere, so with stop_regex (and without no_stop_trim) the text
-    comes in one piece at the end.
-
-    A token is decoded together with the piece before it, so the cost of a token does not depend on the
-    length of the text.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: interface.TokenText, params: SamplingParams, prompt_ids: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._params = params
         self._num_ids = 0
@@ -48,8 +41,6 @@ class IncrementalDetokenizer:
         finished_reason: FinishReason | None = None,
         finished_len: int | None = None,
     ) -> str:
-        """The text that can be given out now. With a `finished_reason` it is the rest, and output ids beyond
-        the first `finished_len` (None: all count) are left out."""
         assert not self._is_finished, "text after the end"
         if finished_len is not None:
             new_ids = new_ids[: max(finished_len - self._num_ids, 0)]
@@ -63,6 +54,7 @@ class IncrementalDetokenizer:
         self._pending += visible
         self._held_text += self._take_text(len(visible))
 
+        # --8<-- [start:hold-stop-strings]
         stop, stop_regex = self._params.stop, self._params.stop_regex
         if not trim or not (stop or stop_regex):
             text = self._held_text
@@ -74,7 +66,9 @@ class IncrementalDetokenizer:
             text = self._held_text[: len(self._held_text) - num_held_chars(self._held_text, stop)]
         self._held_text = self._held_text[len(text) :]
         return text
+        # --8<-- [end:hold-stop-strings]
 
+    # --8<-- [start:take-text]
     def _take_text(self, num_new: int) -> str:
         """Text of the pending tokens, as far as it is certain; they become the context of the next ones."""
         if not self._pending:
@@ -93,6 +87,8 @@ class IncrementalDetokenizer:
         if len(self._pending) > _MAX_PENDING_TOKENS:
             return self._take(*self._certain_part(text))
         return ""
+
+    # --8<-- [end:take-text]
 
     def _take(self, num_tokens: int, text: str) -> str:
         """Make the first pending tokens, whose text this is, the context of the others."""

@@ -1,0 +1,42 @@
+class ToyDetokenizer:
+    """The text of one request in pieces. Decodes everything in each step."""
+
+    def __init__(self, decode, stops=()):
+        self.decode, self.stops = decode, stops
+        self.ids, self.num_given = [], 0
+
+    def append(self, new_ids, is_end=False):
+        self.ids += new_ids
+        text = self.decode(self.ids)
+        if is_end:
+            text = min((text.partition(stop)[0] for stop in self.stops), key=len, default=text)
+        else:
+            text = text.rstrip("\ufffd")  # bytes of a character that is not complete
+            text = text[: len(text) - self.num_held(text)]
+        piece = text[self.num_given :]
+        self.num_given += len(piece)
+        return piece
+
+    def num_held(self, text):
+        """Length of the longest end of the text with which a stop string may begin."""
+        ends = [n for stop in self.stops for n in range(len(stop)) if text.endswith(stop[:n])]
+        return max(ends, default=0)
+
+
+def engine_loop(inbox, outbox, next_token, end_token):
+    """Messages in, one step of every live request, messages out. Never waits for a client."""
+    live = {}
+    while True:
+        while not live or not inbox.empty():
+            kind, rid, ids = inbox.get()
+            if kind == "generate":
+                live[rid] = ids
+            elif kind == "abort":
+                live.pop(rid, None)  # unknown ids are ignored: it may have ended
+            else:
+                return
+        for rid, ids in list(live.items()):
+            ids.append(next_token(ids))
+            if ids[-1] == end_token:
+                del live[rid]
+            outbox.put((rid, ids[-1], rid not in live))
