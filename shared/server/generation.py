@@ -94,8 +94,8 @@ class Generation:
 
     # --8<-- [start:run-generation]
     async def run(self) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """Lists of what came meanwhile, one delta for each choice at most. Raises `ApiError` when a sample is
-        refused, aborted or fails: then the others end too."""
+        """Lists of what came meanwhile, one delta for each choice at most. Raises
+        `ApiError` when a sample is refused, aborted or fails: then the others end too."""
         try:
             self._submit()
             num_open = len(self.samples)

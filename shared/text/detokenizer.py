@@ -70,15 +70,15 @@ class IncrementalDetokenizer(interface.Detokenizer):
 
     # --8<-- [start:take-text]
     def _take_text(self, num_new: int) -> str:
-        """Text of the pending tokens, as far as it is certain; they become the context of the next ones."""
+        """Text of the pending tokens that is certain. They become the context."""
         if not self._pending:
             return ""
         text = self._text_after_context(self._pending)
         if text and not text.endswith(REPLACEMENT):
             return self._take(len(self._pending), text)
-        # A tokenizer with byte fallback decodes a run of bytes that ends inside a character to U+FFFD as a
-        # whole: the characters before that end are taken without it.
-        # (With one new token nothing before it has become whole: it was tried when it was the end.)
+        # With byte fallback a run of bytes that ends inside a character is U+FFFD as
+        # a whole: the characters before that end are taken without it. (With one new
+        # token nothing before it has become whole: it was tried when it was the end.)
         num_whole, whole = self._whole_characters() if num_new > 1 else (0, "")
         if num_whole:
             return self._take(num_whole, whole) + self._take_text(1)

@@ -24,7 +24,7 @@ class ToyDetokenizer:
 
 
 def engine_loop(inbox, outbox, next_token, end_token):
-    """Messages in, one step of every live request, messages out. Never waits for a client."""
+    """Messages in, one step of every live request, messages out."""
     live = {}
     while True:
         while not live or not inbox.empty():
