@@ -117,7 +117,7 @@ class ExpertManager:
     def _move_layer(
         self, experts: FusedExperts, old: list[list[int]], new: list[list[int]]
     ) -> list[list[int]]:
-        """old, new: logical experts of each part. Those of `new` that no part has, or -1."""
+        """Logical experts of `new` that no live part of `old` has, or -1."""
         group = self.ranks.size // self.ep
         own, index = divmod(self.ranks.rank, group)
         sources = [[self._source(e, part, old) for e in row] for part, row in enumerate(new)]
