@@ -22,7 +22,7 @@ from docs.generators.hook import expand
 
 ROOT = Path(__file__).parents[1]
 MAX_COLUMNS = 88
-WIDE_TABLE = 4  # columns
+WIDE_TABLE = 3  # columns
 
 _FENCE = re.compile(r"^ *(```|~~~)")
 _QUOTE = re.compile(r'^( *)--8<-- "([^":]+\.py):?([^"]*)"$')
@@ -83,9 +83,14 @@ def _labelled(table: str) -> str:
     if len(headings) < WIDE_TABLE:
         return table
     columns = itertools.cycle(headings)
-    return re.sub(r"<td\b", lambda match: f'<td data-label="{next(columns)}"', table).replace(
-        "<table>", "<table data-wide>"
+    cell = r'<td\1 data-label="{}"><div>\2</div></td>'
+    labelled = re.sub(
+        r"<td\b([^>]*)>(.*?)</td>",
+        lambda match: match.expand(cell.format(next(columns))),
+        table,
+        flags=re.DOTALL,
     )
+    return labelled.replace("<table>", "<table data-wide>")
 
 
 def _page_of(path: str) -> str:

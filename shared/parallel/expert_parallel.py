@@ -41,7 +41,7 @@ class ExpertParallel:
 
     # --8<-- [start:choose-replicas]
     def run(self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts) -> torch.Tensor:
-        """x: tokens of this rank, topk: their logical experts, experts: those of this rank."""
+        """x: tokens, topk: their logical experts, experts: those of this rank."""
         if self.lost_part is not None:
             lost, self.lost_part = self.lost_part, None
             raise ExpertsLost(lost)

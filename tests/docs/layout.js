@@ -38,7 +38,7 @@ for (const element of document.querySelectorAll(".md-header *, .md-tabs *, .md-c
     found.add(`beyond the screen: ${name(element)}`);
   }
   if (/auto|scroll|hidden/.test(style.overflowX) && element.scrollWidth > element.clientWidth + 1 && element.clientWidth > 1
-      && !element.closest(".md-tabs, .md-header, .tabbed-labels, .md-footer")) {
+      && !element.closest(".md-tabs, .md-header, .tabbed-labels, .md-footer, .language-text, .sample")) {
     found.add(`cut off: ${name(element)}`);
   }
   const text = [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.textContent.trim());
