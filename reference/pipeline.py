@@ -59,7 +59,7 @@ class Stage:
     # --8<-- [start:stage-launch]
     @torch.inference_mode()
     def launch(self, batch: ForwardBatch, info: SamplingBatchInfo, parts: SchedulerParts) -> None:
-        """Compute this rank's layers. The batch's results come from `finish`, in the order of launches."""
+        """Compute this rank's layers. `finish` gives the results, in order of launches."""
         model: Any = self.model.model
         plan = self.attention.plan(batch)
         attention = BatchAttention(self.attention, plan, self.kv_pool, batch.out_cache_loc)

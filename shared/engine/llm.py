@@ -210,7 +210,7 @@ class LLM:
 
     # --8<-- [start:step-in-process]
     def step(self) -> bool:
-        """Run one batch; its outputs go to the collectors. False: there was nothing to do."""
+        """Run one batch; its outputs go to the collectors. False: there was none to run."""
         with self._exclusive():
             if not self.scheduler.has_work():
                 return False

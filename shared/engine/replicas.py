@@ -44,8 +44,9 @@ class StepReport:
 
 # --8<-- [start:choose-replica]
 def choose_replica(policy: str, loads: Sequence[Load], last: int) -> int:
-    """The replica for the next request, `last` being that of the previous one. Ties go round robin: else the
-    first replica would get every request that comes when all are idle."""
+    """The replica for the next request, `last` being that of the previous one. Ties go
+    round robin: else the first replica would get every request that comes when all are
+    idle."""
     in_turn = [(last + 1 + i) % len(loads) for i in range(len(loads))]
     if policy == "round-robin":
         return in_turn[0]

@@ -65,7 +65,7 @@ class EngineLoop:
 
     # --8<-- [start:engine-loop]
     def run(self) -> None:
-        """Serve until stopped. An exception of the engine is reported as `Dead`, and raised."""
+        """Serve until stopped. An error of the engine is reported as `Dead`, and raised."""
         try:
             self.channel.send(self._ready())
             while not self._is_stopping:
