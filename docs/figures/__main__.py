@@ -21,6 +21,7 @@ FIGURES = {
     "kernels": "charts.kernels",
     "waiting-queue": "charts.waiting_queue",
     "pools": "charts.pools",
+    "goodput": "charts.goodput",
 }
 """Name of the .html file, which pages include -> the function of this folder that returns its text."""
 

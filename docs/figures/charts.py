@@ -162,3 +162,18 @@ def pools() -> str:
     return chart(
         "Throughput by the size of the KV pool.", "Throughput by the size of the KV pool.", rows, (60, 60)
     )
+
+
+def goodput() -> str:
+    rows = []
+    table = read_table("serving.md", "arrivals/s")
+    most = max(number(row["arrivals/s"]) for row in table)
+    for row in table:
+        reached = number(row["goodput, requests/s"])
+        rows.append(Bar(f"{row['arrivals/s']}/s", reached / most, f"{reached:.1f} requests/s", "sa"))
+    return chart(
+        "Goodput by arrivals per second.",
+        f"Goodput by arrivals per second; the right edge is {most:.0f} requests per second.",
+        rows,
+        (60, 60),
+    )
