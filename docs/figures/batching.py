@@ -37,6 +37,7 @@ class Run:
             "tiny-dense",
             panel="reference",
             device="cpu",
+            dtype="float32",
             page_size=1,
             max_total_tokens=512,
             max_running_requests=MAX_RUNNING,

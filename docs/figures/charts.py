@@ -20,7 +20,7 @@ class Bar(NamedTuple):
     cls: str
 
 
-def bars(svg: Svg, x: float, y: float, width: float, rows: list[Bar], name_width: float = 84) -> float:
+def bars(svg: Svg, x: float, y: float, width: float, rows: list[Bar], name_width: float = 92) -> float:
     """Horizontal bars with their names on the left. Returns the next free y."""
     room = width - name_width
     for row in rows:
@@ -130,7 +130,7 @@ def kernels() -> str:
         "Share of the roofline bound.",
         "Share of the roofline bound, which is the right edge.",
         rows,
-        (150, 122),
+        (150, 130),
     )
 
 
@@ -148,7 +148,7 @@ def waiting_queue() -> str:
         "CPU time of scheduling one step with 10,000 waiting requests: reference (grey) and optimized "
         "(blue). The length of a bar is the square root of its time.",
         rows,
-        (150, 110),
+        (150, 122),
     )
 
 

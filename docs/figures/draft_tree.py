@@ -114,7 +114,7 @@ def draw(rounds: list[Round], width: int) -> Svg:
         box(drawn.tokens[node], depth, row, "fb rb" if node in path else "f0")
     box(drawn.output[-1], last[0] + 1, last[1], "fc")
     y = 24 + 32 * (max(row for _, row in nodes) + 1) + 26
-    svg.text(0, y, "The whole answer, one box for each verification", "b")
+    svg.text(0, y, "The answer, a box for each verification", "b")
     write_rounds(svg, y + 12, rounds)
     return svg
 

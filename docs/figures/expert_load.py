@@ -76,7 +76,7 @@ def draw(calls: list[torch.Tensor], num_layers: int, width: int) -> Svg:
             mark = x + (cell - 6) * even / most
             svg.line(mark, y + 23, mark, y + 30, "lc")
     y = 40 + 36 * num_layers + 24
-    svg.text(0, y, "Experts of a layer that a decode step reads, of 8", "b")
+    svg.text(0, y, "Experts that a decode step reads, of 8", "b")
     for i, batch in enumerate(BATCHES):
         top, mean = y + 12 + 28 * i, experts_read(calls, batch)
         svg.text(0, top + 15, f"{batch} token{'s' if batch > 1 else ''}")

@@ -31,6 +31,7 @@ class Run:
             "tiny-dense",
             panel="reference",
             device="cpu",
+            dtype="float32",
             page_size=PAGE_SIZE,
             max_total_tokens=PAGE_SIZE * NUM_PAGES,
             disable_radix_cache=True,

@@ -35,7 +35,14 @@ class Run:
     """The reference panel with a pool of so few slots that the fourth question evicts the first answer."""
 
     def __init__(self) -> None:
-        self.llm = LLM("tiny-dense", panel="reference", device="cpu", page_size=1, max_total_tokens=NUM_SLOTS)
+        self.llm = LLM(
+            "tiny-dense",
+            panel="reference",
+            device="cpu",
+            dtype="float32",
+            page_size=1,
+            max_total_tokens=NUM_SLOTS,
+        )
         self.states: list[State] = []
 
     def submit(self, question: str) -> int:

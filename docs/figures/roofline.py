@@ -83,7 +83,7 @@ class Plane:
 
 def draw(width: int) -> Svg:
     svg = Svg(width)
-    plane, roof = Plane(svg, 40, 22), ceilings()
+    plane, roof = Plane(svg, 48, 22), ceilings()
     plane.grid()
     ridge = roof.matrix_rate / roof.bandwidth
     first = Y_RANGE[0] * 1e12 / roof.bandwidth
@@ -92,11 +92,11 @@ def draw(width: int) -> Svg:
     svg.path(line, "roof")
     svg.text(
         plane.x(0.95),
-        plane.y(120 if width == WIDE else 450),
-        f"memory: {roof.bandwidth / 1e12:.2f} TB/s",
+        plane.y(60 if width == WIDE else 150),
+        f"{roof.bandwidth / 1e12:.2f} TB/s",
         "b",
     )
-    svg.text(plane.x(19_000), plane.y(950), f"GEMM: {roof.matrix_rate / 1e12:.0f} TFLOP/s", "b end")
+    svg.text(plane.x(19_000), plane.y(950), f"{roof.matrix_rate / 1e12:.0f} TFLOP/s", "b end")
     found = points()
     shapes = list(dict.fromkeys(each.shape for each in found))
     for hue, shape in zip(HUES, shapes):
@@ -120,8 +120,8 @@ def make() -> str:
     label = f"Measured steps below the roofline. {steps}."
     caption = (
         "Steps of the optimized panel on one H200, from the tables of decode and prefill steps. A step at "
-        "the slope is bound by memory, one at the flat part by operations. Numbers: requests of a decode "
-        "step of Qwen3-8B; prefill is one prompt of 8,192 tokens. More requests do more operations with the "
-        "same weights, so the points move up and to the right."
+        "the slope is bound by the memory bandwidth, one at the flat part by the GEMM rate. Numbers: "
+        "requests of a decode step of Qwen3-8B; prefill is one prompt of 8,192 tokens. More requests do more "
+        "operations with the same weights, so the points move up and to the right."
     )
     return figure(views(label, draw(WIDE), draw(NARROW)), caption)

@@ -62,7 +62,7 @@ def first_decode_steps(width: int, window: float = 15.5) -> Svg:
     titles = ("Normal: one after the other", "Overlap: the next batch is launched while this one runs")
     for lag, (run, title) in enumerate(zip(load("overlap")["runs"], titles)):
         launches = [bar for bar in run["cpu"] if bar[0] == "launch"]
-        start = launches[0][1] - 1.2
+        start = launches[0][1] - 2.4
         axis = Axis(svg, start, start + window)
         svg.text(0, y, title if width == WIDE else title.partition(":")[0], "h")
         svg.text(0, y + 22, "CPU")

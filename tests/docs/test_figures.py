@@ -70,7 +70,7 @@ def test_both_views_have_titles_and_fit(name: str) -> None:
 
 def estimated_end(text: ElementTree.Element) -> float:
     classes = (text.get("class") or "").split()
-    length = len(text.text or "") * (8.45 if "m" in classes else 6.9)
+    length = len(text.text or "") * (8.45 if "m" in classes else 8.2 if {"b", "h"} & set(classes) else 6.9)
     x = float(text.get("x", ""))
     return x if "end" in classes else x + length / 2 if "mid" in classes else x + length
 
@@ -85,6 +85,19 @@ def test_classes_are_in_the_stylesheet(name: str) -> None:
     styles = (ROOT / "docs" / "stylesheets" / "figures.css").read_text(encoding="utf-8")
     used = {each for value in re.findall(r'class="([^"]*)"', text_of(name)) for each in value.split()}
     assert {each for each in used if f".{each}" not in styles} <= {"steps"}
+
+
+@pytest.mark.parametrize("selector", [":root", '[data-md-color-scheme="slate"]'])
+def test_text_contrasts_with_its_fill(selector: str) -> None:
+    from test_css import color, ratio
+
+    styles = (ROOT / "docs" / "stylesheets" / "figures.css").read_text(encoding="utf-8")
+    block = styles.partition(f"{selector} {{")[2].partition("}")[0]
+    known = {name: color(value, {}) for name, value in re.findall(r"--(\w+): (#\w+);", block)}
+    pairs = [("ink", fill) for fill in ("paper", "none", "grey", "fa", "fb", "fc", "fd", "fe")]
+    pairs += [("soft", "paper"), ("soft", "none"), *(("paper", strong) for strong in ("sa", "sb", "sc"))]
+    low = {pair: round(found, 2) for pair in pairs if (found := ratio(*(known[name] for name in pair))) < 4.5}
+    assert low == {}
 
 
 def test_steps_have_texts() -> None:
