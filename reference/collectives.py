@@ -30,10 +30,11 @@ class Collectives(interface.Collectives):
         return self._sum(self._gather("all_reduce", x))
 
     def _sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32))
+        dtype = parts[0].dtype
+        total = parts[0].to(torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype)
         for part in parts[1:]:  # in the order of ranks: the same bits everywhere
             total = total + part
-        return total.to(parts[0].dtype)
+        return total.to(dtype)
 
     # --8<-- [end:all-reduce]
 

@@ -68,6 +68,10 @@ class EngineOptions:
             MODEL, "Replica of a request: round-robin, least-requests or least-tokens. Default: least-tokens."
         ),
     ] = None
+    dp_attention: Annotated[
+        bool | None,
+        _option(MODEL, "With --dp: replicas of attention, which share the experts.", "--dp-attention"),
+    ] = None
     pp: Annotated[
         int | None,
         _option(MODEL, "Pipeline parallelism: ranks that have some of the layers each. Default: 1."),

@@ -13,6 +13,10 @@ class ParallelFlags(Protocol):
     @property
     def pp(self) -> int: ...
     @property
+    def dp(self) -> int: ...
+    @property
+    def dp_attention(self) -> bool: ...
+    @property
     def ep(self) -> int: ...
     @property
     def ep_num_redundant_experts(self) -> int: ...
@@ -26,7 +30,9 @@ class ParallelFlags(Protocol):
 
 def check_parallel_flags(flags: ParallelFlags) -> None:
     """Raise `ValueError` for flags that exclude each other."""
-    if flags.tp % flags.ep != 0:
+    if flags.dp_attention:
+        _check_dp_attention(flags)
+    elif flags.tp % flags.ep != 0:
         raise ValueError(
             f"ep={flags.ep} needs tp to be a multiple of it, and tp is {flags.tp}: expert parallelism places "
             f"experts on the ranks of tensor parallelism"
@@ -45,3 +51,16 @@ def check_parallel_flags(flags: ParallelFlags) -> None:
     for name in ("ep_num_redundant_experts", "eplb_rebalance_num_iterations"):
         if getattr(flags, name) and flags.ep == 1:
             raise ValueError(f"{name}={getattr(flags, name)} needs ep > 1, and ep is 1")
+
+
+def _check_dp_attention(flags: ParallelFlags) -> None:
+    if flags.dp % flags.ep != 0:
+        raise ValueError(f"dp_attention with ep={flags.ep} needs dp to be a multiple of it: dp is {flags.dp}")
+    if flags.tp > 1 or flags.pp > 1:
+        raise ValueError(
+            f"dp_attention has the whole attention on each rank: tp is {flags.tp}, pp is {flags.pp}"
+        )
+    if flags.speculative is not None:
+        raise ValueError(f"dp_attention has no speculation: speculative is {flags.speculative}")
+    if flags.ep_num_redundant_experts or flags.eplb_rebalance_num_iterations:
+        raise ValueError("dp_attention has no redundant experts and does not rebalance them")

@@ -22,6 +22,7 @@ from shared.interfaces import (
     Detokenizer,
     Drafter,
     DrafterParts,
+    MoE,
     Scheduler,
     SchedulerParts,
     TokenToKVPool,
@@ -30,6 +31,7 @@ from shared.loading.kv_sizing import MemoryPlan, free_gpu_memory, num_rows, num_
 from shared.loading.load_model import load_model, local_model_config, manage_experts
 from shared.loading.model_path import resolve_model_path
 from shared.parallel.agreement import AgreedDrafter, AgreedSampler
+from shared.parallel.dp_attention import PassDispatch, in_lockstep
 from shared.parallel.expert_manager import ExpertManager
 from shared.text.tokenizer import TOKENIZER_FILES, Tokenizer
 
@@ -74,7 +76,8 @@ def assemble(
     tp: Collectives | None = None,
 ) -> Assembly:
     """`replace`: component -> what to take for it in place of what the registry has. `tp`: the group in which
-    this is one rank, with config.num_ranks > 1: of tensor parallelism, or the stages of a pipeline.
+    this is one rank, with config.num_ranks > 1 or config.dp_attention: of tensor parallelism, the stages of a
+    pipeline, or replicas that share the experts.
 
     Everything that can be wrong with the configuration, the model's files or the tokenizer is found, and
     raised as `ValueError`, before memory for weights or pools is taken."""
@@ -98,15 +101,25 @@ def assemble(
     if config.num_ranks > 1:
         assert tp is not None
         check_parallel(config)
-    ranks, pp = tp, None
+    ranks, pp, dispatch = tp, None, None
     if config.pp > 1:
         tp, pp = None, ranks
+    if config.dp_attention:
+        assert ranks is not None
+        check_dp_attention(config, model_config, selection)
+        tp, dispatch = None, PassDispatch(ranks, config.ep)
     local_config = local_model_config(model_config, config, ranks)
     phases.end("tokenizer")
     free_before = free_gpu_memory(device)
     model = load_model(folder, model_config, config, component, device, dtype, ranks)
+    model_runner = component("model_runner")
+    if dispatch is not None:
+        model_runner = in_lockstep(model_runner, dispatch)
+        for module in model.modules():
+            if isinstance(module, MoE):
+                module.expert_parallel = dispatch
     experts = None
-    if config.ep > 1:
+    if config.ep > 1 and not config.dp_attention:
         assert tp is not None
         experts = manage_experts(model, folder, model_config, config, component, device, tp)
     num_token_ids = min(
@@ -155,7 +168,7 @@ def assemble(
     attention = component("attention")(req_to_token_pool, kv_pool)
     sampler = component("sampler")()
     parts = SchedulerParts(
-        model_runner=component("model_runner")(model, attention, kv_pool),
+        model_runner=model_runner(model, attention, kv_pool),
         sampler=sampler if tp is None else AgreedSampler(sampler, tp),
         req_to_token_pool=req_to_token_pool,
         allocator=allocator,
@@ -201,6 +214,17 @@ def check_parallel(config: EngineConfig) -> None:
         raise ValueError(
             f"pp={config.pp} runs in panel=reference without use; these are {config.panel} and "
             f"{dict(config.use)}"
+        )
+
+
+def check_dp_attention(config: EngineConfig, model_config: ModelConfig, selection: Mapping[str, str]) -> None:
+    """Raise `ValueError` for what does not work with data-parallel attention."""
+    if model_config.moe is None:
+        raise ValueError(f"dp_attention shares experts, and {model_config.architecture} has none")
+    if str(config.device) != "cpu" or selection["models"] != "reference":
+        raise ValueError(
+            "dp_attention runs over gloo, on device=cpu with models=reference; these are "
+            f"{config.device} and {selection['models']}"
         )
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from shared.engine.input_log import Call, decode, encode
+from shared.parallel.collective_log import first_difference
 
 REPORT_SECONDS = 5.0
 """That a process takes to report, or to end after its connections are closed."""
@@ -169,6 +170,17 @@ def reported_end(inbox: Inbox) -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no library may keep it alive
+
+
+def describe_all(children: Sequence[Child], log: Sequence[Any]) -> str:
+    """What processes say about themselves, and where their collectives differ from those in `log`, the
+    parent's; for people."""
+    reports = {child.name: child.report() for child in children}
+    lines = [f"{name}: {report.error}\n{report.stacks}" for name, report in reports.items() if report]
+    if len(lines) == len(children):
+        logs = [log, *(report.log for report in reports.values() if report)]
+        lines.append(first_difference(logs) or "the collectives of all ranks agree")
+    return "\n".join(lines)
 
 
 def stacks_of_all_threads() -> str:

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 from shared import registry
 from shared.config import EngineConfig
 from shared.engine.assembly import Assembly, assemble, default_device, default_panel
-from shared.engine.child import REPORT_SECONDS, Child, EngineProcessEnded, Inbox, reported_end
+from shared.engine.child import REPORT_SECONDS, Child, EngineProcessEnded, Inbox, describe_all, reported_end
 from shared.engine.input_log import Call, CallClock, Method, apply, encode, request_of
 from shared.engine.watchdog import Watchdog
 from shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
-from shared.parallel.collective_log import first_difference
 from shared.types import Req, StepOutput
 
 if TYPE_CHECKING:
@@ -146,13 +145,7 @@ class LeadScheduler(Scheduler):
         raise EngineProcessEnded(self.problem)
 
     def _describe_all(self) -> str:
-        """What the other ranks say about themselves, and where collectives differ, for people."""
-        reports = {follower.name: follower.report() for follower in self.followers}
-        lines = [f"{name}: {report.error}\n{report.stacks}" for name, report in reports.items() if report]
-        if len(lines) == len(self.followers):
-            logs = [self.tp.log.entries, *(report.log for report in reports.values() if report)]
-            lines.append(first_difference(logs) or "the collectives of all ranks agree")
-        return "\n".join(lines)
+        return describe_all(self.followers, list(self.tp.log.entries.copy()))
 
 
 def _follow_parent(config: EngineConfig, rank: int, port: int, time_limit: float, pipe: Connection) -> None:

@@ -86,7 +86,7 @@ class Controller(Scheduler):
         assert context_len is not None
         admit(req, self.assembly.model_config.vocab_size, context_len, self.pool_size)
         chosen = choose_replica(self.policy, self.loads, self._last)
-        self._call(chosen, "add_request", req.rid, req)
+        self.call(chosen, "add_request", req.rid, req)
         self._last = chosen
         self.replica_of[req.rid] = chosen
         self.loads[chosen].num_tokens[req.rid] = len(req.origin_input_ids)
@@ -104,13 +104,17 @@ class Controller(Scheduler):
         if self.problem is not None:
             raise EngineProcessEnded(self.problem)
         is_busy = self.scheduler.has_work()
-        outputs = self._first(self.scheduler.step) if is_busy else []
+        outputs = self.first(self.scheduler.step) if is_busy else []
         others: dict[Any, Child] = {other.pipe: other for other in self.others}
         ready = wait(list(others), 0 if is_busy else POLL_SECONDS)
         while ready:  # several steps, if they are shorter than the first replica's
             for pipe in ready:
-                outputs += self._receive(others[pipe])
+                outputs += self.receive(others[pipe])
             ready = wait(list(others), 0)
+        return self.counted(outputs)
+
+    def counted(self, outputs: list[StepOutput]) -> list[StepOutput]:
+        """The same, with the loads as they are now."""
         for output in outputs:
             load = self.loads[self.replica_of[output.rid]]
             load.num_tokens[output.rid] += len(output.new_token_ids)
@@ -129,7 +133,7 @@ class Controller(Scheduler):
         if self.replica_of or not self.scheduler.flush_cache():
             return False
         for replica in range(1, len(self.loads)):
-            self._call(replica, "flush_cache")
+            self.call(replica, "flush_cache")
         return True
 
     def state(self) -> SchedulerState:
@@ -151,27 +155,27 @@ class Controller(Scheduler):
         replica = self.replica_of.get(rid)
         if replica is None:
             return False
-        return self._call(replica, method, rid)
+        return self.call(replica, method, rid)
 
-    def _call(self, replica: int, method: Method, rid: str = "", req: Req | None = None) -> bool:
+    def call(self, replica: int, method: Method, rid: str = "", req: Req | None = None) -> bool:
         """True: the first replica did it, or it is sent to another."""
         if replica > 0:
             request = request_of(req) if req is not None else None
             self.others[replica - 1].call(encode(Call(method, time.monotonic(), rid, request)))
             return True
         if req is not None:
-            self._first(self.scheduler.add_request, req)
+            self.first(self.scheduler.add_request, req)
             return True
-        return bool(self._first(getattr(self.scheduler, method), rid))
+        return bool(self.first(getattr(self.scheduler, method), rid))
 
-    def _first(self, method: Callable[..., Any], *args: object) -> Any:
+    def first(self, method: Callable[..., Any], *args: object) -> Any:
         """A call of the first replica, of which a rank may have ended."""
         try:
             return method(*args)
         except EngineProcessEnded as error:
-            raise self._ended(str(error)) from None
+            raise self.ended(str(error)) from None
 
-    def _receive(self, other: Child) -> list[StepOutput]:
+    def receive(self, other: Child) -> list[StepOutput]:
         """The outputs of a replica's step. Raises `EngineProcessEnded` if it has ended."""
         try:
             report = other.pipe.recv()
@@ -185,9 +189,9 @@ class Controller(Scheduler):
                     req.arrival_time, req.run_start_time = arrival_time, run_start_time
             return report.outputs
         problem = other.describe_end()
-        raise self._ended(f"{problem}: {report.error}" if isinstance(report, Report) else problem)
+        raise self.ended(f"{problem}: {report.error}" if isinstance(report, Report) else problem)
 
-    def _ended(self, problem: str) -> EngineProcessEnded:
+    def ended(self, problem: str) -> EngineProcessEnded:
         """No replica goes on without the others."""
         self.problem = problem
         for other in self.others:
@@ -242,16 +246,20 @@ def _run_replica(config: EngineConfig, pipe: Connection) -> None:
         serve_calls(assembly, inbox)
 
 
-def serve_calls(assembly: Assembly, inbox: Inbox) -> None:
-    """Make the calls of the controller, and steps while there is work."""
+def serve_calls(assembly: Assembly, inbox: Inbox, steps_when_called: bool = False) -> None:
+    """Make the calls of the controller, and steps while there is work, or when the controller says so."""
     scheduler = assembly.scheduler
     new: dict[str, Req] = {}
     while True:
-        for call in inbox.calls(is_busy=scheduler.has_work()):
+        is_called = False
+        for call in inbox.calls(is_busy=scheduler.has_work() and not steps_when_called):
+            if call.method == "step":
+                is_called = True  # the last call that has come: the controller waits for its report
+                continue
             req = apply(call, scheduler, assembly)
             if req is not None:
                 new[req.rid] = req
-        if scheduler.has_work():
+        if is_called or (scheduler.has_work() and not steps_when_called):
             outputs = scheduler.step()
             started = [new.pop(output.rid) for output in outputs if output.rid in new]
             times = {req.rid: (req.arrival_time, req.run_start_time) for req in started}

@@ -9,16 +9,19 @@ from shared.engine.assembly import Assembly, assemble
 def start_engine(config: EngineConfig) -> Assembly:
     """Raises `ValueError` for a configuration that cannot run. In a process that a launcher has started as
     another rank it does not return: the process ends with rank 0."""
-    if config.num_ranks == config.dp == 1:
+    if config.num_ranks == config.dp == 1 and not config.dp_attention:
         return assemble(config)
     try:
         from shared.engine.launcher import assemble_launched, is_launched
         from shared.engine.ranks import assemble_ranks
         from shared.engine.replicas import assemble_replicas
+        from shared.engine.replicas_in_step import assemble_in_step
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{config.num_ranks} ranks, dp={config.dp}: need {error.name}: pip install 'diptych[parallel]'"
         ) from None
+    if config.dp_attention:
+        return assemble_in_step(config)
     if config.dp > 1:
         return assemble_replicas(config)
     return assemble_launched(config) if is_launched() else assemble_ranks(config)

@@ -50,12 +50,12 @@ def load_model(
         shards = Stage(model_config, ranks.rank, ranks.size)
     elif ranks is not None:
         experts = first_experts(model_config, config)
-        shards = Shards(model_config, ranks.rank, ranks.size, config.ep, experts)
+        shards = Shards(model_config, ranks.rank, ranks.size, config.ep, experts, config.dp_attention)
     local_config = model_config if ranks is None else local_model_config(model_config, config, ranks)
     weights = checkpoint_weights(folder, model_config, config, device, shards)
     check_weights(model_config.architecture, expected_shapes(local_config), device, dtype)
     model_class: type[CausalLM] = component("models").model_class(model_config.architecture)
-    tp = None if config.pp > 1 else ranks
+    tp = None if config.pp > 1 or config.dp_attention else ranks
     model = build_model(model_class, local_config, component, device, dtype, tp)
     if isinstance(shards, Stage):
         remove_foreign(model, model_config, shards.rank, shards.size)
@@ -70,7 +70,10 @@ def local_model_config(
     if config.pp > 1:
         assert ranks is not None
         return stage_config(model_config, ranks.rank, ranks.size)
-    return shard_config(model_config, config.tp, config.ep, config.ep_num_redundant_experts)
+    num_ranks = config.dp if config.dp_attention else config.tp
+    return shard_config(
+        model_config, num_ranks, config.ep, config.ep_num_redundant_experts, config.dp_attention
+    )
 
 
 def first_experts(model_config: ModelConfig, config: EngineConfig) -> ExpertMap | None:

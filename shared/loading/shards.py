@@ -25,35 +25,42 @@ VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.")
 
 
-def shard_config(config: ModelConfig, size: int, ep: int = 1, num_redundant: int = 0) -> ModelConfig:
+def shard_config(
+    config: ModelConfig, size: int, ep: int = 1, num_redundant: int = 0, experts_only: bool = False
+) -> ModelConfig:
     """The model of one of `size` ranks: its heads and intermediate sizes. The vocabulary stays whole: the
     numbers of its rows differ by rank (`vocabulary_rows`). With `ep` parts a rank has 1/ep of the experts and
-    of the redundant ones; shared experts are on every rank. Raises `ValueError` for sizes that cannot be
-    divided."""
+    of the redundant ones; shared experts are on every rank. `experts_only`: all but the routed experts is
+    whole. Raises `ValueError` for sizes that cannot be divided."""
     if size == 1:
         return config
     kv_heads = config.num_kv_heads
     sizes = {"num_qo_heads": config.num_qo_heads, "intermediate_size": config.intermediate_size}
+    if experts_only:
+        sizes = {}
     moe = config.moe
+    divides_shared = ep == 1 and not experts_only
     if moe is not None:
         sizes["moe.intermediate_size"] = moe.intermediate_size * ep
-        sizes["moe.shared_intermediate_size"] = moe.shared_intermediate_size if ep == 1 else 0
+        sizes["moe.shared_intermediate_size"] = moe.shared_intermediate_size if divides_shared else 0
     for name, number in sizes.items():
         if number % size != 0:
             raise ValueError(f"tp={size}: {name} ({number}) of {config.architecture} is no multiple of it")
     if ep > 1:
         _check_experts(config, ep, num_redundant)
-    if kv_heads % size != 0 and size % kv_heads != 0:
-        raise ValueError(f"tp={size}: num_kv_heads is {kv_heads}; one must be a multiple of the other")
-    if (size - 1) * -(-config.vocab_size // size) >= config.vocab_size:
-        raise ValueError(f"tp={size}: a vocabulary of {config.vocab_size} has no rows for the last rank")
     if moe is not None:
         moe = replace(
             moe,
             intermediate_size=moe.intermediate_size * ep // size,
-            shared_intermediate_size=moe.shared_intermediate_size // (size if ep == 1 else 1),
+            shared_intermediate_size=moe.shared_intermediate_size // (size if divides_shared else 1),
             num_local_experts=(moe.num_experts + num_redundant) // ep if ep > 1 else None,
         )
+    if experts_only:
+        return replace(config, moe=moe)
+    if kv_heads % size != 0 and size % kv_heads != 0:
+        raise ValueError(f"tp={size}: num_kv_heads is {kv_heads}; one must be a multiple of the other")
+    if (size - 1) * -(-config.vocab_size // size) >= config.vocab_size:
+        raise ValueError(f"tp={size}: a vocabulary of {config.vocab_size} has no rows for the last rank")
     return replace(
         config,
         num_qo_heads=config.num_qo_heads // size,
@@ -89,12 +96,13 @@ class Shards:
     size: int
     ep: int = 1
     experts: ExpertMap | None = None  # with ep > 1: a row for each layer with experts, in their order
+    experts_only: bool = False  # all else is whole
 
     def __post_init__(self) -> None:
         num_redundant = 0
         if self.experts is not None:
             num_redundant = self.experts.physical_to_logical.shape[1] - self.experts.num_replicas.shape[1]
-        local_config = shard_config(self.config, self.size, self.ep, num_redundant)
+        local_config = shard_config(self.config, self.size, self.ep, num_redundant, self.experts_only)
         object.__setattr__(self, "_whole", expected_shapes(self.config))
         object.__setattr__(self, "_local", expected_shapes(local_config))
         object.__setattr__(
@@ -121,7 +129,8 @@ class Shards:
 
     def own(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """What the rank loads for its part: zeros for a bias that another rank adds."""
-        return torch.zeros_like(part) if self.rank > 0 and name.endswith(REDUCED_BIASES) else part
+        is_added_elsewhere = self.rank > 0 and not self.experts_only and name.endswith(REDUCED_BIASES)
+        return torch.zeros_like(part) if is_added_elsewhere else part
 
     def index(self, name: str) -> tuple[slice, ...]:
         """Where the rank's part of a weight (by its canonical name) is; (): all of it is. Unknown names too,
@@ -133,7 +142,7 @@ class Shards:
             local_name = f"{name[: match.start(2)]}0{name[match.end(2) :]}"
         whole: tuple[int, ...] = self._whole.get(name, ())  # type: ignore[attr-defined]
         local: tuple[int, ...] = self._local.get(local_name, ())  # type: ignore[attr-defined]
-        if name in VOCABULARY:
+        if name in VOCABULARY and not self.experts_only:
             return (vocabulary_rows(whole[0], self.rank, self.size),)
         for dim, (num_whole, num_local) in enumerate(zip(whole, local)):
             if num_whole != num_local:

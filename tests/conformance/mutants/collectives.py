@@ -45,6 +45,14 @@ class MinimumAsSum(Collectives):
 
 
 @collectives
+class IntegersAsFloats(Collectives):
+    """Integers are added in float32: large ones lose their last digits."""
+
+    def _sum(self, parts):
+        return super()._sum([part.float() for part in parts]).to(parts[0].dtype)
+
+
+@collectives
 class GathersOwnFirst(Collectives):
     """all_gather begins with the rank's own tensor."""
 

@@ -21,7 +21,7 @@ EACH_DTYPE = grid("{size} ranks, {dtype}", size=SIZES, dtype=DTYPES)
 def parts_of(case: Case, *shape: int) -> list[torch.Tensor]:
     """A tensor for each rank."""
     dtype = getattr(case, "dtype", torch.float32)
-    scale = 1 if dtype.is_floating_point else 100
+    scale = 1 if dtype.is_floating_point else 2**40
     generator = torch.Generator().manual_seed(case.size)
     return [(torch.randn(*shape, generator=generator) * scale).to(dtype) for _ in range(case.size)]
 

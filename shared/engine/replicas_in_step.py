@@ -1,0 +1,141 @@
+"""Data-parallel attention: replicas that share the experts, so each step is a step of all of them.
+
+The controller says when: all replicas step while one has work. A replica without a batch in a step takes part
+with an IDLE batch (`shared.parallel.dp_attention`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from shared.config import EngineConfig
+from shared.engine.assembly import Assembly, assemble
+from shared.engine.child import REPORT_SECONDS, Child, EngineProcessEnded, Inbox, describe_all, reported_end
+from shared.engine.ranks import TIME_LIMIT, collectives_of
+from shared.engine.replicas import START_SECONDS, Controller, serve_calls
+from shared.engine.watchdog import Watchdog
+from shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
+from shared.parallel.dp_attention import idle_batch
+from shared.types import Req, StepOutput
+
+
+class ScheduleInStep(Scheduler):
+    """The scheduler of one replica. Each step has exactly one forward pass: without a batch an IDLE one."""
+
+    def __init__(self, assembly: Assembly, dp: Collectives) -> None:
+        self.scheduler = assembly.scheduler
+        self.runner: Any = assembly.parts.model_runner
+        self.device = assembly.parts.allocator.device
+        self.dp = dp
+
+    def step(self) -> list[StepOutput]:
+        """Raises `EngineProcessEnded` where the replicas are not in step any more."""
+        # --8<-- [start:step-in-step]
+        num_before = self.runner.num_passes
+        outputs = self.scheduler.step() if self.scheduler.has_work() else []
+        if self.runner.num_passes == num_before:
+            self.runner.forward(idle_batch(self.device))
+        # --8<-- [end:step-in-step]
+        if self.dp.is_broken or not self.runner.is_in_step or self.runner.num_passes != num_before + 1:
+            raise EngineProcessEnded("the replicas are not in step: one has ended, has failed, or is late")
+        return outputs
+
+    def add_request(self, req: Req) -> None:
+        self.scheduler.add_request(req)
+
+    def abort(self, rid: str) -> bool:
+        return self.scheduler.abort(rid)
+
+    def retract(self, rid: str) -> bool:
+        return self.scheduler.retract(rid)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def flush_cache(self) -> bool:
+        return self.scheduler.flush_cache()
+
+    def state(self) -> SchedulerState:
+        return self.scheduler.state()
+
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats()
+
+
+class ControllerInStep(Controller):
+    """All replicas step together."""
+
+    def __init__(
+        self, config: EngineConfig, assembly: Assembly, others: Sequence[Child], pool_sizes: Sequence[int]
+    ) -> None:
+        super().__init__(config, assembly, others, pool_sizes)
+        scheduler: Any = assembly.scheduler
+        self.dp: Collectives = scheduler.dp
+        self.watchdog = Watchdog(lambda: describe_all(self.others, list(self.dp.log.entries.copy())))
+
+    def step(self) -> list[StepOutput]:
+        if self.problem is not None:
+            raise EngineProcessEnded(self.problem)
+        with self.watchdog.working():
+            for replica in range(1, len(self.loads)):
+                self.call(replica, "step")
+            outputs: list[StepOutput] = self.first(self.scheduler.step)
+            for other in self.others:
+                outputs += self.receive(other)
+        return self.counted(outputs)
+
+    def first(self, method: Any, *args: object) -> Any:
+        """Says which replica has ended, if one has."""
+        try:
+            return method(*args)
+        except EngineProcessEnded as error:
+            pipes: dict[Any, Child] = {other.pipe: other for other in self.others}
+            for pipe in wait(list(pipes), REPORT_SECONDS):
+                self.receive(pipes[pipe])  # raises, unless it has only finished its step
+            raise self.ended(str(error)) from None
+
+
+def assemble_in_step(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Assembly:
+    """The engine of `config`, with config.dp replicas. Raises `ValueError` as `assemble` does, and
+    `EngineProcessEnded` when a replica cannot start."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, config.dp, True, wait_for_workers=False)
+    others = [
+        Child.spawn(f"replica {i}", _run_replica, config, i, store.port, time_limit)
+        for i in range(1, config.dp)
+    ]
+    try:
+        assembly = assemble_replica(config, store, 0, time_limit)
+        pool_sizes = [other.wait_until_ready(START_SECONDS) for other in others]
+    except BaseException:
+        for other in others:
+            other.end()
+        raise
+    return replace(assembly, scheduler=ControllerInStep(config, assembly, others, pool_sizes))
+
+
+def assemble_replica(config: EngineConfig, store: Any, rank: int, time_limit: float) -> Assembly:
+    """One of the replicas."""
+    dp = collectives_of(config)(store, rank, config.dp, time_limit, "dp")
+    assembly = assemble(config, time.monotonic, tp=dp)
+    return replace(assembly, scheduler=ScheduleInStep(assembly, dp))
+
+
+def _run_replica(config: EngineConfig, rank: int, port: int, time_limit: float, pipe: Connection) -> None:
+    """The process of another replica."""
+    from torch.distributed import TCPStore
+
+    log: Any = []
+    inbox = Inbox(pipe, lambda: list(log.copy()))
+    with reported_end(inbox):
+        store = TCPStore("127.0.0.1", port, config.dp, False)
+        assembly = assemble_replica(config, store, rank, time_limit)
+        scheduler: Any = assembly.scheduler
+        log = scheduler.dp.log.entries
+        inbox.start(assembly.parts.allocator.size)
+        serve_calls(assembly, inbox, steps_when_called=True)

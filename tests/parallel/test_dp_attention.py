@@ -1,0 +1,211 @@
+"""Data-parallel attention: uneven, idle and mixed steps, and the answers of one rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from shared.config import EngineConfig
+from shared.conformance.clause import Clause
+from shared.conformance.ranks import on_ranks
+from shared.conformance.suite import check_implementation, clauses_of
+from shared.engine.assembly import assemble
+from shared.engine.child import Child, Inbox
+from shared.engine.replicas import serve_calls
+from shared.engine.replicas_in_step import ControllerInStep, assemble_in_step, assemble_replica
+from shared.interfaces import Collectives, FusedExperts, TopKOutput
+from shared.parallel.alone import ALONE
+from shared.parallel.dp_attention import PassDispatch, PassTokens
+from shared.types import Req
+from tests.parallel.tiny_ranks import answers, make_config, requests
+
+MIXES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunks": {"chunked_prefill_size": 8, "page_size": 4},
+    "mixed chunks": {"chunked_prefill_size": 8, "enable_mixed_chunk": True},
+    "small pool": {"max_total_tokens": 48, "schedule_conservativeness": 0.1},
+    "whole experts": {"ep": 2},
+    "one at a time": {"max_running_requests": 1},
+}
+
+
+class Begun(PassDispatch):
+    """A dispatch of one pass."""
+
+    is_extend = False
+
+    def run(self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts) -> torch.Tensor:
+        self.begin(x.shape[0], self.is_extend, x.device)
+        return super().run(x, topk, experts)
+
+
+class BegunWithPrompts(Begun):
+    """Without padding."""
+
+    is_extend = True
+
+
+@pytest.mark.parametrize("impl", [Begun, BegunWithPrompts])
+@pytest.mark.parametrize("clause", clauses_of("expert_dispatch"), ids=lambda clause: clause.name)
+def test_it_is_an_expert_dispatch(clause: Clause, impl: type[PassDispatch]) -> None:
+    for case in clause.cases:
+        clause.run(impl, case, impl)
+
+
+class FromTheStart(BegunWithPrompts):
+    """A rank's tokens stand at the beginning."""
+
+    _start = 0  # type: ignore[assignment]
+
+
+class PaddingIsCounted(Begun):
+    """A rank takes back the rows of padding too."""
+
+    def _scatter(self, summands: torch.Tensor) -> torch.Tensor:
+        found = self.ranks.all_reduce(summands)
+        return found[: self._end - self._start]
+
+
+class NoSum(BegunWithPrompts):
+    """A rank takes back what its own experts give."""
+
+    def _scatter(self, summands: torch.Tensor) -> torch.Tensor:
+        return summands[self._start : self._end]
+
+
+class LocalNumbers(Begun):
+    """Numbers of experts are taken for local ones."""
+
+    def __init__(self, ranks: Collectives, ep: int) -> None:
+        super().__init__(ranks, ep)
+        self.part = 0
+
+
+@pytest.mark.parametrize("impl", [FromTheStart, PaddingIsCounted, NoSum, LocalNumbers])
+def test_a_planted_bug_breaks_the_contract(impl: type[PassDispatch]) -> None:
+    verdicts = check_implementation(clauses_of("expert_dispatch"), impl, impl, shrink_failures=False)
+    assert any(not verdict.holds for verdict in verdicts)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "is_extend", "pads"),
+    [
+        ((4, 4), False, True),
+        ((4, 0), False, True),
+        ((4, 0, 0), False, False),  # 8 of 12 rows would be padding
+        ((3, 3, 3), True, False),
+        ((0, 0), False, True),
+    ],
+)
+def test_which_padding(num_tokens: tuple[int, ...], is_extend: bool, pads: bool) -> None:
+    assert PassTokens(num_tokens, is_extend).pads_to_longest == pads
+
+
+def in_threads(config: EngineConfig, size: int) -> ControllerInStep:
+    """A controller whose other replicas are threads."""
+    store, others, ready = HashStore(), [], []
+
+    def run(rank: int, inbox: Inbox) -> None:
+        assembly = assemble_replica(config, store, rank, 20.0)
+        inbox.start(assembly.parts.allocator.size)
+        serve_calls(assembly, inbox, steps_when_called=True)
+
+    for rank in range(1, size):
+        mine, theirs = multiprocessing.Pipe()
+        others.append(Child(f"replica {rank}", mine))
+        inbox = Inbox(theirs, list, leave=lambda code: None)
+        threading.Thread(target=run, args=(rank, inbox), daemon=True).start()
+    assembly = assemble_replica(config, store, 0, 20.0)
+    ready = [other.wait_until_ready(20.0) for other in others]
+    return ControllerInStep(config, assembly, others, ready)
+
+
+def run_all(controller: ControllerInStep, reqs: list[Req]) -> dict[str, list[int]]:
+    """Output ids, of requests that come one per step."""
+    waiting, found = list(reqs), {req.rid: list[int]() for req in reqs}
+    while waiting or controller.has_work():
+        if waiting:
+            controller.add_request(waiting.pop(0))
+        for output in controller.step():
+            found[output.rid] += output.new_token_ids
+    return found
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_replicas_in_step_answer_as_one(folders: dict[str, str], mix: str, size: int) -> None:
+    """Prompts, decoding and no work at the same time, in all combinations."""
+    flags = dict(MIXES[mix])
+    ep = flags.pop("ep", 1)
+    config = make_config(folders["qwen3-moe"], **flags)
+    expected = {req.rid: req.output_ids for req in answers(assemble(config))}
+    controller = in_threads(config.updated(dp=size, ep=ep, dp_attention=True), size)
+    assert run_all(controller, requests()) == expected
+    assert run_all(controller, requests()[:1]) == {"r0": expected["r0"]}  # the others are idle
+
+
+def test_a_rank_has_a_part_of_the_experts_and_all_of_the_rest(folders: dict[str, str]) -> None:
+    config = make_config(folders["qwen3-moe"], dp=2, dp_attention=True)
+    whole = assemble(config.updated(dp=1, dp_attention=False)).model.state_dict()
+    for part in on_ranks(2, lambda dp: assemble(config, tp=dp).model.state_dict()):
+        for name, weight in whole.items():
+            assert (part[name].shape == weight.shape) == (".experts." not in name), name
+            assert part[name].numel() * (2 if ".experts." in name else 1) == weight.numel()
+
+
+def test_a_pass_gathers_once(folders: dict[str, str]) -> None:
+    """One small tensor, before the collectives of the layers."""
+    config = make_config(folders["qwen3-moe"])
+    controller = in_threads(config.updated(dp=2, dp_attention=True), 2)
+    run_all(controller, requests()[:2])
+    entries = list(controller.dp.log.entries)
+    gathers = [entry for entry in entries if (entry.dtype, entry.shape) == ("int64", (1, 2))]
+    assert len(gathers) == controller.scheduler.runner.num_passes  # type: ignore[attr-defined]
+    num_others = len(entries) - len(gathers) - 1  # one is of the sizes of the pools
+    assert num_others == 2 * 4 * len(gathers)  # two layers: tokens, weights, ids, and the sum
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"dp": 2, "tp": 2}, "the whole attention on each rank: tp is 2"),
+        ({"dp": 2, "ep": 4}, "ep=4 needs dp to be a multiple of it: dp is 2"),
+        ({"dp": 2, "speculative": "ngram"}, "no speculation"),
+        ({"dp": 2, "ep": 2, "ep_num_redundant_experts": 2}, "no redundant experts"),
+        ({"dp": 2, "model": "llama"}, "LlamaForCausalLM has none"),
+        ({"dp": 2, "use": {"models": "optimized"}}, "models=reference"),
+    ],
+)
+def test_what_cannot_step_together(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    given = {"model": "qwen3-moe", "dp_attention": True, **flags}
+    with pytest.raises(ValueError, match=message):
+        assemble(make_config(folders[given.pop("model")], **given), tp=ALONE)
+
+
+@pytest.mark.full
+def test_processes_in_step() -> None:
+    config = EngineConfig(
+        model="tiny-moe", dp=2, dp_attention=True, panel="reference", device="cpu", max_total_tokens=1024
+    )
+    assembly = assemble_in_step(config)
+    controller: Any = assembly.scheduler
+    assert assembly.tokenizer is not None
+    prompt = assembly.tokenizer.chat([{"role": "user", "content": "What is 12 + 30?"}])
+    for i in range(3):
+        req = requests()[0]
+        req.rid, req.origin_input_ids = f"q{i}", list(prompt)
+        controller.add_request(req)
+    found: dict[str, list[int]] = {}
+    while controller.has_work():
+        for output in controller.step():
+            found.setdefault(output.rid, []).extend(output.new_token_ids)
+    assert len({tuple(ids) for ids in found.values()}) == 1
+    assert "42" in assembly.tokenizer.decode(found["q0"])
