@@ -27,7 +27,7 @@ STORY := Read this story: Mara lives in Bergen. Mara works as a baker. Mara's ca
 ASK_1 := Retell the story as a list of facts.
 ASK_2 := In which city does Mara live?
 
-.PHONY: help run test test-all test-gpu format lint types docs pytest pytest-all serve-docs figures clean
+.PHONY: help run test test-all test-gpu format lint types docs pytest pytest-all serve-docs notebooks figures clean
 .NOTPARALLEL:
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make test-all   the same with the whole grids"
 	@echo "make test-gpu   the tests that need a CUDA GPU, and every contract on it"
 	@echo "make serve-docs the documentation at http://127.0.0.1:8000"
+	@echo "make notebooks  Jupyter with the notebooks of the course"
 	@echo "make figures    the pictures of the documentation, from runs of the engine and recorded data"
 	@echo "make clean      remove $(VENV) and build outputs"
 
@@ -79,6 +80,9 @@ test-gpu: $(VENV)/.installed-test
 serve-docs: $(VENV)/.installed-test
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
+notebooks: $(VENV)/.installed-notebooks
+	@$(BIN)/jupyter lab notebooks
+
 figures: $(VENV)/.installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m docs.figures
 
@@ -95,6 +99,11 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/pyvenv.cfg
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
 	@echo "Installing what the tests and the documentation need ..."
 	@$(PIP) -e ".[test,docs]"
+	@touch $@
+
+$(VENV)/.installed-notebooks: pyproject.toml $(VENV)/.installed
+	@echo "Installing Jupyter and what the notebooks need ..."
+	@$(PIP) -e ".[notebooks,server]"
 	@touch $@
 
 $(VENV)/pyvenv.cfg:

@@ -1,0 +1,72 @@
+"""mkdocs hook: a page for each notebook, with its recorded outputs, and links to these pages.
+
+The text is that of `notebooks/`, the outputs are those of docs/samples/notebooks/
+(`python -m docs.generators.record_notebooks`). A path of a notebook in backticks links to its page.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = ROOT / "notebooks"
+OUTPUTS = ROOT / "docs" / "samples" / "notebooks"
+
+_PAGE = re.compile(r"`docs/(course/[\w-]+\.md)`")
+_NAMED = re.compile(r"(?<!\[)`notebooks/(\w+)\.ipynb`(?!\])")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        page = File.generated(config, f"notebooks/{path.stem}.md", content=page_of(path))
+        page.inclusion = InclusionLevel.NOT_IN_NAV
+        files.append(page)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
+    if page.file.src_uri.startswith("notebooks/"):
+        return markdown
+
+    def link(match: re.Match[str]) -> str:
+        file = files.get_file_from_path(f"notebooks/{match.group(1)}.md")
+        if file is None:
+            return match.group()
+        url = get_relative_url(file.url, page.url)
+        return f'<a href="{url}"><code>notebooks/{match.group(1)}.ipynb</code></a>'
+
+    return _NAMED.sub(link, markdown)
+
+
+def page_of(path: Path) -> str:
+    """The Markdown of a notebook: its texts, its cells, and what was recorded for each cell."""
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    recorded = iter(json.loads((OUTPUTS / f"{path.stem}.json").read_text(encoding="utf-8")))
+    parts = ["---\nhide: [toc]\nsearch: {exclude: true}\n---"]
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(_PAGE.sub(r"[`docs/\1`](../\1)", source))
+        else:
+            parts.append(f"~~~python\n{source}\n~~~")
+            parts += map(_output, next(recorded)["outputs"])
+    run = f"Run it: `make notebooks`, then open `{path.name}`. The outputs are recorded."
+    title, _, rest = "\n\n".join(parts).partition("\n\n# ")[2].partition("\n")
+    return f"{parts[0]}\n\n# {title}\n\n{run}\n{rest}\n"
+
+
+def _output(output: dict[str, str]) -> str:
+    if "text" in output:
+        text = output["text"].rstrip("\n")
+        return f'<div class="output" markdown>\n\n~~~text\n{text}\n~~~\n\n</div>'
+    data = base64.b64encode(output["svg"].encode()).decode()
+    source = f"data:image/svg+xml;base64,{data}"
+    return f'<img class="output" alt="The picture that the cell above draws" src="{source}">'
