@@ -25,7 +25,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def exact_match(model: str, **flags: Any) -> float:
+def exact_match(model: str, num_questions: int = NUM_QUESTIONS, **flags: Any) -> float:
     """Share of held-out questions answered exactly, greedily. In a small pool requests are retracted every
     few steps, in addition to retractions for lack of memory."""
     llm = LLM(model=model, **{"max_total_tokens": 16384, **flags})
@@ -44,4 +44,4 @@ def exact_match(model: str, **flags: Any) -> float:
             assert sum(output.num_retractions for output in outputs) >= 10
         return [output.text for output in outputs]
 
-    return score(answer, held_out_questions(NUM_QUESTIONS)).exact
+    return score(answer, held_out_questions(num_questions)).exact

@@ -16,7 +16,7 @@ from shared.conformance.attention_batches import RefusalWarning
 from shared.conformance.clause import Clause
 from shared.conformance.suite import Verdict, check_implementation, clauses_of
 from shared.modeling.paged_decode import PagedDecodeAttention
-from tests.conformance.fast_cut import fast_cases
+from tests.conformance.fast_cut import fast_clauses
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,16 +43,10 @@ def failures(impl: type, clauses: list[Clause]) -> list[Verdict]:
         ]
 
 
-def fast_cut() -> list[Clause]:
-    clauses = clauses_of("attention")
-    fast = fast_cases(clauses)
-    return [c.with_cases([case for case in c.cases if case.name in fast[c.name]]) for c in clauses]
-
-
 @pytest.mark.parametrize("name", ["my_attention", "my_paged_decode"])
 @pytest.mark.parametrize("cut", ["fast", pytest.param("whole", marks=pytest.mark.full)])
 def test_the_examples_hold_the_contract(name: str, cut: str) -> None:
-    clauses = fast_cut() if cut == "fast" else clauses_of("attention")
+    clauses = fast_clauses("attention") if cut == "fast" else clauses_of("attention")
     found = failures(example(name).MyAttention, clauses)
     assert [(v.clause.name, v.case.name, v.failure) for v in found] == []
 
@@ -79,4 +73,4 @@ def interleaved_groups(q: Any, k: Any, v: Any, page_table: Any, lens: Any) -> to
 def test_bugs_of_a_paged_decode_function_are_caught(function: Any) -> None:
     mutant = type("Mutant", (PagedDecodeAttention,), {"paged_decode": staticmethod(function)})
     names = ("decode", "heads-in-groups")
-    assert failures(mutant, [clause for clause in fast_cut() if clause.name in names]) != []
+    assert failures(mutant, [clause for clause in fast_clauses("attention") if clause.name in names]) != []

@@ -14,6 +14,7 @@ from typing import Any
 
 from shared.conformance.case import fields_of
 from shared.conformance.clause import Clause
+from shared.conformance.suite import clauses_of
 from tests.conformance.killers import killers
 
 MAX_KEPT = 4  # a clause of so few cases keeps them all
@@ -37,6 +38,13 @@ def fast_cases(clauses: list[Clause]) -> dict[str, set[str]]:
             cover = {names[(number * MAX_KEPT + i) % len(names)] for i in range(MAX_KEPT)}
         kept[clause.name] = cover | (named.get(clause.name, set()) & set(names))
     return kept
+
+
+def fast_clauses(component: str) -> list[Clause]:
+    """The clauses of a component, each with the cases of the fast cut."""
+    clauses = clauses_of(component)
+    kept = fast_cases(clauses)
+    return [c.with_cases([case for case in c.cases if case.name in kept[c.name]]) for c in clauses]
 
 
 def axes_of(cases: tuple[Any, ...]) -> set[str]:

@@ -5,14 +5,19 @@ What a GPU shows better is in tests/gpu; this keeps every change honest where th
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from shared.conformance.lockstep import Lockstep
 from shared.conformance.outcome import Outcome
 from shared.engine.llm import LLM
+from shared.loading.model_path import ASSETS
 from shared.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -25,8 +30,24 @@ USE = {"attention": "triton"}
 """The backend that needs no library of kernels."""
 
 
-def lockstep(model: str, dtype: str, **flags: Any) -> Outcome:
-    common = {"model": model, "device": "cpu", "dtype": dtype, "max_total_tokens": 512}
+@pytest.fixture
+def folder(model: str, tmp_path: Path) -> str:
+    """The first two layers of a built-in model: all layers are alike, and the interpreter is slow."""
+    names = {path.name for path in (ASSETS / model).iterdir()} - {"config.json", "model.safetensors"}
+    for name in names:
+        shutil.copy(ASSETS / model / name, tmp_path)
+    config = json.loads((ASSETS / model / "config.json").read_text()) | {"num_hidden_layers": 2}
+    config.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = load_file(ASSETS / model / "model.safetensors")
+    kept = {name: x for name, x in weights.items() if ".layers." not in name or int(name.split(".")[2]) < 2}
+    assert 0 < len(kept) < len(weights)
+    save_file(kept, tmp_path / "model.safetensors")
+    return str(tmp_path)
+
+
+def lockstep(folder: str, dtype: str, **flags: Any) -> Outcome:
+    common = {"model": folder, "device": "cpu", "dtype": dtype, "max_total_tokens": 512}
     a = LLM(**common, panel="reference")
     b = LLM(
         **{
@@ -49,10 +70,10 @@ def lockstep(model: str, dtype: str, **flags: Any) -> Outcome:
 
 
 @pytest.mark.parametrize("model", [pytest.param("tiny-dense", marks=pytest.mark.full), "tiny-moe"])
-def test_float32_is_exact(model: str) -> None:
+def test_float32_is_exact(folder: str) -> None:
     """With pages, and prompts in chunks that share a step with decoding and find each other's prefix."""
     flags = {"page_size": 4, "chunked_prefill_size": 8, "enable_mixed_chunk": True}
-    outcome = lockstep(model, "float32", **flags)
+    outcome = lockstep(folder, "float32", **flags)
     assert outcome.near_ties == []
     assert outcome.num_one_sided[0] > 0, "no prefix came from the cache"
 
@@ -61,7 +82,7 @@ def test_float32_is_exact(model: str) -> None:
     ("model", "dtype"),
     [("tiny-dense", "float16"), pytest.param("tiny-moe", "bfloat16", marks=pytest.mark.full)],
 )
-def test_half_types_are_close(model: str, dtype: str) -> None:
+def test_half_types_are_close(model: str, folder: str, dtype: str) -> None:
     """With A's tokens, and of a mixture of experts with A's experts."""
-    outcome = lockstep(model, dtype, page_size=16)
+    outcome = lockstep(folder, dtype, page_size=16)
     assert ("experts" in outcome.worst) == (model == "tiny-moe")

@@ -86,7 +86,7 @@ def test_arrival_order_mates_and_forced_retraction_change_nothing(
         if todo and rng.random() < 0.3:
             i, ids = todo.pop()
             watched[i] = llm.submit(ids, GREEDY)[0]
-            params = SamplingParams(max_new_tokens=40, temperature=1.5, top_p=0.9, frequency_penalty=0.5)
+            params = SamplingParams(max_new_tokens=30, temperature=1.5, top_p=0.9, frequency_penalty=0.5)
             noise += llm.submit(rng.choice(prompts(llm)), params)
         if rng.random() < 0.1 and watched:
             llm.scheduler.retract(rng.choice(list(watched.values())).rid)
