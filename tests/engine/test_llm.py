@@ -186,7 +186,7 @@ class TestSampling:
         """CASES D21: the head has more rows than the tokenizer has tokens."""
         num_ids = llm.tokenizer.vocab_size
         assert num_ids < llm.model_config.vocab_size
-        params = SamplingParams(max_new_tokens=200, temperature=100.0, ignore_eos=True)
+        params = SamplingParams(max_new_tokens=60, temperature=100.0, ignore_eos=True)
         outputs = llm.generate(["a"] * 8, params, progress=False)
         assert max(t for o in outputs for t in o.output_ids) < num_ids
         with pytest.raises(ValueError, match="temperature"):
@@ -210,34 +210,35 @@ class TestSampling:
         assert "NaN" not in output.finish_reason.message
 
 
+def counted(llm: LLM, **params: object) -> tuple[str, object]:
+    """Text and finish reason, which a stream gives too."""
+    prompt = llm.tokenizer.chat([{"role": "user", "content": "Count from 1 to 20."}])
+    asked = SamplingParams(max_new_tokens=60, temperature=0.0, **params)
+    output = llm.generate(prompt, asked, progress=False)
+    assert "".join(piece.text for piece in llm.stream(prompt, asked)) == output.text
+    return output.text, output.finish_reason
+
+
+@pytest.fixture(scope="module")
+def whole(shared_llm: LLM) -> str:
+    return counted(shared_llm)[0]
+
+
 class TestStop:
     """CASES G31."""
 
-    def text(self, llm: LLM, **params: object) -> tuple[str, object]:
-        prompt = llm.tokenizer.chat([{"role": "user", "content": "Count from 1 to 20."}])
-        output = llm.generate(
-            prompt, SamplingParams(max_new_tokens=60, temperature=0.0, **params), progress=False
-        )
-        streamed = "".join(
-            p.text for p in llm.stream(prompt, SamplingParams(max_new_tokens=60, temperature=0.0, **params))
-        )
-        assert streamed == output.text
-        return output.text, output.finish_reason
-
-    def test_string(self, llm: LLM) -> None:
-        whole, _ = self.text(llm)
+    def test_string(self, llm: LLM, whole: str) -> None:
         assert "7" in whole
-        text, reason = self.text(llm, stop=("7",))
+        text, reason = counted(llm, stop=("7",))
         assert text == whole[: whole.index("7")]
         assert reason == FinishString("7")
-        assert self.text(llm, stop=("7",), no_stop_trim=True)[0].endswith("7")
+        assert counted(llm, stop=("7",), no_stop_trim=True)[0].endswith("7")
 
-    def test_string_that_never_comes(self, llm: LLM) -> None:
-        assert self.text(llm, stop=("7 8 no",))[0] == self.text(llm)[0]
+    def test_string_that_never_comes(self, llm: LLM, whole: str) -> None:
+        assert counted(llm, stop=("7 8 no",))[0] == whole
 
-    def test_regex(self, llm: LLM) -> None:
-        whole, _ = self.text(llm)
-        text, reason = self.text(llm, stop_regex=(r"1[0-9]",))
+    def test_regex(self, llm: LLM, whole: str) -> None:
+        text, reason = counted(llm, stop_regex=(r"1[0-9]",))
         assert text == whole[: whole.index("10")]
         assert reason.matched == "10"
 

@@ -40,7 +40,7 @@ def test_rounds_hold(use: dict[str, str]) -> None:
 
 
 def test_a_round_follows_from_its_seed() -> None:
-    soak = Soak(CPU, num_acts=25)
+    soak = Soak(CPU, num_acts=12)
     assert soak.round(7) == soak.round(7) != soak.round(8)
 
 

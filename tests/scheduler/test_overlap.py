@@ -24,6 +24,7 @@ from shared.conformance.schedules import random_faults, random_schedule, run_sch
 from shared.conformance.suite import clauses_of
 from shared.conformance.switches import answers_alone, expect_answers
 from shared.scheduling.invariants import InvariantViolation
+from tests.conformance.fast_cut import fast_clauses
 from tests.conformance.mutants.optimized_scheduler import changed
 
 from .late_streams import LateScheduler, UnsteadyScheduler, make_late
@@ -51,8 +52,14 @@ MANY = {
 }
 """Clauses of many cases: random ones are tried below, with seeds of their own."""
 
-CASES = [(clause, case) for clause in clauses_of("scheduler") for case in clause.cases]
-FEW = [(clause, case) for clause, case in CASES if clause.name not in MANY | RAISING]
+
+def cases_of(clauses: list[Clause]) -> list[tuple[Clause, Any]]:
+    return [
+        (clause, case) for clause in clauses if clause.name not in MANY | RAISING for case in clause.cases
+    ]
+
+
+FEW, ALL = cases_of(fast_clauses("scheduler")), cases_of(clauses_of("scheduler"))
 
 
 def harness_for(impl: type[Scheduler] = Scheduler, **options: Any) -> SchedulerHarness:
@@ -178,8 +185,8 @@ def test_a_ring_too_small_for_two_batches_is_refused() -> None:
     [
         pytest.param(LateScheduler, FEW[::2], id="late, every second case"),
         pytest.param(UnsteadyScheduler, FEW[1::2], id="unsteady, the others"),
-        pytest.param(LateScheduler, FEW[1::2], id="late, the others", marks=pytest.mark.full),
-        pytest.param(UnsteadyScheduler, FEW[::2], id="unsteady, every second case", marks=pytest.mark.full),
+        pytest.param(LateScheduler, ALL, id="late, all cases", marks=pytest.mark.full),
+        pytest.param(UnsteadyScheduler, ALL, id="unsteady, all cases", marks=pytest.mark.full),
     ],
 )
 def test_the_contract_holds_on_a_slow_device(impl: type[Scheduler], cases: list[Any]) -> None:
