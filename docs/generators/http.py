@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -26,14 +27,18 @@ def endpoints(notes: dict[str, str] | None = None) -> str:
     notes = dict(notes or {})
     rows = []
     for path, operations in _schema()["paths"].items():
-        for method, operation in operations.items():
+        for method in operations:
             key = f"{method.upper()}{path}"
-            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-            model = body.get("schema", {}).get("$ref", "").rpartition("/")[2]
-            rows.append([f"`{method.upper()} {path}`", code(model), cell(notes.pop(key, ""))])
+            rows.append([f"`{method.upper()} {path}`", cell(notes.pop(key, ""))])
     if notes:
         raise ValueError(f"no route {', '.join(notes)}")
-    return table(["Route", "Body", "Purpose"], rows)
+    return table(["Route", "Purpose"], rows)
+
+
+def bodies() -> set[str]:
+    """Names of the models that routes take."""
+    text = json.dumps(_schema()["paths"])
+    return set(re.findall(r"#/components/schemas/(\w+Request)", text))
 
 
 def body(dotted: str, only: str = "", notes: dict[str, str] | None = None) -> str:
