@@ -1,0 +1,181 @@
+"""One token of a real run, sampled: temperature, filters, and the noise of several seeds, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from docs.figures.svg import NARROW, WIDE, Svg, slider, views
+from reference.sampler import draw as draw_tokens
+from reference.sampler import filter_mask, scale
+from shared.engine.llm import LLM
+from shared.sampling.logprobs import sort_descending
+from shared.sampling.noise import gumbel_noise
+from shared.types import SamplingBatchInfo, SamplingParams
+
+QUESTION = "Read this story: Mara lives in Bergen. Mara works as a baker. Who is the nurse?"
+TEMPERATURE, TOP_K, TOP_P = 2.0, 6, 0.35
+NUM_SHOWN, NUM_SEEDS = 8, 2000
+
+
+@dataclass
+class Row:
+    """A candidate. value: the length of its bar, of 1; mark: a line on it."""
+
+    token: str
+    value: float
+    text: str
+    is_kept: bool = True
+    is_drawn: bool = False
+    mark: float | None = None
+
+
+class Candidates:
+    """The likeliest tokens behind a prompt. float32, so that they are the same everywhere."""
+
+    def __init__(self) -> None:
+        llm = LLM("tiny-dense", panel="reference", device="cpu", dtype="float32", max_total_tokens=256)
+        sampler, seen = llm.assembly.parts.sampler, []
+        sample = sampler.sample
+
+        def recorded(logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> object:
+            seen.append((logits.float(), positions))
+            return sample(logits, info, positions)
+
+        sampler.sample = recorded
+        prompt = llm.chat_prompt([{"role": "user", "content": QUESTION}])
+        llm.generate(prompt, SamplingParams(temperature=0, max_new_tokens=1), progress=False)
+        self.logits, self.positions = seen[0]
+        self.ids = sort_descending(self.logits)[1][0, :NUM_SHOWN]
+        assert llm.tokenizer is not None
+        self.tokens = [llm.tokenizer.decode([token_id]) for token_id in self.ids.tolist()]
+
+    def info(
+        self, seeds: list[int], temperature: float, top_k: int | None, top_p: float
+    ) -> SamplingBatchInfo:
+        num, vocab_size = len(seeds), self.logits.shape[-1]
+        return SamplingBatchInfo(
+            temperatures=torch.full((num,), temperature),
+            top_ks=torch.full((num,), top_k or vocab_size),
+            top_ps=torch.full((num,), top_p),
+            min_ps=torch.zeros(num),
+            seeds=torch.tensor(seeds),
+            is_greedy=torch.zeros(num, dtype=torch.bool),
+            is_all_greedy=False,
+            needs_filter=top_k is not None or top_p < 1,
+        )
+
+    def scaled(self, temperature: float) -> torch.Tensor:
+        return scale(self.logits, self.logits.amax(dim=-1), torch.tensor([temperature]))
+
+    def probabilities(self, temperature: float, top_k: int | None = None, top_p: float = 1.0) -> list[Row]:
+        """Those that the filters remove are not kept; probabilities are the ones before the filters."""
+        scaled = self.scaled(temperature)
+        keep = filter_mask(sort_descending(scaled)[0], self.info([0], temperature, top_k, top_p))[0]
+        probs = scaled.softmax(-1)[0, self.ids].tolist()
+        return [
+            Row(token, p, f"{p:.1%}".replace("%", " %"), bool(keep[rank]))
+            for rank, (token, p) in enumerate(zip(self.tokens, probs))
+        ]
+
+    def with_noise(self, seed: int) -> list[Row]:
+        """log p + noise; the largest of the kept tokens is drawn."""
+        scaled = self.scaled(TEMPERATURE)
+        noise = gumbel_noise(torch.tensor([[seed]]), self.positions[:, None], self.ids[None])[0]
+        sums = (scaled.log_softmax(-1)[0, self.ids] + noise).tolist()
+        drawn = int(self.draws([seed])[0])
+        rows = self.probabilities(TEMPERATURE, TOP_K, TOP_P)
+        for row, token_id, total in zip(rows, self.ids.tolist(), sums):
+            row.value, row.text = max(0.0, (total + 8) / 12), f"{total:+.2f}".replace("-", "−")
+            row.is_drawn = token_id == drawn
+        return rows
+
+    def draws(self, seeds: list[int]) -> torch.Tensor:
+        info = self.info(seeds, TEMPERATURE, TOP_K, TOP_P)
+        scaled, positions = self.scaled(TEMPERATURE), self.positions.expand(len(seeds))
+        return draw_tokens(scaled.expand(len(seeds), -1), info, positions)
+
+    def shares(self) -> list[Row]:
+        """How often each token is drawn, with its probability among the kept ones as a mark."""
+        drawn = self.draws(list(range(NUM_SEEDS)))
+        rows = self.probabilities(TEMPERATURE, TOP_K, TOP_P)
+        kept = sum(row.value for row in rows if row.is_kept)
+        for row, token_id in zip(rows, self.ids.tolist()):
+            row.mark = row.value / kept if row.is_kept else None
+            row.value = (drawn == token_id).float().mean().item()
+            row.text = f"{row.value:.1%}".replace("%", " %")
+        return rows
+
+
+def longest_is_removed(rows: list[Row]) -> bool:
+    return not max(rows, key=lambda row: row.value).is_kept
+
+
+def record() -> list[tuple[list[Row], str]]:
+    candidates = Candidates()
+    noisy = {seed: candidates.with_noise(seed) for seed in range(100)}
+    first = next(seed for seed, rows in noisy.items() if not longest_is_removed(rows))
+    second = next(seed for seed, rows in noisy.items() if longest_is_removed(rows))
+    return [
+        (
+            candidates.probabilities(1.0),
+            "The softmax of the logits gives the probabilities. These are the likeliest tokens.",
+        ),
+        (
+            candidates.probabilities(TEMPERATURE),
+            f"Temperature {TEMPERATURE:g}: logits are divided by it, so probabilities come closer together.",
+        ),
+        (
+            candidates.probabilities(TEMPERATURE, TOP_K),
+            f"top_k = {TOP_K} keeps the {TOP_K} likeliest tokens. The others cannot be drawn.",
+        ),
+        (
+            candidates.probabilities(TEMPERATURE, TOP_K, TOP_P),
+            f"top_p = {TOP_P:g} keeps the likeliest tokens up to that sum. The token that crosses it stays.",
+        ),
+        (
+            noisy[first],
+            f"The draw with seed {first}. A bar is now log p + noise, and the longest one wins.",
+        ),
+        (
+            noisy[second],
+            f"Seed {second} gives other noise. The longest bar is a removed token, so the next one wins.",
+        ),
+        (
+            candidates.shares(),
+            f"The draws of {NUM_SEEDS:,} seeds. The marks are the probabilities of the kept tokens, scaled "
+            "to a sum of 1: each token is drawn about as often as its probability says.",
+        ),
+    ]
+
+
+def draw(rows: list[Row], width: int) -> Svg:
+    svg = Svg(width)
+    left, right = 62, 66
+    room = width - left - right
+    for i, row in enumerate(rows):
+        y = 30 * i
+        cls = "sb" if row.is_drawn else "fb" if row.is_kept else "f0"
+        svg.text(0, y + 17, row.token, "m" if row.is_kept else "m s")
+        svg.rect(left, y, max(1.0, room * row.value), 24, cls)
+        if row.mark is not None:
+            svg.line(left + room * row.mark, y - 2, left + room * row.mark, y + 26, "lc")
+        svg.text(width - 1, y + 17, row.text, "end" if row.is_kept else "end s")
+    svg.height = 30 * len(rows)
+    return svg
+
+
+def make() -> str:
+    steps = []
+    for rows, text in record():
+        label = ", ".join(
+            f"{row.token}: {row.text}" + (" (drawn)" if row.is_drawn else "" if row.is_kept else " (removed)")
+            for row in rows
+        )
+        steps.append((views(label, draw(rows, WIDE), draw(rows, NARROW)), text))
+    return slider(
+        steps,
+        f"The first token of an answer of <code>tiny-dense</code> to “{QUESTION}”, computed with the "
+        "functions of <code>reference/sampler.py</code>. Grey: removed by a filter. Dark: drawn.",
+    )
