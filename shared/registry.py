@@ -62,6 +62,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "optimized": "optimized.speculative.draft_tree:DraftTreeOps",
     },
     "expert_balancer": {"reference": "reference.expert_balancer:ExpertBalancer"},
+    "transport": {
+        "reference": "reference.transport:Transport",
+        "shared_memory": "reference.transport:SharedMemoryTransport",
+    },
     "expert_dispatch": {
         "reference": "reference.expert_dispatch:AllGather",
         "all_to_all": "reference.expert_dispatch:AllToAll",

@@ -79,6 +79,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "detokenizer": ("detokenizer.pieces", "detokenizer.ends"),
     "expert_balancer": ("expert_balancer.placement",),
     "expert_dispatch": ("expert_dispatch.outputs",),
+    "transport": ("transport.transfers",),
     "collectives": ("collectives.operations", "collectives.groups"),
 }
 """component -> the modules of shared.conformance.contracts that hold its clauses"""

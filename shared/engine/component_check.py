@@ -23,6 +23,7 @@ _CLASSES: dict[str, type] = {
     "expert_balancer": interfaces.ExpertBalancer,
     "expert_dispatch": interfaces.ExpertDispatch,
     "collectives": interfaces.Collectives,
+    "transport": interfaces.Transport,
 }
 """component -> the interface that its class implements"""
 

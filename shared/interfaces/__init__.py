@@ -33,6 +33,7 @@ from shared.interfaces.prefix_cache import (
 from shared.interfaces.sampler import Sampler
 from shared.interfaces.schedule_policy import PolicyResult, SchedulePolicy
 from shared.interfaces.scheduler import Scheduler, SchedulerParts, SchedulerState, SchedulerStats
+from shared.interfaces.transport import TransferStatus, Transport
 
 __all__ = [
     "CLIP_MAX_NEW_TOKENS",
@@ -80,5 +81,7 @@ __all__ = [
     "TokenToKVPoolAllocator",
     "TopK",
     "TopKOutput",
+    "TransferStatus",
+    "Transport",
     "WatchablePrefixCache",
 ]

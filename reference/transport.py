@@ -1,0 +1,293 @@
+"""KV pages from one pool to another: through a TCP connection, or straight into memory that both map.
+
+Each end has two threads. The writer takes frames from a queue in their order, so that what follows a room's
+pages is after them at the other end too. The reader applies what arrives. A room ends at an end only when its
+threads are past it:
+
+- done: the receiver has read `end`, and answers `ack`; the sender has read `ack`;
+- failed: the receiver has sent `abort`, by itself or because of the sender's `ask`. The sender then drops
+  what it has not sent, and `aborted` follows what it has. The sender's room ends when its writer is there,
+  the receiver's when it reads `aborted`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from reference.memory_pool import TokenToKVPool
+from shared.interfaces import transport as interface
+from shared.interfaces.transport import TransferStatus
+
+_SIZES = struct.Struct("!II")  # of header and payload
+CLOSE_SECONDS = 5.0
+"""That the writer has for what is under way when an end closes."""
+
+
+class Frame(msgspec.Struct):
+    kind: str  # hello, mapped, message, pages, end, ack, ask, abort, aborted
+    room: str = ""
+    layer: int = 0
+    pages: list[int] = []  # of the receiver
+    layout: str = ""  # hello: what must be equal
+    path: str = ""  # hello: the file of the pool; "": it has none
+
+
+@dataclass
+class Room:
+    is_sender: bool
+    status: TransferStatus = "open"
+    is_aborted: bool = False  # on its way to failed
+    pages: list[int] = field(default_factory=list)  # of a receiver
+
+
+class Transport(interface.Transport):
+    """Through the connection."""
+
+    def __init__(self, connection: socket.socket, kv_pool: Any) -> None:
+        self.connection = connection
+        self.kv_pool = kv_pool
+        self.is_lost = False
+        self._rooms: dict[str, Room] = {}
+        self._early_aborts: set[str] = set()  # of rooms that the sender has not opened yet
+        self._messages: list[bytes] = []
+        self._lock = threading.Lock()  # of the four above
+        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()  # functions; None: the end
+        self._greet()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._writer.start()
+        self._reader.start()
+
+    def open_sender(self, room: str) -> None:
+        self._open(room, Room(is_sender=True))
+        with self._lock:
+            is_aborted = room in self._early_aborts
+            self._early_aborts.discard(room)
+        if is_aborted:
+            self._abort_sender(room)
+
+    def open_receiver(self, room: str, pages: Sequence[int]) -> None:
+        self._open(room, Room(is_sender=False, pages=list(pages)))
+
+    # --8<-- [start:send-pages]
+    def send(self, room: str, source_pages: Sequence[int], target_pages: Sequence[int]) -> None:
+        for layer in range(self.kv_pool.num_layers):
+            self._outgoing.put(lambda n=layer: self._copy(room, n, list(source_pages), list(target_pages)))
+        self._outgoing.put(lambda: None if self._is_aborted(room) else self._put_frame(Frame("end", room)))
+
+    def _copy(self, room: str, layer: int, source: list[int], target: list[int]) -> None:
+        """In the writer: one layer."""
+        if not self._is_aborted(room):
+            k, v = (self._pages_of(buffer)[source] for buffer in self._buffers(layer))
+            self._put_frame(Frame("pages", room, layer, target), _bytes_of(k) + _bytes_of(v))
+
+    # --8<-- [end:send-pages]
+
+    def poll(self, room: str) -> TransferStatus:
+        with self._lock:
+            status = self._rooms[room].status
+            if status != "open":
+                del self._rooms[room]
+            return status
+
+    def abort(self, room: str) -> None:
+        with self._lock:
+            known = self._rooms.get(room)
+            if known is None or known.is_aborted or known.status != "open":
+                return
+            known.is_aborted = True
+        kind = "ask" if known.is_sender else "abort"
+        self._outgoing.put(lambda: self._put_frame(Frame(kind, room)))
+
+    def post(self, message: bytes) -> None:
+        self._outgoing.put(lambda: self._put_frame(Frame("message"), message))
+
+    def messages(self) -> list[bytes]:
+        with self._lock:
+            found, self._messages = self._messages, []
+            return found
+
+    def close(self) -> None:
+        """The writer ends before the connection does: then the other end knows that nothing is written."""
+        self.is_lost = True
+        self._outgoing.put(None)
+        self._writer.join(CLOSE_SECONDS)
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)  # ends the reader
+        self._reader.join()
+        self.connection.close()
+
+    def _open(self, room: str, new: Room) -> None:
+        with self._lock:
+            assert room not in self._rooms, f"room {room} is open"
+            new.status = "failed" if self.is_lost else "open"
+            self._rooms[room] = new
+
+    def _is_aborted(self, room: str) -> bool:
+        with self._lock:
+            known = self._rooms.get(room)
+            return self.is_lost or known is None or known.is_aborted
+
+    def _end(self, room: str, status: TransferStatus) -> None:
+        with self._lock:
+            if room in self._rooms and self._rooms[room].status == "open":
+                self._rooms[room].status = status
+
+    def _abort_sender(self, room: str) -> None:
+        """The receiver has aborted, or agrees."""
+        with self._lock:
+            if room not in self._rooms:
+                self._early_aborts.add(room)
+                return
+            self._rooms[room].is_aborted = True
+        self._outgoing.put(lambda: self._end_aborted(room))
+
+    def _end_aborted(self, room: str) -> None:
+        """In the writer of the sender, past everything that it had for the room."""
+        self._put_frame(Frame("aborted", room))
+        self._end(room, "failed")
+
+    def _greet(self) -> None:
+        pool = self.kv_pool
+        shape = (pool.num_layers, *self._pages_of(pool.k_buffer(0)).shape[1:])
+        own = Frame("hello", layout=f"{shape} {pool.dtype}", path=str(getattr(pool, "path", "")))
+        self._put_frame(own)
+        other, _ = self._take_frame()
+        if other.layout != own.layout:
+            self.connection.close()
+            raise ValueError(f"pages of {own.layout} here, and of {other.layout} at the other end")
+        self._greeted(other)
+
+    def _greeted(self, other: Frame) -> None:
+        pass
+
+    def _write(self) -> None:
+        while (task := self._outgoing.get()) is not None:
+            with contextlib.suppress(OSError):  # the reader finds it
+                task()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                self._apply(*self._take_frame())
+        self.is_lost = True
+        self._outgoing.put(None)
+        self._writer.join()  # from here on no thread touches a page
+        with self._lock:
+            for room in self._rooms.values():
+                if room.status == "open":
+                    room.status = "failed"
+
+    def _apply(self, frame: Frame, payload: bytearray) -> None:
+        """In the reader."""
+        if frame.kind == "message":
+            with self._lock:
+                self._messages.append(bytes(payload))
+        elif frame.kind == "pages" and not self._is_aborted(frame.room):
+            self._store(frame, payload)
+        elif frame.kind == "end" and not self._is_aborted(frame.room):
+            self._end(frame.room, "done")
+            self._outgoing.put(lambda: self._put_frame(Frame("ack", frame.room)))
+        elif frame.kind == "ack":
+            self._end(frame.room, "done")
+        elif frame.kind == "ask":
+            self.abort(frame.room)
+        elif frame.kind == "abort":
+            self._abort_sender(frame.room)
+        elif frame.kind == "aborted":
+            self._end(frame.room, "failed")
+
+    def _store(self, frame: Frame, payload: bytearray) -> None:
+        halves = torch.frombuffer(payload, dtype=torch.uint8).chunk(2)
+        for buffer, half in zip(self._buffers(frame.layer), halves):
+            pages = self._pages_of(buffer)
+            pages[frame.pages] = half.view(pages.dtype).view(len(frame.pages), *pages.shape[1:])
+
+    def _buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kv_pool.k_buffer(layer), self.kv_pool.v_buffer(layer)
+
+    def _pages_of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """[num_slots, ...] -> [num_pages, page_size, ...], the same memory."""
+        return buffer.unflatten(0, (-1, self.kv_pool.page_size))
+
+    def _put_frame(self, frame: Frame, payload: bytes = b"") -> None:
+        header = msgspec.msgpack.encode(frame)
+        self.connection.sendall(_SIZES.pack(len(header), len(payload)) + header + payload)
+
+    def _take_frame(self) -> tuple[Frame, bytearray]:
+        header_len, payload_len = _SIZES.unpack(self._take(_SIZES.size))
+        header = msgspec.msgpack.decode(self._take(header_len), type=Frame)
+        return header, self._take(payload_len)
+
+    def _take(self, size: int) -> bytearray:
+        data, start = bytearray(size), 0
+        while start < size:
+            num_read = self.connection.recv_into(memoryview(data)[start:])
+            if num_read == 0:
+                raise EOFError
+            start += num_read
+        return data
+
+
+class SharedTokenToKVPool(TokenToKVPool):
+    """A pool in a file that other processes map: in /dev/shm it is memory."""
+
+    path: Path
+
+    def share(self, path: Path) -> None:
+        """Move the KV there."""
+        self.path = path
+        both = _map(path, torch.stack([self._k, self._v]).shape, self.dtype)
+        both.copy_(torch.stack([self._k, self._v]))
+        self._k, self._v = both[0], both[1]
+
+
+class SharedMemoryTransport(Transport):
+    """Into the other end's pool, which is a `SharedTokenToKVPool` there; the connection has the rest."""
+
+    _other: torch.Tensor | None = None
+
+    def _greeted(self, other: Frame) -> None:
+        if other.path:
+            num_layers, page_shape = (
+                self.kv_pool.num_layers,
+                self._pages_of(self.kv_pool.k_buffer(0)).shape[1:],
+            )
+            num_bytes = Path(other.path).stat().st_size
+            num_values = num_bytes // self.kv_pool.dtype.itemsize
+            num_pages = num_values // (2 * num_layers * page_shape.numel())
+            self._other = _map(Path(other.path), (2, num_layers, num_pages, *page_shape), self.kv_pool.dtype)
+        self._put_frame(Frame("mapped"))
+        self._take_frame()
+        own = getattr(self.kv_pool, "path", None)
+        if own is not None:
+            own.unlink()  # both ends have it now, and it goes with them
+
+    # --8<-- [start:copy-into-shared-memory]
+    def _copy(self, room: str, layer: int, source: list[int], target: list[int]) -> None:
+        assert self._other is not None, "the receiver's pool is not shared"
+        if not self._is_aborted(room):
+            for other, buffer in zip(self._other[:, layer], self._buffers(layer)):
+                other[target] = self._pages_of(buffer)[source]
+
+    # --8<-- [end:copy-into-shared-memory]
+
+
+def _map(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    size = torch.Size(shape)
+    return torch.from_file(str(path), shared=True, size=size.numel(), dtype=dtype).view(size)
+
+
+def _bytes_of(x: torch.Tensor) -> bytes:
+    return bytes(x.contiguous().view(torch.uint8).numpy())

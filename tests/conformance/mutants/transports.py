@@ -1,0 +1,116 @@
+"""Planted bugs in transports: rooms that end too early, too late, or with the wrong pages."""
+
+from __future__ import annotations
+
+import socket
+
+from reference.transport import Frame, SharedMemoryTransport, Transport
+from tests.conformance.mutants.mutant import mutant_of
+
+
+@mutant_of("transport")
+class FreedInFlight(SharedMemoryTransport):
+    """A receiver's room fails at `abort`: its pages are freed while the sender writes them."""
+
+    def abort(self, room):
+        super().abort(room)
+        if room in self._rooms and not self._rooms[room].is_sender:
+            self._end(room, "failed")
+
+
+@mutant_of("transport")
+class SenderLeavesInFlight(Transport):
+    """A sender's room fails when `abort` arrives, while its writer reads the pages."""
+
+    def _abort_sender(self, room):
+        super()._abort_sender(room)
+        self._end(room, "failed")
+
+
+@mutant_of("transport")
+class DoneWhenSent(Transport):
+    """A sender's room is done when the pages are in the queue."""
+
+    def send(self, room, source_pages, target_pages):
+        super().send(room, source_pages, target_pages)
+        self._end(room, "done")
+
+
+@mutant_of("transport")
+class ForgetsEarlyAborts(Transport):
+    """An abort that arrives before the sender knows of the room is lost."""
+
+    def _abort_sender(self, room):
+        if room in self._rooms:
+            super()._abort_sender(room)
+
+
+@mutant_of("transport")
+class SourcePagesAreTargets(Transport):
+    """Pages arrive at the numbers that they have at the sender."""
+
+    def send(self, room, source_pages, target_pages):
+        super().send(room, source_pages, source_pages)
+
+
+@mutant_of("transport")
+class OneLayerShort(Transport):
+    """The last layer is not sent."""
+
+    def _copy(self, room, layer, source, target):
+        if layer < self.kv_pool.num_layers - 1:
+            super()._copy(room, layer, source, target)
+
+
+@mutant_of("transport")
+class KForV(Transport):
+    """V is stored as K."""
+
+    def _store(self, frame, payload):
+        half = len(payload) // 2
+        super()._store(frame, payload[half:] + payload[:half])
+
+
+@mutant_of("transport")
+class LossIsNotNoticed(Transport):
+    """Rooms stay open when the connection is lost."""
+
+    def _end(self, room, status):
+        if not self.is_lost:
+            super()._end(room, status)
+
+    def _read(self):
+        try:
+            while True:
+                self._apply(*self._take_frame())
+        except (OSError, EOFError):
+            self.is_lost = True
+            self._outgoing.put(None)
+
+
+@mutant_of("transport")
+class ClosesInFlight(SharedMemoryTransport):
+    """The connection ends before the writer does."""
+
+    def close(self):
+        self.connection.shutdown(socket.SHUT_RDWR)
+        super().close()
+
+
+@mutant_of("transport")
+class AnyPages(Transport):
+    """Shape and dtype of the other pool are not compared."""
+
+    def _greet(self):
+        self._put_frame(Frame("hello"))
+        self._greeted(self._take_frame()[0])
+
+
+@mutant_of("transport")
+class AbortsWhatIsDone(Transport):
+    """A late abort is sent all the same, and hits the next room of the name."""
+
+    def abort(self, room):
+        super().abort(room)
+        if room not in self._rooms or self._rooms[room].status == "done":
+            self._outgoing.put(lambda: self._put_frame(Frame("abort", room)))
