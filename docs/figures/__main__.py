@@ -12,6 +12,7 @@ FIGURES = {
     "batching": "batching.make",
     "page-pool": "page_pool.make",
     "radix-tree": "radix_tree.make",
+    "online-softmax": "online_softmax.make",
     "sampling": "sampling.make",
     "overlap": "timelines.overlap",
     "chunked-prefill": "timelines.chunked_prefill",

@@ -177,5 +177,5 @@ def make() -> str:
     return slider(
         steps,
         f"The first token of an answer of <code>tiny-dense</code> to “{QUESTION}”, computed with the "
-        "functions of <code>reference/sampler.py</code>. Grey: removed by a filter. Dark: drawn.",
+        "functions of <code>reference/sampler.py</code>. Grey: removed by a filter. Strong colour: drawn.",
     )
