@@ -28,9 +28,10 @@ class PassTokens:
     # --8<-- [start:choose-padding]
     @property
     def pads_to_longest(self) -> bool:
-        """MAX_LEN: each rank pads its tokens to the longest of all, and one all-gather brings them together.
-        Decode steps of about equal sizes: the shapes repeat. Else SUM_LEN: the tokens stand one behind the
-        other, without padding, in a sum over ranks of mostly zeros."""
+        """MAX_LEN: each rank pads its tokens to the longest of all, and one all-gather
+        brings them together. Decode steps of about equal sizes: the shapes repeat. Else
+        SUM_LEN: the tokens stand one behind the other, without padding, in a sum over ranks
+        of mostly zeros."""
         return not self.is_extend and 2 * sum(self.num_tokens) >= max(self.num_tokens) * len(self.num_tokens)
 
     # --8<-- [end:choose-padding]

@@ -68,6 +68,29 @@ def test_layout(driver: Any, site: tuple[str, list[str]], width: int) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize(
+    ("query", "page"),
+    [
+        ("radix cache", "course/05-radix-cache"),
+        ("overlap", "course/09-overlap"),
+        ("paged attention", "course/02-paged-memory"),
+        ("CUDA graph", "course/08-cuda-graphs"),
+        ("chunked prefill", "course/04-chunked-prefill"),
+    ],
+)
+def test_search_finds_the_concept_before_its_measurements(
+    driver: Any, site: tuple[str, list[str]], query: str, page: str
+) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    set_screen(driver, 1440)
+    driver.get(f"{site[0]}/?q={query}")
+    first = WebDriverWait(driver, 20).until(
+        lambda _: driver.find_elements("css selector", ".md-search-result__link")
+    )[0]
+    assert first.get_attribute("href").startswith(f"{site[0]}/{page}/")
+
+
 def test_the_check_can_fail(driver: Any) -> None:
     set_screen(driver, 390)
     driver.get(

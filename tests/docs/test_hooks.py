@@ -1,5 +1,6 @@
-"""Quotes of code as the site shows them: at most 88 columns, each with a link to its file."""
+"""docs/hooks.py: quotes of at most 88 columns with a link to their file, labels of table cells."""
 
+import re
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,3 +82,13 @@ def test_a_path_links_to_its_source() -> None:
 def test_a_missing_section_ends_the_build() -> None:
     with pytest.raises(Exception, match="has no section 'no-such-label'"):
         hooks._section("reference/radix_cache.py", "no-such-label")
+
+
+def test_cells_of_a_wide_table_have_the_heading_of_their_column() -> None:
+    table = (
+        "<table><tr><th>a</th><th><code>b</code></th><th>c</th></tr><tr>" + "<td>1</td>" * 3 + "</tr></table>"
+    )
+    shown = hooks.on_page_content(table, None, None, None)  # type: ignore[arg-type]
+    assert re.findall(r'data-label="(.)"><div>1</div>', shown) == ["a", "b", "c"]
+    narrow = "<table><tr><th>a</th></tr><tr><td>1</td></tr></table>"
+    assert hooks.on_page_content(narrow, None, None, None) == narrow  # type: ignore[arg-type]
