@@ -98,10 +98,12 @@ def _page_of(path: str) -> str:
 
 
 def _link(path: str, page: Page, files: Files) -> str:
+    """In HTML, where Markdown would read the underscores of __init__ as bold."""
     file = files.get_file_from_path(_page_of(path))
-    return (
-        f'<a href="{get_relative_url(file.url, page.url)}"><code>{path}</code></a>' if file else f"`{path}`"
-    )
+    if file is None:
+        return f"`{path}`"
+    name = path.replace("__", "&#95;&#95;")
+    return f'<a href="{get_relative_url(file.url, page.url)}"><code>{name}</code></a>'
 
 
 def _source_page(path: str) -> str:

@@ -43,11 +43,11 @@ class InsertResult(NamedTuple):
 class CacheNode(NamedTuple):
     """A node as the invariants checker and the drawings read it."""
 
-    node_id: int
+    node_id: int  # the root's is 0
     parent_id: int
     key: list[Any]  # tokens (or bigrams) of this node's edge
-    slots: list[int]
-    lock_ref: int
+    slots: list[int]  # of the tokens of `key`
+    lock_ref: int  # requests that use this node or one below it
     extra_key: str | None
 
 

@@ -140,6 +140,7 @@ class SamplingBatchInfo:
     is_greedy: torch.Tensor  # [bs] bool
     is_all_greedy: bool
     needs_filter: bool  # some row has a top_k, top_p or min_p that can drop a token
+
     # None where no row needs it:
     logit_bias: torch.Tensor | None = None  # [bs, vocab_size] float32, added
     banned: torch.Tensor | None = None  # [bs, vocab_size] bool, set to -inf

@@ -17,7 +17,7 @@ class FinishReason:
 class FinishLength(FinishReason):
     """The request reached its limit (`max_new_tokens`, or the context is full)."""
 
-    length: int
+    length: int  # output tokens
     kind: ClassVar[str] = "length"
 
 

@@ -23,14 +23,14 @@ class Req:
     Two requests are equal only when they are the same object.
     """
 
-    rid: str
-    origin_input_ids: list[int]
+    rid: str  # its name, distinct among live requests
+    origin_input_ids: list[int]  # the prompt
     sampling_params: SamplingParams
     seed: int  # never None: the engine chooses one
-    eos_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()  # each ends the request, unless ignore_eos
     extra_key: str | None = None  # namespace in the prefix cache: different keys never share a prefix
     priority: int = 0  # larger is more important
-    routing_key: str | None = None
+    routing_key: str | None = None  # for the policy of that name
     grammar: Any = None  # a shared.interfaces.Grammar; None: all tokens are allowed
     logit_processor: Any = None  # a function of outputs and logits, see shared/sampling/processors.py
     arrival_time: float = 0.0  # seconds, by the scheduler's clock
@@ -59,8 +59,8 @@ class Req:
     num_verifications: int = 0  # steps in which drafts were verified
     num_drafted_tokens: int = 0  # sum of the usable depths of their trees
     num_accepted_tokens: int = 0  # output tokens beyond one per step
-    queue_start_time: float = 0.0
-    run_start_time: float | None = None
+    queue_start_time: float = 0.0  # when it joined the waiting queue, by the scheduler's clock
+    run_start_time: float | None = None  # when it was first scheduled
 
     to_finish: FinishReason | None = None  # requested end, applied at the next finish check
     finished_reason: FinishReason | None = None
