@@ -20,6 +20,7 @@ FIGURES = {
     "expert-load": "expert_load.make",
     "roofline": "roofline.make",
     "engines": "charts.engines",
+    "cuda-graphs": "charts.cuda_graphs",
     "kernels": "charts.kernels",
     "waiting-queue": "charts.waiting_queue",
     "pools": "charts.pools",

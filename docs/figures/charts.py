@@ -177,3 +177,33 @@ def goodput() -> str:
         rows,
         (60, 60),
     )
+
+
+def cuda_graphs() -> str:
+    table = read_table("../course/08-cuda-graphs.md", "batch")
+    kinds = [
+        ("one by one, CPU", "CPU time", "fg"),
+        ("GPU", "GPU time, launched one by one", "fg"),
+        ("replayed, CPU", "CPU time, replayed", "sa"),
+        ("GPU", "GPU time, replayed", "sa"),
+    ]
+    most = max(number(row[header]) for row in table for _, header, _ in kinds)
+    wide, narrow = Svg(WIDE), Svg(NARROW)
+    for svg in (wide, narrow):
+        y = 0.0
+        for row in table:
+            svg.text(0, y + 14, f"Batch {row['batch']}", "b")
+            rows = []
+            for name, header, cls in kinds:
+                us = number(row[header])
+                rows.append(Bar(name, us / most, f"{us:,.0f} µs", cls))
+            y = bars(svg, 0, y + 22, svg.width - 1, rows, 130) + 8
+    label = "Time of a decode step of Qwen3-8B, " + "; ".join(
+        f"batch {row['batch']}: " + ", ".join(f"{header} {row[header]} µs" for _, header, _ in kinds)
+        for row in table
+    )
+    caption = (
+        "The table as bars: kernels launched one by one (grey) and replayed from a graph (blue). Launched "
+        "one by one, the step takes as long as the CPU needs to launch it."
+    )
+    return figure(views(label, wide, narrow), caption)
