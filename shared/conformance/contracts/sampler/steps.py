@@ -164,6 +164,7 @@ def exact_tokens(impl: type[Sampler], case: Batch) -> None:
 @agreement(
     "For the same seeds the tokens are the reference's, in large vocabularies and batches of all kinds.",
     (
+        Batch("24 x 4500", num_rows=24, vocab_size=4500, seed=5),
         Batch("64 x 5000", num_rows=64, vocab_size=5000),
         Batch("16 x 32000", num_rows=16, vocab_size=32000, seed=1),
         Batch("64 x 1000, ties", num_rows=64, vocab_size=1000, has_ties=True),
