@@ -13,7 +13,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any
@@ -58,8 +58,8 @@ class Child:
         theirs.close()
         return cls(name, pipe, process)
 
-    def wait_until_ready(self, seconds: float) -> Any:
-        """Its first message. Raises `EngineProcessEnded` when it cannot start."""
+    def next_message(self, seconds: float) -> Any:
+        """While it starts. Raises `EngineProcessEnded` when it cannot."""
         with contextlib.suppress(EOFError, OSError):
             if self.pipe.poll(seconds):
                 message = self.pipe.recv()
@@ -121,10 +121,10 @@ class Inbox:
         self._lock = threading.Lock()  # two threads send
         self.is_ready = False
 
-    def start(self, first_message: Any) -> None:
+    def start(self, message: Any) -> None:
         """Tell the parent that this process is ready, and read calls from now on."""
         self.is_ready = True
-        self.send(first_message)
+        self.send(message)
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
 
     def send(self, message: Any) -> None:
@@ -170,6 +170,35 @@ def reported_end(inbox: Inbox) -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no library may keep it alive
+
+
+@contextlib.contextmanager
+def started(children: Sequence[Child]) -> Iterator[None]:
+    """Their start and that of this process: an error ends them."""
+    try:
+        yield
+    except BaseException as error:
+        cause = None
+        if isinstance(error, RuntimeError) and not isinstance(error, EngineProcessEnded):
+            cause = first_end(children) or f"the ranks do not find each other: {error}"
+        for child in children:
+            child.end()
+        if cause is not None:
+            raise EngineProcessEnded(cause) from error
+        raise
+
+
+def first_end(children: Sequence[Child]) -> str | None:
+    """How the first of them has ended that has; None: all go on, as far as is known."""
+    by_pipe: dict[Any, Child] = {child.pipe: child for child in children}
+    for pipe in wait(list(by_pipe), REPORT_SECONDS):
+        try:
+            message = pipe.recv()  # type: ignore[union-attr]
+        except (EOFError, OSError):
+            return by_pipe[pipe].describe_end()
+        if isinstance(message, Report):
+            return f"{by_pipe[pipe].name} has ended: {message.error}"
+    return None
 
 
 def describe_all(children: Sequence[Child], log: Sequence[Any]) -> str:

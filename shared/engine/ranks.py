@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 from shared import registry
 from shared.config import EngineConfig
 from shared.engine.assembly import Assembly, assemble, default_device, default_panel
-from shared.engine.child import REPORT_SECONDS, Child, EngineProcessEnded, Inbox, describe_all, reported_end
+from shared.engine.child import (
+    REPORT_SECONDS,
+    Child,
+    EngineProcessEnded,
+    Inbox,
+    describe_all,
+    reported_end,
+    started,
+)
 from shared.engine.input_log import Call, CallClock, Method, apply, encode, request_of
 from shared.engine.watchdog import Watchdog
 from shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
@@ -45,18 +53,14 @@ def assemble_lead(
     config: EngineConfig, store: Store, followers: Sequence[Child], time_limit: float
 ) -> Assembly:
     """Rank 0, when the others have been started."""
-    try:
+    with started(followers):
+        for follower in followers:
+            follower.next_message(time_limit)  # it is there: the group waits long for a rank that is not
         tp = collectives_of(config)(store, 0, config.num_ranks, time_limit)
         clock = CallClock()
         assembly = assemble(config, clock, tp=tp)
         for follower in followers:
-            follower.wait_until_ready(time_limit)
-    except BaseException as error:
-        for follower in followers:
-            follower.end()
-        if isinstance(error, RuntimeError) and not isinstance(error, EngineProcessEnded):
-            raise EngineProcessEnded(f"the ranks do not find each other: {error}") from error
-        raise
+            follower.next_message(time_limit)
     return replace(assembly, scheduler=LeadScheduler(assembly.scheduler, followers, clock, tp))
 
 
@@ -138,11 +142,16 @@ class LeadScheduler(Scheduler):
             return
         found = self._describe_all()
         ended = [follower for follower in self.followers if follower.pipe in readable]
-        self.problem = (ended or self.followers)[0].describe_end()
-        print(f"{self.problem}\n{found}", file=sys.stderr, flush=True)
+        problem = (ended or self.followers)[0].describe_end()
+        print(f"{problem}\n{found}", file=sys.stderr, flush=True)
+        self.end(problem)
+        raise EngineProcessEnded(problem)
+
+    def end(self, problem: str) -> None:
+        """The other ranks end, and every later call raises `EngineProcessEnded`."""
+        self.problem = problem
         for follower in self.followers:
             follower.end()
-        raise EngineProcessEnded(self.problem)
 
     def _describe_all(self) -> str:
         return describe_all(self.followers, list(self.tp.log.entries.copy()))
@@ -160,7 +169,9 @@ def follow(config: EngineConfig, rank: int, connect: Any, time_limit: float, pip
     log: list[Any] = []
     inbox = Inbox(pipe, lambda: list(log.copy()))
     with reported_end(inbox):
-        tp = collectives_of(config)(connect(), rank, config.num_ranks, time_limit)
+        store = connect()
+        inbox.send("started")
+        tp = collectives_of(config)(store, rank, config.num_ranks, time_limit)
         log = tp.log.entries
         clock = CallClock()
         assembly = assemble(config, clock, tp=tp)

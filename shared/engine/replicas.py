@@ -13,8 +13,9 @@ from typing import Any
 
 from shared.config import EngineConfig
 from shared.engine.assembly import Assembly, default_device
-from shared.engine.child import Child, EngineProcessEnded, Inbox, Report, reported_end
+from shared.engine.child import Child, EngineProcessEnded, Inbox, Report, reported_end, started
 from shared.engine.input_log import Call, Method, apply, encode, request_of
+from shared.engine.ranks import LeadScheduler
 from shared.interfaces import Scheduler, SchedulerState, SchedulerStats
 from shared.scheduling.admission import admit
 from shared.types import Req, SpeculationStats, StepOutput
@@ -196,6 +197,8 @@ class Controller(Scheduler):
         self.problem = problem
         for other in self.others:
             other.end()
+        if isinstance(self.scheduler, LeadScheduler):
+            self.scheduler.end(problem)
         return EngineProcessEnded(problem)
 
 
@@ -207,13 +210,9 @@ def assemble_replicas(config: EngineConfig) -> Assembly:
     others = [
         Child.spawn(f"replica {i}", _run_replica, config_of_replica(config, i)) for i in range(1, config.dp)
     ]
-    try:
+    with started(others):
         assembly = start_engine(config_of_replica(config, 0))
-        pool_sizes = [other.wait_until_ready(START_SECONDS) for other in others]
-    except BaseException:
-        for other in others:
-            other.end()
-        raise
+        pool_sizes = [other.next_message(START_SECONDS) for other in others]
     controller = Controller(config, assembly, others, pool_sizes)
     return replace(
         assembly, config=assembly.config.updated(dp=config.dp, device=config.device), scheduler=controller

@@ -14,7 +14,15 @@ from typing import Any
 
 from shared.config import EngineConfig
 from shared.engine.assembly import Assembly, assemble
-from shared.engine.child import REPORT_SECONDS, Child, EngineProcessEnded, Inbox, describe_all, reported_end
+from shared.engine.child import (
+    REPORT_SECONDS,
+    Child,
+    EngineProcessEnded,
+    Inbox,
+    describe_all,
+    reported_end,
+    started,
+)
 from shared.engine.ranks import TIME_LIMIT, collectives_of
 from shared.engine.replicas import START_SECONDS, Controller, serve_calls
 from shared.engine.watchdog import Watchdog
@@ -109,13 +117,11 @@ def assemble_in_step(config: EngineConfig, time_limit: float = TIME_LIMIT) -> As
         Child.spawn(f"replica {i}", _run_replica, config, i, store.port, time_limit)
         for i in range(1, config.dp)
     ]
-    try:
-        assembly = assemble_replica(config, store, 0, time_limit)
-        pool_sizes = [other.wait_until_ready(START_SECONDS) for other in others]
-    except BaseException:
+    with started(others):
         for other in others:
-            other.end()
-        raise
+            other.next_message(time_limit)
+        assembly = assemble_replica(config, store, 0, time_limit)
+        pool_sizes = [other.next_message(START_SECONDS) for other in others]
     return replace(assembly, scheduler=ControllerInStep(config, assembly, others, pool_sizes))
 
 
@@ -134,6 +140,7 @@ def _run_replica(config: EngineConfig, rank: int, port: int, time_limit: float, 
     inbox = Inbox(pipe, lambda: list(log.copy()))
     with reported_end(inbox):
         store = TCPStore("127.0.0.1", port, config.dp, False)
+        inbox.send("started")
         assembly = assemble_replica(config, store, rank, time_limit)
         scheduler: Any = assembly.scheduler
         log = scheduler.dp.log.entries

@@ -4,6 +4,7 @@
 
 Each replica runs a whole server, with the API of `diptych serve`, in a process of its own. Ray passes
 requests to it, restarts a replica whose server has ended, and adds replicas under load (num_replicas=auto).
+With tp=N a replica's server has N ranks, which end with it.
 Needs the extra `ray`.
 """
 

@@ -121,7 +121,7 @@ def in_threads(config: EngineConfig, size: int) -> ControllerInStep:
         inbox = Inbox(theirs, list, leave=lambda code: None)
         threading.Thread(target=run, args=(rank, inbox), daemon=True).start()
     assembly = assemble_replica(config, store, 0, 20.0)
-    ready = [other.wait_until_ready(20.0) for other in others]
+    ready = [other.next_message(20.0) for other in others]
     return ControllerInStep(config, assembly, others, ready)
 
 

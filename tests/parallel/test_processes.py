@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -49,6 +51,58 @@ def test_processes_and_a_rank_that_is_killed() -> None:
     assert llm.scheduler.has_work()  # whose step raises
     with pytest.raises(RuntimeError, match="rank 1 has ended"):
         llm.generate(prompts, **sampling)
+
+
+PROMPTS = ["Count from 3 to 9.", "What is 12 + 30?"]
+KILLED: dict[str, tuple[dict[str, Any], float | None]] = {
+    "while it starts": ({"tp": 2}, None),
+    "in a step": ({"tp": 2}, 0.3),
+    "in a step of replicas": ({"dp": 2}, 0.3),
+    "in a step of replicas of ranks": ({"dp": 2, "tp": 2}, 0.3),
+    "in a step with shared experts": ({"dp": 2, "dp_attention": True, "model": "tiny-moe"}, 0.3),
+}
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes of this one that multiprocessing has spawned, and theirs."""
+    path = Path(f"/proc/{pid}/task")
+    children = [int(child) for task in path.glob("*/children") for child in task.read_text().split()]
+    spawned = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return spawned + [each for child in spawned for each in descendants(child)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("moment", KILLED)
+@pytest.mark.parametrize("victim", [0, -1])
+def test_a_rank_that_is_killed_at_any_moment_ends_all(moment: str, victim: int) -> None:
+    """An error to every request within seconds, and no process stays."""
+    flags, seconds = KILLED[moment]
+    flags = {"model": "tiny-dense", "panel": "reference", "device": "cpu", **flags}
+    before = set(descendants(os.getpid()))
+
+    def kill() -> None:
+        while not (found := [pid for pid in descendants(os.getpid()) if pid not in before]):
+            time.sleep(0.01)
+        os.kill(found[victim], signal.SIGKILL)
+
+    if seconds is None:
+        threading.Thread(target=kill).start()
+        with pytest.raises(EngineProcessEnded):
+            LLM(**flags)
+    else:
+        llm = LLM(**flags)
+        long = SamplingParams(max_new_tokens=1000, ignore_eos=True)
+        collectors = [llm.submit(prompt, long) for prompt in PROMPTS]
+        threading.Timer(seconds, kill).start()
+        start = time.monotonic()
+        with pytest.raises(EngineProcessEnded):
+            all(llm.step() for _ in itertools.count())
+        assert time.monotonic() - start < 15
+        assert not any(collector.is_finished for (collector,) in collectors)
+    end = time.monotonic() + 10
+    while set(descendants(os.getpid())) - before:
+        assert time.monotonic() < end, "a process stays"
+        time.sleep(0.05)
 
 
 HANGS = """

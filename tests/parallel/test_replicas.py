@@ -78,7 +78,7 @@ def in_threads(config: EngineConfig, num_replicas: int) -> tuple[Assembly, Contr
         inbox = Inbox(theirs, list, leave=lambda code: None)
         others.append(Child(f"replica {i}", mine))
         inbox.start(assembly.parts.allocator.size)
-        sizes.append(others[-1].wait_until_ready(10))
+        sizes.append(others[-1].next_message(10))
         threading.Thread(target=serve_calls, args=(assembly, inbox), daemon=True).start()
     assembly = assemble(config_of_replica(config, 0))
     return assembly, Controller(config, assembly, others, sizes)

@@ -26,6 +26,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "small pool": {"max_total_tokens": 96, "schedule_conservativeness": 0.1},
     "overlap": {"use": dict.fromkeys(HOST_PARTS, "optimized")},
     "ngram": {"speculative": "ngram"},
+    "sums of the library": {"use": {"collectives": "optimized"}},
     "draft model": {"speculative": "standalone", "speculative_draft_model": "llama"},
     "eagle trees": {"speculative": "eagle", "speculative_draft_model": "eagle-draft", "speculative_topk": 2},
     "eagle ahead": {

@@ -7,6 +7,7 @@ from typing import Any
 from shared.config import EngineConfig
 from shared.conformance.ranks import on_ranks
 from shared.engine.assembly import Assembly, assemble
+from shared.engine.ranks import collectives_of
 from shared.interfaces import Collectives
 from shared.types import Req, SamplingParams
 
@@ -87,4 +88,4 @@ def of_ranks(config: EngineConfig, size: int) -> list[list[Req]]:
     def run(tp: Collectives) -> list[Req]:
         return answers(assemble(config.updated(tp=size), clock=lambda: 0.0, tp=tp))
 
-    return on_ranks(size, run)
+    return on_ranks(size, run, impl=collectives_of(config))

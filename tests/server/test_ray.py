@@ -1,9 +1,10 @@
-"""The Ray Serve application on a local Ray: two replicas, one of which is killed."""
+"""The Ray Serve application on a local Ray: two replicas of two ranks each, one of which is killed."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +28,12 @@ def url() -> Iterator[str]:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": environment})
-    serve.start(http_options={"host": "127.0.0.1", "port": 8765})
-    serve.run(app({"max_total_tokens": "4096", "num_replicas": "2", "num_cpus": "1"}))
-    yield "http://127.0.0.1:8765/v1/completions"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(app({"max_total_tokens": "4096", "num_replicas": "2", "num_cpus": "1", "tp": "2"}))
+    yield f"http://127.0.0.1:{port}/v1/completions"
     serve.shutdown()
     ray.shutdown()
     assert not server_processes()
