@@ -30,9 +30,7 @@ class LogprobsOutput(NamedTuple):
 class LogitsOutput(NamedTuple):
     """What the model runner returns for one ForwardBatch."""
 
-    # [bs, vocab_size] float32, of the last token of each request (TARGET_VERIFY: of every token,
-    # [num_tokens, vocab_size])
-    next_token_logits: torch.Tensor
+    next_token_logits: torch.Tensor  # [bs, vocab_size] float32, of last tokens (TARGET_VERIFY: of all tokens)
     input_logprobs: LogprobsOutput | None = None  # for ForwardBatch.input_logprob_rows
     hidden_states: torch.Tensor | None = None  # [num_tokens, ...], if a draft model reads them
 
