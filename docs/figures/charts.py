@@ -95,7 +95,7 @@ def draw_engines(width: int) -> Svg:
 
 
 def engines() -> str:
-    label = " ".join(
+    label = "Throughput and latency of four engines. " + " ".join(
         f"{of.title}: "
         + "; ".join(
             f"{shape} " + ", ".join(f"{name} {text_of(value)}" for name, value in engines)
@@ -144,7 +144,7 @@ def waiting_queue() -> str:
             name = row["policy"] if panel == "reference" else ""
             rows.append(Bar(name, (ms / most) ** 0.5, f"{ms:g} ms", cls))
     return chart(
-        "CPU time of scheduling a step with 10,000 waiting requests, reference and optimized.",
+        "CPU time of scheduling a step. 10,000 waiting requests, reference and optimized.",
         "CPU time of scheduling one step with 10,000 waiting requests: reference (grey) and optimized "
         "(blue). The length of a bar is the square root of its time.",
         rows,
@@ -198,7 +198,7 @@ def cuda_graphs() -> str:
                 us = number(row[header])
                 rows.append(Bar(name, us / most, f"{us:,.0f} µs", cls))
             y = bars(svg, 0, y + 22, svg.width - 1, rows, 130) + 8
-    label = "Time of a decode step of Qwen3-8B, " + "; ".join(
+    label = "Time of a decode step of Qwen3-8B. " + "; ".join(
         f"batch {row['batch']}: " + ", ".join(f"{header} {row[header]} µs" for _, header, _ in kinds)
         for row in table
     )

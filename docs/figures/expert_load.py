@@ -93,8 +93,8 @@ def make() -> str:
     even = sum(table[0]) / len(table[0])
     most = max(map(max, table))
     label = (
-        f"The most loaded expert of a layer computed {most} tokens, an even share is {even:.0f}. A decode "
-        f"step reads {experts_read(calls, 1):.1f} experts of a layer for one token and "
+        f"Tokens of each expert. The most loaded expert of a layer computed {most} tokens, an even share is "
+        f"{even:.0f}. A decode step reads {experts_read(calls, 1):.1f} experts of a layer for one token and "
         f"{experts_read(calls, 16):.1f} for sixteen."
     )
     caption = (

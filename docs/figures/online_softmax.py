@@ -109,7 +109,7 @@ def make() -> str:
         is_end = number == len(found)
         label = ", ".join(f"{token} {weight:.2f}" for token, weight in zip(tokens, weights))
         wide, narrow = (draw(tokens, scores, weights, is_end, width) for width in (WIDE, NARROW))
-        pictures.append((views(f"Weights: {label}", wide, narrow), text))
+        pictures.append((views(f"Weights of the keys. {label}", wide, narrow), text))
     return slider(
         pictures,
         f"Attention of the newest token of a real run: <code>tiny-dense</code>, layer {LAYER}, head {HEAD}, "

@@ -131,7 +131,9 @@ def hue(name: str) -> str:
 def make() -> str:
     steps = []
     for state, text in record():
-        label = "Pages of " + ", ".join(f"{name}: {pages}" for name, pages in state.page_tables.items())
+        label = "The page pool. Pages of " + ", ".join(
+            f"{name}: {pages}" for name, pages in state.page_tables.items()
+        )
         text = text.format(**state.num_tokens)
         steps.append(
             (views(f"{label}. Free pages: {state.free}", draw(state, WIDE), draw(state, NARROW)), text)

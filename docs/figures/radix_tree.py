@@ -174,7 +174,9 @@ def note_of(node: Node) -> tuple[str, str]:
 def make() -> str:
     steps = []
     for state in record():
-        label = "Nodes: " + "; ".join(" ".join([f"“{n.text}”", *note_of(n)]) for n in state.nodes)
+        label = "The radix tree. Nodes: " + "; ".join(
+            " ".join([f"“{n.text}”", *note_of(n)]) for n in state.nodes
+        )
         steps.append((views(label, draw(state, WIDE), draw(state, NARROW)), state.text))
     return slider(
         steps,

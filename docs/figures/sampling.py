@@ -169,7 +169,7 @@ def draw(rows: list[Row], width: int) -> Svg:
 def make() -> str:
     steps = []
     for rows, text in record():
-        label = ", ".join(
+        label = "Candidates of a draw. " + ", ".join(
             f"{row.token}: {row.text}" + (" (drawn)" if row.is_drawn else "" if row.is_kept else " (removed)")
             for row in rows
         )

@@ -67,11 +67,14 @@ class Svg:
         return y + 26
 
     def html(self, cls: str, label: str) -> str:
-        """A single line, so that Markdown leaves it as it is."""
+        """A single line, so that Markdown leaves it as it is. label: its first sentence is the title, which
+        browsers also show under the pointer; the others are the description."""
+        title, _, more = label.partition(". ")
+        desc = f"<desc>{escape(more)}</desc>" if more else ""
         return (
             f'<svg class="{cls}" role="img" viewBox="0 0 {self.width} {num(self.height)}" '
             f'width="{self.width}" height="{num(self.height)}" xmlns="http://www.w3.org/2000/svg">'
-            f"<title>{escape(label)}</title>" + "".join(self.parts) + "</svg>"
+            f"<title>{escape(title)}</title>{desc}" + "".join(self.parts) + "</svg>"
         )
 
 
@@ -87,7 +90,7 @@ def standalone(svg: Svg, label: str) -> str:
     framed = Svg(
         svg.width + 32, svg.height + 32, [f'<g transform="translate(16 16)">{"".join(svg.parts)}</g>']
     )
-    return framed.html("file", label).replace("</title>", "</title>" + style, 1) + "\n"
+    return framed.html("file", label).replace("</desc>", "</desc>" + style, 1) + "\n"
 
 
 def num(value: float) -> str:

@@ -96,8 +96,8 @@ def overlap() -> str:
     before, after = step_times()
     run = load("overlap")["runs"][0]
     label = (
-        "Normal: the GPU waits while the CPU processes results and forms the next batch, "
-        f"{before:.2f} ms per step. Overlap: passes of the GPU follow one another, {after:.2f} ms per step."
+        "CPU and GPU over time. Normal: the GPU waits while the CPU processes results and forms the next "
+        f"batch, {before:.2f} ms per step. Overlap: passes of the GPU follow one another, {after:.2f} ms per step."
     )
     caption = (
         f"Decode steps of {run['model']} with {run['num_requests']} requests on one H200, recorded by "
@@ -145,8 +145,8 @@ def chunked_prefill() -> str:
     pauses = [right - left for left, right in map(longest_pause, runs)]
     waits = [run["first_token"] - run["arrival"] for run in runs]
     label = (
-        f"Computed whole, the prompt stops decoding for {pauses[0]:.0f} ms. In chunks the longest pause is "
-        f"{pauses[1]:.0f} ms."
+        f"Steps of the GPU over time. Computed whole, the prompt stops decoding for {pauses[0]:.0f} ms. In "
+        f"chunks the longest pause is {pauses[1]:.0f} ms."
     )
     caption = (
         f"{runs[0]['model']} on one H200: {runs[0]['num_requests']} requests decode, and after 12 ms a "

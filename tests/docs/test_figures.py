@@ -60,6 +60,8 @@ def test_both_views_have_titles_and_fit(name: str) -> None:
         title = svg.find("{http://www.w3.org/2000/svg}title")
         assert title is not None
         assert title.text
+        assert len(title.text) < 60
+        assert svg.find("{http://www.w3.org/2000/svg}desc") is not None
         width, height = (float(svg.get(key, "")) for key in ("width", "height"))
         for rect in svg.iter("{http://www.w3.org/2000/svg}rect"):
             assert float(rect.get("x", "")) + float(rect.get("width", "")) <= width + 0.5
