@@ -97,7 +97,8 @@ def overlap() -> str:
     run = load("overlap")["runs"][0]
     label = (
         "CPU and GPU over time. Normal: the GPU waits while the CPU processes results and forms the next "
-        f"batch, {before:.2f} ms per step. Overlap: passes of the GPU follow one another, {after:.2f} ms per step."
+        f"batch, {before:.2f} ms per step. Overlap: passes of the GPU follow one another, {after:.2f} ms per "
+        "step."
     )
     caption = (
         f"Decode steps of {run['model']} with {run['num_requests']} requests on one H200, recorded by "
