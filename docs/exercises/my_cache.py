@@ -85,7 +85,8 @@ class MyRadixCache(PrefixCache):
         raise NotImplementedError("TODO match: descend through `children` while the next page is there")
 
     def insert(self, key: RadixKey, value: torch.Tensor, priority: int = 0) -> InsertResult:
-        """The length that was cached before, and the node that holds the last token."""
+        """The length that was cached before, and the node that holds the last token. A new leaf has
+        `priority`, and the nodes above it are raised to it."""
         if not self._pages(key):
             return InsertResult(0, self.root)
         raise NotImplementedError("TODO insert: walk, then one new leaf for the pages that are missing")
@@ -113,7 +114,8 @@ class MyRadixCache(PrefixCache):
         raise NotImplementedError("TODO requests: share the whole pages, keep the partial page")
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
-        """The request ends: all its slots go to the tree or are freed."""
+        """The request ends: all its slots go to the tree or are freed. Its fields say that it owns nothing:
+        the contract lists them."""
         raise NotImplementedError("TODO requests: insert, free the rest, unlock, free the row")
 
     # What follows is complete.

@@ -4,7 +4,7 @@ cp docs/exercises/my_sampler.py my_sampler.py
 diptych check --stage 06 my_sampler.py
 
 The steps and their order are in shared/interfaces/sampler.py; the fields of `SamplingBatchInfo` in
-shared/types/sampling_batch.py.
+shared/types/batch.py.
 """
 
 from __future__ import annotations

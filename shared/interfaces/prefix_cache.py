@@ -148,7 +148,7 @@ class PrefixCache(ABC):
     @abstractmethod
     def cache_unfinished_req(self, req: Req) -> None:
         """Called when a request's `fill_ids` have KV (after prefill or one chunk): move its whole pages into
-        the tree, so that other requests can share them, and lock them for the request.
+        the tree, with the request's priority, so that other requests can share them, and lock them for it.
 
         Where the tree already had the tokens, the request's row is remapped to the tree's slots *before*
         its duplicates are freed. Updates req.prefix_indices (all of fill_ids' slots, the partial page
@@ -159,8 +159,9 @@ class PrefixCache(ABC):
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
         """Release a request's memory. The whole pages of the first kv_committed_len tokens go into the tree
         (`is_insert`; False: all slots of the request are freed). Duplicates, the partial page and
-        over-allocated slots are freed, each once. The lock and the row are released. Afterwards
-        req.req_pool_idx is None and the request owns no memory."""
+        over-allocated slots are freed, each once. The lock and the row are released. Afterwards the request
+        owns no memory: req_pool_idx and last_node are None, prefix_indices is empty, and cache_protected_len,
+        kv_committed_len and kv_allocated_len are 0."""
 
     @abstractmethod
     def evictable_size(self) -> int:

@@ -186,8 +186,9 @@ def retracted_and_readmitted(impl: type[PrefixCache], case: Case) -> None:
     for step in range(3):
         world.decode(req, 100 + step)
     world.finish(req, is_insert=False)
-    owned = (req.kv_allocated_len, req.kv_committed_len, req.cache_protected_len, len(req.prefix_indices))
-    expect_equal("what a finished request owns", owned, (0, 0, 0, 0))
+    for name in ("kv_allocated_len", "kv_committed_len", "cache_protected_len"):
+        expect_equal(f"{name} of a finished request", getattr(req, name), 0)
+    expect_equal("prefix_indices of a finished request", req.prefix_indices.tolist(), [])
     expect_equal("the node it locks", req.last_node, None)
     check_idle(world.allocator, world.req_to_token_pool, world.cache)
     req.reset_for_retraction()
