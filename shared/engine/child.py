@@ -101,10 +101,10 @@ class Child:
 
 
 def _end(pipe: Connection, process: BaseProcess | None) -> None:
-    pipe.close()
     if process is not None:
         process.kill()
         process.join()
+    pipe.close()
 
 
 class Inbox:

@@ -20,6 +20,7 @@ from optimized.kernels.moe_combine import combine
 from optimized.kernels.moe_gemm import down_gemm, up_gemm
 from optimized.kernels.moe_gemv import gemv_experts
 from optimized.kernels.moe_tiles import GemvTile, Shape
+from optimized.kernels.one_shot_all_reduce import BLOCK, OneShotAllReduce
 from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store
 from optimized.kernels.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
 from optimized.kernels.silu_and_mul import silu_and_mul
@@ -138,6 +139,12 @@ def sample(num_rows: int, vocab_size: int, filtered: bool, logprobs: bool, greed
     Sampler().sample(torch.empty(num_rows, vocab_size), info, positions)
 
 
+def one_shot(size: int, dtype: torch.dtype) -> None:
+    buffers = [torch.empty(2, 8 * BLOCK, dtype=dtype) for _ in range(size)]
+    signals = [torch.empty(8, size, dtype=torch.int32) for _ in range(size)]
+    OneShotAllReduce(buffers, signals, rank=0)(torch.empty(5 * BLOCK, dtype=dtype))
+
+
 def _launches() -> dict[str, Launch]:
     """By name: the kernel family, then its sizes."""
     found: dict[str, Launch] = {}
@@ -177,6 +184,9 @@ def _launches() -> dict[str, Launch]:
             shape = Shape(moe.num_experts, moe.num_experts_per_tok, hidden, moe.intermediate_size)
             for num_tokens, dtype in ((1, "bf16"), (64, "fp16"), (512, "bf16"), (4096, "bf16"), (64, "fp32")):
                 add(experts, f"{model}-t{num_tokens}-{dtype}", shape, num_tokens, DTYPES[dtype])
+    for size in (2, 4, 8):
+        for name, dtype in DTYPES.items():
+            add(one_shot, f"t{size}-{name}", size, dtype)
     for vocab_size in sorted({config.vocab_size for config in MODELS.values()}):
         add(sample, f"v{vocab_size}-greedy", 64, vocab_size, False, False, True)
         add(sample, f"v{vocab_size}-plain", 64, vocab_size, False, False, False)

@@ -30,6 +30,7 @@ FAST = (
     ("sm_90", "decode-d64-g4-bf16"),
     ("sm_90", "decode-d128-g4-bf16"),
     ("sm_90", "decode-d128-g4-bf16-extras"),
+    ("sm_90", "one_shot-t2-bf16"),
     ("sm_90", "linear-Qwen3-0.6B-t64-down"),
     ("sm_100", "linear-Qwen3-8B-t16-qkv"),
     ("sm_120", "decode-d256-g4-bf16"),
