@@ -90,7 +90,7 @@ def _labelled(table: str) -> str:
         table,
         flags=re.DOTALL,
     )
-    return labelled.replace("<table>", "<table data-wide>")
+    return labelled.replace("<table>", f'<table data-wide="{len(headings)}">')
 
 
 def _page_of(path: str) -> str:
@@ -131,4 +131,5 @@ def _formatted(path: str, label: str) -> str:
     if max(map(len, text.splitlines())) <= MAX_COLUMNS:
         return text
     command = [sys.executable, "-m", "ruff", "format", "--line-length", str(MAX_COLUMNS), "-"]
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+    formatted = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+    return formatted.replace("\n\n\n", "\n\n")  # methods, which look like functions of a module here
