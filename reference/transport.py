@@ -256,6 +256,7 @@ class SharedTokenToKVPool(TokenToKVPool):
 class SharedMemoryTransport(Transport):
     """Into the other end's pool, which is a `SharedTokenToKVPool` there; the connection has the rest."""
 
+    pool_class = SharedTokenToKVPool
     _other: torch.Tensor | None = None
 
     def _greeted(self, other: Frame) -> None:

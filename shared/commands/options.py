@@ -80,6 +80,9 @@ class EngineOptions:
         int | None,
         _option(MODEL, "Expert parallelism: parts of ranks with some of the experts each. Default: 1."),
     ] = None
+    disaggregation: Annotated[
+        bool | None, _option(MODEL, "Prefill and decode in two engines, a process each.", "--disaggregation")
+    ] = None
     ep_num_redundant_experts: Annotated[
         int | None, _option(MODEL, "With --ep: places for replicas of experts in a layer. Default: 0.")
     ] = None

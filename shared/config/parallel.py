@@ -26,6 +26,12 @@ class ParallelFlags(Protocol):
     def speculative(self) -> str | None: ...
     @property
     def enable_mixed_chunk(self) -> bool: ...
+    @property
+    def disaggregation(self) -> bool: ...
+    @property
+    def disable_radix_cache(self) -> bool: ...
+    @property
+    def check_invariants(self) -> bool: ...
 
 
 def check_parallel_flags(flags: ParallelFlags) -> None:
@@ -45,6 +51,13 @@ def check_parallel_flags(flags: ParallelFlags) -> None:
         ):
             if value != only:
                 raise ValueError(f"pp={flags.pp} does not work with {name}={value}; it must be {only}")
+    if flags.disaggregation:
+        for name in ("tp", "pp", "dp"):
+            if getattr(flags, name) > 1:
+                raise ValueError(f"disaggregation=True does not work with {name}={getattr(flags, name)}")
+        for name in ("dp_attention", "speculative", "disable_radix_cache", "check_invariants"):
+            if getattr(flags, name):
+                raise ValueError(f"disaggregation=True does not work with {name}={getattr(flags, name)}")
     redundant = flags.ep_num_redundant_experts
     if type(redundant) is not int or redundant < 0:
         raise ValueError(f"ep_num_redundant_experts must be an integer >= 0, got {redundant!r}")

@@ -9,6 +9,10 @@ from shared.engine.assembly import Assembly, assemble
 def start_engine(config: EngineConfig) -> Assembly:
     """Raises `ValueError` for a configuration that cannot run. In a process that a launcher has started as
     another rank it does not return: the process ends with rank 0."""
+    if config.disaggregation:
+        from shared.engine.disaggregated import assemble_disaggregated
+
+        return assemble_disaggregated(config)
     if config.num_ranks == config.dp == 1 and not config.dp_attention:
         return assemble(config)
     try:

@@ -1,0 +1,94 @@
+"""Starts prefill and decode as two engines: decode in this process, prefill in another one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from dataclasses import replace
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from shared import registry
+from shared.config import EngineConfig
+from shared.engine.assembly import Assembly, assemble, default_device, default_panel
+from shared.engine.child import Child, Inbox, reported_end
+from shared.interfaces import Transport
+
+START_SECONDS = 1800.0
+"""Until the prefill engine must be ready: it reads the weights."""
+
+
+def assemble_disaggregated(config: EngineConfig) -> Assembly:
+    """The decode engine of `config`, with a prefill engine started. Raises `ValueError` as `assemble` does,
+    and `EngineProcessEnded` when the prefill engine cannot start."""
+    device = config.device or default_device()
+    if device != "cpu":
+        raise ValueError(f"disaggregation=True runs on device=cpu; the device is {device}")
+    transport_class = transport_of(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(START_SECONDS)
+        child = Child.spawn("prefill engine", _prefill, config, listener.getsockname()[1])
+        try:
+            assembly = assemble_decode(config, transport_class)
+            child.wait_until_ready(START_SECONDS)
+            connection, _ = listener.accept()
+            connection.settimeout(None)
+            transport = transport_class(connection, assembly.kv_pool)
+        except BaseException:
+            child.end()
+            raise
+    scheduler = decode_side(assembly, transport)
+    scheduler.child = child  # it ends with the scheduler
+    return replace(assembly, scheduler=scheduler)
+
+
+def transport_of(config: EngineConfig) -> type[Transport]:
+    """The implementation that the configuration chooses."""
+    panel = config.panel or default_panel("cpu")
+    chosen: type[Transport] = registry.load("transport", registry.select(panel, config.use)["transport"])
+    return chosen
+
+
+def assemble_decode(config: EngineConfig, transport_class: type[Transport]) -> Assembly:
+    """The decode engine, with its pool in a file if the transport needs that."""
+    pool_class: Any = getattr(transport_class, "pool_class", None)
+    if pool_class is None:
+        return assemble(config)
+    panel = config.panel or default_panel("cpu")
+    pools = registry.load("memory_pool", registry.select(panel, config.use)["memory_pool"])
+    shared = SimpleNamespace(**{**vars(pools), "TokenToKVPool": pool_class})
+    assembly = assemble(config, replace={"memory_pool": shared})
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    handle, path = tempfile.mkstemp(prefix="diptych-", dir=folder)
+    os.close(handle)
+    pool: Any = assembly.kv_pool
+    pool.share(Path(path))
+    return assembly
+
+
+def decode_side(assembly: Assembly, transport: Transport) -> Any:
+    """The scheduler of the decode engine."""
+    context_len = assembly.config.context_len
+    return import_module("reference.disaggregation").DecodeSide(
+        assembly.scheduler, assembly.parts, assembly.model_config.vocab_size, context_len, transport
+    )
+
+
+def _prefill(config: EngineConfig, port: int, pipe: Connection) -> None:
+    """The process of the prefill engine: it ends with the other one."""
+    inbox = Inbox(pipe, list)
+    with reported_end(inbox):
+        assembly = assemble(config)
+        inbox.start("ready")
+        connection = socket.create_connection(("127.0.0.1", port))
+        transport = transport_of(config)(connection, assembly.kv_pool)
+        module = import_module("reference.disaggregation")
+        side = module.PrefillSide(assembly.scheduler, assembly.parts, transport)
+        while not side.is_done:
+            if not side.turn():
+                time.sleep(module.POLL_SECONDS)
