@@ -61,6 +61,10 @@ class EngineOptions:
         int | None,
         _option(MODEL, "Tensor parallelism: ranks that have a part of the model each. Default: 1."),
     ] = None
+    pp: Annotated[
+        int | None,
+        _option(MODEL, "Pipeline parallelism: ranks that have some of the layers each. Default: 1."),
+    ] = None
     dp: Annotated[int | None, _option(MODEL, "Data parallelism: replicas of the model. Default: 1.")] = None
     dp_policy: Annotated[
         str | None,
@@ -72,22 +76,18 @@ class EngineOptions:
         bool | None,
         _option(MODEL, "With --dp: replicas of attention, which share the experts.", "--dp-attention"),
     ] = None
-    pp: Annotated[
-        int | None,
-        _option(MODEL, "Pipeline parallelism: ranks that have some of the layers each. Default: 1."),
-    ] = None
     ep: Annotated[
         int | None,
         _option(MODEL, "Expert parallelism: parts of ranks with some of the experts each. Default: 1."),
-    ] = None
-    disaggregation: Annotated[
-        bool | None, _option(MODEL, "Prefill and decode in two engines, a process each.", "--disaggregation")
     ] = None
     ep_num_redundant_experts: Annotated[
         int | None, _option(MODEL, "With --ep: places for replicas of experts in a layer. Default: 0.")
     ] = None
     eplb_rebalance_num_iterations: Annotated[
         int | None, _option(MODEL, "With --ep: steps between two rebalances of experts. Default: never.")
+    ] = None
+    disaggregation: Annotated[
+        bool | None, _option(MODEL, "Prefill and decode in two engines, a process each.", "--disaggregation")
     ] = None
 
     page_size: Annotated[int | None, _option(MEMORY, "Tokens of a KV page. Default: 1.")] = None

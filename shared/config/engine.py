@@ -45,9 +45,9 @@ class EngineConfig:
     dp_policy: DataParallelPolicyName = "least-tokens"  # the replica that gets a request
     dp_attention: bool = False  # the replicas of an MoE model share the experts, and step together
     ep: int = 1  # expert parallelism: the ranks are in so many parts, and each has some of the experts
-    disaggregation: bool = False  # prefill and decode in two engines, with a process each
     ep_num_redundant_experts: int = 0  # places for replicas of experts in each layer, over all parts
     eplb_rebalance_num_iterations: int | None = None  # rebalance experts each so many steps; None: never
+    disaggregation: bool = False  # prefill and decode in two engines, with a process each
 
     # Memory
     page_size: int = 1

@@ -198,7 +198,7 @@ def test_a_request_is_aborted(folders: dict[str, str], transport: str, state: st
     with pair_of(config) as pair:
         req = bring_to(pair, state)
         assert pair.decode_side.abort(req.rid)
-        assert not pair.decode_side.abort("nobody")
+        assert not pair.decode_side.abort("unknown")
         if state == "copying":
             for _ in range(5):
                 pair.decode_side.step()
