@@ -37,6 +37,7 @@ def commands(program: str) -> list[tuple[str, list[str]]]:
     return found
 
 
+PROGRAM: Any = typer.main.get_command(app)
 PYTHON_BLOCKS = [(page, code) for page, code in blocks("python") if "--8<--" not in code]
 
 
@@ -62,8 +63,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize(("page", "arguments"), commands("diptych"), ids=lambda value: " ".join(value)[:40])
 def test_command_exists_with_its_options(page: str, arguments: list[str]) -> None:
-    command: Any = typer.main.get_command(app)
-    words = list(arguments)
+    command, words = PROGRAM, list(arguments)
     while words and hasattr(command, "commands"):
         command = command.commands[words.pop(0)]
     known = {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}

@@ -21,6 +21,15 @@ class Knot:
         self.itself = self
 
 
+@pytest.fixture(scope="module", autouse=True)
+def thawed() -> Iterator[None]:
+    """The tests' own freezing (tests/conftest.py) is undone meanwhile."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_frozen() -> Iterator[None]:
     assert gc.get_freeze_count() == 0

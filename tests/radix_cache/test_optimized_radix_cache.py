@@ -111,7 +111,7 @@ def draw_key(rng: random.Random, page_size: int, is_long: bool) -> RadixKey:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(rng=st.randoms(use_true_random=False), is_long=st.booleans(), num_calls=st.integers(1, 150))
 def test_any_calls_are_answered_as_by_the_reference(
     page_size: int, policy: str, rng: random.Random, is_long: bool, num_calls: int
