@@ -1,10 +1,12 @@
 """What mkdocs adds to pages: formatted quotes with a link to their file, sources, labels of table cells.
 
 A quote of a section is set in at most 88 columns, so that two fit beside each other, and is followed by a
-link to its line. A path of a Python file in backticks links to its source. Sources are pages under source/:
-no page of them is in the navigation or in the search.
+link to its line. In twins, lines that the reference does not have are marked. A path of a Python file in
+backticks links to its source. Sources are pages under source/: no page of them is in the navigation or in
+the search.
 """
 
+import difflib
 import itertools
 import re
 import subprocess
@@ -49,7 +51,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
     if page.file.src_uri.startswith("source/"):
         return markdown
-    lines, in_fence, link = [], False, ""
+    lines, in_fence, in_twins, link = [], False, False, ""
     for line in markdown.splitlines():
         quote = _QUOTE.match(line)
         if _FENCE.match(line):
@@ -60,6 +62,9 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
                 link = ""
         elif quote and in_fence:
             indent, path, label = quote.groups()
+            new = new_lines(path, label) if in_twins else []
+            if new:
+                lines[-1] += f' {{hl_lines="{" ".join(map(str, new))}"}}'
             lines.append(textwrap.indent(_formatted(path, label), indent))
             number = _section(path, label)[0]
             url = get_relative_url(files.get_file_from_path(_page_of(path)).url, page.url)
@@ -67,6 +72,7 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
         elif in_fence or line.startswith("#"):
             lines.append(line)
         else:
+            in_twins = line.startswith('<div class="twins"') or (in_twins and line != "</div>")
             lines.append(_NAMED.sub(lambda match: _link(match.group(1), page, files), line))
     return "\n".join(lines)
 
@@ -91,6 +97,20 @@ def _labelled(table: str) -> str:
         flags=re.DOTALL,
     )
     return labelled.replace("<table>", f'<table data-wide="{len(headings)}">')
+
+
+def new_lines(path: str, label: str) -> list[int]:
+    """Numbers of an optimized quote's lines that the reference's quote does not have; none if most are new."""
+    twin = ROOT / path.replace("optimized/", "reference/", 1)
+    is_twin = path.startswith("optimized/") and twin.is_file()
+    if not is_twin or f"[start:{label}]" not in twin.read_text(encoding="utf-8"):
+        return []
+    own = _formatted(path, label).splitlines()
+    other = _formatted(twin.relative_to(ROOT).as_posix(), label).splitlines()
+    blocks = difflib.SequenceMatcher(None, own, other, autojunk=False).get_matching_blocks()
+    same = {block.a + i for block in blocks for i in range(block.size)}
+    new = [i + 1 for i, line in enumerate(own) if i not in same and line.strip()]
+    return new if 4 * len(new) <= 3 * len(own) else []
 
 
 def _page_of(path: str) -> str:

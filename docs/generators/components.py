@@ -156,7 +156,7 @@ def check(name: str) -> str:
         f"diptych check {name} {target}\n"
         f'diptych generate --use {name}={target} "What is 12 + 30?"\n'
         f"diptych diff --b {name}={target}\n```\n\n"
-        "[Reading a failure](../own-component.md#reading-a-failure) explains the output of both."
+        "[Reading a failure](../own-component.md#reading-a-failure) explains their output."
     )
 
 

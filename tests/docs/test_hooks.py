@@ -72,6 +72,17 @@ def test_a_quote_is_followed_by_a_link_to_its_line() -> None:
     assert "--8<--" not in shown
 
 
+def test_lines_that_the_reference_does_not_have_are_marked_in_twins() -> None:
+    marked = hooks.new_lines("optimized/radix_cache.py", "radix-evict")
+    lines = hooks._formatted("optimized/radix_cache.py", "radix-evict").splitlines()
+    assert any("self.heap" in lines[number - 1] for number in marked)
+    assert not any("return num_evicted" in lines[number - 1] for number in marked)
+    assert hooks.new_lines("reference/radix_cache.py", "radix-evict") == []
+    quote = '```python\n--8<-- "optimized/radix_cache.py:radix-evict"\n```'
+    assert 'hl_lines="' in _shown(f'<div class="twins" markdown>\n\n{quote}\n\n</div>')
+    assert 'hl_lines="' not in _shown(quote)
+
+
 def test_a_path_links_to_its_source() -> None:
     shown = _shown("`reference/scheduler.py` and `reference/none.py`\n\n```\n`reference/scheduler.py`\n```")
     assert shown.count("<a ") == 1
