@@ -100,7 +100,7 @@ def _labelled(table: str) -> str:
 
 
 def new_lines(path: str, label: str) -> list[int]:
-    """Numbers of an optimized quote's lines that the reference's quote does not have; none if most are new."""
+    """Numbers of an optimized quote's lines that the reference's does not have; none if most are new."""
     twin = ROOT / path.replace("optimized/", "reference/", 1)
     is_twin = path.startswith("optimized/") and twin.is_file()
     if not is_twin or f"[start:{label}]" not in twin.read_text(encoding="utf-8"):
