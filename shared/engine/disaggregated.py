@@ -35,7 +35,7 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
         child = Child.spawn("prefill engine", _prefill, config, listener.getsockname()[1])
         try:
             assembly = assemble_decode(config, transport_class)
-            child.wait_until_ready(START_SECONDS)
+            child.next_message(START_SECONDS)
             connection, _ = listener.accept()
             connection.settimeout(None)
             transport = transport_class(connection, assembly.kv_pool)
