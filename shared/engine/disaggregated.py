@@ -33,6 +33,7 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(START_SECONDS)
         child = Child.spawn("prefill engine", _prefill, config, listener.getsockname()[1])
+        assembly = None
         try:
             assembly = assemble_decode(config, transport_class)
             child.next_message(START_SECONDS)
@@ -41,6 +42,9 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
             transport = transport_class(connection, assembly.kv_pool)
         except BaseException:
             child.end()
+            path: Path | None = getattr(assembly and assembly.kv_pool, "path", None)
+            if path is not None:  # the transports would have removed it
+                path.unlink(missing_ok=True)
             raise
     scheduler = decode_side(assembly, transport)
     scheduler.child = child  # it ends with the scheduler

@@ -17,6 +17,7 @@ import pytest
 from reference.disaggregation import DecodeSide, PrefillSide
 from shared.config import EngineConfig
 from shared.engine.assembly import assemble
+from shared.engine.child import Child
 from shared.engine.disaggregated import assemble_decode, decode_side, transport_of
 from shared.engine.llm import LLM
 from shared.scheduling.invariants import check_idle
@@ -257,6 +258,23 @@ def test_processes(transport: str) -> None:
     output = llm.generate("What is 4 + 5?", **sampling)
     assert output.finish_reason == FinishError("the prefill engine has ended")
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("diptych-")]
+
+
+def test_a_prefill_engine_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shared.engine import disaggregated
+
+    def kill(self: Any, seconds: float) -> Any:
+        os.kill(self.process.pid, signal.SIGKILL)
+        return NEXT_MESSAGE(self, seconds)
+
+    monkeypatch.setattr(disaggregated.Child, "next_message", kill)
+    flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
+    with pytest.raises(RuntimeError, match="prefill engine has ended with signal SIGKILL"):
+        LLM("tiny-dense", disaggregation=True, use={"transport": "shared_memory"}, **flags)
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("diptych-")]
+
+
+NEXT_MESSAGE = Child.next_message
 
 
 def _unlocks_at_send(self: PrefillSide, start: Any, reason: Any) -> None:
