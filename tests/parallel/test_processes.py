@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from shared.engine.child import EngineProcessEnded
@@ -21,6 +22,7 @@ from shared.engine.ranks import assemble_ranks
 from shared.engine.watchdog import EXIT_HANGS, Watchdog
 from shared.types import SamplingParams
 from tests.parallel.tiny_ranks import answers, make_config
+from tests.server.running import serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -173,3 +175,42 @@ def test_ranks_that_torchrun_starts(kills: bool) -> None:
     )  # fmt: skip
     assert (done.returncode != 0) == kills, done.stderr
     assert ("12 + 30 = 42" in done.stdout) != kills
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags", [("--tp", "2"), ("--dp", "2"), ("--tp", "2", "--separate-process")], ids=" ".join
+)
+def test_a_server_whose_rank_is_killed_ends(flags: tuple[str, ...]) -> None:
+    """Requests that run get an error, the exit code is not 0, and no process stays."""
+    limits = ("--panel", "reference", "--device", "cpu", "--max-total-tokens", "4096")
+    body = {"prompt": "Count", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    with serving(*flags, *limits) as server:
+        ranks = descendants(server.process.pid)
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            assert "text" in next(lines)
+            start = time.monotonic()
+            os.kill(ranks[-1], signal.SIGKILL)
+            said = "".join(lines)
+        assert "error" in said
+        assert server.process.wait(30) != 0
+        assert time.monotonic() - start < 30
+        for pid in ranks:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("panel", ["reference", "optimized"])
+def test_a_draft_model_on_two_ranks(panel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the other process too
+    flags: dict[str, Any] = {"panel": panel, "device": "cpu", "dtype": "float32", "max_total_tokens": 512}
+    eagle = {"speculative": "eagle3", "speculative_draft_model": "tiny-dense-eagle3", "speculative_topk": 2}
+    messages = [{"role": "user", "content": "What is 12 + 30?"}]
+    expected, found = (
+        LLM("tiny-dense", **flags, **more).chat(messages, temperature=0, max_tokens=12, progress=False)
+        for more in ({}, {"tp": 2, "max_running_requests": 4, **eagle})
+    )
+    assert found.text == expected.text
+    assert found.speculation.num_accepted_tokens > 0
