@@ -84,7 +84,8 @@ def types(module: str) -> str:
     reached = types_reached(_interfaces(name))
     own = [cls for cls in _defined_in(name) if not inspect.isabstract(cls) and cls not in _interfaces(name)]
     own += [cls for cls in reached if cls.__module__ == name and cls not in own and not _has_page(cls)]
-    blocks = [f"### {cls.__name__}\n\n{card(f'{cls.__module__}.{cls.__name__}')}" for cls in own]
+    names = {cls: f"{cls.__module__}.{cls.__name__}" for cls in own}  # signatures link to these headings
+    blocks = [f"### {cls.__name__} {{#{name}}}\n\n{card(name)}" for cls, name in names.items()]
     links = [_link(cls) for cls in reached if _has_page(cls) and cls.__module__ != name]
     folded = [cls for cls in reached if cls not in own and not _has_page(cls)]
     if folded:
