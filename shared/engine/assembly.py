@@ -110,6 +110,8 @@ def assemble(
         tp, dispatch = None, PassDispatch(ranks, config.ep)
     local_config = local_model_config(model_config, config, ranks)
     phases.end("tokenizer")
+    if ranks is not None:
+        ranks.all_reduce(torch.zeros(1, device=device))  # a group's first collective may take memory
     free_before = free_gpu_memory(device)
     model = load_model(folder, model_config, config, component, device, dtype, ranks)
     model_runner = component("model_runner")

@@ -1,7 +1,7 @@
 """The input log: what rank 0 does to its scheduler, as messages for the other ranks.
 
 Every rank runs the whole engine and comes to the same decisions, because its scheduler gets the same calls in
-the same order, with the same time. Rank 0 alone reads sockets and clocks, and compiles grammars first.
+the same order, with the same time. Rank 0 alone reads sockets and clocks, and compiles grammars.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from shared.types import Req, SamplingParams
 
 if TYPE_CHECKING:
     from shared.engine.assembly import Assembly
+    from shared.grammar.compiler import GrammarCompiler
 
 Method = Literal["add_request", "abort", "retract", "step", "flush_cache", "report"]
 
@@ -32,7 +33,7 @@ class Request(msgspec.Struct):
     extra_key: str | None
     priority: int
     routing_key: str | None
-    has_grammar: bool
+    grammar: str | None  # compiled
 
 
 class Call(msgspec.Struct):
@@ -71,7 +72,7 @@ class CallClock:
         return self.now
 
 
-def request_of(req: Req) -> Request:
+def request_of(req: Req, grammars: GrammarCompiler) -> Request:
     return Request(
         req.rid,
         req.origin_input_ids,
@@ -81,7 +82,7 @@ def request_of(req: Req) -> Request:
         req.extra_key,
         req.priority,
         req.routing_key,
-        req.grammar is not None,
+        grammars.as_text(req.sampling_params) if req.grammar is not None else None,
     )
 
 
@@ -89,7 +90,7 @@ def apply(call: Call, scheduler: Scheduler, assembly: Assembly) -> Req | None:
     """Make the call in another process, on the scheduler of `assembly`. The request, if it adds one."""
     if call.method == "add_request":
         assert call.request is not None
-        req = _req(call.request, assembly)  # its grammar has compiled before: here an error ends the engine
+        req = _req(call.request, assembly)
         with contextlib.suppress(ValueError):  # the caller refuses it too
             scheduler.add_request(req)
         return req
@@ -111,8 +112,6 @@ def _req(request: Request, assembly: Assembly) -> Req:
         priority=request.priority,
         routing_key=request.routing_key,
     )
-    if request.has_grammar:
-        compiled = assembly.grammars.submit(request.params)
-        assert compiled is not None
-        req.grammar = assembly.grammars.grammar_for(req, compiled.result())
+    if request.grammar is not None:
+        req.grammar = assembly.grammars.grammar_for(req, assembly.grammars.from_text(request.grammar))
     return req

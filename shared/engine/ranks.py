@@ -61,7 +61,7 @@ def assemble_lead(
         assembly = assemble(config, clock, tp=tp)
         for follower in followers:
             follower.next_message(time_limit)
-    return replace(assembly, scheduler=LeadScheduler(assembly.scheduler, followers, clock, tp))
+    return replace(assembly, scheduler=LeadScheduler(assembly, followers, clock, tp))
 
 
 def collectives_of(config: EngineConfig) -> type[Collectives]:
@@ -76,9 +76,10 @@ class LeadScheduler(Scheduler):
     """The scheduler of rank 0: each call is sent to the other ranks, then made here."""
 
     def __init__(
-        self, scheduler: Scheduler, followers: Sequence[Child], clock: CallClock, tp: Collectives
+        self, assembly: Assembly, followers: Sequence[Child], clock: CallClock, tp: Collectives
     ) -> None:
-        self.scheduler = scheduler
+        self.scheduler = assembly.scheduler
+        self.grammars = assembly.grammars
         self.followers = followers
         self.clock = clock
         self.tp = tp
@@ -126,7 +127,8 @@ class LeadScheduler(Scheduler):
         if self.problem is not None:
             raise EngineProcessEnded(self.problem)
         self.clock.now = time.monotonic()
-        data = encode(Call(method, self.clock.now, rid, request_of(req) if req is not None else None))
+        request = request_of(req, self.grammars) if req is not None else None
+        data = encode(Call(method, self.clock.now, rid, request))
         for follower in self.followers:
             follower.call(data)
         self._check()

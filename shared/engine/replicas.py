@@ -161,7 +161,7 @@ class Controller(Scheduler):
     def call(self, replica: int, method: Method, rid: str = "", req: Req | None = None) -> bool:
         """True: the first replica did it, or it is sent to another."""
         if replica > 0:
-            request = request_of(req) if req is not None else None
+            request = request_of(req, self.assembly.grammars) if req is not None else None
             self.others[replica - 1].call(encode(Call(method, time.monotonic(), rid, request)))
             return True
         if req is not None:

@@ -94,6 +94,19 @@ class GrammarCompiler:
                 grammar = ReasoningGrammar(grammar, self.reasoning, bool(is_open), eos)
         return grammar
 
+    def as_text(self, params: SamplingParams) -> str:
+        """The compiled grammar of a request, for `from_text` in another process of the engine."""
+        compiled = self.submit(params)
+        assert compiled is not None, "the request has no grammar"
+        text: str = compiled.result().serialize_json()
+        return text
+
+    def from_text(self, text: str) -> Any:
+        """A compiled grammar, for `grammar_for`."""
+        if self._info is None:
+            self._info = self._tokenizer_info()
+        return import_xgrammar().CompiledGrammar.deserialize_json(text, self._info)
+
     def clear(self) -> None:
         """Forget all compiled grammars."""
         with self._lock:
@@ -127,7 +140,7 @@ class GrammarCompiler:
             raise ValueError(f"{spec.kind}: {message}") from None
         if not answer.startswith("="):
             raise ValueError(f"{spec.kind} cannot be compiled: {answer[1:]}")
-        return import_xgrammar().CompiledGrammar.deserialize_json(answer[1:], self._info)
+        return self.from_text(answer[1:])
 
     def _tokenizer_info(self) -> Any:
         """The bytes of every token. Special tokens have none, so no grammar allows them."""
