@@ -51,4 +51,10 @@ for (const element of document.querySelectorAll(".md-header *, .md-tabs *, .md-c
   const ratio = contrast(over(channels(style.color), back), back);
   if (ratio < 4.5) found.add(`contrast ${ratio.toFixed(1)}: ${name(element)}`);
 }
+let level = 0;
+for (const heading of document.querySelectorAll(".md-content :is(h1, h2, h3, h4, h5, h6)")) {
+  if (Number(heading.localName[1]) > level + 1) found.add(`skips a level: ${name(heading)}`);
+  level = Number(heading.localName[1]);
+}
+for (const image of document.querySelectorAll(".md-content img:not([alt])")) found.add(`no text: ${image.src}`);
 return [...found];

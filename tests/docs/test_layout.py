@@ -96,7 +96,12 @@ def test_the_check_can_fail(driver: Any) -> None:
     driver.get(
         "data:text/html,<meta name=viewport content='width=device-width'><body style='margin:0'>"
         "<div class='md-content'><p style='width:500px'>wide</p>"
-        "<p style='font-size:10px'>small</p><p style='color:silver'>faint</p></div>"
+        "<p style='font-size:10px'>small</p><p style='color:silver'>faint</p><h3>deep</h3></div>"
     )
     found = driver.execute_script(LAYOUT)
-    assert {sentence.partition(":")[0].split(" ")[0] for sentence in found} == {"beyond", "10.0", "contrast"}
+    assert {sentence.partition(":")[0].split(" ")[0] for sentence in found} == {
+        "beyond",
+        "10.0",
+        "contrast",
+        "skips",
+    }
