@@ -3,7 +3,8 @@
 Two greedy steps. `replicate` gives each spare physical expert to the logical expert whose replicas have the
 largest load. `pack` assigns replicas to ranks in rounds, in which every rank gets one, the heaviest replica
 going to the lightest rank. In one round two ranks gain at most (heaviest - lightest replica of the round) in
-difference, and rounds are in descending order: so all ranks end within one replica's load of each other.
+difference, and rounds are in descending order: so all ranks end within one replica's load of each other. Then
+the heaviest and the lightest rank exchange replicas, while that makes them more alike.
 """
 
 from __future__ import annotations
@@ -82,10 +83,31 @@ def pack(items: Sequence[int], loads: Sequence[float], num_bins: int) -> list[li
             bins[target].append(items[i])
             totals[target] += loads[i]
             free.remove(target)
+    # --8<-- [end:pack-experts]
+    load_of = dict(zip(items, loads))
+    while (swap := _best_swap(bins, totals, load_of)) is not None:
+        high, low, i, j = swap
+        difference = load_of[bins[high][i]] - load_of[bins[low][j]]
+        bins[high][i], bins[low][j] = bins[low][j], bins[high][i]
+        totals[high] -= difference
+        totals[low] += difference
     return bins
 
 
-# --8<-- [end:pack-experts]
+def _best_swap(
+    bins: list[list[int]], totals: list[float], load_of: dict[int, float]
+) -> tuple[int, int, int, int] | None:
+    """Heaviest and lightest bin, and the places of the items whose exchange makes them most alike. None: no
+    exchange makes them more alike by a thousandth."""
+    high, low = totals.index(max(totals)), totals.index(min(totals))
+    gap = totals[high] - totals[low]
+    best, least = None, 0.999 * gap
+    for i, heavy in enumerate(bins[high]):
+        for j, light in enumerate(bins[low]):
+            left = abs(gap - 2 * (load_of[heavy] - load_of[light]))
+            if left < least and heavy not in bins[low] and light not in bins[high]:
+                best, least = (high, low, i, j), left
+    return best
 
 
 def _check(load: torch.Tensor, num_physical: int, num_ranks: int, num_groups: int, num_nodes: int) -> None:

@@ -40,6 +40,7 @@ SAMPLES = {
     "bench-speculation": "diptych bench speculation --speculative ngram --num-prompts 4 --batch 1 \\\n"
     "  --repeats 1",
     "bench-scheduling": "diptych bench scheduling --waiting 10,100 --policy fcfs,lpm --seconds 0.2",
+    "bench-experts": "diptych bench experts --ranks 8 --redundant 16",
     "bench-prefix-cache": "diptych bench prefix-cache --tokens 10000 --repeats 50",
     "http-chat": f"curl -s {SERVER}/v1/chat/completions {JSON} "
     '\'{"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}\' \\\n'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from shared.commands import (
+    bench_experts,
     bench_latency,
     bench_offline,
     bench_prefix_cache,
@@ -31,5 +32,6 @@ app.command("offline")(bench_offline.offline)
 app.command("latency")(bench_latency.latency)
 app.command("prefix-cache")(bench_prefix_cache.prefix_cache)
 app.command("routing")(bench_routing.routing)
+app.command("experts")(bench_experts.experts)
 app.command("scheduling")(bench_scheduling.scheduling)
 app.command("serve")(bench_serve.serve)

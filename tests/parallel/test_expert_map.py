@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from reference.expert_balancer import ExpertBalancer
+from shared.bench.experts import ExpertsCase, placements
 from shared.parallel.expert_map import in_order, map_of, rank_loads
 
 
@@ -33,3 +34,11 @@ def test_no_rank_has_more_load_than_in_order(num_experts: int, num_redundant: in
     after = rank_loads(load, ExpertBalancer().balance(load, num_physical, num_ranks), num_ranks)
     assert torch.allclose(before.sum(-1), after.sum(-1))
     assert (after.amax(-1) <= before.amax(-1)).all()
+
+
+def test_the_table_of_placements() -> None:
+    in_order_, balanced, redundant = placements(ExpertsCase(num_layers=3, num_experts=32, num_ranks=4))
+    assert in_order_.worst >= balanced.worst >= redundant.worst >= 1.0
+    assert redundant.worst < 1.01
+    with pytest.raises(ValueError, match="10 experts are no multiple of 4 ranks"):
+        placements(ExpertsCase(num_experts=10, num_ranks=4))
