@@ -48,12 +48,9 @@ def test_every_component_has_a_page_in_the_navigation() -> None:
         text = (DOCS / "components" / f"{name}.md").read_text(encoding="utf-8")
         assert f"<!-- generate: component {name} -->" in text
         assert f"components/{name}.md" in navigation
+    texts = {path: hook.expand(path.read_text("utf-8")) for path in PAGES}
     for interface in (ROOT / "shared" / "interfaces").glob("[a-z]*.py"):
-        pages = [
-            path
-            for path in PAGES
-            if f"::: shared.interfaces.{interface.stem}." in hook.expand(path.read_text("utf-8"))
-        ]
+        pages = [path for path in PAGES if f"::: shared.interfaces.{interface.stem}." in texts[path]]
         assert len(pages) == 1, f"{interface.stem}: {pages}"
 
 
