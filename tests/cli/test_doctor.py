@@ -146,11 +146,16 @@ def test_the_table_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.cuda.is_available() or [check.found for check in doctor._gpu_table()] == ["needs a CUDA GPU"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for is_used in (True, False):
-        module = SimpleNamespace(describe=lambda _, is_used=is_used: (is_used, "8 experts"))
-        monkeypatch.setattr(importlib, "import_module", lambda _, module=module: module)
-        (check,) = doctor._gpu_table()
-        assert (check.state, check.found) == ("ok" if is_used else "absent", "8 experts")
-        assert ("diptych tune" in check.remedy) != is_used
+        found = {"moe_tiles": (is_used, "8 experts"), "linear_choice": "of the H200"}
+        monkeypatch.setattr(
+            importlib,
+            "import_module",
+            lambda name, found=found: SimpleNamespace(describe=lambda _: found[name.rpartition(".")[2]]),
+        )
+        experts, linear = doctor._gpu_table()
+        assert (experts.state, experts.found) == ("ok" if is_used else "absent", "8 experts")
+        assert ("diptych tune" in experts.remedy) != is_used
+        assert (linear.state, linear.found, linear.remedy) == ("ok", "of the H200", "")
 
 
 def test_table_and_json_say_the_same(diptych: Diptych, monkeypatch: pytest.MonkeyPatch) -> None:
