@@ -219,9 +219,7 @@ class PipelineScheduler(Scheduler):
     def _collect_input_logprobs(
         self, launched: Launched, reqs: Sequence[Req | None], found: LogprobsOutput | None
     ) -> None:
-        if found is None:
-            return
         ids = launched.forward_batch.input_logprob_ids
-        assert ids is not None
+        token_ids = [] if found is None or ids is None else ids.tolist()
         extending = reqs[: launched.batch.num_extend_reqs]
-        distribute_input_logprobs(extending, launched.num_input_logprobs, ids.tolist(), found)
+        distribute_input_logprobs(extending, launched.num_input_logprobs, token_ids, found)

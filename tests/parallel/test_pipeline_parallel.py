@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from reference.pipeline import PipelineScheduler, Stage
-from shared.config import EngineConfig
+from shared.config import EngineConfig, ModelConfig
+from shared.conformance.clause import Clause
 from shared.conformance.ranks import on_ranks
+from shared.conformance.suite import clauses_of
 from shared.engine.assembly import Assembly, assemble
 from shared.engine.llm import LLM
+from shared.interfaces import SchedulerParts
 from shared.loading.stages import layers_of
 from shared.parallel.alone import ALONE
 from shared.types import FinishAbort, Req
@@ -131,6 +136,44 @@ def test_requests_that_leave_a_batch_under_way(folders: dict[str, str]) -> None:
             assert isinstance(req.finished_reason, FinishAbort) == is_aborted
             assert req.output_ids == (ids[: len(req.output_ids)] if is_aborted else ids)
         assert run.assembly.scheduler.flush_cache()
+
+
+class Late:
+    """Three stages in one: batches are computed when they are launched, and their results come later."""
+
+    def __init__(self) -> None:
+        self.ranks = SimpleNamespace(size=3)
+        self.results: deque[Any] = deque()
+
+    def launch(self, batch: Any, info: Any, parts: SchedulerParts) -> None:
+        runner = parts.model_runner
+        output, sampled = runner.forward_and_sample(batch, parts.sampler, info, parts.num_token_ids)
+        self.results.append((sampled, output.input_logprobs))
+
+    def finish(self) -> Any:
+        return self.results.popleft()
+
+
+class LateScheduler(PipelineScheduler):
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> None:
+        stage: Any = Late()
+        super().__init__(config.updated(enable_mixed_chunk=False), model_config, parts, stage)
+
+
+def schedules() -> list[Any]:
+    """Of the scheduler's contract; some of them in the fast cut."""
+    names = ("any-schedule", "any-schedule-of-any-requests")
+    clauses = [each for each in clauses_of("scheduler") if each.name in names]
+    return [
+        pytest.param(clause, case, marks=[] if i in (0, 5, 10) else [pytest.mark.full])
+        for clause in clauses
+        for i, case in enumerate(clause.cases)
+    ]
+
+
+@pytest.mark.parametrize(("clause", "case"), schedules())
+def test_any_schedule(clause: Clause, case: Any) -> None:
+    clause.run(LateScheduler, case, None)
 
 
 def test_layers_of_a_stage() -> None:
