@@ -25,7 +25,7 @@ class _OneLineErrors(TyperGroup):
 
 app = typer.Typer(
     cls=_OneLineErrors,
-    help="Diptych: one LLM serving engine, painted twice.",
+    help="Diptych: one LLM serving engine, implemented twice.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
