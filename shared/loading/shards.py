@@ -144,9 +144,11 @@ class Shards:
         local: tuple[int, ...] = self._local.get(local_name, ())  # type: ignore[attr-defined]
         if name in VOCABULARY and not self.experts_only:
             return (vocabulary_rows(whole[0], self.rank, self.size),)
+        # --8<-- [start:cut-a-weight]
         for dim, (num_whole, num_local) in enumerate(zip(whole, local)):
             if num_whole != num_local:
                 # With fewer KV heads than ranks, neighbouring ranks have the same head.
                 part = rank * (num_whole // num_local) // size
                 return (slice(None),) * dim + (slice(part * num_local, (part + 1) * num_local),)
         return ()
+        # --8<-- [end:cut-a-weight]

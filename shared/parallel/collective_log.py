@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from shared.interfaces import Collectives
+
 LENGTH = 1000
 """Entries that are kept."""
-INTERNAL = ("collectives.py", "collective_log.py")
-"""Files that are not the caller's."""
 
 
 class Entry(NamedTuple):
@@ -50,8 +50,9 @@ class CollectiveLog:
 
 
 def _caller() -> str:
+    """Where the operation was called: the first frame that is no method of collectives."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and Path(frame.f_code.co_filename).name in INTERNAL:
+    while frame.f_back is not None and isinstance(frame.f_locals.get("self"), Collectives):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
