@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
+from shared import registry
 from shared.conformance.ranks import on_ranks
 from shared.interfaces import Collectives
 from shared.parallel.alone import ALONE
@@ -56,3 +59,22 @@ def test_the_first_error_of_a_rank_is_raised() -> None:
 
     with pytest.raises(ValueError, match="of rank 1"):
         on_ranks(2, fail)
+
+
+def test_the_caller_is_no_method_of_collectives() -> None:
+    """Also for an implementation in a file of any name, and for one that calls another."""
+
+    class Mine(registry.load("collectives", "reference")):  # type: ignore[misc]
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+            return super().all_reduce(x)
+
+    def layer(tp: Collectives) -> int:
+        tp.all_reduce(torch.ones(1))
+        return sys._getframe().f_lineno - 1
+
+    def called(tp: Collectives) -> tuple[str, int]:
+        line = layer(tp)
+        return tp.log.entries[-1].caller, line
+
+    for caller, line in on_ranks(2, called, impl=Mine):
+        assert caller == f"test_collectives.py:{line}"
