@@ -14,7 +14,7 @@ DRIVER = shutil.which("chromedriver")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(
     not (DRIVER and CHROMIUM and importlib.util.find_spec("selenium")),
-    reason="needs selenium, Chromium and chromedriver",
+    reason="needs selenium (diptych[browser]), Chromium and chromedriver",
 )
 
 

@@ -26,10 +26,14 @@ def on_ranks(
 
     store, chosen = HashStore(), impl or registry.load("collectives", "reference")
     errors: list[BaseException] = []
+    groups: list[Collectives] = []  # a rank that is ready lives until the others have connected and ended
 
     def run(rank: int) -> T | None:
         try:
-            return function(chosen(store, rank, size, seconds))
+            group = chosen(store, rank, size, seconds)
+            result = function(group)
+            groups.append(group)
+            return result
         except BaseException as error:
             errors.append(error)
             traceback.clear_frames(error.__traceback__)  # they hold the group, which ends now
