@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import TypeVar
 
 from shared import registry
@@ -26,15 +27,18 @@ def on_ranks(
 
     store, chosen = HashStore(), impl or registry.load("collectives", "reference")
     errors: list[BaseException] = []
-    groups: list[Collectives] = []  # a rank that is ready lives until the others have connected and ended
+    connected = Barrier(size)  # a rank that ended earlier would break the group of those that still connect
+
+    def connect(rank: int) -> Collectives:
+        group = chosen(store, rank, size, seconds)
+        connected.wait(seconds)
+        return group
 
     def run(rank: int) -> T | None:
         try:
-            group = chosen(store, rank, size, seconds)
-            result = function(group)
-            groups.append(group)
-            return result
+            return function(connect(rank))
         except BaseException as error:
+            connected.abort()
             errors.append(error)
             traceback.clear_frames(error.__traceback__)  # they hold the group, which ends now
             return None
