@@ -77,6 +77,14 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
 }
 """component -> choice -> "module" or "module:attribute". A choice is a panel's name or a backend's."""
 
+DETERMINISTIC: dict[str, dict[str, str]] = {
+    "reference": {
+        "model_runner": "reference.deterministic:DeterministicModelRunner",
+        "sampler": "reference.deterministic:DeterministicSampler",
+    },
+}
+"""panel -> component -> what takes its place with the flag `deterministic`"""
+
 NEEDS_CUDA: dict[str, tuple[str, ...]] = {"attention": ("flashinfer", "fa3")}
 """component -> choices that run on CUDA GPUs only."""
 
@@ -164,6 +172,13 @@ def load(component: str, choice: str) -> Any:
     if pair is not None:
         return _load_target(component, choice, PAIRS[component])(*pair)
     return _load_target(component, choice, IMPLEMENTATIONS.get(component, {}).get(choice, choice))
+
+
+def load_deterministic(panel: str) -> dict[str, Any]:
+    """component -> class, of those that the flag `deterministic` replaces."""
+    if panel not in DETERMINISTIC:
+        raise ValueError(f"deterministic=True works in panel=reference; the panel is {panel}")
+    return {name: _load_target(name, panel, target) for name, target in DETERMINISTIC[panel].items()}
 
 
 def _load_target(component: str, choice: str, target: str) -> Any:

@@ -56,6 +56,10 @@ class EngineOptions:
     random_seed: Annotated[
         int | None, _option(MODEL, "Seed of dummy weights and of requests without a seed.")
     ] = None
+    deterministic: Annotated[
+        bool | None,
+        _option(MODEL, "Bits of an answer that depend on its request alone (slower).", "--deterministic"),
+    ] = None
 
     tp: Annotated[
         int | None,

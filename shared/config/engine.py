@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
+from shared.config.deterministic import check_deterministic
 from shared.config.parallel import check_parallel_flags
 from shared.config.speculation import check_speculation
 
@@ -37,6 +38,7 @@ class EngineConfig:
         "auto"  # auto: float32 on cpu, else the model's
     )
     random_seed: int = 0  # for requests without a seed, and for dummy weights
+    deterministic: bool = False  # the bits of an answer depend on its request alone; slower
 
     # Several ranks
     tp: int = 1  # tensor parallelism: so many ranks have a part of the model each
@@ -114,6 +116,7 @@ class EngineConfig:
         self._check_types()
         check_speculation(self)
         check_parallel_flags(self)
+        check_deterministic(self)
         if not 0.0 < self.mem_fraction_static < 1.0:
             raise ValueError(f"mem_fraction_static must be in (0, 1), got {self.mem_fraction_static!r}")
         if not self.schedule_conservativeness > 0.0:

@@ -92,6 +92,8 @@ def assemble(
     if config.disable_radix_cache:
         selection["radix_cache"] = selection["chunk_cache"]
     theirs = _load_user_components(selection)
+    if config.deterministic:
+        theirs |= registry.load_deterministic(config.panel)
     tokenizer = load_tokenizer(config, folder)
     device, dtype = torch.device(str(config.device)), _dtype(config, model_config)
 

@@ -44,18 +44,20 @@ def input_logprobs_of(
     forward_batch: ForwardBatch,
     hidden_states: torch.Tensor,
     compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    num_at_once: int = LOGPROB_ROWS,
 ) -> LogprobsOutput:
-    """The prompt log-probabilities that a batch asks for; hidden_states [num_tokens, hidden_size]."""
+    """The prompt log-probabilities that a batch asks for; hidden_states [num_tokens, hidden_size].
+    num_at_once: rows of logits that exist together."""
     rows, ids = forward_batch.input_logprob_rows, forward_batch.input_logprob_ids
     assert rows is not None
     assert ids is not None
     pieces = [
         logprobs_of(
-            compute_logits(hidden_states[rows[i : i + LOGPROB_ROWS]])[:, : forward_batch.num_token_ids],
-            ids[i : i + LOGPROB_ROWS],
+            compute_logits(hidden_states[rows[i : i + num_at_once]])[:, : forward_batch.num_token_ids],
+            ids[i : i + num_at_once],
             forward_batch.num_top_input_logprobs,
         )
-        for i in range(0, rows.shape[0], LOGPROB_ROWS)
+        for i in range(0, rows.shape[0], num_at_once)
     ]
     return LogprobsOutput(*(torch.cat(parts) for parts in zip(*pieces)))
 

@@ -1,0 +1,53 @@
+"""Flags that deterministic mode excludes: what would let a row's bits depend on other rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from shared.config.speculation import SpeculationFlags, draft_shape
+
+NUMERIC_COMPONENTS = ("attention", "layers", "moe", "models", "model_runner", "sampler")
+"""Components that compute logits or log-probabilities. The mode brings its own."""
+
+
+class DeterministicFlags(SpeculationFlags, Protocol):
+    """The flags of `EngineConfig` that this file reads."""
+
+    @property
+    def deterministic(self) -> bool: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def pp(self) -> int: ...
+    @property
+    def ep(self) -> int: ...
+    @property
+    def dp_attention(self) -> bool: ...
+    @property
+    def use(self) -> Mapping[str, str]: ...
+
+
+def check_deterministic(flags: DeterministicFlags) -> None:
+    """Raise `ValueError` for flags that deterministic mode excludes."""
+    if not flags.deterministic:
+        return
+    for name, only, why in (
+        ("tp", 1, "a sum over ranks adds in an order that depends on the size of the batch"),
+        ("pp", 1, "the stages of a pipeline run whole batches"),
+        ("ep", 1, "experts on several ranks compute the tokens of all"),
+        ("dp_attention", False, "experts on several ranks compute the tokens of all"),
+    ):
+        if getattr(flags, name) != only:
+            raise ValueError(f"deterministic=True does not work with {name}={getattr(flags, name)}: {why}")
+    for component in NUMERIC_COMPONENTS:
+        if component in flags.use:
+            raise ValueError(
+                f"deterministic=True does not work with use {component}={flags.use[component]}: the mode has "
+                f"its own {', '.join(NUMERIC_COMPONENTS)}"
+            )
+    if flags.speculative is not None and draft_shape(flags).top_k > 1:
+        raise ValueError(
+            f"deterministic=True does not work with speculative_topk={draft_shape(flags).top_k}: in a tree "
+            "keys are not in the order of positions; set speculative_topk=1"
+        )

@@ -1,0 +1,77 @@
+"""Deterministic mode: the bits of an answer depend on its request alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shared.config import EngineConfig
+from shared.conformance.compare import Mismatch
+from shared.conformance.deterministic import (
+    DETERMINISTIC_SWITCHES,
+    all_at_once,
+    engine,
+    expect_same_bits,
+    one_by_one,
+)
+from shared.types import GenerateOutput
+
+REFERENCE: dict[str, Any] = {"device": "cpu", "panel": "reference"}
+NUM_NEW_TOKENS = 8
+
+
+@pytest.fixture(scope="module", params=["tiny-moe", pytest.param("tiny-dense", marks=pytest.mark.full)])
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def alone(model: str) -> list[GenerateOutput]:
+    return one_by_one(engine(model, **REFERENCE), NUM_NEW_TOKENS)
+
+
+def test_without_the_mode_bits_differ(model: str, alone: list[GenerateOutput]) -> None:
+    """What the other tests compare can tell."""
+    with pytest.raises(Mismatch, match="logprobs"):
+        expect_same_bits(
+            "off", all_at_once(engine(model, **REFERENCE, deterministic=False), NUM_NEW_TOKENS), alone
+        )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(flags, id=",".join(f"{k}={v}" for k, v in flags.items()), marks=marks)
+        for flags, marks in zip(DETERMINISTIC_SWITCHES, [[], *[[pytest.mark.full]] * 9])
+    ],
+)
+def test_the_reference(model: str, alone: list[GenerateOutput], flags: dict[str, Any]) -> None:
+    llm = engine(model, **REFERENCE, **flags)
+    crowded = all_at_once(llm, NUM_NEW_TOKENS)
+    expect_same_bits("crowded", crowded, alone)
+    if "schedule_conservativeness" in flags:
+        assert any(output.num_retractions for output in crowded)
+    expect_same_bits("warm", all_at_once(llm, NUM_NEW_TOKENS), alone)
+
+
+@pytest.mark.full
+def test_half_types_too(model: str) -> None:
+    flags = {**REFERENCE, "dtype": "bfloat16"}
+    alone = one_by_one(engine(model, **flags), NUM_NEW_TOKENS)
+    crowded = all_at_once(engine(model, **flags, chunked_prefill_size=7), NUM_NEW_TOKENS)
+    expect_same_bits("crowded", crowded, alone)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tp": 2}, "deterministic=True does not work with tp=2"),
+        ({"dp_attention": True}, "dp_attention=True: experts"),
+        ({"use": {"attention": "triton"}}, "does not work with use attention=triton"),
+        ({"speculative": "ngram"}, "speculative_topk=4.*set speculative_topk=1"),
+    ],
+)
+def test_what_cannot_be_deterministic_is_refused(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(deterministic=True, **flags)
