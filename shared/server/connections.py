@@ -17,10 +17,13 @@ _T = TypeVar("_T")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The listening socket, made before anything slow: a port in use is found in the first second. Raises
-    `ValueError`."""
+    """The listening socket, made before anything slow: a port in use is found in the first second. Its
+    connections send small chunks at once, without waiting for the acknowledgement of the previous one (40 ms
+    in the TTFT of a client that keeps its connection). Raises `ValueError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sets TCP_NODELAY only where the protocol is named; other event loops inherit it from here.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import anthropic
 import openai
 import pytest
 
+from shared.server.connections import listen
 from tests.server.running import MAIN, ROOT, RunningServer, serving
 
 SUM = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -235,6 +237,27 @@ def test_deadline_of_the_drain() -> None:
         server.process.send_signal(signal.SIGTERM)
         assert b'"error"' in _read_all(connection)
         assert server.process.wait(60) == 0
+
+
+def test_small_chunks_are_sent_at_once() -> None:
+    """With Nagle's algorithm the second small chunk waits for the client's acknowledgement: 40 ms."""
+
+    async def is_nodelay() -> bool:
+        found: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted = writer.get_extra_info("socket")
+            found.set_result(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0)
+            writer.close()
+
+        with listen("127.0.0.1", 0) as listener:
+            server = await asyncio.start_server(connected, sock=listener)
+            with socket.create_connection(listener.getsockname()):
+                result = await asyncio.wait_for(found, 20)
+            server.close()
+        return result
+
+    assert asyncio.run(is_nodelay())
 
 
 def test_two_servers_on_one_port(server: RunningServer) -> None:
