@@ -2,9 +2,10 @@
 
     python -m docs.generators.record_notebooks                  # all: about five minutes
     python -m docs.generators.record_notebooks 05_radix_cache   # some
+    python -m docs.generators.record_notebooks --gpu            # GPU cells, on a GPU; without Jupyter
 
 A file has the source and the outputs of each code cell: texts, and pictures as SVG. Times depend on the
-computer.
+computer. GPU cells have a file of their own, docs/samples/gpu-cells.json.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from docs.generators import gpu_cells
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
@@ -29,11 +32,13 @@ matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "diptych"})
 
 
 def record(path: Path) -> list[dict[str, Any]]:
-    """The source and the outputs of each code cell, run from top to bottom in a fresh kernel."""
+    """The source and the outputs of each code cell, run from top to bottom in a fresh kernel. GPU cells are
+    left out."""
     import nbclient
     import nbformat
 
     notebook = nbformat.read(path, as_version=4)
+    notebook.cells = [cell for cell in notebook.cells if gpu_cells.name_of(cell.source) is None]
     if "drawing" in path.read_text(encoding="utf-8"):
         notebook.cells.insert(0, nbformat.v4.new_code_cell(PREPARE))
     resources = {"metadata": {"path": str(path.parent)}}
@@ -61,6 +66,9 @@ def outputs_of(cell: Any) -> list[dict[str, str]]:
 
 
 def main(names: list[str]) -> None:
+    if names == ["--gpu"]:
+        gpu_cells.record()
+        return
     paths = {path.stem: path for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
     wrong = sorted(set(names) - set(paths))
     if wrong:

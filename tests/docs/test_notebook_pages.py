@@ -1,12 +1,16 @@
 """The site shows each notebook with the outputs that were recorded from it."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("mkdocs")
-from docs.generators.notebooks import OUTPUTS, page_of
+from docs.generators import gpu_cells
+from docs.generators.notebook_pages import OUTPUTS, page_of
+from notebooks.gpu import RECORD, recorded
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
@@ -18,20 +22,23 @@ def test_outputs_are_those_of_the_cells(path: Path) -> None:
     cells = [
         "".join(cell["source"])
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
-        if cell["cell_type"] == "code"
+        if cell["cell_type"] == "code" and gpu_cells.name_of("".join(cell["source"])) is None
     ]
-    recorded = json.loads((OUTPUTS / f"{path.stem}.json").read_text(encoding="utf-8"))
+    found = json.loads((OUTPUTS / f"{path.stem}.json").read_text(encoding="utf-8"))
     command = f"python -m docs.generators.record_notebooks {path.stem}"
-    assert [cell["source"] for cell in recorded] == cells, command
-    assert any(cell["outputs"] for cell in recorded)
+    assert [cell["source"] for cell in found] == cells, command
+    assert any(cell["outputs"] for cell in found)
 
 
 @each_notebook
 def test_page_has_every_cell_and_output(path: Path) -> None:
     page = page_of(path)
-    recorded = json.loads((OUTPUTS / f"{path.stem}.json").read_text(encoding="utf-8"))
-    outputs = [output for cell in recorded for output in cell["outputs"]]
-    assert page.count("~~~python") == len(recorded)
+    cells = json.loads((OUTPUTS / f"{path.stem}.json").read_text(encoding="utf-8"))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    gpu = gpu_cells.gpu_cells(path)
+    assert page.count("~~~python") == len(cells) + len(gpu)
+    for name in gpu:
+        assert recorded(name).rstrip("\n") in page
     assert page.count('<img class="output" alt="') == sum("svg" in output for output in outputs)
     for output in outputs:
         assert output.get("text", "").rstrip("\n") in page
@@ -46,12 +53,53 @@ def test_every_record_has_a_notebook() -> None:
     assert {path.stem for path in OUTPUTS.glob("*.json")} == {path.stem for path in NOTEBOOKS}
 
 
+def all_gpu_cells() -> dict[str, str]:
+    found = [item for path in NOTEBOOKS for item in gpu_cells.gpu_cells(path).items()]
+    assert len(found) == len(dict(found)), "two GPU cells of one name"
+    return dict(found)
+
+
+def test_gpu_cells_run_alone(tmp_path: Path) -> None:
+    """`gpu_cells.record` runs each in a namespace of its own."""
+    for name, source in all_gpu_cells().items():
+        (tmp_path / f"{name.replace(' ', '_')}.py").write_text(source, encoding="utf-8")
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", str(tmp_path)]
+    result = subprocess.run(ruff, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+@each_notebook
+def test_gpu_cells_are_the_last_section(path: Path) -> None:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells]
+    starts = [i for i, source in enumerate(sources) if source.startswith("## On a GPU\n")]
+    assert len(starts) == bool(gpu_cells.gpu_cells(path))
+    before = sources[: starts[0]] if starts else sources
+    assert not any(gpu_cells.name_of(source) for source in before)
+    assert all(
+        gpu_cells.name_of(source)
+        for cell, source in zip(cells, sources)
+        if cell["cell_type"] == "code" and source not in before
+    )
+
+
+def test_gpu_record_is_of_these_cells() -> None:
+    if RECORD.exists():
+        cells = json.loads(RECORD.read_text(encoding="utf-8"))["cells"]
+        command = "python -m docs.generators.record_notebooks --gpu"
+        assert {name: cell["source"] for name, cell in cells.items()} == all_gpu_cells(), command
+
+
+def test_a_gpu_cell_is_run_and_its_output_kept() -> None:
+    assert gpu_cells.run("n = 2\ndef square(x):\n    return x * n\nprint(square(3))") == "6\n"
+
+
 def test_links_lead_to_the_pages() -> None:
     """As `docs/hooks.py` does for sources."""
     from types import SimpleNamespace
     from typing import Any
 
-    from docs.generators.notebooks import on_page_markdown
+    from docs.generators.notebook_pages import on_page_markdown
 
     files: Any = SimpleNamespace(
         get_file_from_path=lambda path: (

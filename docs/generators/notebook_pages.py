@@ -1,7 +1,8 @@
 """mkdocs hook: a page for each notebook, with its recorded outputs, and links to these pages.
 
-The text is that of `notebooks/`, the outputs are those of docs/samples/notebooks/
-(`python -m docs.generators.record_notebooks`). A path of a notebook in backticks links to its page.
+The text is that of `notebooks/`, the outputs are those of docs/samples/notebooks/ and, for GPU cells, of
+docs/samples/gpu-cells.json (`python -m docs.generators.record_notebooks`). A path of a notebook in backticks
+links to its page.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ from __future__ import annotations
 import base64
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # mkdocs loads this file by its path
+
+from docs.generators import gpu_cells
+from notebooks import gpu
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "notebooks"
@@ -55,9 +62,13 @@ def page_of(path: Path) -> str:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             parts.append(_PAGE.sub(r"[`docs/\1`](../\1)", source))
-        else:
-            parts.append(f"~~~python\n{source}\n~~~")
+            continue
+        parts.append(f"~~~python\n{source}\n~~~")
+        gpu_cell = gpu_cells.name_of(source)
+        if gpu_cell is None:
             parts += map(_output, next(recorded)["outputs"])
+        else:
+            parts.append(_output({"text": gpu.recorded(gpu_cell)}))
     run = f"Run it: `make notebooks`, then open `{path.name}`. The outputs are recorded."
     title, _, rest = "\n\n".join(parts).partition("\n\n# ")[2].partition("\n")
     return f"{parts[0]}\n\n# {title}\n\n{run}\n{rest}\n"
