@@ -85,8 +85,16 @@ class RotaryEmbedding(interface.RotaryEmbedding):
     def forward(
         self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cos_sin = self.cos_sin(positions.device)
-        return rotate(q, positions, cos_sin), rotate(k, positions, cos_sin)
+        return self._rotate(q, positions), self._rotate(k, positions)
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        cos_sin, rotary_dim = self.cos_sin(positions.device), self.rope.rotary_dim
+        if not self.rope.is_interleaved:
+            return rotate(x, positions, cos_sin)
+        turning, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+        halves = turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        pairs = rotate(halves, positions, cos_sin).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return torch.cat((pairs, rest), dim=-1)
 
     def rotate_and_store(
         self,

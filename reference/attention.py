@@ -70,8 +70,7 @@ class TorchAttention(interface.AttentionBackend):
     # --8<-- [start:gather-and-score]
     def _run_request(self, q: torch.Tensor, layer: AttentionLayer, request: RequestPlan) -> torch.Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        k = self.kv_pool.k_buffer(layer.layer_id)[request.slots].to(dtype)  # [keys, KV heads, head_dim]
-        v = self.kv_pool.v_buffer(layer.layer_id)[request.slots].to(dtype)
+        k, v = (x.to(dtype) for x in self._keys_and_values(layer, request.slots))
         # Each KV head serves a group of query heads.
         group_size = layer.num_qo_heads // layer.num_kv_heads
         k, v = (x.transpose(0, 1).repeat_interleave(group_size, dim=0) for x in (k, v))
@@ -90,3 +89,9 @@ class TorchAttention(interface.AttentionBackend):
         return (weights @ v).transpose(0, 1)
 
     # --8<-- [end:gather-and-score]
+
+    def _keys_and_values(
+        self, layer: AttentionLayer, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[num_keys, num_kv_heads, head_dim] each."""
+        return self.kv_pool.k_buffer(layer.layer_id)[slots], self.kv_pool.v_buffer(layer.layer_id)[slots]

@@ -62,7 +62,12 @@ class RotaryEmbedding(interface.RotaryEmbedding):
         if rotary_dim < x.shape[-1]:
             rotated = self._rotate(x[..., :rotary_dim], cos, sin)
             return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
-        return (x * cos + x.roll(rotary_dim // 2, -1) * sin).to(x.dtype)
+        if self.rope.is_interleaved:  # (a, b), (a, b) ... -> a, a ... b, b ... and back
+            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        rotated = (x * cos + x.roll(rotary_dim // 2, -1) * sin).to(x.dtype)
+        if self.rope.is_interleaved:
+            rotated = rotated.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return rotated
 
     def _cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
         """float32 [num_tokens, 2, 1, rotary_dim]: (cos, cos), then (-sin, sin)."""

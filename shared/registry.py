@@ -43,6 +43,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "flashinfer": "optimized.attention.flashinfer:FlashInferAttention",
         "fa3": "optimized.attention.fa3:FA3Attention",
     },
+    "mla_attention": {
+        "reference": "reference.mla_attention:ExpandedMLA",
+        "absorbed": "reference.mla_attention:AbsorbedMLA",
+    },
     "layers": {"reference": "reference.layers", "optimized": "optimized.layers"},
     "moe": {"reference": "reference.moe:MoE", "optimized": "optimized.moe:MoE"},
     "models": {"reference": "reference.models", "optimized": "optimized.models"},

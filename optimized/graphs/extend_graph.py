@@ -102,7 +102,7 @@ class RealRows(AttentionBackend):
     def __init__(self, backend: AttentionBackend, num_tokens: int, heads: torch.Tensor) -> None:
         self.backend = backend
         self.num_tokens = num_tokens
-        self.heads = heads  # [size, num_qo_heads, head_dim], the same memory for all layers
+        self.heads = heads  # [size, num_qo_heads, v_head_dim], the same memory for all layers
         self.real = heads[:num_tokens]
 
     def plan(self, forward_batch: ForwardBatch) -> Any:
@@ -174,7 +174,7 @@ class ExtendSteps:
         self._inputs = torch.zeros(3, largest, dtype=torch.int64, device=kv_pool.device)
         config = model.config
         like = next(model.parameters())
-        self._heads = like.new_zeros(largest, config.num_qo_heads, config.head_dim)
+        self._heads = like.new_zeros(largest, config.num_qo_heads, config.v_head_dim)
         self._batches: dict[int, ForwardBatch] = {}  # by size
         self._pieces: dict[int, Pieces] = {}
         self._whole: dict[int, Pieces] = {}

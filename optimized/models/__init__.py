@@ -25,6 +25,10 @@ MODELS = {
     "Qwen3ForCausalLM": "optimized.models.llama:LlamaForCausalLM",
     # Qwen3 with MoE in the layers of decoder_sparse_step and mlp_only_layers
     "Qwen3MoeForCausalLM": "optimized.models.llama:LlamaForCausalLM",
+    # multi-head latent attention; dense first layers, then MoE with shared experts and groups of experts
+    "DeepseekV2ForCausalLM": "optimized.models.llama:LlamaForCausalLM",
+    # the same, routed by a sigmoid and a bias for each expert
+    "DeepseekV3ForCausalLM": "optimized.models.llama:LlamaForCausalLM",
 }
 
 LAYERS = "optimized"

@@ -25,6 +25,7 @@ from optimized.layers import (
     is_builtin_layer,
     logits,
 )
+from optimized.models.mla import MLAAttention
 from shared.config import ModelConfig
 from shared.interfaces import layers as interface
 from shared.interfaces.attention import BatchAttention
@@ -98,7 +99,8 @@ class LlamaDecoderLayer(nn.Module):
         self.tp = tp
         self.is_last = layer_id == config.num_hidden_layers - 1
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LlamaAttention(config, layer_id, layers, rotary_emb)
+        attention = LlamaAttention if config.mla is None else MLAAttention
+        self.self_attn = attention(config, layer_id, layers, rotary_emb)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: MLP | MoE
         if config.moe is not None and layer_id in config.moe_layers:

@@ -26,6 +26,7 @@ from shared.interfaces import drafter as interface
 from shared.interfaces.attention import BatchAttention
 from shared.loading.kv_sizing import kv_bytes_per_token
 from shared.loading.load_model import load_draft_model
+from shared.modeling.kv_pool import attention_component, build_kv_pool
 from shared.speculation.draft_model_base import padding_token_ids
 from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, Req, TopTokens
 
@@ -59,16 +60,10 @@ class EagleDrafter(interface.Drafter):
     def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
         model_config, component = self.draft_config.model, self.parts.component
         self.req_to_token_pool = req_to_token_pool
-        self.kv_pool = component("memory_pool").TokenToKVPool(
-            num_slots,
-            self.config.page_size,
-            model_config.num_hidden_layers,
-            model_config.num_kv_heads,
-            model_config.head_dim,
-            self.parts.dtype,
-            self.parts.device,
+        self.kv_pool = build_kv_pool(
+            component, model_config, num_slots, self.config.page_size, self.parts.dtype, self.parts.device
         )
-        self.attention = component("attention")(req_to_token_pool, self.kv_pool)
+        self.attention = component(attention_component(model_config))(req_to_token_pool, self.kv_pool)
         options = {"dtype": self.parts.dtype, "device": self.parts.device}
         num_rows = req_to_token_pool.req_to_token.shape[0]
         self.last_rows = LastRow(*torch.zeros(2, num_rows, model_config.hidden_size, **options))

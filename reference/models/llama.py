@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from reference.layers import MLP, Linear
+from reference.models.mla import MLAAttention
 from shared.config import ModelConfig
 from shared.interfaces.attention import BatchAttention
 from shared.interfaces.collectives import Collectives
@@ -79,7 +80,8 @@ class LlamaDecoderLayer(nn.Module):
         super().__init__()
         self.tp = tp
         self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LlamaAttention(config, layer_id, layers, rotary_emb)
+        attention = LlamaAttention if config.mla is None else MLAAttention
+        self.self_attn = attention(config, layer_id, layers, rotary_emb)
         self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp: nn.Module
         if config.moe is not None and layer_id in config.moe_layers:

@@ -14,6 +14,7 @@ from shared.interfaces import drafter as interface
 from shared.loading.kv_sizing import kv_bytes_per_token
 from shared.loading.load_model import load_model
 from shared.loading.model_path import resolve_model_path
+from shared.modeling.kv_pool import attention_component, build_kv_pool
 from shared.types import (
     DraftBatch,
     DraftShape,
@@ -44,16 +45,15 @@ class StandaloneDrafter(interface.Drafter):
     def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
         self.req_to_token_pool = req_to_token_pool
         component = self.parts.component
-        kv_pool = component("memory_pool").TokenToKVPool(
+        kv_pool = build_kv_pool(
+            component,
+            self.model_config,
             num_slots,
             self.config.page_size,
-            self.model_config.num_hidden_layers,
-            self.model_config.num_kv_heads,
-            self.model_config.head_dim,
             self.parts.dtype,
             self.parts.device,
         )
-        attention = component("attention")(req_to_token_pool, kv_pool)
+        attention = component(attention_component(self.model_config))(req_to_token_pool, kv_pool)
         self.model_runner = component("model_runner")(self.model, attention, kv_pool)
 
     def num_slots(self, shape: DraftShape) -> int:

@@ -116,9 +116,9 @@ def step_cost(
         window = config.sliding_window(layer_id)
         for seq_len, extend_len in zip(seq_lens, extend_seq_lens):
             num_seen = seq_len if window < 0 else min(seq_len, window + extend_len)
-            kv = 2 * config.num_kv_heads * config.head_dim * num_seen * dtype.itemsize
+            kv = config.kv_size * num_seen * dtype.itemsize
             pairs = _num_pairs(seq_len, extend_len, window)
-            add("attention", kv, 4 * config.num_qo_heads * config.head_dim * pairs)
+            add("attention", kv, 2 * config.num_qo_heads * (config.head_dim + config.v_head_dim) * pairs)
     return StepCost(tuple(Phase(name, *entry) for name, entry in sums.items()))
 
 

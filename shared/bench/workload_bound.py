@@ -80,7 +80,7 @@ class _KvBytes:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, max_len: int) -> None:
         windows = Counter(config.sliding_window(layer_id) for layer_id in range(config.num_hidden_layers))
-        of_token = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+        of_token = config.kv_size * dtype.itemsize
         self.of_len = [
             of_token * sum(n * (seq_len if w < 0 else min(seq_len, w + 1)) for w, n in windows.items())
             for seq_len in range(max_len + 1)

@@ -2,13 +2,14 @@
 
 from shared.config.draft import DraftConfig, DraftFormat
 from shared.config.engine import EngineConfig
-from shared.config.model import ModelConfig, MoEConfig, RopeConfig
+from shared.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from shared.config.speculation import draft_shape
 
 __all__ = [
     "DraftConfig",
     "DraftFormat",
     "EngineConfig",
+    "MLAConfig",
     "MoEConfig",
     "ModelConfig",
     "RopeConfig",

@@ -20,6 +20,13 @@ MAXIMA = {
     "hidden_size": 2**20,
     "intermediate_size": 2**22,
     "moe_intermediate_size": 2**22,
+    "n_routed_experts": 2**14,
+    "n_shared_experts": 2**10,
+    "kv_lora_rank": 2**16,
+    "q_lora_rank": 2**16,
+    "qk_nope_head_dim": 2**14,
+    "qk_rope_head_dim": 2**14,
+    "v_head_dim": 2**14,
 }
 """The largest values that a config.json may have: a hundred times what models have, and small enough that no
 hostile file makes the engine build a billion layers before it refuses the weights."""

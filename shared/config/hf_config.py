@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json into a ModelConfig: both dialects (transformers 4 and 5), six families."""
+"""Reads a Hugging Face config.json into a ModelConfig: both dialects (transformers 4 and 5), all families."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from shared.config.fields import REQUIRED, Fields
+from shared.config.hf_deepseek import deepseek_moe_layers, parse_deepseek_moe, parse_mla
 from shared.config.hf_rope import context_len, parse_rope
 from shared.config.model import ModelConfig, MoEConfig
 
@@ -29,7 +30,8 @@ class Family:
     # Which layers have the sliding_window: "optional" is off unless use_sliding_window is true.
     window: Literal["none", "all layers", "optional, from max_window_layers", "optional, all layers"] = "none"
     sliding_window: int | None = None
-    moe: Literal["none", "mixtral", "qwen3"] = "none"
+    moe: Literal["none", "mixtral", "qwen3", "deepseek-v2", "deepseek-v3"] = "none"
+    mla: bool = False
 
 
 FAMILIES = {
@@ -43,6 +45,8 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": Family(
         qkv_bias=None, o_bias=None, qk_norm=True, window="optional, all layers", moe="qwen3"
     ),
+    "DeepseekV2ForCausalLM": Family(qkv_bias=None, o_bias=None, moe="deepseek-v2", mla=True),
+    "DeepseekV3ForCausalLM": Family(qkv_bias=None, o_bias=None, moe="deepseek-v3", mla=True),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -77,8 +81,15 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
     attention_bias = fields.boolean("attention_bias", default=False)
     mlp_bias = fields.boolean("mlp_bias", default=False)
     num_hidden_layers = fields.integer("num_hidden_layers")
-    head_dim = _head_dim(fields, family)
-    rope = parse_rope(fields, head_dim, family.rope_theta)
+    mla = parse_mla(fields) if family.mla else None
+    if mla is None:
+        head_dim, num_kv_heads = _head_dim(fields, family), _num_kv_heads(fields, family)
+        rope = parse_rope(fields, head_dim, family.rope_theta)
+    else:
+        head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        num_kv_heads = fields.integer("num_attention_heads")  # whatever num_key_value_heads is
+        rope = parse_rope(fields, mla.qk_rope_head_dim, family.rope_theta)
+        rope = replace(rope, is_interleaved=fields.boolean("rope_interleave", default=True))
     moe = _moe(fields, family)
     return ModelConfig(
         architecture=architecture,
@@ -87,7 +98,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         intermediate_size=fields.integer("intermediate_size"),
         num_hidden_layers=num_hidden_layers,
         num_qo_heads=fields.integer("num_attention_heads"),
-        num_kv_heads=_num_kv_heads(fields, family),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps"),
         context_len=context_len(rope, fields.integer("max_position_embeddings")),
@@ -101,6 +112,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         sliding_windows=_sliding_windows(fields, family, num_hidden_layers),
         moe=moe,
         moe_layers=_moe_layers(fields, family, num_hidden_layers) if moe else frozenset(),
+        mla=mla,
         eos_token_ids=fields.token_ids("eos_token_id"),
         bos_token_id=fields.integer("bos_token_id", default=None, minimum=0),
     )
@@ -210,6 +222,8 @@ def _has_window_by_layer_types(fields: Fields, num_hidden_layers: int, window: i
 def _moe(fields: Fields, family: Family) -> MoEConfig | None:
     if family.moe == "none":
         return None
+    if family.moe in ("deepseek-v2", "deepseek-v3"):
+        return parse_deepseek_moe(fields, family.moe)
     # transformers 5 writes num_local_experts for every family; 4 wrote Qwen's as num_experts.
     key = "num_local_experts" if "num_local_experts" in fields else "num_experts"
     num_experts = fields.integer(key, minimum=0)
@@ -232,6 +246,8 @@ def _moe(fields: Fields, family: Family) -> MoEConfig | None:
 def _moe_layers(fields: Fields, family: Family, num_hidden_layers: int) -> frozenset[int]:
     if family.moe == "mixtral":
         return frozenset(range(num_hidden_layers))
+    if family.mla:
+        return deepseek_moe_layers(fields, num_hidden_layers)
     step = fields.integer("decoder_sparse_step", default=1)
     dense = fields.integers("mlp_only_layers")
     return frozenset(i for i in range(num_hidden_layers) if i not in dense and (i + 1) % step == 0)

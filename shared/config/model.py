@@ -30,6 +30,7 @@ class RopeConfig:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    is_interleaved: bool = False  # dimensions 2i and 2i + 1 turn together, not i and i + rotary_dim / 2
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,23 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention. A token's KV is one row for all heads: a latent vector of kv_lora_rank
+    numbers and a rotated key of qk_rope_head_dim."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None  # None: q comes from one matrix
+    norm_eps: float = 1e-6  # of the norms of the latent vectors, whatever rms_norm_eps is
+
+    @property
+    def row_size(self) -> int:
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     architecture: str  # "LlamaForCausalLM", "Qwen3MoeForCausalLM" ...
     vocab_size: int
@@ -86,6 +104,7 @@ class ModelConfig:
     attn_logit_cap: float = 0.0  # soft-cap; 0: none
     moe: MoEConfig | None = None
     moe_layers: frozenset[int] = field(default_factory=frozenset)  # layers whose MLP is an MoE
+    mla: MLAConfig | None = None  # head_dim is then that of q and k, qk_nope_head_dim + qk_rope_head_dim
     eos_token_ids: frozenset[int] = frozenset()
     bos_token_id: int | None = None
 
@@ -116,6 +135,16 @@ class ModelConfig:
         from shared.config.hf_config import read_config
 
         return read_config(Path(folder))
+
+    @property
+    def v_head_dim(self) -> int:
+        """Of what attention returns for a head."""
+        return self.head_dim if self.mla is None else self.mla.v_head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers that a token has in the KV pool, in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim if self.mla is None else self.mla.row_size
 
     def sliding_window(self, layer_id: int) -> int:
         """Previous tokens that a token of the layer sees beside itself; -1: all."""

@@ -22,6 +22,17 @@ _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **_COMMO
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **_COMMON}
 _QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_COMMON}
 _QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_COMMON}
+_DEEPSEEK = {
+    **_COMMON,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 28,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+}
 
 
 def _shape(hidden: int, intermediate: int, layers: int, qo_heads: int, kv_heads: int) -> dict[str, Any]:
@@ -194,5 +205,64 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
         "dtype": "float32",
         "tie_word_embeddings": True,
+    },
+    "deepseek-v2": {
+        **_DEEPSEEK,
+        **_shape(64, 88, 3, 4, 4),
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "q_lora_rank": 40,
+        "topk_method": "group_limited_greedy",
+        "n_group": 3,
+        "topk_group": 2,
+        "n_routed_experts": 9,
+        "routed_scaling_factor": 2.5,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
+        "torch_dtype": "float32",
+    },
+    "deepseek-v2-lite": {
+        **_DEEPSEEK,
+        **_shape(60, 72, 2, 3, 3),
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+        "n_routed_experts": 7,
+        "n_shared_experts": 1,
+        "norm_topk_prob": False,
+        "rope_theta": 10000.0,
+        "torch_dtype": "float32",
+    },
+    "deepseek-v3": {
+        **_DEEPSEEK,
+        **_shape(64, 88, 3, 5, 5),
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 36,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_routed_experts": 12,
+        "routed_scaling_factor": 2.5,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+        },
+        "dtype": "float32",
     },
 }

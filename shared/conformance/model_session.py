@@ -13,6 +13,7 @@ from shared.config import ModelConfig
 from shared.conformance.poison import poison_
 from shared.interfaces import CausalLM
 from shared.interfaces.attention import BatchAttention
+from shared.modeling.kv_pool import attention_component, build_kv_pool
 from shared.scheduling.pages import round_up_to_page
 from shared.types import ForwardBatch, ForwardMode
 
@@ -23,24 +24,20 @@ class ModelSession:
 
     def __init__(self, model: CausalLM, num_reqs: int = 1, max_len: int = 256, page_size: int = 1) -> None:
         config, pools = self.layers_of(model), registry.load("memory_pool", "reference")
+
+        def component(name: str) -> Any:
+            return registry.load(name, "reference")
+
         weight = next(model.parameters())
         self.model = model
         self.device = weight.device
         self.req_to_token_pool = pools.ReqToTokenPool(num_reqs, max_len, self.device)
         size = num_reqs * round_up_to_page(max_len, page_size)
         self.allocator = pools.TokenToKVPoolAllocator(size, page_size, self.device)
-        self.kv_pool = pools.TokenToKVPool(
-            size,
-            page_size,
-            config.num_hidden_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            weight.dtype,
-            self.device,
-        )
+        self.kv_pool = build_kv_pool(component, config, size, page_size, weight.dtype, self.device)
         for buffer in self.kv_buffers():
             poison_(buffer)
-        self.attention = registry.load("attention", "reference")(self.req_to_token_pool, self.kv_pool)
+        self.attention = component(attention_component(config))(self.req_to_token_pool, self.kv_pool)
         self.req_pool_indices = self.req_to_token_pool.alloc(num_reqs)
         self.lens = [0] * num_reqs
         self.last_locs = [-1] * num_reqs

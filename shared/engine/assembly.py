@@ -30,6 +30,7 @@ from shared.interfaces import (
 from shared.loading.kv_sizing import MemoryPlan, free_gpu_memory, num_rows, num_speculative_slots, plan_memory
 from shared.loading.load_model import load_model, local_model_config, manage_experts
 from shared.loading.model_path import resolve_model_path
+from shared.modeling.kv_pool import attention_component, build_kv_pool
 from shared.parallel.agreement import AgreedDrafter, AgreedSampler
 from shared.parallel.dp_attention import PassDispatch, in_lockstep
 from shared.parallel.expert_manager import ExpertManager
@@ -150,15 +151,7 @@ def assemble(
     row_len = config.context_len + num_speculative_slots(config, drafter)
     req_to_token_pool = pools.ReqToTokenPool(num_rows(config), row_len, device)
     allocator = pools.TokenToKVPoolAllocator(num_tokens, config.page_size, device)
-    kv_pool = pools.TokenToKVPool(
-        num_tokens,
-        config.page_size,
-        local_config.num_hidden_layers,
-        local_config.num_kv_heads,
-        local_config.head_dim,
-        dtype,
-        device,
-    )
+    kv_pool = build_kv_pool(component, local_config, num_tokens, config.page_size, dtype, device)
     cache_component = "chunk_cache" if config.disable_radix_cache else "radix_cache"
     tree_cache = component(cache_component)(
         config.page_size,
@@ -169,7 +162,7 @@ def assemble(
     )
     if drafter is not None:
         drafter.allocate(req_to_token_pool, num_tokens)
-    attention = component("attention")(req_to_token_pool, kv_pool)
+    attention = component(attention_component(model_config))(req_to_token_pool, kv_pool)
     sampler = component("sampler")()
     parts = SchedulerParts(
         model_runner=model_runner(model, attention, kv_pool),

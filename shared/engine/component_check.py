@@ -15,6 +15,7 @@ _CLASSES: dict[str, type] = {
     "radix_cache": interfaces.PrefixCache,
     "chunk_cache": interfaces.PrefixCache,
     "attention": interfaces.AttentionBackend,
+    "mla_attention": interfaces.MLAAttentionBackend,
     "moe": interfaces.MoE,
     "model_runner": interfaces.ModelRunner,
     "sampler": interfaces.Sampler,

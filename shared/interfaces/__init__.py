@@ -10,7 +10,13 @@ from shared.interfaces.expert_balancer import ExpertBalancer, ExpertMap
 from shared.interfaces.expert_dispatch import ExpertDispatch
 from shared.interfaces.grammar import Grammar
 from shared.interfaces.layers import Layers, MergedLinear, RMSNorm, RotaryEmbedding, SiluAndMul
-from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
+from shared.interfaces.memory_pool import (
+    MLATokenToKVPool,
+    ReqToTokenPool,
+    TokenToKVPool,
+    TokenToKVPoolAllocator,
+)
+from shared.interfaces.mla_attention import MLAAttentionBackend
 from shared.interfaces.model import CausalLM
 from shared.interfaces.model_runner import ModelRunner
 from shared.interfaces.moe import FusedExperts, MoE, TopK, TopKOutput
@@ -58,6 +64,8 @@ __all__ = [
     "Grammar",
     "InsertResult",
     "Layers",
+    "MLAAttentionBackend",
+    "MLATokenToKVPool",
     "MatchResult",
     "MergedLinear",
     "MoE",

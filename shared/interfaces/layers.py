@@ -35,7 +35,8 @@ class RMSNorm(nn.Module, ABC):
 
 class RotaryEmbedding(nn.Module, ABC):
     """Rotates the first `rope.rotary_dim` dimensions of every head by position-dependent angles, halves
-    convention (dimension i pairs with i + rotary_dim / 2), in float32. The frequencies follow
+    convention (dimension i pairs with i + rotary_dim / 2; with rope.is_interleaved 2 i with 2 i + 1), in
+    float32. The frequencies follow
     `rope.rope_type`, as in the papers and in Hugging Face's configs (`shared.modeling.rope`).
 
     A token's angles depend on its own position alone, also with "dynamic": past the trained length a token

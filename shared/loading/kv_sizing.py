@@ -76,8 +76,7 @@ def num_speculative_slots(config: EngineConfig, drafter: Drafter | None) -> int:
 
 
 def kv_bytes_per_token(model_config: ModelConfig, dtype: torch.dtype) -> int:
-    per_layer = 2 * model_config.num_kv_heads * model_config.head_dim
-    return per_layer * model_config.num_hidden_layers * dtype.itemsize
+    return model_config.kv_size * model_config.num_hidden_layers * dtype.itemsize
 
 
 def free_gpu_memory(device: torch.device) -> int:

@@ -11,10 +11,11 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shared.config import ModelConfig
+from shared.config import MLAConfig, ModelConfig
 
 _MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|experts\.(\d+)\.(w1|w2|w3))\.weight")
 _MIXTRAL_PROJ = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_CORRECTION_BIAS = ".mlp.gate.e_score_correction_bias"
 _PACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -33,6 +34,8 @@ def canonical_parts(name: str, shape: tuple[int, ...]) -> list[WeightPart]:
         if router == "gate":
             return [WeightPart(f"{layer}.mlp.gate.weight", (), shape)]
         return [WeightPart(f"{layer}.mlp.experts.{expert_id}.{_MIXTRAL_PROJ[matrix]}.weight", (), shape)]
+    if name.endswith(_CORRECTION_BIAS):
+        return [WeightPart(name.replace(".gate.e_score_correction_bias", ".correction_bias"), (), shape)]
     match = _PACKED.fullmatch(name)
     if match is None or len(shape) != 3:
         return [WeightPart(name, (), shape)]
@@ -73,21 +76,44 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         linear(f"{name}.up_proj", intermediate_size, hidden_size, bias)
         linear(f"{name}.down_proj", hidden_size, intermediate_size, bias)
 
+    def mla_weights(name: str, mla: MLAConfig) -> None:
+        if mla.q_lora_rank is None:
+            linear(f"{name}.q_proj", q_size, hidden_size)
+        else:
+            linear(f"{name}.q_a_proj", mla.q_lora_rank, hidden_size, config.qkv_bias)
+            shapes[f"{name}.q_a_layernorm.weight"] = (mla.q_lora_rank,)
+            linear(f"{name}.q_b_proj", q_size, mla.q_lora_rank)
+        linear(f"{name}.kv_a_proj_with_mqa", mla.row_size, hidden_size, config.qkv_bias)
+        shapes[f"{name}.kv_a_layernorm.weight"] = (mla.kv_lora_rank,)
+        num_out = config.num_qo_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        linear(f"{name}.kv_b_proj", num_out, mla.kv_lora_rank)
+
     for layer_id in range(config.num_hidden_layers):
         layer = f"model.layers.{layer_id}"
         shapes[f"{layer}.input_layernorm.weight"] = (hidden_size,)
-        linear(f"{layer}.self_attn.q_proj", q_size, hidden_size, config.qkv_bias)
-        linear(f"{layer}.self_attn.k_proj", kv_size, hidden_size, config.qkv_bias)
-        linear(f"{layer}.self_attn.v_proj", kv_size, hidden_size, config.qkv_bias)
+        if config.mla is not None:
+            mla_weights(f"{layer}.self_attn", config.mla)
+        else:
+            linear(f"{layer}.self_attn.q_proj", q_size, hidden_size, config.qkv_bias)
+            linear(f"{layer}.self_attn.k_proj", kv_size, hidden_size, config.qkv_bias)
+            linear(f"{layer}.self_attn.v_proj", kv_size, hidden_size, config.qkv_bias)
         if config.qk_norm:
             shapes[f"{layer}.self_attn.q_norm.weight"] = (head_dim,)
             shapes[f"{layer}.self_attn.k_norm.weight"] = (head_dim,)
-        linear(f"{layer}.self_attn.o_proj", hidden_size, q_size, config.o_bias)
+        linear(
+            f"{layer}.self_attn.o_proj", hidden_size, config.num_qo_heads * config.v_head_dim, config.o_bias
+        )
         shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden_size,)
         if config.moe is not None and layer_id in config.moe_layers:
             linear(f"{layer}.mlp.gate", config.moe.num_experts, hidden_size)
+            if config.moe.routing == "biased-grouped":
+                shapes[f"{layer}.mlp.correction_bias"] = (config.moe.num_experts,)
             for expert_id in range(config.moe.num_local_experts or config.moe.num_experts):
                 mlp(f"{layer}.mlp.experts.{expert_id}", config.moe.intermediate_size)
+            if config.moe.shared_intermediate_size > 0:
+                mlp(f"{layer}.mlp.shared_experts", config.moe.shared_intermediate_size)
+                if config.moe.shared_expert_gate:
+                    linear(f"{layer}.mlp.shared_expert_gate", 1, hidden_size)
         else:
             mlp(f"{layer}.mlp", config.intermediate_size, config.mlp_bias)
     shapes["model.norm.weight"] = (hidden_size,)

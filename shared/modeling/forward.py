@@ -46,12 +46,13 @@ def attention_output(q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor |
         raise ValueError(
             f"num_qo_heads ({layer.num_qo_heads}) is no multiple of num_kv_heads ({layer.num_kv_heads})"
         )
+    shape = (*q.shape[:-1], layer.output_head_dim)
     if out is None:
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
+        return torch.empty(shape, dtype=q.dtype, device=q.device)
+    if out.shape != shape or out.dtype != q.dtype or out.device != q.device:
         raise ValueError(
             f"out is {out.dtype} {tuple(out.shape)} on {out.device}; it must be {q.dtype} "
-            f"{tuple(q.shape)} on {q.device}"
+            f"{shape} on {q.device}"
         )
     if not out.is_contiguous():
         raise ValueError(f"out of shape {tuple(out.shape)} and strides {out.stride()} is not contiguous")

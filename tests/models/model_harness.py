@@ -36,6 +36,9 @@ def random_hf_model(hf_config: dict[str, Any], seed: int = 0) -> PreTrainedModel
             else:
                 std = 0.3 if "embed" in name or "lm_head" in name else 1.5 * parameter.shape[-1] ** -0.5
                 parameter.normal_(0.0, std, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3, generator=generator)
     return model
 
 

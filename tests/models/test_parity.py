@@ -82,6 +82,11 @@ def changed(config: ModelConfig, **changes: Any) -> ModelConfig:
         ("mixtral", {"moe": {"norm_topk_prob": False}}),
         ("qwen3-moe", {"moe": {"norm_topk_prob": True}}),
         ("qwen3-moe", {"moe": {"num_experts_per_tok": 2}}),
+        ("deepseek-v2", {"rope": {"mscale_all_dim": None}}),
+        ("deepseek-v2", {"moe": {"routing": "softmax"}}),
+        ("deepseek-v2-lite", {"rope": {"is_interleaved": False}}),
+        ("deepseek-v3", {"moe": {"routed_scaling_factor": 1.0}}),
+        ("deepseek-v3", {"moe": {"topk_group": 4}}),
     ],
 )
 def test_a_wrong_model_does_not_pass(name: str, changes: dict[str, Any]) -> None:

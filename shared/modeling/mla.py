@@ -1,0 +1,42 @@
+"""Multi-head latent attention: its two forms as changes of what attention reads, and its scale."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from shared.config import ModelConfig
+from shared.types.attention import MLALayer
+
+
+def mla_scale(config: ModelConfig) -> float:
+    """head_dim ** -0.5, not row_size ** -0.5. YaRN's mscale_all_dim multiplies q and k alike, so the scores
+    twice."""
+    scale, rope = config.head_dim**-0.5, config.rope
+    if rope.rope_type == "yarn" and rope.mscale_all_dim and rope.factor > 1.0:
+        scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    return scale
+
+
+def expand(rows: torch.Tensor, layer: MLALayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expanded form. Rows of the pool [n, 1, row_size] -> k [n, num_qo_heads, head_dim] and
+    v [n, num_qo_heads, v_head_dim], in the type of the rows."""
+    c, k_rope = rows.split([layer.kv_lora_rank, rows.shape[-1] - layer.kv_lora_rank], dim=-1)
+    k_nope = torch.einsum("nl,hdl->nhd", c[:, 0], layer.w_k.to(c.dtype))
+    v = torch.einsum("nl,hdl->nhd", c[:, 0], layer.w_v.to(c.dtype))
+    return torch.cat((k_nope, k_rope.expand(-1, layer.num_qo_heads, -1)), dim=-1), v
+
+
+def absorb(q: torch.Tensor, layer: MLALayer) -> torch.Tensor:
+    """Absorbed form. q [n, num_qo_heads, head_dim] -> [n, num_qo_heads, row_size], whose products with rows
+    are the scores: q_nope (W_k c) = (q_nope W_k) c."""
+    q_nope, q_rope = q.split([layer.qk_nope_head_dim, q.shape[-1] - layer.qk_nope_head_dim], dim=-1)
+    latent = torch.einsum("nhd,hdl->nhl", q_nope, layer.w_k.to(q.dtype))
+    return torch.cat((latent, q_rope), dim=-1)
+
+
+def project_values(latent: torch.Tensor, layer: MLALayer) -> torch.Tensor:
+    """Weighted sums of rows' first parts [n, num_qo_heads, kv_lora_rank] -> of values
+    [n, num_qo_heads, v_head_dim]."""
+    return torch.einsum("nhl,hdl->nhd", latent, layer.w_v.to(latent.dtype))
