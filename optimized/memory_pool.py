@@ -245,7 +245,11 @@ class TokenToKVPool(interface.TokenToKVPool):
     # --8<-- [end:store-kv]
 
     def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
-        targets, sources = _on_device(target_slots, source_slots, self._k)
+        slots = torch.stack([target_slots, source_slots])
+        if slots.device != self._k.device:
+            slots = slots.pin_memory() if self._k.is_cuda and slots.numel() else slots
+            slots = slots.to(self._k.device, non_blocking=self._k.is_cuda)
+        targets, sources = slots
         if self._k.is_cuda and can_move(self._k, len(targets)):
             move_kv(self._k, self._v, targets, sources)
         else:
@@ -257,55 +261,6 @@ class TokenToKVPool(interface.TokenToKVPool):
     def num_bytes_per_token(self) -> int:
         num_layers, _, num_kv_heads, head_dim = self._k.shape
         return 2 * num_layers * num_kv_heads * head_dim * self.dtype.itemsize
-
-
-class MLATokenToKVPool(interface.MLATokenToKVPool):
-    """One tensor: V is not stored a second time."""
-
-    def __init__(
-        self,
-        size: int,
-        page_size: int,
-        num_layers: int,
-        kv_lora_rank: int,
-        qk_rope_head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        self.size = size
-        self.page_size = page_size
-        self.num_layers = num_layers
-        self.kv_lora_rank = kv_lora_rank
-        self.dtype = dtype
-        self.device = torch.device(device)
-        shape = (num_layers, size + page_size, 1, kv_lora_rank + qk_rope_head_dim)
-        self._rows = torch.zeros(shape, dtype=dtype, device=device)
-
-    def k_buffer(self, layer_id: int) -> torch.Tensor:
-        return self._rows[layer_id]
-
-    def v_buffer(self, layer_id: int) -> torch.Tensor:
-        return self._rows[layer_id][..., : self.kv_lora_rank]
-
-    def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._rows[layer_id].index_copy_(0, out_cache_loc, k.to(self.dtype))
-
-    def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
-        targets, sources = _on_device(target_slots, source_slots, self._rows)
-        self._rows[:, targets] = self._rows[:, sources]
-
-    @property
-    def num_bytes_per_token(self) -> int:
-        return self.num_layers * self._rows.shape[-1] * self.dtype.itemsize
-
-
-def _on_device(targets: torch.Tensor, sources: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[2, n], copied to the pool's device without a synchronization."""
-    slots = torch.stack([targets, sources])
-    if slots.device != like.device:
-        slots = slots.pin_memory() if like.is_cuda and slots.numel() else slots
-        slots = slots.to(like.device, non_blocking=like.is_cuda)
-    return slots
 
 
 def _array(values: Sequence[int]) -> Array:

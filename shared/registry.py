@@ -36,6 +36,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     },
     "chunk_cache": {"reference": "reference.chunk_cache:ChunkCache"},
     "memory_pool": {"reference": "reference.memory_pool", "optimized": "optimized.memory_pool"},
+    "mla_memory_pool": {
+        "reference": "reference.mla_memory_pool:MLATokenToKVPool",
+        "optimized": "optimized.mla_memory_pool:MLATokenToKVPool",
+    },
     "attention": {
         "reference": "reference.attention:TorchAttention",
         "optimized": "optimized.attention.default:DefaultAttention",

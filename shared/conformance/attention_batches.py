@@ -94,6 +94,9 @@ class AttentionCase:
         }
         return [name for name, is_unusual in found.items() if is_unusual]
 
+    def make(self) -> AttentionBatch:
+        return AttentionBatch(self)
+
 
 Span = tuple[int, int, int]  # request, first position, end
 
@@ -111,9 +114,7 @@ class AttentionBatch:
         inputs, device, page_size = Inputs(case.seed), check_device(), case.page_size
         pools = registry.load("memory_pool", "reference")
         num_pages = sum(num_pages_of(n, page_size) for n in case.seq_lens) + 8
-        self.kv_pool: TokenToKVPool = pools.TokenToKVPool(
-            num_pages * page_size, page_size, NUM_LAYERS, case.num_kv_heads, case.head_dim, case.dtype, device
-        )
+        self.kv_pool = self._kv_pool(pools, num_pages * page_size)
         for i in range(NUM_LAYERS):
             poison_(self.kv_pool.k_buffer(i))
             poison_(self.kv_pool.v_buffer(i))
@@ -136,8 +137,19 @@ class AttentionBatch:
         self.masks = [self._mask(inputs, cached, new) for cached, new in case.requests]
         whole = [(i, cached, cached + new) for i, (cached, new) in enumerate(case.requests)]
         self.forward_batch = self.forward_batch_of(whole, case.forward_mode)
+        self.layer = self._layer(inputs)
+
+    def _kv_pool(self, pools: Any, size: int) -> TokenToKVPool:
+        case = self.case
+        pool: TokenToKVPool = pools.TokenToKVPool(
+            size, case.page_size, NUM_LAYERS, case.num_kv_heads, case.head_dim, case.dtype, check_device()
+        )
+        return pool
+
+    def _layer(self, inputs: Inputs) -> AttentionLayer:
+        case, device = self.case, check_device()
         sinks = [case.sinks[h % len(case.sinks)] for h in range(case.num_qo_heads)] if case.sinks else None
-        self.layer = AttentionLayer(
+        return AttentionLayer(
             LAYER_ID,
             case.num_qo_heads,
             case.num_kv_heads,
@@ -208,8 +220,13 @@ class AttentionBatch:
         new = self.forward_batch.out_cache_loc
         return self.kv_pool.k_buffer(LAYER_ID)[new], self.kv_pool.v_buffer(LAYER_ID)[new]
 
+    def output_like(self, num_tokens: int | None = None) -> torch.Tensor:
+        """A tensor of the output's form, of so many rows; None: as many as q has."""
+        n = self.q.shape[0] if num_tokens is None else num_tokens
+        return self.q.new_empty(n, self.layer.num_qo_heads, self.layer.output_head_dim)
+
     def expect(self, output: torch.Tensor, what: str = "output") -> None:
-        expect_form(what, output, self.q)
+        expect_form(what, output, self.output_like())
         expect_close(what, output, self.expected(), tolerance("attention", self.case.dtype))
 
     def expected(self) -> torch.Tensor:
@@ -300,7 +317,7 @@ def or_refusal(case: AttentionCase, call: Callable[[], T]) -> T | None:
 
 def expect_attention(impl: type[AttentionBackend], case: AttentionCase) -> None:
     """The batch's output is that of dense attention, or it is refused as the contract allows."""
-    batch = AttentionBatch(case)
+    batch = case.make()
     output = run_or_refuse(impl, batch)
     if output is not None:
         batch.expect(output)

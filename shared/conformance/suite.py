@@ -57,6 +57,8 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "attention.outputs",
         "attention.ragged",
     ),
+    "mla_memory_pool": ("mla_memory_pool.rows",),
+    "mla_attention": ("mla_attention.batches",),
     "layers": ("layers.norm_and_activation", "layers.rotary"),
     "moe": ("moe.routing", "moe.experts"),
     "models": ("models.logits", "models.weights"),

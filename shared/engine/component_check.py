@@ -16,6 +16,7 @@ _CLASSES: dict[str, type] = {
     "chunk_cache": interfaces.PrefixCache,
     "attention": interfaces.AttentionBackend,
     "mla_attention": interfaces.MLAAttentionBackend,
+    "mla_memory_pool": interfaces.MLATokenToKVPool,
     "moe": interfaces.MoE,
     "model_runner": interfaces.ModelRunner,
     "sampler": interfaces.Sampler,

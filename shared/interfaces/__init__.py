@@ -10,13 +10,9 @@ from shared.interfaces.expert_balancer import ExpertBalancer, ExpertMap
 from shared.interfaces.expert_dispatch import ExpertDispatch
 from shared.interfaces.grammar import Grammar
 from shared.interfaces.layers import Layers, MergedLinear, RMSNorm, RotaryEmbedding, SiluAndMul
-from shared.interfaces.memory_pool import (
-    MLATokenToKVPool,
-    ReqToTokenPool,
-    TokenToKVPool,
-    TokenToKVPoolAllocator,
-)
+from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
 from shared.interfaces.mla_attention import MLAAttentionBackend
+from shared.interfaces.mla_memory_pool import MLATokenToKVPool
 from shared.interfaces.model import CausalLM
 from shared.interfaces.model_runner import ModelRunner
 from shared.interfaces.moe import FusedExperts, MoE, TopK, TopKOutput

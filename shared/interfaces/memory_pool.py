@@ -192,26 +192,3 @@ class TokenToKVPool(ABC):
     @abstractmethod
     def num_bytes_per_token(self) -> int:
         """Bytes that one slot takes, over all layers."""
-
-
-class MLATokenToKVPool(TokenToKVPool):
-    """The pool of multi-head latent attention: one row of kv_lora_rank + qk_rope_head_dim numbers for each
-    slot and layer, `[size + page_size, 1, kv_lora_rank + qk_rope_head_dim]`.
-
-    V is a view of K: `v_buffer` is the first kv_lora_rank columns of `k_buffer`, and shares its memory.
-    `store` writes k, and does not read v.
-    """
-
-    kv_lora_rank: int
-
-    @abstractmethod
-    def __init__(
-        self,
-        size: int,
-        page_size: int,
-        num_layers: int,
-        kv_lora_rank: int,
-        qk_rope_head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None: ...

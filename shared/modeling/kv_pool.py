@@ -20,14 +20,13 @@ def build_kv_pool(
     device: torch.device | str,
 ) -> TokenToKVPool:
     """A pool for the layers of `config`, from the chosen components."""
-    pools: Any = component("memory_pool")
-    pool: TokenToKVPool
     if config.mla is not None:
+        pool_class = component("mla_memory_pool")
         sizes = config.mla.kv_lora_rank, config.mla.qk_rope_head_dim
-        pool = pools.MLATokenToKVPool(size, page_size, config.num_hidden_layers, *sizes, dtype, device)
     else:
+        pool_class = component("memory_pool").TokenToKVPool
         sizes = config.num_kv_heads, config.head_dim
-        pool = pools.TokenToKVPool(size, page_size, config.num_hidden_layers, *sizes, dtype, device)
+    pool: TokenToKVPool = pool_class(size, page_size, config.num_hidden_layers, *sizes, dtype, device)
     return pool
 
 

@@ -19,8 +19,9 @@ def mla_scale(config: ModelConfig) -> float:
     return scale
 
 
+# --8<-- [start:mla-expand]
 def expand(rows: torch.Tensor, layer: MLALayer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expanded form. Rows of the pool [n, 1, row_size] -> k [n, num_qo_heads, head_dim] and
+    """Rows of the pool [n, 1, row_size] -> k [n, num_qo_heads, head_dim] and
     v [n, num_qo_heads, v_head_dim], in the type of the rows."""
     c, k_rope = rows.split([layer.kv_lora_rank, rows.shape[-1] - layer.kv_lora_rank], dim=-1)
     k_nope = torch.einsum("nl,hdl->nhd", c[:, 0], layer.w_k.to(c.dtype))
@@ -28,15 +29,20 @@ def expand(rows: torch.Tensor, layer: MLALayer) -> tuple[torch.Tensor, torch.Ten
     return torch.cat((k_nope, k_rope.expand(-1, layer.num_qo_heads, -1)), dim=-1), v
 
 
+# --8<-- [end:mla-expand]
+
+
+# --8<-- [start:mla-absorb]
 def absorb(q: torch.Tensor, layer: MLALayer) -> torch.Tensor:
-    """Absorbed form. q [n, num_qo_heads, head_dim] -> [n, num_qo_heads, row_size], whose products with rows
-    are the scores: q_nope (W_k c) = (q_nope W_k) c."""
+    """q [n, num_qo_heads, head_dim] -> [n, num_qo_heads, row_size], which multiplied by
+    rows gives the scores: q_nope (W_k c) = (q_nope W_k) c."""
     q_nope, q_rope = q.split([layer.qk_nope_head_dim, q.shape[-1] - layer.qk_nope_head_dim], dim=-1)
     latent = torch.einsum("nhd,hdl->nhl", q_nope, layer.w_k.to(q.dtype))
     return torch.cat((latent, q_rope), dim=-1)
 
 
 def project_values(latent: torch.Tensor, layer: MLALayer) -> torch.Tensor:
-    """Weighted sums of rows' first parts [n, num_qo_heads, kv_lora_rank] -> of values
+    """Weighted sums of c [n, num_qo_heads, kv_lora_rank] -> weighted sums of values
     [n, num_qo_heads, v_head_dim]."""
     return torch.einsum("nhl,hdl->nhd", latent, layer.w_v.to(latent.dtype))
+    # --8<-- [end:mla-absorb]

@@ -58,4 +58,4 @@ class MLALayer(AttentionLayer):
     def _of_heads(self) -> torch.Tensor:
         weight = self.kv_b_proj.weight
         assert isinstance(weight, torch.Tensor)
-        return weight.unflatten(0, (self.num_qo_heads, -1))
+        return weight.view(self.num_qo_heads, -1, self.kv_lora_rank)

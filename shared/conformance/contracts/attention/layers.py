@@ -51,7 +51,7 @@ def sliding_window(impl: type[AttentionBackend], case: AttentionCase) -> None:
     ),
 )
 def slots_that_left_the_window(impl: type[AttentionBackend], case: AttentionCase) -> None:
-    batch = AttentionBatch(case)
+    batch = case.make()
     expected = batch.expected()
     for slots, (cached, _) in zip(batch.slots, case.requests):
         dead = slots[: max(cached - case.sliding_window, 0)]

@@ -75,7 +75,7 @@ def any_mask(impl: type[AttentionBackend], case: AttentionCase) -> None:
 
 @contract("A masked token that sees nothing gets zeros, with sinks too.", extras(BLIND))
 def blind_tokens(impl: type[AttentionBackend], case: AttentionCase) -> None:
-    batch = AttentionBatch(case)
+    batch = case.make()
     output = run_or_refuse(impl, batch)
     if output is None:
         return
@@ -95,7 +95,7 @@ def blind_tokens(impl: type[AttentionBackend], case: AttentionCase) -> None:
     ),
 )
 def chain_is_causal(impl: type[AttentionBackend], case: AttentionCase) -> None:
-    masked = AttentionBatch(case)
+    masked = case.make()
     causal = AttentionBatch(replace(case, mask="causal"))
     for batch in (masked, causal):
         output = run_or_refuse(impl, batch)

@@ -40,8 +40,8 @@ MARGIN = 3
 
 def amid_others(batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """A larger tensor of 7s, and in it the rows for the output, full of NaN."""
-    num_tokens, *heads = batch.q.shape
-    whole = batch.q.new_full((num_tokens + 2 * MARGIN, *heads), 7.0)
+    num_tokens = batch.q.shape[0]
+    whole = batch.output_like(num_tokens + 2 * MARGIN).fill_(7.0)
     return whole, whole[MARGIN : MARGIN + num_tokens].fill_(torch.nan)
 
 
@@ -56,7 +56,7 @@ def expect_others(whole: torch.Tensor, num_tokens: int) -> None:
     + tuple(case for batch in RARER for case in in_types(batch, torch.bfloat16)),
 )
 def output_given(impl: type[AttentionBackend], case: AttentionCase) -> None:
-    batch = AttentionBatch(case)
+    batch = case.make()
     whole, out = amid_others(batch)
     k, v = batch.new_kv()
 
@@ -77,8 +77,8 @@ def output_given(impl: type[AttentionBackend], case: AttentionCase) -> None:
     in_types(DECODE, torch.float32, torch.bfloat16) + in_types(MIXED, torch.float32, torch.bfloat16),
 )
 def outputs_in_turn(impl: type[AttentionBackend], case: AttentionCase) -> None:
-    batch = AttentionBatch(case)
-    out, q = poisoned(batch.q.shape, case.dtype, batch.q.device), batch.q
+    batch = case.make()
+    out, q = poisoned(batch.output_like().shape, case.dtype, batch.q.device), batch.q
 
     def steps() -> None:
         backend = batch.backend(impl)
@@ -121,7 +121,7 @@ WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 )
 def wrong_output(impl: type[AttentionBackend], case: Case) -> None:
     assert not case.batch.unusual  # what is refused is out
-    batch = AttentionBatch(case.batch)
+    batch = case.batch.make()
     backend = batch.backend(impl)
     plan = backend.plan(batch.forward_batch)
     out = WRONG[case.wrong](batch.q)

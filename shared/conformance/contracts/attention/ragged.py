@@ -41,7 +41,7 @@ class Buffers:
         self.size = num_tokens + NOBODY
         self.num_reqs = self.size if self.is_decode else len(batch.case.requests) + NOBODY
         self.q = batch.q.new_full((self.size, *heads), torch.nan)
-        self.out = torch.empty_like(self.q)
+        self.out = batch.output_like(self.size)
 
         def zeros(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int64, device=batch.q.device)
@@ -82,7 +82,7 @@ class Buffers:
     CASES,
 )
 def ragged(impl: type[AttentionBackend], case: AttentionCase) -> None:
-    batch = AttentionBatch(case)
+    batch = case.make()
     expected, buffers = batch.expected(), Buffers(batch)
     whole: list[Span] = [(i, cached, cached + new) for i, (cached, new) in enumerate(case.requests)]
 

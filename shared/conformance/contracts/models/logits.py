@@ -241,7 +241,7 @@ class Mates(Case):
     grid(
         "{config}, page {page_size}",
         of=Mates,
-        config=("llama-llama3", "llama-dynamic", "qwen3-layer-types", "qwen3-moe", "mixtral"),
+        config=("llama-llama3", "llama-dynamic", "qwen3-layer-types", "qwen3-moe", "mixtral", "deepseek-v3"),
         page_size=(1, 4),
     ),
 )

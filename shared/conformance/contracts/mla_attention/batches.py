@@ -1,0 +1,90 @@
+"""Clauses of multi-head latent attention: those of attention that apply, over latent rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from shared.conformance.attention_batches import expect_attention
+from shared.conformance.clause import contract
+from shared.conformance.contracts.attention import batches, masks, outputs, ragged, steps
+from shared.conformance.inputs import type_name
+from shared.conformance.mla_batches import MLACase
+from shared.interfaces import AttentionBackend
+
+DECODE = MLACase("decode", ((4, 1), (0, 1), (63, 1), (31, 1), (64, 1)))
+EXTEND = MLACase("cached prefixes", ((17, 3), (0, 7), (1, 32), (16, 1)))
+MIXED = MLACase("mixed", ((23, 17), (0, 21), (8, 1), (29, 1), (4, 1)))
+SMALL = {"kv_lora_rank": 24, "qk_nope_head_dim": 20, "qk_rope_head_dim": 12, "v_head_dim": 28}
+
+
+def grid(*cases: MLACase) -> tuple[MLACase, ...]:
+    """Every case in 32 and 16 bits, each with another page size."""
+    pages = 1, 4, 16
+    return tuple(
+        replace(
+            case, name=f"{case.name}, {type_name(dtype)}, page {page_size}", dtype=dtype, page_size=page_size
+        )
+        for i, case in enumerate(cases)
+        for dtype, page_size in (
+            (torch.float32, pages[i % 3]),
+            (torch.bfloat16, pages[(i + 1) % 3]),
+            (torch.bfloat16, pages[(i + 2) % 3]),
+        )
+    )
+
+
+STEPS = grid(DECODE, EXTEND, MIXED)
+
+decode = batches.decode.with_cases(
+    grid(
+        DECODE,
+        MLACase("one token", ((0, 1),)),
+        MLACase("one far longer", ((2, 1), (1, 1), (259, 1), (3, 1)), num_qo_heads=16),
+        MLACase("20 heads", ((40, 1), (5, 1)), num_qo_heads=20),
+        MLACase("small sizes", ((40, 1), (5, 1), (130, 1)), num_qo_heads=3, **SMALL),
+    )
+)
+extend = batches.extend.with_cases(
+    grid(
+        EXTEND,
+        MLACase("prompts", ((0, 1), (0, 7), (0, 19))),
+        MLACase("a long prompt behind a prefix", ((70, 90), (3, 2))),
+        MLACase("small sizes", ((17, 30), (0, 41)), num_qo_heads=5, **SMALL),
+    )
+)
+mixed = batches.mixed.with_cases(grid(MIXED))
+
+
+@contract(
+    "The layer's scale multiplies the scores, whatever head_dim is.",
+    grid(replace(DECODE, name="decode", scale=1.59), replace(EXTEND, name="extend", scale=1.59)),
+)
+def any_scale(impl: type[AttentionBackend], case: MLACase) -> None:
+    expect_attention(impl, case)
+
+
+fixed_shape = masks.fixed_shape.with_cases(
+    grid(
+        MLACase("trees", ((11, 7), (0, 7), (26, 7)), mask="tree", tail=7),
+        MLACase("shorter than the mask", ((3, 4), (0, 4), (9, 4)), mask="tree", tail=8),
+    )
+)
+trees = masks.trees.with_cases(grid(MLACase("flat mask", ((17, 5), (3, 2)), mask="tree")))
+blind_tokens = masks.blind_tokens.with_cases(grid(MLACase("blind rows", ((3, 4), (7, 2)), mask="blind")))
+idle = steps.idle.with_cases(grid(MLACase("idle", ())))
+planned_before_stored = steps.planned_before_stored.with_cases(STEPS)
+given_k_and_v = steps.given_k_and_v.with_cases(STEPS)
+nothing_changes = steps.nothing_changes.with_cases(STEPS)
+layers_of_one_plan = steps.layers_of_one_plan.with_cases(STEPS)
+plans_follow_one_another = steps.plans_follow_one_another.with_cases(STEPS)
+nan_stays = steps.nan_stays.with_cases(STEPS)
+same_output = steps.same_output.with_cases(STEPS)
+output_given = outputs.output_given.with_cases(STEPS)
+ragged_plans = ragged.ragged.with_cases(
+    grid(
+        MLACase("prompts", ((17, 3), (0, 21), (5, 1), (130, 40), (0, 2))),
+        MLACase("decoding", ((17, 1), (70, 1), (5, 1), (150, 1), (0, 1))),
+    )
+)
