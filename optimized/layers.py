@@ -182,7 +182,11 @@ class MLP(nn.Module):
 
     def activate(self, x: torch.Tensor, norm: interface.RMSNorm | None = None) -> torch.Tensor:
         """silu(gate) * up of x, or of norm(x): what down_proj takes."""
-        is_plain = self.gate_up_proj.bias is None and is_builtin_layer(self.act_fn, SiluAndMul)
+        is_plain = (
+            isinstance(self.gate_up_proj, MergedLinear)
+            and self.gate_up_proj.bias is None
+            and is_builtin_layer(self.act_fn, SiluAndMul)
+        )
         if use_gemv(x) and is_plain and norm is None:
             return small_batch_linear.linear_silu(x, self.gate_up_proj.weight)
         if use_gemv(x) and is_plain and is_builtin_layer(norm, RMSNorm):

@@ -52,6 +52,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "absorbed": "reference.mla_attention:AbsorbedMLA",
     },
     "layers": {"reference": "reference.layers", "optimized": "optimized.layers"},
+    "quantization": {"reference": "reference.quantization", "optimized": "optimized.quantization"},
     "moe": {"reference": "reference.moe:MoE", "optimized": "optimized.moe:MoE"},
     "models": {"reference": "reference.models", "optimized": "optimized.models"},
     "draft_models": {
@@ -98,7 +99,9 @@ NEEDS_CUDA: dict[str, tuple[str, ...]] = {"attention": ("flashinfer", "fa3")}
 
 NEEDS_TRITON: dict[str, tuple[str, ...]] = {
     "attention": ("optimized", "triton"),
-    **dict.fromkeys(("layers", "moe", "models", "draft_models", "sampler", "draft_tree"), ("optimized",)),
+    **dict.fromkeys(
+        ("layers", "quantization", "moe", "models", "draft_models", "sampler", "draft_tree"), ("optimized",)
+    ),
 }
 """component -> choices that Triton's kernels compute: on GPUs, or in its interpreter, for tests."""
 

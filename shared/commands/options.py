@@ -53,6 +53,10 @@ class EngineOptions:
         str | None,
         _option(MODEL, "auto, float32, bfloat16 or float16. Default: auto, float32 on a CPU."),
     ] = None
+    quantization: Annotated[
+        str | None,
+        _option(MODEL, "Quantize linear layers while loading: fp8, fp8-block, int8 or int4."),
+    ] = None
     random_seed: Annotated[
         int | None, _option(MODEL, "Seed of dummy weights and of requests without a seed.")
     ] = None

@@ -2,7 +2,12 @@
 
 from shared.config.draft import DraftConfig, DraftFormat
 from shared.config.engine import EngineConfig
+<<<<<<< HEAD
 from shared.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+=======
+from shared.config.model import ModelConfig, MoEConfig, RopeConfig
+from shared.config.quantization import QuantConfig
+>>>>>>> e2b4642 (Quantized linear layers: schemes, checkpoints of five kinds, the reference, rounding while loading)
 from shared.config.speculation import draft_shape
 
 __all__ = [
@@ -12,6 +17,7 @@ __all__ = [
     "MLAConfig",
     "MoEConfig",
     "ModelConfig",
+    "QuantConfig",
     "RopeConfig",
     "draft_shape",
 ]

@@ -15,6 +15,7 @@ Panel = Literal["reference", "optimized"]
 SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"]
 DataParallelPolicyName = Literal["round-robin", "least-requests", "least-tokens"]
 EvictionPolicyName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
+QuantizationMethod = Literal["fp8", "fp8-block", "int8", "int4"]
 SpeculativeAlgorithm = Literal["eagle", "eagle3", "nextn", "standalone", "ngram"]
 
 
@@ -37,6 +38,7 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
         "auto"  # auto: float32 on cpu, else the model's
     )
+    quantization: QuantizationMethod | None = None  # of linear layers whose weights are not quantized
     random_seed: int = 0  # for requests without a seed, and for dummy weights
     deterministic: bool = False  # the bits of an answer depend on its request alone; slower
 
@@ -198,5 +200,6 @@ _CHOICES = {
     "dp_policy": get_args(DataParallelPolicyName),
     "speculative": get_args(SpeculativeAlgorithm),
     "load_format": ("auto", "dummy"),
+    "quantization": get_args(QuantizationMethod),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
 }

@@ -14,6 +14,7 @@ from shared.config.fields import REQUIRED, Fields
 from shared.config.hf_deepseek import deepseek_moe_layers, parse_deepseek_moe, parse_mla
 from shared.config.hf_rope import context_len, parse_rope
 from shared.config.model import ModelConfig, MoEConfig
+from shared.config.quantization import QuantConfig
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         mla=mla,
         eos_token_ids=fields.token_ids("eos_token_id"),
         bos_token_id=fields.integer("bos_token_id", default=None, minimum=0),
+        quantization=_quantization(fields),
     )
 
 
@@ -134,15 +136,13 @@ def _architecture(fields: Fields) -> str:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    if "quantization_config" in fields:
-        quantization = fields.values["quantization_config"]
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-        raise ValueError(
-            f"{fields.where}: the checkpoint is quantized (quant_method {method or 'unknown'}); "
-            f"supported are unquantized {', '.join(DTYPES)} weights"
-        )
     if (hidden_act := fields.raw("hidden_act", "a name", default="silu")) != "silu":
         raise ValueError(f"{fields.where}: hidden_act is {hidden_act!r}; supported is silu")
+
+
+def _quantization(fields: Fields) -> QuantConfig | None:
+    key = "quantization_config"
+    return QuantConfig.from_dict(fields.values[key], fields.where) if key in fields else None
 
 
 def _dtype(fields: Fields) -> torch.dtype:

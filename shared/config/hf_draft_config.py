@@ -86,6 +86,11 @@ def _own_layers(fields: Fields, family: str, draft_format: DraftFormat, target: 
         values = {key: value for key, value in values.items() if key != "layer_types"}
         values["num_hidden_layers"] = 1
     model = parse_config(_completed(values, family, target), fields.where)
+    if model.quantization is not None:
+        raise ValueError(
+            f"{fields.where}: the draft model is quantized ({model.quantization.storage}); "
+            "supported are draft models with unquantized weights"
+        )
     if draft_format == "eagle3" and model.moe is not None:
         raise ValueError(f"{fields.where}: an EAGLE-3 layer of {family} would have experts; it has an MLP")
     vocab_size = model.vocab_size

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from shared.config.quantization import QuantConfig
+
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 
@@ -107,6 +109,7 @@ class ModelConfig:
     mla: MLAConfig | None = None  # head_dim is then that of q and k, qk_nope_head_dim + qk_rope_head_dim
     eos_token_ids: frozenset[int] = frozenset()
     bos_token_id: int | None = None
+    quantization: QuantConfig | None = None  # of linear layers; None: all weights are of `dtype`
 
     def __post_init__(self) -> None:
         if self.num_qo_heads % self.num_kv_heads != 0:

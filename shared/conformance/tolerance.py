@@ -42,6 +42,10 @@ _GEMM_CHAIN = (
     "two GEMMs with a rounding to the type between them; each rounds its output once and the "
     "second sums the first's roundings"
 )
+_FP8_SUM = (
+    "quantized values exact; FP8 tensor cores of Hopper keep about 14 bits of a sum of 128 products; one "
+    "rounding to the output's type"
+)
 _RANKS = (
     "each addition of ranks may round to the type, half a unit in the last place of partial sums of up to 4; "
     "sums of ranks may cancel"
@@ -79,6 +83,11 @@ TABLE: dict[str, dict[torch.dtype, Tolerance]] = {
         torch.float32: Tolerance(1e-5, 1e-4, 1e-5, _GEMM_CHAIN),
         torch.float16: Tolerance(5e-3, 1e-2, 5e-3, _GEMM_CHAIN),
         torch.bfloat16: Tolerance(4e-2, 6e-2, 2e-2, _GEMM_CHAIN),
+    },
+    "quantized linear": {
+        torch.float32: Tolerance(1e-5, 1e-5, 1e-6, _SUM),
+        torch.float16: Tolerance(4e-3, 4 * _EPS[torch.float16], 2e-3, _FP8_SUM),
+        torch.bfloat16: Tolerance(8e-3, 2 * _EPS[torch.bfloat16], 8e-3, _FP8_SUM),
     },
     "logits": {
         torch.float32: Tolerance(

@@ -30,7 +30,11 @@ from shared.interfaces import (
 from shared.loading.kv_sizing import MemoryPlan, free_gpu_memory, num_rows, num_speculative_slots, plan_memory
 from shared.loading.load_model import load_model, local_model_config, manage_experts
 from shared.loading.model_path import resolve_model_path
+<<<<<<< HEAD
 from shared.modeling.kv_pool import attention_component, build_kv_pool
+=======
+from shared.loading.quantize import with_quantization
+>>>>>>> e2b4642 (Quantized linear layers: schemes, checkpoints of five kinds, the reference, rounding while loading)
 from shared.parallel.agreement import AgreedDrafter, AgreedSampler
 from shared.parallel.dp_attention import PassDispatch, in_lockstep
 from shared.parallel.expert_manager import ExpertManager
@@ -84,7 +88,7 @@ def assemble(
     raised as `ValueError`, before memory for weights or pools is taken."""
     phases = Phases()
     folder = resolve_model_path(config.model, config.load_format)
-    model_config = ModelConfig.from_pretrained(folder)
+    model_config = with_quantization(ModelConfig.from_pretrained(folder), config.quantization)
     config = resolve_config(config, model_config)
     assert config.panel is not None
     check_windows(config, model_config)

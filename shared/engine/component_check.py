@@ -36,6 +36,7 @@ _MODULES: dict[str, tuple[type, ...]] = {
         interfaces.TokenToKVPool,
     ),
     "layers": (interfaces.RMSNorm, interfaces.RotaryEmbedding, interfaces.SiluAndMul),
+    "quantization": (interfaces.QuantizedLinear,),
     "models": (),
     "draft_models": (),
     "drafter": (),
@@ -43,6 +44,7 @@ _MODULES: dict[str, tuple[type, ...]] = {
 """component that is a module -> the interfaces of which it holds a class each, under the same names"""
 
 _FINDERS: dict[str, str] = {
+    "quantization": "quantized",  # what a model has in place of a module
     "models": "model_class",  # by architecture
     "draft_models": "draft_model_class",  # by format
     "drafter": "drafter_class",  # by algorithm; or it is a class

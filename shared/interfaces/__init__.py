@@ -32,6 +32,7 @@ from shared.interfaces.prefix_cache import (
     RadixKey,
     WatchablePrefixCache,
 )
+from shared.interfaces.quantization import Quantization, QuantizedLinear
 from shared.interfaces.sampler import Sampler
 from shared.interfaces.schedule_policy import PolicyResult, SchedulePolicy
 from shared.interfaces.scheduler import Scheduler, SchedulerParts, SchedulerState, SchedulerStats
@@ -70,6 +71,8 @@ __all__ = [
     "PrefillAdder",
     "PrefillBudget",
     "PrefixCache",
+    "Quantization",
+    "QuantizedLinear",
     "RMSNorm",
     "RadixKey",
     "ReqToTokenPool",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from shared.config import DraftConfig, EngineConfig, ModelConfig
+from shared.config import DraftConfig, EngineConfig, ModelConfig, QuantConfig
 from shared.config.speculation import check_windows
 from shared.interfaces import CausalLM, Collectives, DrafterParts, DraftModel, ExpertMap
 from shared.loading.draft_weights import (
@@ -23,6 +23,7 @@ from shared.loading.draft_weights import (
 )
 from shared.loading.kv_sizing import check_memory
 from shared.loading.model_path import resolve_model_path
+from shared.loading.quantize import num_weight_bytes, quantize_linears
 from shared.loading.shards import Shards, shard_config
 from shared.loading.stages import Stage, remove_foreign, stage_config
 from shared.loading.weight_names import expected_shapes
@@ -53,13 +54,22 @@ def load_model(
         shards = Shards(model_config, ranks.rank, ranks.size, config.ep, experts, config.dp_attention)
     local_config = model_config if ranks is None else local_model_config(model_config, config, ranks)
     weights = checkpoint_weights(folder, model_config, config, device, shards)
-    check_weights(model_config.architecture, expected_shapes(local_config), device, dtype)
+    check_weights(
+        model_config.architecture, expected_shapes(local_config), device, dtype, model_config.quantization
+    )
     model_class: type[CausalLM] = component("models").model_class(model_config.architecture)
     tp = None if config.pp > 1 or config.dp_attention else ranks
-    model = build_model(model_class, local_config, component, device, dtype, tp)
+    # With quantized layers the model takes no memory before they are in place.
+    where = device if model_config.quantization is None else "meta"
+    model = build_model(model_class, local_config, component, where, dtype, tp)
     if isinstance(shards, Stage):
         remove_foreign(model, model_config, shards.rank, shards.size)
-    model.load_weights(weights)
+    with building(dtype, device):
+        if model_config.quantization is not None:
+            first_layer = shards.first_layer if isinstance(shards, Stage) else 0
+            with torch.device("meta"):
+                quantize_linears(model, model_config.quantization, component("quantization"), first_layer)
+        model.load_weights(weights)
     return model.eval()
 
 
@@ -97,7 +107,7 @@ def checkpoint_weights(
     """The weights of a folder, or made up, or a rank's parts of them."""
     if config.load_format == "dummy":
         return dummy_weights(model_config, config.random_seed, device, shards)
-    return iterate_weights(folder, model_config, LoadingBar().update, shards)
+    return iterate_weights(folder, model_config, LoadingBar().update, shards, device)
 
 
 def manage_experts(
@@ -159,13 +169,17 @@ def load_draft_model(config: EngineConfig, parts: DrafterParts) -> tuple[DraftCo
 
 
 def check_weights(
-    what: str, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype
+    what: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: QuantConfig | None = None,
 ) -> None:
     """Raise `ValueError` if weights of these shapes are larger than the free memory of the device."""
     num_parameters = sum(math.prod(shape) for shape in shapes.values())
     name = str(dtype).removeprefix("torch.")
     what = f"{what} of {num_parameters / 1e9:.2f} billion parameters in {name}"
-    check_memory(what, num_parameters * dtype.itemsize, device)
+    check_memory(what, num_weight_bytes(shapes, quantization, dtype), device)
 
 
 def build_model(

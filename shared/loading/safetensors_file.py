@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 SUPPORTED_DTYPES = ("F64", "F32", "F16", "BF16")
 INDEX_DTYPES = ("I64", "I32", "BOOL")  # of tables that a draft model's checkpoint has beside its weights
 MAX_HEADER_BYTES = 100_000_000  # as the format says
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
+QUANTIZED_DTYPES = ("F8_E4M3", "I8", "U8", "I32", "I64")  # of quantized weights and what describes them
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1} | dict.fromkeys(
+    ("F8_E4M3", "I8", "U8"), 1
+)
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -20,6 +23,7 @@ class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
     start: int  # byte offsets within the file's data
     end: int
+    dtype: str = "F32"
 
     @property
     def num_bytes(self) -> int:
@@ -93,10 +97,11 @@ def read_header(path: Path, supported: tuple[str, ...] = SUPPORTED_DTYPES) -> di
         entries: dict[str, Any] = json.loads(header)
         entries.pop("__metadata__", None)
         infos = {
-            name: TensorInfo(path, tuple(map(int, entry["shape"])), *map(int, entry["data_offsets"]))
+            name: TensorInfo(
+                path, tuple(map(int, entry["shape"])), *map(int, entry["data_offsets"]), str(entry["dtype"])
+            )
             for name, entry in entries.items()
         }
-        dtypes = {name: str(entry["dtype"]) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is no safetensors file: its header makes no sense ({error!r})") from None
     promised = 8 + header_len + max((info.end for info in infos.values()), default=0)
@@ -104,10 +109,10 @@ def read_header(path: Path, supported: tuple[str, ...] = SUPPORTED_DTYPES) -> di
         raise ValueError(
             f"{path} is cut off or damaged: its header promises {promised:,} bytes, it has {num_bytes:,}"
         )
-    for name, dtype in dtypes.items():
+    for name, info in infos.items():
+        dtype, num_values = info.dtype, math.prod(info.shape)
         if dtype not in supported:
             raise ValueError(f"{path}: {name} is of type {dtype}; supported are {', '.join(supported)}")
-        info, num_values = infos[name], math.prod(infos[name].shape)
         is_valid = min(info.shape, default=0) >= 0 and 0 <= info.start <= info.end
         if not is_valid or num_values * DTYPE_BYTES[dtype] != info.num_bytes:
             raise ValueError(

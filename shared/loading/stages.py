@@ -53,6 +53,11 @@ class Stage(Shards):
         layers = layers_of(self.config.num_hidden_layers, self.rank, self.size)
         object.__setattr__(self, "_layers", layers)
 
+    @property
+    def first_layer(self) -> int:
+        layers: range = self._layers  # type: ignore[attr-defined]
+        return layers.start
+
     def local_names(self, name: str) -> list[str]:
         is_last = self.rank == self.size - 1
         if name == EMBEDDING:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -15,7 +17,13 @@ from torch import nn
 from shared.config import ModelConfig
 from shared.interfaces.layers import MergedLinear
 from shared.interfaces.moe import FusedExperts
-from shared.loading.safetensors_file import TensorInfo, read_checkpoint
+from shared.loading.quantized_weights import (
+    quantize_while_reading,
+    quantized_layers,
+    read_quantized,
+    take_quantized,
+)
+from shared.loading.safetensors_file import QUANTIZED_DTYPES, SUPPORTED_DTYPES, TensorInfo, read_checkpoint
 from shared.loading.shards import Shards
 from shared.loading.weight_names import canonical_parts, check_shapes, expected_shapes, is_harmless
 
@@ -35,8 +43,10 @@ def iterate_weights(
     config: ModelConfig | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     shards: Shards | None = None,
+    device: torch.device | str = "cpu",
 ) -> Weights:
-    """The weights of a Hugging Face folder on the CPU, one tensor at a time.
+    """The weights of a Hugging Face folder on the CPU, one tensor at a time. `device`: where weights are
+    quantized that the checkpoint has unquantized.
 
     Everything that headers and sizes can tell is checked here and now, before any tensor is read; a NaN or an
     infinity, or a tied head that is no copy, when its tensor's turn comes. All errors are `ValueError`.
@@ -46,11 +56,21 @@ def iterate_weights(
     folder = Path(folder)
     if config is None:
         config = ModelConfig.from_pretrained(folder)
-    checkpoint = read_checkpoint(folder)
+    quantization = config.quantization
+    if quantization is not None and quantization.storage == "online":
+        whole = iterate_weights(folder, replace(config, quantization=None), on_progress)
+        return quantize_while_reading(whole, config, device, shards)
+    checkpoint = read_checkpoint(
+        folder, SUPPORTED_DTYPES + (QUANTIZED_DTYPES if quantization is not None else ())
+    )
     tensors = {name: info for name, info in checkpoint.items() if not is_harmless(name, config)}
+    layers = quantized_layers(config)
+    entries = [] if quantization is None else take_quantized(tensors, layers, quantization, str(folder))
     parts = [part for name, info in tensors.items() for part in canonical_parts(name, info.shape)]
-    check_shapes({part.name: part.shape for part in parts}, config, str(folder))
-    weights = stream(tensors, on_progress, shards)
+    shapes = {part.name: part.shape for part in parts}
+    shapes |= {f"{layer.name}.weight": (layer.out, layer.size) for layer in layers.values()}
+    check_shapes(shapes, config, str(folder))
+    weights = chain(stream(tensors, on_progress, shards), read_quantized(entries, shards))
     head = checkpoint.get(HEAD) if config.tie_word_embeddings and shards is None else None
     return weights if head is None else _with_tied_head(weights, head)
 
@@ -137,6 +157,10 @@ def dummy_weights(
     """Seeded random weights of the model's shapes and dtype, with which activations neither vanish nor blow
     up. A tensor depends on seed, name, shape, dtype and kind of device only, not on the others. `shards`:
     the parts of one rank, cut from the same tensors."""
+    if config.quantization is not None:
+        whole = dummy_weights(replace(config, quantization=None), seed, device)
+        yield from quantize_while_reading(whole, config, device, shards)
+        return
     for name, tensor in dummy_tensors(expected_shapes(config), config.dtype, seed, device):
         if shards is None:
             yield name, tensor

@@ -161,7 +161,11 @@ LLAMA3 = CONFIGS["llama-llama3"]["rope_scaling"]
             "GPT2LMHeadModel.*supported are LlamaForCausalLM",
         ),
         ("mixtral", {"architectures": "MixtralForCausalLM"}, "architectures is 'MixtralForCausalLM'"),
-        ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, "quant_method fp8.*bfloat16"),
+        (
+            "mixtral",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quant_method bitsandbytes.*fp8, compr",
+        ),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is silu"),
         (
             "mixtral",

@@ -1,0 +1,73 @@
+"""QuantConfig: which linear layers of a model are quantized, and how."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shared.types.quantization import QuantScheme
+
+ALL_LINEAR = "Linear"
+"""As a target: every linear layer of the decoder."""
+REGEX = "re:"
+
+ONLINE: dict[str, QuantScheme] = {
+    "fp8": QuantScheme("fp8", inputs="token"),
+    "fp8-block": QuantScheme("fp8", block_rows=128, group_size=128, inputs="group"),
+    "int8": QuantScheme("int8", inputs="token"),
+    "int4": QuantScheme("int4", group_size=128),
+}
+"""What the flag `quantization` may say: weights are rounded to the nearest value when they are loaded."""
+
+_NEVER = re.compile(r"(.*\.)?(lm_head|embed_tokens|mlp\.gate|mlp\.shared_expert_gate)")
+"""The head, the embedding and routers, which no supported checkpoint quantizes."""
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """Layers are named as in the checkpoint, before any of them are merged: model.layers.0.self_attn.q_proj.
+
+    A target or an ignored entry is a name, "re:" and a regular expression that matches a name from its start,
+    or some successive parts of a name: "mlp.gate" is in model.layers.0.mlp.gate and not in
+    model.layers.0.mlp.gate_up_proj."""
+
+    storage: str  # how the checkpoint stores it: a key of shared.loading.quantized_formats, or "online"
+    targets: tuple[tuple[str, QuantScheme], ...]
+    ignore: tuple[str, ...] = ()
+
+    def scheme_of(self, name: str) -> QuantScheme | None:
+        """The scheme of a layer; None: it is not quantized. A name is a better target than a regular
+        expression, and that a better one than "Linear"."""
+        if _NEVER.fullmatch(name) or any(_matches(entry, name) for entry in self.ignore):
+            return None
+        found = [(target, scheme) for target, scheme in self.targets if _matches(target, name)]
+        ranked = sorted(found, key=lambda item: (item[0] == ALL_LINEAR, item[0].startswith(REGEX)))
+        return ranked[0][1] if ranked else None
+
+    @classmethod
+    def online(cls, method: str, sizes: Iterable[int]) -> QuantConfig:
+        """What the flag `quantization` says, for layers with these numbers of inputs: groups of int4 are as
+        large as divides all of them, and at most 128."""
+        scheme = ONLINE[method]
+        if method == "int4":
+            scheme = replace(scheme, group_size=math.gcd(128, *sizes))
+        return cls("online", ((ALL_LINEAR, scheme),))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str = "config.json") -> QuantConfig:
+        """Read the quantization_config of a config.json. Whatever is not supported raises `ValueError`: what
+        was found, and what is supported."""
+        from shared.config.hf_quantization import parse_quantization
+
+        return parse_quantization(values, where)
+
+
+def _matches(entry: str, name: str) -> bool:
+    if entry == ALL_LINEAR:
+        return True
+    if entry.startswith(REGEX):
+        return re.match(entry.removeprefix(REGEX), name) is not None
+    return f".{entry}." in f".{name}."

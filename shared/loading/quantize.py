@@ -1,0 +1,123 @@
+"""Rounding of weights to a quantized type when they are loaded, and quantized layers in a model."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shared.config import ModelConfig, QuantConfig
+from shared.interfaces.layers import MergedLinear
+from shared.interfaces.moe import FusedExperts
+from shared.interfaces.quantization import Quantization
+from shared.loading.quantized_formats import pack_units
+from shared.loading.weight_names import expected_shapes
+from shared.types.quantization import INT4_ZERO, QuantScheme
+
+_LAYER = re.compile(r"(model\.layers\.)(\d+)")
+
+
+# --8<-- [start:quantize-weight]
+def quantize_weight(weight: torch.Tensor, scheme: QuantScheme) -> dict[str, torch.Tensor]:
+    """weight [out, in] -> the tensors of `QuantScheme.tensors`: the largest value of a block is the largest
+    of the type, and the others are rounded to the nearest."""
+    out, size = weight.shape
+    rows, columns = min(scheme.block_rows or out, out), min(scheme.group_size or size, size)
+    blocks = nn.functional.pad(weight.float(), (0, -size % columns, 0, -out % rows))
+    blocks = blocks.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [blocks, rows, groups, columns]
+    largest = blocks.abs().amax((1, 3), keepdim=True)
+    scale = largest / {"fp8": 448.0, "int8": 127.0, "int4": 7.0}[scheme.weight_type]
+    q = blocks / torch.where(scale == 0, 1.0, scale)
+    if scheme.weight_type == "fp8":
+        q = q.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    elif scheme.weight_type == "int8":
+        q = q.round().to(torch.int8)
+    else:
+        q = (q.round() + INT4_ZERO).to(torch.uint8)
+    q = q.flatten(2).flatten(0, 1)[:out, :size]
+    if scheme.weight_type == "int4":
+        q = pack_units(q, columns)
+    return {"weight": q, "weight_scale": scale.expand(-1, rows, -1, 1).flatten(2).flatten(0, 1)[:out]}
+    # --8<-- [end:quantize-weight]
+
+
+def quantize_linears(
+    model: nn.Module, config: QuantConfig, quantization: Quantization, first_layer: int = 0
+) -> None:
+    """Put quantized layers in place of a model's linear layers, before its weights are loaded.
+    `first_layer`: of the whole model, that the model's layer 0 is. Raises `ValueError` for a module that
+    cannot be quantized as the config says."""
+    for path, module in list(model.named_modules()):
+        schemes = {name: config.scheme_of(_whole_name(name, first_layer)) for name in _linears(path, module)}
+        distinct = set(schemes.values())
+        if distinct <= {None}:
+            continue
+        if len(distinct) > 1:
+            raise ValueError(
+                f"{path} has parts with different quantization: "
+                + "; ".join(f"{name}: {scheme or 'none'}" for name, scheme in schemes.items())
+                + ". One merged layer cannot hold them; panel=reference does not merge"
+            )
+        (scheme,) = distinct
+        assert scheme is not None
+        replacement = quantization.quantized(module, scheme)
+        if replacement is None:
+            raise ValueError(f"{path} ({type(module).__name__}) cannot be quantized to {scheme}")
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, replacement)
+
+
+def _linears(path: str, module: nn.Module) -> list[str]:
+    """The checkpoint's names of the linear layers that a module is; [] for other modules."""
+    if isinstance(module, MergedLinear):
+        parent = path[: path.rfind(".") + 1]
+        return [
+            parent + name.removesuffix(".weight") for name in module.weight_views() if name.endswith("weight")
+        ]
+    if isinstance(module, FusedExperts):
+        return [f"{path}.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    weight = getattr(module, "weight", None)
+    is_linear = isinstance(weight, nn.Parameter) and weight.dim() == 2
+    return [path] if is_linear and not isinstance(module, nn.Embedding) else []
+
+
+def _whole_name(name: str, first_layer: int) -> str:
+    return _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + first_layer}", name)
+
+
+def num_weight_bytes(
+    shapes: Mapping[str, tuple[int, ...]], config: QuantConfig | None, dtype: torch.dtype
+) -> int:
+    """Bytes of weights of these shapes, by canonical name, when they are loaded."""
+    num_bytes = 0
+    for name, shape in shapes.items():
+        scheme = scheme_of_weight(config, name, shape)
+        if scheme is None:
+            num_bytes += math.prod(shape) * dtype.itemsize
+        else:
+            tensors = scheme.tensors(*shape).values()
+            num_bytes += sum(math.prod(its_shape) * its_dtype.itemsize for its_shape, its_dtype in tensors)
+    return num_bytes
+
+
+def scheme_of_weight(config: QuantConfig | None, name: str, shape: tuple[int, ...]) -> QuantScheme | None:
+    """The scheme of a weight by its canonical name and shape; None: it is not quantized."""
+    if config is None or not name.endswith(".weight") or len(shape) != 2:
+        return None
+    return config.scheme_of(name.removesuffix(".weight"))
+
+
+def with_quantization(config: ModelConfig, method: str | None) -> ModelConfig:
+    """A model's config with the flag `quantization`. Raises `ValueError` if the checkpoint is quantized."""
+    if method is None:
+        return config
+    if config.quantization is not None:
+        raise ValueError(
+            f"quantization={method}: the checkpoint is already quantized ({config.quantization.storage})"
+        )
+    sizes = {shape[1] for shape in expected_shapes(config).values() if len(shape) == 2}
+    return replace(config, quantization=QuantConfig.online(method, sizes))

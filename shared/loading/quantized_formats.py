@@ -1,0 +1,146 @@
+"""How checkpoints store the tensors of a quantized linear layer: their names, shapes and packing.
+
+A table gives what a layer of `out` outputs and `size` inputs has in a checkpoint. `decode` turns a stored
+tensor, or a rank's slice of it, into a matrix with one row for each output: int4 values one by one, scales
+and zero points one for each group of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shared.types.quantization import QuantScheme
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The column, of 8, that each nibble of an int32 is."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Where outputs or inputs are in a stored tensor: a dimension, and how many of them an entry is for."""
+
+    dim: int
+    unit: int = 1
+
+    def num_entries(self, number: int) -> int:
+        return -(-number // self.unit)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a layer in a checkpoint."""
+
+    target: str  # of QuantScheme.tensors; "": it is checked and not used
+    dtypes: tuple[str, ...]  # as safetensors names them
+    out: Axis | None
+    inputs: Axis | None
+    decode: Callable[[torch.Tensor], torch.Tensor]
+    optional: bool = False
+
+    def shapes(self, out: int, size: int) -> list[tuple[int, ...]]:
+        """The shapes that it may have in a layer of these sizes; []: any."""
+        if not self.target:
+            return []
+        if self.out is None and self.inputs is None:
+            return [(), (1,), (1, 1)]
+        if self.inputs is None:
+            assert self.out is not None
+            return [(self.out.num_entries(out), 1), (self.out.num_entries(out),)]
+        assert self.out is not None
+        return [
+            tuple(
+                number
+                for _, number in sorted(
+                    [
+                        (self.out.dim, self.out.num_entries(out)),
+                        (self.inputs.dim, self.inputs.num_entries(size)),
+                    ]
+                )
+            )
+        ]
+
+
+FLOATS = ("F32", "BF16", "F16")
+
+
+def stored_tensors(storage: str, scheme: QuantScheme) -> dict[str, Stored]:
+    """The tensors of a layer in a checkpoint, by the end of their name. `storage`: QuantConfig.storage."""
+    inputs = Axis(1, scheme.group_size) if scheme.group_size is not None else None
+    by_column = Axis(0, scheme.group_size) if scheme.group_size is not None else None
+    if scheme.weight_type == "int4":
+        if storage == "compressed-tensors":
+            found = {
+                "weight_packed": Stored("weight", ("I32",), Axis(0), Axis(1, 8), lambda t: unpack(t, 1)),
+                "weight_scale": Stored("weight_scale", FLOATS, Axis(0), inputs, _rows),
+                "weight_shape": Stored("", ("I64", "I32"), None, None, _rows, True),
+            }
+            if not scheme.symmetric:
+                found["weight_zero_point"] = Stored(
+                    "weight_zero", ("I32",), Axis(0, 8), inputs, lambda t: unpack(t, 0)
+                )
+            return found
+        zeros = by_column or Axis(0, 2**31)  # a channel is one group
+        order = AWQ_ORDER if storage == "awq" else None
+        # Version 1 of GPTQ stores the zero point less 1. Symmetric ones are only checked, because files
+        # of version 2 are often labelled as version 1.
+        added = 1 if storage == "gptq" and not scheme.symmetric else 0
+        qweight = (
+            Stored("weight", ("I32",), Axis(1, 8), Axis(0), lambda t: unpack(t, 1, order).T)
+            if storage == "awq"
+            else Stored("weight", ("I32",), Axis(1), Axis(0, 8), lambda t: unpack(t, 0).T)
+        )
+        qzeros = Stored(
+            "weight_zero", ("I32",), Axis(1, 8), zeros, lambda t: unpack(t, 1, order).T + added,
+            optional=scheme.symmetric,
+        )  # fmt: skip
+        return {
+            "qweight": qweight,
+            "qzeros": qzeros,
+            "scales": Stored("weight_scale", FLOATS, Axis(1), zeros, lambda t: t.float().T),
+            "g_idx": Stored("", ("I32",), None, None, _rows, optional=True),
+        }
+    rows = None if scheme.block_rows is None else Axis(0, scheme.block_rows)
+    weight = {"fp8": "F8_E4M3", "int8": "I8"}[scheme.weight_type]
+    names = ("weight", "weight_scale")
+    if storage == "torchao":
+        names = ("_weight_qdata", "_weight_scale")
+    elif storage == "fp8" and scheme.group_size is not None:
+        names = ("weight", "weight_scale_inv")  # multiplied, despite the name
+    found = {
+        names[0]: Stored("weight", (weight,), Axis(0), Axis(1), lambda t: t),
+        names[1]: Stored("weight_scale", FLOATS, rows, inputs, _scales_of(scheme)),
+    }
+    if scheme.inputs == "static":
+        found["input_scale"] = Stored("input_scale", FLOATS, None, None, _rows)
+    return found
+
+
+def unpack(packed: torch.Tensor, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """int32 -> uint8 with 8 times as many entries along `dim`, of 4 bits each, the lowest first. `order`:
+    which of the 8 entries each nibble is."""
+    nibbles = torch.stack([(packed >> 4 * i) & 15 for i in range(8)], dim=dim + 1).to(torch.uint8)
+    if order is not None:
+        nibbles = nibbles.index_select(dim + 1, torch.tensor(order).argsort())
+    return nibbles.flatten(dim, dim + 1)
+
+
+def pack_units(values: torch.Tensor, unit: int) -> torch.Tensor:
+    """uint8 [..., inputs] of 0 to 15 -> [..., inputs / 2]: input k of a unit is in the low half of a byte,
+    and input k + unit / 2 in its high half."""
+    low, high = values.unflatten(-1, (-1, 2, unit // 2)).unbind(-2)
+    return (low | high << 4).flatten(-2)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float().reshape(tensor.shape[0] if tensor.dim() else 1, -1)
+
+
+def _scales_of(scheme: QuantScheme) -> Callable[[torch.Tensor], torch.Tensor]:
+    def decode(tensor: torch.Tensor) -> torch.Tensor:
+        scales = _rows(tensor)
+        return scales if scheme.block_rows in (None, 1) else scales.repeat_interleave(scheme.block_rows, 0)
+
+    return decode

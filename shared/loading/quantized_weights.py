@@ -1,0 +1,234 @@
+"""Weights of quantized models: read from a checkpoint that has them, or quantized while they are read.
+
+Both give the tensors of `QuantScheme.tensors` under canonical names, or a rank's parts of them:
+model.layers.0.self_attn.q_proj.weight, ...q_proj.weight_scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from shared.config import ModelConfig, QuantConfig
+from shared.loading.quantize import quantize_weight, scheme_of_weight
+from shared.loading.quantized_formats import Axis, Stored, pack_units, stored_tensors
+from shared.loading.safetensors_file import TensorInfo
+from shared.loading.shards import Shards
+from shared.loading.weight_names import canonical_parts, expected_shapes
+from shared.types.quantization import INT4_ZERO, QuantScheme
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+class Layer(NamedTuple):
+    """A quantized linear layer, by its canonical name."""
+
+    name: str
+    scheme: QuantScheme
+    out: int
+    size: int  # inputs
+
+    def part(self, shards: Shards | None) -> tuple[slice, slice]:
+        """The outputs and the inputs that a rank has. Raises `ValueError` if a group of inputs with one scale
+        is cut."""
+        outs, inputs = slice(0, self.out), slice(0, self.size)
+        if shards is None:
+            return outs, inputs
+        index = shards.index(f"{self.name}.weight")
+        if len(index) == 2:
+            inputs = index[1]
+        elif index:
+            outs = index[0]
+        group_size = self.scheme.group_size
+        if group_size is not None and (inputs.start % group_size or inputs.stop % group_size):
+            is_whole = (inputs.start, inputs.stop) == (0, self.size)
+            if not is_whole:
+                raise ValueError(
+                    f"tp={shards.size}: {self.name} is cut into {shards.size} parts of "
+                    f"{inputs.stop - inputs.start} inputs, which cuts a group of {group_size} inputs with "
+                    f"one scale; use a tp for which the parts are multiples of {group_size}"
+                )
+        return outs, inputs
+
+
+class Entry(NamedTuple):
+    """A tensor of a quantized layer in a checkpoint."""
+
+    name: str
+    info: TensorInfo
+    layer: Layer
+    stored: Stored
+
+
+def quantized_layers(config: ModelConfig) -> dict[str, Layer]:
+    """The quantized linear layers of a model by canonical name."""
+    found: dict[str, Layer] = {}
+    for name, shape in expected_shapes(config).items():
+        scheme = scheme_of_weight(config.quantization, name, shape)
+        if scheme is not None:
+            layer = Layer(name.removesuffix(".weight"), scheme, *shape)
+            scheme.check(layer.name, layer.size)
+            found[layer.name] = layer
+    return found
+
+
+def take_quantized(
+    tensors: dict[str, TensorInfo], layers: dict[str, Layer], config: QuantConfig, where: str
+) -> list[Entry]:
+    """Remove the tensors of quantized layers from those of a checkpoint. Raises `ValueError` for those that
+    are missing, unknown or of the wrong shape or type."""
+    found: dict[str, dict[str, str]] = {name: {} for name in layers}
+    for name in tensors:
+        module, _, suffix = name.rpartition(".")
+        module = canonical_parts(f"{module}.weight", (1, 1))[0].name.removesuffix(".weight")
+        if module in found and suffix != "bias":
+            found[module][suffix] = name
+    entries: list[Entry] = []
+    problems: list[str] = []
+    for layer in layers.values():
+        wanted = stored_tensors(config.storage, layer.scheme)
+        its_tensors = found[layer.name]
+        for suffix, stored in wanted.items():
+            if suffix not in its_tensors:
+                if not stored.optional:
+                    problems.append(f"{layer.name}.{suffix} is missing")
+                continue
+            name = its_tensors.pop(suffix)
+            info = tensors.pop(name)
+            shapes = stored.shapes(layer.out, layer.size)
+            if info.dtype not in stored.dtypes:
+                problems.append(f"{name} is of type {info.dtype}, not {' or '.join(stored.dtypes)}")
+            elif shapes and info.shape not in shapes:
+                problems.append(f"{name} has shape {list(info.shape)}, not {list(shapes[0])}")
+            entries.append(Entry(name, info, layer, stored))
+        problems += [f"{name} is unknown" for name in its_tensors.values()]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ValueError(
+            f"{where}: the weights do not fit its quantization_config ({config.storage}): "
+            f"{'; '.join(problems[:3])}{more}"
+        )
+    return entries
+
+
+def read_quantized(entries: list[Entry], shards: Shards | None) -> Weights:
+    """The tensors of quantized layers, or a rank's parts of them, one at a time."""
+    for layer in {entry.layer.name: entry.layer for entry in entries}.values():
+        layer.part(shards)  # refuses before anything is read
+    for path in dict.fromkeys(entry.info.path for entry in entries):
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for entry in entries:
+                    names = [entry.layer.name] if shards is None else shards.local_names(entry.layer.name)
+                    if entry.info.path != path or not names:
+                        continue
+                    outs, inputs = entry.layer.part(shards)
+                    if not entry.stored.target:
+                        _check(entry, file.get_tensor(entry.name))
+                        continue
+                    tensor = _read_part(file, entry, outs, inputs)
+                    _refuse_bad(entry, tensor)
+                    if entry.stored.target in entry.layer.scheme.tensors(entry.layer.out, entry.layer.size):
+                        for name in names:
+                            yield f"{name}.{entry.stored.target}", _in_memory(entry, tensor)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def _read_part(file: Any, entry: Entry, outs: slice, inputs: slice) -> torch.Tensor:
+    """The part of a stored tensor, decoded: a row for each output."""
+    stored, layer = entry.stored, entry.layer
+    index = [slice(None)] * len(entry.info.shape)
+
+    def cover(axis: Axis | None, part: slice) -> None:
+        if axis is not None and axis.dim < len(index):
+            index[axis.dim] = slice(part.start // axis.unit, axis.num_entries(part.stop))
+
+    cover(stored.out, outs)
+    cover(stored.inputs, inputs)
+    stored_tensor = file.get_slice(entry.name)[tuple(index)] if index else file.get_tensor(entry.name)
+    tensor = stored.decode(stored_tensor)
+    if stored.target == "input_scale":
+        return tensor.reshape(1)
+    if stored.out is None:  # one scale for all outputs
+        return tensor.expand(outs.stop - outs.start, -1)
+    skipped = outs.start % stored.out.unit
+    tensor = tensor[skipped : skipped + outs.stop - outs.start]
+    if stored.target == "weight":
+        assert inputs.start % (stored.inputs.unit if stored.inputs is not None else 1) == 0
+        return tensor[:, : min(inputs.stop, layer.size) - inputs.start]
+    return tensor
+
+
+def _in_memory(entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
+    """As in QuantScheme.tensors."""
+    if entry.layer.scheme.weight_type == "int4" and entry.stored.target == "weight":
+        return pack_units(tensor, entry.layer.scheme.unit(tensor.shape[1]))
+    return tensor.contiguous()
+
+
+def _refuse_bad(entry: Entry, tensor: torch.Tensor) -> None:
+    path, name = entry.info.path, entry.name
+    if entry.stored.target in ("weight_scale", "input_scale"):
+        if not bool((tensor.isfinite() & (tensor >= 0)).all()):
+            raise ValueError(f"{path}: {name} has scales that are negative, NaN or infinite")
+        if entry.stored.target == "input_scale" and not bool((tensor > 0).all()):
+            raise ValueError(f"{path}: {name} is 0; it must be positive")
+    elif entry.stored.target == "weight_zero" and entry.layer.scheme.symmetric:
+        if tensor.unique().tolist() not in ([INT4_ZERO - 1], [INT4_ZERO]):
+            raise ValueError(
+                f"{path}: {name} has zero points other than {INT4_ZERO} (stored as {INT4_ZERO - 1} or "
+                f"{INT4_ZERO}), but quantization_config says that the weights are symmetric"
+            )
+    elif tensor.dtype == torch.float8_e4m3fn and bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any()):
+        raise ValueError(f"{path}: {name} has NaN values; the file is damaged")
+
+
+def _check(entry: Entry, tensor: torch.Tensor) -> None:
+    """Tensors that only describe others."""
+    layer, scheme = entry.layer, entry.layer.scheme
+    where = f"{entry.info.path}: {entry.name}"
+    if entry.name.endswith("weight_shape"):
+        if tensor.tolist() != [layer.out, layer.size]:
+            raise ValueError(f"{where} is {tensor.tolist()}; the layer is {[layer.out, layer.size]}")
+    else:  # g_idx: the group of each input
+        groups = torch.arange(layer.size, dtype=tensor.dtype) // scheme.unit(layer.size)
+        if not torch.equal(tensor, groups):
+            raise ValueError(
+                f"{where}: the inputs are not in the order of their groups (desc_act); supported are groups "
+                f"of successive inputs"
+            )
+
+
+def quantize_while_reading(
+    weights: Weights, config: ModelConfig, device: torch.device | str, shards: Shards | None
+) -> Weights:
+    """Quantize the whole weights that are linear layers. A rank gets its parts of the results, so that they
+    are the same with any number of ranks."""
+    layers = quantized_layers(config)
+    for layer in layers.values():
+        layer.part(shards)
+    for name, tensor in weights:
+        layer = layers.get(name.removesuffix(".weight"))
+        if layer is None:
+            local = [name] if shards is None else shards.local_names(name)
+            part = tensor if shards is None else shards.cut(name, tensor)
+            yield from ((local_name, part) for local_name in local)
+            continue
+        local = [layer.name] if shards is None else shards.local_names(layer.name)
+        if not local:
+            continue
+        outs, inputs = layer.part(shards)
+        for suffix, its_tensor in quantize_weight(tensor.to(device), layer.scheme).items():
+            columns = slice(None)
+            if suffix == "weight":
+                bits = 2 if layer.scheme.weight_type == "int4" else 1
+                columns = slice(inputs.start // bits, inputs.stop // bits)
+            elif layer.scheme.group_size is not None:
+                size = layer.scheme.group_size
+                columns = slice(inputs.start // size, -(-inputs.stop // size))
+            for local_name in local:
+                yield f"{local_name}.{suffix}", its_tensor[outs, columns]

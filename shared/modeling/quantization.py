@@ -1,0 +1,54 @@
+"""What quantized weights and inputs stand for, in float32."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from shared.types.quantization import INT4_ZERO, QuantScheme
+
+FP8_MAX = 448.0
+INT8_STEPS = 127.5  # half of the range from -128 to 127
+
+
+# --8<-- [start:dequantize]
+def dequantize(
+    weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: QuantScheme
+) -> torch.Tensor:
+    """Tensors of `QuantScheme.tensors`, with any dimensions before them -> float32 [..., out, in]."""
+    if scheme.weight_type != "int4":
+        size = weight.shape[-1]
+        by_input = scale.repeat_interleave(scheme.group_size or size, dim=-1)[..., :size]
+        return weight.to(torch.float32) * by_input
+    bytes_of_groups = weight.unflatten(-1, (scale.shape[-1], -1))
+    q = torch.cat((bytes_of_groups & 15, bytes_of_groups >> 4), dim=-1).to(torch.float32)
+    zeros = INT4_ZERO if zero is None else zero[..., None].to(torch.float32)
+    return ((q - zeros) * scale[..., None]).flatten(-2)
+
+
+# --8<-- [end:dequantize]
+
+
+# --8<-- [start:dequantized-input]
+def dequantized_input(x: torch.Tensor, scheme: QuantScheme, static: torch.Tensor | None) -> torch.Tensor:
+    """x [..., in_features] as its quantized values say, float32."""
+    x = x.to(torch.float32)
+    if scheme.inputs == "none":
+        return x
+    size = x.shape[-1]
+    group_size = (scheme.inputs == "group" and scheme.group_size) or size
+    groups = F.pad(x, (0, -size % group_size)).unflatten(-1, (-1, group_size))
+    is_fp8 = scheme.weight_type == "fp8"
+    if static is None:
+        scale = groups.abs().amax(-1, keepdim=True) / (FP8_MAX if is_fp8 else INT8_STEPS)
+        scale = torch.where(scale == 0, 1.0, scale)
+    else:
+        scale = static
+    if is_fp8:
+        q = (groups / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+    else:
+        q = (groups / scale).round().clamp(-128, 127)
+    return (q * scale).flatten(-2)[..., :size]
+
+
+# --8<-- [end:dequantized-input]
