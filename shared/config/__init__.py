@@ -2,12 +2,8 @@
 
 from shared.config.draft import DraftConfig, DraftFormat
 from shared.config.engine import EngineConfig
-<<<<<<< HEAD
 from shared.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
-=======
-from shared.config.model import ModelConfig, MoEConfig, RopeConfig
 from shared.config.quantization import QuantConfig
->>>>>>> e2b4642 (Quantized linear layers: schemes, checkpoints of five kinds, the reference, rounding while loading)
 from shared.config.speculation import draft_shape
 
 __all__ = [

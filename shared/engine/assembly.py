@@ -30,11 +30,8 @@ from shared.interfaces import (
 from shared.loading.kv_sizing import MemoryPlan, free_gpu_memory, num_rows, num_speculative_slots, plan_memory
 from shared.loading.load_model import load_model, local_model_config, manage_experts
 from shared.loading.model_path import resolve_model_path
-<<<<<<< HEAD
-from shared.modeling.kv_pool import attention_component, build_kv_pool
-=======
 from shared.loading.quantize import with_quantization
->>>>>>> e2b4642 (Quantized linear layers: schemes, checkpoints of five kinds, the reference, rounding while loading)
+from shared.modeling.kv_pool import attention_component, build_kv_pool
 from shared.parallel.agreement import AgreedDrafter, AgreedSampler
 from shared.parallel.dp_attention import PassDispatch, in_lockstep
 from shared.parallel.expert_manager import ExpertManager
