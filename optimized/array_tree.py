@@ -31,7 +31,7 @@ class TreeNode:
     key: Array  # [num_slots] tokens; of bigrams [num_slots + 1]
     value: torch.Tensor  # [num_slots] int64, the slots
     num_slots: int  # whole pages; 0 for the root
-    extra_key: str | None
+    extra_key: Hashable
     is_bigram: bool
     creation_time: int
     last_access_time: int
@@ -42,7 +42,7 @@ class TreeNode:
     children: dict[Hashable, TreeNode] = field(default_factory=dict)  # by the first page of their keys
 
 
-def child_key(page: Sequence[int], extra_key: str | None) -> Hashable:
+def child_key(page: Sequence[int], extra_key: Hashable) -> Hashable:
     """`page`: the tokens of one page, for bigrams one more: so bigrams and tokens never meet."""
     return extra_key, *page
 

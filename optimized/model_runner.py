@@ -72,6 +72,8 @@ class ModelRunner(interface.ModelRunner):
             vocab_size = self.model.config.vocab_size
             logits = torch.empty(0, vocab_size, device=forward_batch.input_ids.device)
             return LogitsOutput(logits, None, no_hidden_states(self.model, self.capture_hidden))
+        if self.lora is not None:
+            self.lora.prepare(forward_batch)
         # --8<-- [start:model-runner-forward]
         step = self._step_for(forward_batch)
         if step is not None:
@@ -84,6 +86,7 @@ class ModelRunner(interface.ModelRunner):
             and forward_batch.input_logprob_rows is None
             and self.capture_hidden is None
             and not self.is_watched
+            and self.lora is None  # its blocks are of all rows
         ):
             hidden_states, _ = self._launch(forward_batch, forward_batch.last_token_rows)
             return LogitsOutput(self.model.compute_logits(hidden_states), None, None)
@@ -153,6 +156,8 @@ class ModelRunner(interface.ModelRunner):
             logits_output = self.forward(forward_batch)
             logits = logits_output.next_token_logits[:, :num_token_ids]
             return logits_output, sampler.sample(logits, info, forward_batch.sampled_positions)
+        if self.lora is not None:
+            self.lora.prepare(forward_batch)
         logits_output = self._decode(step, forward_batch, None if kind is SamplingKind.GREEDY else info)
         next_token_ids = step.replay_sampler[kind]()
         self.num_sampler_replays += 1

@@ -137,7 +137,7 @@ class PrefillAdder(interface.PrefillAdder):
         before = key.token_ids[:matched_len]
         return any(other.fill_ids[:matched_len] == before for other in self._computing.get(first, ()))
 
-    def _first_computed(self, token_ids: list[int], extra_key: str | None, start: int) -> Hashable:
+    def _first_computed(self, token_ids: list[int], extra_key: Hashable, start: int) -> Hashable:
         """Equal for requests with the same tokens after `start`; None if they are too few to wait for."""
         if self.min_shared_len is None:
             return None

@@ -9,7 +9,7 @@ eviction after many leaves were used takes longer: it corrects their entries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from itertools import islice, pairwise
 
 import numpy as np
@@ -277,7 +277,7 @@ class RadixCache(interface.WatchablePrefixCache):
         parent: TreeNode | None,
         key: Array,
         value: torch.Tensor,
-        extra_key: str | None,
+        extra_key: Hashable,
         is_bigram: bool,
         creation_time: int,
         priority: int,

@@ -39,6 +39,8 @@ class DeterministicModelRunner(ModelRunner):
             return super().forward(forward_batch)
         hidden, captured = [], []
         for token in each_token_alone(forward_batch):
+            if self.lora is not None:
+                self.lora.prepare(token)
             plan = self.attention.plan(token)
             attention = BatchAttention(self.attention, plan, self.kv_pool, token.out_cache_loc)
             states, states_captured = run_model(self.model, token, attention, self.capture_hidden)

@@ -27,7 +27,7 @@ class TreeNode:
     parent: TreeNode | None  # None: the root, or a node that was removed
     key: list[Any]  # tokens or bigrams in whole pages; empty for the root
     value: torch.Tensor  # [len(key)] int64, the slots
-    extra_key: str | None
+    extra_key: Hashable
     creation_time: int
     last_access_time: int
     priority: int
@@ -188,7 +188,7 @@ class RadixCache(interface.PrefixCache):
         entries = list(pairwise(key.token_ids)) if key.is_bigram else key.token_ids
         return entries[: round_down_to_page(len(entries), self.page_size)]
 
-    def _child_key(self, entries: list[Any], start: int, extra_key: str | None) -> Hashable:
+    def _child_key(self, entries: list[Any], start: int, extra_key: Hashable) -> Hashable:
         """The page at `start`, by which a node finds the child that begins with it."""
         return extra_key, *entries[start : start + self.page_size]
 
@@ -250,7 +250,7 @@ class RadixCache(interface.PrefixCache):
         parent: TreeNode | None,
         key: list[Any],
         value: torch.Tensor,
-        extra_key: str | None,
+        extra_key: Hashable,
         creation_time: int,
         priority: int,
     ) -> TreeNode:

@@ -53,6 +53,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     },
     "layers": {"reference": "reference.layers", "optimized": "optimized.layers"},
     "quantization": {"reference": "reference.quantization", "optimized": "optimized.quantization"},
+    "lora": {"reference": "reference.lora:LoraPool", "optimized": "optimized.lora:LoraPool"},
     "moe": {"reference": "reference.moe:MoE", "optimized": "optimized.moe:MoE"},
     "models": {"reference": "reference.models", "optimized": "optimized.models"},
     "draft_models": {
@@ -100,7 +101,8 @@ NEEDS_CUDA: dict[str, tuple[str, ...]] = {"attention": ("flashinfer", "fa3")}
 NEEDS_TRITON: dict[str, tuple[str, ...]] = {
     "attention": ("optimized", "triton"),
     **dict.fromkeys(
-        ("layers", "quantization", "moe", "models", "draft_models", "sampler", "draft_tree"), ("optimized",)
+        ("layers", "lora", "quantization", "moe", "models", "draft_models", "sampler", "draft_tree"),
+        ("optimized",),
     ),
 }
 """component -> choices that Triton's kernels compute: on GPUs, or in its interpreter, for tests."""

@@ -88,13 +88,17 @@ def _place_kernel(
             tl.store(num_blocks_ptr, tl.sum(num_blocks, axis=0))
 
 
-def align(topk_ids: torch.Tensor, num_experts: int, block_size: int) -> Blocks:
-    """topk_ids int32 [num_tokens, k], -1 for padding."""
+def align(
+    topk_ids: torch.Tensor, num_experts: int, block_size: int, out: torch.Tensor | None = None
+) -> Blocks:
+    """topk_ids int32 [num_tokens, k], -1 for padding. `out`: the memory of the result, if its address must
+    not change: `num_ints` of int32."""
     num_pairs = topk_ids.numel()
     assert num_pairs > 0
     assert topk_ids.is_contiguous()
     max_blocks = max_num_blocks(num_pairs, num_experts, block_size)
-    numbers = torch.empty(max_blocks * (block_size + 1) + 1, dtype=torch.int32, device=topk_ids.device)
+    num = num_ints(num_pairs, num_experts, block_size)
+    numbers = torch.empty(num, dtype=torch.int32, device=topk_ids.device) if out is None else out
     blocks = Blocks(*numbers.split([max_blocks * block_size, max_blocks, 1]))
     block_e = triton.next_power_of_2(num_experts + 1)
     counts, chunk, num_chunks = topk_ids, triton.next_power_of_2(num_pairs), 1
@@ -110,6 +114,11 @@ def align(topk_ids: torch.Tensor, num_experts: int, block_size: int) -> Blocks:
         num_warps=4 if chunk <= 1024 else 8, **pdl_options(topk_ids),
     )  # fmt: skip
     return blocks
+
+
+def num_ints(num_pairs: int, num_experts: int, block_size: int) -> int:
+    """Of the Blocks of so many pairs."""
+    return max_num_blocks(num_pairs, num_experts, block_size) * (block_size + 1) + 1
 
 
 def max_num_blocks(num_pairs: int, num_experts: int, block_size: int) -> int:

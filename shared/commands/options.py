@@ -13,7 +13,7 @@ import typer
 from shared import registry
 
 MODEL, MEMORY, SCHEDULING, SAMPLING = "Model", "Memory", "Scheduling", "Sampling"
-SPECULATION, GRAPHS = "Speculative decoding", "CUDA graphs"
+SPECULATION, LORA, GRAPHS = "Speculative decoding", "LoRA adapters", "CUDA graphs"
 
 
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -170,6 +170,21 @@ class EngineOptions:
         ),
     ] = None
 
+    lora_paths: Annotated[
+        list[str] | None,
+        _option(
+            LORA,
+            "An adapter to load at start. Repeat it, or separate by commas.",
+            metavar="NAME=FOLDER",
+        ),
+    ] = None
+    max_loras_per_batch: Annotated[
+        int | None, _option(LORA, "Adapters in one batch. Default: 8 with --lora-paths, else none.")
+    ] = None
+    max_lora_rank: Annotated[
+        int | None, _option(LORA, "Largest rank of an adapter loaded later. Default: by --lora-paths.")
+    ] = None
+
     disable_cuda_graph: Annotated[
         bool | None, _option(GRAPHS, "Decode by launching every kernel anew.", "--disable-cuda-graph")
     ] = None
@@ -198,6 +213,8 @@ class EngineOptions:
         flags = _given(self)
         if "use" in flags:
             flags["use"] = registry.parse_use(",".join(flags["use"]))
+        if "lora_paths" in flags:
+            flags["lora_paths"] = named_folders(",".join(flags["lora_paths"]))
         if "chunked_prefill_size" in flags:
             flags["chunked_prefill_size"] = chunk_size(flags["chunked_prefill_size"])
         if "cuda_graph_bs" in flags:
@@ -289,6 +306,17 @@ def integers(option: str, text: str, separator: str = ",") -> tuple[int, ...]:
         return tuple(int(piece) for piece in text.split(separator))
     except ValueError:
         raise ValueError(f"{option} takes numbers separated by {separator!r}, got {text!r}") from None
+
+
+def named_folders(text: str) -> dict[str, str]:
+    """ "name=folder,name=folder" -> a mapping."""
+    folders: dict[str, str] = {}
+    for item in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, folder = item.partition("=")
+        if not (name and equals and folder) or name in folders:
+            raise ValueError(f"--lora-paths takes NAME=FOLDER, each name once, got {item!r}")
+        folders[name] = folder
+    return folders
 
 
 def chunk_size(number: int | None) -> int | None:

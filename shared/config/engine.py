@@ -86,6 +86,11 @@ class EngineConfig:
     speculative_num_draft_tokens: int | None = None  # nodes of a verified tree; 1 + num_steps for a chain
     speculative_auto: bool = False  # adapt the depth to the acceptance rate, up to num_steps
 
+    # LoRA adapters
+    lora_paths: Mapping[str, str] = field(default_factory=dict)  # name -> folder, loaded at start
+    max_loras_per_batch: int | None = None  # adapters in one batch; default: 8 with lora_paths, else none
+    max_lora_rank: int | None = None  # of adapters loaded later; default: of lora_paths, at least 16
+
     # CUDA graphs
     disable_cuda_graph: bool = False  # launch each kernel of a decode step
     cuda_graph_max_bs: int | None = None  # largest captured batch; default: max_running_requests, at most 512
@@ -104,6 +109,7 @@ class EngineConfig:
             "tp", "pp", "dp", "ep", "page_size", "max_running_requests", "max_prefill_tokens",
             "context_len", "max_total_tokens", "eplb_rebalance_num_iterations",
             "chunked_prefill_size", "max_queued_requests", "cuda_graph_max_bs",
+            "max_loras_per_batch", "max_lora_rank",
             "speculative_num_steps", "speculative_topk", "speculative_num_draft_tokens",
         ):  # fmt: skip
             value = getattr(self, name)
@@ -163,6 +169,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a text, got {value!r}")
         if not isinstance(self.use, Mapping):
             raise ValueError(f"use must map components to implementations, got {self.use!r}")
+        if not isinstance(self.lora_paths, Mapping):
+            raise ValueError(f"lora_paths must map names to folders, got {self.lora_paths!r}")
 
     def _check_cuda_graph_bs(self) -> None:
         sizes = self.cuda_graph_bs
@@ -176,6 +184,11 @@ class EngineConfig:
             raise ValueError(
                 f"give cuda_graph_bs ({sizes!r}) or cuda_graph_max_bs ({self.cuda_graph_max_bs}), not both"
             )
+
+    @property
+    def num_lora_slots(self) -> int:
+        """Adapters that a batch may have; 0: the engine takes none."""
+        return self.max_loras_per_batch or (8 if self.lora_paths else 0)
 
     @property
     def num_ranks(self) -> int:

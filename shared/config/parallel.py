@@ -32,10 +32,19 @@ class ParallelFlags(Protocol):
     def disable_radix_cache(self) -> bool: ...
     @property
     def check_invariants(self) -> bool: ...
+    @property
+    def num_lora_slots(self) -> int: ...
 
 
 def check_parallel_flags(flags: ParallelFlags) -> None:
     """Raise `ValueError` for flags that exclude each other."""
+    if flags.num_lora_slots:
+        for name in ("tp", "pp", "dp", "disaggregation"):
+            if getattr(flags, name) > 1 or getattr(flags, name) is True:
+                raise ValueError(
+                    f"LoRA adapters (max_loras_per_batch={flags.num_lora_slots}) do not work with "
+                    f"{name}={getattr(flags, name)}"
+                )
     if flags.dp_attention:
         _check_dp_attention(flags)
     elif flags.tp % flags.ep != 0:

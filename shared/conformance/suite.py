@@ -61,6 +61,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "mla_attention": ("mla_attention.batches",),
     "layers": ("layers.norm_and_activation", "layers.rotary"),
     "quantization": ("quantization.linear",),
+    "lora": ("lora.outputs",),
     "moe": ("moe.routing", "moe.experts"),
     "models": ("models.logits", "models.weights"),
     "draft_models": ("draft_models.forward", "draft_models.weights"),

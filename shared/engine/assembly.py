@@ -15,6 +15,7 @@ from shared import registry
 from shared.config import EngineConfig, ModelConfig
 from shared.config.speculation import check_windows
 from shared.engine.component_check import problem_with
+from shared.engine.lora_adapters import LoraAdapters
 from shared.grammar.compiler import GrammarCompiler
 from shared.interfaces import (
     CausalLM,
@@ -56,6 +57,7 @@ class Assembly:
     eos_token_ids: frozenset[int]  # tokens that end an answer: the model's and the tokenizer's
     seconds: dict[str, float]  # phase of the start -> how long it took
     experts: ExpertManager | None = None  # with expert parallelism
+    lora: LoraAdapters | None = None  # None: the engine takes no adapters
 
 
 class Phases:
@@ -131,6 +133,9 @@ def assemble(
     num_token_ids = min(
         model_config.vocab_size, tokenizer.vocab_size if tokenizer is not None else model_config.vocab_size
     )
+    adapters = None
+    if config.num_lora_slots:
+        adapters = LoraAdapters.of_engine(config, model, component("lora"), selection["models"])
     drafter: Drafter | None = None
     if config.speculative is not None:
         drafter_parts = DrafterParts(model, model_config, component, device, dtype, num_token_ids)
@@ -179,7 +184,10 @@ def assemble(
         drafter=drafter,
         draft_tree=component("draft_tree")() if drafter is not None else None,
         kv_pool=kv_pool,
+        lora=adapters.pool if adapters is not None else None,
     )
+    if adapters is not None:
+        parts.model_runner.lora = adapters.pool
     if drafter is not None:
         parts.model_runner.capture_hidden = drafter.hidden_layers
     phases.end("pools")
@@ -198,7 +206,7 @@ def assemble(
     grammars = GrammarCompiler(tokenizer, num_token_ids, eos_token_ids)
     return Assembly(
         config, model_config, selection, model, kv_pool, memory, tokenizer, component("detokenizer"), parts,
-        scheduler, grammars, eos_token_ids, phases.seconds, experts,
+        scheduler, grammars, eos_token_ids, phases.seconds, experts, adapters,
     )  # fmt: skip
 
 

@@ -10,17 +10,18 @@ from itertools import chain, count
 from typing import Any
 
 from shared.config import EngineConfig
+from shared.engine.lora_adapters import LoraAdapters, cache_namespace
 from shared.engine.output_collector import OutputCollector
 from shared.engine.python_runtime import deferred_interrupts, gc_freeze
 from shared.engine.start import start_engine
 from shared.sampling.processors import LogitProcessor
 from shared.sampling.sampling_batch import derive_seed
-from shared.types import GenerateOutput, Req, SamplingParams
+from shared.types import GenerateOutput, LoraAdapter, Req, SamplingParams
 
 Prompt = str | list[int]
 Message = Mapping[str, Any]
 
-REQUEST_FIELDS = ("rid", "extra_key", "priority", "routing_key", "logit_processor")
+REQUEST_FIELDS = ("rid", "extra_key", "priority", "routing_key", "logit_processor", "lora")
 """Keywords of `generate`, `stream` and `chat` that concern the request; others are sampling parameters."""
 
 
@@ -70,8 +71,8 @@ class LLM:
         """Answer one prompt or a list of them, each a text or a list of token ids.
 
         sampling_params: for all prompts, or one for each. Keywords change them: any field of SamplingParams,
-        `max_tokens` for max_new_tokens, and rid, extra_key, priority, routing_key, logit_processor as in
-        `submit`.
+        `max_tokens` for max_new_tokens, and rid, extra_key, priority, routing_key, logit_processor, lora as
+        in `submit`.
         progress: show a progress bar on a terminal.
 
         Returns one output for one prompt with n = 1; otherwise a list, prompt by prompt, n samples each.
@@ -146,12 +147,14 @@ class LLM:
         priority: int = 0,
         routing_key: str | None = None,
         logit_processor: LogitProcessor | None = None,
+        lora: str | None = None,
     ) -> list[OutputCollector]:
         """Queue one prompt without running anything: one collector for each of its n samples.
 
         rid: a name for `abort`, distinct among live requests; default: a new one. extra_key: namespace in the
         prefix cache. priority: larger is more important. routing_key: see the policy of that name.
         logit_processor: a function that changes the request's logits (slow; shared/sampling/processors.py).
+        lora: the name of a loaded adapter.
         Raises `ValueError` for a request that cannot be served; then nothing of it is left."""
         with self.timeline.span("tokenise"):
             prompt_ids = self._encode(prompt)
@@ -173,6 +176,7 @@ class LLM:
             collectors: list[OutputCollector] = []
             try:
                 # --8<-- [start:make-req]
+                adapter = self._adapter(lora)
                 for i in range(sampling_params.n):
                     req = Req(
                         rid=self._unused_rid(name if sampling_params.n == 1 else f"{name}#{i}"),
@@ -180,10 +184,11 @@ class LLM:
                         sampling_params=sampling_params,
                         seed=derive_seed(seed, i),
                         eos_token_ids=self.assembly.eos_token_ids,
-                        extra_key=extra_key,
+                        extra_key=cache_namespace(extra_key, adapter),
                         priority=priority,
                         routing_key=routing_key,
                         logit_processor=logit_processor,
+                        lora=adapter,
                     )
                     if compiled is not None:
                         req.grammar = grammars.grammar_for(req, compiled.result())
@@ -201,6 +206,25 @@ class LLM:
                     self._abort(collector)
                 raise
         return collectors
+
+    def load_lora(self, name: str, path: str) -> None:
+        """Load a LoRA adapter from a folder in PEFT's format; requests may then name it. It may replace one
+        of the same name that no request uses. Raises `ValueError` for one that cannot be used."""
+        with self._exclusive():
+            self._adapters().load(name, path, self.scheduler)
+
+    def unload_lora(self, name: str) -> None:
+        """Forget an adapter. Raises `ValueError` while a request uses it."""
+        with self._exclusive():
+            self._adapters().unload(name, self.scheduler)
+
+    def _adapters(self) -> LoraAdapters:
+        if self.assembly.lora is None:
+            raise ValueError("this engine takes no LoRA adapters: give lora_paths or max_loras_per_batch")
+        return self.assembly.lora
+
+    def _adapter(self, name: str | None) -> LoraAdapter | None:
+        return None if name is None else self._adapters().get(name)
 
     def _unused_rid(self, rid: str) -> str:
         """A request keeps its id in the scheduler until its end is reported; one that reuses the id before

@@ -10,6 +10,7 @@ from shared.interfaces.expert_balancer import ExpertBalancer, ExpertMap
 from shared.interfaces.expert_dispatch import ExpertDispatch
 from shared.interfaces.grammar import Grammar
 from shared.interfaces.layers import Layers, MergedLinear, RMSNorm, RotaryEmbedding, SiluAndMul
+from shared.interfaces.lora import LoraPool
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
 from shared.interfaces.mla_attention import MLAAttentionBackend
 from shared.interfaces.mla_memory_pool import MLATokenToKVPool
@@ -61,6 +62,7 @@ __all__ = [
     "Grammar",
     "InsertResult",
     "Layers",
+    "LoraPool",
     "MLAAttentionBackend",
     "MLATokenToKVPool",
     "MatchResult",

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from shared.config import EngineConfig
 from shared.interfaces.attention import AttentionBackend
+from shared.interfaces.lora import LoraPool
 from shared.interfaces.memory_pool import TokenToKVPool
 from shared.interfaces.model import CausalLM
 from shared.interfaces.sampler import Sampler
@@ -22,12 +23,16 @@ class ModelRunner(ABC):
     not None, `LogitsOutput.hidden_states` holds, for every token of the step, the residual streams that go
     into these layers, side by side in this order, [num_tokens, len(capture_hidden) * hidden_size]; for (),
     the hidden states after the final norm [num_tokens, hidden_size]. They are valid as long as the logits.
+
+    `lora`: the pool of adapters of the model, if there is one, set before `prepare`. Each batch but an IDLE
+    one is given to its `prepare` before the forward pass.
     """
 
     model: CausalLM
     is_watched: bool = False
     accepts_seq_len_upper_bounds: bool = False  # that of its attention backend
     capture_hidden: tuple[int, ...] | None = None
+    lora: LoraPool | None = None
 
     @abstractmethod
     def __init__(self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool) -> None: ...

@@ -16,14 +16,15 @@ from shared.types import Req
 
 @dataclass(frozen=True)
 class RadixKey:
-    """The key of cached KV: tokens within a namespace. Keys of different `extra_key` never match.
+    """The key of cached KV: tokens within a namespace. Keys of different `extra_key` never match: a text of a
+    client, and for a request with a LoRA adapter a tuple of both.
 
     `is_bigram`: entry i stands for the pair (token i, token i + 1), because a draft model's KV depends on
     the next token: the key of n tokens has n - 1 entries.
     """
 
     token_ids: list[int]
-    extra_key: str | None = None
+    extra_key: Hashable = None
     is_bigram: bool = False
 
     def __len__(self) -> int:
@@ -48,7 +49,7 @@ class CacheNode(NamedTuple):
     key: list[Any]  # tokens (or bigrams) of this node's edge
     slots: list[int]  # of the tokens of `key`
     lock_ref: int  # requests that use this node or one below it
-    extra_key: str | None
+    extra_key: Hashable
 
 
 class CacheWatcher(ABC):

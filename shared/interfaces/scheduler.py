@@ -10,6 +10,7 @@ from typing import NamedTuple
 from shared.config import EngineConfig, ModelConfig
 from shared.interfaces.draft_tree import DraftTreeOps
 from shared.interfaces.drafter import Drafter
+from shared.interfaces.lora import LoraPool
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
 from shared.interfaces.model_runner import ModelRunner
 from shared.interfaces.prefill_adder import PrefillAdder
@@ -37,6 +38,7 @@ class SchedulerParts:
     drafter: Drafter | None = None  # None: no speculation; otherwise the next two are required
     draft_tree: DraftTreeOps | None = None
     kv_pool: TokenToKVPool | None = None  # of the target
+    lora: LoraPool | None = None  # None: the engine takes no adapters
     timeline: Timeline = field(default_factory=Timeline)  # off unless a trace is recorded
 
 

@@ -17,6 +17,7 @@ from shared.interfaces import (
 from shared.interfaces import scheduler as interface
 from shared.scheduling.admission import NewTokenRatio, admit, budget_of_step, overdue, turned_away
 from shared.scheduling.invariants import check_invariants
+from shared.scheduling.lora_slots import LoraSlots
 from shared.scheduling.pages import mix, prepare_for_extend, retraction_order
 from shared.scheduling.stop_conditions import append_tokens
 from shared.scheduling.waiting_queue import WaitingQueue
@@ -65,6 +66,7 @@ class BaseScheduler(interface.Scheduler):
         self.live: dict[str, Req] = {}
         self.outputs: list[StepOutput] = []  # for the next return of step()
         self.batch_is_full = False  # no memory for more requests until one leaves
+        self.lora = LoraSlots(parts.lora) if parts.lora is not None else None
         self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
         # Totals, for `stats`.
         self.num_steps = 0
@@ -163,9 +165,16 @@ class BaseScheduler(interface.Scheduler):
                 self.num_cached_tokens += req.num_cached_tokens
         if adder.new_chunked_req is not None:
             self.chunked_req = adder.new_chunked_req
-        return prepare_for_extend(
+        batch = prepare_for_extend(
             adder.can_run_list, parts.req_to_token_pool, parts.allocator, parts.tree_cache
         )
+        if self.lora is not None:
+            self.lora.place(adder.can_run_list, self._with_memory(adder))
+        return batch
+
+    def _with_memory(self, adder: PrefillAdder) -> list[Req]:
+        """The requests that may be in a batch with those of this step."""
+        return [*self.running, *adder.can_run_list, *([self.chunked_req] if self.chunked_req else [])]
 
     def _add_waiting(self, adder: PrefillAdder) -> None:
         order, deprioritized = self.parts.policy.order(self.waiting_queue, self.running)
@@ -174,6 +183,8 @@ class BaseScheduler(interface.Scheduler):
                 break  # one step later it finds its prefix in the cache
             if len(self.running) + len(adder.can_run_list) >= self.config.max_running_requests:
                 result = AddReqResult.NO_TOKEN
+            elif self.lora is not None and not self.lora.admits(req, self._with_memory(adder)):
+                break  # until an adapter of the running requests is done: others must not overtake for ever
             else:
                 result = adder.add_one_req(req)
             if result is AddReqResult.WAIT:

@@ -11,6 +11,7 @@ from shared.types.finish import (
     FinishString,
     FinishToken,
 )
+from shared.types.lora import LoraAdapter, LoraWeights
 from shared.types.outputs import (
     GenerateOutput,
     LogitsOutput,
@@ -44,6 +45,8 @@ __all__ = [
     "GenerateOutput",
     "LogitsOutput",
     "LogprobsOutput",
+    "LoraAdapter",
+    "LoraWeights",
     "Req",
     "SampleOutput",
     "SamplingBatchInfo",

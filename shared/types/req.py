@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shared.types.finish import FinishReason
+from shared.types.lora import LoraAdapter
 from shared.types.outputs import NO_SPECULATION, SpeculationStats, StepOutput, TokenLogprob
 from shared.types.sampling_params import SamplingParams
 
@@ -28,10 +29,11 @@ class Req:
     sampling_params: SamplingParams
     seed: int  # never None: the engine chooses one
     eos_token_ids: frozenset[int] = frozenset()  # each ends the request, unless ignore_eos
-    extra_key: str | None = None  # namespace in the prefix cache: different keys never share a prefix
+    extra_key: Any = None  # hashable, namespace in the prefix cache: different keys never share a prefix
     priority: int = 0  # larger is more important
     routing_key: str | None = None  # for the policy of that name
     grammar: Any = None  # a shared.interfaces.Grammar; None: all tokens are allowed
+    lora: LoraAdapter | None = None  # None: the model alone
     logit_processor: Any = None  # a function of outputs and logits, see shared/sampling/processors.py
     arrival_time: float = 0.0  # seconds, by the scheduler's clock
     max_new_tokens: int = -1  # sampling_params.max_new_tokens, clamped so that prompt + output fits

@@ -1,0 +1,83 @@
+"""The LoRA adapters of an engine by name: loading and unloading while it serves."""
+
+from __future__ import annotations
+
+from shared.config import EngineConfig, draft_shape
+from shared.interfaces import CausalLM, LoraPool, Scheduler
+from shared.loading.kv_sizing import num_rows
+from shared.loading.lora import adaptable_modules, check_modules, read_adapter
+from shared.types import LoraAdapter
+
+DEFAULT_MAX_RANK = 16
+
+
+class LoraAdapters:
+    """All loaded adapters; the pool has those of the running requests."""
+
+    def __init__(self, pool: LoraPool, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.pool = pool
+        self.shapes = shapes
+        self.by_name: dict[str, LoraAdapter] = {}
+
+    @staticmethod
+    def of_engine(
+        config: EngineConfig, model: CausalLM, pool_class: type[LoraPool], models: str
+    ) -> LoraAdapters:
+        """With the adapters of `lora_paths`. models: the implementation that the model is of."""
+        if pool_class.models != models:
+            raise ValueError(
+                f"LoRA adapters: {pool_class.__module__} changes models={pool_class.models}, and the engine "
+                f"has models={models}"
+            )
+        at_start = [read_adapter(path, name) for name, path in config.lora_paths.items()]
+        shapes = adaptable_modules(model.config)
+        max_rank = config.max_lora_rank or max([DEFAULT_MAX_RANK, *(adapter.rank for adapter in at_start)])
+        for adapter in at_start:
+            check_modules(adapter, shapes, max_rank)
+        pool = pool_class(model, config.num_lora_slots, max_rank, num_rows(config), _max_step_tokens(config))
+        adapters = LoraAdapters(pool, shapes)
+        adapters.by_name = {adapter.name: adapter for adapter in at_start}
+        return adapters
+
+    def get(self, name: str) -> LoraAdapter:
+        """Raises `ValueError` for a name that is not loaded."""
+        if name not in self.by_name:
+            raise ValueError(
+                f"no LoRA adapter {name!r} is loaded; there are {', '.join(sorted(self.by_name)) or 'none'}"
+            )
+        return self.by_name[name]
+
+    def load(self, name: str, path: str, scheduler: Scheduler) -> None:
+        """Also in place of one with this name that no request uses. Its content decides which cached KV its
+        requests share, so nothing of another content is found."""
+        adapter = read_adapter(path, name)
+        check_modules(adapter, self.shapes, self.pool.max_rank)
+        if name in self.by_name:
+            self._check_unused(name, scheduler)
+        self.by_name[name] = adapter
+
+    def unload(self, name: str, scheduler: Scheduler) -> None:
+        self.get(name)
+        self._check_unused(name, scheduler)
+        del self.by_name[name]
+
+    def _check_unused(self, name: str, scheduler: Scheduler) -> None:
+        adapter, state = self.by_name[name], scheduler.state()
+        live = [*state.waiting_queue, *state.running, *([state.chunked_req] if state.chunked_req else [])]
+        num_users = sum(req.lora is adapter for req in live)
+        if num_users:
+            raise ValueError(f"LoRA adapter {name!r} is in use by {num_users} requests")
+
+
+def cache_namespace(extra_key: str | None, adapter: LoraAdapter | None) -> object:
+    """`Req.extra_key` of a request: KV depends on what its adapter contains. A tuple: no text that a client
+    gives can equal it."""
+    return extra_key if adapter is None else (extra_key, adapter.content_id)
+
+
+def _max_step_tokens(config: EngineConfig) -> int:
+    """Tokens of the largest step: prompts and those that decode, or the nodes of all trees."""
+    assert config.context_len is not None
+    largest = max(config.chunked_prefill_size or 0, config.max_prefill_tokens, config.context_len)
+    nodes = draft_shape(config).num_draft_tokens if config.speculative is not None else 0
+    return max(largest + config.max_running_requests, config.max_running_requests * nodes)

@@ -1,0 +1,144 @@
+"""LoRA adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shared.config import ModelConfig
+from shared.loading.safetensors_file import read_header
+from shared.loading.weight_names import expected_shapes
+from shared.types.lora import LoraAdapter, LoraWeights
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Linear layers that take adapters: those of attention and of dense MLPs."""
+
+_PREFIX = "base_model.model."
+_NAME = re.compile(re.escape(_PREFIX) + r"(.+)\.lora_([AB])\.weight")
+_UNSUPPORTED = {  # field of adapter_config.json -> values without effect
+    "use_dora": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": ([], None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "layer_replication": ([], None),
+    "trainable_token_indices": ([], {}, None),
+    "target_parameters": ([], None),
+    "alora_invocation_tokens": ([], None),
+    "use_bdlora": (False, None),
+    "use_qalora": (False, None),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+}
+
+
+def adaptable_modules(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name of each linear layer that takes adapters -> (out_features, in_features)."""
+    return {
+        name.removesuffix(".weight"): shape
+        for name, shape in expected_shapes(config).items()
+        if name.endswith(tuple(f".{target}.weight" for target in TARGETS)) and "experts." not in name
+    }
+
+
+def check_modules(adapter: LoraAdapter, shapes: Mapping[str, tuple[int, ...]], max_rank: int) -> None:
+    """Raise `ValueError` for an adapter that does not fit the model's modules, or has too high a rank."""
+    unknown = [name for name in adapter.modules if name not in shapes]
+    if unknown:
+        raise ValueError(
+            f"adapter {adapter.name!r} changes {len(unknown)} modules that take no adapters here: "
+            f"{', '.join(unknown[:3])}{' ...' if len(unknown) > 3 else ''}; those that do are "
+            f"{', '.join(TARGETS)} of attention and of dense MLPs"
+        )
+    for name, weights in adapter.modules.items():
+        rank, found = weights.a.shape[0], (weights.b.shape[0], weights.a.shape[1])
+        if found != shapes[name] or weights.b.shape[1] != rank:
+            raise ValueError(
+                f"adapter {adapter.name!r}: lora_A {list(weights.a.shape)} and lora_B "
+                f"{list(weights.b.shape)} do not fit {name} {list(shapes[name])}"
+            )
+    if adapter.rank > max_rank:
+        raise ValueError(
+            f"adapter {adapter.name!r} has rank {adapter.rank}; this engine takes at most {max_rank} "
+            f"(max_lora_rank)"
+        )
+
+
+def read_adapter(folder: str | Path, name: str) -> LoraAdapter:
+    """The adapter of a folder. Raises `ValueError` for files that cannot be read, and for what is not
+    supported, with the field's name."""
+    from safetensors.torch import load_file
+
+    folder = Path(folder).expanduser()
+    config = _read_config(folder / CONFIG_FILE, name)
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        raise ValueError(f"adapter {name!r}: {folder} has no {WEIGHTS_FILE}")
+    read_header(path)  # refuses what is damaged
+    tensors = load_file(path)
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = _NAME.fullmatch(key)
+        if match is None or tensor.dim() != 2:
+            raise ValueError(
+                f"adapter {name!r}: {key} {list(tensor.shape)} is not supported; tensors are "
+                f"{_PREFIX}MODULE.lora_A.weight and lora_B.weight"
+            )
+        parts.setdefault(match.group(1), {})[match.group(2)] = tensor
+    alone = [module for module, found in parts.items() if len(found) != 2]
+    if alone or not parts:
+        raise ValueError(f"adapter {name!r}: {alone[0] if alone else path} has not both lora_A and lora_B")
+    modules = {
+        module: LoraWeights(found["A"], found["B"], scale_of(config, module, found["A"].shape[0]))
+        for module, found in sorted(parts.items())
+    }
+    return LoraAdapter(name, content_id_of(modules), modules)
+
+
+def scale_of(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """alpha / rank, or alpha / sqrt(rank) for rsLoRA. `alpha_pattern` may have another alpha for the module,
+    and `rank_pattern` another rank: that is the one of its weights."""
+    alpha = config["lora_alpha"]
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):  # PEFT's rule: the first that matches the end
+            alpha = value
+            break
+    return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+
+
+def content_id_of(modules: Mapping[str, LoraWeights]) -> str:
+    """A digest of names, scales, types, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, weights in sorted(modules.items()):
+        digest.update(repr((name, weights.scale)).encode())
+        for tensor in (weights.a, weights.b):
+            digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _read_config(path: Path, name: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"adapter {name!r}: {path.parent} has no {CONFIG_FILE}")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"adapter {name!r}: {path} is not JSON: {error}") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+        raise ValueError(f"adapter {name!r}: peft_type is {kind!r}; only LORA is supported")
+    if not isinstance(config.get("lora_alpha"), (int, float)):
+        raise ValueError(f"adapter {name!r}: lora_alpha must be a number, got {config.get('lora_alpha')!r}")
+    for field, harmless in _UNSUPPORTED.items():
+        if config.get(field) not in harmless:
+            raise ValueError(f"adapter {name!r}: {field}={config[field]!r} is not supported")
+    return config

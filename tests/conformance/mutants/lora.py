@@ -1,0 +1,102 @@
+"""Planted bugs in the LoRA pool: scales, slots, rows and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import optimized.lora
+import reference.lora
+from tests.conformance.mutants.mutant import mutant_of
+
+
+def with_scale(adapter, scale):
+    modules = {name: replace(weights, scale=scale) for name, weights in adapter.modules.items()}
+    return replace(adapter, modules=modules)
+
+
+@mutant_of("lora")
+class ScaleForgotten(reference.lora.LoraPool):
+    """B (A x) is added without the scale."""
+
+    def load(self, slot, adapter):
+        super().load(slot, with_scale(adapter, 1.0))
+
+
+@mutant_of("lora")
+class RowsInOrder(reference.lora.LoraPool):
+    """The slots are those of the first requests, not of their rows."""
+
+    def prepare(self, batch):
+        super().prepare(replace(batch, req_pool_indices=batch.req_pool_indices.flip(0)))
+
+
+@mutant_of("lora")
+class AdapterStays(reference.lora.LoraPool):
+    """A row that is assigned no adapter keeps the one of the request before."""
+
+    def assign(self, rows, slots):
+        known = [(row, slot) for row, slot in zip(rows, slots) if slot >= 0]
+        super().assign(*zip(*known)) if known else None
+
+
+@mutant_of("lora")
+class OneTokenEach(reference.lora.LoraPool):
+    """Only the last token of a request gets its adapter."""
+
+    def prepare(self, batch):
+        super().prepare(batch)
+        self.requests = [(slice(tokens.stop - 1, tokens.stop), a) for tokens, a in self.requests]
+
+
+@mutant_of("lora")
+class ScaleForgottenByKernel(optimized.lora.LoraPool):
+    """The kernel's scales are ones."""
+
+    def prepare(self, batch):
+        super().prepare(batch)
+        for layer in self.layers:
+            layer.scales.fill_(1.0)
+
+
+@mutant_of("lora")
+class RankPaddingGarbage(optimized.lora.LoraPool):
+    """An adapter of a lower rank leaves the rest of the slot's last one."""
+
+    def prepare(self, batch):
+        buffers = [buffer for layer in self.layers for buffer in (layer.a, layer.b, layer.scales)]
+        before = [buffer.clone() for buffer in buffers]
+        is_reload, loads = bool(buffers[0].any()), bool(self.pending)
+        super().prepare(batch)
+        if is_reload and loads:
+            for buffer, old in zip(buffers, before):
+                buffer.copy_(buffer.where(buffer != 0, old))
+
+
+@mutant_of("lora")
+class WrongSlot(optimized.lora.LoraPool):
+    """An adapter is loaded into the slot before its own."""
+
+    def load(self, slot, adapter):
+        super().load((slot - 1) % self.num_slots, adapter)
+
+
+@mutant_of("lora")
+class LoadedAtOnce(optimized.lora.LoraPool):
+    """A load does not wait for the step under way."""
+
+    def load(self, slot, adapter):
+        super().load(slot, adapter)
+        for layer in self.layers:
+            layer.load(slot, adapter)
+
+
+@mutant_of("lora")
+class SlicesMixedUp(optimized.lora.LoraPool):
+    """q is given what k's A makes of the input."""
+
+    def prepare(self, batch):
+        loads = bool(self.pending)
+        super().prepare(batch)
+        if loads:
+            for layer in self.layers:
+                layer.a.copy_(layer.a.flip(1))
