@@ -28,7 +28,7 @@ from shared.types import ForwardBatch
 from shared.types.lora import LoraAdapter
 
 
-class LoraLinear(nn.Module):
+class _LoraLinear(nn.Module):
     """A linear layer, or several merged ones, and what the adapters of a step's requests add to it."""
 
     def __init__(self, base: nn.Module, pool: LoraPool, parts: dict[str, tuple[int, ...]]) -> None:
@@ -128,7 +128,7 @@ class LoraPool(interface.LoraPool):
         """Always in the same memory."""
         return align(self.token_slots, self.num_slots, BLOCK_M, out=self._blocks_memory)
 
-    def _wrap(self, model: CausalLM) -> list[LoraLinear]:
+    def _wrap(self, model: CausalLM) -> list[_LoraLinear]:
         merged = {
             f"{module_name.rpartition('.')[0]}.{part}": module_name
             for module_name, module in model.named_modules()
@@ -142,7 +142,7 @@ class LoraPool(interface.LoraPool):
         for module_name, parts in parts_of.items():
             parent, _, attribute = module_name.rpartition(".")
             owner = model.get_submodule(parent)
-            layers.append(LoraLinear(getattr(owner, attribute), self, parts))
+            layers.append(_LoraLinear(getattr(owner, attribute), self, parts))
             setattr(owner, attribute, layers[-1])
         return layers
 

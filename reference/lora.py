@@ -17,7 +17,7 @@ from shared.types import ForwardBatch
 from shared.types.lora import LoraAdapter
 
 
-class LoraLinear(nn.Module):
+class _LoraLinear(nn.Module):
     """A linear layer, and what the adapters of a step's requests add to it."""
 
     def __init__(self, name: str, base: nn.Module, pool: LoraPool) -> None:
@@ -52,7 +52,7 @@ class LoraPool(interface.LoraPool):
         for name in self.shapes:
             parent, _, attribute = name.rpartition(".")
             module = model.get_submodule(parent)
-            setattr(module, attribute, LoraLinear(name, getattr(module, attribute), self))
+            setattr(module, attribute, _LoraLinear(name, getattr(module, attribute), self))
 
     def load(self, slot: int, adapter: LoraAdapter) -> None:
         check_modules(adapter, self.shapes, self.max_rank)

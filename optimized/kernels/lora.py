@@ -5,9 +5,9 @@ model, rank 16, all layers: 87 MB, 20 us at 4.3 TB/s), and of y twice more. For 
 launches.
 
 Shape: rows are sorted by adapter into blocks of 16 (moe_align.py), so a block has one A and one B, and its
-products run on tensor cores. `shrink` multiplies with the A of all slices (q, k and v) in one launch; the
+GEMMs run on tensor cores. `shrink` multiplies with the A of all slices (q, k and v) in one launch; the
 input is split into SPLITS parts, since a few blocks would leave most of the GPU idle. `expand_add` adds the
-parts up and adds the product with B to y. Both skip blocks that do not exist: the number of blocks is on the
+parts up and adds B times them to y. Both skip blocks that do not exist: the number of blocks is on the
 device, so a CUDA graph serves every batch of its size. Neither shape nor order of sums depends on the batch.
 """
 

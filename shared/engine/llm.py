@@ -16,7 +16,7 @@ from shared.engine.python_runtime import deferred_interrupts, gc_freeze
 from shared.engine.start import start_engine
 from shared.sampling.processors import LogitProcessor
 from shared.sampling.sampling_batch import derive_seed
-from shared.types import GenerateOutput, LoraAdapter, Req, SamplingParams
+from shared.types import GenerateOutput, Req, SamplingParams
 
 Prompt = str | list[int]
 Message = Mapping[str, Any]
@@ -176,7 +176,7 @@ class LLM:
             collectors: list[OutputCollector] = []
             try:
                 # --8<-- [start:make-req]
-                adapter = self._adapter(lora)
+                adapter = None if lora is None else self._adapters().get(lora)
                 for i in range(sampling_params.n):
                     req = Req(
                         rid=self._unused_rid(name if sampling_params.n == 1 else f"{name}#{i}"),
@@ -184,7 +184,7 @@ class LLM:
                         sampling_params=sampling_params,
                         seed=derive_seed(seed, i),
                         eos_token_ids=self.assembly.eos_token_ids,
-                        extra_key=cache_namespace(extra_key, adapter),
+                        extra_key=extra_key if adapter is None else cache_namespace(extra_key, adapter),
                         priority=priority,
                         routing_key=routing_key,
                         logit_processor=logit_processor,
@@ -222,9 +222,6 @@ class LLM:
         if self.assembly.lora is None:
             raise ValueError("this engine takes no LoRA adapters: give lora_paths or max_loras_per_batch")
         return self.assembly.lora
-
-    def _adapter(self, name: str | None) -> LoraAdapter | None:
-        return None if name is None else self._adapters().get(name)
 
     def _unused_rid(self, rid: str) -> str:
         """A request keeps its id in the scheduler until its end is reported; one that reuses the id before

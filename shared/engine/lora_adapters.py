@@ -69,10 +69,10 @@ class LoraAdapters:
             raise ValueError(f"LoRA adapter {name!r} is in use by {num_users} requests")
 
 
-def cache_namespace(extra_key: str | None, adapter: LoraAdapter | None) -> object:
-    """`Req.extra_key` of a request: KV depends on what its adapter contains. A tuple: no text that a client
-    gives can equal it."""
-    return extra_key if adapter is None else (extra_key, adapter.content_id)
+def cache_namespace(extra_key: str | None, adapter: LoraAdapter) -> tuple[str | None, str]:
+    """`Req.extra_key` of a request with an adapter: its KV depends on what the adapter contains. A tuple:
+    no text that a client gives can equal it."""
+    return extra_key, adapter.content_id
 
 
 def _max_step_tokens(config: EngineConfig) -> int:

@@ -26,8 +26,8 @@ class LoraSlots:
         return req.lora is None or req.lora in adapters or len(adapters) < self.pool.num_slots
 
     def place(self, new: Sequence[Req], running: Sequence[Req]) -> None:
-        """Give the adapters of new requests, which have their rows, a slot each. `running`: all that may be
-        in a batch with them, themselves included."""
+        """Give the adapters of new requests, which have their rows, a slot each. `running`:
+        all that may be in a batch with them, themselves included."""
         used = {req.lora for req in running if req.lora is not None}
         for req in new:
             if req.lora is not None:
