@@ -17,7 +17,7 @@ from torch import nn
 from optimized.kernels import cublas_linear, linear_choice, small_batch_linear
 from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store, rotate
 from optimized.kernels.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
-from optimized.kernels.silu_and_mul import silu_and_mul
+from optimized.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from shared.config import RopeConfig
 from shared.interfaces import layers as interface
 from shared.interfaces.attention import BatchAttention
@@ -72,6 +72,17 @@ class RMSNorm(interface.RMSNorm):
         return add(x, residual, self.weight, self.eps)
 
 
+class GemmaRMSNorm(RMSNorm, interface.GemmaRMSNorm):
+    """Not fused with GEMMs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps, unit_offset=True)
+
+    def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        add = add_rms_norm if x.dim() == residual.dim() else add_partial_sums_rms_norm
+        return add(x, residual, self.weight, self.eps, unit_offset=True)
+
+
 class RotaryEmbedding(interface.RotaryEmbedding):
     """One object serves all layers of a model: cos and sin of every position are computed once."""
 
@@ -114,6 +125,7 @@ class RotaryEmbedding(interface.RotaryEmbedding):
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
+            isinstance(q_norm, GemmaRMSNorm),
             attention.kv_pool.k_buffer(layer.layer_id),
             attention.kv_pool.v_buffer(layer.layer_id),
             attention.out_cache_loc,
@@ -135,6 +147,11 @@ class RotaryEmbedding(interface.RotaryEmbedding):
 class SiluAndMul(interface.SiluAndMul):
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(gate_up)
+
+
+class GeluTanhAndMul(interface.GeluTanhAndMul):
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gelu_tanh_and_mul(gate_up)
 
 
 class MergedLinear(interface.MergedLinear, Linear):
@@ -162,14 +179,14 @@ class MergedLinear(interface.MergedLinear, Linear):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU: down(silu(gate(x)) * up(x)); or another activation, for `act_fn`."""
 
     def __init__(
         self,
         hidden_size: int,
         intermediate_size: int,
         bias: bool = False,
-        act_fn: type[interface.SiluAndMul] = SiluAndMul,
+        act_fn: type[nn.Module] = SiluAndMul,
     ) -> None:
         super().__init__()
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
@@ -181,7 +198,7 @@ class MLP(nn.Module):
         return self.down_proj(self.activate(x))
 
     def activate(self, x: torch.Tensor, norm: interface.RMSNorm | None = None) -> torch.Tensor:
-        """silu(gate) * up of x, or of norm(x): what down_proj takes."""
+        """act_fn of gate and up of x, or of norm(x): what down_proj takes."""
         is_plain = (
             isinstance(self.gate_up_proj, MergedLinear)
             and self.gate_up_proj.bias is None
@@ -203,7 +220,7 @@ def add_and_norm(
     if (
         residual is not None
         and x.dim() > residual.dim()
-        and type(norm).add_and_norm is not RMSNorm.add_and_norm
+        and type(norm).add_and_norm not in (RMSNorm.add_and_norm, GemmaRMSNorm.add_and_norm)
     ):
         x, residual = layer_output(x, residual), None  # a user-provided norm takes no partial sums
     return (norm(x), x) if residual is None else norm.add_and_norm(x, residual)

@@ -39,6 +39,13 @@ class RMSNorm(interface.RMSNorm):
         return self.forward(residual), residual
 
 
+class GemmaRMSNorm(RMSNorm, interface.GemmaRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * (1.0 + self.weight.to(x32.dtype))).to(x.dtype)
+
+
 class RotaryEmbedding(interface.RotaryEmbedding):
     """One object serves all layers of a model: cos and sin of every position are computed once."""
 
@@ -86,15 +93,22 @@ class SiluAndMul(interface.SiluAndMul):
         return (F.silu(gate) * up).to(gate_up.dtype)
 
 
+class GeluTanhAndMul(interface.GeluTanhAndMul):
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.to(torch.promote_types(gate.dtype, torch.float32))
+        return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU: down(silu(gate(x)) * up(x)); or another activation, for `act_fn`."""
 
     def __init__(
         self,
         hidden_size: int,
         intermediate_size: int,
         bias: bool = False,
-        act_fn: type[interface.SiluAndMul] = SiluAndMul,
+        act_fn: type[nn.Module] = SiluAndMul,
     ) -> None:
         super().__init__()
         self.gate_proj = Linear(hidden_size, intermediate_size, bias)

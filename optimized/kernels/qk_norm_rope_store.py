@@ -46,10 +46,20 @@ def _cos_sin(
 
 
 @triton.jit
+def _weighted(x, scale, weight, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr):
+    """x * scale * weight, rounded as RMSNorm does, after each multiplication, or as GemmaRMSNorm does."""
+    if UNIT_OFFSET:
+        y = x * scale * (1.0 + weight)
+    else:
+        y = (x * scale).to(dtype).to(tl.float32) * weight
+    return y.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _norm_and_rotate(
     x_tile, out_tile, weight_ptr, cos, sin, eps, mask,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    HAS_NORM: tl.constexpr, USE_PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """x_tile, out_tile, mask [TOKENS, HEADS, 1]: where heads begin; cos, sin [TOKENS, 1, BLOCK_HALF]. Waits
     for the previous kernel, which gives x."""
@@ -74,12 +84,11 @@ def _norm_and_rotate(
         if REST > 0:
             squares += tl.sum(rest * rest, axis=2)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, :, None]
-        # Rounded after each multiplication, as RMSNorm does.
-        a = ((a * scale).to(dtype).to(tl.float32) * weight_a).to(dtype).to(tl.float32)
-        b = ((b * scale).to(dtype).to(tl.float32) * weight_b).to(dtype).to(tl.float32)
+        a = _weighted(a, scale, weight_a, dtype, UNIT_OFFSET)
+        b = _weighted(b, scale, weight_b, dtype, UNIT_OFFSET)
         if REST > 0:
             weight_rest = tl.load(weight_ptr + offs_rest, mask=offs_rest < HEAD_DIM, other=0.0)
-            rest = (rest * scale).to(dtype).to(tl.float32) * weight_rest.to(tl.float32)
+            rest = _weighted(rest, scale, weight_rest.to(tl.float32), dtype, UNIT_OFFSET)
     # A pool of another type gets what a separate cast would give it.
     out_dtype: tl.constexpr = out_tile.dtype.element_ty
     tl.store(out_tile + offs, (a * cos - b * sin).to(dtype).to(out_dtype), mask=mask_half)
@@ -97,7 +106,7 @@ def _qk_norm_rope_store_kernel(
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    HAS_NORM: tl.constexpr, USE_PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     QO_GROUPS: tl.constexpr = (NUM_QO_HEADS + HEADS - 1) // HEADS
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -118,7 +127,7 @@ def _qk_norm_rope_store_kernel(
             q_row = q_ptr + (tokens.to(tl.int64) * (NUM_QO_HEADS * HEAD_DIM))[:, None, None]
             _norm_and_rotate(
                 row + heads * HEAD_DIM, q_row + heads * HEAD_DIM, q_weight_ptr, cos, sin, eps, mask,
-                HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, HAS_NORM, USE_PDL,
+                HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, HAS_NORM, UNIT_OFFSET, USE_PDL,
             )  # fmt: skip
         else:
             heads = ((group - QO_GROUPS) * HEADS + tl.arange(0, HEADS))[None, :, None]
@@ -127,7 +136,8 @@ def _qk_norm_rope_store_kernel(
             k_row = k_ptr + (slots * stride_k)[:, None, None]
             _norm_and_rotate(
                 row + (NUM_QO_HEADS + heads) * HEAD_DIM, k_row + heads * stride_k_head, k_weight_ptr,
-                cos, sin, eps, mask, HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, HAS_NORM, USE_PDL,
+                cos, sin, eps, mask, HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST,
+                HAS_NORM, UNIT_OFFSET, USE_PDL,
             )  # fmt: skip
     else:
         heads = ((group - QO_GROUPS - KV_GROUPS) * HEADS + tl.arange(0, HEADS))[None, :, None]
@@ -157,7 +167,7 @@ def _rotate_kernel(
     _norm_and_rotate(
         x_ptr + rows * stride_x + heads * stride_x_head, y_ptr + (rows * NUM_HEADS + heads) * HEAD_DIM,
         cos_sin_ptr, cos, sin, 0.0, (tokens < num_tokens)[:, None, None] & (heads < NUM_HEADS),
-        HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, False, USE_PDL,
+        HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, False, False, USE_PDL,
     )  # fmt: skip
 
 
@@ -208,6 +218,7 @@ def qk_norm_rope_store(
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     eps: float,
+    unit_offset: bool,
     k_buffer: torch.Tensor,
     v_buffer: torch.Tensor,
     out_cache_loc: torch.Tensor,
@@ -218,6 +229,7 @@ def qk_norm_rope_store(
     """qkv [n, (num_qo_heads + 2 * num_kv_heads) * head_dim], positions and out_cache_loc [n], cos_sin float32
     [positions, rotary_dim] (cosines, then sines), k_buffer and v_buffer [slots, num_kv_heads, head_dim] of
     any type -> q [n, num_qo_heads, head_dim]. Writes the slots of out_cache_loc; leaves qkv alone.
+    `unit_offset`: the norms are those of GemmaRMSNorm.
 
     positions, out_cache_loc, cos_sin and the weights are read before the previous launch has ended: they must
     be from before the last launch that was not a programmatic dependent one."""
@@ -236,6 +248,6 @@ def qk_norm_rope_store(
         qkv.stride(0), k_buffer.stride(0), k_buffer.stride(1), v_buffer.stride(0), v_buffer.stride(1),
         NUM_QO_HEADS=num_qo_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
         BLOCK_DIM=triton.next_power_of_2(head_dim), **tiles,
-        HAS_NORM=q_weight is not None, num_warps=4, **pdl_options(qkv),
+        HAS_NORM=q_weight is not None, UNIT_OFFSET=unit_offset, num_warps=4, **pdl_options(qkv),
     )  # fmt: skip
     return q

@@ -27,7 +27,7 @@ def _rms_norm_kernel(
     x_ptr, residual_ptr, y_ptr, weight_ptr,
     num_rows, eps, stride_x, stride_part, stride_residual, stride_y,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, USE_PDL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     offs = tl.arange(0, BLOCK)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -47,41 +47,48 @@ def _rms_norm_kernel(
         tl.store(residual_tile, total, mask=mask)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)[:, None]
-    # Rounded twice, as written in the contract: the normalized value, and that times the weight.
-    normed = (x * scale).to(dtype).to(tl.float32)
-    y = normed * weight[None, :]
-    tl.store(y_ptr + rows * stride_y + offs[None, :], y.to(dtype), mask=mask)
+    if UNIT_OFFSET:
+        y = x * scale * (1.0 + weight[None, :])
+    else:
+        # Rounded twice, as written in the contract: the normalized value, and that times the weight.
+        y = (x * scale).to(dtype).to(tl.float32) * weight[None, :]
+    tl.store(y_ptr + rows * stride_y + offs[None, :], rounded(y, dtype), mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., size], weight [size] -> norm(x), a new contiguous tensor."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
+    """x [..., size], weight [size] -> norm(x), a new contiguous tensor. `unit_offset`: as in GemmaRMSNorm."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     y = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    _launch(rows, None, y, weight, eps)
+    _launch(rows, None, y, weight, eps, unit_offset)
     return y if x.dim() == 2 else y.view(x.shape)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual), written over x and residual where each is rows of one stride."""
     rows, residual_rows = x.reshape(-1, x.shape[-1]), residual.reshape(-1, x.shape[-1])
-    _launch(rows, residual_rows, rows, weight, eps)
+    _launch(rows, residual_rows, rows, weight, eps, unit_offset)
     return rows.view(x.shape), residual_rows.view(x.shape)
 
 
 def add_partial_sums_rms_norm(
-    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """add_rms_norm of parts.sum(0), float32 [parts, n, size], rounded once. residual [n, size] is
     overwritten."""
     y = torch.empty_like(residual)
-    _launch(parts, residual, y, weight, eps)
+    _launch(parts, residual, y, weight, eps, unit_offset)
     return y, residual
 
 
 def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, y: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    unit_offset: bool,
 ) -> None:
     num_rows, size = y.shape
     assert x.stride(-1) == 1 or size == 1
@@ -92,7 +99,7 @@ def _launch(
         x, x if residual is None else residual, y, weight,
         num_rows, eps, x.stride(-2), x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0),
         SIZE=size, BLOCK=block, ROWS=rows, PARTS=x.shape[0] if x.dim() == 3 else 1,
-        HAS_RESIDUAL=residual is not None,
+        HAS_RESIDUAL=residual is not None, UNIT_OFFSET=unit_offset,
         num_warps=num_warps, **pdl_options(x),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""silu(gate) * up, the two being halves of one row: one launch.
+"""silu(gate) * up or gelu(gate) * up, the two being halves of one row: one launch.
 
 Roofline bound: 3 * n * size * itemsize bytes over the memory's bandwidth (two halves read, one written). For
 few tokens the bound is one launch.
@@ -18,9 +18,9 @@ BLOCK = 2048
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _silu_and_mul_kernel(
+def _act_and_mul_kernel(
     gate_up_ptr, y_ptr, num_rows, stride_gate_up,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, USE_PDL: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GELU: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     offs = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
@@ -31,13 +31,27 @@ def _silu_and_mul_kernel(
     gate_tile = gate_up_ptr + rows * stride_gate_up + offs
     gate = tl.load(gate_tile, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_tile + SIZE, mask=mask, other=0.0).to(tl.float32)
-    # Far on the left exp(-gate) is infinite, and the quotient 0.
-    y = gate / (1.0 + tl.exp(-gate)) * up
+    if GELU:
+        # (1 + tanh(t)) / 2 is 1 / (1 + exp(-2 t)): gelu is a silu of another slope.
+        slope = 1.5957691216057308 * (1.0 + 0.044715 * gate * gate)  # 2 * sqrt(2 / pi)
+        y = gate / (1.0 + tl.exp(-gate * slope)) * up
+    else:
+        # Far on the left exp(-gate) is infinite, and the quotient 0.
+        y = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(y_ptr + rows * SIZE + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [..., 2 * size], gate first -> [..., size], contiguous."""
+    return _act_and_mul(gate_up, is_gelu=False)
+
+
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """The same with the gelu of GeluTanhAndMul."""
+    return _act_and_mul(gate_up, is_gelu=True)
+
+
+def _act_and_mul(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
     size = gate_up.shape[-1] // 2
     rows = gate_up if gate_up.dim() == 2 else gate_up.reshape(-1, 2 * size)
     assert rows.stride(1) == 1
@@ -45,8 +59,8 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     y = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
     block = min(triton.next_power_of_2(size), BLOCK)
     tile_rows = interpreted_rows(num_rows) or BLOCK // block
-    _silu_and_mul_kernel[(triton.cdiv(num_rows, tile_rows), triton.cdiv(size, block))](
-        rows, y, num_rows, rows.stride(0), SIZE=size, BLOCK=block, ROWS=tile_rows, num_warps=8,
+    _act_and_mul_kernel[(triton.cdiv(num_rows, tile_rows), triton.cdiv(size, block))](
+        rows, y, num_rows, rows.stride(0), SIZE=size, BLOCK=block, ROWS=tile_rows, GELU=is_gelu, num_warps=8,
         **pdl_options(rows),
     )  # fmt: skip
     return y if gate_up.dim() == 2 else y.view(*gate_up.shape[:-1], size)

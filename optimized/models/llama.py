@@ -17,6 +17,7 @@ from torch import nn
 
 from optimized.layers import (
     MLP,
+    GemmaRMSNorm,
     Linear,
     MergedLinear,
     RMSNorm,
@@ -36,6 +37,7 @@ from shared.interfaces.moe import MoE
 from shared.loading.shards import vocabulary_rows
 from shared.loading.weights import load_weights, named_targets
 from shared.modeling.forward import layer_output
+from shared.modeling.layer_choice import act_fn_class, norm_class
 from shared.modeling.vocabulary import embed_rows, gather_logits
 from shared.parallel.alone import ALONE
 from shared.parallel.expert_parallel import by_rows
@@ -52,15 +54,16 @@ class LlamaAttention(nn.Module):
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = MergedLinear(config.hidden_size, parts, config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, config.o_bias)
-        self.q_norm = layers.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = layers.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        norm = norm_class(config, layers)
+        self.q_norm = norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.rotary_emb = rotary_emb
         self.layer = AttentionLayer(
             layer_id=layer_id,
             num_qo_heads=config.num_qo_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
+            scale=config.attn_scale or config.head_dim**-0.5,
             sliding_window=config.sliding_window(layer_id),
             logit_cap=config.attn_logit_cap,
         )
@@ -69,8 +72,9 @@ class LlamaAttention(nn.Module):
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         """x: from qkv_proj -> for o_proj, [num_tokens, num_qo_heads * head_dim]."""
         layer, q_norm, k_norm = self.layer, self.q_norm, self.k_norm
-        has_own_norms = q_norm is None or (
-            is_builtin_layer(q_norm, RMSNorm) and is_builtin_layer(k_norm, RMSNorm)
+        has_own_norms = q_norm is None or any(
+            is_builtin_layer(q_norm, norm) and is_builtin_layer(k_norm, norm)
+            for norm in (RMSNorm, GemmaRMSNorm)
         )
         if is_builtin_layer(self.rotary_emb, RotaryEmbedding) and has_own_norms:
             q = self.rotary_emb.rotate_and_store(x, positions, q_norm, k_norm, attention, layer)
@@ -98,15 +102,17 @@ class LlamaDecoderLayer(nn.Module):
         super().__init__()
         self.tp = tp
         self.is_last = layer_id == config.num_hidden_layers - 1
-        self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        norm = norm_class(config, layers)
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         attention = LlamaAttention if config.mla is None else MLAAttention
         self.self_attn = attention(config, layer_id, layers, rotary_emb)
-        self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.mlp: MLP | MoE
         if config.moe is not None and layer_id in config.moe_layers:
             self.mlp = moe(config.moe, config.hidden_size)
         else:
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, layers.SiluAndMul)
+            act_fn = act_fn_class(config, layers)
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, act_fn)
 
     def forward(
         self,
@@ -152,6 +158,8 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Everything but the head. With several ranks each has some rows of the embedding."""
 
+    layer_class: type[nn.Module] = LlamaDecoderLayer
+
     def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives) -> None:
         super().__init__()
         self.tp = tp
@@ -159,12 +167,15 @@ class LlamaModel(nn.Module):
         rows = vocabulary_rows(config.vocab_size, tp.rank, tp.size)
         embedding = torch.empty(rows.stop - rows.start, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
-        rotary_emb = layers.RotaryEmbedding(config.rope, config.head_dim, config.context_len)
+        ropes = [config.layer_rope(layer_id) for layer_id in range(config.num_hidden_layers)]
+        rotary_embs = {
+            rope: layers.RotaryEmbedding(rope, config.head_dim, config.context_len) for rope in set(ropes)
+        }
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, layer_id, layers, moe, rotary_emb, tp)
-            for layer_id in range(config.num_hidden_layers)
+            self.layer_class(config, layer_id, layers, moe, rotary_embs[rope], tp)
+            for layer_id, rope in enumerate(ropes)
         )
-        self.norm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = norm_class(config, layers)(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self,
@@ -200,11 +211,13 @@ def _capture(
 
 
 class LlamaForCausalLM(CausalLM):
+    body_class: type[LlamaModel] = LlamaModel
+
     def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives = ALONE) -> None:
         super().__init__(config, layers, moe)
         self.config = config
         self.tp = tp
-        self.model = LlamaModel(config, layers, moe, tp)
+        self.model = self.body_class(config, layers, moe, tp)
         # A tied head is the embedding itself.
         num_rows = self.model.embed_tokens.num_embeddings
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, num_rows)

@@ -1,7 +1,7 @@
 """The model families: the "architectures" of a config.json -> the class.
 
-All families here are one decoder. What a family adds is a field of ModelConfig, which
-`shared.config.hf_config` reads; the comments name it. A family that needs its own code gets its own file.
+Nearly all families are one decoder, llama.py. What a family adds is a field of ModelConfig, which
+`shared.config.hf_config` reads; the comments name it. A family whose forward pass differs has its own file.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ MODELS = {
     "LlamaForCausalLM": "reference.models.llama:LlamaForCausalLM",
     # a sliding window in every layer, in early releases
     "MistralForCausalLM": "reference.models.llama:LlamaForCausalLM",
+    # four norms a layer, 1 + weight in each; soft-caps; a window in every other layer
+    "Gemma2ForCausalLM": "reference.models.gemma:GemmaForCausalLM",
+    # norms on heads instead of the caps; windows in five layers of six, and a RoPE of their own
+    "Gemma3ForCausalLM": "reference.models.gemma:GemmaForCausalLM",
     # MoE in every layer: softmax over all experts, the best two renormalised
     "MixtralForCausalLM": "reference.models.llama:LlamaForCausalLM",
     # biases on q, k and v; windows from layer max_window_layers on

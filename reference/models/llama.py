@@ -22,6 +22,7 @@ from shared.interfaces.model import CausalLM
 from shared.interfaces.moe import MoE
 from shared.loading.shards import vocabulary_rows
 from shared.loading.weights import load_weights, named_targets
+from shared.modeling.layer_choice import act_fn_class, norm_class
 from shared.modeling.vocabulary import embed_rows, gather_logits
 from shared.parallel.alone import ALONE
 from shared.parallel.expert_parallel import by_rows
@@ -39,15 +40,16 @@ class LlamaAttention(nn.Module):
         self.k_proj = Linear(config.hidden_size, kv_size, config.qkv_bias)
         self.v_proj = Linear(config.hidden_size, kv_size, config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, config.o_bias)
-        self.q_norm = layers.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = layers.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        norm = norm_class(config, layers)
+        self.q_norm = norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.rotary_emb = rotary_emb
         self.layer = AttentionLayer(
             layer_id=layer_id,
             num_qo_heads=config.num_qo_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
+            scale=config.attn_scale or config.head_dim**-0.5,
             sliding_window=config.sliding_window(layer_id),
             logit_cap=config.attn_logit_cap,
         )
@@ -79,15 +81,17 @@ class LlamaDecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.input_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        norm = norm_class(config, layers)
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         attention = LlamaAttention if config.mla is None else MLAAttention
         self.self_attn = attention(config, layer_id, layers, rotary_emb)
-        self.post_attention_layernorm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.mlp: nn.Module
         if config.moe is not None and layer_id in config.moe_layers:
             self.mlp = moe(config.moe, config.hidden_size)
         else:
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, layers.SiluAndMul)
+            act_fn = act_fn_class(config, layers)
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, act_fn)
 
     def forward(
         self,
@@ -114,6 +118,8 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Everything but the head. With several ranks each has some rows of the embedding."""
 
+    layer_class: type[nn.Module] = LlamaDecoderLayer
+
     def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives) -> None:
         super().__init__()
         self.tp = tp
@@ -121,12 +127,15 @@ class LlamaModel(nn.Module):
         rows = vocabulary_rows(config.vocab_size, tp.rank, tp.size)
         embedding = torch.empty(rows.stop - rows.start, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
-        rotary_emb = layers.RotaryEmbedding(config.rope, config.head_dim, config.context_len)
+        ropes = [config.layer_rope(layer_id) for layer_id in range(config.num_hidden_layers)]
+        rotary_embs = {
+            rope: layers.RotaryEmbedding(rope, config.head_dim, config.context_len) for rope in set(ropes)
+        }
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, layer_id, layers, moe, rotary_emb, tp)
-            for layer_id in range(config.num_hidden_layers)
+            self.layer_class(config, layer_id, layers, moe, rotary_embs[rope], tp)
+            for layer_id, rope in enumerate(ropes)
         )
-        self.norm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = norm_class(config, layers)(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self,
@@ -161,11 +170,13 @@ def _capture(
 
 
 class LlamaForCausalLM(CausalLM):
+    body_class: type[LlamaModel] = LlamaModel
+
     def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives = ALONE) -> None:
         super().__init__(config, layers, moe)
         self.config = config
         self.tp = tp
-        self.model = LlamaModel(config, layers, moe, tp)
+        self.model = self.body_class(config, layers, moe, tp)
         # A tied head is the embedding itself.
         num_rows = self.model.embed_tokens.num_embeddings
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, num_rows)

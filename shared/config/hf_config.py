@@ -12,8 +12,9 @@ import torch
 
 from shared.config.fields import REQUIRED, Fields
 from shared.config.hf_deepseek import deepseek_moe_layers, parse_deepseek_moe, parse_mla
-from shared.config.hf_rope import context_len, parse_rope
-from shared.config.model import ModelConfig, MoEConfig
+from shared.config.hf_rope import context_len, parse_local_rope, parse_rope
+from shared.config.hf_windows import NO_WINDOWS, Windows, sliding_windows
+from shared.config.model import HiddenAct, ModelConfig, MoEConfig
 from shared.config.quantization import QuantConfig
 
 
@@ -28,27 +29,54 @@ class Family:
     o_bias: bool | None = False  # None: as attention_bias says
     mlp_bias: bool | None = False  # None: as mlp_bias says
     qk_norm: bool = False
-    # Which layers have the sliding_window: "optional" is off unless use_sliding_window is true.
-    window: Literal["none", "all layers", "optional, from max_window_layers", "optional, all layers"] = "none"
-    sliding_window: int | None = None
+    tie_word_embeddings: bool = False
+    windows: Windows = NO_WINDOWS
+    is_gemma: bool = False  # norms, activation and scale as in Gemma
+    soft_caps: tuple[float | None, float | None] = (None, None)  # of attention and of the logits
+    local_rope_theta: float | None = None  # RoPE of its own in layers with a window
     moe: Literal["none", "mixtral", "qwen3", "deepseek-v2", "deepseek-v3"] = "none"
     mla: bool = False
 
 
 FAMILIES = {
     "LlamaForCausalLM": Family("as query heads", qkv_bias=None, o_bias=None, mlp_bias=None),
-    "MistralForCausalLM": Family(window="all layers", sliding_window=4096),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, window="optional, from max_window_layers"),
+    "MistralForCausalLM": Family(windows=Windows("all layers", default=4096)),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, windows=Windows("optional, from max_window_layers")),
     "Qwen3ForCausalLM": Family(
-        head_dim=128, qkv_bias=None, o_bias=None, qk_norm=True, window="optional, from max_window_layers"
+        head_dim=128,
+        qkv_bias=None,
+        o_bias=None,
+        qk_norm=True,
+        windows=Windows("optional, from max_window_layers"),
     ),
-    "MixtralForCausalLM": Family(rope_theta=1_000_000.0, window="all layers", moe="mixtral"),
+    "Gemma2ForCausalLM": Family(
+        head_dim=256,
+        qkv_bias=None,
+        o_bias=None,
+        tie_word_embeddings=True,
+        windows=Windows("all but every nth", default=4096, every=2),
+        is_gemma=True,
+        soft_caps=(50.0, 30.0),
+    ),
+    "Gemma3ForCausalLM": Family(
+        head_dim=256,
+        rope_theta=1_000_000.0,
+        qkv_bias=None,
+        o_bias=None,
+        qk_norm=True,
+        tie_word_embeddings=True,
+        windows=Windows("all but every nth", default=4096, every=6),
+        is_gemma=True,
+        local_rope_theta=10_000.0,
+    ),
+    "MixtralForCausalLM": Family(rope_theta=1_000_000.0, windows=Windows("all layers"), moe="mixtral"),
     "Qwen3MoeForCausalLM": Family(
-        qkv_bias=None, o_bias=None, qk_norm=True, window="optional, all layers", moe="qwen3"
+        qkv_bias=None, o_bias=None, qk_norm=True, windows=Windows("optional, all layers"), moe="qwen3"
     ),
     "DeepseekV2ForCausalLM": Family(qkv_bias=None, o_bias=None, moe="deepseek-v2", mla=True),
     "DeepseekV3ForCausalLM": Family(qkv_bias=None, o_bias=None, moe="deepseek-v3", mla=True),
 }
+HIDDEN_ACTS: dict[str, HiddenAct] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -85,12 +113,15 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
     mla = parse_mla(fields) if family.mla else None
     if mla is None:
         head_dim, num_kv_heads = _head_dim(fields, family), _num_kv_heads(fields, family)
-        rope = parse_rope(fields, head_dim, family.rope_theta)
+        rope = parse_rope(fields, head_dim, family.rope_theta, family.local_rope_theta is not None)
     else:
         head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         num_kv_heads = fields.integer("num_attention_heads")  # whatever num_key_value_heads is
         rope = parse_rope(fields, mla.qk_rope_head_dim, family.rope_theta)
         rope = replace(rope, is_interleaved=fields.boolean("rope_interleave", default=True))
+    local_rope = None
+    if family.local_rope_theta is not None:
+        local_rope = parse_local_rope(fields, head_dim, family.local_rope_theta)
     moe = _moe(fields, family)
     return ModelConfig(
         architecture=architecture,
@@ -105,12 +136,19 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         context_len=context_len(rope, fields.integer("max_position_embeddings")),
         rope=rope,
         dtype=_dtype(fields),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tie_word_embeddings),
+        hidden_act=_hidden_act(fields, family),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
-        sliding_windows=_sliding_windows(fields, family, num_hidden_layers),
+        norm_unit_offset=family.is_gemma,
+        post_norms=family.is_gemma,
+        attn_scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5 if family.is_gemma else None,
+        local_rope=local_rope,
+        sliding_windows=sliding_windows(fields, family.windows, num_hidden_layers),
+        attn_logit_cap=_soft_cap(fields, "attn_logit_softcapping", family.soft_caps[0]),
+        final_logit_cap=_soft_cap(fields, "final_logit_softcapping", family.soft_caps[1]),
         moe=moe,
         moe_layers=_moe_layers(fields, family, num_hidden_layers) if moe else frozenset(),
         mla=mla,
@@ -136,8 +174,24 @@ def _architecture(fields: Fields) -> str:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    if (hidden_act := fields.raw("hidden_act", "a name", default="silu")) != "silu":
-        raise ValueError(f"{fields.where}: hidden_act is {hidden_act!r}; supported is silu")
+    if fields.boolean("use_bidirectional_attention", default=False):
+        raise ValueError(
+            f"{fields.where}: use_bidirectional_attention is true; supported is causal attention"
+        )
+
+
+def _hidden_act(fields: Fields, family: Family) -> HiddenAct:
+    key, supported = ("hidden_activation", "gelu_pytorch_tanh") if family.is_gemma else ("hidden_act", "silu")
+    name = fields.raw(key, "a name", default=supported)
+    if name != supported:
+        raise ValueError(f"{fields.where}: {key} is {name!r}; supported is {supported}")
+    return HIDDEN_ACTS[supported]
+
+
+def _soft_cap(fields: Fields, key: str, default: float | None) -> float:
+    """null is "no cap"; only a missing key stands for the family's default."""
+    cap: float | None = fields.number(key, default=None if key in fields.values else default)
+    return 0.0 if cap is None else cap
 
 
 def _quantization(fields: Fields) -> QuantConfig | None:
@@ -178,45 +232,6 @@ def _head_dim(fields: Fields, family: Family) -> int:
             f"num_attention_heads ({num_qo_heads})"
         )
     return hidden_size // num_qo_heads
-
-
-def _sliding_windows(fields: Fields, family: Family, num_hidden_layers: int) -> tuple[int, ...]:
-    """Hugging Face counts the token itself in the window, we count the tokens before it."""
-    window = None
-    if family.window == "all layers":
-        # null is "no window"; only a missing key stands for the family's default.
-        default = None if "sliding_window" in fields.values else family.sliding_window
-        window = fields.integer("sliding_window", default=default)
-    elif family.window != "none" and fields.boolean("use_sliding_window", default=False):
-        window = fields.integer("sliding_window", default=None)
-
-    if "layer_types" in fields:
-        has_window = _has_window_by_layer_types(fields, num_hidden_layers, window)
-    elif family.window == "optional, from max_window_layers" and window is not None:
-        first = fields.integer("max_window_layers", minimum=0)
-        has_window = [layer_id >= first for layer_id in range(num_hidden_layers)]
-    else:
-        has_window = [window is not None] * num_hidden_layers
-    return tuple(window - 1 if window is not None and here else -1 for here in has_window)
-
-
-def _has_window_by_layer_types(fields: Fields, num_hidden_layers: int, window: int | None) -> list[bool]:
-    layer_types = fields.values["layer_types"]
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(layer_types, list) or any(kind not in known for kind in layer_types):
-        raise fields.error("layer_types", f"a list of {' or '.join(known)}")
-    if len(layer_types) != num_hidden_layers:
-        raise ValueError(
-            f"{fields.where}: layer_types has {len(layer_types)} entries, "
-            f"num_hidden_layers is {num_hidden_layers}"
-        )
-    if window is None and "sliding_attention" in layer_types:
-        raise ValueError(
-            f"{fields.where}: layer_types has sliding_attention, but there is no window in use "
-            f"(sliding_window {fields.values.get('sliding_window')!r}, "
-            f"use_sliding_window {fields.values.get('use_sliding_window')!r})"
-        )
-    return [kind == "sliding_attention" for kind in layer_types]
 
 
 def _moe(fields: Fields, family: Family) -> MoEConfig | None:

@@ -8,10 +8,13 @@ from shared.config.fields import MAXIMA, Fields
 from shared.config.model import RopeConfig, RopeType
 
 
-def parse_rope(fields: Fields, head_dim: int, default_theta: float) -> RopeConfig:
+def parse_rope(fields: Fields, head_dim: int, default_theta: float, has_local: bool = False) -> RopeConfig:
+    """`has_local`: layers with a sliding window have their own (`parse_local_rope`)."""
     # With both present transformers takes rope_scaling, and rope_theta from wherever it is.
     key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     rope = Fields(fields.raw(key, "an object", default={}), f"{fields.where}, {key}")
+    if has_local and key == "rope_parameters" and "full_attention" in rope:
+        rope = Fields(rope.values["full_attention"], f"{rope.where}, full_attention")
     if any(isinstance(value, dict) for value in rope.values.values()):
         raise ValueError(f"{rope.where}: has parameters per layer type; supported is one set for all layers")
     rope_type = _rope_type(rope)
@@ -21,6 +24,22 @@ def parse_rope(fields: Fields, head_dim: int, default_theta: float) -> RopeConfi
     if rope_type == "dynamic" and rotary_dim <= 2:
         raise ValueError(f"{rope.where}: dynamic scaling needs more than {rotary_dim} rotated dimensions")
     return RopeConfig(rope_type, theta, rotary_dim, **_scaling(rope, rope_type, max_position_embeddings))
+
+
+def parse_local_rope(fields: Fields, head_dim: int, default_theta: float) -> RopeConfig:
+    """Of the layers with a sliding window: not scaled. transformers 5 has parameters per layer type, 4 has
+    rope_local_base_freq."""
+    rope = Fields(_by_layer_type(fields, "sliding_attention"), f"{fields.where}, sliding_attention")
+    if _rope_type(rope) != "default":
+        raise ValueError(f"{rope.where}: rope_type is {_rope_type(rope)!r}; supported is default")
+    default = fields.number("rope_local_base_freq", default=default_theta)
+    return RopeConfig(
+        "default", rope.number("rope_theta", default=default), _rotary_dim(fields, rope, head_dim)
+    )
+
+
+def _by_layer_type(fields: Fields, layer_type: str) -> Any:
+    return Fields(fields.values.get("rope_parameters") or {}, fields.where).raw(layer_type, "an object", {})
 
 
 def context_len(rope: RopeConfig, max_position_embeddings: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from shared.config.quantization import QuantConfig
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+HiddenAct = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,18 @@ class ModelConfig:
     rope: RopeConfig
     dtype: torch.dtype  # of the checkpoint
     tie_word_embeddings: bool = False
-    hidden_act: str = "silu"
+    hidden_act: HiddenAct = "silu"
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norm_unit_offset: bool = False  # Gemma: norms multiply by 1 + weight
+    post_norms: bool = False  # Gemma: attention and MLP end with a norm, too
+    attn_scale: float | None = None  # multiplies q·k; None: head_dim ** -0.5
+    local_rope: RopeConfig | None = None  # RoPE of the layers with a sliding window; None: rope
     sliding_windows: tuple[int, ...] = ()  # per layer, previous tokens visible (HF window - 1); -1: all
     attn_logit_cap: float = 0.0  # soft-cap; 0: none
+    final_logit_cap: float = 0.0  # soft-cap of the logits over the vocabulary; 0: none
     moe: MoEConfig | None = None
     moe_layers: frozenset[int] = field(default_factory=frozenset)  # layers whose MLP is an MoE
     mla: MLAConfig | None = None  # head_dim is then that of q and k, qk_nope_head_dim + qk_rope_head_dim
@@ -152,3 +158,7 @@ class ModelConfig:
     def sliding_window(self, layer_id: int) -> int:
         """Previous tokens that a token of the layer sees beside itself; -1: all."""
         return self.sliding_windows[layer_id] if self.sliding_windows else -1
+
+    def layer_rope(self, layer_id: int) -> RopeConfig:
+        has_window = self.sliding_window(layer_id) >= 0
+        return self.local_rope if self.local_rope is not None and has_window else self.rope

@@ -33,6 +33,8 @@ _DEEPSEEK = {
     "first_k_dense_replace": 1,
     "tie_word_embeddings": False,
 }
+_GEMMA = {key: value for key, value in _COMMON.items() if key != "hidden_act"}
+"""Without hidden_act: Gemma's key is hidden_activation, and its only value the default."""
 
 
 def _shape(hidden: int, intermediate: int, layers: int, qo_heads: int, kv_heads: int) -> dict[str, Any]:
@@ -163,6 +165,52 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "dtype": "float32",
         "tie_word_embeddings": False,
+    },
+    "gemma2": {
+        **_GEMMA,
+        **_shape(72, 104, 4, 6, 2),
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "head_dim": 24,
+        "query_pre_attn_scalar": 40,
+        "sliding_window": 21,
+        "rope_theta": 10000.0,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 12.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    },
+    "gemma3": {
+        **_GEMMA,
+        **_shape(64, 88, 3, 4, 1),
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": 20,
+        "query_pre_attn_scalar": 30,
+        "sliding_window": 17,
+        "sliding_window_pattern": 3,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 1000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "torch_dtype": "float32",
+    },
+    "gemma3-layer-types": {
+        **_GEMMA,
+        **_shape(60, 96, 3, 6, 3),
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+        },
+        "final_logit_softcapping": 12.0,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
     },
     "mixtral": {
         "architectures": ["MixtralForCausalLM"],

@@ -318,7 +318,7 @@ def _kind_of(name: str, module: nn.Module) -> str | None:
         return None  # a single expert sees some of the tokens, in an order of its own
     if isinstance(module, interfaces.RMSNorm):
         return "norm"
-    if isinstance(module, interfaces.SiluAndMul):
+    if isinstance(module, (interfaces.SiluAndMul, interfaces.GeluTanhAndMul)):
         return "elementwise"
     if isinstance(module, nn.Embedding) or parts[-1] == "embed_tokens":
         return "embedding"

@@ -9,7 +9,15 @@ from shared.interfaces.drafter import Drafter, DrafterParts
 from shared.interfaces.expert_balancer import ExpertBalancer, ExpertMap
 from shared.interfaces.expert_dispatch import ExpertDispatch
 from shared.interfaces.grammar import Grammar
-from shared.interfaces.layers import Layers, MergedLinear, RMSNorm, RotaryEmbedding, SiluAndMul
+from shared.interfaces.layers import (
+    GeluTanhAndMul,
+    GemmaRMSNorm,
+    Layers,
+    MergedLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    SiluAndMul,
+)
 from shared.interfaces.lora import LoraPool
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
 from shared.interfaces.mla_attention import MLAAttentionBackend
@@ -59,6 +67,8 @@ __all__ = [
     "ExpertDispatch",
     "ExpertMap",
     "FusedExperts",
+    "GeluTanhAndMul",
+    "GemmaRMSNorm",
     "Grammar",
     "InsertResult",
     "Layers",

@@ -33,6 +33,11 @@ class RMSNorm(nn.Module, ABC):
         the caller must not use them afterwards."""
 
 
+class GemmaRMSNorm(RMSNorm, ABC):
+    """y = x / sqrt(mean(x²) + eps) * (1 + weight), all in float32, rounded once. Otherwise as RMSNorm. For
+    Gemma models only: a `layers` module may do without it."""
+
+
 class RotaryEmbedding(nn.Module, ABC):
     """Rotates the first `rope.rotary_dim` dimensions of every head by position-dependent angles, halves
     convention (dimension i pairs with i + rotary_dim / 2; with rope.is_interleaved 2 i with 2 i + 1), in
@@ -62,6 +67,15 @@ class SiluAndMul(nn.Module, ABC):
     @abstractmethod
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[..., 2 * n] -> [..., n]; silu in float32, the result in the input's dtype."""
+
+
+class GeluTanhAndMul(nn.Module, ABC):
+    """gelu(gate) * up, the gelu by the approximation with tanh: gate / 2 * (1 + tanh(sqrt(2 / pi) * (gate +
+    0.044715 gate³))). Otherwise as SiluAndMul. For Gemma models only: a `layers` module may do without it."""
+
+    @abstractmethod
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[..., 2 * n] -> [..., n]; gelu in float32, the result in the input's dtype."""
 
 
 class MergedLinear(nn.Module, ABC):

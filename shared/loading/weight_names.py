@@ -103,7 +103,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         linear(
             f"{layer}.self_attn.o_proj", hidden_size, config.num_qo_heads * config.v_head_dim, config.o_bias
         )
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden_size,)
+        norms = ["post_attention_layernorm"]
+        if config.post_norms:
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        shapes |= {f"{layer}.{norm}.weight": (hidden_size,) for norm in norms}
         if config.moe is not None and layer_id in config.moe_layers:
             linear(f"{layer}.mlp.gate", config.moe.num_experts, hidden_size)
             if config.moe.routing == "biased-grouped":

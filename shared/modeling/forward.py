@@ -31,6 +31,11 @@ def no_hidden_states(model: CausalLM, layers: tuple[int, ...] | None) -> torch.T
     return like.new_empty(0, max(len(layers), 1) * model.config.hidden_size)
 
 
+def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(logits / cap): at most `cap` on either side. 0: no cap."""
+    return logits if cap == 0.0 else cap * torch.tanh(logits / cap)
+
+
 def layer_output(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     """The output of a decoder layer that returned (x, residual): their sum, or x alone. x may be split-K
     partial sums, float32 [splits, num_tokens, hidden_size]."""

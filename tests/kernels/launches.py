@@ -23,7 +23,7 @@ from optimized.kernels.moe_tiles import GemvTile, Shape
 from optimized.kernels.one_shot_all_reduce import BLOCK, OneShotAllReduce
 from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store
 from optimized.kernels.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
-from optimized.kernels.silu_and_mul import silu_and_mul
+from optimized.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from optimized.kernels.tree_attention import tree_attention
 from optimized.sampler import Sampler
 from shared.config import ModelConfig
@@ -108,14 +108,22 @@ def experts(shape: Shape, num_tokens: int, dtype: torch.dtype) -> None:
         combine(down_gemm(up_gemm(x, w13, blocks, top_k, up), w2, blocks, weights, down), ids)
 
 
-def rows(num_tokens: int, hidden: int, inter: int, dtype: torch.dtype) -> None:
+def rows(num_tokens: int, hidden: int, inter: int, dtype: torch.dtype, is_gemma: bool = False) -> None:
     x, weight = torch.empty(num_tokens, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
-    rms_norm(x, weight, 1e-6)
-    add_rms_norm(x, torch.empty_like(x), weight, 1e-6)
-    silu_and_mul(torch.empty(num_tokens, 2 * inter, dtype=dtype))
+    rms_norm(x, weight, 1e-6, unit_offset=is_gemma)
+    add_rms_norm(x, torch.empty_like(x), weight, 1e-6, unit_offset=is_gemma)
+    act_and_mul = gelu_tanh_and_mul if is_gemma else silu_and_mul
+    act_and_mul(torch.empty(num_tokens, 2 * inter, dtype=dtype))
 
 
-def rope(num_tokens: int, head_dim: int, rotary_dim: int, normed: bool, dtype: torch.dtype) -> None:
+def rope(
+    num_tokens: int,
+    head_dim: int,
+    rotary_dim: int,
+    normed: bool,
+    dtype: torch.dtype,
+    is_gemma: bool = False,
+) -> None:
     num_qo_heads = 4 * NUM_KV_HEADS
     qkv = torch.empty(num_tokens, (num_qo_heads + 2 * NUM_KV_HEADS) * head_dim, dtype=dtype)
     positions, slots = torch.empty(2, num_tokens, dtype=torch.int64)
@@ -123,7 +131,19 @@ def rope(num_tokens: int, head_dim: int, rotary_dim: int, normed: bool, dtype: t
     k, v = torch.empty(2, 4096, NUM_KV_HEADS, head_dim, dtype=dtype)
     cos_sin = torch.empty(4096, rotary_dim)
     qk_norm_rope_store(
-        qkv, positions, cos_sin, weight, weight, 1e-6, k, v, slots, num_qo_heads, NUM_KV_HEADS, head_dim
+        qkv,
+        positions,
+        cos_sin,
+        weight,
+        weight,
+        1e-6,
+        is_gemma,
+        k,
+        v,
+        slots,
+        num_qo_heads,
+        NUM_KV_HEADS,
+        head_dim,
     )
 
 
@@ -167,6 +187,7 @@ def _launches() -> dict[str, Launch]:
         add(extend, f"d{head_dim}-m128-bf16-extras", head_dim, 4, 32, torch.bfloat16, **extras)
         add(extend, f"d{head_dim}-m128-bf16-masked", head_dim, 4, 32, torch.bfloat16, masked=True)
         add(rope, f"d{head_dim}-t8", 8, head_dim, head_dim, True, torch.bfloat16)
+        add(rope, f"d{head_dim}-t8-gemma", 8, head_dim, head_dim, True, torch.bfloat16, is_gemma=True)
         add(rope, f"d{head_dim}-t1024-half", 1024, head_dim, head_dim // 2, False, torch.float16)
     for model, config in MODELS.items():
         hidden, inter = config.hidden_size, config.intermediate_size
@@ -179,6 +200,7 @@ def _launches() -> dict[str, Launch]:
                 add(linear, f"{name}-gate-up", num_tokens, hidden, 2 * inter, DTYPES[dtype], "gated")
                 add(linear, f"{name}-down", num_tokens, inter, hidden, DTYPES[dtype], "sum")
         add(rows, model, 64, hidden, inter, torch.bfloat16)
+        add(rows, f"{model}-gemma", 64, hidden, inter, torch.bfloat16, is_gemma=True)
         if config.moe is not None:
             moe = config.moe
             shape = Shape(moe.num_experts, moe.num_experts_per_tok, hidden, moe.intermediate_size)

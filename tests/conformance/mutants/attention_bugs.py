@@ -57,6 +57,16 @@ class NoCap(SteppedAttention):
 
 
 @mutant_of("attention")
+class CapAfterMask(SteppedAttention):
+    """The soft-cap comes after the mask: -inf becomes -cap, and hidden keys take part."""
+
+    def weights(self, scores: torch.Tensor, sees: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        if layer.logit_cap > 0:
+            scores, sees = scores.masked_fill(~sees, -layer.logit_cap), torch.ones_like(sees)
+        return super().weights(scores, sees, layer)
+
+
+@mutant_of("attention")
 class ScaleFromHeadDim(SteppedAttention):
     """The scale is head_dim ** -0.5, whatever the layer says."""
 

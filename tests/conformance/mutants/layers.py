@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 import reference.layers
-from reference.layers import RMSNorm, RotaryEmbedding, SiluAndMul
+from reference.layers import GeluTanhAndMul, GemmaRMSNorm, RMSNorm, RotaryEmbedding, SiluAndMul
 from shared.modeling.rope import rope_angles
 from tests.conformance.mutants.mutant import Mutant, module_with
 
@@ -76,6 +76,33 @@ class MeanOverAllRows(RMSNorm):
     def forward(self, x):
         x32 = x.float()
         return (x32 * torch.rsqrt(x32.square().mean() + self.eps)).to(x.dtype) * self.weight
+
+
+@layer
+class ForgetsTheOne(GemmaRMSNorm):
+    """Multiplies by the weight, not by 1 + weight."""
+
+    def forward(self, x):
+        return RMSNorm.forward(self, x)
+
+
+@layer
+class OneAddedInHalf(GemmaRMSNorm):
+    """1 + weight is rounded to the weight's type."""
+
+    def forward(self, x):
+        x32 = x.float()
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * (1 + self.weight)).to(x.dtype)
+
+
+@layer
+class GeluWithoutTanh(GeluTanhAndMul):
+    """The exact gelu: checkpoints were trained with the approximation."""
+
+    def forward(self, gate_up):
+        gate, up = gate_up.float().chunk(2, -1)
+        return (torch.nn.functional.gelu(gate) * up).to(gate_up.dtype)
 
 
 @layer

@@ -9,7 +9,7 @@ import torch
 import optimized.layers
 import optimized.models
 from optimized.kernels.rms_norm import add_rms_norm, rms_norm
-from optimized.layers import MLP, Linear, RMSNorm, RotaryEmbedding, SiluAndMul
+from optimized.layers import MLP, GeluTanhAndMul, GemmaRMSNorm, Linear, RMSNorm, RotaryEmbedding, SiluAndMul
 from shared.interfaces import CausalLM
 from tests.conformance.mutants.mutant import Mutant, module_with
 
@@ -80,6 +80,22 @@ class SumOfNormsWrittenToOneResult(RMSNorm):
     def add_and_norm(self, x, residual):
         normed, residual = super().add_and_norm(x, residual)
         return normed, residual.copy_(normed)
+
+
+@layer
+class AddsWithoutTheOne(GemmaRMSNorm):
+    """add_and_norm launches the kernel for plain weights."""
+
+    def add_and_norm(self, x, residual):
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+@layer
+class SiluForGelu(GeluTanhAndMul):
+    """The kernel of the other activation."""
+
+    def forward(self, gate_up):
+        return SiluAndMul.forward(self, gate_up)
 
 
 @layer

@@ -90,6 +90,32 @@ class WindowInEveryLayer:
 
 
 @mixed_into_every_model
+class OneRopeForAllLayers:
+    """Layers with a window turn by the RoPE of the others."""
+
+    def __init__(self, config, layers, moe):
+        super().__init__(replace(config, local_rope=None), layers, moe)
+
+
+@mixed_into_every_model
+class EmbeddingAsStored:
+    """Gemma's embedding is not scaled."""
+
+    def __init__(self, config, layers, moe):
+        super().__init__(config, layers, moe)
+        if config.post_norms:
+            self.model.embed = self.model.embed_tokens.forward
+
+
+@mixed_into_every_model
+class LogitsWithoutCap:
+    """The logits over the vocabulary are not soft-capped."""
+
+    def __init__(self, config, layers, moe):
+        super().__init__(replace(config, final_logit_cap=0.0), layers, moe)
+
+
+@mixed_into_every_model
 class NoNormOfHeads:
     """q and k go without their norm, where the family has one."""
 

@@ -6,7 +6,7 @@ import torch
 
 from shared.conformance.case import EXAMPLE, Case, grid, table
 from shared.conformance.clause import contract
-from shared.conformance.compare import expect_close, expect_equal, expect_form
+from shared.conformance.compare import expect_close, expect_equal, expect_form, expect_true
 from shared.conformance.device import building, check_device
 from shared.conformance.inputs import FLOAT_TYPES, Inputs, type_name
 from shared.conformance.poison import amid_poison, poisoned, run_poisoned
@@ -59,9 +59,11 @@ ROWS = table(
 )
 
 
-def make_norm(impl: Layers, size: int, dtype: torch.dtype, weight: torch.Tensor) -> RMSNorm:
+def make_norm(
+    impl: Layers, size: int, dtype: torch.dtype, weight: torch.Tensor, name: str = "RMSNorm"
+) -> RMSNorm:
     with building(dtype):
-        norm = impl.RMSNorm(size, EPS)
+        norm: RMSNorm = getattr(impl, name)(size, EPS)
     expect_equal(
         "parameters", [(n, tuple(p.shape)) for n, p in norm.named_parameters()], [("weight", (size,))]
     )
@@ -124,6 +126,32 @@ def rms_norm_rows_are_independent(impl: Layers, case: Case) -> None:
         expect_close(what, result, rms_norm64(x, weight), tolerance("norm", x.dtype))
 
 
+@contract(
+    "GemmaRMSNorm, where a module has one: 1 + weight in place of the weight, all in float32 and rounded "
+    "once; add_and_norm likewise.",
+    ROWS,
+)
+def gemma_rms_norm(impl: Layers, case: Rows) -> None:
+    if not hasattr(impl, "GemmaRMSNorm"):
+        return
+    inputs = Inputs(case.seed)
+    x, residual = case.draw(inputs), case.draw(inputs)
+    weight = inputs.normal(case.size, dtype=case.dtype, std=0.01)
+    norm = make_norm(impl, case.size, case.dtype, weight, "GemmaRMSNorm")
+    total = x + residual
+    alone = run_poisoned(norm, x)
+    added, new_residual = run_poisoned(norm.add_and_norm, x.clone(), residual.clone())
+    expect_equal("x + residual", new_residual, total)
+    for what, y, row in (("y", alone, x), ("norm(x + residual)", added, total)):
+        expect_form(what, y, like=x)
+        expected = rms_norm64(row, 1.0 + weight.double())
+        expect_close(what, y, expected, tolerance("norm", case.dtype))
+        if case.dtype != torch.float32 and y.numel() > 0:
+            # 1 + weight in a half type would have lost most of the weight: an error below the tolerance.
+            num_exact = int((y == expected.to(y.dtype)).sum())
+            expect_true(f"{what} is rounded once", num_exact >= 0.95 * y.numel(), f"{num_exact} exact")
+
+
 @contract("SiluAndMul: silu of the first half times the second, silu in float32.", ROWS)
 def silu_and_mul(impl: Layers, case: Rows) -> None:
     x = case.draw(Inputs(case.seed), 2 * case.size, std=4.0)
@@ -132,6 +160,26 @@ def silu_and_mul(impl: Layers, case: Rows) -> None:
     y = run_poisoned(act_fn, x)
     gate, up = x.double().chunk(2, dim=-1)
     expected = gate / (1 + torch.exp(-gate)) * up
+    expect_form("y", y, like=up, dtype=case.dtype)
+    expect_close("y", y, expected, tolerance("elementwise", case.dtype))
+
+
+@contract(
+    "GeluTanhAndMul, where a module has one: gelu of the first half, by its formula with tanh, times the "
+    "second, gelu in float32. It overflows nowhere.",
+    ROWS,
+)
+def gelu_tanh_and_mul(impl: Layers, case: Rows) -> None:
+    if not hasattr(impl, "GeluTanhAndMul"):
+        return
+    x = case.draw(Inputs(case.seed), 2 * case.size)  # far on the left 1 + tanh cancels
+    if x.numel():
+        x[0, ..., 0], x[-1, ..., case.size - 1] = -1e4, 1e4
+    with building(case.dtype):
+        act_fn = impl.GeluTanhAndMul()
+    y = run_poisoned(act_fn, x)
+    gate, up = x.double().chunk(2, dim=-1)
+    expected = gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
     expect_form("y", y, like=up, dtype=case.dtype)
     expect_close("y", y, expected, tolerance("elementwise", case.dtype))
 

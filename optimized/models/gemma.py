@@ -1,0 +1,69 @@
+"""Gemma-2 and Gemma-3 (text): four norms a layer, a scaled embedding, soft-capped logits.
+
+Otherwise Llama's decoder, with options of ModelConfig: norms that multiply by 1 + weight, GELU, windows in
+most layers, a soft-cap on attention's scores (Gemma-2), norms on the heads of q and k, and a RoPE for the
+layers with a window (Gemma-3).
+
+Differs from reference: as llama.py does, but a norm stands between each GEMM that ends a block and the
+residual stream, so these GEMMs do not add. Norms are kernels of their own: no GEMM includes one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from optimized.layers import add_and_norm
+from optimized.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from shared.config import ModelConfig
+from shared.interfaces.attention import BatchAttention
+from shared.interfaces.layers import Layers
+from shared.modeling.forward import soft_cap
+from shared.modeling.layer_choice import norm_class
+
+
+class GemmaDecoderLayer(LlamaDecoderLayer):
+    """Attention and MLP have a norm before and one behind. `post_attention_layernorm` is the one behind
+    attention here, and not the one before the MLP."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, layers: Layers, *more: Any) -> None:
+        super().__init__(config, layer_id, layers, *more)
+        norm = norm_class(config, layers)
+        self.pre_feedforward_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        attention: BatchAttention,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in LlamaDecoderLayer: input and output are x + residual."""
+        # --8<-- [start:four-norms]
+        normed, x = add_and_norm(self.input_layernorm, x, residual)
+        heads = self.self_attn(self.self_attn.qkv_proj(normed), positions, attention)
+        if self.is_last and attention.rows is not None:
+            x, heads = x[attention.rows], heads[attention.rows]
+        added = self.post_attention_layernorm(self.tp.all_reduce(self.self_attn.o_proj(heads)))
+        normed, x = add_and_norm(self.pre_feedforward_layernorm, added, x)
+        added = self.tp.all_reduce(self.mlp(normed))
+        return self.post_feedforward_layernorm(added), x
+        # --8<-- [end:four-norms]
+
+
+class GemmaModel(LlamaModel):
+    layer_class = GemmaDecoderLayer
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Scaled by the root of hidden_size, which is rounded to the embedding's type."""
+        x = super().embed(input_ids)
+        return x * torch.tensor(x.shape[-1] ** 0.5, dtype=x.dtype, device="cpu").item()
+
+
+class GemmaForCausalLM(LlamaForCausalLM):
+    body_class = GemmaModel
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return soft_cap(super().compute_logits(hidden_states), self.config.final_logit_cap)

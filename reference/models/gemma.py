@@ -1,0 +1,66 @@
+"""Gemma-2 and Gemma-3 (text): four norms a layer, a scaled embedding, soft-capped logits.
+
+Otherwise Llama's decoder, with options of ModelConfig: norms that multiply by 1 + weight, GELU, windows in
+most layers, a soft-cap on attention's scores (Gemma-2), norms on the heads of q and k, and a RoPE for the
+layers with a window (Gemma-3).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from reference.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from shared.config import ModelConfig
+from shared.interfaces.attention import BatchAttention
+from shared.interfaces.layers import Layers
+from shared.modeling.forward import soft_cap
+from shared.modeling.layer_choice import norm_class
+
+
+class GemmaDecoderLayer(LlamaDecoderLayer):
+    """Attention and MLP have a norm before and one behind. `post_attention_layernorm` is the one behind
+    attention here, and not the one before the MLP."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, layers: Layers, *more: Any) -> None:
+        super().__init__(config, layer_id, layers, *more)
+        norm = norm_class(config, layers)
+        self.pre_feedforward_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        attention: BatchAttention,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in LlamaDecoderLayer: input and output are x + residual."""
+        # --8<-- [start:four-norms]
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add_and_norm(x, residual)
+        x = self.tp.all_reduce(self.self_attn(x, positions, attention))
+        x = self.post_attention_layernorm(x)
+        x, residual = self.pre_feedforward_layernorm.add_and_norm(x, residual)
+        x = self.tp.all_reduce(self.mlp(x))
+        return self.post_feedforward_layernorm(x), residual
+        # --8<-- [end:four-norms]
+
+
+class GemmaModel(LlamaModel):
+    layer_class = GemmaDecoderLayer
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Scaled by the root of hidden_size, which is rounded to the embedding's type."""
+        x = super().embed(input_ids)
+        return x * torch.tensor(x.shape[-1] ** 0.5, dtype=x.dtype, device="cpu").item()
+
+
+class GemmaForCausalLM(LlamaForCausalLM):
+    body_class = GemmaModel
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return soft_cap(super().compute_logits(hidden_states), self.config.final_logit_cap)

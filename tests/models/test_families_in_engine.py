@@ -1,0 +1,65 @@
+"""Families with their own attention, in the engine: greedy text is that of transformers, whole, in chunks,
+beside requests that decode, and from the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_harness import hf_greedy, random_hf_model
+
+from shared.conformance.configs import CONFIGS
+from shared.engine.llm import LLM
+from shared.types import SamplingParams
+
+SHARED, PROMPT_LENS = 70, (150, 131, 90, 33)
+MIXED = {"chunked_prefill_size": 24, "enable_mixed_chunk": True}
+FAMILIES = ("gemma2", "gemma3")
+SETTINGS = [  # the fast cut has one of each family
+    *(
+        pytest.param(name, page_size, flags, marks=[] if is_fast else pytest.mark.full)
+        for number, name in enumerate(FAMILIES)
+        for page_size in (1, 4, 16)
+        for flags in ({}, MIXED, {"chunked_prefill_size": 40})
+        for is_fast in [flags is MIXED and page_size == (4, 16)[number % 2]]
+    )
+]
+
+
+def make_prompts() -> list[list[int]]:
+    """They begin alike."""
+    generator = torch.Generator().manual_seed(5)
+    beginning = torch.randint(0, 331, (SHARED,), generator=generator).tolist()
+    rest = [torch.randint(0, 331, (n,), generator=generator).tolist() for n in PROMPT_LENS]
+    return [(beginning + ids)[:n] for n, ids in zip(PROMPT_LENS, rest)]
+
+
+def expect_answers_of_transformers(
+    folder: Path, name: str, prompts: list[list[int]], num_new: int, **flags: Any
+) -> None:
+    """From a cold cache, and from a warm one."""
+    hf_model = random_hf_model(CONFIGS[name])
+    hf_model.save_pretrained(folder)
+    expected = [hf_greedy(hf_model, prompt, num_new)[0] for prompt in prompts]
+    llm = LLM(model=str(folder), device="cpu", check_invariants=True, max_total_tokens=1024, **flags)
+    params = SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=True)
+    assert [o.output_ids for o in llm.generate(prompts, params, progress=False)] == expected
+    outputs = llm.generate(prompts, params, progress=False)
+    assert [o.output_ids for o in outputs] == expected
+    assert all(o.num_cached_tokens >= o.num_prompt_tokens - llm.config.page_size for o in outputs)
+
+
+@pytest.mark.parametrize(("name", "page_size", "flags"), SETTINGS)
+def test_reference(name: str, page_size: int, flags: dict[str, Any], tmp_path: Path) -> None:
+    flags = {"panel": "reference", "page_size": page_size, **flags}
+    expect_answers_of_transformers(tmp_path, name, make_prompts(), 16, **flags)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
+def test_optimized(name: str, tmp_path: Path) -> None:
+    """Few steps: kernels may be interpreted."""
+    prompts = [prompt[: len(prompt) // 2] for prompt in make_prompts()[1:]]
+    expect_answers_of_transformers(tmp_path, name, prompts, 4, panel="optimized", page_size=4, **MIXED)
