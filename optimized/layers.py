@@ -200,12 +200,10 @@ class MLP(nn.Module):
     def activate(self, x: torch.Tensor, norm: interface.RMSNorm | None = None) -> torch.Tensor:
         """act_fn of gate and up of x, or of norm(x): what down_proj takes."""
         is_plain = (
-            isinstance(self.gate_up_proj, MergedLinear)
+            is_builtin_layer(self.gate_up_proj, MergedLinear)
             and self.gate_up_proj.bias is None
             and is_builtin_layer(self.act_fn, SiluAndMul)
         )
-        is_plain = is_builtin_layer(self.gate_up_proj, MergedLinear) and self.gate_up_proj.bias is None
-        is_plain &= is_builtin_layer(self.act_fn, SiluAndMul)
         if use_gemv(x) and is_plain and norm is None:
             return small_batch_linear.linear_silu(x, self.gate_up_proj.weight)
         if use_gemv(x) and is_plain and is_builtin_layer(norm, RMSNorm):

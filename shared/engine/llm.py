@@ -10,7 +10,7 @@ from itertools import chain, count
 from typing import Any
 
 from shared.config import EngineConfig
-from shared.engine.lora_adapters import LoraAdapters, cache_namespace
+from shared.engine.lora_adapters import adapters_of, cache_namespace
 from shared.engine.output_collector import OutputCollector
 from shared.engine.python_runtime import deferred_interrupts, gc_freeze
 from shared.engine.start import start_engine
@@ -176,7 +176,7 @@ class LLM:
             collectors: list[OutputCollector] = []
             try:
                 # --8<-- [start:make-req]
-                adapter = None if lora is None else self._adapters().get(lora)
+                adapter = None if lora is None else adapters_of(self.assembly.lora).get(lora)
                 for i in range(sampling_params.n):
                     req = Req(
                         rid=self._unused_rid(name if sampling_params.n == 1 else f"{name}#{i}"),
@@ -211,17 +211,12 @@ class LLM:
         """Load a LoRA adapter from a folder in PEFT's format; requests may then name it. It may replace one
         of the same name that no request uses. Raises `ValueError` for one that cannot be used."""
         with self._exclusive():
-            self._adapters().load(name, path, self.scheduler)
+            adapters_of(self.assembly.lora).load(name, path, self.scheduler)
 
     def unload_lora(self, name: str) -> None:
         """Forget an adapter. Raises `ValueError` while a request uses it."""
         with self._exclusive():
-            self._adapters().unload(name, self.scheduler)
-
-    def _adapters(self) -> LoraAdapters:
-        if self.assembly.lora is None:
-            raise ValueError("this engine takes no LoRA adapters: give lora_paths or max_loras_per_batch")
-        return self.assembly.lora
+            adapters_of(self.assembly.lora).unload(name, self.scheduler)
 
     def _unused_rid(self, rid: str) -> str:
         """A request keeps its id in the scheduler until its end is reported; one that reuses the id before

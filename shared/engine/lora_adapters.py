@@ -69,6 +69,13 @@ class LoraAdapters:
             raise ValueError(f"LoRA adapter {name!r} is in use by {num_users} requests")
 
 
+def adapters_of(adapters: LoraAdapters | None) -> LoraAdapters:
+    """Raises `ValueError` for an engine without."""
+    if adapters is None:
+        raise ValueError("this engine takes no LoRA adapters: give lora_paths or max_loras_per_batch")
+    return adapters
+
+
 def cache_namespace(extra_key: str | None, adapter: LoraAdapter) -> tuple[str | None, str]:
     """`Req.extra_key` of a request with an adapter: its KV depends on what the adapter contains. A tuple:
     no text that a client gives can equal it."""

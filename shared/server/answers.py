@@ -20,10 +20,11 @@ Chunk = dict[str, Any]
 
 def check_model(name: str | None, state: ServerState) -> None:
     """404 for a model that is not served; a request may leave the name out."""
-    if name is not None and name != state.model_name:
+    if name is not None and name != state.model_name and name not in state.adapters:
+        served = ", ".join(map(repr, [state.model_name, *sorted(state.adapters)]))
         raise ApiError(
             404,
-            f"the model {name!r} is not served; {state.model_name!r} is",
+            f"the model {name!r} is not served; {served} {'are' if state.adapters else 'is'}",
             param="model",
             code="model_not_found",
         )

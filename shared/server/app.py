@@ -61,12 +61,15 @@ def _add_openai_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_card(state)]}
+        return {
+            "object": "list",
+            "data": [_model_card(state, name) for name in [state.model_name, *sorted(state.adapters)]],
+        }
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         check_model(name, state)
-        return _model_card(state)
+        return _model_card(state, name)
 
 
 def _add_health_routes(app: FastAPI, state: ServerState) -> None:
@@ -90,13 +93,15 @@ def _add_health_routes(app: FastAPI, state: ServerState) -> None:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _model_card(state: ServerState) -> dict[str, Any]:
+def _model_card(state: ServerState, name: str) -> dict[str, Any]:
+    """`parent`: an adapter's model."""
     return {
-        "id": state.model_name,
+        "id": name,
         "object": "model",
         "created": state.start_time,
         "owned_by": "diptych",
         "max_model_len": state.ready.context_len,
+        "parent": state.model_name if name in state.adapters else None,
     }
 
 

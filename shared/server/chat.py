@@ -142,7 +142,7 @@ async def chat_chunks(body: ChatRequest, generation: Generation, state: ServerSt
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion.chunk",
         "created": int(time.time()),
-        "model": state.model_name,
+        "model": body.model or state.model_name,
     }
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     texts = TokenTexts(state.prompts.token_bytes, body.return_tokens_as_token_ids)

@@ -74,7 +74,7 @@ async def completion_chunks(
         "id": f"cmpl-{uuid.uuid4().hex}",
         "object": "text_completion",
         "created": int(time.time()),
-        "model": state.model_name,
+        "model": body.model or state.model_name,
     }
     include_usage = body.stream_options is not None and body.stream_options.include_usage
     with_ids = body.return_token_ids

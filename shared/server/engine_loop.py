@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from shared.engine.assembly import Assembly
+from shared.engine.lora_adapters import LoraAdapters, adapters_of, cache_namespace
 from shared.grammar.queue import GrammarQueue
 from shared.server.messages import (
     VERSION,
@@ -104,15 +105,24 @@ class EngineLoop:
                 return
 
     def _on_generate(self, message: Generate) -> None:
+        adapter, extra_key = None, message.extra_key
+        if message.lora is not None:
+            try:
+                adapter = self._adapters().get(message.lora)
+            except ValueError as error:  # it was unloaded meanwhile
+                self._refused.append(_refusal(message.rid, FinishAbort(str(error), 404)))
+                return
+            extra_key = cache_namespace(message.extra_key, adapter)
         req = Req(
             rid=message.rid,
             origin_input_ids=message.input_ids,
             sampling_params=message.params,
             seed=message.seed,
             eos_token_ids=self.assembly.eos_token_ids,
-            extra_key=message.extra_key,
+            extra_key=extra_key,
             priority=message.priority,
             routing_key=message.routing_key,
+            lora=adapter,
         )
         try:
             if not self.grammar_queue.add(req):
@@ -168,6 +178,19 @@ class EngineLoop:
     def on_abort_all(self) -> dict[str, Any]:
         """End every live request."""
         return {"num_aborted": sum(self._abort(rid) for rid in [*self.grammar_queue, *self._live])}
+
+    def on_load_lora(self, name: str, path: str) -> dict[str, Any]:
+        """Read an adapter from a folder of this computer."""
+        self._adapters().load(name, path, self.scheduler)
+        return {}
+
+    def on_unload_lora(self, name: str) -> dict[str, Any]:
+        """Forget an adapter; refused while requests use it."""
+        self._adapters().unload(name, self.scheduler)
+        return {}
+
+    def _adapters(self) -> LoraAdapters:
+        return adapters_of(self.assembly.lora)
 
     def on_pause(self, mode: str = "in_place") -> dict[str, Any]:
         """Run no step until `continue`. in_place: requests keep their memory; retract: they return to the

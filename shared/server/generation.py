@@ -63,13 +63,19 @@ class Generation:
         extra_key: str | None = None,
         priority: int = 0,
         routing_key: str | None = None,
+        lora: str | None = None,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.prompts = list(prompts)
         self.params = params
-        self.request_fields = {"extra_key": extra_key, "priority": priority, "routing_key": routing_key}
+        self.request_fields = {
+            "extra_key": extra_key,
+            "priority": priority,
+            "routing_key": routing_key,
+            "lora": lora,
+        }
         self.seed = seed
         base = uuid.uuid4().hex
         self.samples = [

@@ -23,7 +23,7 @@ from shared.types import (
     TokenLogprob,
 )
 
-VERSION = 3
+VERSION = 4
 """Of this protocol. The API refuses an engine of another version at `Ready`."""
 
 
@@ -45,6 +45,7 @@ class Generate(Message):
     extra_key: str | None = None  # namespace in the prefix cache
     priority: int = 0
     routing_key: str | None = None
+    lora: str | None = None  # name of an adapter
 
 
 class Abort(Message):

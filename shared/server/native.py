@@ -15,7 +15,13 @@ from fastapi.responses import JSONResponse, Response
 from shared.server.answers import respond
 from shared.server.errors import ApiError, bad_request
 from shared.server.generation import Generation, Usage
-from shared.server.protocol import DetokenizeRequest, NativeRequest, TokenizeRequest
+from shared.server.protocol import (
+    DetokenizeRequest,
+    LoadLoraRequest,
+    NativeRequest,
+    TokenizeRequest,
+    UnloadLoraRequest,
+)
 from shared.server.state import ServerState
 from shared.types import SamplingParams
 
@@ -74,6 +80,8 @@ def add_native_routes(app: FastAPI, state: ServerState) -> None:
 
 
 async def _start(body: NativeRequest, state: ServerState) -> Generation:
+    if body.lora_path is not None and body.lora_path not in state.adapters:
+        raise ApiError(404, f"no LoRA adapter {body.lora_path!r} is loaded", param="lora_path")
     if (body.text is None) == (body.input_ids is None):
         raise bad_request("give either text or input_ids", "text")
     prompt = body.input_ids if body.input_ids is not None else await state.prompts.of_text(body.text or "")
@@ -110,6 +118,7 @@ async def _start(body: NativeRequest, state: ServerState) -> Generation:
         params,
         seed=secrets.randbits(63) if seed is None else seed,
         priority=body.priority,
+        lora=body.lora_path,
     )
 
 
@@ -206,6 +215,30 @@ def add_admin_routes(app: FastAPI, state: ServerState) -> None:
     async def continue_generation() -> dict[str, Any]:
         await state.client.control("continue")
         return {"paused": False}
+
+    @app.post("/load_lora_adapter", dependencies=admin)
+    @app.post("/v1/load_lora_adapter", dependencies=admin)
+    async def load_lora_adapter(body: LoadLoraRequest) -> dict[str, Any]:
+        """From a folder of the server's computer. Requests may name it as their model afterwards."""
+        if body.lora_name == state.model_name:
+            raise bad_request(f"{body.lora_name!r} is the name of the model", "lora_name")
+        try:
+            await state.client.control("load_lora", name=body.lora_name, path=body.lora_path)
+        except ValueError as error:
+            raise bad_request(str(error), "lora_path") from None
+        state.adapters.add(body.lora_name)
+        return {"success": True, "loaded_adapters": sorted(state.adapters)}
+
+    @app.post("/unload_lora_adapter", dependencies=admin)
+    @app.post("/v1/unload_lora_adapter", dependencies=admin)
+    async def unload_lora_adapter(body: UnloadLoraRequest) -> dict[str, Any]:
+        """Refused with 400 while requests use it."""
+        try:
+            await state.client.control("unload_lora", name=body.lora_name)
+        except ValueError as error:
+            raise bad_request(str(error), "lora_name") from None
+        state.adapters.discard(body.lora_name)
+        return {"success": True, "loaded_adapters": sorted(state.adapters)}
 
     @app.get("/server_info", dependencies=admin)
     @app.get("/get_server_info", dependencies=admin)

@@ -331,4 +331,18 @@ class NativeRequest(Body):
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     logprob_start_len: int = -1
     priority: int = 0
+    lora_path: str | None = None  # SGLang's word for the name of a loaded adapter
     rid: str | None = None  # echoed only: the server makes its own ids
+
+
+class LoadLoraRequest(Body):
+    """/load_lora_adapter"""
+
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_path: Annotated[str, Field(min_length=1)]
+
+
+class UnloadLoraRequest(Body):
+    """/unload_lora_adapter"""
+
+    lora_name: str

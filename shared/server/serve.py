@@ -60,6 +60,7 @@ async def run_server(
                 return 0
             model_name = settings.served_model_name or config.model
             state = ServerState(settings, model_name, client, ready, Prompts(tokenizer, ready))
+            state.adapters.update(config.lora_paths)
             server = _Server(
                 uvicorn.Config(create_app(state), log_level="warning", access_log=False, lifespan="off")
             )

@@ -44,6 +44,7 @@ class ServerState:
     metrics: Metrics = field(default_factory=Metrics)
     start_time: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
+    adapters: set[str] = field(default_factory=set)  # names of LoRA adapters, which are models to clients
 
     def generation(
         self, prompts: Sequence[list[int]], params: SamplingParams, body: SamplingFields
@@ -60,7 +61,12 @@ class ServerState:
             extra_key=body.cache_salt,
             priority=body.priority,
             routing_key=body.routing_key,
+            lora=self.adapter_of(body.model),
         )
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The LoRA adapter that a request means by its `model`; None: the model alone."""
+        return model if model in self.adapters else None
 
     def check_admission(self, num_samples: int) -> None:
         """429 when too many requests are live, 503 while draining or after the engine's death."""

@@ -1,0 +1,99 @@
+"""LoRA adapters over HTTP: OpenAI's client names them as models; loading and unloading while serving."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shared.config import ModelConfig
+from shared.engine.llm import LLM
+from shared.loading.lora import adaptable_modules
+from shared.loading.model_path import ASSETS
+from tests.server.running import RunningServer, serving
+
+PROMPT = "Mara has a red kite."
+ASK: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8}
+
+
+def write_adapter(folder: Path, seed: int) -> str:
+    folder.mkdir()
+    config = {"peft_type": "LORA", "lora_alpha": 4, "r": 2}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    shapes = adaptable_modules(ModelConfig.from_pretrained(ASSETS / "tiny-dense"))
+    tensors = {}
+    for name, (num_out, num_in) in shapes.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(2, num_in, generator=generator) / 16
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(num_out, 2, generator=generator) / 2
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: write_adapter(folder / name, seed) for seed, name in enumerate(("first", "second"))}
+
+
+@pytest.fixture(scope="module")
+def lora_server(paths: dict[str, str]) -> Iterator[RunningServer]:
+    with serving("--lora-paths", f"first={paths['first']}", "--max-total-tokens", "4096") as server:
+        yield server
+
+
+def post(server: RunningServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found: dict[str, Any] = json.loads(answer.read())
+    return found
+
+
+def test_adapters_are_models(lora_server: RunningServer, paths: dict[str, str]) -> None:
+    client = openai.OpenAI(base_url=f"{lora_server.url}/v1", api_key="none", max_retries=0)
+    llm = LLM("tiny-dense", lora_paths=paths, max_total_tokens=1024)
+    offline = {
+        name: llm.generate(PROMPT, temperature=0, max_tokens=8, lora=name, progress=False).text
+        for name in (None, "first", "second")
+    }
+    assert len(set(offline.values())) == 3
+    assert [model.id for model in client.models.list()] == ["tiny-dense", "first"]
+    for name, model in ((None, "tiny-dense"), ("first", "first")):
+        answer = client.completions.create(model=model, **ASK)
+        assert (answer.choices[0].text, answer.model) == (offline[name], model)
+    text = "".join(
+        chunk.choices[0].text for chunk in client.completions.create(model="first", stream=True, **ASK)
+    )
+    assert text == offline["first"]
+
+    with pytest.raises(openai.NotFoundError, match="'second' is not served; 'tiny-dense', 'first' are"):
+        client.completions.create(model="second", **ASK)
+    answer = post(lora_server, "/load_lora_adapter", {"lora_name": "second", "lora_path": paths["second"]})
+    assert answer == {"success": True, "loaded_adapters": ["first", "second"]}
+    assert client.completions.create(model="second", **ASK).choices[0].text == offline["second"]
+    native = {
+        "text": PROMPT,
+        "lora_path": "second",
+        "sampling_params": {"temperature": 0, "max_new_tokens": 8},
+    }
+    assert post(lora_server, "/generate", native)["text"] == offline["second"]
+
+    post(lora_server, "/unload_lora_adapter", {"lora_name": "second"})
+    with pytest.raises(openai.NotFoundError, match="'second' is not served"):
+        client.chat.completions.create(model="second", messages=[{"role": "user", "content": "Hi"}])
+    for path, body in (
+        ("/unload_lora_adapter", {"lora_name": "second"}),
+        ("/load_lora_adapter", {"lora_name": "third", "lora_path": "/nowhere"}),
+    ):
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            post(lora_server, path, body)
