@@ -30,6 +30,7 @@ _FENCE = re.compile(r"^ *(```|~~~)")
 _QUOTE = re.compile(r'^( *)--8<-- "([^":]+\.py):?([^"]*)"$')
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _TAG = re.compile(r"<[^>]*>")
+_COMMENT = re.compile(r"^( *)(\S.*?)  (# .*)$")
 _NAMED = re.compile(r"(?<!\[)`([\w/]+\.py)`(?!\])")
 
 
@@ -150,6 +151,9 @@ def _formatted(path: str, label: str) -> str:
     text = _section(path, label)[1]
     if max(map(len, text.splitlines())) <= MAX_COLUMNS:
         return text
+    # A comment behind a line that is too long goes above it: a formatter would break the line around it.
+    lines = [_COMMENT.sub(r"\1\3\n\1\2", x) if len(x) > MAX_COLUMNS else x for x in text.splitlines()]
+    text = "\n".join(lines) + "\n"
     command = [sys.executable, "-m", "ruff", "format", "--line-length", str(MAX_COLUMNS), "-"]
     formatted = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
     return formatted.replace("\n\n\n", "\n\n")  # methods, which look like functions of a module here

@@ -96,11 +96,11 @@ class ModelRunner(interface.ModelRunner):
             logits = self.model.compute_logits(hidden_states)
         else:
             logits = self.model.compute_logits(hidden_states[forward_batch.last_token_rows])
+        # --8<-- [end:model-runner-forward]
         input_logprobs = None
         if forward_batch.input_logprob_rows is not None:
             input_logprobs = input_logprobs_of(forward_batch, hidden_states, self.model.compute_logits)
         return LogitsOutput(logits, input_logprobs, captured)
-        # --8<-- [end:model-runner-forward]
 
     @property
     def num_extend_replays(self) -> int:
@@ -160,11 +160,10 @@ class ModelRunner(interface.ModelRunner):
             self.lora.prepare(forward_batch)
         logits_output = self._decode(step, forward_batch, None if kind is SamplingKind.GREEDY else info)
         next_token_ids = step.replay_sampler[kind]()
+        # --8<-- [end:forward-and-sample]
         self.num_sampler_replays += 1
         # A copy: the next step overwrites these, perhaps during their copy to the CPU.
         return logits_output, SampleOutput(next_token_ids[: forward_batch.num_tokens].clone())
-
-    # --8<-- [end:forward-and-sample]
 
     # ---- one decode step ----
 

@@ -33,16 +33,18 @@ class TorchAttention(interface.AttentionBackend):
     # --8<-- [start:attention-plan]
     def plan(self, forward_batch: ForwardBatch) -> list[RequestPlan]:
         plans: list[RequestPlan] = []
+        table = self.req_to_token_pool.req_to_token
         row = mask_start = 0
         for i, num_keys in enumerate(forward_batch.seq_lens.tolist()):
             num_queries = forward_batch.extend_seq_lens_cpu[i]
-            slots = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices[i], :num_keys].long()
+            slots = table[forward_batch.req_pool_indices[i], :num_keys].long()
             if forward_batch.custom_mask is not None:
                 mask_end = mask_start + num_queries * num_keys
                 visible = forward_batch.custom_mask[mask_start:mask_end].view(num_queries, num_keys)
                 mask_start = mask_end
             elif forward_batch.tree_mask is not None:
-                tree_mask = forward_batch.tree_mask[i]  # of the last keys; all earlier ones are visible
+                # of the last keys; all earlier ones are visible
+                tree_mask = forward_batch.tree_mask[i]
                 visible = F.pad(tree_mask, (num_keys - tree_mask.shape[1], 0), value=True)
             else:  # query r is at position num_keys - num_queries + r
                 visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=slots.device)
@@ -74,7 +76,8 @@ class TorchAttention(interface.AttentionBackend):
         # Each KV head serves a group of query heads.
         group_size = layer.num_qo_heads // layer.num_kv_heads
         k, v = (x.transpose(0, 1).repeat_interleave(group_size, dim=0) for x in (k, v))
-        scores = (q.to(dtype) * layer.scale).transpose(0, 1) @ k.transpose(1, 2)  # [heads, queries, keys]
+        # [heads, queries, keys]
+        scores = (q.to(dtype) * layer.scale).transpose(0, 1) @ k.transpose(1, 2)
         if layer.logit_cap > 0:
             scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
         visible = request.visible
@@ -85,7 +88,8 @@ class TorchAttention(interface.AttentionBackend):
             sinks = layer.sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)
             scores = torch.cat([scores, sinks], dim=-1)
         # The softmax of a query that sees nothing is NaN: its weights become zeros.
-        weights = torch.softmax(scores, dim=-1)[..., : len(request.slots)].masked_fill(~visible, 0.0)
+        weights = torch.softmax(scores, dim=-1)[..., : len(request.slots)]
+        weights = weights.masked_fill(~visible, 0.0)
         return (weights @ v).transpose(0, 1)
 
     # --8<-- [end:gather-and-score]

@@ -44,15 +44,16 @@ def _balance_layer(
 ) -> list[int]:
     """The logical expert of each physical one, rank by rank."""
     group_size = len(load) // num_groups
-    groups = [range(first, first + group_size) for first in range(0, len(load), group_size)]
+    groups = [range(i, i + group_size) for i in range(0, len(load), group_size)]
     group_loads = [sum(load[e] for e in group) for group in groups]
+    num_ranks //= num_nodes  # of a node
     placed = []
     for node in pack(list(range(num_groups)), group_loads, num_nodes):
         experts = sorted(e for group in node for e in groups[group])
-        counts = replicate([load[e] for e in experts], num_physical // num_nodes, num_ranks // num_nodes)
+        counts = replicate([load[e] for e in experts], num_physical // num_nodes, num_ranks)
         replicas = [e for e, count in zip(experts, counts) for _ in range(count)]
         shares = [load[e] / count for e, count in zip(experts, counts) for _ in range(count)]
-        for rank in pack(replicas, shares, num_ranks // num_nodes):
+        for rank in pack(replicas, shares, num_ranks):
             placed += sorted(rank)
     return placed
 

@@ -19,7 +19,6 @@ class ModelRunner(interface.ModelRunner):
         self.accepts_seq_len_upper_bounds = attention.accepts_seq_len_upper_bounds
         self.kv_pool = kv_pool
 
-    # --8<-- [start:model-runner-forward]
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
         if forward_batch.forward_mode is ForwardMode.IDLE:
@@ -28,6 +27,7 @@ class ModelRunner(interface.ModelRunner):
             return LogitsOutput(logits, None, no_hidden_states(self.model, self.capture_hidden))
         if self.lora is not None:
             self.lora.prepare(forward_batch)
+        # --8<-- [start:model-runner-forward]
         attention = BatchAttention(
             backend=self.attention,
             plan=self.attention.plan(forward_batch),
@@ -39,12 +39,11 @@ class ModelRunner(interface.ModelRunner):
             logits = self.model.compute_logits(hidden_states)
         else:
             logits = self.model.compute_logits(hidden_states[forward_batch.last_token_rows])
+        # --8<-- [end:model-runner-forward]
         input_logprobs = None
         if forward_batch.input_logprob_rows is not None:
             input_logprobs = input_logprobs_of(forward_batch, hidden_states, self.model.compute_logits)
         return LogitsOutput(logits, input_logprobs, captured)
-
-    # --8<-- [end:model-runner-forward]
 
     # --8<-- [start:forward-and-sample]
     @torch.inference_mode()

@@ -78,7 +78,8 @@ class PrefillAdder(interface.PrefillAdder):
         remaining = req.num_tokens - matched_len
         if not self._fits(req, remaining):
             return AddReqResult.NO_TOKEN
-        if round_up_to_page(remaining, self.page_size) >= self.rem_input_tokens and self.can_run_list:
+        is_full = round_up_to_page(remaining, self.page_size) >= self.rem_input_tokens
+        if is_full and self.can_run_list:
             return AddReqResult.OTHER
         extend_len = self._truncate(remaining, self.rem_chunk_tokens)
         if extend_len == 0:

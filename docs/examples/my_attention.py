@@ -57,8 +57,9 @@ class MyAttention(AttentionBackend):
 
     # --8<-- [start:blocks-of-keys]
     def run_request(self, q: torch.Tensor, layer: AttentionLayer, request: Request) -> torch.Tensor:
-        q = q.float().unflatten(1, (layer.num_kv_heads, -1)) * layer.scale  # [queries, KV heads, group, dim]
-        total, largest = torch.zeros_like(q[..., :1]), torch.full_like(q[..., :1], -torch.inf)
+        q = q.float().unflatten(1, (layer.num_kv_heads, -1)) * layer.scale
+        total = torch.zeros_like(q[..., :1])  # [queries, KV heads, group, 1]
+        largest = torch.full_like(total, -torch.inf)
         output = torch.zeros_like(q)
         for start in range(0, len(request.slots), KEYS_PER_BLOCK):
             slots = request.slots[start : start + KEYS_PER_BLOCK]
@@ -72,7 +73,8 @@ class MyAttention(AttentionBackend):
             scores = scores.masked_fill(~is_visible[:, None, None], -torch.inf)
             # What was summed relative to the old maximum is scaled to the new one.
             new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
-            scale, weights = torch.exp(largest - new_largest), torch.exp(scores - new_largest)
+            scale = torch.exp(largest - new_largest)
+            weights = torch.exp(scores - new_largest)
             total = total * scale + weights.sum(-1, keepdim=True)
             output = output * scale + torch.einsum("qhgn,nhd->qhgd", weights, v)
             largest = new_largest

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
@@ -187,9 +187,8 @@ class MyRadixCache(PrefixCache):
         node, start = self.root, 0
         while start < len(pages) and pages[start] in node.children:
             node = node.children[pages[start]]
-            count = 0
-            while count < len(node.pages) and pages[start + count : start + count + 1] == [node.pages[count]]:
-                count += 1
+            pairs = zip(node.pages, pages[start:])
+            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             if count < len(node.pages):
                 node = self._split(node, count)
             node.used = self.time
@@ -200,9 +199,10 @@ class MyRadixCache(PrefixCache):
     def _split(self, lower: Node, count: int) -> Node:
         num_tokens = count * self.page_size
         upper = self._new_node(lower.parent, lower.pages[:count], lower.slots[:num_tokens])
-        upper.created, upper.used, upper.priority = lower.created, lower.used, lower.priority
-        upper.hits, upper.lock_ref = lower.hits, lower.lock_ref
-        lower.parent, lower.pages, lower.slots = upper, lower.pages[count:], lower.slots[num_tokens:]
+        upper.created, upper.used = lower.created, lower.used
+        upper.priority, upper.hits = lower.priority, lower.hits
+        upper.lock_ref, lower.parent = lower.lock_ref, upper
+        lower.pages, lower.slots = lower.pages[count:], lower.slots[num_tokens:]
         upper.children[lower.pages[0]] = lower
         return upper
 

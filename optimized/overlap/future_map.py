@@ -37,7 +37,7 @@ class FutureMap:
     # --8<-- [start:future-places]
     def take(self, batch_size: int) -> int:
         """The first of so many places, in which the batch's tokens will be."""
-        assert batch_size <= self.max_batch_size, f"{batch_size} requests, room for {self.max_batch_size}"
+        assert batch_size <= self.max_batch_size, f"{batch_size} requests"
         first = self._num_taken + 1
         self._num_taken += batch_size
         if self._num_taken >= self.limit:

@@ -113,7 +113,7 @@ class ExpertManager:
             self.num_reloaded += self.reload(experts._replace(physical_to_logical=missing))
         self.experts = experts
 
-    # --8<-- [start:move-experts]
+    # --8<-- [start:sources-of-experts]
     def _move_layer(
         self, experts: FusedExperts, old: list[list[int]], new: list[list[int]]
     ) -> list[list[int]]:
@@ -123,6 +123,8 @@ class ExpertManager:
         sources = [[self._source(e, part, old) for e in row] for part, row in enumerate(new)]
         sent = [old[own].index(e) for p in range(self.ep) for e, s in zip(new[p], sources[p]) if s == own]
         received = [i for s in range(self.ep) for i, source in enumerate(sources[own]) if source == s]
+        # --8<-- [end:sources-of-experts]
+        # --8<-- [start:move-experts]
         send_counts, receive_counts = [0] * self.ranks.size, [0] * self.ranks.size
         for part in range(self.ep):
             send_counts[part * group + index] = sources[part].count(own)
@@ -132,8 +134,7 @@ class ExpertManager:
             weight[received] = self.ranks.all_to_all(weight[sent], send_counts, receive_counts)
         self.num_moved += len(received) - sources[own].count(own)
         return [[e if s < 0 else -1 for e, s in zip(row, from_)] for row, from_ in zip(new, sources)]
-
-    # --8<-- [end:move-experts]
+        # --8<-- [end:move-experts]
 
     def _source(self, expert: int, part: int, old: list[list[int]]) -> int:
         """The live part from which `part` gets an expert: itself if it can; -1: there is none."""

@@ -61,7 +61,7 @@ def test_length(stage: Stage) -> None:
 @each_stage
 def test_page_names_its_parts(stage: Stage) -> None:
     page = page_of(stage)
-    assert f'--8<-- "docs/course/toys/{stem_of(stage)}.py"' in page
+    assert f'--8<-- "docs/course/toys/{stem_of(stage)}.py:' in page
     assert f"`notebooks/{stem_of(stage)}.ipynb`" in page
     assert f"cp {stage.skeleton_path} {stage.skeleton}" in page
     assert f"diptych check --stage {stage.number} {stage.skeleton}" in page
@@ -85,10 +85,13 @@ def test_clauses_named_as_traps_exist(stage: Stage) -> None:
 
 @each_stage
 def test_notebook_has_the_toy_of_the_page(stage: Stage) -> None:
-    toy = (COURSE / "toys" / f"{stem_of(stage)}.py").read_text(encoding="utf-8")
+    text = (COURSE / "toys" / f"{stem_of(stage)}.py").read_text(encoding="utf-8")
+    toy = "".join(line for line in text.splitlines(keepends=True) if "--8<--" not in line)
     notebook = json.loads((ROOT / "notebooks" / f"{stem_of(stage)}.ipynb").read_text(encoding="utf-8"))
     assert toy.strip() in {"".join(cell["source"]) for cell in notebook["cells"]}
     assert len(toy.splitlines()) <= MAX_TOY_LINES
+    outside = re.sub(r"# --8<-- \[start:(.*)\]\n.*?# --8<-- \[end:\1\]\n", "", text, flags=re.DOTALL)
+    assert outside.strip() == "", "the page does not quote this"
 
 
 @each_stage

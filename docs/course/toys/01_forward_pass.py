@@ -1,3 +1,4 @@
+# --8<-- [start:toy-model]
 import torch
 
 
@@ -17,8 +18,10 @@ class ToyModel:
         visible = torch.ones_like(scores, dtype=torch.bool).tril(len(k) - len(x))
         x = x + scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v
         return x[-1] @ self.embedding.T, k, v
+        # --8<-- [end:toy-model]
 
 
+# --8<-- [start:toy-generate]
 def generate(model, prompt, num_tokens, use_cache):
     """(token ids of the answer, number of tokens that the model computed)"""
     ids, num_computed = list(prompt), 0
@@ -32,3 +35,4 @@ def generate(model, prompt, num_tokens, use_cache):
         num_computed += len(new)
         ids.append(int(logits.argmax()))
     return ids[len(prompt) :], num_computed
+    # --8<-- [end:toy-generate]

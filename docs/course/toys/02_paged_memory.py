@@ -1,3 +1,4 @@
+# --8<-- [start:toy-pages]
 import torch
 
 
@@ -21,7 +22,9 @@ class PagedKV:
             else:
                 slots.append(slots[-1] + 1)
         return True
+        # --8<-- [end:toy-pages]
 
+    # --8<-- [start:toy-attend]
     def release(self, slots):
         self.free_pages += dict.fromkeys(slot // self.page_size for slot in slots)
         slots.clear()
@@ -31,3 +34,4 @@ class PagedKV:
         k, v = self.k[slots], self.v[slots]  # gather: [num_tokens, num_heads, head_dim]
         scores = torch.einsum("hd,thd->ht", q, k) / q.shape[-1] ** 0.5
         return torch.einsum("ht,thd->hd", scores.softmax(-1), v)
+        # --8<-- [end:toy-attend]

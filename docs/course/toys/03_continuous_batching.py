@@ -1,3 +1,4 @@
+# --8<-- [start:toy-request]
 from dataclasses import dataclass, field
 
 
@@ -15,7 +16,9 @@ class ToyScheduler:
     def __init__(self, max_running):
         self.max_running = max_running
         self.waiting, self.running, self.num_steps = [], [], 0
+        # --8<-- [end:toy-request]
 
+    # --8<-- [start:toy-step]
     def next_batch(self):
         """Prompts first; else one token for every running request."""
         num_free = self.max_running - len(self.running)
@@ -32,3 +35,4 @@ class ToyScheduler:
         self.running = [req for req in self.running if len(req.output) < req.answer_len]
         self.num_steps += 1
         return kind, [req.name for req in batch]
+        # --8<-- [end:toy-step]

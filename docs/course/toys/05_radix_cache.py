@@ -1,3 +1,4 @@
+# --8<-- [start:toy-tree]
 from itertools import takewhile
 
 
@@ -12,7 +13,9 @@ class RadixTree:
 
     def __init__(self):
         self.root = Node()
+        # --8<-- [end:toy-tree]
 
+    # --8<-- [start:toy-match]
     def match(self, tokens):
         """(slots of the longest cached prefix, its last node)"""
         node, slots, start = self.root, [], 0
@@ -31,10 +34,13 @@ class RadixTree:
         upper.children[lower.tokens[0]] = lower
         parent.children[upper.tokens[0]] = upper
         return upper
+        # --8<-- [end:toy-match]
 
+    # --8<-- [start:toy-insert]
     def insert(self, tokens, slots):
         """Returns the number of tokens that were cached before."""
         known, node = self.match(tokens)
         if len(known) < len(tokens):
             node.children[tokens[len(known)]] = Node(tokens[len(known) :], slots[len(known) :])
         return len(known)
+        # --8<-- [end:toy-insert]

@@ -1,3 +1,4 @@
+# --8<-- [start:toy-noise]
 import math
 import random
 
@@ -8,8 +9,10 @@ def gumbel(seed, position, token_ids):
     """Noise that belongs to (seed, position, token): no generator, no state."""
     draws = [random.Random(f"{seed}/{position}/{token_id}").random() for token_id in token_ids.tolist()]
     return torch.tensor([-math.log(-math.log(draw)) for draw in draws])
+    # --8<-- [end:toy-noise]
 
 
+# --8<-- [start:toy-sample]
 def filtered(logits, temperature, top_k, top_p):
     """(ids of the tokens that stay, their log-probabilities), the likeliest first."""
     logprobs = ((logits - logits.max()) / temperature).log_softmax(-1)
@@ -26,3 +29,4 @@ def sample(logits, temperature=1.0, top_k=1 << 30, top_p=1.0, seed=0, position=0
         return int(logits.argmax())
     token_ids, logprobs = filtered(logits, temperature, top_k, top_p)
     return int(token_ids[(logprobs + gumbel(seed, position, token_ids)).argmax()])
+    # --8<-- [end:toy-sample]

@@ -1,3 +1,4 @@
+# --8<-- [start:toy-merge]
 import torch
 
 
@@ -14,8 +15,10 @@ def merge(a, b):
     largest = torch.maximum(a[1], b[1])
     scale_a, scale_b = (a[1] - largest).exp(), (b[1] - largest).exp()
     return a[0] * scale_a + b[0] * scale_b, largest, a[2] * scale_a + b[2] * scale_b
+    # --8<-- [end:toy-merge]
 
 
+# --8<-- [start:toy-flash]
 def flash(q, k, v, block):
     """Attention of one query, one block of keys after another."""
     result = partial(q, k[:block], v[:block])
@@ -29,3 +32,4 @@ def split_kv(seq_lens, num_ctas, block):
     tiles = [(request, tile) for request, n in enumerate(seq_lens) for tile in range(-(-n // block))]
     run_len = -(-len(tiles) // num_ctas)
     return [tiles[start : start + run_len] for start in range(0, len(tiles), run_len)]
+    # --8<-- [end:toy-flash]

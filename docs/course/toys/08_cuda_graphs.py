@@ -1,3 +1,4 @@
+# --8<-- [start:toy-graph]
 import torch
 
 
@@ -14,8 +15,10 @@ class ToyGraph:
     def replay(self):
         for kernel, buffers in self.launches:
             kernel(*buffers)
+            # --8<-- [end:toy-graph]
 
 
+# --8<-- [start:toy-runner]
 class ToyRunner:
     """y = relu(x @ w) for any batch up to the largest captured size."""
 
@@ -37,3 +40,4 @@ class ToyRunner:
         self.x[len(x) : size] = 0  # padding rows
         self.graphs[size].replay()
         return self.y[: len(x)]  # a borrowed buffer: valid until the next replay
+        # --8<-- [end:toy-runner]

@@ -1,3 +1,4 @@
+# --8<-- [start:toy-device]
 def model(token):
     return (token * 11 + 7) % 97
 
@@ -21,8 +22,10 @@ class Device:
         done_at, token = handle
         self.now = max(self.now, done_at)
         return token
+        # --8<-- [end:toy-device]
 
 
+# --8<-- [start:toy-loops]
 def normal_loop(device, token, stop, cpu_us):
     output = []
     while not output or output[-1] != stop:
@@ -43,3 +46,4 @@ def overlap_loop(device, token, stop, cpu_us):
             if output[-1] == stop:
                 return output  # what was just launched is surplus
         token, in_flight = name, handle
+        # --8<-- [end:toy-loops]

@@ -1,3 +1,4 @@
+# --8<-- [start:toy-verify]
 def decode(target, context, num_tokens):
     """One call of the target per token."""
     tokens = list(context)
@@ -15,8 +16,10 @@ def verify(target, tokens, drafts):
         if sample != draft:
             break  # what follows was computed behind a wrong token
     return kept  # the accepted drafts and one bonus token
+    # --8<-- [end:toy-verify]
 
 
+# --8<-- [start:toy-speculate]
 def speculate(target, drafter, context, num_tokens, num_drafts):
     """The same tokens, and the number of steps of the target."""
     tokens, num_steps = list(context), 0
@@ -27,3 +30,4 @@ def speculate(target, drafter, context, num_tokens, num_drafts):
         tokens += verify(target, tokens, drafts)
         num_steps += 1
     return tokens[len(context) : len(context) + num_tokens], num_steps
+    # --8<-- [end:toy-speculate]

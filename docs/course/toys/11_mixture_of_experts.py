@@ -1,3 +1,4 @@
+# --8<-- [start:toy-experts]
 import torch
 import torch.nn.functional as F
 
@@ -17,8 +18,10 @@ def loop_over_experts(x, w_up, w_down, weights, expert_ids):
         hidden = F.silu(x[tokens] @ w_up[expert]) @ w_down[expert]
         y.index_add_(0, tokens, hidden * weights[tokens, places, None])
     return y
+    # --8<-- [end:toy-experts]
 
 
+# --8<-- [start:toy-blocks]
 def sort_into_blocks(expert_ids, block):
     """(pairs sorted by expert, padded with -1 to blocks; the expert of each block)"""
     order = expert_ids.flatten().argsort(stable=True)
@@ -29,3 +32,4 @@ def sort_into_blocks(expert_ids, block):
         pairs += mine
         experts += [expert] * (len(mine) // block)
     return pairs, experts
+    # --8<-- [end:toy-blocks]

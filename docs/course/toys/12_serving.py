@@ -1,3 +1,4 @@
+# --8<-- [start:toy-detokenizer]
 class ToyDetokenizer:
     """The text of one request in pieces. Decodes everything in each step."""
 
@@ -16,13 +17,17 @@ class ToyDetokenizer:
         piece = text[self.num_given :]
         self.num_given += len(piece)
         return piece
+        # --8<-- [end:toy-detokenizer]
 
+    # --8<-- [start:toy-held]
     def num_held(self, text):
         """Length of the longest end of the text with which a stop string may begin."""
         ends = [n for stop in self.stops for n in range(len(stop)) if text.endswith(stop[:n])]
         return max(ends, default=0)
+        # --8<-- [end:toy-held]
 
 
+# --8<-- [start:toy-loop]
 def engine_loop(inbox, outbox, next_token, end_token):
     """Messages in, one step of every live request, messages out."""
     live = {}
@@ -40,3 +45,4 @@ def engine_loop(inbox, outbox, next_token, end_token):
             if ids[-1] == end_token:
                 del live[rid]
             outbox.put((rid, ids[-1], rid not in live))
+            # --8<-- [end:toy-loop]

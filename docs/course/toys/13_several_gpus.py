@@ -1,3 +1,4 @@
+# --8<-- [start:toy-group]
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
@@ -21,8 +22,10 @@ class Group:
 def on_ranks(size, function):
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(function, range(size)))
+        # --8<-- [end:toy-group]
 
 
+# --8<-- [start:toy-mlp]
 def column_parallel(w, rank, size):
     """[out, in] -> [out / size, in]: some of the outputs."""
     return w.chunk(size, dim=0)[rank]
@@ -42,3 +45,4 @@ def mlp_of_rank(group, rank, x, w_up, w_down, bias):
     hidden = F.silu(F.linear(x, column_parallel(w_up, rank, group.size)))
     part = F.linear(hidden, row_parallel(w_down, rank, group.size), bias if rank == 0 else None)
     return group.all_reduce(rank, part)
+    # --8<-- [end:toy-mlp]
