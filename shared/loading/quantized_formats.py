@@ -113,6 +113,8 @@ def stored_tensors(storage: str, scheme: QuantScheme) -> dict[str, Stored]:
         names[0]: Stored("weight", (weight,), Axis(0), Axis(1), lambda t: t),
         names[1]: Stored("weight_scale", FLOATS, rows, inputs, _scales_of(scheme)),
     }
+    for name in ("weight_zero_point", "input_zero_point"):  # of symmetric values: 0
+        found[name] = Stored("", ("I8", "I32", "I64", "F8_E4M3"), None, None, _rows, True)
     if scheme.inputs == "static":
         found["input_scale"] = Stored("input_scale", FLOATS, None, None, _rows)
     return found

@@ -194,6 +194,9 @@ def _check(entry: Entry, tensor: torch.Tensor) -> None:
     if entry.name.endswith("weight_shape"):
         if tensor.tolist() != [layer.out, layer.size]:
             raise ValueError(f"{where} is {tensor.tolist()}; the layer is {[layer.out, layer.size]}")
+    elif entry.name.endswith("zero_point"):
+        if bool(tensor.float().any()):
+            raise ValueError(f"{where} is not 0, but {scheme.weight_type} values are symmetric")
     else:  # g_idx: the group of each input
         groups = torch.arange(layer.size, dtype=tensor.dtype) // scheme.unit(layer.size)
         if not torch.equal(tensor, groups):

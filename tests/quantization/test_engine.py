@@ -1,0 +1,140 @@
+"""Quantized models in the engine: answers, ranks, layers that cannot be merged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from diptych import LLM
+from shared import registry
+from shared.config import ModelConfig, QuantConfig
+from shared.interfaces import QuantizedLinear
+from shared.loading.load_model import build_model
+from shared.loading.model_path import ASSETS
+from shared.loading.quantize import num_weight_bytes, quantize_linears, with_quantization
+from shared.loading.shards import Shards
+from shared.loading.stages import Stage
+from shared.loading.weight_names import expected_shapes
+from shared.loading.weights import dummy_weights, iterate_weights
+
+TINY = ASSETS / "tiny-dense"
+FLAGS = {"panel": "reference", "device": "cpu", "max_total_tokens": 256}
+ASK = [{"role": "user", "content": "What is 12 + 30?"}]
+
+
+def answer(llm: LLM) -> tuple[list[int], str]:
+    output = llm.chat(ASK, temperature=0, max_tokens=24)
+    return output.output_ids, output.text
+
+
+def test_answers_are_those_of_the_dequantized_weights(tmp_path: Path) -> None:
+    """int4 weights, whose inputs are not quantized: the same tokens as from a plain checkpoint."""
+    llm = LLM("tiny-dense", quantization="int4", **FLAGS)
+    for name in {path.name for path in TINY.iterdir()} - {"model.safetensors"}:
+        shutil.copy(TINY / name, tmp_path)
+    weights = dict(iterate_weights(TINY))
+    for name, layer in llm.assembly.model.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            weights[f"{name}.weight"] = layer.dequantized_weight()
+    save_file({name: tensor.float() for name, tensor in weights.items()}, tmp_path / "model.safetensors")
+    assert answer(llm) == answer(LLM(str(tmp_path), **FLAGS))
+
+
+@pytest.mark.parametrize("method", ["fp8", "fp8-block", "int8"])
+def test_8_bits_answer_as_16(method: str) -> None:
+    tokens, text = answer(LLM("tiny-dense", quantization=method, **FLAGS))
+    assert "42" in text
+    assert tokens == answer(LLM("tiny-dense", **FLAGS))[0]
+
+
+@pytest.mark.parametrize("method", ["fp8", "fp8-block", "int4"])
+def test_ranks_have_parts_of_the_same_quantized_weights(method: str) -> None:
+    config = replace(ModelConfig.from_pretrained(TINY), hidden_size=256, intermediate_size=512)
+    config = with_quantization(config, method)
+    whole = dict(dummy_weights(config))
+    ranks = [dict(dummy_weights(config, shards=Shards(config, rank, 2))) for rank in range(2)]
+    for name, tensor in whole.items():
+        parts = [rank[name] for rank in ranks]
+        dim = next((d for d in range(tensor.dim()) if parts[0].shape[d] != tensor.shape[d]), None)
+        expected = tensor if dim is not None else torch.cat((tensor, tensor))
+        assert torch.equal(torch.cat([part.float() for part in parts], dim or 0), expected.float()), name
+        if ".layers.0" in name and "_proj" in name:
+            is_row_parallel = any(part in name for part in ("o_proj", "down_proj"))
+            by_channel = name.endswith("_scale") and method == "fp8"
+            assert dim == (None if is_row_parallel and by_channel else int(is_row_parallel)), name
+
+
+def test_stages_have_layers_by_their_own_number() -> None:
+    """The second stage's layer 0 is the model's layer 3, which the config ignores."""
+    config = with_quantization(ModelConfig.from_pretrained(TINY), "fp8")
+    assert config.quantization is not None
+    config = replace(config, quantization=replace(config.quantization, ignore=("model.layers.3",)))
+    stage = Stage(config, 1, 2)
+    names = dict(dummy_weights(config, shards=stage))
+    assert stage.first_layer == 3
+    assert "model.layers.0.mlp.down_proj.weight_scale" not in names
+    assert "model.layers.1.mlp.down_proj.weight_scale" in names
+
+
+def build(config: ModelConfig, panel: str) -> torch.nn.Module:
+    def component(name: str) -> object:
+        return registry.load(name, panel)
+
+    model = build_model(
+        component("models").model_class(config.architecture), config, component, "meta", torch.float32
+    )
+    assert config.quantization is not None
+    with torch.device("meta"):
+        quantize_linears(model, config.quantization, component("quantization"))
+    return model
+
+
+def test_merged_layers_need_one_scheme() -> None:
+    config = with_quantization(ModelConfig.from_pretrained(TINY), "fp8")
+    assert config.quantization is not None
+    config = replace(config, quantization=replace(config.quantization, ignore=("v_proj",)))
+    kinds = {type(layer).__name__ for layer in build(config, "reference").modules()}
+    assert {"Linear", "QuantizedLinear"} <= kinds
+    with pytest.raises(ValueError, match=r"qkv_proj has parts.*v_proj: none.*panel=reference does not merge"):
+        build(config, "optimized")
+
+
+def test_weights_take_the_bytes_that_the_memory_check_expects() -> None:
+    for method in ("fp8", "fp8-block", "int8", "int4"):
+        config = with_quantization(ModelConfig.from_pretrained(TINY), method)
+        expected = num_weight_bytes(expected_shapes(config), config.quantization, torch.float32)
+        for panel in ("reference", "optimized"):
+            parameters = build(config, panel).parameters()
+            assert sum(p.numel() * p.element_size() for p in parameters) == expected
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
+    config = json.loads((TINY / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"quantization=int8: the checkpoint is already quantized \(fp8\)"):
+        LLM(str(tmp_path), quantization="int8", load_format="dummy", **FLAGS)
+    llm = LLM(str(tmp_path), load_format="dummy", **FLAGS)
+    assert llm.generate([1, 2, 3], max_tokens=2, ignore_eos=True).output_ids
+
+
+def test_names_are_matched_by_parts() -> None:
+    online = QuantConfig.online("fp8", [128])
+    config = replace(online, ignore=("mlp.gate", "re:.*layers\\.1\\..*q_proj$", "model.layers.10"))
+    for name, is_quantized in {
+        "model.layers.0.mlp.gate_up_proj": True,
+        "model.layers.0.mlp.gate_proj": True,
+        "model.layers.0.mlp.gate": False,
+        "model.layers.1.self_attn.q_proj": False,
+        "model.layers.11.self_attn.q_proj": True,
+        "model.layers.10.self_attn.q_proj": False,
+        "model.layers.1.self_attn.k_proj": True,
+        "lm_head": False,
+    }.items():
+        assert (config.scheme_of(name) is not None) == is_quantized, name
