@@ -108,7 +108,7 @@ def test_targets_and_ignored_names() -> None:
         (GPTQ | {"bits": 3}, "bits is 3; supported is 4"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; it must be"),
         (AWQ | {"version": "gemv"}, "version is 'gemv'"),
-        (TORCHAO | {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}, "_type is 'Int4WeightOnly"),
+        (TORCHAO | {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}, "is .Int4Weight"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_named(values: dict[str, Any], message: str) -> None:
