@@ -141,11 +141,11 @@ class ModelRunner(interface.ModelRunner):
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
-    # --8<-- [start:forward-and-sample]
     @torch.inference_mode()
     def forward_and_sample(
         self, forward_batch: ForwardBatch, sampler: Sampler, info: SamplingBatchInfo, num_token_ids: int
     ) -> tuple[LogitsOutput, SampleOutput]:
+        # --8<-- [start:forward-and-sample]
         step, kind = self._step_for(forward_batch), SamplingKind.of(info)
         if (
             step is None
@@ -160,10 +160,10 @@ class ModelRunner(interface.ModelRunner):
             self.lora.prepare(forward_batch)
         logits_output = self._decode(step, forward_batch, None if kind is SamplingKind.GREEDY else info)
         next_token_ids = step.replay_sampler[kind]()
-        # --8<-- [end:forward-and-sample]
         self.num_sampler_replays += 1
         # A copy: the next step overwrites these, perhaps during their copy to the CPU.
         return logits_output, SampleOutput(next_token_ids[: forward_batch.num_tokens].clone())
+        # --8<-- [end:forward-and-sample]
 
     # ---- one decode step ----
 

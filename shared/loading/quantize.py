@@ -21,10 +21,10 @@ from shared.types.quantization import INT4_ZERO, QuantScheme
 _LAYER = re.compile(r"(model\.layers\.)(\d+)")
 
 
-# --8<-- [start:quantize-weight]
 def quantize_weight(weight: torch.Tensor, scheme: QuantScheme) -> dict[str, torch.Tensor]:
     """weight [out, in] -> the tensors of `QuantScheme.tensors`: the largest value of a block is the largest
     of the type, and the others are rounded to the nearest."""
+    # --8<-- [start:quantize-weight]
     out, size = weight.shape
     rows, columns = min(scheme.block_rows or out, out), min(scheme.group_size or size, size)
     blocks = nn.functional.pad(weight.float(), (0, -size % columns, 0, -out % rows))

@@ -15,7 +15,7 @@ INT8_STEPS = 127.5  # half of the range from -128 to 127
 def dequantize(
     weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: QuantScheme
 ) -> torch.Tensor:
-    """Tensors of `QuantScheme.tensors`, with any dimensions before them -> float32 [..., out, in]."""
+    """Tensors of a scheme, with any dimensions before -> float32 [..., out, in]."""
     if scheme.weight_type != "int4":
         size = weight.shape[-1]
         by_input = scale.repeat_interleave(scheme.group_size or size, dim=-1)[..., :size]
@@ -40,12 +40,14 @@ def dequantized_input(x: torch.Tensor, scheme: QuantScheme, static: torch.Tensor
     groups = F.pad(x, (0, -size % group_size)).unflatten(-1, (-1, group_size))
     is_fp8 = scheme.weight_type == "fp8"
     if static is None:
-        scale = groups.abs().amax(-1, keepdim=True) / (FP8_MAX if is_fp8 else INT8_STEPS)
+        largest = FP8_MAX if is_fp8 else INT8_STEPS
+        scale = groups.abs().amax(-1, keepdim=True) / largest
         scale = torch.where(scale == 0, 1.0, scale)
     else:
         scale = static
     if is_fp8:
-        q = (groups / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+        q = (groups / scale).clamp(-FP8_MAX, FP8_MAX)
+        q = q.to(torch.float8_e4m3fn).to(torch.float32)
     else:
         q = (groups / scale).round().clamp(-128, 127)
     return (q * scale).flatten(-2)[..., :size]
