@@ -8,31 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.docs.marker_lint import MAX_LINES, quotes_of
-
 pytest.importorskip("mkdocs")
 from docs import hooks
 
 ROOT = Path(__file__).parents[2]
-QUOTES = sorted(
-    {
-        (path, label)
-        for page in (ROOT / "docs").rglob("*.md")
-        for _, path, label in quotes_of(page.read_text(encoding="utf-8"))
-        if path.endswith(".py")
-    }
-)
-
-
-def test_quotes_fit_on_the_screen() -> None:
-    assert len(QUOTES) > 50
-    wrong = []
-    for path, label in QUOTES:
-        lines = hooks._formatted(path, label).rstrip().splitlines()
-        wrong += [f"{path}:{label}: {line}" for line in lines if len(line) > hooks.MAX_COLUMNS]
-        if len(lines) > MAX_LINES:
-            wrong.append(f"{path}:{label} has {len(lines)} lines as the site sets it, not 1 to {MAX_LINES}")
-    assert wrong == []
 
 
 def test_formatting_changes_no_more_than_the_layout() -> None:

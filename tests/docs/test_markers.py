@@ -3,11 +3,30 @@
 from pathlib import Path
 
 import pytest
-from marker_lint import lint, sections_of
+from marker_lint import MAX_LINES, ROOT, lint, quotes_of, sections_of
 
 
 def test_all_section_markers_are_correct() -> None:
     assert lint() == []
+
+
+def test_quotes_fit_on_the_screen() -> None:
+    """As the site sets them: in at most 88 columns."""
+    pytest.importorskip("mkdocs")
+    from docs.hooks import MAX_COLUMNS, _formatted
+
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")]
+    quotes = {(path, label) for page in pages for _, path, label in quotes_of(page) if path.endswith(".py")}
+    assert len(quotes) > 50
+    wrong = []
+    for path, label in sorted(quotes):
+        lines = _formatted(path, label).rstrip().splitlines()
+        wrong += [f"{path}:{label}: {line}" for line in lines if len(line) > MAX_COLUMNS]
+        if len(lines) > MAX_LINES:
+            wrong.append(
+                f"{path}:{label} has {len(lines)} lines in {MAX_COLUMNS} columns, not 1 to {MAX_LINES}"
+            )
+    assert wrong == []
 
 
 def make_project(root: Path, source: str, page: str) -> Path:
