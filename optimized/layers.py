@@ -132,6 +132,7 @@ class RotaryEmbedding(interface.RotaryEmbedding):
             layer.num_qo_heads,
             layer.num_kv_heads,
             layer.head_dim,
+            attention.kv_pool.kv_scales[layer.layer_id],
         )
 
     def cos_sin(self, device: torch.device) -> torch.Tensor:

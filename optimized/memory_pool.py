@@ -27,7 +27,9 @@ import torch
 from optimized.kernels.move_kv import can_move, move_kv
 from optimized.page_ring import Array, PageRing, PagesState
 from shared.interfaces import memory_pool as interface
+from shared.modeling.kv_quantization import to_pool_dtype
 from shared.scheduling.pages import num_pages_of
+from shared.types.attention import KVScales
 
 
 class ReqToTokenPool(interface.ReqToTokenPool):
@@ -221,12 +223,14 @@ class TokenToKVPool(interface.TokenToKVPool):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        kv_scales: Sequence[KVScales] | None = None,
     ) -> None:
         self.size = size
         self.page_size = page_size
         self.num_layers = num_layers
         self.dtype = dtype
         self.device = torch.device(device)
+        self.kv_scales = kv_scales or [KVScales()] * num_layers
         shape = (num_layers, size + page_size, num_kv_heads, head_dim)
         self._k = torch.zeros(shape, dtype=dtype, device=device)
         self._v = torch.zeros(shape, dtype=dtype, device=device)
@@ -239,8 +243,9 @@ class TokenToKVPool(interface.TokenToKVPool):
 
     # --8<-- [start:store-kv]
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._k[layer_id].index_copy_(0, out_cache_loc, k.to(self.dtype))
-        self._v[layer_id].index_copy_(0, out_cache_loc, v.to(self.dtype))
+        scales = self.kv_scales[layer_id]
+        self._k[layer_id][out_cache_loc] = to_pool_dtype(k, self.dtype, scales.k)
+        self._v[layer_id][out_cache_loc] = to_pool_dtype(v, self.dtype, scales.v)
 
     # --8<-- [end:store-kv]
 

@@ -76,8 +76,9 @@ class TorchAttention(interface.AttentionBackend):
         # Each KV head serves a group of query heads.
         group_size = layer.num_qo_heads // layer.num_kv_heads
         k, v = (x.transpose(0, 1).repeat_interleave(group_size, dim=0) for x in (k, v))
-        # [heads, queries, keys]
-        scores = (q.to(dtype) * layer.scale).transpose(0, 1) @ k.transpose(1, 2)
+        k_scale, v_scale = self.kv_pool.kv_scales[layer.layer_id]
+        q = (q.to(dtype) * (layer.scale * k_scale)).transpose(0, 1)
+        scores = q @ k.transpose(1, 2)  # [heads, queries, keys]
         if layer.logit_cap > 0:
             scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
         visible = request.visible
@@ -85,12 +86,12 @@ class TorchAttention(interface.AttentionBackend):
             visible = visible.triu(visible.shape[1] - visible.shape[0] - layer.sliding_window)
         scores = scores.masked_fill(~visible, float("-inf"))
         if layer.sinks is not None:  # one more column, without a value
-            sinks = layer.sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)
+            sinks = layer.sinks.to(dtype)[:, None, None].expand(-1, q.shape[1], 1)
             scores = torch.cat([scores, sinks], dim=-1)
         # The softmax of a query that sees nothing is NaN: its weights become zeros.
         weights = torch.softmax(scores, dim=-1)[..., : len(request.slots)]
         weights = weights.masked_fill(~visible, 0.0)
-        return (weights @ v).transpose(0, 1)
+        return (weights @ v).transpose(0, 1) * v_scale
 
     # --8<-- [end:gather-and-score]
 

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 
 from shared.interfaces import memory_pool as interface
+from shared.modeling.kv_quantization import to_pool_dtype
 from shared.scheduling.pages import num_pages_of, round_up_to_page
+from shared.types.attention import KVScales
 
 
 class ReqToTokenPool(interface.ReqToTokenPool):
@@ -185,12 +187,14 @@ class TokenToKVPool(interface.TokenToKVPool):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        kv_scales: Sequence[KVScales] | None = None,
     ) -> None:
         self.size = size
         self.page_size = page_size
         self.num_layers = num_layers
         self.dtype = dtype
         self.device = torch.device(device)
+        self.kv_scales = kv_scales or [KVScales()] * num_layers
         shape = (num_layers, size + page_size, num_kv_heads, head_dim)
         self._k = torch.zeros(shape, dtype=dtype, device=device)
         self._v = torch.zeros(shape, dtype=dtype, device=device)
@@ -203,8 +207,9 @@ class TokenToKVPool(interface.TokenToKVPool):
 
     # --8<-- [start:store-kv]
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._k[layer_id].index_copy_(0, out_cache_loc, k.to(self.dtype))
-        self._v[layer_id].index_copy_(0, out_cache_loc, v.to(self.dtype))
+        scales = self.kv_scales[layer_id]
+        self._k[layer_id][out_cache_loc] = to_pool_dtype(k, self.dtype, scales.k)
+        self._v[layer_id][out_cache_loc] = to_pool_dtype(v, self.dtype, scales.v)
         # --8<-- [end:store-kv]
 
     def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:

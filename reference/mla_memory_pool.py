@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shared.interfaces import mla_memory_pool as interface
+from shared.types.attention import KVScales
 
 
 class MLATokenToKVPool(interface.MLATokenToKVPool):
@@ -26,6 +27,7 @@ class MLATokenToKVPool(interface.MLATokenToKVPool):
         self.kv_lora_rank = kv_lora_rank
         self.dtype = dtype
         self.device = torch.device(device)
+        self.kv_scales = [KVScales()] * num_layers
         shape = (num_layers, size + page_size, 1, kv_lora_rank + qk_rope_head_dim)
         self._rows = torch.zeros(shape, dtype=dtype, device=device)
 

@@ -66,7 +66,9 @@ class Stage:
         if self.is_first:
             x, residual = model.embed(batch.input_ids), None
         else:
-            like = torch.empty(batch.num_tokens, self.model.config.hidden_size, dtype=self.kv_pool.dtype)
+            like = torch.empty(
+                batch.num_tokens, self.model.config.hidden_size, dtype=next(self.model.parameters()).dtype
+            )
             x, residual = self.ranks.receive(like, self.ranks.rank - 1), None
         for layer in model.layers:
             x, residual = layer(x, residual, batch.positions, attention)

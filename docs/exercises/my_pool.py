@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 
 from shared.interfaces import memory_pool as interface
+from shared.modeling.kv_quantization import to_pool_dtype
+from shared.types.attention import KVScales
 
 
 class ReqToTokenPool(interface.ReqToTokenPool):
@@ -74,12 +76,14 @@ class TokenToKVPool(interface.TokenToKVPool):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        kv_scales: Sequence[KVScales] | None = None,
     ) -> None:
         self.size = size
         self.page_size = page_size
         self.num_layers = num_layers
         self.dtype = dtype
         self.device = torch.device(device)
+        self.kv_scales = kv_scales or [KVScales()] * num_layers
         shape = (num_layers, size + page_size, num_kv_heads, head_dim)
         self._k = torch.zeros(shape, dtype=dtype, device=device)
         self._v = torch.zeros(shape, dtype=dtype, device=device)
@@ -91,6 +95,7 @@ class TokenToKVPool(interface.TokenToKVPool):
         return self._v[layer_id]
 
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """`to_pool_dtype` casts K and V with their scales, self.kv_scales[layer_id]."""
         raise NotImplementedError("TODO store: k and v of token i go to slot out_cache_loc[i], in self.dtype")
 
     def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:

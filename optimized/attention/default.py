@@ -19,7 +19,7 @@ from optimized.attention.hybrid import HybridAttention, HybridPlan
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from shared.types import ForwardBatch
-from shared.types.attention import AttentionLayer
+from shared.types.attention import FP8, AttentionLayer
 
 MIN_TOKENS_PER_REQUEST = 64
 """New tokens a request, on average, from which a batch of prompts is a matter for their backend. Below, it is
@@ -59,6 +59,8 @@ class DefaultAttention(HybridAttention):
             return Choice("triton", "triton", "FlashInfer is not installed: pip install flashinfer-python")
         if not can_compile():
             return Choice("triton", "triton", "no nvcc, which compiles FlashInfer's kernels")
+        if dtype == FP8:
+            return Choice("triton", "triton", "FlashAttention 3 takes no FP8 KV; others are not measured")
         if dtype not in (torch.float16, torch.bfloat16) or head_dim not in (64, 128, 256):
             return Choice("triton", "triton", f"FlashInfer has no kernels for {dtype}, head_dim {head_dim}")
         major, minor = torch.cuda.get_device_capability(device)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import torch
 
 from optimized.attention.flashinfer import FlashInferAttention
+from shared.types.attention import FP8
 
 
 class FA3Attention(FlashInferAttention):
-    """Supports what FlashInferAttention does, on Hopper GPUs."""
+    """Supports what FlashInferAttention does, on Hopper GPUs, but no FP8 pools: these kernels would take q in
+    FP8 too, without a scale."""
 
     kernels = "fa3"
 
@@ -26,3 +28,11 @@ class FA3Attention(FlashInferAttention):
                 f"device of compute capability {major}.{minor}: not supported; FA3Attention supports Hopper "
                 "GPUs (9.0), and attention=flashinfer supports this one"
             )
+
+    def _check_pool_dtype(self, dtype: torch.dtype) -> None:
+        if dtype == FP8:
+            raise ValueError(
+                "kv_cache_dtype=fp8_e4m3: FA3Attention supports auto; attention=flashinfer and "
+                "attention=triton read FP8"
+            )
+        super()._check_pool_dtype(dtype)

@@ -31,7 +31,7 @@ from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from shared.modeling.forward import attention_output
 from shared.scheduling.pages import num_pages_of
 from shared.types import ForwardBatch
-from shared.types.attention import AttentionLayer
+from shared.types.attention import FP8, AttentionLayer
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
@@ -60,7 +60,8 @@ class FlashInferPlan:
 
 
 class FlashInferAttention(interface.AttentionBackend):
-    """Supports float16 and bfloat16, head_dim 64, 128 and 256, windows, soft-caps and masks; no sinks."""
+    """Supports float16 and bfloat16, pools of these and of FP8, head_dim 64, 128 and 256, windows, soft-caps
+    and masks; no sinks."""
 
     supports_cuda_graph = True
     kernels: Kernels = "fa2"
@@ -68,7 +69,7 @@ class FlashInferAttention(interface.AttentionBackend):
 
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
         self.check_device(kv_pool.device)
-        self._refuse_unless(kv_pool.dtype in DTYPES, f"dtype {kv_pool.dtype}", "float16 and bfloat16")
+        self._check_pool_dtype(kv_pool.dtype)
         head_dim = kv_pool.k_buffer(0).shape[-1]
         self._refuse_unless(head_dim in HEAD_DIMS, f"head_dim {head_dim}", "64, 128 and 256")
         self.req_to_token_pool = req_to_token_pool
@@ -126,7 +127,7 @@ class FlashInferAttention(interface.AttentionBackend):
             self._check_layer(q, layer)
             wrapper = plan.wrappers[kind] = self._planned(plan, kind)
         k_buffer, v_buffer = self.kv_pool.k_buffer(layer.layer_id), self.kv_pool.v_buffer(layer.layer_id)
-        wrapper.run(q, k_buffer, v_buffer, output)
+        wrapper.run(q, k_buffer, v_buffer, self.kv_pool.kv_scales[layer.layer_id], output)
         return output
 
     def _planned(self, plan: FlashInferPlan, kind: Kind) -> PlannedWrapper:
@@ -196,6 +197,9 @@ class FlashInferAttention(interface.AttentionBackend):
         return torch.empty(num_pages, dtype=torch.int32, device=self.kv_pool.device)
 
     # ---- what is refused ----
+
+    def _check_pool_dtype(self, dtype: torch.dtype) -> None:
+        self._refuse_unless(dtype in (*DTYPES, FP8), f"dtype {dtype}", "float16, bfloat16 and FP8")
 
     def _check_layer(self, q: torch.Tensor, layer: AttentionLayer) -> None:
         self._refuse_unless(layer.sinks is None, "sinks", "layers without them")

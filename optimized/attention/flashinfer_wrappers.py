@@ -16,7 +16,7 @@ from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 from optimized.attention.page_tables import HostTable, PageTable
 from optimized.kernels.pack_mask import pack_mask
 from shared.types import ForwardBatch
-from shared.types.attention import AttentionLayer
+from shared.types.attention import FP8, AttentionLayer, KVScales
 
 Kernels = Literal["decode", "fa2", "fa3"]
 """decode: one token a request. fa2, fa3: any number of tokens, by the kernels of FlashAttention 2 or 3."""
@@ -144,13 +144,23 @@ class PlannedWrapper:
         self.is_planned = True
         self.copied.record()
 
-    def run(self, q: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, out: torch.Tensor) -> None:
+    def run(
+        self,
+        q: torch.Tensor,
+        k_buffer: torch.Tensor,
+        v_buffer: torch.Tensor,
+        kv_scales: KVScales,
+        out: torch.Tensor,
+    ) -> None:
         pages = self._pages(k_buffer), self._pages(v_buffer)
+        options: dict[str, Any] = {"out": out}
+        if k_buffer.dtype == FP8:
+            options |= {"k_scale": kv_scales.k, "v_scale": kv_scales.v}
         if self.mask is None:
-            self.wrapper.run(q, pages, out=out)
+            self.wrapper.run(q, pages, **options)
             return
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        self.wrapper.run(q, pages, out=out, lse=lse, return_lse=True)
+        self.wrapper.run(q, pages, lse=lse, return_lse=True, **options)
         out.masked_fill_((lse < NOTHING_SEEN)[:, :, None], 0.0)
 
     def _plan_decode(self, host: HostTable, table: PageTable) -> None:

@@ -22,9 +22,10 @@ from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from shared.modeling.forward import attention_output
 from shared.types import ForwardBatch, ForwardMode
-from shared.types.attention import AttentionLayer
+from shared.types.attention import FP8, AttentionLayer
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+POOL_DTYPES = (*DTYPES, FP8)
 MAX_HEAD_DIM = 256
 
 
@@ -43,16 +44,18 @@ class TritonPlan:
 
 class TritonAttention(interface.AttentionBackend):
     """Supports every layer and every batch of the contract in float16, bfloat16 and float32, up to head_dim
-    256. Pools of FP8 would be read in the kernels, where K and V are cast to q's type after their loads: that
-    is where scales multiply."""
+    256, and pools of these types and FP8. K and V are widened to q's type behind their loads, so FP8 halves
+    the bytes that are read. Their scales multiply scores and output."""
 
     supports_cuda_graph = True
     accepts_seq_len_upper_bounds = True
     supports_ragged_graphs = True
 
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
-        if kv_pool.dtype not in DTYPES:
-            raise ValueError(f"dtype {kv_pool.dtype} is not supported: TritonAttention supports {DTYPES}")
+        if kv_pool.dtype not in POOL_DTYPES:
+            raise ValueError(
+                f"dtype {kv_pool.dtype} is not supported: TritonAttention supports {POOL_DTYPES}"
+            )
         if kv_pool.device.type != "cuda" and isinstance(_decode_kernel, JITFunction):
             raise ValueError(
                 f"device {kv_pool.device.type} is not supported: TritonAttention supports cuda, and others "
@@ -96,8 +99,10 @@ class TritonAttention(interface.AttentionBackend):
         batch = plan.forward_batch
         k_buffer, v_buffer = self.kv_pool.k_buffer(layer.layer_id), self.kv_pool.v_buffer(layer.layer_id)
         where = (self.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens)
+        kv_scales = self.kv_pool.kv_scales[layer.layer_id]
         options: dict[str, Any] = {
-            "scale": layer.scale,
+            "scale": layer.scale * kv_scales.k,
+            "v_scale": kv_scales.v,
             "page_size": self.kv_pool.page_size,
             "sliding_window": layer.sliding_window,
             "logit_cap": layer.logit_cap,

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.kernels.fp8 import from_pool, kernel_view
 from optimized.kernels.paged_softmax import accumulate, scores_of, slots_at
 from optimized.kernels.portable import Gpu, gpu_of, pdl_options
 from optimized.kernels.split_kv import (
@@ -44,7 +45,7 @@ def _keys_of(request, seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, stri
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, sinks_ptr,
     req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, workspace_ptr, counters_ptr,
-    batch_size, scale, logit_cap, window,
+    batch_size, scale, v_scale, logit_cap, window,
     stride_q, stride_q_head, stride_k_head, stride_v_head, stride_row,
     STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -98,11 +99,11 @@ def _decode_kernel(
             nearest = tl.maximum(tl.minimum(positions, seq_len - 1), first_key)
             slots = slots_at(slots_ptr, nearest, PAGE_SIZE)
             k_tile = k_head + slots[:, None] * STRIDE_K + offs_d[None, :]
-            k = tl.load(k_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
+            k = from_pool(tl.load(k_tile, mask=in_dim[None, :], other=0.0), q.dtype)
             scores = scores_of(q, k, scale, logit_cap, HAS_CAP, PRECISION)
             scores = tl.where((positions == nearest)[None, :], scores, float("-inf"))
             v_tile = v_head + slots[:, None] * STRIDE_V + offs_d[None, :]
-            v = tl.load(v_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
+            v = from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
             acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
             # --8<-- [end:decode-loop]
             is_last = start + BLOCK_N >= seq_len
@@ -111,7 +112,7 @@ def _decode_kernel(
                 if tiles_start >= run_start:
                     out_row = out_head + request * stride_out
                     finish(
-                        out_row, sinks_ptr, acc, largest[:, None], sums[:, None], offs_g, offs_d,
+                        out_row, sinks_ptr, acc, largest[:, None], sums[:, None], v_scale, offs_g, offs_d,
                         GROUP, HEAD_DIM, HAS_SINKS,
                     )  # fmt: skip
                 else:
@@ -145,14 +146,14 @@ def _decode_kernel(
             )  # fmt: skip
             merge_if_last(
                 out_head + request * stride_out, sinks_ptr, counters_ptr + request * num_kv_heads + head,
-                workspace_ptr, head, num_kv_heads, num_programs, tiles_start, tiles_end, run_len,
+                workspace_ptr, head, num_kv_heads, num_programs, tiles_start, tiles_end, run_len, v_scale,
                 GROUP, HEAD_DIM, BLOCK_D, MERGED_G, HAS_SINKS,
             )  # fmt: skip
         if (first_start < run_start) & (first_end <= run_end):
             merge_if_last(
                 out_head + first_request * stride_out, sinks_ptr,
                 counters_ptr + first_request * num_kv_heads + head,
-                workspace_ptr, head, num_kv_heads, num_programs, first_start, first_end, run_len,
+                workspace_ptr, head, num_kv_heads, num_programs, first_start, first_end, run_len, v_scale,
                 GROUP, HEAD_DIM, BLOCK_D, MERGED_G, HAS_SINKS,
             )  # fmt: skip
 
@@ -163,9 +164,10 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def _tile(block_g: int, row_bytes: int, gpu: Gpu) -> Tile:
-    """The largest tile whose loads in flight fit the shared memory, for BLOCK_G query heads and rows of K of
-    row_bytes. Large tiles mean fewer softmax steps and fewer partial outputs, for any number of requests."""
+def _tile(block_g: int, row_bytes: int, q_row_bytes: int, gpu: Gpu) -> Tile:
+    """The largest tile whose loads in flight fit the shared memory, for BLOCK_G query heads, rows of K of
+    row_bytes and of q of q_row_bytes. Large tiles mean fewer softmax steps and fewer partial outputs, for any
+    number of requests."""
     if row_bytes >= 256:
         largest = Tile(max(16, 32768 // row_bytes), 1, 5)
     else:
@@ -175,7 +177,7 @@ def _tile(block_g: int, row_bytes: int, gpu: Gpu) -> Tile:
         block_n = largest.block_n
         while block_n >= 16:
             tile = largest._replace(block_n=block_n, num_stages=num_stages)
-            if _shared_memory(tile, block_g, row_bytes) <= limit:
+            if _shared_memory(tile, row_bytes, block_g * q_row_bytes) <= limit:
                 return tile
             block_n //= 2
     raise ValueError(
@@ -184,12 +186,12 @@ def _tile(block_g: int, row_bytes: int, gpu: Gpu) -> Tile:
     )
 
 
-def _shared_memory(tile: Tile, block_g: int, row_bytes: int) -> int:
+def _shared_memory(tile: Tile, row_bytes: int, q_bytes: int) -> int:
     """Bytes of a CTA, an upper bound. A read of K waits for a read of its slot: 3 stages hold one tile of K
     and V, 5 stages two, 7 stages three."""
     tiles_in_flight = (tile.num_stages - 1) // 2
     kv = 2 * tiles_in_flight * tile.block_n * (row_bytes + 8)
-    q = max(4096, (4 if tile.ctas_per_sm == 1 else 2) * block_g * row_bytes)
+    q = max(4096, (4 if tile.ctas_per_sm == 1 else 2) * q_bytes)
     return kv + q
 
 
@@ -204,12 +206,14 @@ def decode_attention(
     *,
     out: torch.Tensor,
     scale: float,
+    v_scale: float = 1.0,
     page_size: int = 1,
     sliding_window: int = -1,
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [bs, num_qo_heads, head_dim] of the tokens at seq_lens - 1 -> out, alike and contiguous.
+    """q [bs, num_qo_heads, head_dim] of the tokens at seq_lens - 1 -> out, alike and contiguous. K and V in
+    FP8 are multiplied by their scales: `scale` includes that of K.
 
     counters: int32 [>= bs * num_kv_heads] of zeros, and zeros again afterwards; launches that may run at the
     same time need their own. req_to_token, req_pool_indices and seq_lens are read before the previous launch
@@ -222,14 +226,16 @@ def decode_attention(
     if batch_size == 0:
         return out
     sizes = split_sizes(num_qo_heads // num_kv_heads, head_dim)
-    tile = _tile(sizes["BLOCK_G"], sizes["BLOCK_D"] * k_buffer.element_size(), gpu_of(q.device))
+    k_buffer, v_buffer = kernel_view(k_buffer), kernel_view(v_buffer)
+    row_bytes = sizes["BLOCK_D"] * k_buffer.element_size()
+    tile = _tile(sizes["BLOCK_G"], row_bytes, sizes["BLOCK_D"] * q.element_size(), gpu_of(q.device))
     max_tiles = batch_size * triton.cdiv(req_to_token.shape[1], tile.block_n)
     num_programs = num_split_ctas(q.device, num_kv_heads, tile.ctas_per_sm, max_tiles)
     _decode_kernel[(num_kv_heads, num_programs)](
         q, k_buffer, v_buffer, out, q if sinks is None else sinks,
         req_to_token, req_pool_indices, seq_lens,
         split_workspace(q.device, num_programs, num_kv_heads, sizes["GROUP"], head_dim), counters,
-        batch_size, scale, logit_cap, sliding_window,
+        batch_size, scale, v_scale, logit_cap, sliding_window,
         q.stride(0), q.stride(1), k_buffer.stride(1), v_buffer.stride(1), req_to_token.stride(0),
         STRIDE_K=k_buffer.stride(0), STRIDE_V=v_buffer.stride(0),
         **sizes, PAGE_SIZE=page_size, BLOCK_N=tile.block_n,

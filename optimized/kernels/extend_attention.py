@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.kernels.fp8 import from_pool, kernel_view
 from optimized.kernels.paged_softmax import LOG2_E, accumulate, scores_of, slots_at
 from optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, pdl_options, rounded
 
@@ -28,7 +29,7 @@ from optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, pdl_options, ro
 def _extend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, sinks_ptr, mask_ptr,
     req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, extend_seq_lens_ptr, extend_start_loc_ptr,
-    batch_size, scale, logit_cap, window,
+    batch_size, scale, v_scale, logit_cap, window,
     stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head, stride_out, stride_row,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr,
@@ -87,10 +88,10 @@ def _extend_kernel(
         for start in range(0, seen_by_all, BLOCK_N):
             slots = slots_at(row_ptr, start + offs_n, PAGE_SIZE)
             k_tile = k_head + slots[:, None] * stride_k + offs_d[None, :]
-            k = tl.load(k_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
+            k = from_pool(tl.load(k_tile, mask=in_dim[None, :], other=0.0), q.dtype)
             scores = scores_of(q, k, scale, logit_cap, HAS_CAP, PRECISION)
             v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
-            v = tl.load(v_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
+            v = from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
             acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
         key_start = seen_by_all
 
@@ -100,7 +101,7 @@ def _extend_kernel(
         nearest = tl.minimum(positions, key_end - 1)
         slots = slots_at(row_ptr, nearest, PAGE_SIZE)
         k_tile = k_head + slots[:, None] * stride_k + offs_d[None, :]
-        k = tl.load(k_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
+        k = from_pool(tl.load(k_tile, mask=in_dim[None, :], other=0.0), q.dtype)
         scores = scores_of(q, k, scale, logit_cap, HAS_CAP, PRECISION)
         if HAS_MASK:
             in_mask = live_rows[:, None] & (positions < key_end)[None, :]
@@ -112,7 +113,7 @@ def _extend_kernel(
             sees = sees & (positions[None, :] >= query_positions[:, None] - window)
         scores = tl.where(sees, scores, float("-inf"))
         v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
-        v = tl.load(v_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
+        v = from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
         acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
 
     if HAS_SINKS:
@@ -124,7 +125,7 @@ def _extend_kernel(
     if HAS_MASK:
         total = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing gives zeros
     out_tile = out_ptr + q_rows[:, None] * stride_out + heads[:, None] * HEAD_DIM + offs_d[None, :]
-    tl.store(out_tile, rounded(acc / total[:, None], out_ptr.dtype.element_ty), mask=mask_q)
+    tl.store(out_tile, rounded(acc / total[:, None] * v_scale, out_ptr.dtype.element_ty), mask=mask_q)
 
 
 def _tile(rows: int, block_d: int, is_float32: bool, has_mask: bool, gpu: Gpu) -> dict[str, int]:
@@ -162,6 +163,7 @@ def extend_attention(
     *,
     out: torch.Tensor,
     scale: float,
+    v_scale: float = 1.0,
     page_size: int = 1,
     sliding_window: int = -1,
     logit_cap: float = 0.0,
@@ -169,12 +171,14 @@ def extend_attention(
     custom_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [num_tokens, num_qo_heads, head_dim], the last extend_seq_lens tokens of each request -> out,
-    alike and contiguous. custom_mask: as in ForwardBatch."""
+    alike and contiguous. custom_mask: as in ForwardBatch. K and V in FP8 are multiplied by their scales:
+    `scale` includes that of K."""
     num_tokens, num_qo_heads, head_dim = q.shape
     batch_size, num_kv_heads = seq_lens.shape[0], k_buffer.shape[1]
     group = num_qo_heads // num_kv_heads
     if num_tokens == 0:
         return out
+    k_buffer, v_buffer = kernel_view(k_buffer), kernel_view(v_buffer)
     block_d = max(16, triton.next_power_of_2(head_dim))
     rows = triton.next_power_of_2(triton.cdiv(num_tokens * group, batch_size))
     tile = _tile(max(16, rows), block_d, q.dtype == torch.float32, custom_mask is not None, gpu_of(q.device))
@@ -185,7 +189,7 @@ def extend_attention(
     _extend_kernel[(num_kv_heads, max_tiles)](
         q, k_buffer, v_buffer, out, q if sinks is None else sinks, q if mask is None else mask,
         req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc,
-        batch_size, scale, logit_cap, sliding_window,
+        batch_size, scale, v_scale, logit_cap, sliding_window,
         q.stride(0), q.stride(1), k_buffer.stride(0), k_buffer.stride(1),
         v_buffer.stride(0), v_buffer.stride(1), out.stride(0), req_to_token.stride(0),
         GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,

@@ -79,6 +79,11 @@ class Gpu(NamedTuple):
         return self.capability >= (9, 0)
 
     @property
+    def has_fp8(self) -> bool:
+        """Conversions between float8_e4m3fn and wider types."""
+        return self.capability >= (8, 9)
+
+    @property
     def has_large_shared_memory(self) -> bool:
         """Enough for the tiles of sm_80, 90 and 100; sm_86, 89 and 120 have 99 KB."""
         return self.shared_memory >= 160 * 1024

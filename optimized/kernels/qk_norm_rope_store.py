@@ -18,8 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.kernels.fp8 import kernel_view, to_pool
 from optimized.kernels.portable import interpreted_rows, pdl_options
+from shared.types.attention import KVScales
 
+NO_SCALES = KVScales()
 TILE_ELEMENTS = 1024
 """Of the heads of one token that a CTA takes."""
 
@@ -57,7 +60,7 @@ def _weighted(x, scale, weight, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr):
 
 @triton.jit
 def _norm_and_rotate(
-    x_tile, out_tile, weight_ptr, cos, sin, eps, mask,
+    x_tile, out_tile, weight_ptr, cos, sin, eps, out_scale, mask,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -89,18 +92,20 @@ def _norm_and_rotate(
         if REST > 0:
             weight_rest = tl.load(weight_ptr + offs_rest, mask=offs_rest < HEAD_DIM, other=0.0)
             rest = _weighted(rest, scale, weight_rest.to(tl.float32), dtype, UNIT_OFFSET)
-    # A pool of another type gets what a separate cast would give it.
+    # A pool of another type gets what a separate cast would give it, in FP8 over its scale.
     out_dtype: tl.constexpr = out_tile.dtype.element_ty
-    tl.store(out_tile + offs, (a * cos - b * sin).to(dtype).to(out_dtype), mask=mask_half)
-    tl.store(out_tile + HALF + offs, (b * cos + a * sin).to(dtype).to(out_dtype), mask=mask_half)
+    tl.store(out_tile + offs, to_pool((a * cos - b * sin).to(dtype), out_scale, out_dtype), mask=mask_half)
+    tl.store(
+        out_tile + HALF + offs, to_pool((b * cos + a * sin).to(dtype), out_scale, out_dtype), mask=mask_half
+    )
     if REST > 0:
-        tl.store(out_tile + offs_rest, rest.to(dtype).to(out_dtype), mask=mask_rest)
+        tl.store(out_tile + offs_rest, to_pool(rest.to(dtype), out_scale, out_dtype), mask=mask_rest)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _qk_norm_rope_store_kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, positions_ptr, out_cache_loc_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr,
-    num_tokens, last_position, eps,
+    num_tokens, last_position, eps, k_scale, v_scale,
     stride_qkv, stride_k, stride_k_head, stride_v, stride_v_head,
     NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
@@ -126,7 +131,7 @@ def _qk_norm_rope_store_kernel(
             mask = live & (heads < NUM_QO_HEADS)
             q_row = q_ptr + (tokens.to(tl.int64) * (NUM_QO_HEADS * HEAD_DIM))[:, None, None]
             _norm_and_rotate(
-                row + heads * HEAD_DIM, q_row + heads * HEAD_DIM, q_weight_ptr, cos, sin, eps, mask,
+                row + heads * HEAD_DIM, q_row + heads * HEAD_DIM, q_weight_ptr, cos, sin, eps, 1.0, mask,
                 HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, HAS_NORM, UNIT_OFFSET, USE_PDL,
             )  # fmt: skip
         else:
@@ -136,7 +141,7 @@ def _qk_norm_rope_store_kernel(
             k_row = k_ptr + (slots * stride_k)[:, None, None]
             _norm_and_rotate(
                 row + (NUM_QO_HEADS + heads) * HEAD_DIM, k_row + heads * stride_k_head, k_weight_ptr,
-                cos, sin, eps, mask, HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST,
+                cos, sin, eps, k_scale, mask, HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST,
                 HAS_NORM, UNIT_OFFSET, USE_PDL,
             )  # fmt: skip
     else:
@@ -148,7 +153,9 @@ def _qk_norm_rope_store_kernel(
             tl.extra.cuda.gdc_wait()
         v = tl.load(row + (NUM_QO_HEADS + NUM_KV_HEADS + heads) * HEAD_DIM + offs, mask=in_head, other=0.0)
         v_row = v_ptr + (slots * stride_v)[:, None, None]
-        tl.store(v_row + heads * stride_v_head + offs, v.to(v_ptr.dtype.element_ty), mask=in_head)
+        tl.store(
+            v_row + heads * stride_v_head + offs, to_pool(v, v_scale, v_ptr.dtype.element_ty), mask=in_head
+        )
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -166,7 +173,7 @@ def _rotate_kernel(
     rows = tokens.to(tl.int64)[:, None, None]
     _norm_and_rotate(
         x_ptr + rows * stride_x + heads * stride_x_head, y_ptr + (rows * NUM_HEADS + heads) * HEAD_DIM,
-        cos_sin_ptr, cos, sin, 0.0, (tokens < num_tokens)[:, None, None] & (heads < NUM_HEADS),
+        cos_sin_ptr, cos, sin, 0.0, 1.0, (tokens < num_tokens)[:, None, None] & (heads < NUM_HEADS),
         HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, False, False, USE_PDL,
     )  # fmt: skip
 
@@ -225,10 +232,12 @@ def qk_norm_rope_store(
     num_qo_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    kv_scales: KVScales = NO_SCALES,
 ) -> torch.Tensor:
     """qkv [n, (num_qo_heads + 2 * num_kv_heads) * head_dim], positions and out_cache_loc [n], cos_sin float32
     [positions, rotary_dim] (cosines, then sines), k_buffer and v_buffer [slots, num_kv_heads, head_dim] of
-    any type -> q [n, num_qo_heads, head_dim]. Writes the slots of out_cache_loc; leaves qkv alone.
+    any type, in FP8 over kv_scales -> q [n, num_qo_heads, head_dim]. Writes the slots of out_cache_loc;
+    leaves qkv alone.
     `unit_offset`: the norms are those of GemmaRMSNorm.
 
     positions, out_cache_loc, cos_sin and the weights are read before the previous launch has ended: they must
@@ -239,12 +248,13 @@ def qk_norm_rope_store(
     assert positions.is_contiguous()
     assert out_cache_loc.is_contiguous()
     assert (q_weight is None) == (k_weight is None)
+    k_buffer, v_buffer = kernel_view(k_buffer), kernel_view(v_buffer)
     q = torch.empty(num_tokens, num_qo_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     tiles, grid = _tiles(num_tokens, (num_qo_heads, num_kv_heads, num_kv_heads), head_dim, rotary_dim)
     _qk_norm_rope_store_kernel[grid](
         qkv, q, k_buffer, v_buffer, positions, out_cache_loc, cos_sin,
         cos_sin if q_weight is None else q_weight, cos_sin if k_weight is None else k_weight,
-        num_tokens, cos_sin.shape[0] - 1, eps,
+        num_tokens, cos_sin.shape[0] - 1, eps, *kv_scales,
         qkv.stride(0), k_buffer.stride(0), k_buffer.stride(1), v_buffer.stride(0), v_buffer.stride(1),
         NUM_QO_HEADS=num_qo_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
         BLOCK_DIM=triton.next_power_of_2(head_dim), **tiles,

@@ -80,11 +80,11 @@ def prefetch_tile(
 
 @triton.jit
 def finish(
-    out_row, sinks_ptr, acc, largest, total, offs_g, offs_d,
+    out_row, sinks_ptr, acc, largest, total, v_scale, offs_g, offs_d,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the sinks' weights, normalises, and stores [GROUP, HEAD_DIM] at out_row; largest and total are
-    [heads, 1]."""
+    """Adds the sinks' weights, normalises, multiplies by the scale of V, and stores [GROUP, HEAD_DIM] at
+    out_row; largest and total are [heads, 1]."""
     in_group = offs_g < GROUP
     if HAS_SINKS:
         sink = LOG2_E * tl.load(sinks_ptr + offs_g, mask=in_group, other=0.0).to(tl.float32)[:, None]
@@ -94,14 +94,14 @@ def finish(
         acc = acc * rescale
     total = tl.where(in_group[:, None], total, 1.0)
     mask = in_group[:, None] & (offs_d < HEAD_DIM)[None, :]
-    output = rounded(acc / total, out_row.dtype.element_ty)
+    output = rounded(acc / total * v_scale, out_row.dtype.element_ty)
     tl.store(out_row + offs_g[:, None] * HEAD_DIM + offs_d[None, :], output, mask=mask)
 
 
 @triton.jit
 def _merge(
     out_row, sinks_ptr, workspace_ptr, head, num_kv_heads, num_programs,
-    first_program, last_program, first_part,
+    first_program, last_program, first_part, v_scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     MERGED_G: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +136,7 @@ def _merge(
             total = total * rescale + weight * factor
             acc = acc * rescale + values * factor
             largest = new_largest
-    finish(out_row, sinks_ptr, acc, largest, total, offs_g, offs_d, GROUP, HEAD_DIM, HAS_SINKS)
+    finish(out_row, sinks_ptr, acc, largest, total, v_scale, offs_g, offs_d, GROUP, HEAD_DIM, HAS_SINKS)
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def store_partial(
 @triton.jit
 def merge_if_last(
     out_row, sinks_ptr, counter_ptr, workspace_ptr, head, num_kv_heads, num_programs,
-    tiles_start, tiles_end, run_len,
+    tiles_start, tiles_end, run_len, v_scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MERGED_G: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +174,7 @@ def merge_if_last(
         first_part = 2 * first_program + (tiles_start != first_program * run_len).to(tl.int32)
         _merge(
             out_row, sinks_ptr, workspace_ptr, head, num_kv_heads, num_programs,
-            first_program, last_program, first_part,
+            first_program, last_program, first_part, v_scale,
             GROUP, HEAD_DIM, BLOCK_D, MERGED_G, HAS_SINKS,
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.kernels.fp8 import from_pool, kernel_view
 from optimized.kernels.paged_softmax import LOG2_E, accumulate, scores_of, slots_at
 from optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, rounded
 from optimized.kernels.split_kv import num_split_ctas
@@ -35,15 +36,16 @@ def _part_of(seq_len, part, num_parts, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _normalised(acc, largest, total, sinks, HAS_SINKS: tl.constexpr):
-    """acc [rows, BLOCK_D] over its sum, the weights of sinks (log2(e) times each) included; the others
-    [rows, 1]."""
+def _normalised(acc, largest, total, sinks, v_scale, HAS_SINKS: tl.constexpr):
+    """acc [rows, BLOCK_D] over its sum, the weights of sinks (log2(e) times each) included, times the scale
+    of V; the others [rows, 1]."""
     if HAS_SINKS:
         new_largest = tl.maximum(largest, sinks)
         rescale = tl.exp2(largest - new_largest)
         total = total * rescale + tl.exp2(sinks - new_largest)
         acc = acc * rescale
-    return acc / tl.where(total == 0.0, 1.0, total)  # a row that sees nothing gives zeros
+    total = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing gives zeros
+    return acc / total * v_scale
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -51,7 +53,7 @@ def _tree_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, sinks_ptr, mask_ptr,
     req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
     parts_ptr, maxima_ptr, sums_ptr,  # [num_parts, num_tokens, heads, HEAD_DIM], the others without HEAD_DIM
-    num_parts, scale, logit_cap,
+    num_parts, scale, v_scale, logit_cap,
     stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head, stride_row,
     NUM_QUERIES: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -88,17 +90,17 @@ def _tree_kernel(
     for start in range(key_start, whole_end, BLOCK_N):
         slots = slots_at(row_ptr, start + offs_n, PAGE_SIZE)
         k_tile = k_head + slots[:, None] * stride_k + offs_d[None, :]
-        k = tl.load(k_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
+        k = from_pool(tl.load(k_tile, mask=in_dim[None, :], other=0.0), q.dtype)
         scores = scores_of(q, k, scale, logit_cap, HAS_CAP, PRECISION)
         v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
-        v = tl.load(v_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
+        v = from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
         acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
     for start in range(whole_end, key_end, BLOCK_N):
         positions = start + offs_n
         # Beyond the end, the last key is read again: it is live, and its score is masked.
         slots = slots_at(row_ptr, tl.minimum(positions, seq_len - 1), PAGE_SIZE)
         k_tile = k_head + slots[:, None] * stride_k + offs_d[None, :]
-        k = tl.load(k_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
+        k = from_pool(tl.load(k_tile, mask=in_dim[None, :], other=0.0), q.dtype)
         scores = scores_of(q, k, scale, logit_cap, HAS_CAP, PRECISION)
         if HAS_MASK:
             columns = positions - tail_start
@@ -111,7 +113,7 @@ def _tree_kernel(
         sees = sees & (positions < seq_len)[None, :]
         scores = tl.where(sees, scores, float("-inf"))
         v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
-        v = tl.load(v_tile, mask=in_dim[None, :], other=0.0).to(q.dtype)
+        v = from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
         acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
 
     NUM_HEADS = num_kv_heads * GROUP
@@ -121,7 +123,7 @@ def _tree_kernel(
         sinks = largest
         if HAS_SINKS:
             sinks = LOG2_E * tl.load(sinks_ptr + heads).to(tl.float32)
-        output = _normalised(acc, largest[:, None], total[:, None], sinks[:, None], HAS_SINKS)
+        output = _normalised(acc, largest[:, None], total[:, None], sinks[:, None], v_scale, HAS_SINKS)
         tl.store(out_ptr + out_tile, rounded(output, out_ptr.dtype.element_ty), mask=mask_q)
     else:
         first = part.to(tl.int64) * batch_size * NUM_QUERIES * NUM_HEADS
@@ -132,7 +134,7 @@ def _tree_kernel(
 
 @triton.jit(do_not_specialize=["num_parts"])
 def _merge_kernel(
-    out_ptr, sinks_ptr, seq_lens_ptr, parts_ptr, maxima_ptr, sums_ptr, num_parts,
+    out_ptr, sinks_ptr, seq_lens_ptr, parts_ptr, maxima_ptr, sums_ptr, num_parts, v_scale,
     NUM_QUERIES: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, MAX_PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +157,7 @@ def _merge_kernel(
     sink = largest
     if HAS_SINKS:
         sink = LOG2_E * tl.load(sinks_ptr + row % NUM_HEADS).to(tl.float32)
-    output = rounded(_normalised(acc, largest, total, sink, HAS_SINKS), out_ptr.dtype.element_ty)
+    output = rounded(_normalised(acc, largest, total, sink, v_scale, HAS_SINKS), out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * HEAD_DIM + offs_d, output, mask=offs_d < HEAD_DIM)
 
 
@@ -182,17 +184,20 @@ def tree_attention(
     *,
     out: torch.Tensor,
     scale: float,
+    v_scale: float = 1.0,
     page_size: int = 1,
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [num_tokens, num_qo_heads, head_dim], the last num_tokens / bs tokens of each request -> out,
-    alike and contiguous. tree_mask: as in ForwardBatch; None: causal."""
+    alike and contiguous. tree_mask: as in ForwardBatch; None: causal. K and V in FP8 are multiplied by their
+    scales: `scale` includes that of K."""
     num_tokens, num_qo_heads, head_dim = q.shape
     batch_size, num_kv_heads = seq_lens.shape[0], k_buffer.shape[1]
     if num_tokens == 0:
         return out
+    k_buffer, v_buffer = kernel_view(k_buffer), kernel_view(v_buffer)
     num_queries, group = num_tokens // batch_size, num_qo_heads // num_kv_heads
     assert num_queries * batch_size == num_tokens
     assert q.stride(2) == k_buffer.stride(2) == v_buffer.stride(2) == req_to_token.stride(1) == 1
@@ -212,7 +217,8 @@ def tree_attention(
     sizes = {"NUM_QUERIES": num_queries, "HEAD_DIM": head_dim, "BLOCK_D": block_d}
     _tree_kernel[(num_tiles, num_parts, batch_size)](
         q, k_buffer, v_buffer, out, sinks_or_any, q if tree_mask is None else tree_mask.view(torch.uint8),
-        req_to_token, req_pool_indices, seq_lens, parts, maxima, sums, num_parts, scale, logit_cap,
+        req_to_token, req_pool_indices, seq_lens, parts, maxima, sums, num_parts, scale, v_scale,
+        logit_cap,
         q.stride(0), q.stride(1), k_buffer.stride(0), k_buffer.stride(1),
         v_buffer.stride(0), v_buffer.stride(1), req_to_token.stride(0),
         TAIL=num_queries if tree_mask is None else tree_mask.shape[2], GROUP=group, PAGE_SIZE=page_size,
@@ -221,7 +227,7 @@ def tree_attention(
     )  # fmt: skip
     if not is_whole:
         _merge_kernel[(num_tokens * num_qo_heads,)](
-            out, sinks_or_any, seq_lens, parts, maxima, sums, num_parts,
+            out, sinks_or_any, seq_lens, parts, maxima, sums, num_parts, v_scale,
             NUM_HEADS=num_qo_heads, BLOCK_N=tile["BLOCK_N"], MAX_PARTS=triton.next_power_of_2(num_parts),
             HAS_SINKS=sinks is not None, num_warps=1, **sizes,
         )  # fmt: skip

@@ -25,7 +25,8 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
         "components": llm.describe(),
         "num_pool_tokens": llm.assembly.kv_pool.size,
         "kv_bytes_per_token": llm.assembly.kv_pool.num_bytes_per_token,
-        "dtype": str(llm.assembly.kv_pool.dtype).removeprefix("torch."),
+        "dtype": str(llm.assembly.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(llm.assembly.kv_pool.dtype).removeprefix("torch."),
     }
 
 

@@ -132,8 +132,8 @@ def measure(
             is_replayed = num_graph_replays(llm) > num_before
             kernels = profile_kernels(step, llm.assembly.parts.allocator.device) if profile else ()
         config = llm.model_config
-        dtype = llm.assembly.kv_pool.dtype
-        cost = step_cost(config, case.seq_lens, case.extend_seq_lens, dtype, hit)
+        dtypes = llm.assembly.dtype, llm.assembly.kv_pool.dtype
+        cost = step_cost(config, case.seq_lens, case.extend_seq_lens, dtypes[0], hit, dtypes[1])
         results.append(
             StepResult(
                 model, case, tuple(times), statistics.median(host_times), cost, ceilings, hit, is_counted,

@@ -85,10 +85,11 @@ def step_cost(
     extend_seq_lens: Sequence[int],
     dtype: torch.dtype,
     num_experts_hit: float | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> StepCost:
     """Requests of seq_lens[i] tokens after the step, of which extend_seq_lens[i] are computed in it.
     `num_experts_hit`: distinct experts of a layer that some token goes to, on average over the layers;
-    default: what uniform routing leads one to expect."""
+    default: what uniform routing leads one to expect. `kv_dtype`: of the KV pool, if it is not `dtype`."""
     num_tokens, num_heads = sum(extend_seq_lens), len(seq_lens)
     sums: dict[str, list[float]] = {}
 
@@ -116,7 +117,7 @@ def step_cost(
         window = config.sliding_window(layer_id)
         for seq_len, extend_len in zip(seq_lens, extend_seq_lens):
             num_seen = seq_len if window < 0 else min(seq_len, window + extend_len)
-            kv = config.kv_size * num_seen * dtype.itemsize
+            kv = config.kv_size * num_seen * (kv_dtype or dtype).itemsize
             pairs = _num_pairs(seq_len, extend_len, window)
             add("attention", kv, 2 * config.num_qo_heads * (config.head_dim + config.v_head_dim) * pairs)
     return StepCost(tuple(Phase(name, *entry) for name, entry in sums.items()))

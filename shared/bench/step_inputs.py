@@ -11,6 +11,7 @@ import torch
 from shared.sampling.sampling_batch import make_sampling_batch_info
 from shared.scheduling.pages import num_pages_of, round_up_to_page
 from shared.types import ForwardBatch, ForwardMode, Req, SamplingBatchInfo, SamplingParams
+from shared.types.attention import FP8
 
 if TYPE_CHECKING:
     from shared.engine.llm import LLM
@@ -88,7 +89,10 @@ def fill_pool(llm: LLM, seed: int = 0) -> None:
     generator = torch.Generator(pool.device).manual_seed(seed)
     for layer_id in range(llm.model_config.num_hidden_layers):
         for buffer in (pool.k_buffer(layer_id), pool.v_buffer(layer_id)):
-            buffer.normal_(generator=generator)
+            if buffer.dtype == FP8:
+                buffer.copy_(torch.empty_like(buffer, dtype=torch.bfloat16).normal_(generator=generator))
+            else:
+                buffer.normal_(generator=generator)
 
 
 def place_requests(llm: LLM, case: StepCase, seed: int = 0) -> list[int]:

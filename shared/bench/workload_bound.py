@@ -29,13 +29,17 @@ class WorkloadBound:
 
 
 def workload_bound(
-    config: ModelConfig, requests: Sequence[Request], dtype: torch.dtype, ceilings: Ceilings
+    config: ModelConfig,
+    requests: Sequence[Request],
+    dtype: torch.dtype,
+    ceilings: Ceilings,
+    kv_dtype: torch.dtype | None = None,
 ) -> WorkloadBound:
-    """Of prompts that share nothing."""
+    """Of prompts that share nothing. `kv_dtype`: of the KV pool, if it is not `dtype`."""
     prompt_lens = [len(request.prompt) for request in requests]
     prefill = step_cost(config, prompt_lens, prompt_lens, dtype).flops
     weights = _WeightBytes(config, dtype)
-    kv_bytes_of = _KvBytes(config, dtype, max(len(r.prompt) + r.output_len for r in requests))
+    kv_bytes_of = _KvBytes(config, kv_dtype or dtype, max(len(r.prompt) + r.output_len for r in requests))
     ends = Counter(request.output_len for request in requests)
     num_running, num_bytes = len(requests), 0.0
     live = sorted(requests, key=lambda request: request.output_len)
@@ -52,10 +56,16 @@ def workload_bound(
 
 
 def stream_bound(
-    config: ModelConfig, batch_size: int, context_len: int, dtype: torch.dtype, ceilings: Ceilings
+    config: ModelConfig,
+    batch_size: int,
+    context_len: int,
+    dtype: torch.dtype,
+    ceilings: Ceilings,
+    kv_dtype: torch.dtype | None = None,
 ) -> float:
     """Seconds for a token of each of so many requests: a step's bytes at the bandwidth."""
-    cost = step_cost(config, [context_len] * batch_size, [1] * batch_size, dtype)
+    lens = [context_len] * batch_size
+    cost = step_cost(config, lens, [1] * batch_size, dtype, kv_dtype=kv_dtype)
     return cost.num_bytes / ceilings.bandwidth
 
 

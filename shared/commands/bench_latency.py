@@ -113,8 +113,9 @@ class LatencyBenchmark(Benchmark):
             result = latency.LatencyResult(case)
             self.results.append(result)
             if ceilings is not None:
-                dtype, num = llm.assembly.kv_pool.dtype, case.concurrency
-                result.bound = stream_bound(llm.model_config, num, case.mean_context_len, dtype, ceilings)
+                dtype, kv_dtype = llm.assembly.dtype, llm.assembly.kv_pool.dtype
+                sizes = case.concurrency, case.mean_context_len
+                result.bound = stream_bound(llm.model_config, *sizes, dtype, ceilings, kv_dtype)
             latency.measure(llm, result, on_run=progress.on_run, **repeats)
             if self.has_step or (self.has_step is None and llm.config.device != "cpu"):
                 progress.on_run(f"concurrency {case.concurrency}: the bare step")

@@ -110,8 +110,8 @@ class OfflineBenchmark(EnginesBenchmark):
                 ideal = workload.ideal_hit_rate(case.requests, llm.config.page_size)
                 result.ideal_hit_rate = ideal if has_cache else 0.0
             if self.ceilings is not None:
-                dtype = llm.assembly.kv_pool.dtype
-                result.bound = workload_bound(llm.model_config, case.requests, dtype, self.ceilings)
+                dtype, kv_dtype = llm.assembly.dtype, llm.assembly.kv_pool.dtype
+                result.bound = workload_bound(llm.model_config, case.requests, dtype, self.ceilings, kv_dtype)
             sampling = Sampling(workload.temperature, workload.seed)
             offline.measure(llm, result, sampling, on_run=progress.on_run, **self.repeats)
 

@@ -98,6 +98,9 @@ class EngineOptions:
         bool | None, _option(MODEL, "Prefill and decode in two engines, a process each.", "--disaggregation")
     ] = None
 
+    kv_cache_dtype: Annotated[
+        str | None, _option(MEMORY, "auto, the model's, or fp8_e4m3: half the bytes of bfloat16.")
+    ] = None
     page_size: Annotated[int | None, _option(MEMORY, "Tokens of a KV page. Default: 1.")] = None
     context_len: Annotated[int | None, _option(MEMORY, "Longest sequence. Default: the model's.")] = None
     max_total_tokens: Annotated[

@@ -15,6 +15,7 @@ Panel = Literal["reference", "optimized"]
 SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"]
 DataParallelPolicyName = Literal["round-robin", "least-requests", "least-tokens"]
 EvictionPolicyName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
+KvCacheDtypeName = Literal["auto", "fp8_e4m3"]
 QuantizationMethod = Literal["fp8", "fp8-block", "int8", "int4"]
 SpeculativeAlgorithm = Literal["eagle", "eagle3", "nextn", "standalone", "ngram"]
 
@@ -54,6 +55,7 @@ class EngineConfig:
     disaggregation: bool = False  # prefill and decode in two engines, with a process each
 
     # Memory
+    kv_cache_dtype: KvCacheDtypeName = "auto"  # auto: that of the model; fp8_e4m3: 8 bits a value
     page_size: int = 1
     context_len: int | None = None  # default: the model's
     max_total_tokens: int | None = None  # size of the KV pool in tokens; default: from free memory
@@ -214,5 +216,6 @@ _CHOICES = {
     "speculative": get_args(SpeculativeAlgorithm),
     "load_format": ("auto", "dummy"),
     "quantization": get_args(QuantizationMethod),
+    "kv_cache_dtype": get_args(KvCacheDtypeName),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
 }

@@ -19,7 +19,7 @@ from shared.conformance.tolerance import tolerance
 from shared.interfaces import AttentionBackend, ReqToTokenPool, TokenToKVPool
 from shared.scheduling.pages import num_pages_of
 from shared.types import ForwardBatch, ForwardMode
-from shared.types.attention import AttentionLayer
+from shared.types.attention import FP8, AttentionLayer, KVScales
 
 T = TypeVar("T")
 Mask = Literal["causal", "tree", "chain", "random", "blind"]
@@ -33,7 +33,7 @@ class AttentionCase:
     logit a head, repeated. `mask`: "tree" lets each new token see its ancestors among the new ones and all
     cached tokens, "chain" is a tree without branches, "random" lets it see some, "blind" some rows nothing.
     `is_prefill`: EXTEND though each request has one new token. `tail`: the mask is given as a tree_mask of
-    the last so many positions."""
+    the last so many positions. `kv_scales`: those of the layer in an FP8 pool; None: a pool of `dtype`."""
 
     name: str
     requests: tuple[tuple[int, int], ...]
@@ -49,6 +49,7 @@ class AttentionCase:
     mask: Mask = "causal"
     is_prefill: bool = False
     tail: int | None = None
+    kv_scales: KVScales | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -91,6 +92,7 @@ class AttentionCase:
             "sinks": bool(self.sinks),
             "custom_mask": self.mask != "causal",
             "tree_mask": self.tail is not None,
+            "kv_cache_dtype": self.kv_scales is not None,
         }
         return [name for name, is_unusual in found.items() if is_unusual]
 
@@ -141,9 +143,12 @@ class AttentionBatch:
 
     def _kv_pool(self, pools: Any, size: int) -> TokenToKVPool:
         case = self.case
-        pool: TokenToKVPool = pools.TokenToKVPool(
-            size, case.page_size, NUM_LAYERS, case.num_kv_heads, case.head_dim, case.dtype, check_device()
-        )
+        sizes = size, case.page_size, NUM_LAYERS, case.num_kv_heads, case.head_dim
+        if case.kv_scales is None:
+            pool: TokenToKVPool = pools.TokenToKVPool(*sizes, case.dtype, check_device())
+        else:  # the scales of the other layer would change every result
+            other = KVScales(3 * case.kv_scales.k, 5 * case.kv_scales.v)
+            pool = pools.TokenToKVPool(*sizes, FP8, check_device(), [other, case.kv_scales])
         return pool
 
     def _layer(self, inputs: Inputs) -> AttentionLayer:
@@ -233,8 +238,9 @@ class AttentionBatch:
         """Dense attention in float64, a request and a head at a time."""
         case = self.case
         layer, pool = self.layer, self.kv_pool
-        k_buffer = pool.k_buffer(layer.layer_id).cpu().to(torch.float64)
-        v_buffer = pool.v_buffer(layer.layer_id).cpu().to(torch.float64)
+        scales = pool.kv_scales[layer.layer_id]
+        k_buffer = scales.k * pool.k_buffer(layer.layer_id).cpu().to(torch.float64)
+        v_buffer = scales.v * pool.v_buffer(layer.layer_id).cpu().to(torch.float64)
         q = self.q.cpu().to(torch.float64)
         output = torch.zeros_like(q)
         start = 0

@@ -299,8 +299,8 @@ class _WatchedBackend:
         pool, slots = self._attention.kv_pool, self._attention.out_cache_loc
         name = f"layers.{layer.layer_id}.self_attn"
         self._see(f"{name}.rotated_q", "rotary", q)
-        self._see(f"{name}.stored_k", "rotary", pool.k_buffer(layer.layer_id)[slots])
-        self._see(f"{name}.stored_v", "linear", pool.v_buffer(layer.layer_id)[slots])
+        self._see(f"{name}.stored_k", "rotary", pool.k_buffer(layer.layer_id)[slots].to(q.dtype))
+        self._see(f"{name}.stored_v", "linear", pool.v_buffer(layer.layer_id)[slots].to(q.dtype))
         output = self._attention.backend.run(q, layer, plan, k=k, v=v, out=out)
         self._see(f"{name}.attention", "attention", output)
         return output

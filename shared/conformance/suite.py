@@ -35,6 +35,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "memory_pool": (
         "memory_pool.rows",
         "memory_pool.kv_pool",
+        "memory_pool.fp8_pool",
         "memory_pool.allocator",
         "memory_pool.allocator_free",
         "memory_pool.allocator_sequences",
@@ -56,6 +57,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "attention.steps",
         "attention.outputs",
         "attention.ragged",
+        "attention.fp8_pool",
     ),
     "mla_memory_pool": ("mla_memory_pool.rows",),
     "mla_attention": ("mla_attention.batches",),

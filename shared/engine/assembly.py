@@ -28,10 +28,12 @@ from shared.interfaces import (
     SchedulerParts,
     TokenToKVPool,
 )
+from shared.loading.kv_scales import kv_cache_of
 from shared.loading.kv_sizing import MemoryPlan, free_gpu_memory, num_rows, num_speculative_slots, plan_memory
 from shared.loading.load_model import load_model, local_model_config, manage_experts
 from shared.loading.model_path import resolve_model_path
 from shared.loading.quantize import with_quantization
+from shared.loading.stages import layers_of
 from shared.modeling.kv_pool import attention_component, build_kv_pool
 from shared.parallel.agreement import AgreedDrafter, AgreedSampler
 from shared.parallel.dp_attention import PassDispatch, in_lockstep
@@ -45,6 +47,7 @@ class Assembly:
 
     config: EngineConfig
     model_config: ModelConfig
+    dtype: torch.dtype  # of activations
     selection: dict[str, str]  # component -> implementation
     model: CausalLM
     kv_pool: TokenToKVPool
@@ -100,6 +103,7 @@ def assemble(
         theirs |= registry.load_deterministic(config.panel)
     tokenizer = load_tokenizer(config, folder)
     device, dtype = torch.device(str(config.device)), _dtype(config, model_config)
+    kv_dtype, kv_scales = kv_cache_of(folder, model_config, config, dtype)
 
     def component(name: str) -> Any:
         return (replace or {}).get(name) or theirs.get(name) or registry.load(name, selection[name])
@@ -115,6 +119,9 @@ def assemble(
         check_dp_attention(config, model_config, selection)
         tp, dispatch = None, PassDispatch(ranks, config.ep)
     local_config = local_model_config(model_config, config, ranks)
+    if kv_scales is not None and pp is not None:
+        layers = layers_of(model_config.num_hidden_layers, pp.rank, pp.size)
+        kv_scales = kv_scales[layers.start : layers.stop]
     phases.end("tokenizer")
     if ranks is not None:
         ranks.all_reduce(torch.zeros(1, device=device))  # a group's first collective may take memory
@@ -147,7 +154,9 @@ def assemble(
     free_gpu_memory(device)  # what loading took for a while is not the weights'
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     draft_bytes = drafter.num_kv_bytes_per_token if drafter is not None else 0
-    memory = plan_memory(config, local_config, dtype, device, free_before, weight_bytes, draft_bytes)
+    memory = plan_memory(
+        config, local_config, dtype, device, free_before, weight_bytes, draft_bytes, kv_dtype
+    )
     num_tokens = memory.num_tokens
     if ranks is not None:  # every rank has as many slots as the one with the least memory
         num_tokens = int(ranks.all_gather(torch.tensor([num_tokens])).min())
@@ -157,7 +166,9 @@ def assemble(
     row_len = config.context_len + num_speculative_slots(config, drafter)
     req_to_token_pool = pools.ReqToTokenPool(num_rows(config), row_len, device)
     allocator = pools.TokenToKVPoolAllocator(num_tokens, config.page_size, device)
-    kv_pool = build_kv_pool(component, local_config, num_tokens, config.page_size, dtype, device)
+    kv_pool = build_kv_pool(
+        component, local_config, num_tokens, config.page_size, kv_dtype, device, kv_scales
+    )
     cache_component = "chunk_cache" if config.disable_radix_cache else "radix_cache"
     tree_cache = component(cache_component)(
         config.page_size,
@@ -205,8 +216,8 @@ def assemble(
         eos_token_ids |= tokenizer.eos_token_ids
     grammars = GrammarCompiler(tokenizer, num_token_ids, eos_token_ids)
     return Assembly(
-        config, model_config, selection, model, kv_pool, memory, tokenizer, component("detokenizer"), parts,
-        scheduler, grammars, eos_token_ids, phases.seconds, experts, adapters,
+        config, model_config, dtype, selection, model, kv_pool, memory, tokenizer, component("detokenizer"),
+        parts, scheduler, grammars, eos_token_ids, phases.seconds, experts, adapters,
     )  # fmt: skip
 
 
@@ -254,6 +265,8 @@ def resolve_config(config: EngineConfig, model_config: ModelConfig) -> EngineCon
         raise ValueError(f"device=mps: this torch ({torch.__version__}) sees no Apple GPU")
     if not device.startswith("cuda") and device not in ("cpu", "mps"):
         raise ValueError(f"device must be cpu, mps, cuda or cuda:N, got {device!r}")
+    if device == "mps" and config.kv_cache_dtype == "fp8_e4m3":
+        raise ValueError("kv_cache_dtype=fp8_e4m3: Apple GPUs have no FP8; use kv_cache_dtype=auto")
     context_len = config.context_len or model_config.context_len
     if context_len > model_config.context_len:
         raise ValueError(

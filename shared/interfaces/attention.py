@@ -31,14 +31,16 @@ class AttentionBackend(ABC):
     visible positions and, when the layer has `sinks`, one more column of that logit without a value;
     accumulated in float32 at least. Query head h reads KV head h // (num_qo_heads // num_kv_heads).
 
+    In an FP8 pool K and V are what the pool holds, times the layer's kv_scales.
+
     The new tokens' K and V are in the pool before `run` is called. What slots hold that are not a live
     token's (padding, the dummy page, the rest of a last page) is undefined, NaN included.
 
     Every backend takes float16 and bfloat16, head_dim 64 and 128, 1, 2, 4 and 8 query heads a KV head, and
     any page size, causal, with scale head_dim ** -0.5 and without extras. What else it cannot do (dtype,
-    head_dim, num_qo_heads, scale, sliding_window, logit_cap, sinks, custom_mask, tree_mask) it refuses by a
-    `ValueError` that names that and what it supports: from the constructor, `plan` or `run`, as soon as it
-    knows.
+    head_dim, num_qo_heads, scale, sliding_window, logit_cap, sinks, custom_mask, tree_mask, kv_cache_dtype of
+    an FP8 pool) it refuses by a `ValueError` that names that and what it supports: from the constructor,
+    `plan` or `run`, as soon as it knows.
 
     CUDA graphs are optional. A backend with `supports_cuda_graph` gives, by `plan_for_graph`, a plan whose
     `run` may be captured once and replayed for other batches of the same shapes, each after a `replan`.
@@ -73,8 +75,8 @@ class AttentionBackend(ABC):
         """q [num_tokens, num_qo_heads, head_dim] -> output of the same shape and dtype.
 
         k, v [num_tokens, num_kv_heads, head_dim], when given, are what the pool already holds at
-        out_cache_loc: a backend may read them instead. Query heads that the KV heads do not divide are a
-        `ValueError`.
+        out_cache_loc: a backend may read them instead, except where an FP8 pool has rounded them. Query
+        heads that the KV heads do not divide are a `ValueError`.
 
         `out`, when given, is written whole and returned: contiguous, of q's shape, dtype and device, else a
         `ValueError`. It may be some rows of a larger tensor, whose others stay as they are. It shares no

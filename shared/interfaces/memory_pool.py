@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from shared.types.attention import KVScales
+
 
 class ReqToTokenPool(ABC):
     """Rows that map a request's positions to slots. Kernels read `req_to_token`; only this class writes it.
@@ -150,13 +152,19 @@ class TokenToKVPoolAllocator(ABC):
 
 
 class TokenToKVPool(ABC):
-    """K and V of every slot, per layer: `[size + page_size, num_kv_heads, head_dim]`."""
+    """K and V of every slot, per layer: `[size + page_size, num_kv_heads, head_dim]`.
+
+    A pool of dtype float8_e4m3fn holds k / k_scale and v / v_scale, computed in float32 at least, clamped to
+    [-448, 448] and rounded to nearest, ties to even. Attention multiplies by the scales. `kv_scales` are
+    those of each layer; they are 1 in pools of other dtypes.
+    """
 
     size: int
     page_size: int
     num_layers: int
     dtype: torch.dtype
     device: torch.device
+    kv_scales: Sequence[KVScales]
 
     @abstractmethod
     def __init__(
@@ -168,7 +176,9 @@ class TokenToKVPool(ABC):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
-    ) -> None: ...
+        kv_scales: Sequence[KVScales] | None = None,
+    ) -> None:
+        """`kv_scales`: one for each layer; None: all 1."""
 
     @abstractmethod
     def k_buffer(self, layer_id: int) -> torch.Tensor:
@@ -181,7 +191,7 @@ class TokenToKVPool(ABC):
     @abstractmethod
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k, v [num_tokens, num_kv_heads, head_dim] to the slots, cast to the pool's dtype. Slots are
-        distinct, except that several tokens may go to the dummy page."""
+        distinct, except that several tokens may go to the dummy page. k and v are not modified."""
 
     @abstractmethod
     def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:

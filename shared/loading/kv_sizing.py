@@ -107,11 +107,13 @@ def plan_memory(
     free_before: int = 0,
     weights: int = 0,
     draft_bytes_per_token: int = 0,
+    kv_dtype: torch.dtype | None = None,
 ) -> MemoryPlan:
     """The flag if given, else what fits *after* the weights are loaded, at most what all running requests
     can fill; in whole pages. `free_before`: of the GPU, before the weights came; `weights`: their bytes;
-    `draft_bytes_per_token`: what a slot takes in a drafter's own pool."""
-    bytes_per_token = kv_bytes_per_token(model_config, dtype) + draft_bytes_per_token
+    `draft_bytes_per_token`: what a slot takes in a drafter's own pool; `kv_dtype`: of the KV pool, if it is
+    not `dtype`."""
+    bytes_per_token = kv_bytes_per_token(model_config, kv_dtype or dtype) + draft_bytes_per_token
     free, total, reserved = 0, 0, {}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from shared.config import MLAConfig, ModelConfig
+from shared.loading.kv_scales import is_kv_scale
 
 _MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|experts\.(\d+)\.(w1|w2|w3))\.weight")
 _MIXTRAL_PROJ = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -55,9 +56,11 @@ def canonical_parts(name: str, shape: tuple[int, ...]) -> list[WeightPart]:
 
 
 def is_harmless(name: str, config: ModelConfig) -> bool:
-    """Tensors that some checkpoints carry and no model needs: RoPE's frequencies, and the copy of the
-    embedding that a tied head is."""
-    return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+    """Tensors that some checkpoints carry and no model needs: RoPE's frequencies, the copy of the embedding
+    that a tied head is, and scales of KV, which the pool takes (`shared.loading.kv_scales`)."""
+    if name.endswith(".rotary_emb.inv_freq") or is_kv_scale(name):
+        return True
+    return config.tie_word_embeddings and name == "lm_head.weight"
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from shared.config import ModelConfig
 from shared.interfaces import TokenToKVPool
+from shared.types.attention import KVScales
 
 
 def build_kv_pool(
@@ -18,15 +19,17 @@ def build_kv_pool(
     page_size: int,
     dtype: torch.dtype,
     device: torch.device | str,
+    kv_scales: Sequence[KVScales] | None = None,
 ) -> TokenToKVPool:
-    """A pool for the layers of `config`, from the chosen components."""
+    """A pool for the layers of `config`, from the chosen components. `kv_scales`: of each layer, for FP8."""
+    layers = size, page_size, config.num_hidden_layers
+    pool: TokenToKVPool
     if config.mla is not None:
-        pool_class = component("mla_memory_pool")
         sizes = config.mla.kv_lora_rank, config.mla.qk_rope_head_dim
+        pool = component("mla_memory_pool")(*layers, *sizes, dtype, device)
     else:
         pool_class = component("memory_pool").TokenToKVPool
-        sizes = config.num_kv_heads, config.head_dim
-    pool: TokenToKVPool = pool_class(size, page_size, config.num_hidden_layers, *sizes, dtype, device)
+        pool = pool_class(*layers, config.num_kv_heads, config.head_dim, dtype, device, kv_scales)
     return pool
 
 

@@ -13,7 +13,7 @@ from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from shared.modeling.forward import attention_output
 from shared.scheduling.pages import num_pages_of
 from shared.types import ForwardBatch
-from shared.types.attention import AttentionLayer
+from shared.types.attention import FP8, AttentionLayer
 
 
 class PagedDecodePlan(NamedTuple):
@@ -38,6 +38,7 @@ class PagedDecodeAttention(AttentionBackend):
         h // (num_qo_heads // num_kv_heads). K and V of other tokens are undefined, NaN included."""
 
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
+        _refuse_if(kv_pool.dtype == FP8, "kv_cache_dtype fp8_e4m3")
         self.req_to_token_pool = req_to_token_pool
         self.kv_pool = kv_pool
 

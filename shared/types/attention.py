@@ -1,11 +1,22 @@
-"""The parameters of one attention layer."""
+"""The parameters of one attention layer, and of its K and V in the pool."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+
+class KVScales(NamedTuple):
+    """The scales of one layer's K and V in an FP8 pool, which holds k / scales.k and v / scales.v."""
+
+    k: float = 1.0
+    v: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ from optimized.kernels.tree_attention import tree_attention
 from optimized.sampler import Sampler
 from shared.config import ModelConfig
 from shared.types import SamplingBatchInfo
+from shared.types.attention import FP8
 
 Launch = Callable[[], object]
 NUM_KV_HEADS = 8
@@ -41,26 +42,41 @@ def clear_caches() -> None:
     moe_tiles.plan.cache_clear()
 
 
-def _attention(head_dim: int, group: int, batch: int, tokens: int, dtype: torch.dtype) -> tuple[Any, ...]:
+def _attention(
+    head_dim: int, group: int, batch: int, tokens: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> tuple[Any, ...]:
     """q, K, V, and what says where a request's keys are."""
     q = torch.empty(batch * tokens, group * NUM_KV_HEADS, head_dim, dtype=dtype)
-    k, v = torch.empty(2, 4096, NUM_KV_HEADS, head_dim, dtype=dtype)
+    k, v = torch.empty(2, 4096, NUM_KV_HEADS, head_dim, dtype=kv_dtype or dtype)
     rows, seq_lens = torch.empty(2, batch, dtype=torch.int64)
     return q, k, v, torch.empty(512, 8192, dtype=torch.int32), rows, seq_lens
 
 
-def decode(head_dim: int, group: int, batch: int, dtype: torch.dtype, **options: Any) -> None:
-    q, *others = _attention(head_dim, group, batch, 1, dtype)
+def decode(
+    head_dim: int,
+    group: int,
+    batch: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> None:
+    q, *others = _attention(head_dim, group, batch, 1, dtype, kv_dtype)
     counters = torch.empty(batch * NUM_KV_HEADS, dtype=torch.int32)
     page_size = PAGE_SIZES.get(head_dim, 1)
     decode_attention(q, *others, counters, out=torch.empty_like(q), scale=1.0, page_size=page_size, **options)
 
 
 def extend(
-    head_dim: int, group: int, tokens: int, dtype: torch.dtype, masked: bool = False, **options: Any
+    head_dim: int,
+    group: int,
+    tokens: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    masked: bool = False,
+    **options: Any,
 ) -> None:
     batch = 4
-    q, *others = _attention(head_dim, group, batch, tokens, dtype)
+    q, *others = _attention(head_dim, group, batch, tokens, dtype, kv_dtype)
     new = torch.empty(2, batch, dtype=torch.int64)
     mask = torch.empty(1 << 20, dtype=torch.bool) if masked else None
     extend_attention(
@@ -69,9 +85,11 @@ def extend(
     )  # fmt: skip
 
 
-def tree(head_dim: int, group: int, tokens: int, dtype: torch.dtype) -> None:
+def tree(
+    head_dim: int, group: int, tokens: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> None:
     batch = 4
-    q, *others = _attention(head_dim, group, batch, tokens, dtype)
+    q, *others = _attention(head_dim, group, batch, tokens, dtype, kv_dtype)
     mask = torch.empty(batch, tokens, tokens, dtype=torch.bool)
     tree_attention(q, *others, out=torch.empty_like(q), scale=1.0, tree_mask=mask)
 
@@ -123,12 +141,13 @@ def rope(
     normed: bool,
     dtype: torch.dtype,
     is_gemma: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> None:
     num_qo_heads = 4 * NUM_KV_HEADS
     qkv = torch.empty(num_tokens, (num_qo_heads + 2 * NUM_KV_HEADS) * head_dim, dtype=dtype)
     positions, slots = torch.empty(2, num_tokens, dtype=torch.int64)
     weight = torch.empty(head_dim, dtype=dtype) if normed else None
-    k, v = torch.empty(2, 4096, NUM_KV_HEADS, head_dim, dtype=dtype)
+    k, v = torch.empty(2, 4096, NUM_KV_HEADS, head_dim, dtype=kv_dtype or dtype)
     cos_sin = torch.empty(4096, rotary_dim)
     qk_norm_rope_store(
         qkv,
@@ -189,6 +208,12 @@ def _launches() -> dict[str, Launch]:
         add(rope, f"d{head_dim}-t8", 8, head_dim, head_dim, True, torch.bfloat16)
         add(rope, f"d{head_dim}-t8-gemma", 8, head_dim, head_dim, True, torch.bfloat16, is_gemma=True)
         add(rope, f"d{head_dim}-t1024-half", 1024, head_dim, head_dim // 2, False, torch.float16)
+        for name, dtype in DTYPES.items():
+            add(decode, f"d{head_dim}-g4-{name}-fp8kv", head_dim, 4, 64, dtype, FP8)
+            for tokens in (4, 32):
+                add(extend, f"d{head_dim}-m{4 * tokens}-{name}-fp8kv", head_dim, 4, tokens, dtype, FP8)
+                add(tree, f"d{head_dim}-m{4 * tokens}-{name}-fp8kv", head_dim, 4, tokens, dtype, FP8)
+            add(rope, f"d{head_dim}-t8-{name}-fp8kv", 8, head_dim, head_dim, True, dtype, kv_dtype=FP8)
     for model, config in MODELS.items():
         hidden, inter = config.hidden_size, config.intermediate_size
         q, kv = config.num_qo_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 FAST = (
     ("sm_80", "decode-d128-g4-bf16"),
     ("sm_86", "decode-d128-g4-bf16"),
+    ("sm_80", "extend-d128-m128-bf16-fp8kv"),
     ("sm_86", "extend-d256-m128-bf16"),
     ("sm_86", "tree-d256-m64-bf16"),
     ("sm_86", "experts-Mixtral-8x7B-v0.1-t4096-bf16"),
@@ -30,6 +31,8 @@ FAST = (
     ("sm_90", "decode-d64-g4-bf16"),
     ("sm_90", "decode-d128-g4-bf16"),
     ("sm_90", "decode-d128-g4-bf16-extras"),
+    ("sm_90", "decode-d128-g4-bf16-fp8kv"),
+    ("sm_90", "rope-d128-t8-bf16-fp8kv"),
     ("sm_90", "one_shot-t2-bf16"),
     ("sm_90", "linear-Qwen3-0.6B-t64-down"),
     ("sm_100", "linear-Qwen3-8B-t16-qkv"),

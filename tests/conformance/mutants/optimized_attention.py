@@ -78,6 +78,22 @@ MUTANTS = (
         "tree_attention",
         (("tl.maximum(tail_start, 0) // BLOCK_N", "tl.maximum(seq_len, 0) // BLOCK_N"),),
     ),
+    KernelMutant("k_scale_forgotten", "fp8-pool", "triton", (("layer.scale * kv_scales.k", "layer.scale"),)),
+    KernelMutant(
+        "decode_forgets_the_scale_of_v", "fp8-pool", "split_kv", (("acc / total * v_scale", "acc / total"),)
+    ),
+    KernelMutant(
+        "extend_forgets_the_scale_of_v",
+        "fp8-pool",
+        "extend_attention",
+        (("[:, None] * v_scale", "[:, None]"),),
+    ),
+    KernelMutant(
+        "tree_forgets_the_scale_of_v",
+        "fp8-pool",
+        "tree_attention",
+        (("acc / total * v_scale", "acc / total"),),
+    ),
     KernelMutant(
         "decode_window_off_by_one",
         "sliding-window",

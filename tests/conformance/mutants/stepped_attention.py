@@ -6,7 +6,7 @@ import torch
 
 from reference.attention import RequestPlan, TorchAttention
 from shared.types import ForwardBatch
-from shared.types.attention import AttentionLayer
+from shared.types.attention import AttentionLayer, KVScales
 
 
 class SteppedAttention(TorchAttention):
@@ -20,11 +20,17 @@ class SteppedAttention(TorchAttention):
         dtype = self.score_dtype(q)
         sees = self.visible(request, layer)
         heads = self.kv_heads(layer).to(q.device)
-        keys = self.kv_pool.k_buffer(layer.layer_id)[request.slots][:, heads].transpose(0, 1)
-        values = self.kv_pool.v_buffer(layer.layer_id)[request.slots][:, heads].transpose(0, 1)
+        buffers = self.kv_pool.k_buffer(layer.layer_id), self.kv_pool.v_buffer(layer.layer_id)
+        keys, values = (
+            (buffer[request.slots].to(torch.float32) * scale)[:, heads].transpose(0, 1)
+            for buffer, scale in zip(buffers, self.kv_scales(layer))
+        )
         scores = self.scores(q.transpose(0, 1).to(dtype), keys.to(dtype), layer)
         weights = self.weights(scores.masked_fill(~sees, -torch.inf), sees, layer)
         return (weights @ values.to(weights.dtype)).transpose(0, 1).to(q.dtype)
+
+    def kv_scales(self, layer: AttentionLayer) -> KVScales:
+        return self.kv_pool.kv_scales[layer.layer_id]
 
     def score_dtype(self, q: torch.Tensor) -> torch.dtype:
         return torch.float32

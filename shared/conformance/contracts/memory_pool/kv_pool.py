@@ -13,6 +13,7 @@ from shared.conformance.device import check_device
 from shared.conformance.inputs import FLOAT_TYPES, Inputs
 from shared.conformance.poison import amid_poison
 from shared.interfaces import TokenToKVPool
+from shared.types.attention import KVScales
 
 SIZE, PAGE_SIZE, NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 16, 4, 3, 2, 8
 NUM_SLOTS = SIZE + PAGE_SIZE
@@ -21,10 +22,12 @@ NUM_SLOTS = SIZE + PAGE_SIZE
 POOL_TYPES = grid("{dtype}", dtype=FLOAT_TYPES)
 
 
-def kv_pool(impl: Any, dtype: torch.dtype = torch.float32) -> TokenToKVPool:
+def kv_pool(
+    impl: Any, dtype: torch.dtype = torch.float32, kv_scales: list[KVScales] | None = None
+) -> TokenToKVPool:
     """Every slot of every layer holds numbers of its own."""
     pool: TokenToKVPool = impl.TokenToKVPool(
-        SIZE, PAGE_SIZE, NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, dtype, check_device()
+        SIZE, PAGE_SIZE, NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, dtype, check_device(), kv_scales
     )
     inputs = Inputs(seed=0)
     for layer_id in range(NUM_LAYERS):

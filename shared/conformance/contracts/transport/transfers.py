@@ -19,11 +19,14 @@ from shared.conformance.case import EXAMPLE, Case, grid, table
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_raises, expect_true
 from shared.interfaces import Transport
+from shared.types.attention import FP8
 
 LIMIT = 5.0  # seconds until a room must have ended
 NUM_PAGES, NUM_LAYERS, PAGE_SIZE = 12, 3, 4
 SOURCE, TARGET = [7, 2, 5], [1, 9, 4]
-EVERY = grid("page {page_size}, {dtype}", page_size=(1, PAGE_SIZE), dtype=(torch.float32, torch.bfloat16))
+EVERY = grid(
+    "page {page_size}, {dtype}", page_size=(1, PAGE_SIZE), dtype=(torch.float32, torch.bfloat16, FP8)
+)
 
 
 class Pool:

@@ -1,0 +1,63 @@
+"""float8_e4m3fn in kernels: values of an FP8 pool widened to the type of q, and K and V rounded to FP8.
+
+GPUs from sm_89 on convert in hardware. For older ones, and in the interpreter, kernels get the pool as bytes
+(`kernel_view`) and compute with the bits: sign 1, exponent 4 with a bias of 7, mantissa 3; 0x7f is NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from optimized.kernels.portable import gpu_of
+
+MAX: tl.constexpr = tl.constexpr(448.0)
+
+
+def kernel_view(buffer: torch.Tensor) -> torch.Tensor:
+    """A buffer of a pool as kernels take it: FP8 as bytes where the GPU does not convert it."""
+    if buffer.dtype != torch.float8_e4m3fn or gpu_of(buffer.device).has_fp8:
+        return buffer
+    return buffer.view(torch.uint8)
+
+
+@triton.jit
+def from_pool(x, dtype: tl.constexpr):
+    """Elements of a `kernel_view` in the type of q, exactly; FP8 without its scale."""
+    if x.dtype == tl.uint8:
+        bits = x.to(tl.uint16)
+        # At its place in a float16, whose exponent has a bias of 15, the value is 2^8 times too small.
+        moved = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        value = moved.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def to_pool(x, scale, dtype: tl.constexpr):
+    """x in the element type of a `kernel_view`: FP8 holds x / scale, clamped and rounded to nearest even."""
+    if dtype == tl.uint8:
+        x = _quotient(x, scale)
+        size = tl.abs(x)
+        # Normal: the upper bits, rounded to 3 bits of mantissa. Below 2^-6: multiples of 2^-9, which is what
+        # the addition of 2^14 leaves in the mantissa.
+        bits = size.to(tl.uint32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+        small = (size + 16384.0).to(tl.uint32, bitcast=True) & 0xFF
+        code = tl.where(size < 0.015625, small, normal)
+        code = tl.where(x != x, 0x7F, code)
+        sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
+        return (code | sign).to(tl.uint8)
+    elif dtype == tl.float8e4nv:
+        return _quotient(x, scale).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def _quotient(x, scale):
+    """float32 x / scale within the range of FP8; NaN stays."""
+    x = tl.div_rn(x.to(tl.float32), tl.full(x.shape, scale, tl.float32))
+    return tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)

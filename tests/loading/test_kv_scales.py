@@ -1,0 +1,121 @@
+"""The scales of an FP8 KV cache in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from diptych import LLM
+from shared.config import ModelConfig
+from shared.loading.kv_scales import read_kv_scales
+from shared.loading.model_path import ASSETS
+from shared.loading.weights import iterate_weights
+from shared.types.attention import FP8, KVScales
+
+
+def folder_with(folder: Path, scales: dict[str, Any], scheme: Any = None) -> tuple[Path, ModelConfig]:
+    """tiny-dense with more tensors, named behind model.layers."""
+    shutil.copytree(ASSETS / "tiny-dense", folder, dirs_exist_ok=True)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, value in scales.items():
+        tensors[f"model.layers.{name}"] = torch.as_tensor(value, dtype=torch.float32)
+    save_file(tensors, path, {"format": "pt"})
+    config = ModelConfig.from_pretrained(folder)
+    if scheme is not None:
+        values = json.loads((folder / "config.json").read_text())
+        values["quantization_config"] = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+        (folder / "config.json").write_text(json.dumps(values))
+    return folder, config
+
+
+def all_layers(**by_end: float) -> dict[str, Any]:
+    """Scales that differ in each layer."""
+    num_layers = ModelConfig.from_pretrained(ASSETS / "tiny-dense").num_hidden_layers
+    return {
+        f"{layer_id}.self_attn.{end.replace('__', '.')}": [value * (layer_id + 1)]
+        for layer_id in range(num_layers)
+        for end, value in by_end.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        {"k_scale": 0.5, "v_scale": 0.25},
+        {"k_proj__k_scale": 0.5, "v_proj__v_scale": 0.25},
+        {"k_proj__output_scale": 0.5, "v_proj__output_scale": 0.25},
+    ],
+    ids=lambda ends: next(iter(ends)),
+)
+def test_names_of_scales(tmp_path: Path, ends: dict[str, float]) -> None:
+    folder, config = folder_with(tmp_path, all_layers(**ends))
+    found = read_kv_scales(folder, config)
+    assert found == [KVScales(0.5 * (i + 1), 0.25 * (i + 1)) for i in range(config.num_hidden_layers)]
+    assert not any("scale" in name for name, _ in iterate_weights(folder, config))
+
+
+def test_one_scale_for_both(tmp_path: Path) -> None:
+    folder, config = folder_with(tmp_path, all_layers(kv_scale=0.5))
+    assert read_kv_scales(folder, config)[1] == KVScales(1.0, 1.0)
+
+
+def test_a_checkpoint_without_scales() -> None:
+    folder = ASSETS / "tiny-dense"
+    assert read_kv_scales(folder, ModelConfig.from_pretrained(folder)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"1.self_attn.v_scale": None}, r"layers\.1\.self_attn\.v_scale is missing"),
+        ({"1.self_attn.v_scale": [0.0]}, r"layers\.1\.self_attn\.v_scale is 0\.0.*above 0"),
+        ({"0.self_attn.k_scale": [float("nan")]}, r"layers\.0\.self_attn\.k_scale is nan"),
+        ({"0.self_attn.k_scale": [1.0, 2.0]}, r"layers\.0\.self_attn\.k_scale has shape \(2,\)"),
+    ],
+)
+def test_scales_that_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    scales = all_layers(k_scale=0.5, v_scale=0.25) | changes
+    folder, config = folder_with(tmp_path, {name: x for name, x in scales.items() if x is not None})
+    with pytest.raises(ValueError, match=message):
+        read_kv_scales(folder, config)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        ({"num_bits": 4, "type": "int"}, r"kv_cache_scheme has {'num_bits': 4, 'type': 'int'}"),
+        ({"num_bits": 8, "type": "float", "strategy": "channel"}, "'strategy': 'channel'"),
+        ({"num_bits": 8, "type": "float", "dynamic": True}, "'dynamic': True"),
+        ({"num_bits": 8, "type": "float"}, "k_scale is missing"),
+        ("fp8", "kv_cache_scheme is 'fp8'"),
+    ],
+)
+def test_schemes_that_are_refused(tmp_path: Path, scheme: Any, message: str) -> None:
+    folder, config = folder_with(tmp_path, {}, scheme)
+    with pytest.raises(ValueError, match=message):
+        read_kv_scales(folder, config)
+
+
+def test_the_engine_uses_them(tmp_path: Path) -> None:
+    """The pool has the scales, half the bytes, and prefixes from the cache give the same answer."""
+    folder, config = folder_with(tmp_path, all_layers(k_scale=0.03, v_scale=0.01))
+    llm = LLM(str(folder), kv_cache_dtype="fp8_e4m3", max_total_tokens=512, chunked_prefill_size=16)
+    pool = llm.assembly.kv_pool
+    assert pool.dtype == FP8
+    assert pool.kv_scales[1] == pytest.approx((0.06, 0.02))
+    assert llm.assembly.memory.bytes_per_token == pool.num_bytes_per_token
+    assert pool.num_bytes_per_token == 2 * config.num_hidden_layers * config.num_kv_heads * config.head_dim
+    prompt = llm.chat_prompt([{"role": "user", "content": "What is 12 + 30?"}])
+    options = {"temperature": 0, "max_new_tokens": 8, "return_logprob": True}
+    cold, warm = (llm.generate(prompt, **options) for _ in range(2))
+    assert warm.num_cached_tokens > 0
+    assert cold.text == warm.text == "12 + 30 = 42"[: len(cold.text)]
+    first, second = ([token.logprob for token in output.output_logprobs] for output in (cold, warm))
+    assert second == pytest.approx(first, abs=0.01)
