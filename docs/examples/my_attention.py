@@ -61,10 +61,11 @@ class MyAttention(AttentionBackend):
         total = torch.zeros_like(q[..., :1])  # [queries, KV heads, group, 1]
         largest = torch.full_like(total, -torch.inf)
         output = torch.zeros_like(q)
+        k_scale, v_scale = self.kv_pool.kv_scales[layer.layer_id]  # 1, except in an FP8 pool
         for start in range(0, len(request.slots), KEYS_PER_BLOCK):
             slots = request.slots[start : start + KEYS_PER_BLOCK]
-            k = self.kv_pool.k_buffer(layer.layer_id)[slots].float()
-            v = self.kv_pool.v_buffer(layer.layer_id)[slots].float()
+            k = self.kv_pool.k_buffer(layer.layer_id)[slots].float() * k_scale
+            v = self.kv_pool.v_buffer(layer.layer_id)[slots].float() * v_scale
             scores = torch.einsum("qhgd,nhd->qhgn", q, k)
             if layer.logit_cap > 0:
                 scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
