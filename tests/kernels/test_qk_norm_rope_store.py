@@ -91,8 +91,8 @@ class Run:
     def launch(self) -> torch.Tensor:
         case = self.case
         return run_poisoned(
-            qk_norm_rope_store, self.qkv, self.positions, self.cos_sin, self.q_weight, self.k_weight, EPS, False,
-            *self.buffers, self.slots, case.num_qo_heads, case.num_kv_heads, case.head_dim,
+            qk_norm_rope_store, self.qkv, self.positions, self.cos_sin, self.q_weight, self.k_weight, EPS,
+            False, *self.buffers, self.slots, case.num_qo_heads, case.num_kv_heads, case.head_dim,
         )  # fmt: skip
 
     def expected(self) -> list[torch.Tensor]:
