@@ -34,7 +34,7 @@ class TokenToKVPool(memory_pool.TokenToKVPool):
 
 @pool_mutant
 class DividesInPlace(TokenToKVPool):
-    """K and V are divided in place: whoever reads them next finds them scaled."""
+    """K and V are divided in place: the next function that reads them finds them scaled."""
 
     def stored(self, x: torch.Tensor, scale: float) -> torch.Tensor:
         return x.div_(scale).clamp(-448.0, 448.0)
