@@ -11,7 +11,7 @@ from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from shared.modeling.forward import attention_output
 from shared.types import ForwardBatch
-from shared.types.attention import AttentionLayer
+from shared.types.attention import FP8, AttentionLayer
 
 
 class RequestPlan(NamedTuple):
@@ -76,9 +76,8 @@ class TorchAttention(interface.AttentionBackend):
         # Each KV head serves a group of query heads.
         group_size = layer.num_qo_heads // layer.num_kv_heads
         k, v = (x.transpose(0, 1).repeat_interleave(group_size, dim=0) for x in (k, v))
-        k_scale, v_scale = self.kv_pool.kv_scales[layer.layer_id]
-        q = (q.to(dtype) * (layer.scale * k_scale)).transpose(0, 1)
-        scores = q @ k.transpose(1, 2)  # [heads, queries, keys]
+        # [heads, queries, keys]
+        scores = (q.to(dtype) * layer.scale).transpose(0, 1) @ k.transpose(1, 2)
         if layer.logit_cap > 0:
             scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
         visible = request.visible
@@ -86,17 +85,22 @@ class TorchAttention(interface.AttentionBackend):
             visible = visible.triu(visible.shape[1] - visible.shape[0] - layer.sliding_window)
         scores = scores.masked_fill(~visible, float("-inf"))
         if layer.sinks is not None:  # one more column, without a value
-            sinks = layer.sinks.to(dtype)[:, None, None].expand(-1, q.shape[1], 1)
+            sinks = layer.sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)
             scores = torch.cat([scores, sinks], dim=-1)
         # The softmax of a query that sees nothing is NaN: its weights become zeros.
         weights = torch.softmax(scores, dim=-1)[..., : len(request.slots)]
         weights = weights.masked_fill(~visible, 0.0)
-        return (weights @ v).transpose(0, 1) * v_scale
+        return (weights @ v).transpose(0, 1)
 
     # --8<-- [end:gather-and-score]
 
     def _keys_and_values(
         self, layer: AttentionLayer, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[num_keys, num_kv_heads, head_dim] each."""
-        return self.kv_pool.k_buffer(layer.layer_id)[slots], self.kv_pool.v_buffer(layer.layer_id)[slots]
+        """[num_keys, num_kv_heads, head_dim] each; from an FP8 pool widened, times the layer's scales."""
+        pool = self.kv_pool
+        k, v = pool.k_buffer(layer.layer_id)[slots], pool.v_buffer(layer.layer_id)[slots]
+        if pool.dtype != FP8:
+            return k, v
+        scales = pool.kv_scales[layer.layer_id]
+        return k.to(torch.float32) * scales.k, v.to(torch.float32) * scales.v

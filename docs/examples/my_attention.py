@@ -29,6 +29,8 @@ class MyAttention(AttentionBackend):
     """Supports causal layers with any scale and soft-cap."""
 
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
+        if kv_pool.dtype == torch.float8_e4m3fn:
+            raise ValueError("kv_cache_dtype: MyAttention supports auto, and no FP8")
         self.req_to_token = req_to_token_pool.req_to_token
         self.kv_pool = kv_pool
 
@@ -61,11 +63,10 @@ class MyAttention(AttentionBackend):
         total = torch.zeros_like(q[..., :1])  # [queries, KV heads, group, 1]
         largest = torch.full_like(total, -torch.inf)
         output = torch.zeros_like(q)
-        k_scale, v_scale = self.kv_pool.kv_scales[layer.layer_id]  # 1, except in an FP8 pool
         for start in range(0, len(request.slots), KEYS_PER_BLOCK):
             slots = request.slots[start : start + KEYS_PER_BLOCK]
-            k = self.kv_pool.k_buffer(layer.layer_id)[slots].float() * k_scale
-            v = self.kv_pool.v_buffer(layer.layer_id)[slots].float() * v_scale
+            k = self.kv_pool.k_buffer(layer.layer_id)[slots].float()
+            v = self.kv_pool.v_buffer(layer.layer_id)[slots].float()
             scores = torch.einsum("qhgd,nhd->qhgn", q, k)
             if layer.logit_cap > 0:
                 scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
