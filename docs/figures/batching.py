@@ -98,11 +98,15 @@ def draw(lines: list[Line], width: int) -> Svg:
             inner.rect(x + 0.5, top, column - 2, 26, classes[kind])
             inner.text(x + column / 2 - 0.5, top + 17.5, text, "m mid")
     bottom = len(lines) * row
+    covers = [  # of the cells alone: the questions are always visible
+        f'<rect class="cover" x="0" y="{num(i * row + (3 if is_wide else 19))}" width="{num(width - left)}" '
+        f'height="28" rx="0" style="animation-timing-function:steps({num_steps},jump-start)"/>'
+        for i in range(len(lines))
+    ]
     svg.parts.append(
         f'<svg x="{num(left)}" y="0" width="{num(width - left)}" height="{num(bottom)}">'
-        + "".join(inner.parts)
-        + f'<rect class="cover" x="0" y="0" width="{num(width - left)}" height="{num(bottom)}" '
-        f'rx="0" style="animation-timing-function:steps({num_steps},jump-start)"/></svg>'
+        + "".join([*inner.parts, *covers])
+        + "</svg>"
     )
     svg.height = bottom
     svg.line(left, bottom + 4, width - 1, bottom + 4, "axis")
