@@ -177,7 +177,7 @@ def _tile(block_g: int, row_bytes: int, q_row_bytes: int, gpu: Gpu) -> Tile:
         block_n = largest.block_n
         while block_n >= 16:
             tile = largest._replace(block_n=block_n, num_stages=num_stages)
-            if _shared_memory(tile, row_bytes, block_g * q_row_bytes) <= limit:
+            if _shared_memory(tile, block_g, row_bytes, q_row_bytes, gpu) <= limit:
                 return tile
             block_n //= 2
     raise ValueError(
@@ -186,13 +186,15 @@ def _tile(block_g: int, row_bytes: int, q_row_bytes: int, gpu: Gpu) -> Tile:
     )
 
 
-def _shared_memory(tile: Tile, row_bytes: int, q_bytes: int) -> int:
+def _shared_memory(tile: Tile, block_g: int, row_bytes: int, q_row_bytes: int, gpu: Gpu) -> int:
     """Bytes of a CTA, an upper bound. A read of K waits for a read of its slot: 3 stages hold one tile of K
-    and V, 5 stages two, 7 stages three."""
-    tiles_in_flight = (tile.num_stages - 1) // 2
+    and V, 5 stages two, 7 stages three. From 64 query heads on, Hopper's GEMM instruction (wgmma) reads K, V
+    and q where they are in shared memory: a tile for every stage but one."""
+    is_wgmma = block_g >= 64 and gpu.capability[0] == 9
+    tiles_in_flight = (tile.num_stages - 1) // (1 if is_wgmma else 2)
     kv = 2 * tiles_in_flight * tile.block_n * (row_bytes + 8)
-    q = max(4096, (4 if tile.ctas_per_sm == 1 else 2) * q_bytes)
-    return kv + q
+    q_copies = 4 if is_wgmma or tile.num_stages == 5 else 2
+    return kv + max(4096, q_copies * block_g * q_row_bytes)
 
 
 def decode_attention(

@@ -62,7 +62,7 @@ def compiled() -> Iterator[Ask]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.kernels.compile_worker"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"},
+        env={**os.environ, "TRITON_INTERPRET": "0"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
