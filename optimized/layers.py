@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from optimized.kernels import cublas_linear, linear_choice, small_batch_linear
+from optimized.kernels import cublas_linear, fixed_order_gemm, linear_choice, small_batch_linear
 from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store, rotate
 from optimized.kernels.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
 from optimized.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
@@ -30,18 +30,24 @@ class Linear(nn.Module):
     """y = x @ weightᵀ + bias, x [num_tokens, in_features]. The parameters hold nothing until weights are
     loaded. Every GEMM with a weight of a model uses this class."""
 
+    is_deterministic = False  # one kernel for any number of tokens, and no fusion that depends on it
+
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_deterministic:
+            return fixed_order_gemm.linear(x, self.weight, self.bias)
         if use_gemv(x):
             return small_batch_linear.linear(x, self.weight, self.bias)
         return cublas_linear.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + forward(x), rounded once where a kernel of ours adds. May be written over residual."""
+        if self.is_deterministic:
+            return fixed_order_gemm.linear_add(x, self.weight, residual, self.bias)
         if use_gemv(x):
             return small_batch_linear.linear_add(x, self.weight, residual, self.bias)
         return cublas_linear.linear_add(x, self.weight, residual, self.bias)
@@ -51,10 +57,13 @@ class Linear(nn.Module):
         [parts, num_tokens, out_features], for `add_and_norm` to add."""
         parts = (
             small_batch_linear.linear_partial_sums(x, self.weight)
-            if use_gemv(x) and self.bias is None
+            if self.uses_gemv(x) and self.bias is None
             else None
         )
         return (self.add_to(residual, x), None) if parts is None else (parts, residual)
+
+    def uses_gemv(self, x: torch.Tensor) -> bool:
+        return use_gemv(x) and not self.is_deterministic
 
 
 class RMSNorm(interface.RMSNorm):
@@ -85,6 +94,8 @@ class GemmaRMSNorm(RMSNorm, interface.GemmaRMSNorm):
 
 class RotaryEmbedding(interface.RotaryEmbedding):
     """One object serves all layers of a model: cos and sin of every position are computed once."""
+
+    is_deterministic = False  # a CTA takes as many tokens whatever their number
 
     def __init__(self, rope: RopeConfig, head_dim: int, context_len: int) -> None:
         super().__init__(rope, head_dim, context_len)
@@ -133,6 +144,7 @@ class RotaryEmbedding(interface.RotaryEmbedding):
             layer.num_kv_heads,
             layer.head_dim,
             attention.kv_pool.kv_scales[layer.layer_id],
+            self.is_deterministic,
         )
 
     def cos_sin(self, device: torch.device) -> torch.Tensor:
@@ -164,7 +176,7 @@ class MergedLinear(interface.MergedLinear, Linear):
 
     def forward(self, x: torch.Tensor, norm: interface.RMSNorm | None = None) -> torch.Tensor:
         """The GEMM of x, or of norm(x)."""
-        if use_gemv(x) and is_builtin_layer(norm, RMSNorm):
+        if self.uses_gemv(x) and is_builtin_layer(norm, RMSNorm):
             return small_batch_linear.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
         return super().forward(x if norm is None else norm(x))
 
@@ -205,9 +217,9 @@ class MLP(nn.Module):
             and self.gate_up_proj.bias is None
             and is_builtin_layer(self.act_fn, SiluAndMul)
         )
-        if use_gemv(x) and is_plain and norm is None:
+        if is_plain and self.gate_up_proj.uses_gemv(x) and norm is None:
             return small_batch_linear.linear_silu(x, self.gate_up_proj.weight)
-        if use_gemv(x) and is_plain and is_builtin_layer(norm, RMSNorm):
+        if is_plain and self.gate_up_proj.uses_gemv(x) and is_builtin_layer(norm, RMSNorm):
             return small_batch_linear.norm_linear_silu(x, norm.weight, norm.eps, self.gate_up_proj.weight)
         return self.act_fn(self.gate_up_proj(x, norm))
 
@@ -236,8 +248,10 @@ def is_builtin_layer(module: nn.Module | None, layer: type[nn.Module]) -> bool:
     return isinstance(module, layer) and type(module).forward is layer.forward
 
 
-def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def logits(x: torch.Tensor, weight: torch.Tensor, is_deterministic: bool = False) -> torch.Tensor:
     """x @ weightᵀ in float32, not rounded to the type of x on the way where the library can."""
+    if is_deterministic:
+        return fixed_order_gemm.linear(x, weight, out_dtype=torch.float32)
     if use_gemv(x):
         return small_batch_linear.linear(x, weight, out_dtype=torch.float32)
     return cublas_linear.linear(x, weight, out_dtype=torch.float32)

@@ -32,7 +32,7 @@ from shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
 from shared.interfaces import model_runner as interface
 from shared.interfaces.attention import BatchAttention
 from shared.modeling.forward import no_hidden_states, run_model
-from shared.sampling.logprobs import input_logprobs_of
+from shared.sampling.logprobs import LOGPROB_ROWS, input_logprobs_of
 from shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
 
@@ -48,6 +48,8 @@ class DecodeStep:
 
 
 class ModelRunner(interface.ModelRunner):
+    num_logprob_rows = LOGPROB_ROWS
+
     def __init__(self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool) -> None:
         self.model = model
         self.attention = attention
@@ -99,7 +101,9 @@ class ModelRunner(interface.ModelRunner):
         # --8<-- [end:model-runner-forward]
         input_logprobs = None
         if forward_batch.input_logprob_rows is not None:
-            input_logprobs = input_logprobs_of(forward_batch, hidden_states, self.model.compute_logits)
+            input_logprobs = input_logprobs_of(
+                forward_batch, hidden_states, self.model.compute_logits, self.num_logprob_rows
+            )
         return LogitsOutput(logits, input_logprobs, captured)
 
     @property

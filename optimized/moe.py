@@ -34,6 +34,8 @@ class TopK(interface.TopK):
 
 
 class FusedExperts(interface.FusedExperts):
+    is_deterministic = False  # one tile for any number of tokens
+
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__(num_experts, hidden_size, intermediate_size)
         w13 = torch.empty(num_experts, 2 * intermediate_size, hidden_size)
@@ -51,7 +53,7 @@ class FusedExperts(interface.FusedExperts):
         weights, ids = topk.topk_weights.contiguous(), topk.topk_ids.contiguous()
         num_experts, hidden_size, intermediate_size = self.w2.shape
         shape = Shape(num_experts, ids.shape[1], hidden_size, intermediate_size)
-        up, down = plan(shape, x.shape[0], x.dtype, x.device)
+        up, down = plan(shape, x.shape[0], x.dtype, x.device, self.is_deterministic)
         if isinstance(up, GemvTile):
             return gemv_experts(x, weights, ids, self.w13, self.w2, (up, down))
         blocks = align(ids, num_experts, up.block_m)

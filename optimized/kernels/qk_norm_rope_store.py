@@ -195,10 +195,15 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> t
 
 
 def _tiles(
-    num_tokens: int, head_counts: tuple[int, ...], head_dim: int, rotary_dim: int
+    num_tokens: int,
+    head_counts: tuple[int, ...],
+    head_dim: int,
+    rotary_dim: int,
+    is_deterministic: bool = False,
 ) -> tuple[dict[str, int], tuple[int, int]]:
     """Sizes of a CTA's tile, and the grid for heads of several kinds."""
-    tokens = interpreted_rows(num_tokens) or (4 if num_tokens >= MANY_TOKENS else 1)
+    is_many = num_tokens >= MANY_TOKENS and not is_deterministic
+    tokens = interpreted_rows(num_tokens) or (4 if is_many else 1)
     sizes, num_groups = _sizes(tokens, head_counts, head_dim, rotary_dim)
     return sizes, (triton.cdiv(num_tokens, tokens), num_groups)
 
@@ -233,12 +238,14 @@ def qk_norm_rope_store(
     num_kv_heads: int,
     head_dim: int,
     kv_scales: KVScales = NO_SCALES,
+    is_deterministic: bool = False,
 ) -> torch.Tensor:
     """qkv [n, (num_qo_heads + 2 * num_kv_heads) * head_dim], positions and out_cache_loc [n], cos_sin float32
     [positions, rotary_dim] (cosines, then sines), k_buffer and v_buffer [slots, num_kv_heads, head_dim] of
     any type, in FP8 over kv_scales -> q [n, num_qo_heads, head_dim]. Writes the slots of out_cache_loc;
     leaves qkv alone.
     `unit_offset`: the norms are those of GemmaRMSNorm.
+    is_deterministic: a head is normed in the same order whatever n is.
 
     positions, out_cache_loc, cos_sin and the weights are read before the previous launch has ended: they must
     be from before the last launch that was not a programmatic dependent one."""
@@ -250,7 +257,8 @@ def qk_norm_rope_store(
     assert (q_weight is None) == (k_weight is None)
     k_buffer, v_buffer = kernel_view(k_buffer), kernel_view(v_buffer)
     q = torch.empty(num_tokens, num_qo_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    tiles, grid = _tiles(num_tokens, (num_qo_heads, num_kv_heads, num_kv_heads), head_dim, rotary_dim)
+    heads = (num_qo_heads, num_kv_heads, num_kv_heads)
+    tiles, grid = _tiles(num_tokens, heads, head_dim, rotary_dim, is_deterministic)
     _qk_norm_rope_store_kernel[grid](
         qkv, q, k_buffer, v_buffer, positions, out_cache_loc, cos_sin,
         cos_sin if q_weight is None else q_weight, cos_sin if k_weight is None else k_weight,

@@ -52,8 +52,8 @@ class Plan(NamedTuple):
 
 
 @triton.jit
-def _tile(matrix, row, k, num_rows, size, stride, ROWS: tl.constexpr, STEP: tl.constexpr,
-          USE_TMA: tl.constexpr):  # fmt: skip
+def tile_of(matrix, row, k, num_rows, size, stride, ROWS: tl.constexpr, STEP: tl.constexpr,
+            USE_TMA: tl.constexpr):  # fmt: skip
     """[ROWS, STEP] of a matrix [num_rows, size], zeros beyond it."""
     if USE_TMA:
         tile = matrix.load([row, k])
@@ -93,11 +93,11 @@ def _tiled_gemm_kernel(
     y = tl.zeros([TOKENS, ROWS] if TOKENS_FIRST else [ROWS, TOKENS], tl.float32)
     up = tl.zeros([TOKENS, ROWS] if TOKENS_FIRST else [ROWS, TOKENS], tl.float32)
     for k in range(first, tl.minimum(first + part_size, size), STEP):
-        tokens = _tile(x, 0, k, num_tokens, size, stride_x, TOKENS, STEP, USE_TMA)
-        tile = _tile(weight, row, k, num_rows, size, stride_weight, ROWS, STEP, USE_TMA)
+        tokens = tile_of(x, 0, k, num_tokens, size, stride_x, TOKENS, STEP, USE_TMA)
+        tile = tile_of(weight, row, k, num_rows, size, stride_weight, ROWS, STEP, USE_TMA)
         y = _product(tokens, tile, y, TOKENS_FIRST)
         if GATED:
-            tile = _tile(weight, out + row, k, num_rows, size, stride_weight, ROWS, STEP, USE_TMA)
+            tile = tile_of(weight, out + row, k, num_rows, size, stride_weight, ROWS, STEP, USE_TMA)
             up = _product(tokens, tile, up, TOKENS_FIRST)
     if GATED:
         # Far on the left exp(-gate) is infinite, and the quotient 0.

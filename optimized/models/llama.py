@@ -212,6 +212,7 @@ def _capture(
 
 class LlamaForCausalLM(CausalLM):
     body_class: type[LlamaModel] = LlamaModel
+    is_deterministic = False
 
     def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives = ALONE) -> None:
         super().__init__(config, layers, moe)
@@ -236,7 +237,7 @@ class LlamaForCausalLM(CausalLM):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        own = logits(hidden_states, head.weight)
+        own = logits(hidden_states, head.weight, self.is_deterministic)
         return own if self.tp.size == 1 else gather_logits(own, self.config.vocab_size, self.tp)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

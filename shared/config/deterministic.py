@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from shared.config.model import ModelConfig
 from shared.config.speculation import SpeculationFlags, draft_shape
 
 NUMERIC_COMPONENTS = ("attention", "layers", "moe", "models", "model_runner", "sampler")
@@ -24,6 +25,10 @@ class DeterministicFlags(SpeculationFlags, Protocol):
     def ep(self) -> int: ...
     @property
     def dp_attention(self) -> bool: ...
+    @property
+    def panel(self) -> str | None: ...
+    @property
+    def num_lora_slots(self) -> int: ...
     @property
     def use(self) -> Mapping[str, str]: ...
 
@@ -51,3 +56,16 @@ def check_deterministic(flags: DeterministicFlags) -> None:
             f"deterministic=True does not work with speculative_topk={draft_shape(flags).top_k}: in a tree "
             "keys are not in the order of positions; set speculative_topk=1"
         )
+
+
+def check_deterministic_model(flags: DeterministicFlags, model_config: ModelConfig) -> None:
+    """Raise `ValueError` for models whose kernels in the optimized panel follow the batch."""
+    if not flags.deterministic or flags.panel == "reference":
+        return
+    for what, is_there in (
+        ("multi-head latent attention", model_config.mla is not None),
+        ("quantized linear layers", model_config.quantization is not None),
+        ("LoRA adapters", flags.num_lora_slots > 0),
+    ):
+        if is_there:
+            raise ValueError(f"deterministic=True works with {what} in panel=reference only")

@@ -23,8 +23,8 @@ PARAMS = (
 )
 """One of these for each prompt, in turn."""
 
-FIRST_PROMPT = 4
-"""Of those of level L3: two that share a prefix, and two short ones."""
+NUM_PROMPTS = 4
+"""The last of those of level L3: two that share a prefix, and two short ones."""
 
 DETERMINISTIC_SWITCHES: tuple[dict[str, Any], ...] = (
     {
@@ -48,16 +48,16 @@ def engine(model: str, **flags: Any) -> LLM:
     )
 
 
-def all_at_once(llm: LLM, num_new_tokens: int) -> list[GenerateOutput]:
-    todo = prompts(llm)[FIRST_PROMPT:]
+def all_at_once(llm: LLM, num_new_tokens: int, num_prompts: int = NUM_PROMPTS) -> list[GenerateOutput]:
+    todo = prompts(llm)[-num_prompts:]
     outputs = llm.generate(todo, _params(len(todo), num_new_tokens), progress=False)
     assert isinstance(outputs, list)
     return outputs
 
 
-def one_by_one(llm: LLM, num_new_tokens: int) -> list[GenerateOutput]:
+def one_by_one(llm: LLM, num_new_tokens: int, num_prompts: int = NUM_PROMPTS) -> list[GenerateOutput]:
     """Each with an empty cache."""
-    todo = prompts(llm)[FIRST_PROMPT:]
+    todo = prompts(llm)[-num_prompts:]
     outputs = []
     for prompt, params in zip(todo, _params(len(todo), num_new_tokens)):
         assert llm.flush_cache()

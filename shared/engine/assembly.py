@@ -13,6 +13,7 @@ import torch
 
 from shared import registry
 from shared.config import EngineConfig, ModelConfig
+from shared.config.deterministic import check_deterministic_model
 from shared.config.speculation import check_windows
 from shared.engine.component_check import problem_with
 from shared.engine.lora_adapters import LoraAdapters
@@ -94,6 +95,7 @@ def assemble(
     config = resolve_config(config, model_config)
     assert config.panel is not None
     check_windows(config, model_config)
+    check_deterministic_model(config, model_config)
     selection = registry.select(config.panel, config.use)
     registry.check_device(selection, str(config.device))
     if config.disable_radix_cache:

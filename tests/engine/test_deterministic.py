@@ -55,6 +55,47 @@ def test_the_reference(model: str, alone: list[GenerateOutput], flags: dict[str,
     expect_same_bits("warm", all_at_once(llm, NUM_NEW_TOKENS), alone)
 
 
+OPTIMIZED: dict[str, Any] = {"panel": "optimized", "dtype": "bfloat16"}
+SETTINGS = [
+    pytest.param(flags, id=",".join(f"{k}={v}" for k, v in flags.items())) for flags in DETERMINISTIC_SWITCHES
+]
+
+
+@pytest.fixture(scope="module")
+def optimized_alone(model: str) -> list[GenerateOutput]:
+    return one_by_one(engine(model, **OPTIMIZED), NUM_NEW_TOKENS)
+
+
+def expect_optimized(model: str, alone: list[GenerateOutput], flags: dict[str, Any]) -> None:
+    llm = engine(model, **OPTIMIZED, **flags)
+    expect_same_bits("crowded", all_at_once(llm, NUM_NEW_TOKENS), alone)
+    expect_same_bits("warm", all_at_once(llm, NUM_NEW_TOKENS), alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", SETTINGS)
+def test_the_optimized_panel(
+    model: str, optimized_alone: list[GenerateOutput], flags: dict[str, Any]
+) -> None:
+    expect_optimized(model, optimized_alone, flags)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", SETTINGS)
+def test_the_optimized_panel_interpreted(
+    model: str, optimized_alone: list[GenerateOutput], flags: dict[str, Any]
+) -> None:
+    expect_optimized(model, optimized_alone, flags)
+
+
+@pytest.mark.full
+def test_the_optimized_panel_on_two_short_prompts() -> None:
+    """One by one, and mixed in one batch."""
+    alone = one_by_one(engine("tiny-dense", **OPTIMIZED), 2, num_prompts=2)
+    llm = engine("tiny-dense", **OPTIMIZED, chunked_prefill_size=8, enable_mixed_chunk=True)
+    expect_same_bits("together", all_at_once(llm, 2, num_prompts=2), alone)
+
+
 @pytest.mark.full
 def test_half_types_too(model: str) -> None:
     flags = {**REFERENCE, "dtype": "bfloat16"}
@@ -75,3 +116,8 @@ def test_half_types_too(model: str) -> None:
 def test_what_cannot_be_deterministic_is_refused(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig(deterministic=True, **flags)
+
+
+def test_lora_needs_the_reference() -> None:
+    with pytest.raises(ValueError, match="LoRA adapters in panel=reference only"):
+        engine("tiny-dense", **OPTIMIZED, max_loras_per_batch=2)

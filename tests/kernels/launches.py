@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from optimized.kernels import moe_tiles, small_batch_linear
+from optimized.kernels import fixed_order_gemm, moe_tiles, small_batch_linear
 from optimized.kernels.decode_attention import decode_attention
 from optimized.kernels.extend_attention import extend_attention
+from optimized.kernels.fixed_split_attention import fixed_split_attention
 from optimized.kernels.moe_align import align
 from optimized.kernels.moe_combine import combine
 from optimized.kernels.moe_gemm import down_gemm, up_gemm
@@ -40,6 +41,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def clear_caches() -> None:
     """Of choices that hold for one GPU."""
     moe_tiles.plan.cache_clear()
+    fixed_order_gemm.plan.cache_clear()
 
 
 def _attention(
@@ -92,6 +94,21 @@ def tree(
     q, *others = _attention(head_dim, group, batch, tokens, dtype, kv_dtype)
     mask = torch.empty(batch, tokens, tokens, dtype=torch.bool)
     tree_attention(q, *others, out=torch.empty_like(q), scale=1.0, tree_mask=mask)
+
+
+def deterministic(head_dim: int, group: int, dtype: torch.dtype, **options: Any) -> None:
+    """A GEMM of each size of tile, and attention of few and many requests."""
+    for num_tokens in (1, 64, 8192):
+        x, weight = torch.empty(num_tokens, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=dtype)
+        fixed_order_gemm.linear_add(x, weight, torch.empty_like(x))
+    for is_decode in (True, False):
+        q, *others = _attention(head_dim, group, 4, 1 if is_decode else 32, dtype)
+        new = torch.empty(2, 4, dtype=torch.int64)
+        page_size = PAGE_SIZES.get(head_dim, 1)
+        fixed_split_attention(
+            q, *others, *new, out=torch.empty_like(q), scale=1.0, is_decode=is_decode, page_size=page_size,
+            **options,
+        )  # fmt: skip
 
 
 def linear(num_tokens: int, size: int, out: int, dtype: torch.dtype, kind: str) -> None:
@@ -205,6 +222,9 @@ def _launches() -> dict[str, Launch]:
                 add(tree, name, head_dim, 4, tokens, DTYPES[dtype])
         add(extend, f"d{head_dim}-m128-bf16-extras", head_dim, 4, 32, torch.bfloat16, **extras)
         add(extend, f"d{head_dim}-m128-bf16-masked", head_dim, 4, 32, torch.bfloat16, masked=True)
+        for dtype in DTYPES:
+            add(deterministic, f"d{head_dim}-g4-{dtype}", head_dim, 4, DTYPES[dtype])
+        add(deterministic, f"d{head_dim}-g4-bf16-extras", head_dim, 4, torch.bfloat16, **extras)
         add(rope, f"d{head_dim}-t8", 8, head_dim, head_dim, True, torch.bfloat16)
         add(rope, f"d{head_dim}-t8-gemma", 8, head_dim, head_dim, True, torch.bfloat16, is_gemma=True)
         add(rope, f"d{head_dim}-t1024-half", 1024, head_dim, head_dim // 2, False, torch.float16)

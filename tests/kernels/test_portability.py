@@ -39,7 +39,7 @@ FAST = (
     ("sm_120", "decode-d256-g4-bf16"),
     ("sm_120", "linear-Qwen3-8B-t16-qkv"),
 )
-TILED = ("decode", "extend", "tree", "linear", "experts")
+TILED = ("decode", "deterministic", "extend", "tree", "linear", "experts")
 """Kernels whose tiles depend on the GPU. The others are compiled for the oldest and the newest GPU."""
 FULL = [
     (gpu, name)

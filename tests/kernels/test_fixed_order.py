@@ -1,0 +1,110 @@
+"""Deterministic mode's kernels: row 0's bits at every number of rows."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from optimized.attention import deterministic
+from optimized.attention.deterministic import DeterministicAttention
+from optimized.kernels import fixed_order_gemm
+from optimized.kernels.fixed_split_attention import fixed_split_attention
+from optimized.kernels.portable import INTERPRETED
+from optimized.kernels.qk_norm_rope_store import _tiles
+from shared.conformance.attention_batches import AttentionBatch, AttentionCase
+from shared.conformance.inputs import Inputs
+from shared.types import ForwardMode
+
+NUM_TOKENS = (1, 2, 3, 16, 17, 64, 65, 256)
+HALF = torch.bfloat16
+LARGE = ((4096, 4096), (12288, 1024))
+
+
+@pytest.mark.parametrize("dtype", [HALF, pytest.param(torch.float32, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("size", "out"),
+    [
+        (200, 70),
+        pytest.param(4096, 4096, marks=pytest.mark.gpu),
+        pytest.param(12288, 1024, marks=pytest.mark.gpu),
+    ],
+)
+def test_a_row_of_a_gemm(size: int, out: int, dtype: torch.dtype) -> None:
+    inputs = Inputs(0)
+    x = inputs.normal(256 if INTERPRETED else 4096, size, dtype=dtype)
+    weight = inputs.normal(out, size, dtype=dtype)
+    bias, residual = inputs.normal(out, dtype=dtype), inputs.normal(len(x), out, dtype=dtype)
+    expected = fixed_order_gemm.linear(x[:1], weight, bias)
+    exact = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(expected.double(), exact[:1], rtol=0.01, atol=0.05)
+    for num_tokens in (*NUM_TOKENS, len(x)):
+        found = fixed_order_gemm.linear(x[:num_tokens], weight, bias)
+        assert torch.equal(found[:1], expected), num_tokens
+        last = fixed_order_gemm.linear(x[num_tokens - 1 : num_tokens], weight, bias)
+        assert torch.equal(found[-1:], last), num_tokens
+        summed = fixed_order_gemm.linear_add(x[:num_tokens], weight, residual[:num_tokens].clone())
+        assert torch.equal(summed[:1], fixed_order_gemm.linear_add(x[:1], weight, residual[:1].clone()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [HALF, torch.float16, torch.float32])
+def test_every_tile_adds_in_one_order(dtype: torch.dtype) -> None:
+    inputs = Inputs(0)
+    x, weight = inputs.normal(300, 4096, dtype=dtype), inputs.normal(1000, 4096, dtype=dtype)
+    tiles = fixed_order_gemm.FLOAT32_TILES if dtype == torch.float32 else fixed_order_gemm.TILES
+    results = []
+    for tile in tiles:
+        results.append(x.new_empty(300, 1000))
+        fixed_order_gemm.fixed_order_gemm(x, weight, results[-1], tile=tile._replace(num_stages=2))
+    for tile, result in zip(tiles, results):
+        assert torch.equal(result, results[0]), tile
+
+
+REQUESTS = ((1100, 3), (0, 40), (511, 1), (512, 1), (0, 1), (300, 140))
+CASES = [
+    AttentionCase("plain", REQUESTS, dtype=HALF, num_qo_heads=8),
+    AttentionCase("extras", REQUESTS, dtype=HALF, sliding_window=130, logit_cap=5.0, sinks=(0.5, -1.0)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_a_row_of_attention(case: AttentionCase, in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All new tokens in one prefill, against some of them as decode steps, alone and together, with a CTA for
+    each split and with one for all; and against chunks."""
+    batch = AttentionBatch(case)
+    whole = batch.run(DeterministicAttention)
+    batch.expect(whole)
+    kernel = partial(fixed_split_attention, in_parts=in_parts)
+    monkeypatch.setattr(deterministic, "fixed_split_attention", kernel)
+    backend = batch.backend(DeterministicAttention)
+    ends = [cached + new for cached, new in case.requests]
+    last_tokens = [(i, end - 1, end) for i, end in enumerate(ends)]
+    steps = [([(0, 1102, 1103)], ForwardMode.DECODE), (last_tokens, ForwardMode.DECODE)]
+    if not in_parts:
+        steps += [([(5, 300, 300 + edge)], ForwardMode.EXTEND) for edge in (1, 17, 63, 128)]
+    for spans, mode in steps:
+        rows = batch.rows_of(spans)
+        plan = backend.plan(batch.forward_batch_of(spans, mode))
+        assert torch.equal(backend.run(batch.q[rows], batch.layer, plan), whole[rows]), spans
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 16, 17, 64, 65, 256])
+def test_decoding_in_a_batch(head_dim: int, batch_size: int) -> None:
+    """The first request's bits do not depend on the others', however many there are."""
+    requests = ((2000, 1), *(((37 * i) % 900, 1) for i in range(1, batch_size)))
+    case = AttentionCase("many", requests, dtype=HALF, num_qo_heads=32, num_kv_heads=8, head_dim=head_dim)
+    batch = AttentionBatch(case)
+    whole = batch.run(DeterministicAttention)
+    backend = batch.backend(DeterministicAttention)
+    alone = backend.plan(batch.forward_batch_of([(0, 2000, 2001)], ForwardMode.DECODE))
+    assert torch.equal(backend.run(batch.q[:1], batch.layer, alone), whole[:1])
+
+
+def test_norms_of_heads_take_one_token_at_a_time() -> None:
+    """On a GPU, where a CTA takes several tokens of a long prefill step in the other mode."""
+    assert INTERPRETED or _tiles(4096, (8, 2, 2), 64, 64, is_deterministic=True)[0]["TOKENS"] == 1
