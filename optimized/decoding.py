@@ -16,6 +16,7 @@ from optimized.overlap.pipeline import BatchInFlight, InFlight, Pipeline
 from shared.interfaces import SchedulerParts
 from shared.sampling.logprobs import to_token_logprobs
 from shared.scheduling.pages import prepare_for_decode
+from shared.scheduling.pooling import keep_embeddings
 from shared.types import (
     LogitsOutput,
     Req,
@@ -59,6 +60,9 @@ class PlainDecoding:
         next_token_ids = sample_output.next_token_ids.tolist()
         logprobs = to_token_logprobs(next_token_ids, sample_output.logprobs)
         launched.distribute_input_logprobs(logits_output.input_logprobs)
+        if logits_output.hidden_states is not None:
+            reqs, head = launched.batch.reqs, self.parts.reward_head
+            keep_embeddings(reqs, launched.chunked_req, logits_output.hidden_states, head)
         for row, req in enumerate(launched.batch.reqs):
             if req is not launched.chunked_req:  # its prompt is not complete: the sampled token means nothing
                 yield req, next_token_ids[row : row + 1], logprobs[row : row + 1]

@@ -9,6 +9,7 @@ from shared.interfaces import SchedulerParts
 from shared.sampling.logprobs import to_token_logprobs
 from shared.sampling.sampling_batch import make_sampling_batch_info
 from shared.scheduling.pages import prepare_for_decode
+from shared.scheduling.pooling import keep_embeddings, last_hidden_states
 from shared.types import BatchResult, Req, ScheduleBatch, SpeculationStats, TokenLogprob
 
 
@@ -30,12 +31,18 @@ class PlainDecoding:
         with parts.timeline.span("prepare"):
             forward_batch = make_forward_batch(batch, parts.num_token_ids, device)
             info = make_sampling_batch_info(batch.reqs, parts.num_token_ids, device)
+        is_pooling = any(req.is_pooling for req in batch.reqs)
+        if parts.drafter is None:  # else hidden states are the drafter's
+            parts.model_runner.capture_hidden = () if is_pooling else None
         with parts.timeline.forward(forward_batch):
             logits_output, sample_output = parts.model_runner.forward_and_sample(
                 forward_batch, parts.sampler, info, parts.num_token_ids
             )
         with parts.timeline.span("wait for tokens"):
             token_ids = sample_output.next_token_ids.tolist()
+        if is_pooling:
+            states = last_hidden_states(forward_batch, logits_output)
+            keep_embeddings(batch.reqs, chunked_req, states, parts.reward_head)
         logprobs: list[list[TokenLogprob]] = [[] for _ in token_ids]
         if sample_output.logprobs is not None:
             logprobs = [[logprob] for logprob in to_token_logprobs(token_ids, sample_output.logprobs)]

@@ -20,6 +20,7 @@ from optimized.schedule_batch import name_tokens
 from shared.interfaces import SchedulerParts
 from shared.sampling.logprobs import distribute_input_logprobs, input_logprob_positions
 from shared.sampling.sampling_batch import make_sampling_batch_info
+from shared.scheduling.pooling import last_hidden_states
 from shared.types import (
     ForwardBatch,
     LogitsOutput,
@@ -147,6 +148,9 @@ class Pipeline:
         if not parts.tree_cache.disable:
             extending = batch.reqs[: batch.num_extend_reqs]
             launched.prompts = {req: CachedPrompt.of(req, parts.tree_cache) for req in extending}
+        is_pooling = any(req.is_pooling for req in batch.reqs)
+        if parts.drafter is None:  # else hidden states are the drafter's
+            parts.model_runner.capture_hidden = () if is_pooling else None
         if any(req.needs_output and n for req, n in zip(batch.reqs, num_in_flight)):
             self.streams.launch(lambda: self._forward(launched))
         else:
@@ -212,4 +216,7 @@ class Pipeline:
     ) -> tuple[LogitsOutput, SampleOutput]:
         """The results to copy to the CPU: not the logits. The tokens stay on the device as well."""
         self.future_map.store(launched.first_place, sample_output.next_token_ids)
-        return LogitsOutput(self._no_logits, logits_output.input_logprobs), sample_output
+        states = None
+        if any(req.is_pooling for req in launched.batch.reqs):
+            states = last_hidden_states(launched.forward_batch, logits_output)
+        return LogitsOutput(self._no_logits, logits_output.input_logprobs, states), sample_output

@@ -104,7 +104,7 @@ def config_path(folder: Path) -> Path:
 
 def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     fields = Fields(hf_config, where)
-    architecture = _architecture(fields)
+    architecture, num_labels = _architecture(fields)
     family = FAMILIES[architecture]
     _refuse_unsupported(fields)
     attention_bias = fields.boolean("attention_bias", default=False)
@@ -136,7 +136,10 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         context_len=context_len(rope, fields.integer("max_position_embeddings")),
         rope=rope,
         dtype=_dtype(fields),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tie_word_embeddings),
+        # A reward model has no head for tokens: the embedding stands in for it, and is not used.
+        tie_word_embeddings=bool(num_labels)
+        or fields.boolean("tie_word_embeddings", default=family.tie_word_embeddings),
+        num_labels=num_labels,
         hidden_act=_hidden_act(fields, family),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
@@ -165,11 +168,15 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 
-def _architecture(fields: Fields) -> str:
+def _architecture(fields: Fields) -> tuple[str, int]:
+    """A name of FAMILIES, and the number of labels of a reward model: a ...ForSequenceClassification."""
     supported = f"supported are {', '.join(FAMILIES)}"
     names = fields.raw("architectures", f"a list with one name; {supported}")
-    if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in FAMILIES:
-        return names[0]
+    if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
+        name = names[0].replace("ForSequenceClassification", "ForCausalLM")
+        if name in FAMILIES:
+            labels = fields.raw("id2label", "a mapping of labels", default={0: "", 1: ""})
+            return name, len(labels) if name != names[0] else 0
     raise ValueError(f"{fields.where}: architectures is {names!r}; {supported}")
 
 

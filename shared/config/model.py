@@ -115,6 +115,7 @@ class ModelConfig:
     mla: MLAConfig | None = None  # head_dim is then that of q and k, qk_nope_head_dim + qk_rope_head_dim
     eos_token_ids: frozenset[int] = frozenset()
     bos_token_id: int | None = None
+    num_labels: int = 0  # of a reward model: rows of its head, which gives scores and no tokens
     quantization: QuantConfig | None = None  # of linear layers; None: all weights are of `dtype`
 
     def __post_init__(self) -> None:

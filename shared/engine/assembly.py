@@ -16,6 +16,7 @@ from shared.config import EngineConfig, ModelConfig
 from shared.config.deterministic import check_deterministic_model
 from shared.config.speculation import check_windows
 from shared.engine.component_check import problem_with
+from shared.engine.embedding import read_reward_head
 from shared.engine.lora_adapters import LoraAdapters
 from shared.grammar.compiler import GrammarCompiler
 from shared.interfaces import (
@@ -128,6 +129,7 @@ def assemble(
     if ranks is not None:
         ranks.all_reduce(torch.zeros(1, device=device))  # a group's first collective may take memory
     free_before = free_gpu_memory(device)
+    reward_head = read_reward_head(folder, model_config, config.load_format == "dummy")
     model = load_model(folder, model_config, config, component, device, dtype, ranks)
     model_runner = component("model_runner")
     if dispatch is not None:
@@ -197,6 +199,7 @@ def assemble(
         drafter=drafter,
         draft_tree=component("draft_tree")() if drafter is not None else None,
         kv_pool=kv_pool,
+        reward_head=reward_head,
         lora=adapters.pool if adapters is not None else None,
     )
     if adapters is not None:

@@ -34,6 +34,7 @@ class Request(msgspec.Struct):
     priority: int
     routing_key: str | None
     grammar: str | None  # compiled
+    is_pooling: bool
 
 
 class Call(msgspec.Struct):
@@ -83,6 +84,7 @@ def request_of(req: Req, grammars: GrammarCompiler) -> Request:
         req.priority,
         req.routing_key,
         grammars.as_text(req.sampling_params) if req.grammar is not None else None,
+        req.is_pooling,
     )
 
 
@@ -111,6 +113,7 @@ def _req(request: Request, assembly: Assembly) -> Req:
         extra_key=request.extra_key,
         priority=request.priority,
         routing_key=request.routing_key,
+        is_pooling=request.is_pooling,
     )
     if request.grammar is not None:
         req.grammar = assembly.grammars.grammar_for(req, assembly.grammars.from_text(request.grammar))

@@ -10,6 +10,13 @@ from itertools import chain, count
 from typing import Any
 
 from shared.config import EngineConfig
+from shared.engine.embedding import (
+    NO_TOKENS,
+    EmbedOutput,
+    check_dimensions,
+    check_pooling,
+    embed_outputs,
+)
 from shared.engine.lora_adapters import adapters_of, cache_namespace
 from shared.engine.output_collector import OutputCollector
 from shared.engine.python_runtime import deferred_interrupts, gc_freeze
@@ -121,6 +128,31 @@ class LLM:
             raise ValueError("this model has no tokenizer, so it has no chat template: give token ids")
         return self.tokenizer.chat(messages, **template_args)
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, **keywords: Any
+    ) -> EmbedOutput | list[EmbedOutput]:
+        """The embedding of one prompt or of each of a list: the hidden state of its last token after the
+        final norm, of which the first `dimensions` are kept (default: all), scaled to L2 norm 1. A reward
+        model gives its scores instead, unscaled.
+
+        Keywords: rid, extra_key, priority, routing_key, lora, as in `submit`. Raises `ValueError` for a bad
+        request, and `RuntimeError` when a prompt's hidden states are not finite."""
+        num_labels = self.model_config.num_labels
+        check_dimensions(dimensions, num_labels or self.model_config.hidden_size)
+        is_single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        batch: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item]
+        collectors: list[OutputCollector] = []
+        try:
+            for prompt in batch:
+                collectors += self.submit(prompt, NO_TOKENS, is_pooling=True, **keywords)
+            self._run(collectors, progress=False)
+        except BaseException:
+            for collector in collectors:
+                self._abort(collector)
+            raise
+        outputs = embed_outputs(collectors, dimensions, num_labels)
+        return outputs[0] if is_single else outputs
+
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **keywords: Any
     ) -> Iterator[GenerateOutput]:
@@ -148,17 +180,20 @@ class LLM:
         routing_key: str | None = None,
         logit_processor: LogitProcessor | None = None,
         lora: str | None = None,
+        is_pooling: bool = False,
     ) -> list[OutputCollector]:
         """Queue one prompt without running anything: one collector for each of its n samples.
 
         rid: a name for `abort`, distinct among live requests; default: a new one. extra_key: namespace in the
         prefix cache. priority: larger is more important. routing_key: see the policy of that name.
         logit_processor: a function that changes the request's logits (slow; shared/sampling/processors.py).
-        lora: the name of a loaded adapter.
+        lora: the name of a loaded adapter. is_pooling: no tokens, but an embedding; see `embed`.
         Raises `ValueError` for a request that cannot be served; then nothing of it is left."""
         with self.timeline.span("tokenise"):
             prompt_ids = self._encode(prompt)
         self._check_fields(sampling_params, rid, extra_key, priority, routing_key)
+        if is_pooling or self.model_config.num_labels:
+            check_pooling(is_pooling, self.config, self.model_config)
         if logit_processor is not None and not callable(logit_processor):
             raise ValueError(f"logit_processor must be a function or None, got {logit_processor!r}")
         grammars = self.assembly.grammars
@@ -189,6 +224,7 @@ class LLM:
                         routing_key=routing_key,
                         logit_processor=logit_processor,
                         lora=adapter,
+                        is_pooling=is_pooling,
                     )
                     if compiled is not None:
                         req.grammar = grammars.grammar_for(req, compiled.result())

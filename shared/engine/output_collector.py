@@ -25,6 +25,7 @@ class OutputCollector:
         self.speculation = SpeculationStats()
         self.output_logprobs: list[TokenLogprob] = []
         self.input_logprobs: list[TokenLogprob] = []
+        self.embedding: list[float] | None = None
         self._num_taken = 0
         self._num_text_taken = 0
         self._finish_taken = False
@@ -42,6 +43,7 @@ class OutputCollector:
         self.output_ids += output.new_token_ids
         self.output_logprobs += output.output_logprobs
         self.input_logprobs = output.input_logprobs
+        self.embedding = output.embedding
         self.num_cached_tokens = output.num_cached_tokens
         self.num_retractions = output.num_retractions
         self.speculation = output.speculation

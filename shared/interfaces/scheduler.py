@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 from shared.config import EngineConfig, ModelConfig
 from shared.interfaces.draft_tree import DraftTreeOps
 from shared.interfaces.drafter import Drafter
@@ -38,6 +40,7 @@ class SchedulerParts:
     drafter: Drafter | None = None  # None: no speculation; otherwise the next two are required
     draft_tree: DraftTreeOps | None = None
     kv_pool: TokenToKVPool | None = None  # of the target
+    reward_head: torch.Tensor | None = None  # [num_labels, hidden_size] float32 on the CPU, of a reward model
     lora: LoraPool | None = None  # None: the engine takes no adapters
     timeline: Timeline = field(default_factory=Timeline)  # off unless a trace is recorded
 

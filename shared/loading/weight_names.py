@@ -30,6 +30,8 @@ class WeightPart(NamedTuple):
 
 def canonical_parts(name: str, shape: tuple[int, ...]) -> list[WeightPart]:
     """The canonical weights in a tensor of this name and shape: itself, or many, of packed experts."""
+    if name.startswith(("embed_tokens.", "layers.", "norm.")):
+        name = f"model.{name}"  # saved without a head, as embedding models are
     if match := _MIXTRAL.fullmatch(name):
         layer, router, expert_id, matrix = match.groups()
         if router == "gate":
@@ -57,10 +59,13 @@ def canonical_parts(name: str, shape: tuple[int, ...]) -> list[WeightPart]:
 
 def is_harmless(name: str, config: ModelConfig) -> bool:
     """Tensors that some checkpoints carry and no model needs: RoPE's frequencies, the copy of the embedding
-    that a tied head is, and scales of KV, which the pool takes (`shared.loading.kv_scales`)."""
+    that a tied head is, scales of KV, which the pool takes (`shared.loading.kv_scales`), and the head of a
+    reward model, which is read apart."""
     if name.endswith(".rotary_emb.inv_freq") or is_kv_scale(name):
         return True
-    return config.tie_word_embeddings and name == "lm_head.weight"
+    return (config.tie_word_embeddings and name == "lm_head.weight") or (
+        config.num_labels > 0 and name == "score.weight"
+    )
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from shared.server import chat, completions
 from shared.server.answers import check_model, respond
 from shared.server.anthropic import add_anthropic_routes
+from shared.server.embeddings import add_embedding_routes
 from shared.server.engine_client import EngineDead
 from shared.server.errors import ApiError, bad_request
 from shared.server.middleware import ApiKeys, BodyLimit
@@ -34,6 +35,7 @@ def create_app(state: ServerState) -> FastAPI:
     _add_openai_routes(app, state)
     add_responses_routes(app, state)
     add_anthropic_routes(app, state)
+    add_embedding_routes(app, state)
     add_status_routes(app, state)
     _add_health_routes(app, state)
     add_native_routes(app, state)

@@ -12,7 +12,7 @@ from shared.server.engine_client import Delta
 from shared.server.errors import bad_request
 from shared.server.generation import Generation, Usage
 from shared.server.logprobs import CompletionLogprobs, TokenTexts
-from shared.server.protocol import MAX_PROMPTS, CompletionRequest
+from shared.server.protocol import CompletionRequest
 from shared.server.state import ServerState
 
 DEFAULT_MAX_TOKENS = 16
@@ -23,7 +23,7 @@ async def start_completion(body: CompletionRequest, state: ServerState) -> Gener
     """Validate everything and make the generation; nothing runs yet."""
     if body.suffix is not None:
         raise bad_request("suffix is not supported", "suffix")
-    prompts = await _prompts_of(body, state)
+    prompts = await state.prompts.of_each(body.prompt, "prompt", body.add_special_tokens)
     max_new_tokens = body.max_tokens if body.max_tokens is not None else DEFAULT_MAX_TOKENS
     echoes_logprobs = body.echo and body.logprobs is not None
     params = body.sampling_params(
@@ -32,24 +32,6 @@ async def start_completion(body: CompletionRequest, state: ServerState) -> Gener
     for prompt in prompts:
         state.prompts.check(prompt, params)
     return state.generation(prompts, params, body)
-
-
-async def _prompts_of(body: CompletionRequest, state: ServerState) -> list[list[int]]:
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        texts_or_ids: list[Any] = [prompt]
-    elif prompt and isinstance(prompt[0], int):
-        texts_or_ids = [prompt]
-    else:
-        texts_or_ids = list(prompt)
-    if not texts_or_ids:
-        raise bad_request("prompt is an empty list", "prompt")
-    if len(texts_or_ids) > MAX_PROMPTS:
-        raise bad_request(f"prompt takes at most {MAX_PROMPTS} entries, got {len(texts_or_ids)}", "prompt")
-    return [
-        await state.prompts.of_text(each, body.add_special_tokens) if isinstance(each, str) else list(each)
-        for each in texts_or_ids
-    ]
 
 
 class CompletionChoice:

@@ -62,6 +62,7 @@ class Delta:
     num_cached_tokens: int = 0
     num_accepted_tokens: int = 0
     queue_time: float | None = None  # in the first delta of a sample
+    embedding: list[float] | None = None
 
     def merge(self, later: Delta) -> None:
         """Append what came later."""
@@ -70,6 +71,7 @@ class Delta:
         self.logprobs += later.logprobs
         self.input_logprobs += later.input_logprobs
         self.finish = later.finish or self.finish
+        self.embedding = later.embedding
         self.num_cached_tokens = later.num_cached_tokens
         self.num_accepted_tokens = later.num_accepted_tokens
 
@@ -214,6 +216,7 @@ class EngineClient:
             num_cached_tokens=output.num_cached_tokens,
             num_accepted_tokens=output.num_accepted_tokens,
             queue_time=output.queue_time,
+            embedding=output.embedding,
         )
         live = self._lives.get(output.rid)
         if live is not None and live.detokenizer is not None:

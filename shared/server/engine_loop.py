@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from shared.engine.assembly import Assembly
+from shared.engine.embedding import check_pooling
 from shared.engine.lora_adapters import LoraAdapters, adapters_of, cache_namespace
 from shared.grammar.queue import GrammarQueue
 from shared.server.messages import (
@@ -123,8 +124,10 @@ class EngineLoop:
             priority=message.priority,
             routing_key=message.routing_key,
             lora=adapter,
+            is_pooling=message.is_pooling,
         )
         try:
+            check_pooling(req.is_pooling, self.assembly.config, self.assembly.model_config)
             if not self.grammar_queue.add(req):
                 self._add_request(req)
         except ValueError as error:
@@ -276,6 +279,7 @@ class EngineLoop:
             num_cached_tokens=output.num_cached_tokens,
             num_accepted_tokens=output.speculation.num_accepted_tokens,
             queue_time=queue_time,
+            embedding=output.embedding if finish is not None else None,
         )
 
     def _beat(self) -> None:
@@ -314,6 +318,7 @@ class EngineLoop:
             max_total_tokens=assembly.parts.allocator.size * assembly.config.dp,
             max_running_requests=assembly.config.max_running_requests,
             eos_token_ids=sorted(self.assembly.eos_token_ids),
+            num_labels=assembly.model_config.num_labels,
             description={**assembly.selection, **assembly.memory.rows()},
             startup_seconds={"imports": self.import_seconds, **assembly.seconds},
         )

@@ -64,6 +64,7 @@ class Generation:
         priority: int = 0,
         routing_key: str | None = None,
         lora: str | None = None,
+        is_pooling: bool = False,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
@@ -75,6 +76,7 @@ class Generation:
             "priority": priority,
             "routing_key": routing_key,
             "lora": lora,
+            "is_pooling": is_pooling,
         }
         self.seed = seed
         base = uuid.uuid4().hex

@@ -46,6 +46,7 @@ class Generate(Message):
     priority: int = 0
     routing_key: str | None = None
     lora: str | None = None  # name of an adapter
+    is_pooling: bool = False  # no tokens, but an embedding
 
 
 class Abort(Message):
@@ -78,6 +79,7 @@ class Ready(Message):
     max_total_tokens: int  # slots of the KV pool
     max_running_requests: int
     eos_token_ids: list[int]
+    num_labels: int  # of a reward model; 0: the model gives tokens and embeddings
     description: dict[str, str]  # component -> implementation, memory
     startup_seconds: dict[str, float]  # phase of the engine's start -> how long it took
 
@@ -105,6 +107,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, array_like=True):
     num_cached_tokens: int
     num_accepted_tokens: int
     queue_time: float | None = None  # seconds until its first step; in the first output only
+    embedding: list[float] | None = None  # with is_pooling, in the last output
 
 
 class Outputs(Message):

@@ -10,7 +10,7 @@ from typing import Any
 
 from shared.server.errors import ApiError, bad_request
 from shared.server.messages import Ready
-from shared.server.protocol import Message
+from shared.server.protocol import MAX_PROMPTS, Message
 from shared.text.token_bytes import TokenBytes
 from shared.text.tokenizer import Tokenizer
 from shared.types import SamplingParams
@@ -43,6 +43,20 @@ class Prompts:
                 f"holds at most {self.max_text_bytes}"
             )
         return await self._run(tokenizer.encode, text, add_special_tokens)
+
+    async def of_each(
+        self, prompt: str | list[Any], field: str, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Token ids of a text, of each of several texts, or what is token ids already. field: of the body."""
+        prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+        if not prompts:
+            raise bad_request(f"{field} is an empty list", field)
+        if len(prompts) > MAX_PROMPTS:
+            raise bad_request(f"{field} takes at most {MAX_PROMPTS} entries, got {len(prompts)}", field)
+        return [
+            await self.of_text(each, add_special_tokens) if isinstance(each, str) else list(each)
+            for each in prompts
+        ]
 
     async def of_messages(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, template_args: dict[str, Any]

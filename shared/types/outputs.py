@@ -82,6 +82,7 @@ class StepOutput:
     finished_reason: FinishReason | None = None
     output_logprobs: list[TokenLogprob] = field(default_factory=list)  # one per new id, if requested
     input_logprobs: list[TokenLogprob] = field(default_factory=list)  # all, once the prompt is computed
+    embedding: list[float] | None = None  # of a request for one, when it ends
     num_cached_tokens: int = 0
     num_retractions: int = 0
     speculation: SpeculationStats = NO_SPECULATION

@@ -34,6 +34,7 @@ class Req:
     routing_key: str | None = None  # for the policy of that name
     grammar: Any = None  # a shared.interfaces.Grammar; None: all tokens are allowed
     lora: LoraAdapter | None = None  # None: the model alone
+    is_pooling: bool = False  # no tokens are wanted, but the last hidden state of the prompt
     logit_processor: Any = None  # a function of outputs and logits, see shared/sampling/processors.py
     arrival_time: float = 0.0  # seconds, by the scheduler's clock
     max_new_tokens: int = -1  # sampling_params.max_new_tokens, clamped so that prompt + output fits
@@ -41,6 +42,7 @@ class Req:
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output id, if requested
     num_reported: int = 0  # output ids that were in a StepOutput
+    embedding: list[float] | None = None  # with is_pooling, once the prompt is computed
     input_logprobs: list[TokenLogprob] = field(default_factory=list)  # of positions logprob_start_len..P-1
 
     # The current extension: tokens that have KV after it, and slots of the tokens that have KV before it.
@@ -116,6 +118,7 @@ class Req:
             finished_reason=self.finished_reason,
             output_logprobs=self.output_logprobs[start:] if self.output_logprobs else [],
             input_logprobs=self.input_logprobs,
+            embedding=self.embedding,
             num_cached_tokens=self.num_cached_tokens,
             num_retractions=self.num_retractions,
             speculation=self.speculation if self.num_verifications else NO_SPECULATION,
