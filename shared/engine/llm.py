@@ -210,8 +210,9 @@ class LLM:
                 seed = self._seeds.getrandbits(63)
             collectors: list[OutputCollector] = []
             try:
-                # --8<-- [start:make-req]
                 adapter = None if lora is None else adapters_of(self.assembly.lora).get(lora)
+                namespace = extra_key if adapter is None else cache_namespace(extra_key, adapter)
+                # --8<-- [start:make-req]
                 for i in range(sampling_params.n):
                     req = Req(
                         rid=self._unused_rid(name if sampling_params.n == 1 else f"{name}#{i}"),
@@ -219,7 +220,7 @@ class LLM:
                         sampling_params=sampling_params,
                         seed=derive_seed(seed, i),
                         eos_token_ids=self.assembly.eos_token_ids,
-                        extra_key=extra_key if adapter is None else cache_namespace(extra_key, adapter),
+                        extra_key=namespace,
                         priority=priority,
                         routing_key=routing_key,
                         logit_processor=logit_processor,
