@@ -48,7 +48,7 @@ class PlainDecoding:
         # --8<-- [end:run-batch]
 
     def _captures_hidden(self, reqs: Sequence[Req]) -> bool:
-        """Whether a request wants an embedding: then the model runner keeps hidden states in this step."""
+        """Whether a request needs an embedding: then the model runner keeps hidden states in this step."""
         is_pooling = any(req.is_pooling for req in reqs)
         if self.parts.drafter is None:  # else hidden states are the drafter's
             self.parts.model_runner.capture_hidden = () if is_pooling else None
