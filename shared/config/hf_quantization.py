@@ -10,7 +10,7 @@ from typing import Any
 
 from shared.config.fields import Fields
 from shared.config.quantization import ALL_LINEAR, REGEX, QuantConfig
-from shared.types.quantization import QuantScheme
+from shared.types.quantization import MXFP4_GROUP, QuantScheme
 
 COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 
@@ -150,12 +150,19 @@ def _parse_awq(fields: Fields) -> QuantConfig:
     return QuantConfig("awq", ((ALL_LINEAR, scheme),), tuple(_names(fields, "modules_to_not_convert")))
 
 
+def _parse_mxfp4(fields: Fields) -> QuantConfig:
+    """The experts of GPT-OSS."""
+    scheme = QuantScheme("mxfp4", group_size=MXFP4_GROUP)
+    return QuantConfig("mxfp4", (("mlp.experts", scheme),), tuple(_names(fields, "modules_to_not_convert")))
+
+
 _METHODS: dict[str, Callable[[Fields], QuantConfig]] = {
     "fp8": _parse_fp8,
     "compressed-tensors": _parse_compressed_tensors,
     "torchao": _parse_torchao,
     "gptq": _parse_gptq,
     "awq": _parse_awq,
+    "mxfp4": _parse_mxfp4,
 }
 
 

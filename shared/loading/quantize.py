@@ -16,7 +16,7 @@ from shared.interfaces.moe import FusedExperts
 from shared.interfaces.quantization import Quantization
 from shared.loading.quantized_formats import pack_units
 from shared.loading.weight_names import expected_shapes
-from shared.types.quantization import INT4_ZERO, QuantScheme
+from shared.types.quantization import INT4_ZERO, MXFP4_BIAS, MXFP4_GROUP, MXFP4_VALUES, QuantScheme
 
 _LAYER = re.compile(r"(model\.layers\.)(\d+)")
 
@@ -30,6 +30,8 @@ def quantize_weight(weight: torch.Tensor, scheme: QuantScheme) -> dict[str, torc
     blocks = nn.functional.pad(weight.float(), (0, -size % columns, 0, -out % rows))
     blocks = blocks.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [blocks, rows, groups, columns]
     largest = blocks.abs().amax((1, 3), keepdim=True)
+    if scheme.weight_type == "mxfp4":
+        return _quantize_mxfp4(blocks, largest)
     scale = largest / {"fp8": 448.0, "int8": 127.0, "int4": 7.0}[scheme.weight_type]
     q = blocks / torch.where(scale == 0, 1.0, scale)
     if scheme.weight_type == "fp8":
@@ -43,6 +45,17 @@ def quantize_weight(weight: torch.Tensor, scheme: QuantScheme) -> dict[str, torc
         q = pack_units(q, columns)
     return {"weight": q, "weight_scale": scale.expand(-1, rows, -1, 1).flatten(2).flatten(0, 1)[:out]}
     # --8<-- [end:quantize-weight]
+
+
+def _quantize_mxfp4(blocks: torch.Tensor, largest: torch.Tensor) -> dict[str, torch.Tensor]:
+    """blocks [out, 1, groups, 32] -> codes and exponents. The largest value of a group is 4 to 8 times its
+    scale; what is beyond 6 becomes 6."""
+    exponent = (torch.frexp(largest).exponent - 3).clamp(min=-MXFP4_BIAS)
+    sizes = torch.tensor(MXFP4_VALUES[:8], device=blocks.device)
+    middles = (sizes[1:] + sizes[:-1]) / 2
+    codes = torch.bucketize(torch.ldexp(blocks.abs(), -exponent), middles) + 8 * (blocks < 0)
+    packed = pack_units(codes.to(torch.uint8).flatten(2).flatten(0, 1), MXFP4_GROUP)
+    return {"weight": packed, "weight_scale": (exponent + MXFP4_BIAS).to(torch.uint8).flatten(1)}
 
 
 def quantize_linears(

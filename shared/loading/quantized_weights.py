@@ -165,7 +165,7 @@ def _read_part(file: Any, entry: Entry, outs: slice, inputs: slice) -> torch.Ten
 
 def _in_memory(entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
     """As in QuantScheme.tensors."""
-    if entry.layer.scheme.weight_type == "int4" and entry.stored.target == "weight":
+    if entry.layer.scheme.is_packed and entry.stored.target == "weight":
         return pack_units(tensor, entry.layer.scheme.unit(tensor.shape[1]))
     return tensor.contiguous()
 
@@ -228,8 +228,8 @@ def quantize_while_reading(
         for suffix, its_tensor in quantize_weight(tensor.to(device), layer.scheme).items():
             columns = slice(None)
             if suffix == "weight":
-                bits = 2 if layer.scheme.weight_type == "int4" else 1
-                columns = slice(inputs.start // bits, inputs.stop // bits)
+                per_byte = 2 if layer.scheme.is_packed else 1
+                columns = slice(inputs.start // per_byte, inputs.stop // per_byte)
             elif layer.scheme.group_size is not None:
                 size = layer.scheme.group_size
                 columns = slice(inputs.start // size, -(-inputs.stop // size))

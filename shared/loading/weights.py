@@ -17,6 +17,8 @@ from torch import nn
 from shared.config import ModelConfig
 from shared.interfaces.layers import MergedLinear
 from shared.interfaces.moe import FusedExperts
+from shared.interfaces.quantized_experts import QuantizedExperts
+from shared.loading.mxfp4 import read_mxfp4, take_mxfp4
 from shared.loading.quantized_weights import (
     quantize_while_reading,
     quantized_layers,
@@ -65,12 +67,16 @@ def iterate_weights(
     )
     tensors = {name: info for name, info in checkpoint.items() if not is_harmless(name, config)}
     layers = quantized_layers(config)
-    entries = [] if quantization is None else take_quantized(tensors, layers, quantization, str(folder))
+    quantized: Weights = iter(())
+    if quantization is not None and quantization.storage == "mxfp4":
+        quantized = read_mxfp4(take_mxfp4(tensors, layers, str(folder)), shards)
+    elif quantization is not None:
+        quantized = read_quantized(take_quantized(tensors, layers, quantization, str(folder)), shards)
     parts = [part for name, info in tensors.items() for part in canonical_parts(name, info.shape)]
     shapes = {part.name: part.shape for part in parts}
     shapes |= {f"{layer.name}.weight": (layer.out, layer.size) for layer in layers.values()}
     check_shapes(shapes, config, str(folder))
-    weights = chain(stream(tensors, on_progress, shards), read_quantized(entries, shards))
+    weights = chain(stream(tensors, on_progress, shards), quantized)
     head = checkpoint.get(HEAD) if config.tie_word_embeddings and shards is None else None
     return weights if head is None else _with_tied_head(weights, head)
 
@@ -215,7 +221,11 @@ def named_targets(model: nn.Module) -> dict[str, torch.Tensor]:
                 del targets[f"{prefix}.{name}"]
             parent = prefix[: prefix.rfind(".") + 1]
             targets |= {f"{parent}{name}": view for name, view in module.weight_views().items()}
-        if isinstance(module, FusedExperts):
+        if isinstance(module, QuantizedExperts):
+            for name, _ in module.named_parameters():
+                del targets[f"{prefix}.{name}"]
+            targets |= {f"{prefix}.{name}": view for name, view in module.weight_views().items()}
+        elif isinstance(module, FusedExperts):
             w13, w2 = targets.pop(f"{prefix}.w13"), targets.pop(f"{prefix}.w2")
             for expert_id in range(w13.shape[0]):
                 gate, up = w13[expert_id].chunk(2)

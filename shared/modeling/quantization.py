@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from shared.types.quantization import INT4_ZERO, QuantScheme
+from shared.types.quantization import INT4_ZERO, MXFP4_BIAS, MXFP4_VALUES, QuantScheme
 
 FP8_MAX = 448.0
 INT8_STEPS = 127.5  # half of the range from -128 to 127
@@ -16,14 +16,17 @@ def dequantize(
     weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: QuantScheme
 ) -> torch.Tensor:
     """Tensors of a scheme, with any dimensions before -> float32 [..., out, in]."""
-    if scheme.weight_type != "int4":
+    if not scheme.is_packed:
         size = weight.shape[-1]
         by_input = scale.repeat_interleave(scheme.group_size or size, dim=-1)[..., :size]
         return weight.to(torch.float32) * by_input
     bytes_of_groups = weight.unflatten(-1, (scale.shape[-1], -1))
-    q = torch.cat((bytes_of_groups & 15, bytes_of_groups >> 4), dim=-1).to(torch.float32)
+    q = torch.cat((bytes_of_groups & 15, bytes_of_groups >> 4), dim=-1)
+    if scheme.weight_type == "mxfp4":
+        values = torch.tensor(MXFP4_VALUES, device=q.device)[q.int()]
+        return torch.ldexp(values, scale[..., None].int() - MXFP4_BIAS).flatten(-2)
     zeros = INT4_ZERO if zero is None else zero[..., None].to(torch.float32)
-    return ((q - zeros) * scale[..., None]).flatten(-2)
+    return ((q.to(torch.float32) - zeros) * scale[..., None]).flatten(-2)
 
 
 # --8<-- [end:dequantize]

@@ -76,8 +76,8 @@ class ExpertManager:
         """The experts of a part are lost in the next forward pass, when it reaches a layer: for tests."""
         if self.ranks.rank * self.ep // self.ranks.size == part:
             for moe in self.layers:
-                moe.experts.w13.data.fill_(float("nan"))
-                moe.experts.w2.data.fill_(float("nan"))
+                for parameter in moe.experts.parameters():
+                    parameter.data.view(torch.uint8).fill_(255)  # NaN in every type of float
         self.parallel[layer].lost_part = part
 
     def rebalance(self) -> None:
@@ -129,7 +129,8 @@ class ExpertManager:
         for part in range(self.ep):
             send_counts[part * group + index] = sources[part].count(own)
             receive_counts[part * group + index] = sources[own].count(part)
-        for weight in (experts.w13.data, experts.w2.data):
+        for parameter in experts.parameters():
+            weight = parameter.data.view(torch.uint8)  # of any type; scales too
             # Indexing copies: all weights are on their way before one is overwritten.
             weight[received] = self.ranks.all_to_all(weight[sent], send_counts, receive_counts)
         self.num_moved += len(received) - sources[own].count(own)

@@ -1,0 +1,40 @@
+"""Quantized experts: a loop over experts, which are dequantized one at a time."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from reference.layers import SiluAndMul
+from shared.interfaces.moe import TopKOutput
+from shared.interfaces.quantized_experts import QuantizedExperts as Interface
+from shared.modeling.quantization import dequantize, dequantized_input
+from shared.types.quantization import QuantScheme
+
+
+class QuantizedExperts(Interface):
+    def __init__(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, scheme: QuantScheme
+    ) -> None:
+        super().__init__(num_experts, hidden_size, intermediate_size, scheme)
+        self.act_fn = SiluAndMul()
+
+    # --8<-- [start:run-quantized-experts]
+    def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
+        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert_id in topk.topk_ids.unique().tolist():
+            if expert_id < 0:
+                continue  # padding tokens
+            token_rows, slots = (topk.topk_ids == expert_id).nonzero(as_tuple=True)
+            gate_up = self._linear(x[token_rows], "w13", expert_id)
+            hidden = self._linear(self.act_fn(gate_up).to(x.dtype), "w2", expert_id)
+            y.index_add_(0, token_rows, hidden * topk.topk_weights[token_rows, slots, None])
+        return y.to(x.dtype)
+
+    def _linear(self, x: torch.Tensor, name: str, expert_id: int) -> torch.Tensor:
+        """float32 [num_tokens, out] of one expert's w13 or w2."""
+        parts = (getattr(self, name + suffix) for suffix in ("", "_scale", "_zero"))
+        weight, scale, zero = (None if part is None else part[expert_id] for part in parts)
+        weight = dequantize(weight, scale, zero, self.scheme)
+        return F.linear(dequantized_input(x, self.scheme, None), weight)
+        # --8<-- [end:run-quantized-experts]

@@ -1,0 +1,69 @@
+"""Contract of routed experts whose weights are quantized."""
+
+from __future__ import annotations
+
+from abc import ABC
+
+import torch
+from torch import nn
+
+from shared.interfaces.moe import FusedExperts
+from shared.types.quantization import QuantScheme
+
+SUFFIXES = {"weight": "", "weight_scale": "_scale", "weight_zero": "_zero"}
+"""A tensor of `QuantScheme.tensors` -> the end of the parameter's name."""
+
+
+class QuantizedExperts(FusedExperts, ABC):
+    """The experts of `FusedExperts` with x̂ and ŵ in place of x and w, as `QuantizedLinear` defines them. The
+    input of w2 is quantized after the activation, each pair of token and expert by itself. So the result of
+    a token depends on no other token.
+
+    Parameters: `w13` and `w2` with `w13_scale` and `w2_scale`, and by scheme `w13_zero` and `w2_zero`: the
+    tensors of `QuantScheme.tensors` of each expert, one behind the other. A rank's experts may be moved by
+    moving the rows of all parameters.
+    """
+
+    scheme: QuantScheme
+    w13_scale: nn.Parameter
+    w2_scale: nn.Parameter
+    w13_zero: nn.Parameter | None
+    w2_zero: nn.Parameter | None
+
+    def __init__(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, scheme: QuantScheme
+    ) -> None:
+        """Raises `ValueError` for a scheme with static scales of inputs."""
+        super().__init__(num_experts, hidden_size, intermediate_size)
+        if scheme.inputs == "static":
+            raise ValueError(f"experts of {scheme} are not supported; supported are dynamic scales of inputs")
+        self.scheme = scheme
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.w13_zero = self.w2_zero = None
+        for name, out, size in (
+            ("w13", 2 * intermediate_size, hidden_size),
+            ("w2", hidden_size, intermediate_size),
+        ):
+            for key, (shape, dtype) in scheme.tensors(out, size).items():
+                tensor = torch.empty(num_experts, *shape, dtype=dtype)
+                setattr(self, name + SUFFIXES[key], nn.Parameter(tensor, requires_grad=False))
+
+    def weight_views(self) -> dict[str, torch.Tensor]:
+        """The tensors of each expert and matrix: "3.gate_proj.weight_scale" -> a view of a parameter."""
+        views: dict[str, torch.Tensor] = {}
+        for key, suffix in SUFFIXES.items():
+            w13, w2 = getattr(self, f"w13{suffix}"), getattr(self, f"w2{suffix}")
+            if w13 is None:
+                continue
+            for expert_id in range(w13.shape[0]):
+                gate, up = w13[expert_id].chunk(2)
+                views[f"{expert_id}.gate_proj.{key}"] = gate
+                views[f"{expert_id}.up_proj.{key}"] = up
+                views[f"{expert_id}.down_proj.{key}"] = w2[expert_id]
+        return views
+
+
+def expert_sizes(experts: FusedExperts) -> tuple[int, int, int]:
+    """num_experts, hidden_size and intermediate_size of experts with plain weights."""
+    num_experts, hidden_size, intermediate_size = experts.w2.shape
+    return num_experts, hidden_size, intermediate_size
