@@ -12,7 +12,7 @@ from shared.conformance.recorder import EXPERTS, LOGITS, SAMPLED_IDS, Key, Recor
 from shared.conformance.routing import experts_part
 from shared.conformance.side import MAX_IDLE_STEPS, Side
 from shared.conformance.teacher import Teacher
-from shared.conformance.tolerance import NEAR_TIE
+from shared.conformance.tolerance import EXACT, NEAR_TIE
 from shared.engine.llm import LLM, Prompt
 from shared.types import SamplingParams
 
@@ -28,6 +28,8 @@ class Lockstep:
     A's tokens and A's experts, and everything after a tie is compared with the same strictness.
     `strict_schedule`: other batches are a divergence too. `graphs`: CUDA graphs stay on, and of the steps
     that they replay only logits and ids are compared; there no expert is seen or forced.
+
+    Two engines of one panel in deterministic mode compare bit for bit, and nothing is a near tie.
     """
 
     def __init__(
@@ -39,6 +41,10 @@ class Lockstep:
         self.teacher_forced = teacher_forced
         self.strict_schedule = strict_schedule
         self.dtype = max((self.a.dtype, self.b.dtype), key=lambda dtype: torch.finfo(dtype).eps)
+        self.is_exact = (
+            a.config.deterministic and b.config.deterministic and a.config.panel == b.config.panel
+            and self.a.dtype == self.b.dtype
+        )  # fmt: skip
         self.outcome = Outcome(labels, self.dtype)
         self.inherited = 0.0  # the largest relative error accepted so far
         self.given_up: set[str] = set()
@@ -136,7 +142,7 @@ class Lockstep:
                     only.add(f"{op} {list(one.shape[1:])}")
                 continue
             rows_a, rows_b = tensor[rows[0]].cpu(), b.tokens.tensors[op][rows[1]].cpu()
-            if records[0].kinds[op] == EXPERTS:
+            if records[0].kinds[op] == EXPERTS and not self.is_exact:
                 self._level_experts(records, op, keys, rows, (rows_a, rows_b))
                 kept = [i for i, key in enumerate(keys) if key[0] not in self.given_up]
                 if len(kept) < len(keys):
@@ -193,7 +199,7 @@ class Lockstep:
     def _gap(self, a: torch.Tensor, b: torch.Tensor, id_a: int, id_b: int) -> float | None:
         """How far apart two tokens are in A's logits, when so little that either may be taken. Of equal
         logits both sides must take the same."""
-        if min(id_a, id_b) < 0 or torch.equal(a, b):
+        if self.is_exact or min(id_a, id_b) < 0 or torch.equal(a, b):
             return None
         gap = abs(float(a[id_a] - a[id_b]))
         return gap if gap < NEAR_TIE[self.dtype] else None
@@ -205,7 +211,7 @@ class Lockstep:
         """a, b [len(keys), ...]: what the two sides gave for the same tokens."""
         kind = records[0].kinds[op]
         limit_kind = kind if kind != "embedding" or self.a.dtype == self.b.dtype else "elementwise"
-        limit = allowed_between(limit_kind, self.dtype, self.inherited)
+        limit = EXACT if self.is_exact else allowed_between(limit_kind, self.dtype, self.inherited)
         ratios, found = compare_rows(a, b, limit)
         largest = int(ratios.argmax())
         self.outcome.note(op, kind, float(ratios[largest]), keys[largest], limit.rms)

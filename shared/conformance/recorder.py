@@ -79,7 +79,8 @@ class Recorder:
     decoder layer that returns (x, residual) counts as their sum, x perhaps in parts [parts, num_tokens,
     hidden_size], a MergedLinear as its parts.
 
-    A decode batch may be padded behind its requests: those rows are not looked at. While attached, the model
+    A decode batch may be padded behind its requests: those rows are not looked at. A step may take several
+    passes of the model, over its tokens in order. While attached, the model
     runner replays nothing, so that every op is seen; with `graphs` it goes on doing so, and a step that it
     replays leaves only logits and sampled ids.
     """
@@ -182,7 +183,10 @@ class Recorder:
             output = layer_output(*output)
         rows = self._open.tokens
         if isinstance(output, torch.Tensor) and output.shape[:1] == (self._num_rows,):
-            rows.tensors[op] = output[: len(rows.keys)].detach().clone()
+            result = output[: len(rows.keys)].detach().clone()
+            if op in rows.tensors and self._num_rows < len(rows.keys):  # a step of several passes
+                result = torch.cat([rows.tensors[op], result])
+            rows.tensors[op] = result
             self._open.kinds[op] = kind
 
     # ---- what happens in a step ----

@@ -277,3 +277,16 @@ def test_a_strict_schedule_is_compared_first() -> None:
     found = divergence_of(compare(b=flags, strict_schedule=True))
     assert (found.op, found.steps) == ("schedule", (1, 1))
     assert "requests" in found.what
+
+
+def test_deterministic_engines_are_compared_bit_for_bit() -> None:
+    """Chunks round otherwise: close enough without the mode, equal with it."""
+    flags = {"dtype": "bfloat16"}
+    outcome = compare(flags, {**flags, "chunked_prefill_size": 7}, num_new=2)
+    assert outcome.divergence is None
+    assert outcome.worst["logits"].ratio > 0.0
+    flags["deterministic"] = True
+    outcome = compare(flags, {**flags, "chunked_prefill_size": 7}, num_new=2)
+    assert outcome.divergence is None
+    assert max(worst.ratio for worst in outcome.worst.values()) == 0.0
+    assert {worst.limit for worst in outcome.worst.values()} == {0.0}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,20 +36,29 @@ LARGE = ((4096, 4096), (12288, 1024))
     ],
 )
 def test_a_row_of_a_gemm(size: int, out: int, dtype: torch.dtype) -> None:
+    expect_row_of_gemm(fixed_order_gemm, size, out, dtype)
+
+
+def expect_row_of_gemm(module: Any, size: int, out: int, dtype: torch.dtype) -> None:
+    """In float32: rounding to 16 bits would hide most differences."""
     inputs = Inputs(0)
     x = inputs.normal(256 if INTERPRETED else 4096, size, dtype=dtype)
-    weight = inputs.normal(out, size, dtype=dtype)
-    bias, residual = inputs.normal(out, dtype=dtype), inputs.normal(len(x), out, dtype=dtype)
-    expected = fixed_order_gemm.linear(x[:1], weight, bias)
-    exact = x.double() @ weight.double().T + bias.double()
-    torch.testing.assert_close(expected.double(), exact[:1], rtol=0.01, atol=0.05)
+    weight, bias = inputs.normal(out, size, dtype=dtype), inputs.normal(out, dtype=dtype)
+    residual = inputs.normal(len(x), out, dtype=dtype)
+
+    def linear(rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = module.linear(rows, weight, bias, torch.float32)
+        return found
+
+    expected = linear(x[:1])
+    exact = x[:1].double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(expected.double(), exact, rtol=1e-4, atol=1e-3)
     for num_tokens in (*NUM_TOKENS, len(x)):
-        found = fixed_order_gemm.linear(x[:num_tokens], weight, bias)
+        found = linear(x[:num_tokens])
         assert torch.equal(found[:1], expected), num_tokens
-        last = fixed_order_gemm.linear(x[num_tokens - 1 : num_tokens], weight, bias)
-        assert torch.equal(found[-1:], last), num_tokens
-        summed = fixed_order_gemm.linear_add(x[:num_tokens], weight, residual[:num_tokens].clone())
-        assert torch.equal(summed[:1], fixed_order_gemm.linear_add(x[:1], weight, residual[:1].clone()))
+        assert torch.equal(found[-1:], linear(x[num_tokens - 1 : num_tokens])), num_tokens
+        summed = module.linear_add(x[:num_tokens], weight, residual[:num_tokens].clone())
+        assert torch.equal(summed[:1], module.linear_add(x[:1], weight, residual[:1].clone()))
 
 
 @pytest.mark.gpu
@@ -62,29 +75,43 @@ def test_every_tile_adds_in_one_order(dtype: torch.dtype) -> None:
         assert torch.equal(result, results[0]), tile
 
 
-REQUESTS = ((1100, 3), (0, 40), (511, 1), (512, 1), (0, 1), (300, 140))
+REQUESTS = ((1100, 3), (0, 40), (511, 1), (0, 1), (300, 70))
 CASES = [
-    AttentionCase("plain", REQUESTS, dtype=HALF, num_qo_heads=8),
+    AttentionCase("plain", REQUESTS, num_qo_heads=8),
     AttentionCase("extras", REQUESTS, dtype=HALF, sliding_window=130, logit_cap=5.0, sinks=(0.5, -1.0)),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        pytest.param(replace(CASES[0], dtype=HALF), marks=pytest.mark.gpu),
+        pytest.param(replace(CASES[1], dtype=torch.float32), marks=pytest.mark.gpu),
+    ],
+    ids=lambda case: f"{case.name}-{case.dtype}",
+)
 @pytest.mark.parametrize("in_parts", [True, False])
 def test_a_row_of_attention(case: AttentionCase, in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    expect_row_of_attention(fixed_split_attention, case, in_parts, monkeypatch)
+
+
+def expect_row_of_attention(
+    kernel: Any, case: AttentionCase, in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All new tokens in one prefill, against some of them as decode steps, alone and together, with a CTA for
     each split and with one for all; and against chunks."""
+    monkeypatch.setattr(deterministic, "fixed_split_attention", kernel)
     batch = AttentionBatch(case)
     whole = batch.run(DeterministicAttention)
     batch.expect(whole)
-    kernel = partial(fixed_split_attention, in_parts=in_parts)
-    monkeypatch.setattr(deterministic, "fixed_split_attention", kernel)
+    monkeypatch.setattr(deterministic, "fixed_split_attention", partial(kernel, in_parts=in_parts))
     backend = batch.backend(DeterministicAttention)
     ends = [cached + new for cached, new in case.requests]
     last_tokens = [(i, end - 1, end) for i, end in enumerate(ends)]
     steps = [([(0, 1102, 1103)], ForwardMode.DECODE), (last_tokens, ForwardMode.DECODE)]
     if not in_parts:
-        steps += [([(5, 300, 300 + edge)], ForwardMode.EXTEND) for edge in (1, 17, 63, 128)]
+        steps += [([(4, 300, 300 + edge)], ForwardMode.EXTEND) for edge in (1, 17, 64)]
     for spans, mode in steps:
         rows = batch.rows_of(spans)
         plan = backend.plan(batch.forward_batch_of(spans, mode))
@@ -108,3 +135,51 @@ def test_decoding_in_a_batch(head_dim: int, batch_size: int) -> None:
 def test_norms_of_heads_take_one_token_at_a_time() -> None:
     """On a GPU, where a CTA takes several tokens of a long prefill step in the other mode."""
     assert INTERPRETED or _tiles(4096, (8, 2, 2), 64, 64, is_deterministic=True)[0]["TOKENS"] == 1
+
+
+MUTANTS = {
+    "tiles_by_the_number_of_tokens": (
+        "fixed_order_gemm", " STEP=STEP,", " STEP=STEP if num_tokens < 17 else 16,"
+    ),
+    "columns_in_another_order": (
+        "fixed_order_gemm",
+        "tile_of(x, token, k,",
+        "tile_of(x, token, k if num_tokens < 17 else (size - 1) // STEP * STEP - k,",
+    ),
+    "splits_by_the_batch": (
+        "fixed_split_attention", '"SPLIT": SPLIT', '"SPLIT": SPLIT if batch_size > 1 else 128'
+    ),
+    "splits_at_the_edge_of_a_chunk": (
+        "fixed_split_attention",
+        "if start % SPLIT == 0:",
+        "if start == (seq_len - num_queries) // BLOCK_N * BLOCK_N:",
+    ),
+    "parts_in_another_order": (
+        "fixed_split_attention",
+        "rows = split * rows_of_split",
+        "rows = (tl.cdiv(seq_len, SPLIT) - 1 - split + first) * rows_of_split",
+    ),
+}  # fmt: skip
+"""name -> kernel, and the text that becomes another"""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if i > 2 else []) for i, name in enumerate(MUTANTS)]
+)
+def test_a_planted_bug_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, before, after = MUTANTS[name]
+    text = (Path(fixed_order_gemm.__file__).parent / f"{file}.py").read_text()
+    if name == "columns_in_another_order":  # of the weights too
+        text = text.replace("tile_of(weight, row, k,", after.replace("x, token", "weight, row"))
+    assert text.count(before) == 1
+    (tmp_path / f"mutant_{name}.py").write_text(text.replace(before, after))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module(f"mutant_{name}")
+    if file == "fixed_order_gemm":
+        check = partial(expect_row_of_gemm, module, 200, 70, HALF)
+    else:
+        in_parts = name == "parts_in_another_order"
+        kernel = module.fixed_split_attention
+        check = partial(expect_row_of_attention, kernel, CASES[0], in_parts, monkeypatch)
+    with pytest.raises(AssertionError):
+        check()
