@@ -62,6 +62,10 @@ class Linear(nn.Module):
         )
         return (self.add_to(residual, x), None) if parts is None else (parts, residual)
 
+    def activated(self, act_fn: nn.Module, gate_up: torch.Tensor) -> torch.Tensor:
+        """act_fn(gate_up), as forward takes it."""
+        return act_fn(gate_up)
+
     def uses_gemv(self, x: torch.Tensor) -> bool:
         return use_gemv(x) and not self.is_deterministic
 
@@ -221,7 +225,7 @@ class MLP(nn.Module):
             return small_batch_linear.linear_silu(x, self.gate_up_proj.weight)
         if is_plain and self.gate_up_proj.uses_gemv(x) and is_builtin_layer(norm, RMSNorm):
             return small_batch_linear.norm_linear_silu(x, norm.weight, norm.eps, self.gate_up_proj.weight)
-        return self.act_fn(self.gate_up_proj(x, norm))
+        return self.down_proj.activated(self.act_fn, self.gate_up_proj(x, norm))
 
 
 def add_and_norm(

@@ -65,6 +65,10 @@ class _LoraLinear(nn.Module):
         self._add(y if residual_later is None else y[0], x)  # to one of the partial sums
         return y, residual_later
 
+    def activated(self, act_fn: nn.Module, gate_up: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = act_fn(gate_up)  # not quantized: the adapter multiplies it too
+        return y
+
     def split(self, y: torch.Tensor) -> dict[str, torch.Tensor]:
         parts: dict[str, torch.Tensor] = self.base.split(y)
         return parts

@@ -1,6 +1,9 @@
-"""Quantized linear layers.
+"""Quantized linear layers over merged weights.
 
-Differs from reference: layers with one input are merged, like those of optimized/layers.py.
+Differs from reference: weights stay in 8 or 4 bits up to the tile of a GEMM, and inputs of 8 bits are
+multiplied as such. A norm or SwiGLU before a layer also quantizes its input. For many tokens, cuBLAS
+multiplies row-wise FP8, and weights whose inputs are not quantized are dequantized first. Falls back to the
+reference's way for groups that are not made of whole tiles; refuses static scales of merged layers.
 """
 
 from __future__ import annotations
@@ -9,33 +12,114 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from optimized.layers import Linear, MergedLinear
+from optimized.kernels.dequantize import dequantize
+from optimized.kernels.portable import INTERPRETED, gpu_of
+from optimized.kernels.quantize_input import QuantizedInput, quantize_input
+from optimized.kernels.quantized_gemm import can_compute, quantized_gemm
+from optimized.layers import Linear, MergedLinear, RMSNorm, SiluAndMul, is_builtin_layer
 from shared.interfaces import layers
 from shared.interfaces import quantization as interface
-from shared.modeling.quantization import dequantize, dequantized_input
+from shared.modeling import quantization
 from shared.types.quantization import QuantScheme
+
+MAX_TRITON_TOKENS = 64
+"""Beyond, cuBLAS multiplies row-wise FP8."""
+MAX_WIDENED_TOKENS = 256
+"""Beyond, it is faster to dequantize a whole weight than to widen its tiles for every 128 tokens."""
 
 
 class QuantizedLinear(interface.QuantizedLinear):
     # --8<-- [start:quantized-linear]
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.linear(self.dequantized_input(x), self.dequantized_weight())
-        return (y if self.bias is None else y + self.bias).to(x.dtype)
+    def forward(self, x: torch.Tensor | QuantizedInput) -> torch.Tensor:
+        if not can_compute(self.scheme, self.in_features):
+            assert isinstance(x, torch.Tensor)
+            y = F.linear(self.dequantized_input(x), self.dequantized_weight())
+            return (y if self.bias is None else y + self.bias).to(x.dtype)
+        x = self.quantize(x)
+        num_tokens = len(x.q) if isinstance(x, QuantizedInput) else len(x)
+        if isinstance(x, QuantizedInput) and num_tokens > MAX_TRITON_TOKENS and self._suits_cublas(x):
+            return self._row_wise(x)
+        if isinstance(x, torch.Tensor) and num_tokens > MAX_WIDENED_TOKENS:
+            return F.linear(x, self._dequantized(x.dtype), self.bias)
+        y = torch.empty(num_tokens, self.out_features, dtype=x.dtype, device=self.weight.device)
+        self._multiply(x, y)
+        return y
         # --8<-- [end:quantized-linear]
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + forward(x). May be written over residual."""
-        return residual.add_(self(x))
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor | QuantizedInput) -> torch.Tensor:
+        """residual + forward(x), rounded once for few tokens. May be written over residual."""
+        if len(residual) > MAX_TRITON_TOKENS or not can_compute(self.scheme, self.in_features):
+            return residual.add_(self(x))
+        self._multiply(self.quantize(x), residual, residual)
+        return residual
 
-    def add_later(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def add_later(
+        self, residual: torch.Tensor, x: torch.Tensor | QuantizedInput
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(add_to(residual, x), None): see `optimized.layers.Linear.add_later`."""
         return self.add_to(residual, x), None
 
+    def activated(self, act_fn: nn.Module, gate_up: torch.Tensor) -> torch.Tensor | QuantizedInput:
+        """act_fn(gate_up), as forward takes it."""
+        if self._quantizes and is_builtin_layer(act_fn, SiluAndMul):
+            return quantize_input(gate_up, self.scheme, self.input_scale, silu=True)
+        return act_fn(gate_up)
+
+    def quantize(
+        self, x: torch.Tensor | QuantizedInput, norm: layers.RMSNorm | None = None
+    ) -> torch.Tensor | QuantizedInput:
+        """x, or norm(x), as the GEMM takes it."""
+        if self._quantizes and isinstance(x, torch.Tensor) and is_builtin_layer(norm, RMSNorm):
+            return quantize_input(x, self.scheme, self.input_scale, norm=(norm.weight, norm.eps))
+        if norm is not None:
+            x = norm(x)
+        if self._quantizes and isinstance(x, torch.Tensor):
+            return quantize_input(x, self.scheme, self.input_scale)
+        return x
+
     def dequantized_weight(self) -> torch.Tensor:
-        return dequantize(self.weight, self.weight_scale, self.weight_zero, self.scheme)
+        return self._dequantized(torch.float32)
 
     def dequantized_input(self, x: torch.Tensor) -> torch.Tensor:
-        return dequantized_input(x, self.scheme, self.input_scale)
+        if not self._quantizes:
+            return quantization.dequantized_input(x, self.scheme, self.input_scale)
+        values = quantize_input(x, self.scheme, self.input_scale)
+        scale = values.scale
+        if scale.dim() == 2 and scale.shape[1] > 1:
+            scale = scale.repeat_interleave(self.scheme.unit(self.in_features), 1)[:, : self.in_features]
+        return values.q.to(torch.float32) * scale
+
+    @property
+    def _quantizes(self) -> bool:
+        """Whether a kernel quantizes the inputs."""
+        return self.scheme.inputs != "none" and can_compute(self.scheme, self.in_features)
+
+    def _dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        return dequantize(self.weight, self.weight_scale, self.weight_zero, self.scheme, dtype)
+
+    def _multiply(
+        self, x: torch.Tensor | QuantizedInput, y: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> None:
+        quantized_gemm(
+            x, self.weight, self.weight_scale, self.weight_zero, self.scheme, y,
+            bias=self.bias, residual=residual,
+        )  # fmt: skip
+
+    def _suits_cublas(self, x: QuantizedInput) -> bool:
+        """Whether torch._scaled_mm has this GEMM: e4m3 with one scale for each row, on Hopper and later."""
+        return (
+            not INTERPRETED
+            and self.scheme.weight_type == "fp8"
+            and self.weight_scale.shape[1] == 1 == x.scale.shape[-1]
+            and x.dtype == torch.bfloat16
+            and self.in_features % 16 == 0 == self.out_features % 16
+            and gpu_of(self.weight.device).is_hopper_or_newer
+        )
+
+    def _row_wise(self, x: QuantizedInput) -> torch.Tensor:
+        scale = x.scale if x.scale.dim() == 2 else x.scale.expand(len(x.q), 1).contiguous()
+        y = torch._scaled_mm(x.q, self.weight.T, scale, self.weight_scale.T, out_dtype=x.dtype)
+        return y if self.bias is None else y.add_(self.bias)
 
 
 class QuantizedMergedLinear(QuantizedLinear, layers.MergedLinear):
@@ -52,9 +136,9 @@ class QuantizedMergedLinear(QuantizedLinear, layers.MergedLinear):
         super().__init__(in_features, sum(parts.values()), scheme, bias)
         self.parts = parts  # name -> rows of the weight
 
-    def forward(self, x: torch.Tensor, norm: layers.RMSNorm | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | QuantizedInput, norm: layers.RMSNorm | None = None) -> torch.Tensor:
         """The GEMM of x, or of norm(x)."""
-        return super().forward(x if norm is None else norm(x))
+        return super().forward(x if norm is None else self.quantize(x, norm))
 
     def weight_views(self) -> dict[str, torch.Tensor]:
         return {

@@ -14,6 +14,7 @@ import torch
 
 from optimized.kernels import fixed_order_gemm, moe_tiles, small_batch_linear
 from optimized.kernels.decode_attention import decode_attention
+from optimized.kernels.dequantize import dequantize
 from optimized.kernels.extend_attention import extend_attention
 from optimized.kernels.fixed_split_attention import fixed_split_attention
 from optimized.kernels.moe_align import align
@@ -23,11 +24,14 @@ from optimized.kernels.moe_gemv import gemv_experts
 from optimized.kernels.moe_tiles import GemvTile, Shape
 from optimized.kernels.one_shot_all_reduce import BLOCK, OneShotAllReduce
 from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store
+from optimized.kernels.quantize_input import quantize_input
+from optimized.kernels.quantized_gemm import quantized_gemm
 from optimized.kernels.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
 from optimized.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from optimized.kernels.tree_attention import tree_attention
 from optimized.sampler import Sampler
 from shared.config import ModelConfig
+from shared.config.quantization import ONLINE
 from shared.types import SamplingBatchInfo
 from shared.types.attention import FP8
 
@@ -143,6 +147,22 @@ def experts(shape: Shape, num_tokens: int, dtype: torch.dtype) -> None:
         combine(down_gemm(up_gemm(x, w13, blocks, top_k, up), w2, blocks, weights, down), ids)
 
 
+def quantized(num_tokens: int, size: int, out: int, dtype: torch.dtype, kind: str) -> None:
+    """A layer with its input quantized alone, after a norm and after SwiGLU."""
+    scheme = ONLINE[kind]
+    x, norm = torch.empty(num_tokens, size, dtype=dtype), torch.empty(size, dtype=dtype)
+    gate_up = torch.empty(num_tokens, 2 * size, dtype=dtype)
+    tensors = {name: torch.empty(shape, dtype=t) for name, (shape, t) in scheme.tensors(out, size).items()}
+    weight, scale = tensors["weight"], tensors["weight_scale"]
+    y = torch.empty(num_tokens, out, dtype=dtype)
+    if scheme.inputs == "none":
+        quantized_gemm(x, weight, scale, None, scheme, y)
+        dequantize(weight, scale, None, scheme, dtype)
+    else:
+        quantize_input(x, scheme, norm=(norm, 1e-6))
+        quantized_gemm(quantize_input(gate_up, scheme, silu=True), weight, scale, None, scheme, y, residual=y)
+
+
 def rows(num_tokens: int, hidden: int, inter: int, dtype: torch.dtype, is_gemma: bool = False) -> None:
     x, weight = torch.empty(num_tokens, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
     rms_norm(x, weight, 1e-6, unit_offset=is_gemma)
@@ -251,6 +271,11 @@ def _launches() -> dict[str, Launch]:
             shape = Shape(moe.num_experts, moe.num_experts_per_tok, hidden, moe.intermediate_size)
             for num_tokens, dtype in ((1, "bf16"), (64, "fp16"), (512, "bf16"), (4096, "bf16"), (64, "fp32")):
                 add(experts, f"{model}-t{num_tokens}-{dtype}", shape, num_tokens, DTYPES[dtype])
+    for kind in ONLINE:
+        config = MODELS["Qwen3-8B"]
+        hidden, inter = config.hidden_size, config.intermediate_size
+        for num_tokens, dtype in ((1, "bf16"), (64, "fp16"), (4096, "bf16"), (16, "fp32")):
+            add(quantized, f"{kind}-t{num_tokens}-{dtype}", num_tokens, inter, hidden, DTYPES[dtype], kind)
     for size in (2, 4, 8):
         for name, dtype in DTYPES.items():
             add(one_shot, f"t{size}-{name}", size, dtype)

@@ -36,10 +36,14 @@ FAST = (
     ("sm_90", "one_shot-t2-bf16"),
     ("sm_90", "linear-Qwen3-0.6B-t64-down"),
     ("sm_100", "linear-Qwen3-8B-t16-qkv"),
+    ("sm_80", "quantized-fp8-t64-fp16"),
+    ("sm_90", "quantized-fp8-block-t4096-bf16"),
+    ("sm_90", "quantized-int4-t1-bf16"),
+    ("sm_120", "quantized-int8-t64-fp16"),
     ("sm_120", "decode-d256-g4-bf16"),
     ("sm_120", "linear-Qwen3-8B-t16-qkv"),
 )
-TILED = ("decode", "deterministic", "extend", "tree", "linear", "experts")
+TILED = ("decode", "deterministic", "extend", "tree", "linear", "experts", "quantized")
 """Kernels whose tiles depend on the GPU. The others are compiled for the oldest and the newest GPU."""
 FULL = [
     (gpu, name)

@@ -1,0 +1,233 @@
+"""GEMM with quantized weights: 8 bits by 8 bits, or weights of 8 or 4 bits by inputs of 16.
+
+Roofline bound: for few tokens the weights' bytes over the memory bandwidth: out_features * in_features, half
+of that for 4 bits, and 4 bytes for each scale.
+
+Shape: a CTA computes some outputs of some tokens from all inputs. There is no split-K, so the order in which
+the sum of a token is added up does not depend on the other tokens. Weights are the side of the tensor cores
+that has many rows, tokens the side that may have 16. Few outputs per CTA make many CTAs, which keep the
+memory busy where a layer has few outputs. Scales of groups are applied to the sum of a group, in float32.
+
+Where the GPU multiplies no e4m3, or the result is float32, e4m3 is widened to float16, which is exact.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from optimized.kernels.cublas_linear import HALF_TYPES
+from optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, pdl_options, rounded
+from optimized.kernels.quantize_input import QuantizedInput, has_fp8
+from shared.types.quantization import INT4_ZERO, QuantScheme
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_ZERO = tl.constexpr(INT4_ZERO)
+
+
+class Tile(NamedTuple):
+    tokens: int
+    rows: int  # outputs
+    step: int  # bytes of a weight's row
+    stages: int
+    warps: int = 4
+
+    def fitted(self, x_bytes: int, gpu: Gpu) -> Tile:
+        """With fewer stages where the GPU has less shared memory. x_bytes: inputs beside a weight's byte."""
+        stage = (self.rows + self.tokens * x_bytes) * self.step
+        return self._replace(stages=max(min(self.stages, gpu.shared_memory // stage), 2))
+
+
+@triton.jit
+def widened_e4m3(codes, NATIVE: tl.constexpr):
+    """uint8 -> float16, exactly."""
+    if NATIVE:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        # The exponent's bias is 15 instead of 7.
+        bits = codes.to(tl.int16)
+        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def _from_nibbles(nibbles, zero, dtype: tl.constexpr):
+    """uint8 of 0 to 15, zero a float -> nibbles - zero in `dtype`, exactly. As the last bits of 128
+    (bfloat16) or 1024 (float16) they are numbers without a conversion."""
+    if dtype == tl.bfloat16 and not _INTERPRETED:
+        return (nibbles.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (128.0 + zero).to(tl.bfloat16)
+    elif dtype == tl.float16:
+        return (nibbles.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + zero).to(tl.float16)
+    else:
+        return nibbles.to(tl.float32) - zero
+
+
+@triton.jit
+def _x_tile(x_ptr, rows, cols, stride, num_tokens, size):
+    mask = (rows < num_tokens)[:, None] & (cols < size)[None, :]
+    return tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _quantized_gemm_kernel(
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, residual_ptr, y_ptr,
+    num_tokens, out, size, num_groups, num_x_groups,
+    stride_x, stride_x_scale, stride_weight, stride_residual, stride_y,
+    WEIGHT: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr,
+    X_SCALED: tl.constexpr, HAS_ZERO: tl.constexpr, NATIVE: tl.constexpr, MULTIPLY_FP8: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < out
+    weight_rows = weight_ptr + rows.to(tl.int64)[:, None] * stride_weight
+    scale_rows = scale_ptr + rows.to(tl.int64) * num_groups
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    x_type: tl.constexpr = tl.float32 if _INTERPRETED else x_ptr.dtype.element_ty
+    IMPRECISE: tl.constexpr = 128 if STEP > 128 else STEP
+    IS_INT8: tl.constexpr = WEIGHT == "int8" and X_SCALED
+    IN_LOOP: tl.constexpr = GROUP > 0 or X_GROUP > 0  # scales of groups
+    row_bytes = size // 2 if WEIGHT == "int4" else size
+    y = tl.zeros([ROWS, TOKENS], tl.int32 if IS_INT8 and not IN_LOOP else tl.float32)
+    for k in range(0, row_bytes, STEP):
+        cols = k + tl.arange(0, STEP)
+        tile = tl.load(
+            weight_rows + cols[None, :], mask=is_row[:, None] & (cols < row_bytes)[None, :], other=0
+        )
+        if WEIGHT == "int4":
+            # STEP bytes of a unit: its inputs `first` and on, and those half a unit later.
+            unit = k // (UNIT // 2)
+            first = unit * UNIT + k % (UNIT // 2)
+            group = unit if GROUP > 0 else 0
+            cols = first + tl.arange(0, STEP)
+            low = _x_tile(x_ptr, tokens, cols, stride_x, num_tokens, size).to(x_type)
+            high = _x_tile(x_ptr, tokens, cols + UNIT // 2, stride_x, num_tokens, size).to(x_type)
+            zero = tl.zeros([ROWS], tl.float32) + _ZERO
+            if HAS_ZERO:
+                zeros = zero_ptr + rows.to(tl.int64) * num_groups + group
+                zero = tl.load(zeros, mask=is_row, other=0).to(tl.float32)
+            w_low = _from_nibbles(tile & 15, zero[:, None], x_type)
+            w_high = _from_nibbles(tile >> 4, zero[:, None], x_type)
+            part = tl.dot(w_low, low.T, input_precision="ieee")
+            part = tl.dot(w_high, high.T, part, input_precision="ieee")
+        else:
+            group = k // GROUP if GROUP > 0 else 0
+            x = _x_tile(x_ptr, tokens, cols, stride_x, num_tokens, size)
+            if MULTIPLY_FP8:
+                tile = tile.to(tl.float8e4nv, bitcast=True)
+                x = x.to(tl.float8e4nv, bitcast=True)
+            elif WEIGHT == "fp8":
+                tile = widened_e4m3(tile, NATIVE)
+                if X_SCALED:
+                    x = widened_e4m3(x, NATIVE)
+            if not X_SCALED:
+                tile, x = tile.to(x_type), x.to(x_type)
+            if IN_LOOP or not IS_INT8:
+                # Hopper's tensor cores keep 14 bits of a sum of e4m3, so it is added to float32 often.
+                part = tl.dot(tile, x.T, input_precision="ieee", max_num_imprecise_acc=IMPRECISE)
+            else:
+                y = tl.dot(tile, x.T, y)
+        if IN_LOOP:
+            part = part.to(tl.float32)
+            if GROUP > 0:
+                part *= tl.load(scale_rows + group, mask=is_row, other=0.0)[:, None]
+            if X_GROUP > 0:
+                x_scales = x_scale_ptr + tokens.to(tl.int64) * stride_x_scale + k // X_GROUP
+                part *= tl.load(x_scales, mask=tokens < num_tokens, other=0.0)[None, :]
+        if IN_LOOP or not IS_INT8:
+            y += part
+
+    y = y.to(tl.float32)
+    if GROUP == 0:
+        y *= tl.load(scale_rows, mask=is_row, other=0.0)[:, None]
+    if X_SCALED and X_GROUP == 0:
+        x_scales = x_scale_ptr + tokens.to(tl.int64) * stride_x_scale
+        y *= tl.load(x_scales, mask=tokens < num_tokens, other=0.0)[None, :]
+    y = y.T
+    offs_t, offs_o = tokens[:, None].to(tl.int64), rows[None, :]
+    mask = (offs_t < num_tokens) & (offs_o < out)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + offs_o, mask=offs_o < out, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + offs_t * stride_residual + offs_o, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offs_t * stride_y + offs_o, rounded(y, y_ptr.dtype.element_ty), mask=mask)
+
+
+def quantized_gemm(
+    x: torch.Tensor | QuantizedInput,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    scheme: QuantScheme,
+    y: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    tile: Tile | None = None,
+) -> None:
+    """y [num_tokens, out] = x̂ @ ŵᵀ + bias + residual, rounded once; y may be the residual. weight, scale and
+    zero: as in QuantScheme.tensors. `can_compute` must hold."""
+    is_scaled = isinstance(x, QuantizedInput)
+    values, dtype = (x.q, x.dtype) if isinstance(x, QuantizedInput) else (x, x.dtype)
+    x_scale = x.scale if isinstance(x, QuantizedInput) else scale
+    num_tokens, size = values.shape
+    out = len(weight)
+    assert y.shape == (num_tokens, out)
+    assert values.stride(1) == weight.stride(1) == scale.stride(1) == y.stride(1) == 1
+    if num_tokens == 0:
+        return
+    is_int4, is_fp8 = scheme.weight_type == "int4", scheme.weight_type == "fp8"
+    gpu = gpu_of(values.device)
+    x_bytes = values.itemsize * (2 if is_int4 else 1)
+    chosen = (tile or plan(num_tokens, out, scheme, size)).fitted(x_bytes, gpu)
+    group = scheme.group_size if scale.shape[1] > 1 else 0
+    x_group = scheme.group_size if scheme.inputs == "group" and x_scale.shape[-1] > 1 else 0
+    native = has_fp8(values.device)
+    if is_fp8:
+        weight = weight.view(torch.uint8)
+        values = values.view(torch.uint8) if is_scaled else values
+    _quantized_gemm_kernel[(triton.cdiv(out, chosen.rows), triton.cdiv(num_tokens, chosen.tokens))](
+        values, x_scale, weight, scale,
+        weight if zero is None else zero, values if bias is None else bias,
+        values if residual is None else residual, y,
+        num_tokens, out, size, scale.shape[1], x_scale.shape[-1],
+        values.stride(0), x_scale.shape[1] if x_scale.dim() == 2 else 0, weight.stride(0),
+        0 if residual is None else residual.stride(0), y.stride(0),
+        WEIGHT=scheme.weight_type, UNIT=scheme.unit(size), GROUP=group or 0, X_GROUP=x_group or 0,
+        X_SCALED=is_scaled, HAS_ZERO=zero is not None, NATIVE=native,
+        MULTIPLY_FP8=is_fp8 and is_scaled and native and dtype in HALF_TYPES,
+        TOKENS=chosen.tokens, ROWS=chosen.rows, STEP=chosen.step,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        num_warps=chosen.warps, num_stages=chosen.stages, **pdl_options(values),
+    )  # fmt: skip
+
+
+def can_compute(scheme: QuantScheme, size: int) -> bool:
+    """Whether the groups are made of whole tiles."""
+    return _largest_step(scheme, size) >= (16 if scheme.weight_type == "int4" else 32)
+
+
+def plan(num_tokens: int, out: int, scheme: QuantScheme, size: int) -> Tile:
+    """Few tokens: about 24 KB of weights under way on each multiprocessor of an H200, from bandwidth times
+    latency. Computed, not measured; `diptych bench quantization --tiles` measures others."""
+    step = _largest_step(scheme, size)
+    if num_tokens > 64:
+        return Tile(128, 128, min(step, 64 if scheme.inputs == "none" else 128), 3, 8)
+    tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    if scheme.weight_type == "int4":
+        return Tile(tokens, 64 if out > 8192 else 32, step, 8)
+    return Tile(tokens, 64 if out > 8192 else 32 if tokens > 16 else 16, step, 6)
+
+
+def _largest_step(scheme: QuantScheme, size: int) -> int:
+    """The most bytes of a row, a power of two up to 256, that no group's border cuts."""
+    if scheme.weight_type == "int4":
+        half = scheme.unit(size) // 2
+        return min(half & -half, 64)
+    return 256 if scheme.group_size is None else min(scheme.group_size & -scheme.group_size, 256)

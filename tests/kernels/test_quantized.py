@@ -1,0 +1,104 @@
+"""Kernels of quantized linear layers beyond their contract: neighbours in one launch, GPUs without e4m3,
+tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optimized.kernels import dequantize as dequantize_kernel
+from optimized.kernels import quantize_input as quantize_kernel
+from optimized.kernels import quantized_gemm as gemm_kernel
+from optimized.kernels.dequantize import dequantize
+from optimized.kernels.portable import Gpu
+from optimized.kernels.quantize_input import quantize_input
+from optimized.kernels.quantized_gemm import Tile, quantized_gemm
+from optimized.kernels.rms_norm import rms_norm
+from optimized.kernels.silu_and_mul import silu_and_mul
+from shared.conformance.compare import expect_close, expect_equal
+from shared.conformance.contracts.quantization.linear import SCHEMES
+from shared.conformance.device import check_device
+from shared.conformance.poison import amid_poison, run_poisoned
+from shared.conformance.tolerance import tolerance
+from shared.loading.quantize import quantize_weight
+from shared.modeling import quantization
+
+HALF = torch.bfloat16
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = HALF) -> torch.Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(check_device(), dtype)
+
+
+@pytest.mark.parametrize("kind", ["fp8 token", "fp8 block", "int8 token"])
+def test_norm_and_swiglu_are_those_of_their_own_kernels(kind: str) -> None:
+    scheme, dtype = SCHEMES[kind], torch.float16  # the interpreter does not round bfloat16 in all kernels
+    weight = draw(320, seed=1, dtype=dtype)
+    x, gate_up = (amid_poison(draw(3, size, seed=size, dtype=dtype)) for size in (320, 640))
+    for fused, plain in (
+        (quantize_input(x, scheme, norm=(weight, 1e-5)), rms_norm(x, weight, 1e-5)),
+        (quantize_input(gate_up, scheme, silu=True), silu_and_mul(gate_up)),
+    ):
+        expected = quantize_input(plain, scheme)
+        expect_equal("q", fused.q.view(torch.uint8), expected.q.view(torch.uint8))
+        expect_equal("scale", fused.scale, expected.scale)
+
+
+def multiply(
+    kind: str, num_tokens: int, tile: Tile | None = None, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A GEMM, and the same in float64."""
+    scheme, x = SCHEMES[kind], draw(num_tokens, 256)
+    tensors = quantize_weight(draw(100, 256, seed=3), scheme)
+    weight, scale = tensors["weight"], tensors["weight_scale"].contiguous()
+    y = torch.empty(num_tokens, 100, dtype=HALF, device=x.device) if residual is None else residual.clone()
+    values = x if scheme.inputs == "none" else quantize_input(x, scheme)
+    run_poisoned(
+        lambda: quantized_gemm(
+            values, weight, scale, None, scheme, y, residual=None if residual is None else y, tile=tile
+        )
+    )
+    expected = quantization.dequantized_input(x, scheme, None).double()
+    expected = expected @ quantization.dequantize(weight, scale, None, scheme).double().T
+    return y, expected
+
+
+@pytest.mark.parametrize("kind", ["fp8 token", "fp8 block", "fp8 weight"])
+def test_gpus_without_e4m3_have_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme, x = SCHEMES[kind], draw(4, 256)
+    x[0] *= torch.logspace(-4, 0, 256, device=x.device)  # subnormal values
+    codes = quantize_input(x, SCHEMES["fp8 token"]).q.view(torch.uint8)
+    weight = quantize_weight(draw(64, 256), scheme)
+    args = (weight["weight"], weight["weight_scale"].contiguous(), None, scheme, torch.float32)
+    expected = dequantize(*args)
+    for module in (quantize_kernel, gemm_kernel, dequantize_kernel):
+        monkeypatch.setattr(module, "has_fp8", lambda device: False)
+    expect_equal("codes", quantize_input(x, SCHEMES["fp8 token"]).q.view(torch.uint8), codes)
+    expect_equal("ŵ", dequantize(*args), expected)
+    y, product = multiply(kind, 5)
+    expect_close("y", y, product, tolerance("quantized linear", HALF))
+
+
+@pytest.mark.parametrize("kind", ["fp8 token", "fp8 block", "int8 token", "int4 128", "int4 32"])
+@pytest.mark.parametrize("tile", [Tile(16, 16, 32, 2), Tile(32, 32, 16, 3), Tile(64, 128, 64, 2, 8)])
+@pytest.mark.full
+def test_any_tile_gives_the_same(kind: str, tile: Tile) -> None:
+    if kind == "int4 32" and tile.step > 16:
+        tile = tile._replace(step=16)
+    if not kind.startswith("int4"):
+        tile = tile._replace(step=max(tile.step, 32))
+    y, expected = multiply(kind, 37, tile)
+    expect_close("y", y, expected, tolerance("quantized linear", HALF))
+
+
+def test_the_residual_is_added_before_rounding() -> None:
+    residual = 64.0 * draw(3, 100, seed=7)
+    y, expected = multiply("fp8 token", 3, residual=residual)
+    expect_close("y", y, expected + residual.double(), tolerance("elementwise", HALF))
+
+
+def test_tiles_shrink_to_the_shared_memory_of_a_gpu() -> None:
+    small = Gpu((8, 6), 82, 99 * 1024)
+    assert Tile(128, 128, 128, 3, 8).fitted(1, small).stages == 3
+    assert Tile(128, 128, 64, 5, 8).fitted(4, small).stages == 2
