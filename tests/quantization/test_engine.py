@@ -138,3 +138,28 @@ def test_names_are_matched_by_parts() -> None:
         "lm_head": False,
     }.items():
         assert (config.scheme_of(name) is not None) == is_quantized, name
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "fp8",
+        pytest.param("fp8-block", marks=pytest.mark.full),
+        pytest.param("int8", marks=pytest.mark.full),
+        pytest.param("int4", marks=pytest.mark.full),
+    ],
+)
+def test_both_panels_have_the_same_tokens(method: str, tmp_path: Path) -> None:
+    """Through Triton's interpreter where there is no GPU; a model of one layer."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = json.loads((TINY / "config.json").read_text()) | {"num_hidden_layers": 1}
+    config.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = {"load_format": "dummy", "max_total_tokens": 128, "device": device, "dtype": "float32"}
+    flags |= {"quantization": method, "max_running_requests": 2}
+    tokens = []
+    for panel in ("reference", "optimized"):
+        llm = LLM(str(tmp_path), panel=panel, use={"attention": "reference"}, **flags)
+        outputs = llm.generate([[5, 9, 31], [7] * 5], max_tokens=2, temperature=0, ignore_eos=True)
+        tokens.append([output.output_ids for output in outputs])
+    assert tokens[0] == tokens[1]
