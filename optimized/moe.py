@@ -36,12 +36,23 @@ class TopK(interface.TopK):
 class FusedExperts(interface.FusedExperts):
     is_deterministic = False  # one tile for any number of tokens
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__(num_experts, hidden_size, intermediate_size)
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        swiglu_limit: float = 0.0,
+    ) -> None:
+        super().__init__(num_experts, hidden_size, intermediate_size, bias, swiglu_limit)
         w13 = torch.empty(num_experts, 2 * intermediate_size, hidden_size)
         w2 = torch.empty(num_experts, hidden_size, intermediate_size)
         self.w13 = nn.Parameter(w13, requires_grad=False)
         self.w2 = nn.Parameter(w2, requires_grad=False)
+        if bias:
+            self.b13 = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size), requires_grad=False)
+            self.b2 = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
+        self.swiglu_limit = swiglu_limit
 
     # --8<-- [start:run-experts]
     def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
@@ -54,21 +65,24 @@ class FusedExperts(interface.FusedExperts):
         num_experts, hidden_size, intermediate_size = self.w2.shape
         shape = Shape(num_experts, ids.shape[1], hidden_size, intermediate_size)
         up, down = plan(shape, x.shape[0], x.dtype, x.device, self.is_deterministic)
+        b13, b2, limit = self.b13, self.b2, self.swiglu_limit
         if isinstance(up, GemvTile):
-            return gemv_experts(x, weights, ids, self.w13, self.w2, (up, down))
+            return gemv_experts(x, weights, ids, self.w13, self.w2, (up, down), b13, b2, limit)
         blocks = align(ids, num_experts, up.block_m)
-        act = up_gemm(x, self.w13, blocks, ids.shape[1], up)
-        return combine(down_gemm(act, self.w2, blocks, weights, down), ids)
+        act = up_gemm(x, self.w13, blocks, ids.shape[1], up, b13, limit)
+        return combine(down_gemm(act, self.w2, blocks, weights, down, b2), ids)
         # --8<-- [end:run-experts]
 
 
 class MoE(interface.MoE):
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__(config, hidden_size)
-        self.gate = Linear(hidden_size, config.num_experts)
+        self.gate = Linear(hidden_size, config.num_experts, config.bias)
         self.topk = TopK(config)
         num_experts = config.num_local_experts or config.num_experts
-        self.experts = FusedExperts(num_experts, hidden_size, config.intermediate_size)
+        self.experts = FusedExperts(
+            num_experts, hidden_size, config.intermediate_size, config.bias, config.swiglu_limit
+        )
         self.correction_bias: nn.Parameter | None = None
         if config.routing == "biased-grouped":
             bias = torch.empty(config.num_experts, dtype=torch.float32)

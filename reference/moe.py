@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from reference.layers import MLP, Linear, SiluAndMul
 from shared.config import MoEConfig
 from shared.interfaces import moe as interface
 from shared.interfaces.moe import TopKOutput
+from shared.modeling.clamped_swiglu import ClampedSwiGLU
 
 
 class TopK(interface.TopK):
@@ -50,13 +52,23 @@ class TopK(interface.TopK):
 
 
 class FusedExperts(interface.FusedExperts):
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__(num_experts, hidden_size, intermediate_size)
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        swiglu_limit: float = 0.0,
+    ) -> None:
+        super().__init__(num_experts, hidden_size, intermediate_size, bias, swiglu_limit)
         w13 = torch.empty(num_experts, 2 * intermediate_size, hidden_size)
         w2 = torch.empty(num_experts, hidden_size, intermediate_size)
         self.w13 = nn.Parameter(w13, requires_grad=False)
         self.w2 = nn.Parameter(w2, requires_grad=False)
-        self.act_fn = SiluAndMul()
+        if bias:
+            self.b13 = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size), requires_grad=False)
+            self.b2 = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
+        self.act_fn = ClampedSwiGLU(swiglu_limit) if swiglu_limit > 0 else SiluAndMul()
 
     # --8<-- [start:run-experts]
     def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
@@ -65,7 +77,9 @@ class FusedExperts(interface.FusedExperts):
             if expert_id < 0:
                 continue  # padding tokens
             token_rows, slots = (topk.topk_ids == expert_id).nonzero(as_tuple=True)
-            hidden = self.act_fn(x[token_rows] @ self.w13[expert_id].T) @ self.w2[expert_id].T
+            b13, b2 = (None if b is None else b[expert_id] for b in (self.b13, self.b2))
+            gate_up = F.linear(x[token_rows], self.w13[expert_id], b13)
+            hidden = F.linear(self.act_fn(gate_up), self.w2[expert_id], b2)
             y.index_add_(0, token_rows, hidden.to(y.dtype) * topk.topk_weights[token_rows, slots, None])
         return y.to(x.dtype)
         # --8<-- [end:run-experts]
@@ -74,10 +88,12 @@ class FusedExperts(interface.FusedExperts):
 class MoE(interface.MoE):
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__(config, hidden_size)
-        self.gate = Linear(hidden_size, config.num_experts)
+        self.gate = Linear(hidden_size, config.num_experts, config.bias)
         self.topk = TopK(config)
         num_experts = config.num_local_experts or config.num_experts
-        self.experts = FusedExperts(num_experts, hidden_size, config.intermediate_size)
+        self.experts = FusedExperts(
+            num_experts, hidden_size, config.intermediate_size, config.bias, config.swiglu_limit
+        )
         self.correction_bias: nn.Parameter | None = None
         if config.routing == "biased-grouped":
             bias = torch.empty(config.num_experts, dtype=torch.float32)

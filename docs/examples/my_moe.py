@@ -21,8 +21,9 @@ class MyExperts(FusedExperts):
         weights = torch.where(topk.topk_ids >= 0, topk.topk_weights, 0.0)
         ids = topk.topk_ids.clamp(min=0).long()  # [num_tokens, k]
         w13, w2 = self.w13[ids], self.w2[ids]  # [num_tokens, k, rows, columns]
-        act = self.act_fn(torch.einsum("th,tkih->tki", x, w13))
-        y = torch.einsum("tki,tkhi->tkh", act, w2)
+        b13, b2 = (0.0 if b is None else b[ids] for b in (self.b13, self.b2))
+        act = self.act_fn(torch.einsum("th,tkih->tki", x, w13) + b13)
+        y = torch.einsum("tki,tkhi->tkh", act, w2) + b2
         return (y.float() * weights[..., None]).sum(dim=1).to(x.dtype)
 
     # --8<-- [end:gathered-experts]
@@ -31,4 +32,5 @@ class MyExperts(FusedExperts):
 class MyMoE(MoE):
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__(config, hidden_size)
-        self.experts = MyExperts(config.num_experts, hidden_size, config.intermediate_size)
+        sizes = config.num_experts, hidden_size, config.intermediate_size
+        self.experts = MyExperts(*sizes, config.bias, config.swiglu_limit)

@@ -15,6 +15,7 @@ from reference.layers import MLP, Linear, SiluAndMul
 from shared.config import MoEConfig
 from shared.interfaces import moe as interface
 from shared.interfaces.moe import TopKOutput
+from shared.modeling.clamped_swiglu import ClampedSwiGLU
 
 
 class TopK(interface.TopK):
@@ -34,27 +35,40 @@ class TopK(interface.TopK):
 
 
 class FusedExperts(interface.FusedExperts):
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__(num_experts, hidden_size, intermediate_size)
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        swiglu_limit: float = 0.0,
+    ) -> None:
+        super().__init__(num_experts, hidden_size, intermediate_size, bias, swiglu_limit)
         w13 = torch.empty(num_experts, 2 * intermediate_size, hidden_size)
         w2 = torch.empty(num_experts, hidden_size, intermediate_size)
         self.w13 = nn.Parameter(w13, requires_grad=False)
         self.w2 = nn.Parameter(w2, requires_grad=False)
-        self.act_fn = SiluAndMul()
+        if bias:
+            self.b13 = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size), requires_grad=False)
+            self.b2 = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
+        self.act_fn = ClampedSwiGLU(swiglu_limit) if swiglu_limit > 0 else SiluAndMul()
 
     def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the same shape. An id of -1 contributes nothing."""
         raise NotImplementedError(
-            "TODO experts: for each expert its tokens through w13, SwiGLU and w2, weighted and summed"
+            "TODO experts: for each expert its tokens through w13, act_fn and w2, with biases where there "
+            "are some; weighted and summed"
         )
 
 
 class MoE(interface.MoE):
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__(config, hidden_size)
-        self.gate = Linear(hidden_size, config.num_experts)
+        self.gate = Linear(hidden_size, config.num_experts, config.bias)
         self.topk = TopK(config)
-        self.experts = FusedExperts(config.num_experts, hidden_size, config.intermediate_size)
+        self.experts = FusedExperts(
+            config.num_experts, hidden_size, config.intermediate_size, config.bias, config.swiglu_limit
+        )
         self.correction_bias: nn.Parameter | None = None
         if config.routing == "biased-grouped":
             bias = torch.empty(config.num_experts, dtype=torch.float32)

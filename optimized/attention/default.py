@@ -76,6 +76,9 @@ class DefaultAttention(HybridAttention):
         self.prefill, self.decode = self.choice.prefill, self.choice.decode
         super().__init__(req_to_token_pool, kv_pool)
 
+    def check_layer(self, layer: AttentionLayer) -> None:
+        self.decode_backend.check_layer(layer)  # which computes what the other one refuses
+
     def _backend_for(self, forward_batch: ForwardBatch) -> interface.AttentionBackend:
         if forward_batch.num_tokens < MIN_TOKENS_PER_REQUEST * forward_batch.batch_size:
             return self.decode_backend

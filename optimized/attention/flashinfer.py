@@ -124,7 +124,7 @@ class FlashInferAttention(interface.AttentionBackend):
         kind = Kind.of(q, layer, self.kv_pool.dtype, self.kv_pool.page_size)
         wrapper = plan.wrappers.get(kind)
         if wrapper is None:
-            self._check_layer(q, layer)
+            self._check(q, layer)
             wrapper = plan.wrappers[kind] = self._planned(plan, kind)
         k_buffer, v_buffer = self.kv_pool.k_buffer(layer.layer_id), self.kv_pool.v_buffer(layer.layer_id)
         wrapper.run(q, k_buffer, v_buffer, self.kv_pool.kv_scales[layer.layer_id], output)
@@ -201,8 +201,12 @@ class FlashInferAttention(interface.AttentionBackend):
     def _check_pool_dtype(self, dtype: torch.dtype) -> None:
         self._refuse_unless(dtype in (*DTYPES, FP8), f"dtype {dtype}", "float16, bfloat16 and FP8")
 
-    def _check_layer(self, q: torch.Tensor, layer: AttentionLayer) -> None:
-        self._refuse_unless(layer.sinks is None, "sinks", "layers without them")
+    def check_layer(self, layer: AttentionLayer) -> None:
+        supported = "layers without them; attention=triton supports sinks"
+        self._refuse_unless(layer.sinks is None, "sinks", supported)
+
+    def _check(self, q: torch.Tensor, layer: AttentionLayer) -> None:
+        self.check_layer(layer)
         self._refuse_unless(q.dtype in DTYPES, f"dtype {q.dtype}", "float16 and bfloat16")
 
     def _refuse_unless(self, is_supported: bool, what: str, supported: str) -> None:

@@ -49,6 +49,10 @@ class HybridAttention(interface.AttentionBackend):
         self.accepts_seq_len_upper_bounds = self.decode_backend.accepts_seq_len_upper_bounds
         self.supports_ragged_graphs = self.decode_backend.supports_ragged_graphs
 
+    def check_layer(self, layer: AttentionLayer) -> None:
+        self.prefill_backend.check_layer(layer)
+        self.decode_backend.check_layer(layer)
+
     def plan(self, forward_batch: ForwardBatch) -> HybridPlan:
         num_decoding = self._num_decoding(forward_batch)
         if num_decoding == 0:

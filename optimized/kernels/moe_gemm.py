@@ -1,4 +1,5 @@
-"""The experts' two GEMMs over blocks of tokens: silu(x @ gate) * (x @ up), and that @ down.
+"""The experts' two GEMMs over blocks of tokens: silu(x @ gate) * (x @ up), and that @ down; or with biases
+and another activation (moe_act.py).
 
 Roofline bound: bytes for few tokens, the weights of all experts that are used: 6 * inter * hidden bytes each
 in bfloat16 (Qwen3-30B-A3B, 64 tokens of 8 choices: nearly all of 128 experts, 1.2 GB, 0.28 ms at 4.3 TB/s);
@@ -24,6 +25,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from optimized.kernels.moe_act import bias_of, gated
 from optimized.kernels.moe_align import Blocks
 from optimized.kernels.moe_tiles import Tile
 from optimized.kernels.portable import INTERPRETED, gpu_of, pdl_options, rounded
@@ -99,8 +101,9 @@ def _product(
 
 @triton.jit
 def _up_block(
-    x_ptr, w13, act_ptr, pairs_ptr, num_pairs, stride_x, expert, first_row, first_column,
+    x_ptr, w13, bias_ptr, act_ptr, pairs_ptr, num_pairs, stride_x, expert, first_row, first_column,
     TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr,
+    HAS_BIAS: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -115,8 +118,11 @@ def _up_block(
         gate, up = acc.reshape(2, BLOCK_N, BLOCK_M).permute(2, 1, 0).split()
     else:
         gate, up = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
-    act = rounded(gate / (1.0 + tl.exp(-gate)) * up, act_ptr.dtype.element_ty)
     offs_n = first_column + tl.arange(0, BLOCK_N)
+    if HAS_BIAS:
+        gate += bias_of(bias_ptr, expert, 0, offs_n, offs_n < INTER, 2 * INTER)[None, :]
+        up += bias_of(bias_ptr, expert, INTER, offs_n, offs_n < INTER, 2 * INTER)[None, :]
+    act = rounded(gated(gate, up, LIMIT), act_ptr.dtype.element_ty)
     # Padding rows are stored as well: the results of the next GEMM for them are not used.
     act_rows = act_ptr + rows.to(tl.int64)[:, None] * INTER
     tl.store(act_rows + offs_n[None, :], act, mask=(offs_n < INTER)[None, :])
@@ -124,8 +130,8 @@ def _up_block(
 
 @triton.jit
 def _down_block(
-    act_ptr, w2, out_ptr, pairs_ptr, num_pairs, weights_ptr, expert, first_row, first_column,
-    HIDDEN: tl.constexpr, INTER: tl.constexpr,
+    act_ptr, w2, bias_ptr, out_ptr, pairs_ptr, num_pairs, weights_ptr, expert, first_row, first_column,
+    HIDDEN: tl.constexpr, INTER: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -141,6 +147,8 @@ def _down_block(
     is_pair = pairs < num_pairs
     weights = tl.load(weights_ptr + pairs, mask=is_pair, other=0.0)
     offs_n = first_column + tl.arange(0, BLOCK_N)
+    if HAS_BIAS:
+        acc += bias_of(bias_ptr, expert, 0, offs_n, offs_n < HIDDEN, HIDDEN)[None, :]
     out_rows = out_ptr + pairs.to(tl.int64)[:, None] * HIDDEN
     y = rounded(acc * weights[:, None], out_ptr.dtype.element_ty)
     tl.store(out_rows + offs_n[None, :], y, mask=is_pair[:, None] & (offs_n < HIDDEN)[None, :])
@@ -148,8 +156,9 @@ def _down_block(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _up_kernel(
-    x_ptr, w13, act_ptr, pairs_ptr, experts_ptr, num_blocks_ptr, num_pairs, stride_x,
+    x_ptr, w13, bias_ptr, act_ptr, pairs_ptr, experts_ptr, num_blocks_ptr, num_pairs, stride_x,
     TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr,
+    HAS_BIAS: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     SWAP: tl.constexpr, HALVES: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -164,20 +173,22 @@ def _up_kernel(
     expert = tl.load(experts_ptr + block)
     if _fits_in_half(pairs_ptr, block, num_pairs, BLOCK_M, HALVES):
         _up_block(
-            x_ptr, w13, act_ptr, pairs_ptr, num_pairs, stride_x, expert, block * BLOCK_M, column * BLOCK_N,
-            TOP_K, HIDDEN, INTER, BLOCK_M // 2, BLOCK_N, BLOCK_K, SWAP, USE_TMA, PRECISION,
+            x_ptr, w13, bias_ptr, act_ptr, pairs_ptr, num_pairs, stride_x, expert, block * BLOCK_M,
+            column * BLOCK_N, TOP_K, HIDDEN, INTER, HAS_BIAS, LIMIT,
+            BLOCK_M // 2, BLOCK_N, BLOCK_K, SWAP, USE_TMA, PRECISION,
         )  # fmt: skip
     else:
         _up_block(
-            x_ptr, w13, act_ptr, pairs_ptr, num_pairs, stride_x, expert, block * BLOCK_M, column * BLOCK_N,
-            TOP_K, HIDDEN, INTER, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, USE_TMA, PRECISION,
+            x_ptr, w13, bias_ptr, act_ptr, pairs_ptr, num_pairs, stride_x, expert, block * BLOCK_M,
+            column * BLOCK_N, TOP_K, HIDDEN, INTER, HAS_BIAS, LIMIT,
+            BLOCK_M, BLOCK_N, BLOCK_K, SWAP, USE_TMA, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _down_kernel(
-    act_ptr, w2, out_ptr, pairs_ptr, experts_ptr, num_blocks_ptr, weights_ptr, num_pairs,
-    HIDDEN: tl.constexpr, INTER: tl.constexpr,
+    act_ptr, w2, bias_ptr, out_ptr, pairs_ptr, experts_ptr, num_blocks_ptr, weights_ptr, num_pairs,
+    HIDDEN: tl.constexpr, INTER: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     SWAP: tl.constexpr, HALVES: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -192,40 +203,58 @@ def _down_kernel(
     expert = tl.load(experts_ptr + block)
     if _fits_in_half(pairs_ptr, block, num_pairs, BLOCK_M, HALVES):
         _down_block(
-            act_ptr, w2, out_ptr, pairs_ptr, num_pairs, weights_ptr, expert, block * BLOCK_M,
-            column * BLOCK_N, HIDDEN, INTER, BLOCK_M // 2, BLOCK_N, BLOCK_K, SWAP, USE_TMA, PRECISION,
+            act_ptr, w2, bias_ptr, out_ptr, pairs_ptr, num_pairs, weights_ptr, expert, block * BLOCK_M,
+            column * BLOCK_N, HIDDEN, INTER, HAS_BIAS,
+            BLOCK_M // 2, BLOCK_N, BLOCK_K, SWAP, USE_TMA, PRECISION,
         )  # fmt: skip
     else:
         _down_block(
-            act_ptr, w2, out_ptr, pairs_ptr, num_pairs, weights_ptr, expert, block * BLOCK_M,
-            column * BLOCK_N, HIDDEN, INTER, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, USE_TMA, PRECISION,
+            act_ptr, w2, bias_ptr, out_ptr, pairs_ptr, num_pairs, weights_ptr, expert, block * BLOCK_M,
+            column * BLOCK_N, HIDDEN, INTER, HAS_BIAS,
+            BLOCK_M, BLOCK_N, BLOCK_K, SWAP, USE_TMA, PRECISION,
         )  # fmt: skip
 
 
-def up_gemm(x: torch.Tensor, w13: torch.Tensor, blocks: Blocks, top_k: int, tile: Tile) -> torch.Tensor:
-    """x [num_tokens, hidden] -> silu(gate) * up of each row of `blocks`, [max rows, inter]."""
+def up_gemm(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    blocks: Blocks,
+    top_k: int,
+    tile: Tile,
+    b13: torch.Tensor | None = None,
+    swiglu_limit: float = 0.0,
+) -> torch.Tensor:
+    """x [num_tokens, hidden] -> gate with up (moe_act.py) of each row of `blocks`, [max rows, inter]."""
     hidden, inter = w13.shape[2], w13.shape[1] // 2
     max_blocks = blocks.experts.numel()
     act = torch.empty(max_blocks * tile.block_m, inter, dtype=x.dtype, device=x.device)
     use_tma = _can_use_descriptor(w13, tile)
     _up_kernel[(max_blocks * triton.cdiv(inter, tile.block_n),)](
-        x, _operand(w13, 2, tile, use_tma), act, blocks.pairs, blocks.experts, blocks.num_blocks,
-        x.shape[0] * top_k, x.stride(0), TOP_K=top_k, HIDDEN=hidden, INTER=inter, USE_TMA=use_tma,
+        x, _operand(w13, 2, tile, use_tma), x if b13 is None else b13, act,
+        blocks.pairs, blocks.experts, blocks.num_blocks, x.shape[0] * top_k, x.stride(0),
+        TOP_K=top_k, HIDDEN=hidden, INTER=inter, HAS_BIAS=b13 is not None, LIMIT=swiglu_limit,
+        USE_TMA=use_tma,
         **_options(x, tile),
     )  # fmt: skip
     return act
 
 
 def down_gemm(
-    act: torch.Tensor, w2: torch.Tensor, blocks: Blocks, topk_weights: torch.Tensor, tile: Tile
+    act: torch.Tensor,
+    w2: torch.Tensor,
+    blocks: Blocks,
+    topk_weights: torch.Tensor,
+    tile: Tile,
+    b2: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted result of each pair, [num_tokens, k, hidden]; that of padding pairs is undefined."""
     hidden, inter = w2.shape[1:]
     out = torch.empty(*topk_weights.shape, hidden, dtype=act.dtype, device=act.device)
     use_tma = _can_use_descriptor(w2, tile)
     _down_kernel[(blocks.experts.numel() * triton.cdiv(hidden, tile.block_n),)](
-        act, _operand(w2, 1, tile, use_tma), out, blocks.pairs, blocks.experts, blocks.num_blocks,
-        topk_weights, topk_weights.numel(), HIDDEN=hidden, INTER=inter, USE_TMA=use_tma,
+        act, _operand(w2, 1, tile, use_tma), act if b2 is None else b2, out,
+        blocks.pairs, blocks.experts, blocks.num_blocks, topk_weights, topk_weights.numel(),
+        HIDDEN=hidden, INTER=inter, HAS_BIAS=b2 is not None, USE_TMA=use_tma,
         **_options(act, tile),
     )  # fmt: skip
     return out

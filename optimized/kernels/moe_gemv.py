@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.kernels.moe_act import bias_of, gated
 from optimized.kernels.moe_tiles import GemvTile
 from optimized.kernels.portable import INTERPRETED, pdl_options, rounded, where_flag, widened
 
@@ -45,8 +46,9 @@ def _columns(WARPS: tl.constexpr, STEPS: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def _up_kernel(
-    x_ptr, w13_ptr, act_ptr, ids_ptr, stride_x,
+    x_ptr, w13_ptr, bias_ptr, act_ptr, ids_ptr, stride_x,
     TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr,
+    HAS_BIAS: tl.constexpr, LIMIT: tl.constexpr,
     WARPS: tl.constexpr, GROUPS: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
     VECTOR: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -90,8 +92,11 @@ def _up_kernel(
         sums = new_sums
     for g in tl.static_range(GROUPS):
         gate, up = tl.sum(sums[2 * g], 0), tl.sum(sums[2 * g + 1], 0)
-        act = rounded(gate / (1.0 + tl.exp(-gate)) * up, act_ptr.dtype.element_ty)
         rows = first_rows + g
+        if HAS_BIAS:
+            gate += bias_of(bias_ptr, expert, 0, rows, rows < INTER, 2 * INTER)
+            up += bias_of(bias_ptr, expert, INTER, rows, rows < INTER, 2 * INTER)
+        act = rounded(gated(gate, up, LIMIT), act_ptr.dtype.element_ty)
         tl.store(act_ptr + pair * INTER + rows, act, mask=rows < INTER)
 
 
@@ -107,8 +112,8 @@ def _load_choice(tiles, ids, offsets, columns, tile_rows, g: tl.constexpr, s: tl
 
 @triton.jit
 def _down_kernel(
-    act_ptr, w2_ptr, y_ptr, ids_ptr, weights_ptr,
-    TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr,
+    act_ptr, w2_ptr, bias_ptr, y_ptr, ids_ptr, weights_ptr,
+    TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr, HAS_BIAS: tl.constexpr,
     WARPS: tl.constexpr, GROUPS: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
     VECTOR: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -154,9 +159,13 @@ def _down_kernel(
             new_sums += (sums[g] + choice_weights[s // TILES] * tl.sum(tl.sum(products, 3), 2),)
         sums = new_sums
     for g in tl.static_range(GROUPS):
-        y = rounded(tl.sum(sums[g], 0), y_ptr.dtype.element_ty)
-        rows = first_rows + g
-        tl.store(y_ptr + token.to(tl.int64) * HIDDEN + rows, y, mask=rows < HIDDEN)
+        y, rows = tl.sum(sums[g], 0), first_rows + g
+        if HAS_BIAS:
+            for j in tl.static_range(TOP_K):
+                mask = where_flag(rows < HIDDEN, ids[j] >= 0)
+                y += choice_weights[j] * bias_of(bias_ptr, ids[j], 0, rows, mask, HIDDEN)
+        y_row = y_ptr + token.to(tl.int64) * HIDDEN
+        tl.store(y_row + rows, rounded(y, y_ptr.dtype.element_ty), mask=rows < HIDDEN)
 
 
 def gemv_experts(
@@ -166,6 +175,9 @@ def gemv_experts(
     w13: torch.Tensor,
     w2: torch.Tensor,
     tiles: tuple[GemvTile, GemvTile],
+    b13: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    swiglu_limit: float = 0.0,
 ) -> torch.Tensor:
     """x [num_tokens, hidden] -> the weighted sum of its experts' results, [num_tokens, hidden]."""
     num_tokens, top_k = topk_ids.shape
@@ -175,11 +187,13 @@ def gemv_experts(
     up, down = _INTERPRETED_TILES if INTERPRETED else tiles
     sizes = {"TOP_K": top_k, "HIDDEN": hidden, "INTER": inter}
     _up_kernel[(triton.cdiv(inter, up.warps * up.groups), num_tokens * top_k)](
-        x, w13, act, topk_ids, x.stride(0), **sizes, **_options(x, up, hidden, 1)
-    )
+        x, w13, x if b13 is None else b13, act, topk_ids, x.stride(0), **sizes,
+        HAS_BIAS=b13 is not None, LIMIT=swiglu_limit, **_options(x, up, hidden, 1),
+    )  # fmt: skip
     _down_kernel[(triton.cdiv(hidden, down.warps * down.groups), num_tokens)](
-        act, w2, y, topk_ids, topk_weights, **sizes, **_options(x, down, inter, top_k)
-    )
+        act, w2, x if b2 is None else b2, y, topk_ids, topk_weights, **sizes,
+        HAS_BIAS=b2 is not None, **_options(x, down, inter, top_k),
+    )  # fmt: skip
     return y
 
 

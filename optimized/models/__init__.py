@@ -21,6 +21,8 @@ MODELS = {
     "Gemma2ForCausalLM": "optimized.models.gemma:GemmaForCausalLM",
     # norms on heads instead of the caps; windows in five layers of six, and a RoPE of their own
     "Gemma3ForCausalLM": "optimized.models.gemma:GemmaForCausalLM",
+    # sinks in attention; experts with biases and a clamped SwiGLU; a window in every other layer
+    "GptOssForCausalLM": "optimized.models.llama:LlamaForCausalLM",
     # MoE in every layer: softmax over all experts, the best two renormalised
     "MixtralForCausalLM": "optimized.models.llama:LlamaForCausalLM",
     # biases on q, k and v; windows from layer max_window_layers on

@@ -19,6 +19,8 @@ MODELS = {
     "Gemma2ForCausalLM": "reference.models.gemma:GemmaForCausalLM",
     # norms on heads instead of the caps; windows in five layers of six, and a RoPE of their own
     "Gemma3ForCausalLM": "reference.models.gemma:GemmaForCausalLM",
+    # sinks in attention; experts with biases and a clamped SwiGLU; a window in every other layer
+    "GptOssForCausalLM": "reference.models.llama:LlamaForCausalLM",
     # MoE in every layer: softmax over all experts, the best two renormalised
     "MixtralForCausalLM": "reference.models.llama:LlamaForCausalLM",
     # biases on q, k and v; windows from layer max_window_layers on

@@ -7,6 +7,7 @@ The other files of this folder name what their family uses.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -53,10 +54,16 @@ class LlamaAttention(nn.Module):
             sliding_window=config.sliding_window(layer_id),
             logit_cap=config.attn_logit_cap,
         )
+        self.sinks: nn.Parameter | None = None
+        if config.attn_sinks:
+            self.sinks = nn.Parameter(torch.empty(config.num_qo_heads), requires_grad=False)
+
+    def attention_layer(self) -> AttentionLayer:
+        return self.layer if self.sinks is None else replace(self.layer, sinks=self.sinks)
 
     # --8<-- [start:attention-forward]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
-        layer = self.layer
+        layer = self.attention_layer()
         q = self.q_proj(x).view(-1, layer.num_qo_heads, layer.head_dim)
         k = self.k_proj(x).view(-1, layer.num_kv_heads, layer.head_dim)
         v = self.v_proj(x).view(-1, layer.num_kv_heads, layer.head_dim)

@@ -28,13 +28,15 @@ class Family:
     qkv_bias: bool | None = False  # None: as attention_bias says
     o_bias: bool | None = False  # None: as attention_bias says
     mlp_bias: bool | None = False  # None: as mlp_bias says
+    attention_bias: bool = False  # for a missing attention_bias
     qk_norm: bool = False
+    attn_sinks: bool = False
     tie_word_embeddings: bool = False
     windows: Windows = NO_WINDOWS
     is_gemma: bool = False  # norms, activation and scale as in Gemma
     soft_caps: tuple[float | None, float | None] = (None, None)  # of attention and of the logits
     local_rope_theta: float | None = None  # RoPE of its own in layers with a window
-    moe: Literal["none", "mixtral", "qwen3", "deepseek-v2", "deepseek-v3"] = "none"
+    moe: Literal["none", "mixtral", "qwen3", "gpt-oss", "deepseek-v2", "deepseek-v3"] = "none"
     mla: bool = False
 
 
@@ -68,6 +70,16 @@ FAMILIES = {
         windows=Windows("all but every nth", default=4096, every=6),
         is_gemma=True,
         local_rope_theta=10_000.0,
+    ),
+    "GptOssForCausalLM": Family(
+        head_dim=64,
+        rope_theta=150_000.0,
+        qkv_bias=None,
+        o_bias=None,
+        attention_bias=True,
+        attn_sinks=True,
+        windows=Windows("all but every nth", default=128, every=2),
+        moe="gpt-oss",
     ),
     "MixtralForCausalLM": Family(rope_theta=1_000_000.0, windows=Windows("all layers"), moe="mixtral"),
     "Qwen3MoeForCausalLM": Family(
@@ -107,7 +119,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
     architecture, num_labels = _architecture(fields)
     family = FAMILIES[architecture]
     _refuse_unsupported(fields)
-    attention_bias = fields.boolean("attention_bias", default=False)
+    attention_bias = fields.boolean("attention_bias", default=family.attention_bias)
     mlp_bias = fields.boolean("mlp_bias", default=False)
     num_hidden_layers = fields.integer("num_hidden_layers")
     mla = parse_mla(fields) if family.mla else None
@@ -145,6 +157,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
+        attn_sinks=family.attn_sinks,
         norm_unit_offset=family.is_gemma,
         post_norms=family.is_gemma,
         attn_scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5 if family.is_gemma else None,
@@ -256,17 +269,21 @@ def _moe(fields: Fields, family: Family) -> MoEConfig | None:
         raise ValueError(
             f"{fields.where}: num_experts_per_tok ({num_experts_per_tok}) exceeds {key} ({num_experts})"
         )
-    is_mixtral = family.moe == "mixtral"
+    is_qwen, is_gpt_oss = family.moe == "qwen3", family.moe == "gpt-oss"
+    if (alpha := fields.number("swiglu_alpha", default=1.702)) != 1.702:
+        raise ValueError(f"{fields.where}: swiglu_alpha is {alpha:g}; supported is 1.702")
     return MoEConfig(
         num_experts=num_experts,
         num_experts_per_tok=num_experts_per_tok,
-        intermediate_size=fields.integer("intermediate_size" if is_mixtral else "moe_intermediate_size"),
-        norm_topk_prob=is_mixtral or fields.boolean("norm_topk_prob", default=False),
+        intermediate_size=fields.integer("moe_intermediate_size" if is_qwen else "intermediate_size"),
+        norm_topk_prob=fields.boolean("norm_topk_prob", default=False) if is_qwen else True,
+        bias=is_gpt_oss,
+        swiglu_limit=fields.number("swiglu_limit", default=7.0) if is_gpt_oss else 0.0,
     )
 
 
 def _moe_layers(fields: Fields, family: Family, num_hidden_layers: int) -> frozenset[int]:
-    if family.moe == "mixtral":
+    if family.moe in ("mixtral", "gpt-oss"):
         return frozenset(range(num_hidden_layers))
     if family.mla:
         return deepseek_moe_layers(fields, num_hidden_layers)

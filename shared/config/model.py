@@ -48,6 +48,8 @@ class MoEConfig:
     routed_scaling_factor: float = 1.0
     shared_intermediate_size: int = 0  # 0: no shared experts
     shared_expert_gate: bool = False  # a sigmoid gate on the shared experts' output
+    bias: bool = False  # GPT-OSS: the router and both matrices of an expert have biases
+    swiglu_limit: float = 0.0  # GPT-OSS: experts have a clamped SwiGLU; 0: plain SwiGLU
     num_local_experts: int | None = None  # expert parallelism: those that a rank has; None: all
 
     def __post_init__(self) -> None:
@@ -108,6 +110,7 @@ class ModelConfig:
     attn_scale: float | None = None  # multiplies q·k; None: head_dim ** -0.5
     local_rope: RopeConfig | None = None  # RoPE of the layers with a sliding window; None: rope
     sliding_windows: tuple[int, ...] = ()  # per layer, previous tokens visible (HF window - 1); -1: all
+    attn_sinks: bool = False  # GPT-OSS: each head has one more logit in the softmax
     attn_logit_cap: float = 0.0  # soft-cap; 0: none
     final_logit_cap: float = 0.0  # soft-cap of the logits over the vocabulary; 0: none
     moe: MoEConfig | None = None

@@ -33,6 +33,13 @@ _DEEPSEEK = {
     "first_k_dense_replace": 1,
     "tie_word_embeddings": False,
 }
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    **_COMMON,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+}
 _GEMMA = {key: value for key, value in _COMMON.items() if key != "hidden_act"}
 """Without hidden_act: Gemma's key is hidden_activation, and its only value the default."""
 
@@ -210,6 +217,42 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 12.0,
         "attention_bias": True,
         "tie_word_embeddings": False,
+        "dtype": "float32",
+    },
+    "gpt-oss": {
+        **_GPT_OSS,
+        **_shape(72, 40, 3, 6, 2),
+        "head_dim": 24,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 4,
+        "sliding_window": 19,
+        "swiglu_limit": 1.5,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+        "torch_dtype": "float32",
+    },
+    "gpt-oss-layer-types": {
+        **_GPT_OSS,
+        **_shape(64, 24, 2, 8, 1),
+        "head_dim": 16,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+        },
         "dtype": "float32",
     },
     "mixtral": {

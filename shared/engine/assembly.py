@@ -36,6 +36,7 @@ from shared.loading.load_model import load_model, local_model_config, manage_exp
 from shared.loading.model_path import resolve_model_path
 from shared.loading.quantize import with_quantization
 from shared.loading.stages import layers_of
+from shared.modeling.forward import attention_layers
 from shared.modeling.kv_pool import attention_component, build_kv_pool
 from shared.parallel.agreement import AgreedDrafter, AgreedSampler
 from shared.parallel.dp_attention import PassDispatch, in_lockstep
@@ -184,6 +185,8 @@ def assemble(
     if drafter is not None:
         drafter.allocate(req_to_token_pool, num_tokens)
     attention = component(attention_component(model_config))(req_to_token_pool, kv_pool)
+    for layer in attention_layers(model):
+        attention.check_layer(layer)
     sampler = component("sampler")()
     parts = SchedulerParts(
         model_runner=model_runner(model, attention, kv_pool),

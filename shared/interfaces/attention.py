@@ -56,6 +56,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None: ...
 
+    def check_layer(self, layer: AttentionLayer) -> None:
+        """Raise the `ValueError` that `run` would raise for a layer, whatever the batch. An engine asks for
+        each layer of its model when it starts. Here: nothing is refused."""
+        return
+
     @abstractmethod
     def plan(self, forward_batch: ForwardBatch) -> Any:
         """Everything that depends on the batch but not on the layer. The result is only meaningful to

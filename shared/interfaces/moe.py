@@ -42,18 +42,31 @@ class FusedExperts(nn.Module, ABC):
     """The routed experts of one layer.
 
     Parameters: `w13` [num_experts, 2 * intermediate, hidden] (gate rows first, then up), `w2`
-    [num_experts, hidden, intermediate].
-    y[t] = sum over j of topk_weights[t, j] * w2[e] @ (silu(gate) * up), e = topk_ids[t, j], the weight
-    applied in float32 before the sum. An id of -1 contributes nothing; a token whose ids are all -1 gets
-    zeros. Experts without tokens cost nothing that matters.
+    [num_experts, hidden, intermediate]; with `bias` b13 [num_experts, 2 * intermediate] and b2 [num_experts,
+    hidden].
+    y[t] = sum over j of topk_weights[t, j] * (w2[e] @ act + b2[e]), e = topk_ids[t, j], the weight applied in
+    float32 before the sum. (gate, up) = w13[e] @ x[t] + b13[e], and act = silu(gate) * up, or with a
+    `swiglu_limit` c: gate is at most c, up between -c and c, act = gate * sigmoid(1.702 gate) * (up + 1).
+    An id of -1 contributes nothing; a token whose ids are all -1 gets zeros. Experts without tokens cost
+    nothing that matters.
     """
 
     w13: nn.Parameter
     w2: nn.Parameter
+    b13: nn.Parameter | None
+    b2: nn.Parameter | None
 
     @abstractmethod
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        swiglu_limit: float = 0.0,
+    ) -> None:
         super().__init__()
+        self.b13 = self.b2 = None
 
     @abstractmethod
     def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
@@ -71,12 +84,16 @@ class MoE(nn.Module, ABC):
     """Router, routed experts and shared experts of one layer, built from a panel's TopK and FusedExperts.
 
     y = experts(x, topk(gate(x), correction_bias)) + shared_expert_gate(x).sigmoid() * shared_experts(x).
-    Parameters: `gate.weight` [num_experts, hidden]; those of `experts`; if biased-grouped, `correction_bias`
-    [num_experts] float32; with shared experts `shared_experts.{gate,up,down}_proj.weight`, a SwiGLU of
-    shared_intermediate_size; and if it is gated `shared_expert_gate.weight` [1, hidden].
+    Parameters: `gate.weight` [num_experts, hidden], with `bias` also `gate.bias`; those of `experts`; if
+    biased-grouped, `correction_bias` [num_experts] float32; with shared experts
+    `shared_experts.{gate,up,down}_proj.weight`, a SwiGLU of shared_intermediate_size; and if it is gated
+    `shared_expert_gate.weight` [1, hidden].
 
     With expert parallelism `experts` are the config's num_local_experts, and `expert_parallel.run` stands for
     a call of `experts`: x is then the tokens of this rank, and all ranks call `forward`.
+
+    A class that cannot do what the config asks for (`bias`, `swiglu_limit`) raises `ValueError` when it is
+    made.
     """
 
     topk: TopK

@@ -129,7 +129,10 @@ class Shards:
 
     def own(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """What the rank loads for its part: zeros for a bias that another rank adds."""
-        is_added_elsewhere = self.rank > 0 and not self.experts_only and name.endswith(REDUCED_BIASES)
+        rank = 0 if self.experts_only else self.rank
+        if _EXPERT.match(name):
+            rank = self.rank % (self.size // self.ep)  # among the ranks that have parts of this expert
+        is_added_elsewhere = rank > 0 and name.endswith(REDUCED_BIASES)
         return torch.zeros_like(part) if is_added_elsewhere else part
 
     def index(self, name: str) -> tuple[slice, ...]:

@@ -1,8 +1,9 @@
 """Which weights a model has, and one name for each.
 
-Checkpoints name experts in three ways: one tensor per expert and matrix (Qwen3-MoE's `mlp.experts.3.up_proj`,
-Mixtral's `block_sparse_moe.experts.3.w3`), or all experts of a layer in one (`mlp.experts.gate_up_proj`, as
-transformers 5 holds them in memory). The first is the canonical one, for every family.
+Checkpoints name experts in several ways: one tensor per expert and matrix (Qwen3-MoE's
+`mlp.experts.3.up_proj`, Mixtral's `block_sparse_moe.experts.3.w3`), or all experts of a layer in one
+(`mlp.experts.gate_up_proj`: as transformers 5 holds them in memory, or transposed, as in GPT-OSS). The first
+is the canonical one, for every family.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
+
 from shared.config import MLAConfig, ModelConfig
 from shared.loading.kv_scales import is_kv_scale
 
 _MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|experts\.(\d+)\.(w1|w2|w3))\.weight")
 _MIXTRAL_PROJ = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _CORRECTION_BIAS = ".mlp.gate.e_score_correction_bias"
+_PACKED_WITH_BIAS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
 _PACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -26,12 +30,20 @@ class WeightPart(NamedTuple):
     name: str
     index: tuple[int | slice, ...]  # where in the tensor; (): all of it
     shape: tuple[int, ...]
+    is_transposed: bool = False  # in the tensor
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        part = tensor[self.index]
+        return part.T if self.is_transposed else part
 
 
-def canonical_parts(name: str, shape: tuple[int, ...]) -> list[WeightPart]:
-    """The canonical weights in a tensor of this name and shape: itself, or many, of packed experts."""
+def canonical_parts(name: str, shape: tuple[int, ...], architecture: str = "") -> list[WeightPart]:
+    """The canonical weights in a tensor of this name and shape: itself, or many, of packed experts.
+    `architecture`: of the model, where its checkpoints have a form of their own."""
     if name.startswith(("embed_tokens.", "layers.", "norm.")):
         name = f"model.{name}"  # saved without a head, as embedding models are
+    if architecture == "GptOssForCausalLM":
+        return _gpt_oss_parts(name, shape)
     if match := _MIXTRAL.fullmatch(name):
         layer, router, expert_id, matrix = match.groups()
         if router == "gate":
@@ -55,6 +67,28 @@ def canonical_parts(name: str, shape: tuple[int, ...]) -> list[WeightPart]:
         for e in range(num_experts)
         for proj, rows in (("gate_proj", slice(0, half)), ("up_proj", slice(half, num_rows)))
     ]
+
+
+def _gpt_oss_parts(name: str, shape: tuple[int, ...]) -> list[WeightPart]:
+    """Experts are packed and transposed, and rows of gate and up take turns: gate_up_proj [num_experts,
+    hidden, 2 * intermediate], down_proj [num_experts, intermediate, hidden]; and their biases."""
+    name = name.replace(".mlp.router.", ".mlp.gate.")
+    match = _PACKED_WITH_BIAS.fullmatch(name)
+    if match is None or len(shape) != (2 if match[3] else 3):
+        return [WeightPart(name, (), shape)]
+    experts, matrix, kind = match[1], match[2], "bias" if match[3] else "weight"
+    rows = {"down_proj": slice(None)}
+    if matrix == "gate_up_proj":
+        rows = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+    parts = []
+    for expert_id in range(shape[0]):
+        for proj, these in rows.items():
+            num_rows = len(range(shape[-1])[these])
+            index = (expert_id, these) if match[3] else (expert_id, slice(None), these)
+            part_shape = (num_rows, *shape[1:-1])
+            part_name = f"{experts}.{expert_id}.{proj}.{kind}"
+            parts.append(WeightPart(part_name, index, part_shape, is_transposed=kind == "weight"))
+    return parts
 
 
 def is_harmless(name: str, config: ModelConfig) -> bool:
@@ -111,16 +145,18 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         linear(
             f"{layer}.self_attn.o_proj", hidden_size, config.num_qo_heads * config.v_head_dim, config.o_bias
         )
+        if config.attn_sinks:
+            shapes[f"{layer}.self_attn.sinks"] = (config.num_qo_heads,)
         norms = ["post_attention_layernorm"]
         if config.post_norms:
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
         shapes |= {f"{layer}.{norm}.weight": (hidden_size,) for norm in norms}
         if config.moe is not None and layer_id in config.moe_layers:
-            linear(f"{layer}.mlp.gate", config.moe.num_experts, hidden_size)
+            linear(f"{layer}.mlp.gate", config.moe.num_experts, hidden_size, config.moe.bias)
             if config.moe.routing == "biased-grouped":
                 shapes[f"{layer}.mlp.correction_bias"] = (config.moe.num_experts,)
             for expert_id in range(config.moe.num_local_experts or config.moe.num_experts):
-                mlp(f"{layer}.mlp.experts.{expert_id}", config.moe.intermediate_size)
+                mlp(f"{layer}.mlp.experts.{expert_id}", config.moe.intermediate_size, config.moe.bias)
             if config.moe.shared_intermediate_size > 0:
                 mlp(f"{layer}.mlp.shared_experts", config.moe.shared_intermediate_size)
                 if config.moe.shared_expert_gate:

@@ -72,11 +72,12 @@ def iterate_weights(
         quantized = read_mxfp4(take_mxfp4(tensors, layers, str(folder)), shards)
     elif quantization is not None:
         quantized = read_quantized(take_quantized(tensors, layers, quantization, str(folder)), shards)
-    parts = [part for name, info in tensors.items() for part in canonical_parts(name, info.shape)]
+    family = config.architecture
+    parts = [part for name, info in tensors.items() for part in canonical_parts(name, info.shape, family)]
     shapes = {part.name: part.shape for part in parts}
     shapes |= {f"{layer.name}.weight": (layer.out, layer.size) for layer in layers.values()}
     check_shapes(shapes, config, str(folder))
-    weights = chain(stream(tensors, on_progress, shards), quantized)
+    weights = chain(stream(tensors, on_progress, shards, family), quantized)
     head = checkpoint.get(HEAD) if config.tie_word_embeddings and shards is None else None
     return weights if head is None else _with_tied_head(weights, head)
 
@@ -107,6 +108,7 @@ def stream(
     tensors: Mapping[str, TensorInfo],
     on_progress: Callable[[int, int], None] | None,
     shards: Shards | None = None,
+    architecture: str = "",
 ) -> Weights:
     """Tensors of a checkpoint, or the parts of one rank, file by file; those of packed experts one by one."""
     num_bytes, num_bytes_read = sum(info.num_bytes for info in tensors.values()), 0
@@ -116,7 +118,7 @@ def stream(
                 for name, info in tensors.items():
                     if info.path != path:
                         continue
-                    parts = canonical_parts(name, info.shape)
+                    parts = canonical_parts(name, info.shape, architecture)
                     num_bytes_read += info.num_bytes
                     if shards is not None and not any(shards.local_names(part.name) for part in parts):
                         continue
@@ -127,12 +129,12 @@ def stream(
                     _refuse_non_finite(name, tensor, path)
                     for part in parts:
                         if shards is None:
-                            yield part.name, tensor[part.index]
+                            yield part.name, part.of(tensor)
                             continue
                         if len(parts) == 1:
                             own = shards.own(part.name, tensor)
                         else:
-                            own = shards.cut(part.name, tensor[part.index])
+                            own = shards.cut(part.name, part.of(tensor))
                         for local_name in shards.local_names(part.name):
                             yield local_name, own
                     if on_progress is not None:
@@ -226,12 +228,15 @@ def named_targets(model: nn.Module) -> dict[str, torch.Tensor]:
                 del targets[f"{prefix}.{name}"]
             targets |= {f"{prefix}.{name}": view for name, view in module.weight_views().items()}
         elif isinstance(module, FusedExperts):
-            w13, w2 = targets.pop(f"{prefix}.w13"), targets.pop(f"{prefix}.w2")
-            for expert_id in range(w13.shape[0]):
-                gate, up = w13[expert_id].chunk(2)
-                targets[f"{prefix}.{expert_id}.gate_proj.weight"] = gate
-                targets[f"{prefix}.{expert_id}.up_proj.weight"] = up
-                targets[f"{prefix}.{expert_id}.down_proj.weight"] = w2[expert_id]
+            for kind, up_name, down_name in (("weight", "w13", "w2"), ("bias", "b13", "b2")):
+                if f"{prefix}.{up_name}" not in targets:
+                    continue
+                w13, w2 = targets.pop(f"{prefix}.{up_name}"), targets.pop(f"{prefix}.{down_name}")
+                for expert_id in range(w13.shape[0]):
+                    gate, up = w13[expert_id].chunk(2)
+                    targets[f"{prefix}.{expert_id}.gate_proj.{kind}"] = gate
+                    targets[f"{prefix}.{expert_id}.up_proj.{kind}"] = up
+                    targets[f"{prefix}.{expert_id}.down_proj.{kind}"] = w2[expert_id]
     return targets
 
 
@@ -242,7 +247,8 @@ def load_weights(
     Raises `ValueError` for a name that is unknown, comes twice or never, and for a wrong shape."""
     remaining = dict(targets)
     for checkpoint_name, tensor in weights:
-        for name, index, shape in canonical_parts(checkpoint_name, tuple(tensor.shape)):
+        for part in canonical_parts(checkpoint_name, tuple(tensor.shape), config.architecture):
+            name, shape = part.name, part.shape
             target = remaining.pop(name, None)
             if target is None:
                 if is_harmless(name, config):
@@ -251,7 +257,7 @@ def load_weights(
                 raise ValueError(f"{name} {problem}")
             if shape != tuple(target.shape):
                 raise ValueError(f"{name} has shape {list(shape)}; it must be {list(target.shape)}")
-            for to, source in zip(pieces(target), pieces(tensor[index])):
+            for to, source in zip(pieces(target), pieces(part.of(tensor))):
                 to.copy_(source)
     if remaining:
         names = list(remaining)

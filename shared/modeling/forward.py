@@ -31,6 +31,12 @@ def no_hidden_states(model: CausalLM, layers: tuple[int, ...] | None) -> torch.T
     return like.new_empty(0, max(len(layers), 1) * model.config.hidden_size)
 
 
+def attention_layers(model: CausalLM) -> list[AttentionLayer]:
+    """Those of a model whose attention modules have an `attention_layer`."""
+    found = (getattr(module, "attention_layer", None) for module in model.modules())
+    return [attention_layer() for attention_layer in found if attention_layer is not None]
+
+
 def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
     """cap * tanh(logits / cap): at most `cap` on either side. 0: no cap."""
     return logits if cap == 0.0 else cap * torch.tanh(logits / cap)

@@ -42,6 +42,12 @@ class PagedDecodeAttention(AttentionBackend):
         self.req_to_token_pool = req_to_token_pool
         self.kv_pool = kv_pool
 
+    def check_layer(self, layer: AttentionLayer) -> None:
+        _refuse_if(layer.sliding_window >= 0, "sliding_window")
+        _refuse_if(layer.logit_cap > 0, "logit_cap")
+        _refuse_if(layer.sinks is not None, "sinks")
+        _refuse_if(not math.isclose(layer.scale, layer.head_dim**-0.5), f"scale {layer.scale:g}")
+
     def plan(self, forward_batch: ForwardBatch) -> PagedDecodePlan:
         _refuse_if(forward_batch.custom_mask is not None, "custom_mask")
         _refuse_if(forward_batch.tree_mask is not None, "tree_mask")
@@ -62,10 +68,7 @@ class PagedDecodeAttention(AttentionBackend):
         v: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        _refuse_if(layer.sliding_window >= 0, "sliding_window")
-        _refuse_if(layer.logit_cap > 0, "logit_cap")
-        _refuse_if(layer.sinks is not None, "sinks")
-        _refuse_if(not math.isclose(layer.scale, layer.head_dim**-0.5), f"scale {layer.scale:g}")
+        self.check_layer(layer)
         output = attention_output(q, layer, out)
         if q.shape[0] > 0:
             buffers = self.kv_pool.k_buffer(layer.layer_id), self.kv_pool.v_buffer(layer.layer_id)

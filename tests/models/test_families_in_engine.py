@@ -3,6 +3,7 @@ beside requests that decode, and from the cache."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from shared.types import SamplingParams
 
 SHARED, PROMPT_LENS = 70, (150, 131, 90, 33)
 MIXED = {"chunked_prefill_size": 24, "enable_mixed_chunk": True}
-FAMILIES = ("gemma2", "gemma3")
+FAMILIES = ("gemma2", "gemma3", "gpt-oss", "gpt-oss-layer-types")
 SETTINGS = [  # the fast cut has one of each family
     *(
         pytest.param(name, page_size, flags, marks=[] if is_fast else pytest.mark.full)
@@ -63,3 +64,11 @@ def test_optimized(name: str, tmp_path: Path) -> None:
     """Few steps: kernels may be interpreted."""
     prompts = [prompt[: len(prompt) // 2] for prompt in make_prompts()[1:]]
     expect_answers_of_transformers(tmp_path, name, prompts, 4, panel="optimized", page_size=4, **MIXED)
+
+
+def test_a_backend_without_sinks_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["gpt-oss"]))
+    flags: dict[str, Any] = {"device": "cpu", "panel": "reference", "load_format": "dummy"}
+    backend = str(Path(__file__).parents[2] / "docs" / "examples" / "my_paged_decode.py") + ":MyAttention"
+    with pytest.raises(ValueError, match=r"sliding_window is not supported"):
+        LLM(model=str(tmp_path), max_total_tokens=64, use={"attention": backend}, **flags)

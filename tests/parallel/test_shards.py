@@ -89,3 +89,19 @@ def test_made_up_weights_do_not_depend_on_the_number_of_ranks() -> None:
     whole, shards = config("tiny-moe"), Shards(config("tiny-moe"), 0, 2)
     for (name, tensor), (_, part) in zip(dummy_weights(whole), dummy_weights(whole, shards=shards)):
         assert torch.equal(part, shards.cut(name, tensor))
+
+
+def test_a_bias_behind_the_sum_over_ranks_is_added_once() -> None:
+    """By one of the ranks that have parts of the weight: with ep, experts are whole elsewhere."""
+    moe = config("tiny-moe")
+    assert moe.moe is not None
+    whole = replace(moe, o_bias=True, moe=replace(moe.moe, bias=True))
+
+    def added(name: str, size: int, ep: int) -> list[bool]:
+        bias = torch.ones(whole.hidden_size)
+        return [bool(Shards(whole, rank, size, ep).cut(name, bias).any()) for rank in range(size)]
+
+    expert, output = "model.layers.0.mlp.experts.0.down_proj.bias", "model.layers.0.self_attn.o_proj.bias"
+    assert added(expert, 4, 1) == added(output, 4, 1) == added(output, 4, 2) == [True, False, False, False]
+    assert added(expert, 4, 2) == [True, False, True, False]
+    assert added(expert, 4, 4) == [True] * 4

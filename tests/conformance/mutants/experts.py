@@ -8,6 +8,7 @@ import torch
 
 from reference.moe import FusedExperts, MoE, TopK
 from shared.interfaces import TopKOutput
+from shared.modeling.clamped_swiglu import ClampedSwiGLU
 from tests.conformance.mutants.layers import SiluOfTheSecondHalf
 from tests.conformance.mutants.mutant import Mutant, mutant_of
 
@@ -21,7 +22,8 @@ def part_of_moe(impl: type) -> Mutant:
             if issubclass(impl, TopK):
                 self.topk = impl(config)
             else:
-                self.experts = impl(config.num_experts, hidden_size, config.intermediate_size)
+                sizes = config.num_experts, hidden_size, config.intermediate_size
+                self.experts = impl(*sizes, config.bias, config.swiglu_limit)
 
     assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
     return Mutant("moe", impl.__name__, WithPart)
@@ -36,6 +38,34 @@ class BiasInTheWeights(TopK):
         if correction_bias is not None:
             weights = weights + correction_bias[ids.long()]
         return TopKOutput(weights, ids)
+
+
+@part_of_moe
+class SecondBiasWithoutWeight(FusedExperts):
+    """An expert's second bias is added whole, whatever the router's weight."""
+
+    def forward(self, x, topk):
+        y = super().forward(x, topk)
+        if self.b2 is None:
+            return y
+        is_chosen = topk.topk_ids >= 0
+        missing = torch.where(is_chosen, 1 - topk.topk_weights, 0.0)[..., None]
+        return y + (missing * self.b2[topk.topk_ids.clamp(min=0).long()]).sum(1).to(y.dtype)
+
+
+class ClampedOnBothSides(ClampedSwiGLU):
+    def forward(self, gate_up):
+        return super().forward(gate_up.clamp(min=-self.limit))
+
+
+@part_of_moe
+class ClampsTheGateFromBelow(FusedExperts):
+    """The gate is clamped on both sides, as up is."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        if isinstance(self.act_fn, ClampedSwiGLU):
+            self.act_fn = ClampedOnBothSides(self.act_fn.limit)
 
 
 @part_of_moe

@@ -217,6 +217,29 @@ MUTANTS = (
         (("sinks_ptr + head * GROUP", "sinks_ptr"),),
     ),
     KernelMutant(
+        "sink_forgotten_where_keys_are_split",
+        "sinks",
+        "split_kv",
+        ((" offs_g, offs_d, GROUP, HEAD_DIM, HAS_SINKS)", " offs_g, offs_d, GROUP, HEAD_DIM, False)"),),
+    ),
+    KernelMutant(
+        "sink_of_a_tree_forgotten_where_keys_are_split",
+        "fixed-shape",
+        "tree_attention",
+        (("total, sink, HAS_SINKS)", "total, sink, False)"),),
+    ),
+    KernelMutant(
+        "cap_after_the_mask",
+        "soft-cap",
+        "extend_attention",
+        (
+            (
+                'tl.where(sees, scores, float("-inf"))',
+                'tl.where(sees, scores, -LOG2_E * logit_cap if HAS_CAP else float("-inf"))',
+            ),
+        ),
+    ),
+    KernelMutant(
         "out_forgotten",
         "output-given",
         "triton",

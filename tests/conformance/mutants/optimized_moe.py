@@ -11,7 +11,7 @@ import pytest
 from shared.interfaces import MoE
 
 ROOT = Path(__file__).parents[3] / "optimized"
-KERNELS = ("moe_topk", "moe_tiles", "moe_align", "moe_gemm", "moe_gemv", "moe_combine")
+KERNELS = ("moe_act", "moe_topk", "moe_tiles", "moe_align", "moe_gemm", "moe_gemv", "moe_combine")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,27 @@ class KernelMutant:
 
 
 MUTANTS = (
+    KernelMutant(
+        "up_gets_the_bias_of_gate",
+        "biases-and-clamps",
+        "moe_gemm",
+        "up += bias_of(bias_ptr, expert, INTER,",
+        "up += bias_of(bias_ptr, expert, 0,",
+    ),
+    KernelMutant(
+        "bias_of_the_first_choice_for_all",
+        "biases-and-clamps",
+        "moe_gemv",
+        "y += choice_weights[j] * bias_of(bias_ptr, ids[j],",
+        "y += choice_weights[j] * bias_of(bias_ptr, ids[0],",
+    ),
+    KernelMutant(
+        "clamps_the_product",
+        "biases-and-clamps",
+        "moe_act",
+        "up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)",
+        "up = tl.minimum(up, LIMIT)",
+    ),
     KernelMutant(
         "ties_go_to_the_last",
         "ties",
@@ -105,8 +126,8 @@ MUTANTS = (
         "up_before_gate",
         "fused-experts",
         "moe_gemm",
-        "gate / (1.0 + tl.exp(-gate)) * up",
-        "up / (1.0 + tl.exp(-up)) * gate",
+        "gated(gate, up, LIMIT)",
+        "gated(up, gate, LIMIT)",
     ),
     KernelMutant(
         "rows_are_pairs", "fused-experts", "moe_gemm", "(pairs // TOP_K).to(tl.int64)", "pairs.to(tl.int64)"

@@ -116,6 +116,18 @@ class LogitsWithoutCap:
 
 
 @mixed_into_every_model
+class WindowsWithoutSinks:
+    """Layers with a window forget their sinks."""
+
+    def __init__(self, config, layers, moe):
+        super().__init__(config, layers, moe)
+        for decoder_layer in self.model.layers:
+            attn = decoder_layer.self_attn
+            if config.attn_sinks and attn.layer.sliding_window >= 0:
+                attn.attention_layer = lambda layer=attn.layer: layer
+
+
+@mixed_into_every_model
 class NoNormOfHeads:
     """q and k go without their norm, where the family has one."""
 

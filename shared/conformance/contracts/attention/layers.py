@@ -22,6 +22,7 @@ from shared.conformance.tolerance import tolerance
 from shared.interfaces import AttentionBackend
 
 LONG = AttentionCase("long prompt", ((40, 260),))
+SPLIT = AttentionCase("decode, long", ((400, 1), (700, 1)))  # several CTAs share a request's keys
 SINKS = (-30.0, 0.3, 2.0, 12.0)
 
 
@@ -83,7 +84,7 @@ def soft_cap(impl: type[AttentionBackend], case: AttentionCase) -> None:
     "A sink takes part in the softmax and adds no value.",
     tuple(
         case
-        for batch in (DECODE, EXTEND, MIXED)
+        for batch in (DECODE, EXTEND, MIXED, SPLIT)
         for case in in_types(
             replace(batch, name=f"{batch.name}, sinks", sinks=SINKS), torch.float32, torch.bfloat16
         )

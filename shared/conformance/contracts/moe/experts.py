@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -22,6 +23,8 @@ from shared.interfaces.layers import MergedLinear
 class Experts(Case):
     """Tokens choose among the first `num_used` experts; the others hold NaN."""
 
+    bias = False
+    swiglu_limit = 0.0
     seed = 0
 
     def check(self) -> None:
@@ -31,7 +34,14 @@ class Experts(Case):
             raise ValueError("sizes must be at least 1")
 
     def make(self, impl: type[MoE], inputs: Inputs) -> FusedExperts:
-        config = MoEConfig(self.num_experts, self.num_chosen, self.intermediate_size, False)
+        config = MoEConfig(
+            self.num_experts,
+            self.num_chosen,
+            self.intermediate_size,
+            norm_topk_prob=False,
+            bias=self.bias,
+            swiglu_limit=self.swiglu_limit,
+        )
         experts = make_moe(impl, config, self.hidden_size, self.dtype).experts
         inputs.fill_(experts)
         for parameter in experts.parameters():
@@ -74,15 +84,34 @@ EXPERTS = table(
 )
 
 
-def experts64(x: torch.Tensor, topk: TopKOutput, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+def experts64(
+    x: torch.Tensor,
+    topk: TopKOutput,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    b13: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    swiglu_limit: float = 0.0,
+) -> torch.Tensor:
     """Token by token, choice by choice."""
     x, w13, w2 = x.double().cpu(), w13.double().cpu(), w2.double().cpu()
+    b13, b2 = (
+        torch.zeros(w.shape[:2], dtype=w.dtype) if b is None else b.double().cpu()
+        for w, b in ((w13, b13), (w2, b2))
+    )
+    act = partial(clamped_swiglu64, limit=swiglu_limit) if swiglu_limit > 0 else silu_and_mul64
     y = torch.zeros_like(x)
     for t, (weights, ids) in enumerate(zip(topk.topk_weights.tolist(), topk.topk_ids.tolist())):
         for weight, e in zip(weights, ids):
             if e >= 0:
-                y[t] += weight * (w2[e] @ silu_and_mul64(w13[e] @ x[t]))
+                y[t] += weight * (w2[e] @ act(w13[e] @ x[t] + b13[e]) + b2[e])
     return y
+
+
+def clamped_swiglu64(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
 
 
 def silu_and_mul64(gate_up: torch.Tensor) -> torch.Tensor:
@@ -106,6 +135,39 @@ def fused_experts(impl: type[MoE], case: Experts) -> None:
     expect_form("y", y, like=x)
     expect_equal("x afterwards", x, before)
     expect_close("y", y, experts64(x, topk, module.w13, module.w2), tolerance("moe", case.dtype))
+
+
+@contract(
+    "With biases and a clamped SwiGLU, as in GPT-OSS: act = gate * sigmoid(1.702 gate) * (up + 1), gate and "
+    "up clamped before; the second bias is weighted as the rest. An implementation without them refuses.",
+    tuple(
+        case
+        for bias, limit in ((True, 1.5), (True, 0.0), (False, 0.75))
+        for case in table(
+            SIZES,
+            *((n, 6, 5, 3, 40, 24, dtype) for dtype in FLOAT_TYPES for n in (1, 9, 70)),
+            name=f"{{num_tokens}} tokens, {'biases' * bias or 'no biases'}, limit {limit:g}, {{dtype}}",
+            of=Experts,
+            bias=bias,
+            swiglu_limit=limit,
+        )
+    ),
+)
+def biases_and_clamps(impl: type[MoE], case: Experts) -> None:
+    """A padding choice in every third token: its expert's bias does not count either."""
+    inputs = Inputs(case.seed)
+    try:
+        module = case.make(impl, inputs)
+    except ValueError:
+        return
+    topk = case.topk(inputs)
+    topk.topk_ids[::3, 1] = -1
+    for bias in (module.b13, module.b2):
+        if bias is not None:
+            bias.data[: case.num_used] = inputs.normal(case.num_used, bias.shape[1], dtype=case.dtype)
+    x = inputs.normal(case.num_tokens, case.hidden_size, dtype=case.dtype)
+    expected = experts64(x, topk, module.w13, module.w2, module.b13, module.b2, case.swiglu_limit)
+    expect_close("y", run_poisoned(module, x, topk), expected, tolerance("moe", case.dtype))
 
 
 @contract(
@@ -186,6 +248,7 @@ class Layer(Case):
 
     shared_intermediate_size = 0
     shared_expert_gate = False
+    bias = False
     dtype = torch.float32
     hidden_size = 40
     seed = 0
@@ -195,12 +258,15 @@ class Layer(Case):
             self.routing.config(),
             shared_intermediate_size=self.shared_intermediate_size,
             shared_expert_gate=self.shared_expert_gate,
+            bias=self.bias,
+            swiglu_limit=1.5 if self.bias else 0.0,
         )
 
 
 ALL = Routing("all", num_experts_per_tok=7, norm_topk_prob=True, num_tokens=33)
 LAYERS = (
     *(Layer(routing.name, routing=routing) for routing in ROUTINGS if routing.num_experts <= 12),
+    Layer("as GPT-OSS", routing=ROUTINGS[1], bias=True),
     *grid(
         lambda routing, shared_expert_gate, **_: (
             f"{routing.name}, shared experts{', gated' * shared_expert_gate}"
@@ -229,6 +295,10 @@ def parameter_shapes(config: MoEConfig, hidden_size: int) -> dict[str, tuple[int
         "experts.w13": (config.num_experts, 2 * config.intermediate_size, hidden_size),
         "experts.w2": (config.num_experts, hidden_size, config.intermediate_size),
     }
+    if config.bias:
+        shapes["gate.bias"] = (config.num_experts,)
+        shapes["experts.b13"] = shapes["experts.w13"][:2]
+        shapes["experts.b2"] = shapes["experts.w2"][:2]
     if config.routing == "biased-grouped":
         shapes["correction_bias"] = (config.num_experts,)
     if size := config.shared_intermediate_size:
@@ -254,9 +324,22 @@ def named_weights(moe: MoE) -> dict[str, torch.Tensor]:
     return weights
 
 
+def moe_or_refusal(impl: type[MoE], case: Layer) -> MoE | None:
+    """None: the implementation has no biases and clamped SwiGLU."""
+    try:
+        return make_moe(impl, case.config(), case.hidden_size, case.dtype)
+    except ValueError:
+        if not case.bias:
+            raise
+        return None
+
+
 @contract("Its parameters have the names and shapes that weights are loaded by.", LAYERS)
 def parameters(impl: type[MoE], case: Layer) -> None:
-    weights = named_weights(make_moe(impl, case.config(), case.hidden_size, case.dtype))
+    moe = moe_or_refusal(impl, case)
+    if moe is None:
+        return
+    weights = named_weights(moe)
     found = {name: tuple(weight.shape) for name, weight in weights.items()}
     expect_equal("parameters", found, parameter_shapes(case.config(), case.hidden_size))
     types = {name: weight.dtype for name, weight in weights.items()}
@@ -268,16 +351,18 @@ def parameters(impl: type[MoE], case: Layer) -> None:
 def layer(impl: type[MoE], case: Layer) -> None:
     inputs = Inputs(case.seed)
     config = case.config()
-    moe = make_moe(impl, config, case.hidden_size, case.dtype)
+    moe = moe_or_refusal(impl, case)
+    if moe is None:
+        return
     inputs.fill_(moe)
     x = inputs.normal(case.routing.num_tokens, case.hidden_size, dtype=case.dtype)
     w = {name: weight.detach().double() for name, weight in named_weights(moe).items()}
     x64 = x.double()
     expected = experts64(
         x64,
-        route_all64(config, x64 @ w["gate.weight"].T, w.get("correction_bias")),
-        w["experts.w13"],
-        w["experts.w2"],
+        route_all64(config, x64 @ w["gate.weight"].T + w.get("gate.bias", 0.0), w.get("correction_bias")),
+        *(w.get(f"experts.{name}") for name in ("w13", "w2", "b13", "b2")),
+        swiglu_limit=config.swiglu_limit,
     ).to(check_device())
     if case.shared_intermediate_size:
         gate_up = [x64 @ w[f"shared_experts.{name}_proj.weight"].T for name in ("gate", "up")]
