@@ -1,0 +1,80 @@
+"""DeepSeek's families in an engine: greedy tokens of transformers, whatever the schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_harness import hf_greedy, random_hf_model
+
+from shared.conformance.configs import CONFIGS
+from shared.engine.llm import LLM
+
+NUM_NEW = 12
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "whole": {"disable_radix_cache": True},
+    "chunked": {"chunked_prefill_size": 16},
+    "mixed": {"chunked_prefill_size": 16, "enable_mixed_chunk": True},
+    "one at a time": {"max_running_requests": 1},
+}
+FAST = {("deepseek-v3", "reference", "mixed", 4), ("deepseek-v2", "absorbed", "chunked", 16)}
+CASES = [
+    pytest.param(*case, marks=[] if case in FAST else pytest.mark.full)
+    for name in ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3")
+    for form in ("reference", "absorbed")
+    for schedule in SCHEDULES
+    for page_size in (1, 4, 16)
+    for case in [(name, form, schedule, page_size)]
+]
+
+
+def prompts() -> list[list[int]]:
+    """The second and third share a prefix with the first, which ends inside a page."""
+    ids = torch.randint(3, 331, (90,), generator=torch.Generator().manual_seed(5)).tolist()
+    return [ids[:50], ids[:37] + ids[60:70], ids[:50] + ids[70:], ids[80:83]]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[list[int]]]]:
+    """Folders, and the tokens that transformers gives."""
+    made = {}
+    for name in ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3"):
+        hf_model = random_hf_model(CONFIGS[name], seed=1)
+        folder = tmp_path_factory.mktemp(name)
+        hf_model.save_pretrained(folder)
+        answers = []
+        for prompt in prompts():
+            tokens, logits = hf_greedy(hf_model, prompt, NUM_NEW)
+            best, second = logits[-NUM_NEW - 1 : -1].topk(2).values.unbind(-1)
+            assert (best - second).min() > 1e-3, "a near tie: the texts could differ for no reason"
+            answers.append(tokens)
+        made[name] = folder, answers
+    return made
+
+
+@pytest.mark.parametrize(("name", "form", "schedule", "page_size"), CASES)
+def test_greedy_tokens(
+    name: str,
+    form: str,
+    schedule: str,
+    page_size: int,
+    checkpoints: dict[str, tuple[Path, list[list[int]]]],
+) -> None:
+    folder, expected = checkpoints[name]
+    llm = LLM(
+        model=str(folder),
+        panel="reference",
+        device="cpu",
+        page_size=page_size,
+        max_total_tokens=512,
+        check_invariants=True,
+        use={"mla_attention": form},
+        **SCHEDULES[schedule],
+    )
+    for _ in range(2):  # the second time from the cache, where there is one
+        outputs = llm.generate(
+            prompts(), temperature=0, max_tokens=NUM_NEW, ignore_eos=True, progress=False
+        )
+        assert [list(output.output_ids) for output in outputs] == expected
