@@ -49,7 +49,9 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     },
     "mla_attention": {
         "reference": "reference.mla_attention:ExpandedMLA",
+        "optimized": "optimized.attention.mla_triton:TritonMLA",
         "absorbed": "reference.mla_attention:AbsorbedMLA",
+        "triton": "optimized.attention.mla_triton:TritonMLA",
     },
     "layers": {"reference": "reference.layers", "optimized": "optimized.layers"},
     "quantization": {"reference": "reference.quantization", "optimized": "optimized.quantization"},
@@ -105,6 +107,7 @@ NEEDS_CUDA: dict[str, tuple[str, ...]] = {"attention": ("flashinfer", "fa3")}
 
 NEEDS_TRITON: dict[str, tuple[str, ...]] = {
     "attention": ("optimized", "triton"),
+    "mla_attention": ("optimized", "triton"),
     **dict.fromkeys(
         ("layers", "lora", "quantization", "moe", "models", "draft_models", "sampler", "draft_tree"),
         ("optimized",),

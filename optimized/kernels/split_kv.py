@@ -106,13 +106,30 @@ def _merge(
     MERGED_G: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The parts of the CTAs [first_program, last_program], one after the other; but PARTS at a time are
-    loaded at once, and no thread needs what another holds."""
-    offs_g, offs_d = tl.arange(0, MERGED_G), tl.arange(0, BLOCK_D)
+    loaded at once, and no thread needs what another holds. Wide outputs are merged in runs of columns."""
+    COLUMNS: tl.constexpr = BLOCK_D if BLOCK_D <= 256 else 128
+    for first_column in range(0, BLOCK_D, COLUMNS):
+        offs_d = first_column + tl.arange(0, COLUMNS)
+        _merge_columns(
+            out_row, sinks_ptr, workspace_ptr, head, num_kv_heads, num_programs,
+            first_program, last_program, first_part, v_scale, offs_d,
+            GROUP, HEAD_DIM, COLUMNS, MERGED_G, HAS_SINKS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge_columns(
+    out_row, sinks_ptr, workspace_ptr, head, num_kv_heads, num_programs,
+    first_program, last_program, first_part, v_scale, offs_d,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    MERGED_G: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    offs_g = tl.arange(0, MERGED_G)
     in_group = (offs_g < GROUP)[:, None]
     mask = in_group & (offs_d < HEAD_DIM)[None, :]
     num_rows = 2 * num_programs * num_kv_heads * GROUP
     state_ptr = workspace_ptr + num_rows * HEAD_DIM
-    acc = tl.zeros([MERGED_G, BLOCK_D], tl.float32)
+    acc = tl.zeros([MERGED_G, COLUMNS], tl.float32)
     largest = tl.full([MERGED_G, 1], float("-inf"), tl.float32)
     total = tl.zeros([MERGED_G, 1], tl.float32)
     for start in range(first_program, last_program + 1, PARTS):

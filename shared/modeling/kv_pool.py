@@ -25,6 +25,8 @@ def build_kv_pool(
     layers = size, page_size, config.num_hidden_layers
     pool: TokenToKVPool
     if config.mla is not None:
+        if dtype.itemsize == 1:
+            raise ValueError(f"a KV pool of {dtype} is not supported for {config.architecture}: 16 bits are")
         sizes = config.mla.kv_lora_rank, config.mla.qk_rope_head_dim
         pool = component("mla_memory_pool")(*layers, *sizes, dtype, device)
     else:

@@ -14,7 +14,9 @@ from tests.conformance.fast_cut import MAX_COVER, fast_cases
 
 def marks(component: str, choice: str) -> list[Any]:
     """Off a GPU the panel's own choice of attention is `triton`, which is there under its name."""
-    needs_gpu = registry.needs_cuda(component, choice) or (component, choice) == ("attention", "optimized")
+    needs_gpu = registry.needs_cuda(component, choice) or (
+        choice == "optimized" and component in ("attention", "mla_attention")
+    )
     return [pytest.mark.gpu] if needs_gpu else []
 
 

@@ -15,8 +15,11 @@ import torch
 from optimized.kernels import fixed_order_gemm, moe_tiles, small_batch_linear
 from optimized.kernels.decode_attention import decode_attention
 from optimized.kernels.dequantize import dequantize
+from optimized.kernels.expanded_attention import AttentionState, expanded_attention
 from optimized.kernels.extend_attention import extend_attention
 from optimized.kernels.fixed_split_attention import fixed_split_attention
+from optimized.kernels.mla_decode import mla_decode
+from optimized.kernels.mla_extend import mla_extend
 from optimized.kernels.moe_align import align
 from optimized.kernels.moe_combine import combine
 from optimized.kernels.moe_gemm import down_gemm, up_gemm
@@ -113,6 +116,29 @@ def deterministic(head_dim: int, group: int, dtype: torch.dtype, **options: Any)
             q, *others, *new, out=torch.empty_like(q), scale=1.0, is_decode=is_decode, page_size=page_size,
             **options,
         )  # fmt: skip
+
+
+def mla(kind: str, num_heads: int, tokens: int, dtype: torch.dtype) -> None:
+    batch, rank = 4, 512
+    rows = torch.empty(4096, 1, rank + 64, dtype=dtype)
+    where = torch.empty(512, 8192, dtype=torch.int32), *torch.empty(2, batch, dtype=torch.int64)
+    q = torch.empty(batch * tokens, num_heads, rank + 64, dtype=dtype)
+    if kind == "decode":
+        counters = torch.empty(batch * num_heads, dtype=torch.int32)
+        mla_decode(q, rows, *where, counters, kv_lora_rank=rank, scale=1.0)
+    elif kind == "extend":
+        new = torch.empty(2, batch, dtype=torch.int64)
+        mla_extend(q, rows, *where, *new, kv_lora_rank=rank, scale=1.0)
+    else:
+        q = torch.empty(batch * tokens, num_heads, 192, dtype=dtype)
+        kv, k_rope = torch.empty(999, num_heads * 256, dtype=dtype), rows[:999, 0, rank:]
+        indptr = torch.empty(batch + 1, dtype=torch.int64)
+        state = AttentionState(len(q), num_heads, 128, q.device)
+        options = {"scale": 1.0, "v_head_dim": 128, "state": state}
+        expanded_attention(q, kv, k_rope, indptr, indptr, is_causal=False, **options)
+        expanded_attention(
+            q, kv, k_rope, indptr, indptr, is_causal=True, out=q.new_empty(len(q), num_heads, 128), **options
+        )
 
 
 def linear(num_tokens: int, size: int, out: int, dtype: torch.dtype, kind: str) -> None:
@@ -254,6 +280,12 @@ def _launches() -> dict[str, Launch]:
                 add(extend, f"d{head_dim}-m{4 * tokens}-{name}-fp8kv", head_dim, 4, tokens, dtype, FP8)
                 add(tree, f"d{head_dim}-m{4 * tokens}-{name}-fp8kv", head_dim, 4, tokens, dtype, FP8)
             add(rope, f"d{head_dim}-t8-{name}-fp8kv", 8, head_dim, head_dim, True, dtype, kv_dtype=FP8)
+    for num_heads in (10, 16, 128):
+        for name, dtype in DTYPES.items():
+            add(mla, f"decode-h{num_heads}-{name}", "decode", num_heads, 1, dtype)
+            for tokens in (4, 200):
+                add(mla, f"extend-h{num_heads}-t{tokens}-{name}", "extend", num_heads, tokens, dtype)
+                add(mla, f"expanded-h{num_heads}-t{tokens}-{name}", "expanded", num_heads, tokens, dtype)
     for model, config in MODELS.items():
         hidden, inter = config.hidden_size, config.intermediate_size
         q, kv = config.num_qo_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -33,6 +33,7 @@ FAST = (
     ("sm_90", "decode-d128-g4-bf16-extras"),
     ("sm_90", "decode-d128-g4-bf16-fp8kv"),
     ("sm_90", "rope-d128-t8-bf16-fp8kv"),
+    ("sm_86", "mla-extend-h16-t4-bf16"),
     ("sm_90", "one_shot-t2-bf16"),
     ("sm_90", "linear-Qwen3-0.6B-t64-down"),
     ("sm_100", "linear-Qwen3-8B-t16-qkv"),
@@ -43,7 +44,7 @@ FAST = (
     ("sm_120", "decode-d256-g4-bf16"),
     ("sm_120", "linear-Qwen3-8B-t16-qkv"),
 )
-TILED = ("decode", "deterministic", "extend", "tree", "linear", "experts", "quantized")
+TILED = ("decode", "deterministic", "extend", "mla", "tree", "linear", "experts", "quantized")
 """Kernels whose tiles depend on the GPU. The others are compiled for the oldest and the newest GPU."""
 FULL = [
     (gpu, name)

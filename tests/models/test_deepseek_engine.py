@@ -23,10 +23,11 @@ FAST = {("deepseek-v3", "reference", "mixed", 4), ("deepseek-v2", "absorbed", "c
 CASES = [
     pytest.param(*case, marks=[] if case in FAST else pytest.mark.full)
     for name in ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3")
-    for form in ("reference", "absorbed")
+    for form in ("reference", "absorbed", "triton")
     for schedule in SCHEDULES
     for page_size in (1, 4, 16)
     for case in [(name, form, schedule, page_size)]
+    if form != "triton" or page_size == 4
 ]
 
 
@@ -65,7 +66,7 @@ def test_greedy_tokens(
     folder, expected = checkpoints[name]
     llm = LLM(
         model=str(folder),
-        panel="reference",
+        panel="optimized" if form == "triton" else "reference",
         device="cpu",
         page_size=page_size,
         max_total_tokens=512,
@@ -74,7 +75,5 @@ def test_greedy_tokens(
         **SCHEDULES[schedule],
     )
     for _ in range(2):  # the second time from the cache, where there is one
-        outputs = llm.generate(
-            prompts(), temperature=0, max_tokens=NUM_NEW, ignore_eos=True, progress=False
-        )
+        outputs = llm.generate(prompts(), temperature=0, max_tokens=NUM_NEW, ignore_eos=True, progress=False)
         assert [list(output.output_ids) for output in outputs] == expected

@@ -27,15 +27,15 @@ def grid(*cases: MLACase) -> tuple[MLACase, ...]:
             case, name=f"{case.name}, {type_name(dtype)}, page {page_size}", dtype=dtype, page_size=page_size
         )
         for i, case in enumerate(cases)
-        for dtype, page_size in (
-            (torch.float32, pages[i % 3]),
-            (torch.bfloat16, pages[(i + 1) % 3]),
-            (torch.bfloat16, pages[(i + 2) % 3]),
-        )
+        for dtype, page_size in ((torch.float32, pages[i % 3]), (torch.bfloat16, pages[(i + 1) % 3]))
     )
 
 
-STEPS = grid(DECODE, EXTEND, MIXED)
+STEPS = (
+    replace(DECODE, name="decode, page 4", page_size=4),
+    replace(EXTEND, name="extend, bfloat16, page 16", page_size=16, dtype=torch.bfloat16),
+    replace(MIXED, name="mixed, bfloat16, small sizes", dtype=torch.bfloat16, **SMALL),
+)
 
 decode = batches.decode.with_cases(
     grid(
@@ -83,8 +83,8 @@ nan_stays = steps.nan_stays.with_cases(STEPS)
 same_output = steps.same_output.with_cases(STEPS)
 output_given = outputs.output_given.with_cases(STEPS)
 ragged_plans = ragged.ragged.with_cases(
-    grid(
-        MLACase("prompts", ((17, 3), (0, 21), (5, 1), (130, 40), (0, 2))),
-        MLACase("decoding", ((17, 1), (70, 1), (5, 1), (150, 1), (0, 1))),
+    (
+        MLACase("prompts", ((17, 3), (0, 21), (5, 1), (130, 40), (0, 2)), **SMALL),
+        MLACase("decoding", ((17, 1), (70, 1), (5, 1), (150, 1), (0, 1)), dtype=torch.bfloat16, page_size=4),
     )
 )

@@ -1,0 +1,88 @@
+"""The kernels of latent attention beyond the contract: prefixes in chunks, states that are merged, groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from optimized.attention import mla_triton
+from optimized.attention.mla_triton import TritonMLA
+from optimized.kernels.expanded_attention import AttentionState, expanded_attention
+from optimized.kernels.mla_decode import group_size
+from shared.conformance.attention_batches import expect_attention
+from shared.conformance.compare import expect_close, expect_equal
+from shared.conformance.contracts.mla_attention.batches import EXTEND, MIXED, SMALL
+from shared.conformance.device import check_device
+from shared.conformance.inputs import Inputs
+from shared.conformance.mla_batches import MLACase
+from shared.conformance.tolerance import tolerance
+
+LONG = MLACase("long", ((70, 90), (0, 40), (33, 1)), **SMALL)
+FAST = ("cached prefixes", 24, torch.float32), ("mixed", 24, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("batch", "chunk_keys", "dtype"),
+    [
+        pytest.param(
+            replace(batch, **SMALL), chunk_keys, dtype,
+            id=f"{batch.name}-{chunk_keys}-{dtype}",
+            marks=[] if (batch.name, chunk_keys, dtype) in FAST else pytest.mark.full,
+        )
+        for batch in (EXTEND, MIXED, LONG)
+        for chunk_keys in (4096, 24, 3)
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+)  # fmt: skip
+def test_prompts_expanded_in_chunks(
+    dtype: torch.dtype, batch: MLACase, chunk_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some requests have no key in a chunk, and some none in any."""
+    monkeypatch.setattr(mla_triton, "EXPAND_FROM", 1)
+    monkeypatch.setattr(mla_triton, "CHUNK_KEYS", chunk_keys)
+    calls = []
+    monkeypatch.setattr(
+        mla_triton,
+        "expanded_attention",
+        lambda *args, **kw: calls.append(1) or expanded_attention(*args, **kw),
+    )
+    expect_attention(TritonMLA, replace(batch, dtype=dtype, page_size=4))
+    assert len(calls) >= (2 if chunk_keys == 4096 else 3), "the prefix, then the tokens themselves"
+
+
+@pytest.mark.full
+def test_long_prompts_are_expanded_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla_triton, "mla_extend", None)
+    expect_attention(TritonMLA, MLACase("long prompts", ((10, 270),), **SMALL))
+
+
+def test_the_state_is_a_sum_in_log2() -> None:
+    """lse: log2 of the sum of 2 ** (log2(e) * score), and -inf where a request has no key."""
+    inputs, heads, nope, rope, v_dim = Inputs(0), 2, 20, 12, 28
+    q, kv = inputs.normal(9, heads, nope + rope), inputs.normal(13, heads * (nope + v_dim))
+    k_rope = inputs.normal(13, rope)
+    device = check_device()
+    qo_indptr, kv_indptr = torch.tensor([[0, 5, 9], [0, 13, 13]], device=device)
+    state = AttentionState(9, heads, v_dim, device)
+    options = {"scale": 0.3, "v_head_dim": v_dim, "state": state, "is_causal": False}
+    expanded_attention(q, kv, k_rope, qo_indptr, kv_indptr, **options)
+    k, v = kv.unflatten(1, (heads, -1)).split([nope, v_dim], dim=2)
+    k = torch.cat((k, k_rope[:, None].expand(-1, heads, -1)), dim=2)
+    scores = torch.einsum("qhd,khd->qhk", q[:5].double(), k.double()) * 0.3
+    close = tolerance("attention", torch.float32)
+    expect_close("lse", state.lse[:5], scores.logsumexp(-1) / torch.tensor(2.0).log(), close)
+    expected = torch.einsum("qhk,khd->qhd", scores.softmax(-1), v.double())
+    expect_close("output", state.output[:5], expected, close)
+    expect_equal("lse without keys", state.lse[5:], torch.full_like(state.lse[5:], -torch.inf))
+    expect_equal("output without keys", state.output[5:], torch.zeros_like(state.output[5:]))
+    before = state.output.clone(), state.lse.clone()
+    expanded_attention(q, kv, k_rope, qo_indptr, torch.zeros_like(kv_indptr), **options)
+    for what, now, then in zip(("output", "lse"), (state.output, state.lse), before):
+        expect_close(f"{what} after a chunk without keys", now, then, close)
+
+
+@pytest.mark.parametrize(("num_heads", "group"), [(16, 16), (128, 16), (20, 10), (3, 3), (17, 1), (40, 10)])
+def test_groups_of_heads_are_equal(num_heads: int, group: int) -> None:
+    assert group_size(num_heads) == group
