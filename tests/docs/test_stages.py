@@ -168,7 +168,7 @@ def test_the_first_failing_group_and_case_are_shown(tmp_path: Path) -> None:
     source = (ROOT / "docs/examples/my_radix_cache.py").read_text(encoding="utf-8")
     file = tmp_path / "my_cache.py"
     file.write_text(
-        source.replace("upper.hits, upper.lock_ref = lower.hits, lower.lock_ref", "upper.hits = lower.hits")
+        source.replace("upper.lock_ref, lower.parent = lower.lock_ref, upper", "lower.parent = upper")
     )
     result = CliRunner().invoke(app, ["check", "--stage", "05", str(file)])
     assert result.exit_code == 1
