@@ -20,23 +20,30 @@ def on_ranks(
     function: Callable[[Collectives], T],
     seconds: float = SECONDS,
     impl: type[Collectives] | None = None,
+    *,
+    ends_together: bool = True,
 ) -> list[T]:
     """What `function` returns on each of `size` ranks, in their order. The first error of a rank is raised:
-    its group ends, which raises on the other ranks too. `impl`: the reference if None."""
+    its group ends, which raises on the other ranks too. `impl`: the reference if None. `ends_together`: a
+    rank that has returned stays connected until all have; else its group ends at once."""
     from torch.distributed import HashStore
 
     store, chosen = HashStore(), impl or registry.load("collectives", "reference")
     errors: list[BaseException] = []
     connected = Barrier(size)  # a rank that ended earlier would break the group of those that still connect
+    kept: list[Collectives] = []
 
-    def connect(rank: int) -> Collectives:
+    def use(rank: int) -> T:
         group = chosen(store, rank, size, seconds)
         connected.wait(seconds)
-        return group
+        result = function(group)
+        if ends_together:
+            kept.append(group)
+        return result
 
     def run(rank: int) -> T | None:
         try:
-            return function(connect(rank))
+            return use(rank)
         except BaseException as error:
             connected.abort()
             errors.append(error)
