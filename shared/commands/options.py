@@ -207,8 +207,15 @@ class EngineOptions:
         _option(GRAPHS, "Largest captured prefill step, in tokens; 0: none. Default: by the model's size."),
     ] = None
 
+    skip_warmup: Annotated[
+        bool | None, _option(GRAPHS, "Serve without warm-up requests.", "--skip-warmup")
+    ] = None
+
     check_invariants: Annotated[
         bool | None, _option(SCHEDULING, "Check every pool after every step (slow).", "--check-invariants")
+    ] = None
+    check_idle: Annotated[
+        bool | None, _option(SCHEDULING, "Check every pool whenever no request is left.", "--check-idle")
     ] = None
 
     def to_flags(self) -> dict[str, Any]:

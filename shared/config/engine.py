@@ -99,8 +99,12 @@ class EngineConfig:
     cuda_graph_bs: tuple[int, ...] | None = None  # captured batch sizes; default: 1, 2, 4, 8, 12, 16, 24 ...
     cuda_graph_max_tokens: int | None = None  # largest captured prefill step, 0: none; default: by model
 
+    # Server
+    skip_warmup: bool = False  # on a GPU a server runs some requests of its own before the first one
+
     # Debugging
     check_invariants: bool = False  # after every step: slow, for tests and debugging
+    check_idle: bool = False  # the same whenever no request is left
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():

@@ -33,6 +33,8 @@ class ParallelFlags(Protocol):
     @property
     def check_invariants(self) -> bool: ...
     @property
+    def check_idle(self) -> bool: ...
+    @property
     def num_lora_slots(self) -> int: ...
 
 
@@ -64,7 +66,7 @@ def check_parallel_flags(flags: ParallelFlags) -> None:
         for name in ("tp", "pp", "dp"):
             if getattr(flags, name) > 1:
                 raise ValueError(f"disaggregation=True does not work with {name}={getattr(flags, name)}")
-        for name in ("dp_attention", "speculative", "disable_radix_cache", "check_invariants"):
+        for name in ("dp_attention", "speculative", "disable_radix_cache", "check_invariants", "check_idle"):
             if getattr(flags, name):
                 raise ValueError(f"disaggregation=True does not work with {name}={getattr(flags, name)}")
     redundant = flags.ep_num_redundant_experts

@@ -328,7 +328,7 @@ class BaseScheduler(interface.Scheduler):
 
     def _take_outputs(self) -> list[StepOutput]:
         """What the step reports, once its end state is checked (if the configuration asks for it)."""
-        if self.config.check_invariants:
+        if self.config.check_invariants or (self.config.check_idle and not self.live):
             parts = self.parts
             check_invariants(self.state(), parts.allocator, parts.req_to_token_pool, parts.tree_cache)
         outputs, self.outputs = self.outputs, []

@@ -27,6 +27,7 @@ from shared.server.messages import (
     ToEngine,
     finish_of,
 )
+from shared.server.warm_up import warm_up
 from shared.types import FinishAbort, FinishReason, Req, StepOutput
 
 IDLE_TICK = 0.1
@@ -69,6 +70,8 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until stopped. An error of the engine is reported as `Dead`, and raised."""
         try:
+            if str(self.assembly.config.device).startswith("cuda") and not self.assembly.config.skip_warmup:
+                warm_up(self.assembly)
             self.channel.send(self._ready())
             while not self._is_stopping:
                 self._read_messages()
