@@ -52,7 +52,6 @@ class FusedExperts(interface.FusedExperts):
         if bias:
             self.b13 = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size), requires_grad=False)
             self.b2 = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
-        self.swiglu_limit = swiglu_limit
 
     # --8<-- [start:run-experts]
     def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:

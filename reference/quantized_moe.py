@@ -8,16 +8,25 @@ import torch.nn.functional as F
 from reference.layers import SiluAndMul
 from shared.interfaces.moe import TopKOutput
 from shared.interfaces.quantized_experts import QuantizedExperts as Interface
+from shared.modeling.clamped_swiglu import ClampedSwiGLU
 from shared.modeling.quantization import dequantize, dequantized_input
 from shared.types.quantization import QuantScheme
 
 
 class QuantizedExperts(Interface):
+    supports_gpt_oss = True
+
     def __init__(
-        self, num_experts: int, hidden_size: int, intermediate_size: int, scheme: QuantScheme
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        scheme: QuantScheme,
+        bias: bool = False,
+        swiglu_limit: float = 0.0,
     ) -> None:
-        super().__init__(num_experts, hidden_size, intermediate_size, scheme)
-        self.act_fn = SiluAndMul()
+        super().__init__(num_experts, hidden_size, intermediate_size, scheme, bias, swiglu_limit)
+        self.act_fn = ClampedSwiGLU(swiglu_limit) if swiglu_limit > 0 else SiluAndMul()
 
     # --8<-- [start:run-quantized-experts]
     def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
@@ -36,5 +45,7 @@ class QuantizedExperts(Interface):
         parts = (getattr(self, name + suffix) for suffix in ("", "_scale", "_zero"))
         weight, scale, zero = (None if part is None else part[expert_id] for part in parts)
         weight = dequantize(weight, scale, zero, self.scheme)
-        return F.linear(dequantized_input(x, self.scheme, None), weight)
+        biases = self.b13 if name == "w13" else self.b2
+        bias = None if biases is None else biases[expert_id].to(weight.dtype)
+        return F.linear(dequantized_input(x, self.scheme, None), weight, bias)
         # --8<-- [end:run-quantized-experts]

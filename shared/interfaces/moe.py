@@ -67,6 +67,7 @@ class FusedExperts(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.b13 = self.b2 = None
+        self.swiglu_limit = swiglu_limit
 
     @abstractmethod
     def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:

@@ -20,9 +20,12 @@ class QuantizedExperts(FusedExperts, ABC):
     a token depends on no other token.
 
     Parameters: `w13` and `w2` with `w13_scale` and `w2_scale`, and by scheme `w13_zero` and `w2_zero`: the
-    tensors of `QuantScheme.tensors` of each expert, one behind the other. A rank's experts may be moved by
-    moving the rows of all parameters.
+    tensors of `QuantScheme.tensors` of each expert, one behind the other; and biases as in `FusedExperts`,
+    not quantized. A rank's experts may be moved by moving the rows of all parameters.
     """
+
+    supports_gpt_oss: bool = False
+    """Biases and a swiglu_limit. Otherwise they are a `ValueError`."""
 
     scheme: QuantScheme
     w13_scale: nn.Parameter
@@ -31,12 +34,22 @@ class QuantizedExperts(FusedExperts, ABC):
     w2_zero: nn.Parameter | None
 
     def __init__(
-        self, num_experts: int, hidden_size: int, intermediate_size: int, scheme: QuantScheme
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        scheme: QuantScheme,
+        bias: bool = False,
+        swiglu_limit: float = 0.0,
     ) -> None:
         """Raises `ValueError` for a scheme with static scales of inputs."""
-        super().__init__(num_experts, hidden_size, intermediate_size)
+        super().__init__(num_experts, hidden_size, intermediate_size, bias, swiglu_limit)
         if scheme.inputs == "static":
             raise ValueError(f"experts of {scheme} are not supported; supported are dynamic scales of inputs")
+        if (bias or swiglu_limit > 0) and not self.supports_gpt_oss:
+            raise ValueError(
+                f"{type(self).__name__}: no biases and no swiglu_limit; the reference panel has them"
+            )
         self.scheme = scheme
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.w13_zero = self.w2_zero = None
@@ -47,12 +60,16 @@ class QuantizedExperts(FusedExperts, ABC):
             for key, (shape, dtype) in scheme.tensors(out, size).items():
                 tensor = torch.empty(num_experts, *shape, dtype=dtype)
                 setattr(self, name + SUFFIXES[key], nn.Parameter(tensor, requires_grad=False))
+        if bias:
+            self.b13 = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size), requires_grad=False)
+            self.b2 = nn.Parameter(torch.empty(num_experts, hidden_size), requires_grad=False)
 
     def weight_views(self) -> dict[str, torch.Tensor]:
         """The tensors of each expert and matrix: "3.gate_proj.weight_scale" -> a view of a parameter."""
         views: dict[str, torch.Tensor] = {}
-        for key, suffix in SUFFIXES.items():
-            w13, w2 = getattr(self, f"w13{suffix}"), getattr(self, f"w2{suffix}")
+        matrices = {key: (f"w13{suffix}", f"w2{suffix}") for key, suffix in SUFFIXES.items()}
+        for key, (up_name, down_name) in {**matrices, "bias": ("b13", "b2")}.items():
+            w13, w2 = getattr(self, up_name), getattr(self, down_name)
             if w13 is None:
                 continue
             for expert_id in range(w13.shape[0]):
@@ -63,7 +80,10 @@ class QuantizedExperts(FusedExperts, ABC):
         return views
 
 
-def expert_sizes(experts: FusedExperts) -> tuple[int, int, int]:
-    """num_experts, hidden_size and intermediate_size of experts with plain weights."""
+def expert_arguments(
+    experts: FusedExperts, scheme: QuantScheme
+) -> tuple[int, int, int, QuantScheme, bool, float]:
+    """What QuantizedExperts is made with, in place of experts with plain weights."""
     num_experts, hidden_size, intermediate_size = experts.w2.shape
-    return num_experts, hidden_size, intermediate_size
+    has_bias = experts.b13 is not None
+    return num_experts, hidden_size, intermediate_size, scheme, has_bias, experts.swiglu_limit

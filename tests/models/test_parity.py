@@ -1,5 +1,6 @@
 """Every family against transformers in float32: logits of every position, and 64 greedy tokens."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from model_harness import build_model, greedy, hf_greedy, load_saved, random_hf_model
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shared.config import ModelConfig, MoEConfig
 from shared.conformance.configs import CONFIGS
 from shared.conformance.model_session import ModelSession
+from shared.engine.llm import LLM
 from shared.interfaces import CausalLM
 from shared.loading.weights import dummy_weights, iterate_weights
 
@@ -121,3 +124,32 @@ def test_built_in_models(name: str) -> None:
     their_ids, their_logits = hf_greedy(hf_model, prompt, 24)
     torch.testing.assert_close(our_logits, their_logits, rtol=0.0, atol=TOLERANCE)
     assert our_ids == their_ids
+
+
+def test_mxfp4_experts_of_gpt_oss(tmp_path: Path) -> None:
+    """A checkpoint with packed experts, against transformers with the values that the codes stand for."""
+    hf_config = {**CONFIGS["gpt-oss-layer-types"], "intermediate_size": 32}
+    hf_model = random_hf_model(hf_config)
+    generator = torch.Generator().manual_seed(3)
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    packed: dict[str, torch.Tensor] = {}
+    for name, parameter in hf_model.named_parameters():
+        if name.endswith((".gate_up_proj", ".down_proj")):
+            num_experts, num_in, num_out = parameter.shape
+            codes = torch.randint(0, 16, (num_experts, num_out, num_in // 32, 32), generator=generator)
+            scales = torch.randint(122, 125, codes.shape[:3], generator=generator)
+            values = magnitudes[codes % 8] * torch.where(codes < 8, 1.0, -1.0)
+            values = values * 2.0 ** (scales[..., None] - 127)
+            parameter.data.copy_(values.flatten(2).transpose(1, 2))
+            packed[f"{name}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+            packed[f"{name}_scales"] = scales.to(torch.uint8)
+    others = {n: p.data for n, p in hf_model.named_parameters() if f"{n}_blocks" not in packed}
+    save_file({**others, **packed}, tmp_path / "model.safetensors")
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (tmp_path / "config.json").write_text(json.dumps({**hf_config, "quantization_config": quantization}))
+
+    llm = LLM(model=str(tmp_path), device="cpu", panel="reference", max_total_tokens=256)
+    prompt = make_prompt(140)
+    expected = hf_greedy(hf_model, prompt, 8)[0]
+    output = llm.generate(prompt, max_tokens=8, temperature=0, ignore_eos=True, progress=False)
+    assert output.output_ids == expected
