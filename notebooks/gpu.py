@@ -16,8 +16,6 @@ RECORD = Path(__file__).parents[1] / "docs" / "samples" / "gpu-cells.json"
 @cache
 def record() -> dict[str, Any]:
     """The GPU, the date, and by the name of a cell its source and what it printed."""
-    if not RECORD.exists():
-        return {"cells": {}}
     found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
     return found
 
@@ -27,7 +25,7 @@ def recorded(name: str) -> str:
     cell = record()["cells"].get(name)
     if cell is None:
         return "This cell needs a CUDA GPU. Nothing is recorded of it."
-    return f"Recorded on {record()['gpu']}, torch {record()['torch']}, {record()['date']}:\n\n{cell['text']}"
+    return f"One run on {record()['gpu']}, torch {record()['torch']}, {record()['date']}:\n\n{cell['text']}"
 
 
 def on_gpu(name: str) -> bool:

@@ -84,10 +84,9 @@ def test_gpu_cells_are_the_last_section(path: Path) -> None:
 
 
 def test_gpu_record_is_of_these_cells() -> None:
-    if RECORD.exists():
-        cells = json.loads(RECORD.read_text(encoding="utf-8"))["cells"]
-        command = "python -m docs.generators.record_notebooks --gpu"
-        assert {name: cell["source"] for name, cell in cells.items()} == all_gpu_cells(), command
+    cells = json.loads(RECORD.read_text(encoding="utf-8"))["cells"]
+    command = "python -m docs.generators.record_notebooks --gpu"
+    assert {name: cell["source"] for name, cell in cells.items()} == all_gpu_cells(), command
 
 
 def test_a_gpu_cell_is_run_and_its_output_kept() -> None:
