@@ -210,13 +210,13 @@ def quantized_gemm(
 
 def can_compute(scheme: QuantScheme, size: int) -> bool:
     """Whether the groups are made of whole tiles."""
-    return _largest_step(scheme, size) >= (16 if scheme.weight_type == "int4" else 32)
+    return largest_step(scheme, size) >= (16 if scheme.weight_type == "int4" else 32)
 
 
 def plan(num_tokens: int, out: int, scheme: QuantScheme, size: int) -> Tile:
     """Few tokens: about 24 KB of weights under way on each multiprocessor of an H200, from bandwidth times
     latency. Computed, not measured; `diptych bench quantization --tiles` measures others."""
-    step = _largest_step(scheme, size)
+    step = largest_step(scheme, size)
     if num_tokens > 64:
         return Tile(128, 128, min(step, 64 if scheme.inputs == "none" else 128), 3, 8)
     tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
@@ -225,7 +225,7 @@ def plan(num_tokens: int, out: int, scheme: QuantScheme, size: int) -> Tile:
     return Tile(tokens, 64 if out > 8192 else 32 if tokens > 16 else 16, step, 6)
 
 
-def _largest_step(scheme: QuantScheme, size: int) -> int:
+def largest_step(scheme: QuantScheme, size: int) -> int:
     """The most bytes of a row, a power of two up to 256, that no group's border cuts."""
     if scheme.weight_type == "int4":
         half = scheme.unit(size) // 2

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from shared.config import ModelConfig
+from shared.loading.quantize import num_weight_bytes, scheme_of_weight
 from shared.loading.weight_names import expected_shapes
 
 GROUPS = {
@@ -47,7 +48,8 @@ class Ceilings:
 class StepCost:
     """Bytes: every weight once (of an untied embedding no table, of experts only those that are hit), and the
     KV of all visible tokens once, the new ones' written. FLOPs: two for each multiplication of GEMMs and
-    attention. Activations, logits and norms are not counted."""
+    attention; one where both sides have 8 bits, which tensor cores multiply at twice the rate. Activations,
+    logits and norms are not counted."""
 
     phases: tuple[Phase, ...]
 
@@ -112,7 +114,10 @@ def step_cost(
         read, used = 1.0, float(num_heads if phase == "lm_head" else num_tokens)
         if ".experts." in name:
             phase, read, used = f"experts.{phase}", hit, num_tokens * expert_share
-        add(phase, read * numel * dtype.itemsize, 2 * numel * used * (len(shape) == 2))
+        scheme = scheme_of_weight(config.quantization, name, shape)
+        rate = 2 if scheme is not None and scheme.inputs != "none" else 1
+        num_bytes = num_weight_bytes({name: shape}, config.quantization, dtype)
+        add(phase, read * num_bytes, 2 * numel * used * (len(shape) == 2) / rate)
     for layer_id in range(config.num_hidden_layers):
         window = config.sliding_window(layer_id)
         for seq_len, extend_len in zip(seq_lens, extend_seq_lens):

@@ -9,6 +9,7 @@ from shared.commands import (
     bench_latency,
     bench_offline,
     bench_prefix_cache,
+    bench_quantization,
     bench_round,
     bench_routing,
     bench_scheduling,
@@ -32,6 +33,7 @@ app.command("offline")(bench_offline.offline)
 app.command("latency")(bench_latency.latency)
 app.command("prefix-cache")(bench_prefix_cache.prefix_cache)
 app.command("routing")(bench_routing.routing)
+app.command("quantization")(bench_quantization.quantization)
 app.command("experts")(bench_experts.experts)
 app.command("scheduling")(bench_scheduling.scheduling)
 app.command("serve")(bench_serve.serve)

@@ -1,0 +1,54 @@
+"""Tiles of the GEMM with quantized weights, measured on this GPU: `diptych bench quantization --tiles`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from optimized.kernels.quantized_gemm import Tile, largest_step, quantized_gemm
+from optimized.quantization import QuantizedLinear
+from shared.types.quantization import QuantScheme
+
+
+def fastest_tile(
+    layers: Sequence[QuantizedLinear], x: torch.Tensor, time: Callable[[Callable[[int], object]], float]
+) -> tuple[Tile, float]:
+    """The fastest tile for the GEMM of x with the layers' weights, without quantization of x, and what `time`
+    says of run(layer)."""
+    first = layers[0]
+    values = first.quantize(x)
+    y = torch.empty(len(x), first.out_features, dtype=x.dtype, device=x.device)
+    times: dict[Tile, float] = {}
+    for tile in tiles(len(x), first.scheme, first.in_features):
+
+        def run(i: int, tile: Tile = tile) -> None:
+            layer = layers[i]
+            quantized_gemm(
+                values, layer.weight, layer.weight_scale, layer.weight_zero, layer.scheme, y, tile=tile
+            )
+
+        try:
+            times[tile] = time(run)
+        except OutOfResources:  # shared memory, or registers of so many warps
+            continue
+    best = min(times, key=lambda tile: times[tile])
+    return best, times[best]
+
+
+def tiles(num_tokens: int, scheme: QuantScheme, size: int) -> Iterator[Tile]:
+    step = largest_step(scheme, size)
+    steps = [step] if scheme.weight_type == "int4" else sorted({min(step, 128), step})
+    if num_tokens <= 64:
+        tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+        for rows in (16, 32, 64, 128):
+            for its_step in steps:
+                for stages in (3, 5, 8):
+                    for warps in (2, 4, 8):
+                        yield Tile(tokens, rows, its_step, stages, warps)
+        return
+    for tokens, rows, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8), (256, 128, 8)):
+        for its_step in steps if scheme.weight_type == "int4" else (64, 128):
+            for stages in (3, 4, 5):
+                yield Tile(tokens, rows, min(its_step, step), stages, warps)

@@ -1,0 +1,151 @@
+"""Times of quantized linear layers, each alone, beside the unquantized one. Weights are random."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from shared import registry
+from shared.bench.workloads import check_least
+from shared.config import ModelConfig
+from shared.config.quantization import ONLINE
+from shared.loading.load_model import building
+from shared.loading.quantize import quantize_weight
+from shared.types.quantization import QuantScheme
+
+PLAIN = "16 bits"
+L2_BYTES = 64 * 2**20
+"""More than the L2 cache of any GPU but for a B200's 126 MB, which three times this exceeds too."""
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    layer: str
+    out_features: int
+    in_features: int
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        check_least(self, out_features=1, in_features=1, num_tokens=1)
+
+    def __str__(self) -> str:
+        return f"{self.layer}, {self.num_tokens} tokens"
+
+
+@dataclass(frozen=True)
+class LinearResult:
+    case: LinearCase
+    microseconds: dict[str, float]  # by scheme; PLAIN: the unquantized layer
+    tiles: dict[str, str]  # the fastest tile of each scheme, and its time; {}: not measured
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def cases_of(config: ModelConfig, all_tokens: Sequence[int]) -> list[LinearCase]:
+    """The merged linear layers of a decoder layer with an MLP."""
+    hidden, inter, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    shapes = {
+        "qkv": ((config.num_qo_heads + 2 * config.num_kv_heads) * dim, hidden),
+        "o": (hidden, config.num_qo_heads * dim),
+        "gate_up": (2 * inter, hidden),
+        "down": (hidden, inter),
+    }
+    return [
+        LinearCase(name, *shape, num_tokens) for name, shape in shapes.items() for num_tokens in all_tokens
+    ]
+
+
+class LinearTimes:
+    """Measures cases. `panel` computes the layers; `with_tiles`: tries tiles of its GEMM."""
+
+    def __init__(
+        self,
+        panel: str,
+        schemes: list[str],
+        device: torch.device,
+        dtype: torch.dtype,
+        with_tiles: bool = False,
+    ) -> None:
+        unknown = sorted(set(schemes) - set(ONLINE))
+        if unknown:
+            raise ValueError(f"no scheme {', '.join(unknown)}; there are {', '.join(ONLINE)}")
+        if with_tiles and panel != "optimized":
+            raise ValueError(f"tiles are those of panel=optimized; the panel is {panel}")
+        registry.check_device({"layers": panel, "quantization": panel}, str(device))
+        self.layers = registry.load("layers", panel)
+        self.quantization = registry.load("quantization", panel)
+        self.schemes, self.device, self.dtype, self.with_tiles = schemes, device, dtype, with_tiles
+
+    @torch.inference_mode()
+    def measure(self, case: LinearCase) -> LinearResult:
+        x = torch.randn(case.num_tokens, case.in_features, device=self.device).to(self.dtype)
+        times, tiles = {}, {}
+        for name in (PLAIN, *self.schemes):
+            scheme = ONLINE.get(name)
+            if scheme is not None:
+                scheme.check(str(case), case.in_features)
+            copies = self._copies(case, scheme)
+
+            def run(i: int, copies: list[torch.nn.Module] = copies) -> torch.Tensor:
+                y: torch.Tensor = copies[i](x)
+                return y
+
+            times[name] = microseconds(run, len(copies), self.device)
+            if self.with_tiles and scheme is not None:
+                tune: Any = importlib.import_module("optimized.kernels.quantized_tune")
+                timer = partial(microseconds, num_layers=len(copies), device=self.device)
+                tile, its_time = tune.fastest_tile(copies, x, timer)
+                tiles[name] = f"{tile}: {its_time:.1f} us"
+        return LinearResult(case, times, tiles)
+
+    def _copies(self, case: LinearCase, scheme: QuantScheme | None) -> list[torch.nn.Module]:
+        """Layers of the same random weight, so many that their weights come from memory."""
+        shape = (case.out_features, case.in_features)
+        weight = (torch.randn(shape, device=self.device) * case.in_features**-0.5).to(self.dtype)
+        tensors = {"weight": weight} if scheme is None else quantize_weight(weight, scheme)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        count = 1 if self.device.type == "cpu" else max(2, min(-(-3 * L2_BYTES // num_bytes), 64))
+        layers = []
+        for _ in range(count):
+            with building(self.dtype, self.device):
+                copy = self.layers.Linear(case.in_features, case.out_features)
+                copy = copy if scheme is None else self.quantization.quantized(copy, scheme)
+            for name, tensor in tensors.items():
+                getattr(copy, name).data.copy_(tensor)
+            layers.append(copy)
+        return layers
+
+
+def microseconds(run: Callable[[int], object], num_layers: int, device: torch.device) -> float:
+    """Of run(layer): the median over replays of a CUDA graph that goes round the layers; on a CPU over
+    calls."""
+    run(0)
+    if device.type != "cuda":
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            run(0)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times) * 1e6
+    torch.cuda.synchronize()
+    graph, num_calls = torch.cuda.CUDAGraph(), max(2 * num_layers, 8)
+    with torch.cuda.graph(graph):
+        for i in range(num_calls):
+            run(i % num_layers)
+    times = []
+    for _ in range(6):
+        start_event, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start_event.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start_event.elapsed_time(end) / num_calls * 1e3)
+    return statistics.median(times[1:])
