@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from triton.runtime.errors import OutOfResources
 
+from optimized.kernels.quantize_input import quantize_input
 from optimized.kernels.quantized_gemm import Tile, largest_step, quantized_gemm
-from optimized.quantization import QuantizedLinear
+from shared.interfaces import QuantizedLinear
 from shared.types.quantization import QuantScheme
 
 
@@ -18,7 +19,8 @@ def fastest_tile(
     """The fastest tile for the GEMM of x with the layers' weights, without quantization of x, and what `time`
     says of run(layer)."""
     first = layers[0]
-    values = first.quantize(x)
+    is_plain = first.scheme.inputs == "none"
+    values = x if is_plain else quantize_input(x, first.scheme, first.input_scale)
     y = torch.empty(len(x), first.out_features, dtype=x.dtype, device=x.device)
     times: dict[Tile, float] = {}
     for tile in tiles(len(x), first.scheme, first.in_features):
