@@ -11,7 +11,12 @@ from typing import Any, Literal
 import torch
 
 from shared.config.fields import REQUIRED, Fields
-from shared.config.hf_deepseek import deepseek_moe_layers, parse_deepseek_moe, parse_mla
+from shared.config.hf_deepseek import (
+    deepseek_moe_layers,
+    num_nextn_layers,
+    parse_deepseek_moe,
+    parse_mla,
+)
 from shared.config.hf_rope import context_len, parse_local_rope, parse_rope
 from shared.config.hf_windows import NO_WINDOWS, Windows, sliding_windows
 from shared.config.model import HiddenAct, ModelConfig, MoEConfig
@@ -168,6 +173,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         moe=moe,
         moe_layers=_moe_layers(fields, family, num_hidden_layers) if moe else frozenset(),
         mla=mla,
+        num_nextn_layers=num_nextn_layers(fields) if family.mla else 0,
         eos_token_ids=fields.token_ids("eos_token_id"),
         bos_token_id=fields.integer("bos_token_id", default=None, minimum=0),
         quantization=_quantization(fields),

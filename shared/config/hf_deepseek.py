@@ -74,3 +74,11 @@ def deepseek_moe_layers(fields: Fields, num_hidden_layers: int) -> frozenset[int
     first = fields.integer("first_k_dense_replace", default=0, minimum=0)
     step = fields.integer("moe_layer_freq", default=1)
     return frozenset(i for i in range(first, num_hidden_layers) if i % step == 0)
+
+
+def num_nextn_layers(fields: Fields) -> int:
+    """Layers for drafting that a checkpoint may have. Configs count them also where there are none."""
+    keys = ("num_nextn_predict_layers", "num_mtp_layers")
+    key = next((key for key in keys if key in fields), keys[0])
+    number: int = fields.integer(key, default=0, minimum=0)
+    return number

@@ -85,6 +85,9 @@ def _own_layers(fields: Fields, family: str, draft_format: DraftFormat, target: 
         # Formats of exactly one layer: a NEXTN layer's file may be its target's, with all of its layers.
         values = {key: value for key, value in values.items() if key != "layer_types"}
         values["num_hidden_layers"] = 1
+        values["first_k_dense_replace"] = (
+            0  # the layer has experts, though its target's first layers have none
+        )
     model = parse_config(_completed(values, family, target), fields.where)
     if model.quantization is not None:
         raise ValueError(

@@ -115,6 +115,7 @@ class ModelConfig:
     final_logit_cap: float = 0.0  # soft-cap of the logits over the vocabulary; 0: none
     moe: MoEConfig | None = None
     moe_layers: frozenset[int] = field(default_factory=frozenset)  # layers whose MLP is an MoE
+    num_nextn_layers: int = 0  # behind the last layer a checkpoint has so many for drafting (NEXTN, or MTP)
     mla: MLAConfig | None = None  # head_dim is then that of q and k, qk_nope_head_dim + qk_rope_head_dim
     eos_token_ids: frozenset[int] = frozenset()
     bos_token_id: int | None = None

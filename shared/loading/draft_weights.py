@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from shared.loading.safetensors_file import INDEX_DTYPES, SUPPORTED_DTYPES, read
 from shared.loading.weight_names import expected_shapes
 from shared.loading.weights import Weights, dummy_tensors, stream
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # What the layer is called that takes the target's hidden states, and the draft model that has it.
 _MARKS: dict[DraftFormat, tuple[str, str]] = {
     "eagle": ("fc", "an EAGLE head"),
@@ -42,8 +44,15 @@ def iterate_draft_weights(
     folder: str | Path, on_progress: Callable[[int, int], None] | None = None
 ) -> Weights:
     """Everything in a draft model's folder, on the CPU, one tensor at a time: weights, and tables of indices.
-    Which names are right is for `DraftModel.load_weights` to say. Errors are `ValueError`s."""
-    return stream(read_checkpoint(Path(folder), SUPPORTED_DTYPES + INDEX_DTYPES), on_progress)
+    Of a language model's checkpoint that has a NEXTN layer, that layer alone. Which names are right is for
+    `DraftModel.load_weights` to say. Errors are `ValueError`s."""
+    tensors = read_checkpoint(Path(folder), SUPPORTED_DTYPES + INDEX_DTYPES)
+    layers = {match[0]: int(match[1]) for name in tensors if (match := _LAYER.match(name))}
+    nextn = [layer for layer in layers if f"{layer}eh_proj.weight" in tensors]
+    if nextn and len(layers) > len(nextn):
+        first = min(nextn, key=layers.__getitem__)
+        tensors = {name: info for name, info in tensors.items() if name.startswith(first)}
+    return stream(tensors, on_progress)
 
 
 def dummy_draft_weights(config: DraftConfig, seed: int = 0, device: torch.device | str = "cpu") -> Weights:

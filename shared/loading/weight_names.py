@@ -93,9 +93,12 @@ def _gpt_oss_parts(name: str, shape: tuple[int, ...]) -> list[WeightPart]:
 
 def is_harmless(name: str, config: ModelConfig) -> bool:
     """Tensors that some checkpoints carry and no model needs: RoPE's frequencies, the copy of the embedding
-    that a tied head is, scales of KV, which the pool takes (`shared.loading.kv_scales`), and the head of a
-    reward model, which is read apart."""
+    that a tied head is, scales of KV, which the pool takes (`shared.loading.kv_scales`), the head of a
+    reward model, which is read apart, and the layers for drafting, which a drafter loads."""
     if name.endswith(".rotary_emb.inv_freq") or is_kv_scale(name):
+        return True
+    first = config.num_hidden_layers
+    if any(name.startswith(f"model.layers.{first + i}.") for i in range(config.num_nextn_layers)):
         return True
     return (config.tie_word_embeddings and name == "lm_head.weight") or (
         config.num_labels > 0 and name == "score.weight"

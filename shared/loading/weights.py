@@ -27,7 +27,13 @@ from shared.loading.quantized_weights import (
 )
 from shared.loading.safetensors_file import QUANTIZED_DTYPES, SUPPORTED_DTYPES, TensorInfo, read_checkpoint
 from shared.loading.shards import Shards
-from shared.loading.weight_names import canonical_parts, check_shapes, expected_shapes, is_harmless
+from shared.loading.weight_names import (
+    WeightPart,
+    canonical_parts,
+    check_shapes,
+    expected_shapes,
+    is_harmless,
+)
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
@@ -247,7 +253,11 @@ def load_weights(
     Raises `ValueError` for a name that is unknown, comes twice or never, and for a wrong shape."""
     remaining = dict(targets)
     for checkpoint_name, tensor in weights:
-        for part in canonical_parts(checkpoint_name, tuple(tensor.shape), config.architecture):
+        shape = tuple(tensor.shape)
+        parts = [WeightPart(checkpoint_name, (), shape)]
+        if checkpoint_name not in targets:
+            parts = canonical_parts(checkpoint_name, shape, config.architecture)
+        for part in parts:
             name, shape = part.name, part.shape
             target = remaining.pop(name, None)
             if target is None:

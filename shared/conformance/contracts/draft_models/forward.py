@@ -73,6 +73,10 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [],
         },
     ),
+    "nextn, latent attention, experts": (
+        "deepseek-v3",
+        {**CONFIGS["deepseek-v3"], "architectures": ["DeepseekV3ForCausalLMNextN"]},
+    ),
 }
 """name -> the target (see `CONFIGS`), and the draft model's config.json"""
 

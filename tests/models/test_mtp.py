@@ -1,0 +1,102 @@
+"""The layer for drafting (MTP) in a DeepSeek-V3 checkpoint, against transformers' MtpModel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from model_harness import build_model, random_hf_model
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_layers import MtpModel
+
+import reference.speculative.draft_models
+from shared.config import DraftConfig, ModelConfig
+from shared.conformance.configs import CONFIGS
+from shared.conformance.contracts.draft_models.forward import DraftSession, new_draft
+from shared.engine.llm import LLM
+from shared.loading.draft_weights import iterate_draft_weights
+from shared.loading.weights import iterate_weights
+
+TOLERANCE = 2e-4  # as in test_parity.py
+HF_CONFIG = {**CONFIGS["deepseek-v3"], "num_nextn_predict_layers": 1}
+
+
+def random_mtp(hf_model: PreTrainedModel) -> MtpModel:
+    mtp, generator = MtpModel(hf_model, 1).eval(), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, tensor in (*mtp.layers.named_parameters(), *mtp.layers.named_buffers()):
+            is_norm = tensor.dim() == 1 and "norm" in name
+            std = 0.2 if tensor.dim() == 1 else 1.5 * tensor.shape[-1] ** -0.5
+            tensor.normal_(1.0 if is_norm else 0.0, std, generator=generator)
+    return mtp
+
+
+def published_names(mtp: MtpModel, layer_id: int) -> dict[str, torch.Tensor]:
+    """As DeepSeek names them: behind the last layer, experts one by one."""
+    tensors = {}
+    for name, tensor in mtp.layers[0].state_dict().items():
+        name = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        if ".experts." in name:
+            parts = tensor.chunk(2, dim=1) if "gate_up" in name else (tensor,)
+            for proj, part in zip(("gate_proj", "up_proj") if len(parts) == 2 else ("down_proj",), parts):
+                experts = {f"mlp.experts.{e}.{proj}.weight": weight for e, weight in enumerate(part)}
+                tensors |= experts
+        else:
+            tensors[name] = tensor
+    return {f"model.layers.{layer_id}.{name}": tensor.clone() for name, tensor in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, MtpModel, Path]:
+    hf_model, folder = random_hf_model(HF_CONFIG), tmp_path_factory.mktemp("mtp")
+    hf_model.save_pretrained(folder)
+    mtp, file = random_mtp(hf_model), folder / "model.safetensors"
+    layer_id = hf_model.config.num_hidden_layers
+    save_file(load_file(file) | published_names(mtp, layer_id), file, metadata={"format": "pt"})
+    return hf_model, mtp, folder
+
+
+@torch.inference_mode()
+def test_drafts_are_those_of_transformers(checkpoint: tuple[PreTrainedModel, MtpModel, Path]) -> None:
+    hf_model, mtp, folder = checkpoint
+    ids = torch.randint(3, 331, (1, 40), generator=torch.Generator().manual_seed(1))
+    hidden_states = hf_model.model(ids[:, :-1]).last_hidden_state
+    positions = torch.arange(1, ids.shape[1])[None]
+    cache = DynamicCache(config=hf_model.config.get_mtp_config())
+    theirs = mtp.forward_layer(0, hidden_states, positions, cache, input_ids=ids[:, 1:])[0]
+
+    target = build_model(ModelConfig.from_pretrained(folder))
+    target.load_weights(iterate_weights(folder))  # leaves the layer for drafting out
+    config = DraftConfig.from_pretrained(folder, target.config, "nextn")
+    draft = new_draft(reference.speculative.draft_models, config)
+    draft.load_weights(iterate_draft_weights(folder))
+    draft.share(target)
+    ours = DraftSession(draft.eval()).draft(ids[0, 1:].tolist(), hidden_states[0])
+    torch.testing.assert_close(ours.hidden_states, theirs, rtol=0.0, atol=TOLERANCE)
+    logits = mtp.shared_head(theirs)
+    torch.testing.assert_close(draft.compute_logits(ours.hidden_states), logits, rtol=0.0, atol=TOLERANCE)
+
+
+def test_an_engine_drafts_with_the_layer_of_its_checkpoint(
+    checkpoint: tuple[PreTrainedModel, MtpModel, Path],
+) -> None:
+    """The same tokens with and without; with one draft per step, as many rounds as accepted drafts allow."""
+    _, _, folder = checkpoint
+    prompts = [
+        torch.randint(3, 331, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 30)
+    ]
+    flags = {"model": str(folder), "panel": "reference", "device": "cpu", "max_total_tokens": 512}
+    draft_flags = {"speculative": "nextn", "speculative_draft_model": str(folder)}
+    answers = [
+        [
+            output.output_ids
+            for output in LLM(**flags, **more, check_invariants=True).generate(
+                prompts, temperature=0, max_tokens=10, ignore_eos=True, progress=False
+            )
+        ]
+        for more in ({}, draft_flags)
+    ]
+    assert answers[0] == answers[1]
