@@ -46,6 +46,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "triton": "optimized.attention.triton:TritonAttention",
         "flashinfer": "optimized.attention.flashinfer:FlashInferAttention",
         "fa3": "optimized.attention.fa3:FA3Attention",
+        "flex_attention": "optimized.attention.flex:FlexAttention",
     },
     "mla_attention": {
         "reference": "reference.mla_attention:ExpandedMLA",

@@ -1,0 +1,161 @@
+"""Attention by torch.nn.attention.flex_attention: one call for a batch, described by two small functions.
+
+Differs from reference: requests are rows of a batch, padded to the longest, and a mask function says which
+keys a query sees. On a GPU, torch compiles both functions into a kernel that skips blocks without a visible
+key; elsewhere they are evaluated for every pair. A readable middle between the loop of the reference and the
+Triton kernels, not a fast one: K and V are gathered in each layer, the mask is made anew in each step,
+requests of unequal length waste work, and CUDA graphs do not work.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from shared.interfaces import attention as interface
+from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from shared.modeling.forward import attention_output
+from shared.types import ForwardBatch
+from shared.types.attention import AttentionLayer
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+# On a CPU that is what is wanted.
+warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+
+
+@dataclass(frozen=True, eq=False)
+class FlexPlan:
+    """A batch of bs requests of at most max_queries new tokens and max_keys keys."""
+
+    tokens: tuple[torch.Tensor, torch.Tensor]  # [num_tokens] twice: request, and number among its new ones
+    slots: torch.Tensor  # [bs, max_keys] int64
+    is_key: torch.Tensor  # [bs, max_keys] bool: no padding
+    seq_lens: torch.Tensor  # [bs]
+    prefix_lens: torch.Tensor  # [bs]
+    max_queries: int
+    visible: torch.Tensor | None  # bool [bs, max_queries, max_keys], where the batch has a mask
+    block_masks: dict[int, BlockMask]  # by the layer's window
+
+    # --8<-- [start:flex-mask]
+    def block_mask(self, window: int) -> BlockMask:
+        """The mask of a layer with this window (-1: none)."""
+        if window not in self.block_masks:
+
+            def sees(b: Any, h: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+                distance = self.prefix_lens[b] + query - key
+                if self.visible is not None:
+                    is_seen = self.visible[b, query, key]
+                else:
+                    is_seen = (distance >= 0) & (key < self.seq_lens[b])
+                return is_seen if window < 0 else is_seen & (distance <= window)
+
+            (bs, max_keys), device = self.slots.shape, str(self.slots.device)
+            self.block_masks[window] = create_block_mask(
+                sees, bs, None, self.max_queries, max_keys, device=device
+            )
+        return self.block_masks[window]
+
+    # --8<-- [end:flex-mask]
+
+
+class FlexAttention(interface.AttentionBackend):
+    """Supports every layer and every batch of the contract in float16, bfloat16 and float32."""
+
+    def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
+        if kv_pool.dtype not in DTYPES:
+            raise ValueError(
+                f"kv_cache_dtype {kv_pool.dtype} is not supported: FlexAttention supports pools of {DTYPES}"
+            )
+        self.req_to_token_pool = req_to_token_pool
+        self.kv_pool = kv_pool
+
+    def plan(self, forward_batch: ForwardBatch) -> FlexPlan:
+        batch, device = forward_batch, self.kv_pool.device
+        lens, seq_lens = batch.extend_seq_lens, batch.seq_lens
+        requests = torch.repeat_interleave(torch.arange(len(lens), device=device), lens)
+        numbers = torch.arange(batch.num_tokens, device=device) - batch.extend_start_loc[requests]
+        positions = torch.arange(max(seq_lens.tolist(), default=0), device=device)
+        slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices, : len(positions)]
+        is_key = positions < seq_lens[:, None]
+        max_queries = max(batch.extend_seq_lens_cpu, default=0)
+        return FlexPlan(
+            tokens=(requests, numbers),
+            slots=slots.to(torch.int64) * is_key,  # padding reads the dummy page, and is set to zero
+            is_key=is_key,
+            seq_lens=seq_lens,
+            prefix_lens=seq_lens - lens,
+            max_queries=max_queries,
+            visible=_visible(batch, max_queries, len(positions)),
+            block_masks={},
+        )
+
+    def run(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        plan: FlexPlan,
+        *,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        output = attention_output(q, layer, out)
+        if len(q) == 0:
+            return output
+        # --8<-- [start:flex-run]
+        queries = q.new_zeros(len(plan.slots), plan.max_queries, *q.shape[1:])
+        queries[plan.tokens] = q
+        buffers = self.kv_pool.k_buffer(layer.layer_id), self.kv_pool.v_buffer(layer.layer_id)
+        keys, values = (
+            buffer[plan.slots].to(q.dtype).masked_fill(~plan.is_key[..., None, None], 0.0)
+            for buffer in buffers
+        )
+        heads, aux = _attend(q.device.type)(
+            *(x.transpose(1, 2) for x in (queries, keys, values)),  # [bs, heads, tokens, dim]
+            score_mod=_soft_cap(layer.logit_cap) if layer.logit_cap > 0 else None,
+            block_mask=plan.block_mask(layer.sliding_window),
+            scale=layer.scale,
+            enable_gqa=layer.num_qo_heads != layer.num_kv_heads,
+            return_aux=AuxRequest(lse=True),
+        )
+        if layer.sinks is not None:  # a column without a value: a smaller share for the others
+            share = torch.sigmoid(aux.lse - layer.sinks[:, None])
+            heads = heads * share[..., None].to(heads.dtype)
+        # --8<-- [end:flex-run]
+        return output.copy_(heads.transpose(1, 2)[plan.tokens])
+
+
+def _soft_cap(cap: float) -> Callable[..., torch.Tensor]:
+    def capped(score: torch.Tensor, b: Any, h: Any, query: Any, key: Any) -> torch.Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
+
+
+@cache
+def _attend(device_type: str) -> Callable[..., Any]:
+    """Compiled on a GPU, for any lengths; elsewhere evaluated as it is."""
+    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+
+
+def _visible(batch: ForwardBatch, max_queries: int, max_keys: int) -> torch.Tensor | None:
+    """The mask of the batch, each request's padded."""
+    shapes = list(zip(batch.extend_seq_lens_cpu, batch.seq_lens.tolist()))
+    if batch.custom_mask is not None:
+        flat = batch.custom_mask.split([n * m for n, m in shapes])
+        blocks = [block.view(shape) for block, shape in zip(flat, shapes)]
+    elif batch.tree_mask is not None:
+        tail = batch.tree_mask.shape[2]
+        blocks = [F.pad(mask, (m - tail, 0), value=True) for mask, (_, m) in zip(batch.tree_mask, shapes)]
+    else:
+        return None
+    return torch.stack([F.pad(b, (0, max_keys - b.shape[1], 0, max_queries - len(b))) for b in blocks])
