@@ -17,7 +17,7 @@ about 1 microsecond, and kernels need 12 bytes a token, copied once: 3 KB when 2
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -214,6 +214,8 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
 
 
 class TokenToKVPool(interface.TokenToKVPool):
+    on_read: Callable[[int], None] | None = None  # called with a layer before its buffers are used
+
     def __init__(
         self,
         size: int,
@@ -236,6 +238,8 @@ class TokenToKVPool(interface.TokenToKVPool):
         self._v = torch.zeros(shape, dtype=dtype, device=device)
 
     def k_buffer(self, layer_id: int) -> torch.Tensor:
+        if self.on_read is not None:
+            self.on_read(layer_id)
         return self._k[layer_id]
 
     def v_buffer(self, layer_id: int) -> torch.Tensor:

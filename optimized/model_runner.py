@@ -26,6 +26,7 @@ from optimized.graphs.cuda_graph import CapturedCall, CudaGraphs, try_to_capture
 from optimized.graphs.decode_graph import DecodeBuffers, SamplingKind, captured_batch_sizes
 from optimized.graphs.extend_graph import ExtendSteps, captured_token_counts
 from optimized.graphs.verify_graph import VerifyBuffers, verify_batch_sizes
+from optimized.host_pool import HostPool
 from shared.config import EngineConfig
 from shared.config.speculation import possible_shapes
 from shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
@@ -74,8 +75,7 @@ class ModelRunner(interface.ModelRunner):
             vocab_size = self.model.config.vocab_size
             logits = torch.empty(0, vocab_size, device=forward_batch.input_ids.device)
             return LogitsOutput(logits, None, no_hidden_states(self.model, self.capture_hidden))
-        if self.lora is not None:
-            self.lora.prepare(forward_batch)
+        self._before_pass(forward_batch)
         # --8<-- [start:model-runner-forward]
         step = self._step_for(forward_batch)
         if step is not None:
@@ -105,6 +105,14 @@ class ModelRunner(interface.ModelRunner):
                 forward_batch, hidden_states, self.model.compute_logits, self.num_logprob_rows
             )
         return LogitsOutput(logits, input_logprobs, captured)
+
+    def _before_pass(self, forward_batch: ForwardBatch) -> None:
+        if self.lora is not None:
+            self.lora.prepare(forward_batch)
+        if self.host_pool is not None:
+            self.host_pool.before_pass()
+            if forward_batch.forward_mode is not ForwardMode.EXTEND and isinstance(self.host_pool, HostPool):
+                self.host_pool.wait_for_all()  # a graph does not ask for each layer
 
     @property
     def num_extend_replays(self) -> int:
@@ -160,8 +168,7 @@ class ModelRunner(interface.ModelRunner):
             logits_output = self.forward(forward_batch)
             logits = logits_output.next_token_logits[:, :num_token_ids]
             return logits_output, sampler.sample(logits, info, forward_batch.sampled_positions)
-        if self.lora is not None:
-            self.lora.prepare(forward_batch)
+        self._before_pass(forward_batch)
         logits_output = self._decode(step, forward_batch, None if kind is SamplingKind.GREEDY else info)
         next_token_ids = step.replay_sampler[kind]()
         self.num_sampler_replays += 1

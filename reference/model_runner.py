@@ -25,6 +25,8 @@ class ModelRunner(interface.ModelRunner):
             vocab_size = self.model.config.vocab_size
             logits = torch.empty(0, vocab_size, device=forward_batch.input_ids.device)
             return LogitsOutput(logits, None, no_hidden_states(self.model, self.capture_hidden))
+        if self.host_pool is not None:
+            self.host_pool.before_pass()
         if self.lora is not None:
             self.lora.prepare(forward_batch)
         # --8<-- [start:model-runner-forward]

@@ -35,6 +35,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "optimized": "optimized.radix_cache:RadixCache",
     },
     "chunk_cache": {"reference": "reference.chunk_cache:ChunkCache"},
+    "host_pool": {
+        "reference": "reference.host_pool:HostPool",
+        "optimized": "optimized.host_pool:HostPool",
+    },
     "memory_pool": {"reference": "reference.memory_pool", "optimized": "optimized.memory_pool"},
     "mla_memory_pool": {
         "reference": "reference.mla_memory_pool:MLATokenToKVPool",

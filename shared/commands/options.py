@@ -117,6 +117,16 @@ class EngineOptions:
         str | None, _option(MEMORY, "lru, lfu, fifo, mru, filo, priority or slru.")
     ] = None
 
+    hicache_tokens: Annotated[
+        int | None, _option(MEMORY, "Tokens whose KV is kept in the computer's memory. Default: none.")
+    ] = None
+    hicache_dir: Annotated[
+        str | None, _option(MEMORY, "Folder of a tier on disk, below the one in memory.")
+    ] = None
+    hicache_dir_tokens: Annotated[
+        int | None, _option(MEMORY, "Tokens whose KV is kept there. Default: 1,000,000.")
+    ] = None
+
     schedule_policy: Annotated[
         str | None, _option(SCHEDULING, "fcfs, lpm, dfs-weight, lof, random or routing-key.")
     ] = None

@@ -64,6 +64,11 @@ class EngineConfig:
     disable_radix_cache: bool = False
     eviction_policy: EvictionPolicyName = "lru"
 
+    # Tiers of the prefix cache
+    hicache_tokens: int | None = None  # tokens whose KV is kept in the computer's memory; None: no such tier
+    hicache_dir: str | None = None  # folder of a tier on disk, below the one in memory
+    hicache_dir_tokens: int = 1_000_000  # tokens whose KV is kept there
+
     # Scheduling
     schedule_policy: SchedulePolicyName = "fcfs"
     schedule_conservativeness: float = 1.0  # larger: fewer concurrent requests, fewer retractions
@@ -115,7 +120,7 @@ class EngineConfig:
             "tp", "pp", "dp", "ep", "page_size", "max_running_requests", "max_prefill_tokens",
             "context_len", "max_total_tokens", "eplb_rebalance_num_iterations",
             "chunked_prefill_size", "max_queued_requests", "cuda_graph_max_bs",
-            "max_loras_per_batch", "max_lora_rank",
+            "max_loras_per_batch", "max_lora_rank", "hicache_tokens", "hicache_dir_tokens",
             "speculative_num_steps", "speculative_topk", "speculative_num_draft_tokens",
         ):  # fmt: skip
             value = getattr(self, name)
@@ -169,7 +174,7 @@ class EngineConfig:
         for name in ("random_seed", "priority_preemption_threshold"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
-        for name in ("model", "tokenizer", "device", "speculative_draft_model"):
+        for name in ("model", "tokenizer", "device", "speculative_draft_model", "hicache_dir"):
             value = getattr(self, name)
             if not isinstance(value, str) and not (value is None and _DEFAULTS[name] is None):
                 raise ValueError(f"{name} must be a text, got {value!r}")

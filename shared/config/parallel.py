@@ -36,6 +36,10 @@ class ParallelFlags(Protocol):
     def check_idle(self) -> bool: ...
     @property
     def num_lora_slots(self) -> int: ...
+    @property
+    def hicache_tokens(self) -> int | None: ...
+    @property
+    def hicache_dir(self) -> str | None: ...
 
 
 def check_parallel_flags(flags: ParallelFlags) -> None:
@@ -47,6 +51,14 @@ def check_parallel_flags(flags: ParallelFlags) -> None:
                     f"LoRA adapters (max_loras_per_batch={flags.num_lora_slots}) do not work with "
                     f"{name}={getattr(flags, name)}"
                 )
+    if flags.hicache_tokens:
+        for name in ("tp", "pp", "dp_attention", "disaggregation", "disable_radix_cache"):
+            if getattr(flags, name) is True or getattr(flags, name) > 1:
+                raise ValueError(
+                    f"hicache_tokens={flags.hicache_tokens} does not work with {name}={getattr(flags, name)}"
+                )
+    elif flags.hicache_dir is not None:
+        raise ValueError(f"hicache_dir={flags.hicache_dir} needs hicache_tokens, the tier above it")
     if flags.dp_attention:
         _check_dp_attention(flags)
     elif flags.tp % flags.ep != 0:

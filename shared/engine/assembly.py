@@ -17,6 +17,7 @@ from shared.config.deterministic import check_deterministic_model
 from shared.config.speculation import check_windows
 from shared.engine.component_check import problem_with
 from shared.engine.embedding import read_reward_head
+from shared.engine.hicache import make_host_cache
 from shared.engine.lora_adapters import LoraAdapters
 from shared.grammar.compiler import GrammarCompiler
 from shared.interfaces import (
@@ -41,6 +42,7 @@ from shared.modeling.kv_pool import attention_component, build_kv_pool
 from shared.parallel.agreement import AgreedDrafter, AgreedSampler
 from shared.parallel.dp_attention import PassDispatch, in_lockstep
 from shared.parallel.expert_manager import ExpertManager
+from shared.scheduling.host_cache import tiered
 from shared.text.tokenizer import TOKENIZER_FILES, Tokenizer
 
 
@@ -175,13 +177,18 @@ def assemble(
         component, local_config, num_tokens, config.page_size, kv_dtype, device, kv_scales
     )
     cache_component = "chunk_cache" if config.disable_radix_cache else "radix_cache"
-    tree_cache = component(cache_component)(
+    cache_class = component(cache_component)
+    if config.hicache_tokens is not None:
+        cache_class = tiered(cache_class)
+    tree_cache = cache_class(
         config.page_size,
         allocator,
         req_to_token_pool,
         config.eviction_policy,
         is_bigram=drafter is not None and drafter.is_bigram,
     )
+    if config.hicache_tokens is not None:
+        tree_cache.host = make_host_cache(config, folder, component("host_pool"), kv_pool, drafter)
     if drafter is not None:
         drafter.allocate(req_to_token_pool, num_tokens)
     attention = component(attention_component(model_config))(req_to_token_pool, kv_pool)
@@ -205,6 +212,8 @@ def assemble(
         reward_head=reward_head,
         lora=adapters.pool if adapters is not None else None,
     )
+    if config.hicache_tokens is not None:
+        parts.model_runner.host_pool = tree_cache.host.pool
     if adapters is not None:
         parts.model_runner.lora = adapters.pool
     if drafter is not None:

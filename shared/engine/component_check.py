@@ -17,6 +17,7 @@ _CLASSES: dict[str, type] = {
     "attention": interfaces.AttentionBackend,
     "mla_attention": interfaces.MLAAttentionBackend,
     "mla_memory_pool": interfaces.MLATokenToKVPool,
+    "host_pool": interfaces.HostPool,
     "lora": interfaces.LoraPool,
     "moe": interfaces.MoE,
     "model_runner": interfaces.ModelRunner,

@@ -9,6 +9,7 @@ from shared.interfaces.drafter import Drafter, DrafterParts
 from shared.interfaces.expert_balancer import ExpertBalancer, ExpertMap
 from shared.interfaces.expert_dispatch import ExpertDispatch
 from shared.interfaces.grammar import Grammar
+from shared.interfaces.host_pool import HostPool
 from shared.interfaces.layers import (
     GeluTanhAndMul,
     GemmaRMSNorm,
@@ -70,6 +71,7 @@ __all__ = [
     "GeluTanhAndMul",
     "GemmaRMSNorm",
     "Grammar",
+    "HostPool",
     "InsertResult",
     "Layers",
     "LoraPool",

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from shared.config import EngineConfig
 from shared.interfaces.attention import AttentionBackend
+from shared.interfaces.host_pool import HostPool
 from shared.interfaces.lora import LoraPool
 from shared.interfaces.memory_pool import TokenToKVPool
 from shared.interfaces.model import CausalLM
@@ -25,7 +26,7 @@ class ModelRunner(ABC):
     the hidden states after the final norm [num_tokens, hidden_size]. They are valid as long as the logits.
 
     `lora`: the pool of adapters of the model, if there is one, set before `prepare`. Each batch but an IDLE
-    one is given to its `prepare` before the forward pass.
+    one is given to its `prepare` before the forward pass. `host_pool`: likewise; its `before_pass` is called.
     """
 
     model: CausalLM
@@ -33,6 +34,7 @@ class ModelRunner(ABC):
     accepts_seq_len_upper_bounds: bool = False  # that of its attention backend
     capture_hidden: tuple[int, ...] | None = None
     lora: LoraPool | None = None
+    host_pool: HostPool | None = None
 
     @abstractmethod
     def __init__(self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool) -> None: ...

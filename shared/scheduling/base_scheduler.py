@@ -16,6 +16,7 @@ from shared.interfaces import (
 )
 from shared.interfaces import scheduler as interface
 from shared.scheduling.admission import NewTokenRatio, admit, budget_of_step, overdue, turned_away
+from shared.scheduling.host_cache import HostCache
 from shared.scheduling.invariants import check_invariants
 from shared.scheduling.lora_slots import LoraSlots
 from shared.scheduling.pages import mix, prepare_for_extend, retraction_order
@@ -66,6 +67,7 @@ class BaseScheduler(interface.Scheduler):
         self.live: dict[str, Req] = {}
         self.outputs: list[StepOutput] = []  # for the next return of step()
         self.batch_is_full = False  # no memory for more requests until one leaves
+        self.host: HostCache | None = getattr(parts.tree_cache, "host", None)
         self.lora = LoraSlots(parts.lora) if parts.lora is not None else None
         self.new_token_ratio = NewTokenRatio(config.schedule_conservativeness)
         # Totals, for `stats`.
@@ -186,6 +188,8 @@ class BaseScheduler(interface.Scheduler):
             elif self.lora is not None and not self.lora.admits(req, self._with_memory(adder)):
                 break  # until an adapter of the running requests is done: others must not overtake for ever
             else:
+                if self.host is not None:
+                    self.host.load(req, self.parts.tree_cache, self.parts.allocator)
                 result = adder.add_one_req(req)
             if result is AddReqResult.WAIT:
                 continue
@@ -331,5 +335,7 @@ class BaseScheduler(interface.Scheduler):
         if self.config.check_invariants or (self.config.check_idle and not self.live):
             parts = self.parts
             check_invariants(self.state(), parts.allocator, parts.req_to_token_pool, parts.tree_cache)
+            if self.host is not None:
+                self.host.check()
         outputs, self.outputs = self.outputs, []
         return outputs

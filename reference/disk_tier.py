@@ -1,0 +1,46 @@
+"""KV pages in files, one for each page: they survive the engine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+
+
+class DiskTier:
+    """Up to `num_pages` pages in a folder; a file's name is the page's key. Engines may share it."""
+
+    def __init__(self, folder: str | Path, num_pages: int, page_num_bytes: int) -> None:
+        self.folder = Path(folder).expanduser()
+        self.num_pages = num_pages
+        self.page_num_bytes = page_num_bytes
+        self.folder.mkdir(parents=True, exist_ok=True)
+        found = sorted(self.folder.glob("*.kv"), key=lambda path: path.stat().st_mtime)
+        self._used: OrderedDict[str, None] = OrderedDict((path.stem, None) for path in found)  # oldest first
+
+    def write(self, key: str, data: bytes) -> None:
+        """A file appears under its name when it is whole."""
+        handle, path = tempfile.mkstemp(dir=self.folder)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(path, self._path(key))
+        self._used[key] = None
+        self._used.move_to_end(key)
+        while len(self._used) > self.num_pages:
+            self._path(self._used.popitem(last=False)[0]).unlink(missing_ok=True)
+
+    def read(self, key: str) -> bytes | None:
+        """None for a page that is not there, or is no page of this size."""
+        try:
+            data = self._path(key).read_bytes()
+        except OSError:
+            return None
+        if len(data) != self.page_num_bytes:
+            return None
+        self._used[key] = None
+        self._used.move_to_end(key)
+        return data
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.kv"

@@ -1,0 +1,86 @@
+"""Planted bugs in a host pool: layers, skipped tokens, order, types."""
+
+from __future__ import annotations
+
+import torch
+
+import optimized.host_pool
+import reference.host_pool
+from tests.conformance.mutants.mutant import mutant_of
+
+
+@mutant_of("host_pool")
+class SkipsAtTheEnd(reference.host_pool.HostPool):
+    """The last tokens of the pages are left out, not the first."""
+
+    def load(self, pages, slots, num_skipped=0):
+        all_slots = torch.cat([slots, slots[:1].expand(num_skipped)])
+        rows = [r.clone() for r in self._rows_at(slots[:1])]
+        super().load(pages, all_slots)
+        if num_skipped:
+            for target, before in zip(self._rows_at(slots[:1]), rows):
+                target.copy_(before)
+
+    def _rows_at(self, slots):
+        layers = range(self.kv_pool.num_layers)
+        return [self.kv_pool.k_buffer(layer)[int(slots[0])].view(torch.uint8) for layer in layers]
+
+
+@mutant_of("host_pool")
+class OneLayerForAll(reference.host_pool.HostPool):
+    """All layers are loaded from the first one."""
+
+    def load(self, pages, slots, num_skipped=0):
+        for buffer in self.buffers:
+            buffer[1:, list(pages)] = buffer[:1, list(pages)]
+        super().load(pages, slots, num_skipped)
+
+
+@mutant_of("host_pool")
+class ValuesNotBits(reference.host_pool.HostPool):
+    """Pages hold numbers: NaN are replaced."""
+
+    def store(self, pages, slots):
+        super().store(pages, slots)
+        for buffer in self.buffers:
+            buffer[buffer == 255] = 254
+
+
+@mutant_of("host_pool")
+class OnlyK(reference.host_pool.HostPool):
+    """V is not loaded."""
+
+    def load(self, pages, slots, num_skipped=0):
+        buffers, self.buffers = self.buffers, self.buffers[:1]
+        super().load(pages, slots, num_skipped)
+        self.buffers = buffers
+
+
+@mutant_of("host_pool")
+class StoredTooLate(optimized.host_pool.HostPool):
+    """What is stored is read in the pass after the next one, when the slots may hold other tokens."""
+
+    def before_pass(self):
+        late, self._late = getattr(self, "_late", []), self._pending
+        self._pending = late
+        super().before_pass()
+        if any(copy.func == self._load for copy in self._late):
+            self._pending, self._late = self._late, []
+            super().before_pass()
+
+
+@mutant_of("host_pool")
+class LoadsFirst(optimized.host_pool.HostPool):
+    """Loads are not queued behind stores."""
+
+    def before_pass(self):
+        self._pending.sort(key=lambda copy: copy.func != self._load)
+        super().before_pass()
+
+
+@mutant_of("host_pool")
+class PagesInARow(optimized.host_pool.HostPool):
+    """The pages of a load are taken for neighbours."""
+
+    def load(self, pages, slots, num_skipped=0):
+        super().load(range(pages[0], pages[0] + len(pages)), slots, num_skipped)

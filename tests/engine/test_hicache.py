@@ -1,0 +1,156 @@
+"""The tiers of the prefix cache: answers stay the same, and what was evicted comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared.conformance.switches import GREEDY, prompts
+from shared.engine.llm import LLM
+from shared.scheduling import host_cache
+from shared.types import SamplingParams
+
+REFERENCE = {"device": "cpu", "panel": "reference"}
+ONE = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+NUM_PROMPTS = 4
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    """Of an engine without tiers."""
+    llm = LLM("tiny-dense", **REFERENCE)
+    outputs = llm.generate(prompts(llm)[:NUM_PROMPTS], GREEDY, progress=False)
+    return [output.output_ids for output in outputs]
+
+
+def engine(**flags: Any) -> LLM:
+    return LLM("tiny-dense", check_invariants=True, **{**REFERENCE, "hicache_tokens": 2048, **flags})
+
+
+def evict_all(llm: LLM) -> None:
+    tree = llm.assembly.parts.tree_cache
+    tree.evict(tree.evictable_size())
+    assert tree.evictable_size() == 0
+
+
+def num_loaded(llm: LLM) -> int:
+    return llm.assembly.parts.tree_cache.host.num_loaded_tokens
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"page_size": 4, "chunked_prefill_size": 16, "enable_mixed_chunk": True},
+    {"page_size": 16, "schedule_policy": "lpm"},
+    {"hicache_tokens": 96},  # pages are forgotten there, too
+    {"max_total_tokens": 256, "schedule_conservativeness": 0.01},  # retraction, and eviction all the time
+    {"speculative": "ngram", "page_size": 4},
+    {"kv_cache_dtype": "auto", "max_total_tokens": 256, "page_size": 16},
+)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(flags, id=str(flags), marks=[pytest.mark.full] * (i % 2))
+        for i, flags in enumerate(SETTINGS)
+    ],
+)
+def test_answers_are_the_same_when_prefixes_come_back(alone: list[list[int]], flags: dict[str, Any]) -> None:
+    llm = engine(**flags)
+    for _ in range(2):
+        outputs = llm.generate(prompts(llm)[:NUM_PROMPTS], GREEDY, progress=False)
+        assert [output.output_ids for output in outputs] == alone
+        evict_all(llm)
+    assert num_loaded(llm) > 0
+    if not flags:
+        assert all(output.num_cached_tokens >= output.num_prompt_tokens - 16 for output in outputs)
+
+
+def test_loaded_kv_has_the_bits_of_the_computed(alone: list[list[int]]) -> None:
+    llm = engine()
+    prompt = prompts(llm)[0]
+    parts = llm.assembly.parts
+
+    def cached_kv() -> torch.Tensor:
+        match = parts.tree_cache.match_prefix(host_cache.RadixKey(prompt))
+        pool = llm.assembly.kv_pool
+        return torch.stack([pool.k_buffer(i)[match.device_indices] for i in range(pool.num_layers)])
+
+    llm.generate(prompt, ONE, progress=False)
+    computed = cached_kv().clone()
+    evict_all(llm)
+    for layer in range(llm.assembly.kv_pool.num_layers):
+        llm.assembly.kv_pool.k_buffer(layer).fill_(float("nan"))
+        llm.assembly.kv_pool.v_buffer(layer).fill_(float("nan"))
+    output = llm.generate(prompt, ONE, progress=False)
+    assert output.output_ids == alone[0][:1]
+    assert torch.equal(cached_kv()[:, : output.num_cached_tokens], computed[:, : output.num_cached_tokens])
+    assert output.num_cached_tokens == num_loaded(llm) > 0
+
+
+def test_namespaces_never_share_pages() -> None:
+    llm = engine()
+    prompt = prompts(llm)[0]
+    llm.generate(prompt, ONE, extra_key="a", progress=False)
+    evict_all(llm)
+    assert llm.generate(prompt, ONE, progress=False).num_cached_tokens == 0
+    assert llm.generate(prompt, ONE, extra_key="b", progress=False).num_cached_tokens == 0
+    assert llm.generate(prompt, ONE, extra_key="a", progress=False).num_cached_tokens > 0
+    host = llm.assembly.parts.tree_cache.host
+    keys = {host.digests(prompt, key)[0] for key in ("a", ("a", None), (None, "a"), None, "None")}
+    assert len(keys) == 5
+
+
+def test_flush_forgets_the_host_too() -> None:
+    llm = engine()
+    llm.generate(prompts(llm)[0], ONE, progress=False)
+    assert llm.flush_cache()
+    assert llm.generate(prompts(llm)[0], ONE, progress=False).num_cached_tokens == 0
+
+
+def test_pages_on_disk_survive_the_engine(alone: list[list[int]], tmp_path: Path) -> None:
+    flags = {"hicache_dir": str(tmp_path), "hicache_tokens": 512}
+    first = engine(**flags)
+    prompt = prompts(first)[0]
+    first.generate(prompt, ONE, progress=False)
+    assert len(list(tmp_path.glob("*.kv"))) == len(prompt) // 16
+    again = engine(**flags)
+    output = again.generate(prompt, GREEDY, progress=False)
+    assert output.output_ids == alone[0]
+    assert output.num_cached_tokens == num_loaded(again) == (len(prompt) - 1) // 16 * 16
+    other = LLM("tiny-moe", **REFERENCE, **flags)
+    assert other.generate(prompt, ONE, progress=False).num_cached_tokens == 0
+    for path in tmp_path.glob("*.kv"):
+        path.write_bytes(b"cut off")
+    broken = engine(**flags)
+    assert broken.generate(prompt, ONE, progress=False).num_cached_tokens == 0
+    small = engine(**flags, hicache_dir_tokens=32)
+    small.generate(prompt[::-1], ONE, progress=False)
+    assert len(list(tmp_path.glob("*.kv"))) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a GPU")
+def test_the_optimized_panel_in_the_interpreter() -> None:
+    llm = engine(panel="optimized", use={"attention": "triton"}, max_running_requests=2, hicache_tokens=64)
+    ids = list(range(40, 58))
+    cold = llm.generate(ids, ONE, progress=False)
+    evict_all(llm)
+    warm = llm.generate(ids, ONE, progress=False)
+    assert warm.output_ids == cold.output_ids
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 16)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    for flags, message in (
+        ({"disable_radix_cache": True}, "does not work with disable_radix_cache=True"),
+        ({"hicache_tokens": 8}, "hicache_tokens=8 is 0 pages of 16 tokens"),
+        ({"hicache_tokens": None, "hicache_dir": str(tmp_path)}, "needs hicache_tokens"),
+        ({"speculative": "standalone", "speculative_draft_model": "tiny-dense"}, "the draft model's KV"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine(**flags)
