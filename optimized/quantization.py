@@ -3,7 +3,8 @@
 Differs from reference: weights stay in 8 or 4 bits up to the tile of a GEMM, and inputs of 8 bits are
 multiplied as such. A norm or SwiGLU before a layer also quantizes its input. For many tokens, cuBLAS
 multiplies row-wise FP8, and weights whose inputs are not quantized are dequantized first. Falls back to the
-reference's way for groups that are not made of whole tiles; refuses static scales of merged layers.
+reference's way for groups that are not made of whole tiles. Merged layers with static scales, one for each
+part, are a GEMM for each part.
 """
 
 from __future__ import annotations
@@ -128,24 +129,33 @@ class QuantizedMergedLinear(QuantizedLinear, layers.MergedLinear):
     def __init__(
         self, in_features: int, parts: dict[str, int], scheme: QuantScheme, bias: bool = False
     ) -> None:
-        if scheme.inputs == "static":
-            raise ValueError(
-                f"{', '.join(parts)} have a static input_scale each, and one merged layer has one input; "
-                f"panel=reference does not merge"
-            )
         super().__init__(in_features, sum(parts.values()), scheme, bias)
         self.parts = parts  # name -> rows of the weight
+        if self.input_scale is not None:  # each part has its own
+            self.input_scale = nn.Parameter(torch.empty(len(parts)), requires_grad=False)
 
     def forward(self, x: torch.Tensor | QuantizedInput, norm: layers.RMSNorm | None = None) -> torch.Tensor:
         """The GEMM of x, or of norm(x)."""
+        if self.input_scale is not None:
+            return self._forward_by_part(x if norm is None else norm(x))
         return super().forward(x if norm is None else self.quantize(x, norm))
 
+    def _forward_by_part(self, x: torch.Tensor) -> torch.Tensor:
+        """Each part has a static scale for x."""
+        y = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
+        views = self.weight_views()
+        for name, part in self.split(y).items():
+            values = quantize_input(x, self.scheme, views[f"{name}.input_scale"])
+            weight, scale = views[f"{name}.weight"], views[f"{name}.weight_scale"]
+            quantized_gemm(values, weight, scale, None, self.scheme, part, bias=views.get(f"{name}.bias"))
+        return y
+
     def weight_views(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{part}.{name}": view
-            for name, parameter in self.named_parameters()
-            for part, view in zip(self.parts, parameter.split(list(self.parts.values())))
-        }
+        views: dict[str, torch.Tensor] = {}
+        for name, parameter in self.named_parameters():
+            sizes = [1] * len(self.parts) if name == "input_scale" else list(self.parts.values())
+            views |= {f"{part}.{name}": view for part, view in zip(self.parts, parameter.split(sizes))}
+        return views
 
     def split(self, y: torch.Tensor) -> dict[str, torch.Tensor]:
         return dict(zip(self.parts, y.split(list(self.parts.values()), dim=-1)))

@@ -22,6 +22,9 @@ ONLINE: dict[str, QuantScheme] = {
 }
 """What the flag `quantization` may say: weights are rounded to the nearest value when they are loaded."""
 
+DEQUANTIZED = ".kv_b_proj"
+"""The end of the name of a layer whose weight latent attention takes apart: it is dequantized when loaded."""
+
 _NEVER = re.compile(r"(.*\.)?(lm_head|embed_tokens|mlp\.gate|mlp\.shared_expert_gate)")
 """The head, the embedding and routers, which no supported checkpoint quantizes."""
 
@@ -41,6 +44,8 @@ class QuantConfig:
     def scheme_of(self, name: str) -> QuantScheme | None:
         """The scheme of a layer; None: it is not quantized. A name is a better target than a regular
         expression, and that a better one than "Linear"."""
+        if self.storage == "online" and name.endswith(DEQUANTIZED):
+            return None
         if _NEVER.fullmatch(name) or any(_matches(entry, name) for entry in self.ignore):
             return None
         found = [(target, scheme) for target, scheme in self.targets if _matches(target, name)]

@@ -43,8 +43,8 @@ _GEMM_CHAIN = (
     "second sums the first's roundings"
 )
 _FP8_SUM = (
-    "quantized values exact; FP8 tensor cores of Hopper keep about 14 bits of a sum of 128 products; one "
-    "rounding to the output's type"
+    "FP8 tensor cores of Hopper keep about 14 bits of a sum of 128 products; for many tokens the weight "
+    "is dequantized with a rounding to the type; one rounding of the output"
 )
 _RANKS = (
     "each addition of ranks may round to the type, half a unit in the last place of partial sums of up to 4; "
@@ -87,7 +87,7 @@ TABLE: dict[str, dict[torch.dtype, Tolerance]] = {
     "quantized linear": {
         torch.float32: Tolerance(1e-5, 1e-5, 1e-6, _SUM),
         torch.float16: Tolerance(4e-3, 4 * _EPS[torch.float16], 2e-3, _FP8_SUM),
-        torch.bfloat16: Tolerance(8e-3, 2 * _EPS[torch.bfloat16], 8e-3, _FP8_SUM),
+        torch.bfloat16: Tolerance(1.6e-2, 2 * _EPS[torch.bfloat16], 8e-3, _FP8_SUM),
     },
     "logits": {
         torch.float32: Tolerance(

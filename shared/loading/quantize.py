@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shared.config import ModelConfig, QuantConfig
+from shared.config.quantization import DEQUANTIZED
 from shared.interfaces.layers import MergedLinear
 from shared.interfaces.moe import FusedExperts
 from shared.interfaces.quantization import Quantization
@@ -65,6 +66,8 @@ def quantize_linears(
     `first_layer`: of the whole model, that the model's layer 0 is. Raises `ValueError` for a module that
     cannot be quantized as the config says."""
     for path, module in list(model.named_modules()):
+        if path.endswith(DEQUANTIZED):
+            continue
         schemes = {name: config.scheme_of(_whole_name(name, first_layer)) for name in _linears(path, module)}
         distinct = set(schemes.values())
         if distinct <= {None}:
@@ -109,7 +112,7 @@ def num_weight_bytes(
     num_bytes = 0
     for name, shape in shapes.items():
         scheme = scheme_of_weight(config, name, shape)
-        if scheme is None:
+        if scheme is None or name.endswith(f"{DEQUANTIZED}.weight"):
             num_bytes += math.prod(shape) * dtype.itemsize
         else:
             tensors = scheme.tensors(*shape).values()

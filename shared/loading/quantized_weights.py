@@ -13,12 +13,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shared.config import ModelConfig, QuantConfig
+from shared.config.quantization import DEQUANTIZED
 from shared.loading.quantize import quantize_weight, scheme_of_weight
 from shared.loading.quantized_formats import Axis, Stored, pack_units, stored_tensors
 from shared.loading.safetensors_file import TensorInfo
 from shared.loading.shards import Shards
 from shared.loading.weight_names import canonical_parts, expected_shapes
-from shared.types.quantization import INT4_ZERO, QuantScheme
+from shared.modeling.quantization import dequantize
+from shared.types.quantization import INT4_ZERO, STORED, QuantScheme
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
@@ -204,6 +206,27 @@ def _check(entry: Entry, tensor: torch.Tensor) -> None:
                 f"{where}: the inputs are not in the order of their groups (desc_act); supported are groups "
                 f"of successive inputs"
             )
+
+
+def dequantize_some(weights: Weights, config: ModelConfig) -> Weights:
+    """Weights of layers that are dequantized when loaded, in place of their quantized tensors."""
+    schemes = {layer.scheme for name, layer in quantized_layers(config).items() if name.endswith(DEQUANTIZED)}
+    if len(schemes) > 1:
+        different = ", ".join(map(str, schemes))
+        raise ValueError(f"the layers {DEQUANTIZED[1:]} have different quantization: {different}")
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in weights:
+        module, _, suffix = name.rpartition(".")
+        is_plain = suffix == "weight" and tensor.dtype not in STORED.values()
+        if not module.endswith(DEQUANTIZED) or is_plain:
+            yield name, tensor
+            continue
+        (scheme,) = schemes
+        tensors = found.setdefault(module, {})
+        tensors[suffix] = tensor
+        if {"weight", "weight_scale"} <= tensors.keys() and ("weight_zero" in tensors or scheme.symmetric):
+            scale, zero = tensors.pop("weight_scale"), tensors.get("weight_zero")
+            yield f"{module}.weight", dequantize(tensors.pop("weight"), scale, zero, scheme)
 
 
 def quantize_while_reading(

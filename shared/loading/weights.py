@@ -20,6 +20,7 @@ from shared.interfaces.moe import FusedExperts
 from shared.interfaces.quantized_experts import QuantizedExperts
 from shared.loading.mxfp4 import read_mxfp4, take_mxfp4
 from shared.loading.quantized_weights import (
+    dequantize_some,
     quantize_while_reading,
     quantized_layers,
     read_quantized,
@@ -77,7 +78,8 @@ def iterate_weights(
     if quantization is not None and quantization.storage == "mxfp4":
         quantized = read_mxfp4(take_mxfp4(tensors, layers, str(folder)), shards)
     elif quantization is not None:
-        quantized = read_quantized(take_quantized(tensors, layers, quantization, str(folder)), shards)
+        entries = take_quantized(tensors, layers, quantization, str(folder))
+        quantized = dequantize_some(read_quantized(entries, shards), config)
     family = config.architecture
     parts = [part for name, info in tensors.items() for part in canonical_parts(name, info.shape, family)]
     shapes = {part.name: part.shape for part in parts}
@@ -173,7 +175,7 @@ def dummy_weights(
     the parts of one rank, cut from the same tensors."""
     if config.quantization is not None:
         whole = dummy_weights(replace(config, quantization=None), seed, device)
-        yield from quantize_while_reading(whole, config, device, shards)
+        yield from dequantize_some(quantize_while_reading(whole, config, device, shards), config)
         return
     for name, tensor in dummy_tensors(expected_shapes(config), config.dtype, seed, device):
         if shards is None:

@@ -15,9 +15,11 @@ from optimized.kernels.quantize_input import quantize_input
 from optimized.kernels.quantized_gemm import Tile, quantized_gemm
 from optimized.kernels.rms_norm import rms_norm
 from optimized.kernels.silu_and_mul import silu_and_mul
+from optimized.quantization import QuantizedLinear, QuantizedMergedLinear
 from shared.conformance.compare import expect_close, expect_equal
 from shared.conformance.contracts.quantization.linear import SCHEMES
-from shared.conformance.device import check_device
+from shared.conformance.device import building, check_device
+from shared.conformance.inputs import Inputs
 from shared.conformance.poison import amid_poison, run_poisoned
 from shared.conformance.tolerance import tolerance
 from shared.loading.quantize import quantize_weight
@@ -102,3 +104,22 @@ def test_tiles_shrink_to_the_shared_memory_of_a_gpu() -> None:
     small = Gpu((8, 6), 82, 99 * 1024)
     assert Tile(128, 128, 128, 3, 8).fitted(1, small).stages == 3
     assert Tile(128, 128, 64, 5, 8).fitted(4, small).stages == 2
+
+
+def test_parts_of_a_merged_layer_have_their_own_scales() -> None:
+    """Of weights, and static ones of the input."""
+    scheme, inputs, parts = SCHEMES["fp8 static"], Inputs(5), {"q_proj": 24, "k_proj": 8}
+    with building(torch.float32):
+        merged = QuantizedMergedLinear(64, parts, scheme, bias=True)
+        layers = {name: QuantizedLinear(64, out, scheme, bias=True) for name, out in parts.items()}
+    x = inputs.normal(5, 64)
+    for i, (name, layer) in enumerate(layers.items()):
+        layer.weight.data.copy_(inputs.normal(*layer.weight.shape, std=60.0).clamp(-448, 448))
+        layer.weight_scale.data.fill_(0.01 * (i + 1))
+        assert layer.input_scale is not None
+        layer.input_scale.data.fill_(0.004 / (i + 1))
+        for parameter, tensor in layer.named_parameters():
+            merged.weight_views()[f"{name}.{parameter}"].copy_(tensor)
+    found = run_poisoned(merged, x)
+    for name, y in merged.split(found).items():
+        expect_equal(name, y, run_poisoned(layers[name], x))

@@ -14,14 +14,22 @@ from safetensors.torch import save_file
 from diptych import LLM
 from shared import registry
 from shared.config import ModelConfig, QuantConfig
+from shared.conformance.configs import CONFIGS
 from shared.interfaces import QuantizedLinear
 from shared.loading.load_model import build_model
 from shared.loading.model_path import ASSETS
-from shared.loading.quantize import num_weight_bytes, quantize_linears, with_quantization
+from shared.loading.quantize import (
+    num_weight_bytes,
+    quantize_linears,
+    quantize_weight,
+    with_quantization,
+)
 from shared.loading.shards import Shards
 from shared.loading.stages import Stage
 from shared.loading.weight_names import expected_shapes
 from shared.loading.weights import dummy_weights, iterate_weights
+from shared.modeling.quantization import dequantize
+from shared.types.quantization import QuantScheme
 
 TINY = ASSETS / "tiny-dense"
 FLAGS = {"panel": "reference", "device": "cpu", "max_total_tokens": 256}
@@ -163,3 +171,25 @@ def test_both_panels_have_the_same_tokens(method: str, tmp_path: Path) -> None:
         outputs = llm.generate([[5, 9, 31], [7] * 5], max_tokens=2, temperature=0, ignore_eos=True)
         tokens.append([output.output_ids for output in outputs])
     assert tokens[0] == tokens[1]
+
+
+def test_latent_attention_takes_dequantized_weights(tmp_path: Path) -> None:
+    """Attention takes kv_b_proj apart, so it is dequantized when it is loaded."""
+    hf_config = CONFIGS["deepseek-v2-lite"] | {"architectures": ["DeepseekV2ForCausalLM"]}
+    quantization = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    quantization["modules_to_not_convert"] = ["experts", "shared_experts"]
+    (tmp_path / "config.json").write_text(json.dumps(hf_config | {"quantization_config": quantization}))
+    config = ModelConfig.from_pretrained(tmp_path)
+    plain = dict(dummy_weights(replace(config, quantization=None)))
+    weights = dict(dummy_weights(config))
+    name = "model.layers.0.self_attn.kv_b_proj"
+    scheme = QuantScheme("fp8", 32, 32, "group")
+    tensors = quantize_weight(plain[f"{name}.weight"], scheme)
+    expected = dequantize(tensors["weight"], tensors["weight_scale"], None, scheme)
+    assert torch.equal(weights[f"{name}.weight"].float(), expected)
+    assert f"{name}.weight_scale" not in weights
+    assert f"{name.replace('kv_b', 'o')}.weight_scale" in weights
+    output = LLM(str(tmp_path), load_format="dummy", **FLAGS).generate(
+        [1, 2, 3], max_tokens=2, ignore_eos=True
+    )
+    assert len(output.output_ids) == 2

@@ -95,6 +95,7 @@ LAYERS = table(
             (5, 1, 128, torch.float32, True),
             (17, 96, 640, torch.bfloat16, True),
             (66, 33, 256, torch.float16, False),
+            (300, 48, 256, torch.bfloat16, True),
             (0, 64, 128, torch.float32, False),
         )
     ),
