@@ -21,10 +21,9 @@ from shared.interfaces.collectives import Collectives
 from shared.interfaces.layers import Layers, RotaryEmbedding
 from shared.interfaces.model import CausalLM
 from shared.interfaces.moe import MoE
-from shared.loading.shards import vocabulary_rows
 from shared.loading.weights import load_weights, named_targets
 from shared.modeling.layer_choice import act_fn_class, norm_class
-from shared.modeling.vocabulary import embed_rows, gather_logits
+from shared.modeling.vocabulary import embed_rows, gather_logits, vocabulary_rows
 from shared.parallel.alone import ALONE
 from shared.parallel.expert_parallel import by_rows
 from shared.types.attention import AttentionLayer

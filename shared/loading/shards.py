@@ -16,6 +16,7 @@ import torch
 from shared.config import ModelConfig
 from shared.interfaces.expert_balancer import ExpertMap
 from shared.loading.weight_names import expected_shapes
+from shared.modeling.vocabulary import vocabulary_rows
 
 REDUCED_BIASES = (".o_proj.bias", ".down_proj.bias")
 """Added before the sum over ranks, so one rank has them, and the others zeros."""
@@ -79,12 +80,6 @@ def _check_experts(config: ModelConfig, ep: int, num_redundant: int) -> None:
             f"ep={ep}, ep_num_redundant_experts={num_redundant}: with the {num_experts} experts these are "
             f"{num_physical}; it must be a multiple of ep, and at most {num_experts * ep}"
         )
-
-
-def vocabulary_rows(vocab_size: int, rank: int, size: int) -> slice:
-    """The rows of embedding and head that a rank has; the last ranks may have fewer, or none."""
-    num_rows = -(-vocab_size // size)
-    return slice(min(rank * num_rows, vocab_size), min((rank + 1) * num_rows, vocab_size))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from shared.interfaces.collectives import Collectives
-from shared.loading.shards import vocabulary_rows
+
+
+def vocabulary_rows(vocab_size: int, rank: int, size: int) -> slice:
+    """The rows of embedding and head that a rank has; the last ranks may have fewer, or none."""
+    num_rows = -(-vocab_size // size)
+    return slice(min(rank * num_rows, vocab_size), min((rank + 1) * num_rows, vocab_size))
 
 
 def embed_rows(

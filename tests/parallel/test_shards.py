@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from shared.config import ModelConfig
-from shared.loading.shards import VOCABULARY, Shards, shard_config, vocabulary_rows
+from shared.loading.shards import VOCABULARY, Shards, shard_config
 from shared.loading.weight_names import expected_shapes
 from shared.loading.weights import dummy_weights, iterate_weights
+from shared.modeling.vocabulary import vocabulary_rows
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets"
 
