@@ -1,7 +1,7 @@
 """The drafters, by the algorithm that `speculative` names.
 
-Differs from reference: drafting with the target's hidden states is this panel's own. Assumes that the rest,
-which has no file here, is good enough as it is. It loses nothing: a name is looked up once.
+Differs from reference: drafting with a model is this panel's own. Assumes that the rest, which has no file
+here, is good enough as it is. It loses nothing: a name is looked up once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ DRAFTERS = {
     "eagle": "optimized.speculative.eagle:EagleDrafter",
     "eagle3": "optimized.speculative.eagle:EagleDrafter",
     "nextn": "optimized.speculative.eagle:EagleDrafter",
+    "standalone": "optimized.speculative.standalone:StandaloneDrafter",
 }
 
 

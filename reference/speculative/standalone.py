@@ -15,6 +15,7 @@ from shared.loading.kv_sizing import kv_bytes_per_token
 from shared.loading.load_model import load_model
 from shared.loading.model_path import resolve_model_path
 from shared.modeling.kv_pool import attention_component, build_kv_pool
+from shared.speculation.draft_model_base import check_draft_model_fits
 from shared.types import (
     DraftBatch,
     DraftShape,
@@ -37,7 +38,7 @@ class StandaloneDrafter(interface.Drafter):
         self.parts = parts
         folder = resolve_model_path(config.speculative_draft_model, config.load_format)
         self.model_config = ModelConfig.from_pretrained(folder)
-        _check_fits(self.model_config, config, parts.num_token_ids)
+        check_draft_model_fits(self.model_config, config, parts.num_token_ids)
         self.model = load_model(folder, self.model_config, config, parts.component, parts.device, parts.dtype)
         self.num_kv_bytes_per_token = kv_bytes_per_token(self.model_config, parts.dtype)
         self.draft_tree = parts.component("draft_tree")()
@@ -105,17 +106,4 @@ class StandaloneDrafter(interface.Drafter):
             extend_start_loc=torch.arange(bs, device=ones.device),
             seq_lens_cpu=tuple(n + 1 for n in batch.seq_lens_cpu),
             extend_seq_lens_cpu=(1,) * bs,
-        )
-
-
-def _check_fits(draft: ModelConfig, config: EngineConfig, num_token_ids: int) -> None:
-    """Raise `ValueError` for a draft model that cannot read what the target reads."""
-    where = f"speculative_draft_model={config.speculative_draft_model}"
-    if draft.vocab_size < num_token_ids:
-        raise ValueError(f"{where} has {draft.vocab_size} token ids, and the target writes {num_token_ids}")
-    assert config.context_len is not None
-    if draft.context_len < config.context_len:
-        raise ValueError(
-            f"{where} has {draft.context_len} positions, and the context {config.context_len} tokens: "
-            f"set context_len={draft.context_len}"
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.nn.functional as F
 
-from shared.config import DraftConfig, EngineConfig, draft_shape
+from shared.config import DraftConfig, EngineConfig, ModelConfig, draft_shape
 from shared.interfaces import CausalLM, DrafterParts, DraftModel, MoE
 from shared.interfaces.layers import Layers
 from shared.loading.weights import load_weights, named_targets
@@ -136,3 +136,16 @@ def padding_token_ids(
     if num_tokens < top_k:
         raise ValueError(f"speculative_topk={top_k}: only {num_tokens} ids of the draft model have a token")
     return None if num_tokens == len(draft_ids) else ~is_token
+
+
+def check_draft_model_fits(draft: ModelConfig, config: EngineConfig, num_token_ids: int) -> None:
+    """Raise `ValueError` for a draft model that cannot read what the target reads."""
+    where = f"speculative_draft_model={config.speculative_draft_model}"
+    if draft.vocab_size < num_token_ids:
+        raise ValueError(f"{where} has {draft.vocab_size} token ids, and the target writes {num_token_ids}")
+    assert config.context_len is not None
+    if draft.context_len < config.context_len:
+        raise ValueError(
+            f"{where} has {draft.context_len} positions, and the context {config.context_len} tokens: "
+            f"set context_len={draft.context_len}"
+        )

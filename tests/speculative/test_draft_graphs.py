@@ -10,6 +10,7 @@ import torch
 
 from optimized.speculative.draft_beams import BeamSteps
 from optimized.speculative.eagle import EagleDrafter
+from optimized.speculative.standalone import StandaloneDrafter
 from shared import registry
 from shared.bench.round import pieces_of
 from shared.bench.step_inputs import fill_pool
@@ -18,6 +19,7 @@ from shared.conformance.contracts.drafter import drafting as clauses
 from shared.conformance.contracts.drafter.drafting import Setting
 from shared.conformance.replanned_attention import attention_for_graphs
 from shared.engine.assembly import Assembly, assemble
+from shared.interfaces import Drafter
 from shared.speculation.adaptive_shape import AdaptiveShape
 from shared.types import Beams, DraftBatch, DraftShape, DraftTree, ForwardBatch
 from tests.model_runner.fake_graphs import FakeGraphs, FakeGraphsRunner
@@ -32,7 +34,12 @@ class FakeGraphsDrafter(EagleDrafter):
         return FakeGraphs(self.parts.device)
 
 
-def engine(drafter: type[EagleDrafter], runner: type | None = None, **flags: Any) -> Assembly:
+class FakeGraphsStandalone(StandaloneDrafter):
+    def _cuda_graphs(self) -> FakeGraphs:  # type: ignore[override]
+        return FakeGraphs(self.parts.device)
+
+
+def engine(drafter: type[Drafter], runner: type | None = None, **flags: Any) -> Assembly:
     config = EngineConfig(
         model="tiny-dense",
         panel="reference",
@@ -45,6 +52,18 @@ def engine(drafter: type[EagleDrafter], runner: type | None = None, **flags: Any
     attention = attention_for_graphs(torch.float32)
     runners = {} if runner is None else {"model_runner": runner}
     return assemble(config, replace={"drafter": drafter, "attention": attention, **runners})
+
+
+@pytest.mark.parametrize("shape", [DraftShape(3, 1, 4), pytest.param(SHAPE, marks=pytest.mark.full)], ids=str)
+def test_a_language_model_drafts_in_graphs(shape: DraftShape) -> None:
+    """The target itself: what it drafts in a chain is accepted."""
+    setting = Setting("", algorithm="standalone", shape=shape)
+    assembly = engine(FakeGraphsStandalone, **setting.flags())
+    expected = clauses.answers_alone(setting.max_new_tokens, 0.0)
+    assert clauses.answers(assembly, setting.max_new_tokens) == expected
+    assert assembly.parts.drafter.graphs[0].num_replays > 10
+    stats = assembly.scheduler.stats().speculation
+    assert stats.acceptance_rate == 1.0 if shape.top_k == 1 else stats.acceptance_rate > 0.2
 
 
 @pytest.mark.parametrize("shape", [SHAPE, DraftShape(3, 1, 4), DraftShape(1, 3, 4)], ids=str)

@@ -120,16 +120,30 @@ FLAGS: tuple[dict[str, Any], ...] = (
 )
 
 
-def test_answers_of_a_model_are_the_references() -> None:
+EAGLE3 = {"speculative": "eagle3", "speculative_draft_model": "tiny-dense-eagle3"}
+STANDALONE = {"speculative": "standalone", "speculative_draft_model": "tiny-dense"}
+
+
+@pytest.mark.parametrize(
+    ("drafts", "all_flags"),
+    [
+        (EAGLE3, FLAGS),
+        (STANDALONE, FLAGS[1:]),
+        pytest.param({**STANDALONE, "speculative_topk": 2}, FLAGS, marks=pytest.mark.full),
+    ],
+    ids=["eagle3", "standalone", "standalone trees"],
+)
+def test_answers_of_a_model_are_the_references(
+    drafts: dict[str, Any], all_flags: tuple[dict[str, Any], ...]
+) -> None:
     alone = answers_alone("tiny-dense", device="cpu", panel="reference")
-    for flags in FLAGS:
+    for flags in all_flags:
         expect_answers(
             "tiny-dense",
             alone,
             device="cpu",
             panel="reference",
             use={"scheduler": "optimized", "drafter": "optimized"},
-            speculative="eagle3",
-            speculative_draft_model="tiny-dense-eagle3",
+            **drafts,
             **flags,
         )

@@ -1,0 +1,148 @@
+"""Drafting with a smaller language model of the same vocabulary.
+
+Differs from reference: the next round can be launched before the result of this one is known: a draft reads
+tensors only, and lengths on the CPU are upper bounds. All steps of a draft are one CUDA graph, and so is the
+extension by what was accepted (draft_graphs.py), where attention and tree ops can be captured; else they are
+launched kernel by kernel. Loses the work of padding rows: an extension has as many rows as could be accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from optimized.graphs.cuda_graph import CudaGraphs
+from optimized.graphs.draft_graphs import DraftGraphs
+from optimized.speculative.draft_beams import BeamSteps
+from shared.config import EngineConfig, ModelConfig
+from shared.config.speculation import possible_shapes
+from shared.interfaces import DrafterParts, ReqToTokenPool
+from shared.interfaces import drafter as interface
+from shared.interfaces.attention import BatchAttention
+from shared.loading.kv_sizing import kv_bytes_per_token
+from shared.loading.load_model import load_model
+from shared.loading.model_path import resolve_model_path
+from shared.modeling.kv_pool import attention_component, build_kv_pool
+from shared.speculation.draft_model_base import check_draft_model_fits
+from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, Req, TopTokens
+
+
+class StandaloneDrafter(interface.Drafter):
+    """The draft model reads what the target reads, at the same positions and into the same slots of its own
+    pool. It needs nothing of the target but its tokens."""
+
+    runs_ahead = True
+
+    def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
+        assert config.speculative_draft_model is not None
+        assert config.context_len is not None
+        self.config = config
+        self.context_len = config.context_len
+        self.parts = parts
+        folder = resolve_model_path(config.speculative_draft_model, config.load_format)
+        self.model_config = ModelConfig.from_pretrained(folder)
+        check_draft_model_fits(self.model_config, config, parts.num_token_ids)
+        self.model = load_model(folder, self.model_config, config, parts.component, parts.device, parts.dtype)
+        self.num_kv_bytes_per_token = kv_bytes_per_token(self.model_config, parts.dtype)
+        self.draft_tree = parts.component("draft_tree")()
+
+    def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
+        component, device = self.parts.component, self.parts.device
+        self.req_to_token_pool = req_to_token_pool
+        self.kv_pool = build_kv_pool(
+            component, self.model_config, num_slots, self.config.page_size, self.parts.dtype, device
+        )
+        self.attention = component(attention_component(self.model_config))(req_to_token_pool, self.kv_pool)
+        self.no_states = torch.empty(0, 1, dtype=self.parts.dtype, device=device)
+        self.graphs = [
+            DraftGraphs(self.config, shape, self.num_slots(shape), self.no_states, self.attention)
+            for shape in possible_shapes(self.config)
+        ]
+        graphs = None if self.config.disable_cuda_graph else self._cuda_graphs()
+        if graphs is not None:
+            for of_shape in self.graphs:
+                if not of_shape.capture_all(graphs, self._draft, self._extend):
+                    break
+
+    def num_slots(self, shape: DraftShape) -> int:
+        return 1 + (shape.num_steps - 1) * shape.top_k  # the newest token; no step follows the last beams
+
+    def extend(
+        self,
+        reqs: Sequence[Req],
+        forward_batch: ForwardBatch,
+        hidden_states: torch.Tensor | None,
+        next_token_ids: torch.Tensor,
+    ) -> None:
+        # What was drafted and accepted is computed again: it may have moved to another slot, and a plain step
+        # or a prefill has drafted nothing.
+        states = self.no_states.new_zeros(forward_batch.num_tokens, 1)  # the graphs' buffers have a place
+        if not any(of_shape.extend(forward_batch, states, next_token_ids) for of_shape in self.graphs):
+            self._extend(forward_batch, states, next_token_ids)
+
+    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        """In a graph, the tree's tensors are those of the next draft of the same size."""
+        for of_shape in self.graphs:
+            tree = of_shape.draft(batch, shape)
+            if tree is not None:
+                return tree
+        return self._draft(batch, shape)
+
+    # ---- what is captured ----
+
+    @torch.inference_mode()
+    def _extend(
+        self, forward_batch: ForwardBatch, hidden_states: torch.Tensor, next_token_ids: torch.Tensor
+    ) -> None:
+        if forward_batch.num_kept is not None:
+            # So attention knows that lengths on the CPU are upper bounds.
+            forward_batch = replace(forward_batch, forward_mode=ForwardMode.TARGET_VERIFY)
+        self._forward(forward_batch)
+
+    # --8<-- [start:standalone-draft]
+    @torch.inference_mode()
+    def _draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        top = self._top_tokens(self._root_step(batch), shape.top_k)
+        steps = [self.draft_tree.first_beams(top)]
+        beam_steps = BeamSteps(batch, 1, self.req_to_token_pool, self.context_len)
+        for _ in range(shape.num_steps - 1):
+            top = self._top_tokens(beam_steps.next(steps[-1]), shape.top_k)
+            by_beam = TopTokens(*(values.view(len(batch.root_ids), shape.top_k, -1) for values in top))
+            steps.append(self.draft_tree.next_beams(steps[-1], by_beam))
+        return self.draft_tree.build(batch.root_ids, steps, shape.num_draft_tokens)
+
+    # --8<-- [end:standalone-draft]
+
+    def _top_tokens(self, forward_batch: ForwardBatch, k: int) -> TopTokens:
+        logits = self.model.compute_logits(self._forward(forward_batch))
+        top: TopTokens = self.draft_tree.top_tokens(logits[:, : self.parts.num_token_ids], k)
+        return top
+
+    def _forward(self, forward_batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states of all tokens."""
+        plan = self.attention.plan(forward_batch)
+        attention = BatchAttention(self.attention, plan, self.kv_pool, forward_batch.out_cache_loc)
+        states: torch.Tensor = self.model(forward_batch.input_ids, forward_batch.positions, attention)
+        return states
+
+    def _root_step(self, batch: DraftBatch) -> ForwardBatch:
+        """The newest tokens, whose KV the target has not computed either."""
+        bs = len(batch.root_ids)
+        ones = torch.ones_like(batch.seq_lens)
+        return ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            input_ids=batch.root_ids,
+            positions=batch.seq_lens.clamp(max=self.context_len - 1),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens + 1,
+            out_cache_loc=batch.slots[:, 0].contiguous(),
+            extend_seq_lens=ones,
+            extend_start_loc=torch.arange(bs, device=ones.device),
+            seq_lens_cpu=tuple(n + 1 for n in batch.seq_lens_cpu),
+            extend_seq_lens_cpu=(1,) * bs,
+        )
+
+    def _cuda_graphs(self) -> CudaGraphs | None:
+        return CudaGraphs(self.parts.device) if self.parts.device.type == "cuda" else None
