@@ -128,7 +128,7 @@ STANDALONE = {"speculative": "standalone", "speculative_draft_model": "tiny-dens
     ("drafts", "all_flags"),
     [
         (EAGLE3, FLAGS),
-        (STANDALONE, FLAGS[1:]),
+        pytest.param(STANDALONE, FLAGS[1:], marks=pytest.mark.full),
         pytest.param({**STANDALONE, "speculative_topk": 2}, FLAGS, marks=pytest.mark.full),
     ],
     ids=["eagle3", "standalone", "standalone trees"],
