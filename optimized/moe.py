@@ -78,6 +78,7 @@ class MoE(interface.MoE):
         super().__init__(config, hidden_size)
         self.gate = Linear(hidden_size, config.num_experts, config.bias)
         self.topk = TopK(config)
+        self.weight_on_input = config.weight_on_input
         num_experts = config.num_local_experts or config.num_experts
         self.experts = FusedExperts(
             num_experts, hidden_size, config.intermediate_size, config.bias, config.swiglu_limit
@@ -94,11 +95,14 @@ class MoE(interface.MoE):
                 self.shared_expert_gate = Linear(hidden_size, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        topk = self.topk(self.gate(x), self.correction_bias)
+        topk, routed_x = self.topk(self.gate(x), self.correction_bias), x
+        if self.weight_on_input:
+            routed_x = x * topk.topk_weights.to(x.dtype)
+            topk = topk._replace(topk_weights=torch.ones_like(topk.topk_weights))
         if self.expert_parallel is None:
-            routed = self.experts(x, topk)
+            routed = self.experts(routed_x, topk)
         else:
-            routed = self.expert_parallel.run(x, topk, self.experts)
+            routed = self.expert_parallel.run(routed_x, topk, self.experts)
         if self.shared_experts is None:
             return routed
         shared = self.shared_experts(x)

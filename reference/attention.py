@@ -20,6 +20,21 @@ class RequestPlan(NamedTuple):
     visible: torch.Tensor  # bool [num_queries, num_keys], before a layer's window
 
 
+# --8<-- [start:virtual-requests]
+def virtual_requests(request: RequestPlan, chunk: int) -> list[RequestPlan]:
+    """Chunked local attention: the queries of each chunk, as a request of its own."""
+    num_queries, num_keys = request.visible.shape
+    first = num_keys - num_queries  # position of the first query
+    found = []
+    for start in range(first // chunk * chunk, num_keys, chunk):
+        end = min(start + chunk, num_keys)
+        queries = slice(max(start - first, 0), end - first)
+        rows = slice(request.rows.start + queries.start, request.rows.start + queries.stop)
+        found.append(RequestPlan(rows, request.slots[start:end], request.visible[queries, start:end]))
+    return found
+    # --8<-- [end:virtual-requests]
+
+
 class TorchAttention(interface.AttentionBackend):
     """Supports every layer and every batch of the contract. Holds the scores of one request at a time,
     float32 [num_qo_heads, num_queries, num_keys]."""
@@ -65,6 +80,8 @@ class TorchAttention(interface.AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         output = attention_output(q, layer, out)
+        if layer.attention_chunk > 0:
+            plan = [local for request in plan for local in virtual_requests(request, layer.attention_chunk)]
         for request in plan:
             output[request.rows] = self._run_request(q[request.rows], layer, request)
         return output

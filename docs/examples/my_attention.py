@@ -34,6 +34,11 @@ class MyAttention(AttentionBackend):
         self.req_to_token = req_to_token_pool.req_to_token
         self.kv_pool = kv_pool
 
+    def check_layer(self, layer: AttentionLayer) -> None:
+        """Called for each layer when an engine starts."""
+        if layer.sliding_window >= 0 or layer.attention_chunk > 0 or layer.sinks is not None:
+            raise ValueError("sliding_window, attention_chunk, sinks: MyAttention supports none of them")
+
     # --8<-- [start:plan-and-run]
     def plan(self, forward_batch: ForwardBatch) -> list[Request]:
         """Once per step: everything that does not depend on the layer."""
@@ -48,8 +53,7 @@ class MyAttention(AttentionBackend):
 
     def run(self, q, layer: AttentionLayer, plan: list[Request], *, k=None, v=None, out=None) -> torch.Tensor:
         """Once per layer. K and V of the new tokens are in the pool already."""
-        if layer.sliding_window >= 0 or layer.sinks is not None:
-            raise ValueError("sliding_window and sinks are not supported: MyAttention supports neither")
+        self.check_layer(layer)
         output = attention_output(q, layer, out)
         for request in plan:
             output[request.rows] = self.run_request(q[request.rows], layer, request)

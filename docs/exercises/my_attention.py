@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from reference.attention import virtual_requests
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from shared.modeling.forward import attention_output
@@ -51,6 +52,8 @@ class MyAttention(interface.AttentionBackend):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         output = attention_output(q, layer, out)
+        if layer.attention_chunk > 0:  # the queries of each chunk, as a request of their own
+            plan = [local for request in plan for local in virtual_requests(request, layer.attention_chunk)]
         for request in plan:
             output[request.rows] = self._run_request(q[request.rows], layer, request)
         return output

@@ -66,6 +66,7 @@ class MoE(interface.MoE):
         super().__init__(config, hidden_size)
         self.gate = Linear(hidden_size, config.num_experts, config.bias)
         self.topk = TopK(config)
+        self.weight_on_input = config.weight_on_input
         self.experts = FusedExperts(
             config.num_experts, hidden_size, config.intermediate_size, config.bias, config.swiglu_limit
         )

@@ -94,7 +94,8 @@ class DefaultAttention(HybridAttention):
         v: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if layer.sinks is not None and plan.parts[0].backend is not self.decode_backend:
+        is_refused = layer.sinks is not None or layer.attention_chunk > 0
+        if is_refused and plan.parts[0].backend is not self.decode_backend:
             decode_plan = self.decode_backend.plan(plan.forward_batch)
             return self.decode_backend.run(q, layer, decode_plan, k=k, v=v, out=out)
         return super().run(q, layer, plan, k=k, v=v, out=out)

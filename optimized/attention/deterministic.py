@@ -13,6 +13,7 @@ import torch
 
 from optimized.attention.triton import TritonAttention, TritonPlan
 from optimized.kernels.fixed_split_attention import fixed_split_attention
+from optimized.kernels.paged_softmax import window_of
 from shared.modeling.forward import attention_output
 from shared.types.attention import AttentionLayer
 
@@ -39,7 +40,7 @@ class DeterministicAttention(TritonAttention):
             "scale": layer.scale * kv_scales.k,
             "v_scale": kv_scales.v,
             "page_size": self.kv_pool.page_size,
-            "sliding_window": layer.sliding_window,
+            "sliding_window": window_of(layer),
             "logit_cap": layer.logit_cap,
             "sinks": layer.sinks,
         }

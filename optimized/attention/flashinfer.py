@@ -204,6 +204,8 @@ class FlashInferAttention(interface.AttentionBackend):
     def check_layer(self, layer: AttentionLayer) -> None:
         supported = "layers without them; attention=triton supports sinks"
         self._refuse_unless(layer.sinks is None, "sinks", supported)
+        supported = "layers without it; attention=triton supports chunks"
+        self._refuse_unless(layer.attention_chunk == 0, "attention_chunk", supported)
 
     def _check(self, q: torch.Tensor, layer: AttentionLayer) -> None:
         self.check_layer(layer)

@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from optimized.kernels.decode_attention import _decode_kernel, decode_attention
 from optimized.kernels.extend_attention import extend_attention
+from optimized.kernels.paged_softmax import window_of
 from optimized.kernels.tree_attention import tree_attention
 from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
@@ -104,18 +105,20 @@ class TritonAttention(interface.AttentionBackend):
             "scale": layer.scale * kv_scales.k,
             "v_scale": kv_scales.v,
             "page_size": self.kv_pool.page_size,
-            "sliding_window": layer.sliding_window,
+            "sliding_window": window_of(layer),
             "logit_cap": layer.logit_cap,
             "sinks": layer.sinks,
             "out": attention_output(q, layer, out),
         }
         if batch.forward_mode.is_decode and batch.custom_mask is None:
             return decode_attention(q, k_buffer, v_buffer, *where, plan.counters, **options)
-        if plan.is_tree and layer.sliding_window < 0:
+        if plan.is_tree and window_of(layer) == -1:
             del options["sliding_window"]
             return tree_attention(q, k_buffer, v_buffer, *where, **options, tree_mask=batch.tree_mask)
         if batch.tree_mask is not None:
-            raise ValueError("a sliding_window under a tree_mask: TritonAttention supports one of them")
+            raise ValueError(
+                "a sliding_window or chunks under a tree_mask: TritonAttention supports one of them"
+            )
         options["custom_mask"] = batch.custom_mask
         new_tokens = (batch.extend_seq_lens, batch.extend_start_loc)
         return extend_attention(q, k_buffer, v_buffer, *where, *new_tokens, **options)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels.fp8 import from_pool, kernel_view
-from optimized.kernels.paged_softmax import accumulate, scores_of, slots_at
+from optimized.kernels.paged_softmax import accumulate, first_visible, scores_of, slots_at
 from optimized.kernels.portable import Gpu, gpu_of, pdl_options
 from optimized.kernels.split_kv import (
     finish,
@@ -75,7 +75,7 @@ def _decode_kernel(
         )
         first_key = 0
         if HAS_WINDOW:
-            first_key = tl.maximum(seq_len - 1 - window, 0)
+            first_key = first_visible(seq_len - 1, window)
         start = (first_key // BLOCK_N + run_start - tiles_start) * BLOCK_N
         first_end = tiles_start + tl.cdiv(seq_len, BLOCK_N) - first_key // BLOCK_N
         if USE_PDL:
@@ -132,7 +132,7 @@ def _decode_kernel(
                 if not Q_EACH_TILE:
                     q = tl.load(q_heads + request * stride_q, mask=mask_q, other=0.0)
             if HAS_WINDOW:
-                first_key = tl.maximum(seq_len - 1 - window, 0)
+                first_key = first_visible(seq_len - 1, window)
             start = tl.where(is_next, first_key // BLOCK_N * BLOCK_N, start + BLOCK_N)
             tiles_start = tl.where(is_next, tile + 1, tiles_start)
 
@@ -242,7 +242,7 @@ def decode_attention(
         STRIDE_K=k_buffer.stride(0), STRIDE_V=v_buffer.stride(0),
         **sizes, PAGE_SIZE=page_size, BLOCK_N=tile.block_n,
         BLOCK_BS=1 if batch_size == 1 else max(16, triton.next_power_of_2(batch_size)),
-        HAS_WINDOW=sliding_window >= 0, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
+        HAS_WINDOW=sliding_window != -1, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         # Loaded ahead as keys are, q takes shared memory for each tile in flight: two CTAs have none left.
         Q_EACH_TILE=tile.ctas_per_sm == 1,

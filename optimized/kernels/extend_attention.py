@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels.fp8 import from_pool, kernel_view
-from optimized.kernels.paged_softmax import LOG2_E, accumulate, scores_of, slots_at
+from optimized.kernels.paged_softmax import LOG2_E, accumulate, first_visible, scores_of, slots_at
 from optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, pdl_options, rounded
 
 
@@ -70,7 +70,8 @@ def _extend_kernel(
     last_position = prefix_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_queries - 1)
     key_start = 0
     if HAS_WINDOW:
-        key_start = tl.maximum(first_position - window, 0)
+        key_start = first_visible(first_position, window)
+        first_keys = first_visible(query_positions, window)[:, None]
     if HAS_MASK:
         key_end = seq_len
         sizes = extend_lens * tl.load(seq_lens_ptr + offs_b, mask=in_batch, other=0)
@@ -110,7 +111,7 @@ def _extend_kernel(
         else:
             sees = positions[None, :] <= query_positions[:, None]
         if HAS_WINDOW:
-            sees = sees & (positions[None, :] >= query_positions[:, None] - window)
+            sees = sees & (positions[None, :] >= first_keys)
         scores = tl.where(sees, scores, float("-inf"))
         v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
         v = from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
@@ -195,7 +196,7 @@ def extend_attention(
         GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
         BLOCK_D=block_d, **tile,
         BLOCK_BS=max(16, triton.next_power_of_2(batch_size)),
-        HAS_MASK=mask is not None, HAS_WINDOW=sliding_window >= 0, HAS_CAP=logit_cap > 0,
+        HAS_MASK=mask is not None, HAS_WINDOW=sliding_window != -1, HAS_CAP=logit_cap > 0,
         HAS_SINKS=sinks is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         **pdl_options(q),
     )  # fmt: skip

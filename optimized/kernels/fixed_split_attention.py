@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels.fp8 import from_pool, kernel_view
-from optimized.kernels.paged_softmax import LOG2_E, accumulate, scores_of, slots_at
+from optimized.kernels.paged_softmax import LOG2_E, accumulate, first_visible, scores_of, slots_at
 from optimized.kernels.portable import Gpu, gpu_of, pdl_options, rounded
 
 SPLIT = 512
@@ -91,7 +91,8 @@ def _fixed_split_kernel(
     key_start = 0
     if HAS_WINDOW:
         first_position = seq_len - num_queries + tile * BLOCK_M // GROUP
-        key_start = tl.maximum(first_position - window, 0) // BLOCK_N * BLOCK_N
+        key_start = first_visible(first_position, window) // BLOCK_N * BLOCK_N
+        first_keys = first_visible(query_positions, window)[:, None]
     if IS_PART:
         split = tl.program_id(2)
         key_start = tl.maximum(key_start, split * SPLIT)
@@ -134,7 +135,7 @@ def _fixed_split_kernel(
         scores = scores_of(q, k, scale, logit_cap, HAS_CAP, PRECISION)
         sees = (positions[None, :] <= query_positions[:, None]) & (positions < key_end)[None, :]
         if HAS_WINDOW:
-            sees = sees & (positions[None, :] >= query_positions[:, None] - window)
+            sees = sees & (positions[None, :] >= first_keys)
         scores = tl.where(sees, scores, float("-inf"))
         v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
         v = from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
@@ -181,7 +182,7 @@ def _join_kernel(
         return
     first = 0
     if HAS_WINDOW:
-        first = tl.maximum(seq_len - 1 - window, 0) // SPLIT
+        first = first_visible(seq_len - 1, window) // SPLIT
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     largest = tl.full([BLOCK_G, 1], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G, 1], tl.float32)
@@ -258,7 +259,7 @@ def fixed_split_attention(
         max_tiles = triton.cdiv(num_tokens * group, tile["BLOCK_M"]) + min(batch_size, num_tokens) - 1
         grid = (num_kv_heads, num_tokens if is_decode else max_tiles, 1)
     sizes = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "SPLIT": SPLIT}
-    options = {"HAS_WINDOW": sliding_window >= 0, "HAS_SINKS": sinks is not None, **pdl_options(q)}
+    options = {"HAS_WINDOW": sliding_window != -1, "HAS_SINKS": sinks is not None, **pdl_options(q)}
     sinks_or_any = q if sinks is None else sinks
     _fixed_split_kernel[grid](
         q, k_buffer, v_buffer, out, sinks_or_any,

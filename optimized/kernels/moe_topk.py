@@ -42,8 +42,8 @@ def _ranks(values, is_real, COUNT: tl.constexpr):
 def _route_kernel(
     logits_ptr, bias_ptr, weights_ptr, ids_ptr, stride_logits, scale,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BIASED: tl.constexpr, NORMALISED: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BIASED: tl.constexpr, SIGMOID: tl.constexpr,
+    NORMALISED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     size: tl.constexpr = EXPERTS // GROUPS
     length: tl.constexpr = BLOCK_G * BLOCK_S
@@ -61,6 +61,8 @@ def _route_kernel(
     if BIASED:
         scores = 1.0 / (1.0 + tl.exp(-logits))
         choice = scores + bias
+    elif SIGMOID:
+        scores, choice = 1.0 / (1.0 + tl.exp(-logits)), logits
     else:
         largest = tl.max(tl.max(logits, axis=1), axis=0)
         scores = tl.where(is_real, tl.exp(logits - largest), 0.0)
@@ -106,13 +108,15 @@ def route(
 def _options(config: MoEConfig, has_bias: bool) -> dict[str, int | bool]:
     is_biased = config.routing == "biased-grouped"
     assert is_biased == has_bias
-    groups = 1 if config.routing == "softmax" else config.num_expert_groups
+    is_grouped = config.routing in ("grouped", "biased-grouped")
+    groups = config.num_expert_groups if is_grouped else 1
     return {
         "GROUPS": groups,
-        "KEPT_GROUPS": groups if config.routing == "softmax" else config.topk_group,
+        "KEPT_GROUPS": config.topk_group if is_grouped else 1,
         "TOP_K": config.num_experts_per_tok,
         "BLOCK_G": triton.next_power_of_2(groups),
         "BLOCK_S": triton.next_power_of_2(config.num_experts // groups),
         "BIASED": is_biased,
+        "SIGMOID": config.routing == "sigmoid",
         "NORMALISED": config.norm_topk_prob,
     }

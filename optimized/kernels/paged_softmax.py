@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels.portable import INTERPRETED, rounded
+from shared.types.attention import AttentionLayer
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -26,6 +27,22 @@ def slots_at(row_ptr, positions, PAGE_SIZE: tl.constexpr):
         in_page = positions % PAGE_SIZE
         slots = tl.load(row_ptr + (positions - in_page)) + in_page
     return slots.to(tl.int64)
+
+
+@triton.jit
+def first_visible(position, window):
+    """The first key that the token at a position sees. window as from `window_of`."""
+    position = tl.maximum(position, 0)  # an entry without tokens has -1
+    chunk = tl.maximum(-window, 1)
+    return tl.where(window >= 0, tl.maximum(position - window, 0), position // chunk * chunk)
+
+
+def window_of(layer: AttentionLayer) -> int:
+    """A layer's sliding window; -1: none; below: minus the length of its chunks."""
+    if layer.attention_chunk == 0:
+        return layer.sliding_window
+    assert layer.sliding_window < 0, "chunks and a sliding window"
+    return 0 if layer.attention_chunk == 1 else -layer.attention_chunk
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.kernels.paged_softmax import LOG2_E, slots_at
+from optimized.kernels.paged_softmax import LOG2_E, first_visible, slots_at
 from optimized.kernels.portable import gpu_of, rounded, where_flag
 
 INTERPRETED_CTAS = 6
@@ -36,7 +36,7 @@ def schedule_tiles(
         seq_len = tl.load(seq_lens_ptr).to(tl.int32)
         total = tl.cdiv(seq_len, BLOCK_N)
         if HAS_WINDOW:
-            total -= tl.maximum(seq_len - 1 - window, 0) // BLOCK_N
+            total -= first_visible(seq_len - 1, window) // BLOCK_N
         first, tiles_start = 0, 0
         run_len = tl.cdiv(total, num_programs)
         run_start = program * run_len
@@ -48,7 +48,7 @@ def schedule_tiles(
         seq_lens = tl.load(seq_lens_ptr + requests, mask=in_batch, other=0).to(tl.int32)
         num_tiles = tl.cdiv(seq_lens, BLOCK_N)
         if HAS_WINDOW:
-            num_tiles -= tl.maximum(seq_lens - 1 - window, 0) // BLOCK_N
+            num_tiles -= first_visible(seq_lens - 1, window) // BLOCK_N
         ends = tl.cumsum(num_tiles, 0)
         total = tl.sum(num_tiles, 0)
         run_len = tl.cdiv(total, num_programs)

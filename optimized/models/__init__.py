@@ -23,6 +23,8 @@ MODELS = {
     "Gemma3ForCausalLM": "optimized.models.gemma:GemmaForCausalLM",
     # sinks in attention; experts with biases and a clamped SwiGLU; a window in every other layer
     "GptOssForCausalLM": "optimized.models.llama:LlamaForCausalLM",
+    # chunked attention with RoPE, full attention without; one expert of many, and a shared one
+    "Llama4ForCausalLM": "optimized.models.llama4:Llama4ForCausalLM",
     # MoE in every layer: softmax over all experts, the best two renormalised
     "MixtralForCausalLM": "optimized.models.llama:LlamaForCausalLM",
     # biases on q, k and v; windows from layer max_window_layers on

@@ -21,6 +21,8 @@ MODELS = {
     "Gemma3ForCausalLM": "reference.models.gemma:GemmaForCausalLM",
     # sinks in attention; experts with biases and a clamped SwiGLU; a window in every other layer
     "GptOssForCausalLM": "reference.models.llama:LlamaForCausalLM",
+    # chunked attention with RoPE, full attention without; one expert of many, and a shared one
+    "Llama4ForCausalLM": "reference.models.llama4:Llama4ForCausalLM",
     # MoE in every layer: softmax over all experts, the best two renormalised
     "MixtralForCausalLM": "reference.models.llama:LlamaForCausalLM",
     # biases on q, k and v; windows from layer max_window_layers on

@@ -51,6 +51,7 @@ class LlamaAttention(nn.Module):
             head_dim=config.head_dim,
             scale=config.attn_scale or config.head_dim**-0.5,
             sliding_window=config.sliding_window(layer_id),
+            attention_chunk=config.attention_chunk(layer_id),
             logit_cap=config.attn_logit_cap,
         )
         self.sinks: nn.Parameter | None = None
@@ -76,6 +77,8 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
+    attention_class: type[LlamaAttention] = LlamaAttention
+
     def __init__(
         self,
         config: ModelConfig,
@@ -89,7 +92,7 @@ class LlamaDecoderLayer(nn.Module):
         self.tp = tp
         norm = norm_class(config, layers)
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        attention = LlamaAttention if config.mla is None else MLAAttention
+        attention = self.attention_class if config.mla is None else MLAAttention
         self.self_attn = attention(config, layer_id, layers, rotary_emb)
         self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.mlp: nn.Module
@@ -135,7 +138,8 @@ class LlamaModel(nn.Module):
         self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
         ropes = [config.layer_rope(layer_id) for layer_id in range(config.num_hidden_layers)]
         rotary_embs = {
-            rope: layers.RotaryEmbedding(rope, config.head_dim, config.context_len) for rope in set(ropes)
+            rope: rope and layers.RotaryEmbedding(rope, config.head_dim, config.context_len)
+            for rope in set(ropes)
         }
         self.layers = nn.ModuleList(
             self.layer_class(config, layer_id, layers, moe, rotary_embs[rope], tp)

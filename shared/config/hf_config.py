@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from shared.config.hf_deepseek import (
     parse_deepseek_moe,
     parse_mla,
 )
+from shared.config.hf_llama4 import with_llama4
 from shared.config.hf_rope import context_len, parse_local_rope, parse_rope
 from shared.config.hf_windows import NO_WINDOWS, Windows, sliding_windows
 from shared.config.model import HiddenAct, ModelConfig, MoEConfig
@@ -43,6 +44,7 @@ class Family:
     local_rope_theta: float | None = None  # RoPE of its own in layers with a window
     moe: Literal["none", "mixtral", "qwen3", "gpt-oss", "deepseek-v2", "deepseek-v3"] = "none"
     mla: bool = False
+    more: Callable[[ModelConfig, Fields], ModelConfig] | None = None  # what only this family has
 
 
 FAMILIES = {
@@ -85,6 +87,15 @@ FAMILIES = {
         attn_sinks=True,
         windows=Windows("all but every nth", default=128, every=2),
         moe="gpt-oss",
+    ),
+    "Llama4ForCausalLM": Family(
+        "as query heads",
+        head_dim=128,
+        rope_theta=500_000.0,
+        qkv_bias=None,
+        o_bias=None,
+        windows=Windows("chunks instead"),
+        more=with_llama4,
     ),
     "MixtralForCausalLM": Family(rope_theta=1_000_000.0, windows=Windows("all layers"), moe="mixtral"),
     "Qwen3MoeForCausalLM": Family(
@@ -140,7 +151,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
     if family.local_rope_theta is not None:
         local_rope = parse_local_rope(fields, head_dim, family.local_rope_theta)
     moe = _moe(fields, family)
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
@@ -178,6 +189,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         bos_token_id=fields.integer("bos_token_id", default=None, minimum=0),
         quantization=_quantization(fields),
     )
+    return config if family.more is None else family.more(config, fields)
 
 
 def read_json(path: Path) -> Any:

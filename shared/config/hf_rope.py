@@ -70,9 +70,9 @@ def _scaling(rope: Fields, rope_type: RopeType, max_position_embeddings: int) ->
     original = rope.integer("original_max_position_embeddings", default=max_position_embeddings)
     if rope_type == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if high <= low:
+        if high < low:
             raise ValueError(
-                f"{rope.where}: high_freq_factor ({high:g}) must exceed low_freq_factor ({low:g})"
+                f"{rope.where}: high_freq_factor ({high:g}) must not be below low_freq_factor ({low:g})"
             )
         return {
             "factor": rope.number("factor"),

@@ -12,6 +12,7 @@ class Windows(NamedTuple):
 
     kind: Literal[
         "none",
+        "chunks instead",
         "all layers",
         "all but every nth",  # every nth layer sees all tokens
         "optional, from max_window_layers",  # off unless use_sliding_window is true
@@ -26,6 +27,8 @@ NO_WINDOWS = Windows()
 
 def sliding_windows(fields: Fields, windows: Windows, num_hidden_layers: int) -> tuple[int, ...]:
     """Hugging Face counts the token itself in the window, we count the tokens before it."""
+    if windows.kind == "chunks instead":
+        return ()
     window = None
     if windows.kind in ("all layers", "all but every nth"):
         # null is "no window"; only a missing key stands for the family's default.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -42,7 +42,10 @@ class MoEConfig:
     num_experts_per_tok: int
     intermediate_size: int
     norm_topk_prob: bool  # renormalise the chosen weights to sum 1
-    routing: Literal["softmax", "grouped", "biased-grouped"] = "softmax"
+    routing: Literal["softmax", "grouped", "biased-grouped", "sigmoid"] = "softmax"
+    weight_on_input: bool = (
+        False  # Llama-4: the router's weight multiplies the input of a token's only expert
+    )
     num_expert_groups: int = 1  # grouped kinds
     topk_group: int = 1  # grouped kinds: groups kept
     routed_scaling_factor: float = 1.0
@@ -59,8 +62,12 @@ class MoEConfig:
                 f"({self.num_expert_groups})"
             )
         num_eligible = self.num_experts
-        if self.routing != "softmax":
+        if self.routing in ("grouped", "biased-grouped"):
             num_eligible = self.topk_group * (self.num_experts // self.num_expert_groups)
+        if self.weight_on_input and self.num_experts_per_tok != 1:
+            raise ValueError(
+                f"weight_on_input: num_experts_per_tok is {self.num_experts_per_tok}; it must be 1"
+            )
         if not 1 <= self.num_experts_per_tok <= num_eligible <= self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok ({self.num_experts_per_tok}) must be between 1 and the experts that a "
@@ -83,6 +90,13 @@ class MLAConfig:
     @property
     def row_size(self) -> int:
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+class AttnTemperature(NamedTuple):
+    """Layers without RoPE scale q at position p by ln(1 + floor((p + 1) / floor_scale)) * scale + 1."""
+
+    floor_scale: int
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -109,6 +123,10 @@ class ModelConfig:
     post_norms: bool = False  # Gemma: attention and MLP end with a norm, too
     attn_scale: float | None = None  # multiplies q·k; None: head_dim ** -0.5
     local_rope: RopeConfig | None = None  # RoPE of the layers with a sliding window; None: rope
+    nope_layers: frozenset[int] = field(default_factory=frozenset)  # Llama-4: layers without RoPE
+    attn_temperature: AttnTemperature | None = None  # of these layers
+    qk_l2_norm: bool = False  # Llama-4: after RoPE, heads of q and k get a norm without a weight
+    attention_chunks: tuple[int, ...] = ()  # per layer: a token sees its chunk of so many positions; 0: all
     sliding_windows: tuple[int, ...] = ()  # per layer, previous tokens visible (HF window - 1); -1: all
     attn_sinks: bool = False  # GPT-OSS: each head has one more logit in the softmax
     attn_logit_cap: float = 0.0  # soft-cap; 0: none
@@ -164,6 +182,11 @@ class ModelConfig:
         """Previous tokens that a token of the layer sees beside itself; -1: all."""
         return self.sliding_windows[layer_id] if self.sliding_windows else -1
 
-    def layer_rope(self, layer_id: int) -> RopeConfig:
+    def attention_chunk(self, layer_id: int) -> int:
+        return self.attention_chunks[layer_id] if self.attention_chunks else 0
+
+    def layer_rope(self, layer_id: int) -> RopeConfig | None:
+        if layer_id in self.nope_layers:
+            return None
         has_window = self.sliding_window(layer_id) >= 0
         return self.local_rope if self.local_rope is not None and has_window else self.rope

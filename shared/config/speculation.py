@@ -109,12 +109,13 @@ def check_speculation(config: SpeculationFlags) -> None:
 
 
 def check_windows(config: SpeculationFlags, model_config: ModelConfig) -> None:
-    """Raise `ValueError` for trees over layers with a sliding window: a window counts slots back from the
-    token's slot, and in a tree the slots of siblings are between a node and its ancestors."""
+    """Raise `ValueError` for trees over layers with a sliding window or chunks: both count slots back from
+    the token's slot, and in a tree the slots of siblings are between a node and its ancestors."""
     if config.speculative is None or draft_shape(config).top_k == 1:
         return
-    if any(model_config.sliding_window(layer) >= 0 for layer in range(model_config.num_hidden_layers)):
+    layers = range(model_config.num_hidden_layers)
+    if any(model_config.sliding_window(i) >= 0 or model_config.attention_chunk(i) > 0 for i in layers):
         raise ValueError(
-            f"speculative_topk={draft_shape(config).top_k}: layers with a sliding window verify chains only; "
-            "set speculative_topk=1"
+            f"speculative_topk={draft_shape(config).top_k}: layers with a sliding window or chunks verify "
+            "chains only; set speculative_topk=1"
         )

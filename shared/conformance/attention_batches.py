@@ -44,6 +44,7 @@ class AttentionCase:
     head_dim: int = 64
     scale: float = 1.0
     sliding_window: int = -1
+    attention_chunk: int = 0
     logit_cap: float = 0.0
     sinks: tuple[float, ...] = ()
     mask: Mask = "causal"
@@ -88,6 +89,7 @@ class AttentionCase:
             "num_qo_heads": self.num_qo_heads // self.num_kv_heads not in PLAIN_GROUP_SIZES,
             "scale": self.scale != 1.0,
             "sliding_window": self.sliding_window >= 0,
+            "attention_chunk": self.attention_chunk > 0,
             "logit_cap": self.logit_cap > 0,
             "sinks": bool(self.sinks),
             "custom_mask": self.mask != "causal",
@@ -161,6 +163,7 @@ class AttentionBatch:
             case.head_dim,
             scale=case.scale * case.head_dim**-0.5,
             sliding_window=case.sliding_window,
+            attention_chunk=case.attention_chunk,
             logit_cap=case.logit_cap,
             sinks=None if sinks is None else torch.tensor(sinks, dtype=torch.float32, device=device),
         )
@@ -251,6 +254,9 @@ class AttentionBatch:
             sees = key_positions <= query_positions if mask is None else mask
             if layer.sliding_window >= 0:
                 sees = sees & (query_positions - key_positions <= layer.sliding_window)
+            if layer.attention_chunk > 0:
+                chunk = layer.attention_chunk
+                sees = sees & (query_positions // chunk == key_positions // chunk)
             for h in range(case.num_qo_heads):
                 kv_head = h // (case.num_qo_heads // case.num_kv_heads)
                 scores = layer.scale * (q[start : start + new, h] @ keys[:, kv_head].T)

@@ -23,7 +23,9 @@ class AttentionBackend(ABC):
     - there is no mask: j <= p (causal);
     - `custom_mask` or `tree_mask` is given: the mask's row of the token is True at column j, or, of a
       tree_mask [bs, n, m], at column j - (seq_lens[i] - m) where that is not negative;
-    - the layer has a sliding window w >= 0: also j >= p - w.
+    - the layer has a sliding window w >= 0: also j >= p - w;
+    - the layer has an attention_chunk c > 0: also j >= p // c * c. Chunks begin at multiples of c, wherever
+      the cached prefix ends.
 
     A token always sees at least itself in a causal batch. A masked token that sees nothing gets zeros.
 
@@ -38,9 +40,9 @@ class AttentionBackend(ABC):
 
     Every backend takes float16 and bfloat16, head_dim 64 and 128, 1, 2, 4 and 8 query heads a KV head, and
     any page size, causal, with scale head_dim ** -0.5 and without extras. What else it cannot do (dtype,
-    head_dim, num_qo_heads, scale, sliding_window, logit_cap, sinks, custom_mask, tree_mask, kv_cache_dtype of
-    an FP8 pool) it refuses by a `ValueError` that names that and what it supports: from the constructor,
-    `plan` or `run`, as soon as it knows.
+    head_dim, num_qo_heads, scale, sliding_window, attention_chunk, logit_cap, sinks, custom_mask, tree_mask,
+    kv_cache_dtype of an FP8 pool) it refuses by a `ValueError` that names that and what it supports: from the
+    constructor, `plan` or `run`, as soon as it knows.
 
     CUDA graphs are optional. A backend with `supports_cuda_graph` gives, by `plan_for_graph`, a plan whose
     `run` may be captured once and replayed for other batches of the same shapes, each after a `replan`.

@@ -22,7 +22,8 @@ class TopK(ABC):
     - softmax: softmax over all experts, the k largest;
     - grouped: softmax; a group's score is its largest; only the topk_group best groups take part;
     - biased-grouped: s = sigmoid(logits), c = s + correction_bias; a group's score is the sum of its two
-      largest c; experts are chosen by c within the kept groups, *weighted by s*.
+      largest c; experts are chosen by c within the kept groups, *weighted by s*;
+    - sigmoid: the k largest logits, weighted by their sigmoid.
 
     Ties: lowest id first. Weights descend by score (by c for biased-grouped). `norm_topk_prob` divides the
     weights by their sum. `routed_scaling_factor` multiplies them, here and nowhere else.
@@ -89,6 +90,9 @@ class MoE(nn.Module, ABC):
     biased-grouped, `correction_bias` [num_experts] float32; with shared experts
     `shared_experts.{gate,up,down}_proj.weight`, a SwiGLU of shared_intermediate_size; and if it is gated
     `shared_expert_gate.weight` [1, hidden].
+
+    With `weight_on_input` the experts get x times the weight of a token's only expert, and their results
+    count as they are.
 
     With expert parallelism `experts` are the config's num_local_experts, and `expert_parallel.run` stands for
     a call of `experts`: x is then the tokens of this rank, and all ranks call `forward`.

@@ -30,7 +30,9 @@ def stage_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
         config,
         num_hidden_layers=len(layers),
         sliding_windows=config.sliding_windows[layers.start : layers.stop],
+        attention_chunks=config.attention_chunks[layers.start : layers.stop],
         moe_layers=frozenset(layer - layers.start for layer in config.moe_layers if layer in layers),
+        nope_layers=frozenset(layer - layers.start for layer in config.nope_layers if layer in layers),
     )
 
 

@@ -20,6 +20,7 @@ from shared.loading.kv_scales import is_kv_scale
 _MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|experts\.(\d+)\.(w1|w2|w3))\.weight")
 _MIXTRAL_PROJ = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _CORRECTION_BIAS = ".mlp.gate.e_score_correction_bias"
+_LLAMA4 = ((".feed_forward.", ".mlp."), (".router.", ".gate."), (".shared_expert.", ".shared_experts."))
 _PACKED_WITH_BIAS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
 _PACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
@@ -43,7 +44,12 @@ def canonical_parts(name: str, shape: tuple[int, ...], architecture: str = "") -
     if name.startswith(("embed_tokens.", "layers.", "norm.")):
         name = f"model.{name}"  # saved without a head, as embedding models are
     if architecture == "GptOssForCausalLM":
-        return _gpt_oss_parts(name, shape)
+        name = name.replace(".mlp.router.", ".mlp.gate.")
+        return _transposed_parts(name, shape, rows_take_turns=True)
+    if architecture == "Llama4ForCausalLM":
+        for theirs, ours in _LLAMA4:
+            name = name.replace(theirs, ours)
+        return _transposed_parts(name, shape, rows_take_turns=False)
     if match := _MIXTRAL.fullmatch(name):
         layer, router, expert_id, matrix = match.groups()
         if router == "gate":
@@ -69,17 +75,19 @@ def canonical_parts(name: str, shape: tuple[int, ...], architecture: str = "") -
     ]
 
 
-def _gpt_oss_parts(name: str, shape: tuple[int, ...]) -> list[WeightPart]:
-    """Experts are packed and transposed, and rows of gate and up take turns: gate_up_proj [num_experts,
-    hidden, 2 * intermediate], down_proj [num_experts, intermediate, hidden]; and their biases."""
-    name = name.replace(".mlp.router.", ".mlp.gate.")
+def _transposed_parts(name: str, shape: tuple[int, ...], rows_take_turns: bool) -> list[WeightPart]:
+    """Experts are packed and transposed: gate_up_proj [num_experts, hidden, 2 * intermediate], gate before up
+    or row by row in turns, and down_proj [num_experts, intermediate, hidden]; and their biases."""
     match = _PACKED_WITH_BIAS.fullmatch(name)
     if match is None or len(shape) != (2 if match[3] else 3):
         return [WeightPart(name, (), shape)]
     experts, matrix, kind = match[1], match[2], "bias" if match[3] else "weight"
     rows = {"down_proj": slice(None)}
     if matrix == "gate_up_proj":
-        rows = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+        half = shape[-1] // 2
+        rows = {"gate_proj": slice(0, half), "up_proj": slice(half, None)}
+        if rows_take_turns:
+            rows = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     parts = []
     for expert_id in range(shape[0]):
         for proj, these in rows.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shared.config.model import AttnTemperature
 from shared.interfaces.attention import BatchAttention
 from shared.interfaces.model import CausalLM
 from shared.types import ForwardBatch
@@ -35,6 +36,12 @@ def attention_layers(model: CausalLM) -> list[AttentionLayer]:
     """Those of a model whose attention modules have an `attention_layer`."""
     found = (getattr(module, "attention_layer", None) for module in model.modules())
     return [attention_layer() for attention_layer in found if attention_layer is not None]
+
+
+def temperature(tuning: AttnTemperature, positions: torch.Tensor) -> torch.Tensor:
+    """By how much q grows at each position, float32 [num_tokens]."""
+    steps = torch.floor((positions.to(torch.float32) + 1.0) / tuning.floor_scale)
+    return torch.log1p(steps) * tuning.scale + 1.0
 
 
 def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:

@@ -44,6 +44,7 @@ class PagedDecodeAttention(AttentionBackend):
 
     def check_layer(self, layer: AttentionLayer) -> None:
         _refuse_if(layer.sliding_window >= 0, "sliding_window")
+        _refuse_if(layer.attention_chunk > 0, "attention_chunk")
         _refuse_if(layer.logit_cap > 0, "logit_cap")
         _refuse_if(layer.sinks is not None, "sinks")
         _refuse_if(not math.isclose(layer.scale, layer.head_dim**-0.5), f"scale {layer.scale:g}")

@@ -59,7 +59,8 @@ def _llama3(rope: RopeConfig) -> torch.Tensor:
     less than low_freq_factor times slow down by `factor`, a linear blend in between."""
     inv_freq = _unscaled(rope, rope.theta)
     turns = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = max(rope.high_freq_factor - rope.low_freq_factor, 1e-6)  # equal factors: a step
+    kept = (turns - rope.low_freq_factor) / blend
     return torch.lerp(inv_freq / rope.factor, inv_freq, kept.clamp(0.0, 1.0))
 
 

@@ -29,6 +29,7 @@ class AttentionLayer:
     head_dim: int
     scale: float  # multiplies q·k
     sliding_window: int = -1  # previous tokens visible besides the token itself; -1: all
+    attention_chunk: int = 0  # positions are in chunks of so many, and a token sees its own; 0: all are one
     logit_cap: float = 0.0  # soft-cap: cap * tanh(score / cap), after the scale; 0: none
     sinks: torch.Tensor | None = None  # [num_qo_heads]: one more logit in the softmax, without a value
     v_head_dim: int | None = None  # of V and the output; None: head_dim

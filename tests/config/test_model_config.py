@@ -209,7 +209,11 @@ LLAMA3 = CONFIGS["llama-llama3"]["rope_scaling"]
         ("llama-linear", {"partial_rotary_factor": 0.33}, "leaves 5 dimensions to rotate"),
         ("llama-linear", {"partial_rotary_factor": 2}, "leaves 32 dimensions to rotate"),
         ("llama-dynamic", {"head_dim": 2}, "dynamic scaling needs more than 2"),
-        ("llama-llama3", {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "must exceed low_freq_factor"),
+        (
+            "llama-llama3",
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": 0.5}},
+            "not be below low_freq_factor",
+        ),
         ("llama-llama3", {"rope_scaling": LLAMA3 | {"low_freq_factor": ...}}, "low_freq_factor is Ellipsis"),
         ("llama-yarn", {"rope_parameters": YARN | {"truncate": 1}}, "rope_parameters: truncate is 1"),
         ("llama-yarn", {"rope_parameters": {"full_attention": YARN}}, "parameters per layer type"),

@@ -17,7 +17,7 @@ from shared.types import SamplingParams
 
 SHARED, PROMPT_LENS = 70, (150, 131, 90, 33)
 MIXED = {"chunked_prefill_size": 24, "enable_mixed_chunk": True}
-FAMILIES = ("gemma2", "gemma3", "gpt-oss", "gpt-oss-layer-types")
+FAMILIES = ("gemma2", "gemma3", "gpt-oss", "gpt-oss-layer-types", "llama4", "llama4-no-norm")
 SETTINGS = [  # the fast cut has one of each family
     *(
         pytest.param(name, page_size, flags, marks=[] if is_fast else pytest.mark.full)

@@ -68,6 +68,24 @@ class ClampsTheGateFromBelow(FusedExperts):
             self.act_fn = ClampedOnBothSides(self.act_fn.limit)
 
 
+@mutant_of("moe")
+class WeightsInputAndOutput(MoE):
+    """Llama-4's weight multiplies the input, and the result again."""
+
+    def __init__(self, config, hidden_size):
+        super().__init__(config, hidden_size)
+        if self.weight_on_input:
+            topk = self.topk
+            self.experts.register_forward_hook(lambda _, args, y: y * self.last.to(y.dtype))
+
+            def remember(logits, bias=None):
+                found = topk(logits, bias)
+                self.last = found.topk_weights
+                return found
+
+            self.topk = remember
+
+
 @part_of_moe
 class ScalesTwice(TopK):
     """routed_scaling_factor is applied by two."""

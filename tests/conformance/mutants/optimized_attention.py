@@ -98,13 +98,25 @@ MUTANTS = (
         "decode_window_off_by_one",
         "sliding-window",
         "decode_attention",
-        (("tl.maximum(seq_len - 1 - window, 0)", "tl.maximum(seq_len - window, 0)"),),
+        (("first_visible(seq_len - 1, window)", "first_visible(seq_len, window)"),),
     ),
     KernelMutant(
         "extend_window_off_by_one",
         "sliding-window",
         "extend_attention",
-        (("query_positions[:, None] - window", "query_positions[:, None] - window + 1"),),
+        (("first_visible(query_positions, window)", "first_visible(query_positions + 1, window)"),),
+    ),
+    KernelMutant(
+        "chunk_of_the_first_query_for_all",
+        "attention-chunks",
+        "extend_attention",
+        (("first_visible(query_positions, window)", "first_visible(first_position + 0 * tokens, window)"),),
+    ),
+    KernelMutant(
+        "chunk_of_the_next_token",
+        "attention-chunks",
+        "decode_attention",
+        (("first_visible(seq_len - 1, window)", "first_visible(seq_len, window)"),),
     ),
     KernelMutant(
         "last_tile_of_a_run_dropped",

@@ -128,6 +128,27 @@ class WindowsWithoutSinks:
 
 
 @mixed_into_every_model
+class RopeInEveryLayer:
+    """Layers without RoPE get the one of the others."""
+
+    def __init__(self, config, layers, moe):
+        super().__init__(replace(config, nope_layers=frozenset()), layers, moe)
+
+
+@mixed_into_every_model
+class TemperatureOneStepLate:
+    """The temperature grows one token late: at p + 2, where p + 1 is a multiple of floor_scale."""
+
+    def __init__(self, config, layers, moe):
+        super().__init__(config, layers, moe)
+        for decoder_layer in self.model.layers:
+            attn = decoder_layer.self_attn
+            if getattr(attn, "temperature", None) is not None and attn.rotary_emb is None:
+                forward = attn.forward
+                attn.forward = lambda x, p, attention, forward=forward: forward(x, p - 1, attention)
+
+
+@mixed_into_every_model
 class NoNormOfHeads:
     """q and k go without their norm, where the family has one."""
 

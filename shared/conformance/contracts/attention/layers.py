@@ -43,6 +43,27 @@ def sliding_window(impl: type[AttentionBackend], case: AttentionCase) -> None:
 
 
 @contract(
+    "With chunks of c, a token sees the keys of its own chunk up to itself. Chunks begin at multiples of c, "
+    "wherever the cached prefix ends.",
+    tuple(
+        case
+        for batch in (DECODE, EXTEND, MIXED, LONG, replace(LONG, name="long prompt, page 4", page_size=4))
+        for chunk in (1, 4, 31, 64, 300)
+        for case in in_types(
+            replace(batch, name=f"{batch.name}, chunks of {chunk}", attention_chunk=chunk), torch.float32
+        )
+    )
+    + in_types(
+        replace(MIXED, name="mixed, chunks of 8, sinks", attention_chunk=8, sinks=SINKS),
+        torch.float16,
+        torch.bfloat16,
+    ),
+)
+def attention_chunks(impl: type[AttentionBackend], case: AttentionCase) -> None:
+    expect_attention(impl, case)
+
+
+@contract(
     "What left every window changes nothing: its slots may hold other tokens by then.",
     (
         AttentionCase("decode", ((49, 1), (7, 2)), sliding_window=7),

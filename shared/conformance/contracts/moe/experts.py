@@ -249,6 +249,7 @@ class Layer(Case):
     shared_intermediate_size = 0
     shared_expert_gate = False
     bias = False
+    weight_on_input = False
     dtype = torch.float32
     hidden_size = 40
     seed = 0
@@ -258,6 +259,7 @@ class Layer(Case):
             self.routing.config(),
             shared_intermediate_size=self.shared_intermediate_size,
             shared_expert_gate=self.shared_expert_gate,
+            weight_on_input=self.weight_on_input,
             bias=self.bias,
             swiglu_limit=1.5 if self.bias else 0.0,
         )
@@ -267,6 +269,12 @@ ALL = Routing("all", num_experts_per_tok=7, norm_topk_prob=True, num_tokens=33)
 LAYERS = (
     *(Layer(routing.name, routing=routing) for routing in ROUTINGS if routing.num_experts <= 12),
     Layer("as GPT-OSS", routing=ROUTINGS[1], bias=True),
+    Layer(
+        "as Llama-4",
+        routing=Routing("sigmoid", routing="sigmoid", num_experts_per_tok=1),
+        weight_on_input=True,
+        shared_intermediate_size=11,
+    ),
     *grid(
         lambda routing, shared_expert_gate, **_: (
             f"{routing.name}, shared experts{', gated' * shared_expert_gate}"
@@ -358,9 +366,14 @@ def layer(impl: type[MoE], case: Layer) -> None:
     x = inputs.normal(case.routing.num_tokens, case.hidden_size, dtype=case.dtype)
     w = {name: weight.detach().double() for name, weight in named_weights(moe).items()}
     x64 = x.double()
+    topk = route_all64(config, x64 @ w["gate.weight"].T + w.get("gate.bias", 0.0), w.get("correction_bias"))
+    routed_x = x64
+    if case.weight_on_input:
+        routed_x = x64 * topk.topk_weights.to(x64.device)
+        topk = TopKOutput(torch.ones_like(topk.topk_weights), topk.topk_ids)
     expected = experts64(
-        x64,
-        route_all64(config, x64 @ w["gate.weight"].T + w.get("gate.bias", 0.0), w.get("correction_bias")),
+        routed_x,
+        topk,
         *(w.get(f"experts.{name}") for name in ("w13", "w2", "b13", "b2")),
         swiglu_limit=config.swiglu_limit,
     ).to(check_device())

@@ -24,7 +24,7 @@ class Routing(Case):
     num_experts = 7
     num_experts_per_tok = 3
     norm_topk_prob = False
-    routing: Literal["softmax", "grouped", "biased-grouped"] = "softmax"
+    routing: Literal["softmax", "grouped", "biased-grouped", "sigmoid"] = "softmax"
     num_expert_groups = 1
     topk_group = 1
     routed_scaling_factor = 1.0
@@ -62,6 +62,8 @@ ROUTINGS = (
     Routing("one expert chosen", num_experts_per_tok=1),
     Routing("one expert", num_experts=1, num_experts_per_tok=1, norm_topk_prob=True),
     Routing("scaled", routed_scaling_factor=1.5),
+    Routing("sigmoid", routing="sigmoid"),
+    Routing("sigmoid, one expert chosen", routing="sigmoid", num_experts_per_tok=1),
     Routing("128 experts, 8 each", num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),
     Routing("1 token", num_tokens=1),
     Routing("no tokens", num_tokens=0),
@@ -86,14 +88,16 @@ def make_moe(impl: type[MoE], config: MoEConfig, hidden_size: int, dtype: torch.
 def route64(config: MoEConfig, logits: list[float], bias: list[float]) -> list[tuple[int, float]]:
     """One token's (expert, weight), best first, in loops, as the contract words it."""
     experts = range(config.num_experts)
-    if config.routing == "biased-grouped":
+    if config.routing == "sigmoid":
+        scores, choice = [1 / (1 + math.exp(-x)) for x in logits], logits
+    elif config.routing == "biased-grouped":
         scores = [1 / (1 + math.exp(-x)) for x in logits]
         choice = [scores[e] + bias[e] for e in experts]
     else:
         weights = [math.exp(x - max(logits)) for x in logits]
         scores = choice = [w / sum(weights) for w in weights]
     eligible = list(experts)
-    if config.routing != "softmax":
+    if config.routing in ("grouped", "biased-grouped"):
         size = config.num_experts // config.num_expert_groups
         members = [list(experts)[g * size : (g + 1) * size] for g in range(config.num_expert_groups)]
         num_best = 2 if config.routing == "biased-grouped" else 1

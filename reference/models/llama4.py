@@ -1,0 +1,57 @@
+"""Llama-4's text model: chunked attention with RoPE, and in some layers full attention without.
+
+Otherwise Llama's decoder, with options of ModelConfig: RoPE of neighbouring dimensions, and experts of which
+a token has one beside the shared one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from reference.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from shared.config import ModelConfig
+from shared.interfaces.attention import BatchAttention
+from shared.modeling.forward import temperature
+
+
+class Llama4Attention(LlamaAttention):
+    """Layers with RoPE norm the heads of q and k afterwards, without a weight. Layers without RoPE scale q by
+    a temperature that grows with the position."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, *more: Any) -> None:
+        super().__init__(config, layer_id, *more)
+        self.has_l2_norm = config.qk_l2_norm
+        self.eps = config.rms_norm_eps
+        self.temperature = config.attn_temperature
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
+        # --8<-- [start:rope-or-temperature]
+        layer = self.layer
+        q = self.q_proj(x).view(-1, layer.num_qo_heads, layer.head_dim)
+        k = self.k_proj(x).view(-1, layer.num_kv_heads, layer.head_dim)
+        v = self.v_proj(x).view(-1, layer.num_kv_heads, layer.head_dim)
+        if self.rotary_emb is not None:
+            q, k = self.rotary_emb(positions, q, k)
+            if self.has_l2_norm:
+                q, k = (F.rms_norm(x, x.shape[-1:], eps=self.eps) for x in (q, k))
+        elif self.temperature is not None:
+            q = (q * temperature(self.temperature, positions)[:, None, None]).to(q.dtype)
+        # --8<-- [end:rope-or-temperature]
+        attention.kv_pool.store(layer.layer_id, attention.out_cache_loc, k, v)
+        output = attention.backend.run(q, layer, attention.plan, k=k, v=v)
+        return self.o_proj(output.flatten(1))
+
+
+class Llama4DecoderLayer(LlamaDecoderLayer):
+    attention_class = Llama4Attention
+
+
+class Llama4Model(LlamaModel):
+    layer_class = Llama4DecoderLayer
+
+
+class Llama4ForCausalLM(LlamaForCausalLM):
+    body_class = Llama4Model

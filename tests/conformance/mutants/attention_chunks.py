@@ -1,0 +1,36 @@
+"""Planted bugs in chunked local attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from reference.attention import RequestPlan, TorchAttention
+from tests.conformance.mutants.mutant import mutant_of
+
+
+@mutant_of("attention")
+class ChunksFromThePrefix(TorchAttention):
+    """Chunks are counted from the end of the cached prefix, not from position 0."""
+
+    def run(self, q, layer, plan, **more):
+        if layer.attention_chunk > 0:
+            plan = [self.masked(request, layer.attention_chunk) for request in plan]
+        return super().run(q, replace(layer, attention_chunk=0), plan, **more)
+
+    def masked(self, request: RequestPlan, chunk: int) -> RequestPlan:
+        num_queries, num_keys = request.visible.shape
+        positions = torch.arange(num_keys, device=request.visible.device) - (num_keys - num_queries)
+        is_same = positions[-num_queries:, None] // chunk == positions // chunk
+        return request._replace(visible=request.visible & is_same)
+
+
+@mutant_of("attention")
+class ChunksAsWindows(TorchAttention):
+    """A chunk of c is taken for a window of c tokens."""
+
+    def run(self, q, layer, plan, **more):
+        if layer.attention_chunk > 0:
+            layer = replace(layer, attention_chunk=0, sliding_window=layer.attention_chunk - 1)
+        return super().run(q, layer, plan, **more)
