@@ -7,10 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from reference.layers import Linear
-from reference.moe import FusedExperts
-from reference.quantized_moe import QuantizedExperts
 from shared.interfaces import quantization as interface
-from shared.interfaces.quantized_experts import expert_arguments
 from shared.modeling.quantization import dequantize, dequantized_input
 from shared.types.quantization import QuantScheme
 
@@ -31,8 +28,6 @@ class QuantizedLinear(interface.QuantizedLinear):
 
 def quantized(module: nn.Module, scheme: QuantScheme) -> nn.Module | None:
     """What a model has in place of a linear layer whose weight is quantized; None for any other module."""
-    if isinstance(module, FusedExperts):
-        return QuantizedExperts(*expert_arguments(module, scheme))
     if not isinstance(module, Linear):
         return None
     out_features, in_features = module.weight.shape

@@ -14,8 +14,6 @@ from shared.types.quantization import QuantScheme
 
 
 class QuantizedExperts(Interface):
-    supports_gpt_oss = True
-
     def __init__(
         self,
         num_experts: int,
@@ -35,17 +33,16 @@ class QuantizedExperts(Interface):
             if expert_id < 0:
                 continue  # padding tokens
             token_rows, slots = (topk.topk_ids == expert_id).nonzero(as_tuple=True)
-            gate_up = self._linear(x[token_rows], "w13", expert_id)
-            hidden = self._linear(self.act_fn(gate_up).to(x.dtype), "w2", expert_id)
+            gate_up = self._linear(x[token_rows], "w13", self.b13, expert_id)
+            hidden = self._linear(self.act_fn(gate_up).to(x.dtype), "w2", self.b2, expert_id)
             y.index_add_(0, token_rows, hidden * topk.topk_weights[token_rows, slots, None])
         return y.to(x.dtype)
 
-    def _linear(self, x: torch.Tensor, name: str, expert_id: int) -> torch.Tensor:
+    def _linear(self, x: torch.Tensor, name: str, bias: torch.Tensor | None, expert_id: int) -> torch.Tensor:
         """float32 [num_tokens, out] of one expert's w13 or w2."""
         parts = (getattr(self, name + suffix) for suffix in ("", "_scale", "_zero"))
         weight, scale, zero = (None if part is None else part[expert_id] for part in parts)
         weight = dequantize(weight, scale, zero, self.scheme)
-        biases = self.b13 if name == "w13" else self.b2
-        bias = None if biases is None else biases[expert_id].to(weight.dtype)
-        return F.linear(dequantized_input(x, self.scheme, None), weight, bias)
+        y = F.linear(dequantized_input(x, self.scheme, None), weight)
+        return y if bias is None else y + bias[expert_id]
         # --8<-- [end:run-quantized-experts]

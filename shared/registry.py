@@ -60,6 +60,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     },
     "layers": {"reference": "reference.layers", "optimized": "optimized.layers"},
     "quantization": {"reference": "reference.quantization", "optimized": "optimized.quantization"},
+    "quantized_experts": {
+        "reference": "reference.quantized_moe:QuantizedExperts",
+        "optimized": "optimized.quantized_moe:QuantizedExperts",
+    },
     "lora": {"reference": "reference.lora:LoraPool", "optimized": "optimized.lora:LoraPool"},
     "moe": {"reference": "reference.moe:MoE", "optimized": "optimized.moe:MoE"},
     "models": {"reference": "reference.models", "optimized": "optimized.models"},
@@ -114,7 +118,17 @@ NEEDS_TRITON: dict[str, tuple[str, ...]] = {
     "attention": ("optimized", "triton"),
     "mla_attention": ("optimized", "triton"),
     **dict.fromkeys(
-        ("layers", "lora", "quantization", "moe", "models", "draft_models", "sampler", "draft_tree"),
+        (
+            "layers",
+            "lora",
+            "quantization",
+            "quantized_experts",
+            "moe",
+            "models",
+            "draft_models",
+            "sampler",
+            "draft_tree",
+        ),
         ("optimized",),
     ),
 }

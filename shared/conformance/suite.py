@@ -63,6 +63,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "mla_attention": ("mla_attention.batches",),
     "layers": ("layers.norm_and_activation", "layers.rotary"),
     "quantization": ("quantization.linear",),
+    "quantized_experts": ("quantized_experts.outputs",),
     "host_pool": ("host_pool.copies",),
     "lora": ("lora.outputs",),
     "moe": ("moe.routing", "moe.experts"),

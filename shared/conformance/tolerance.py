@@ -42,6 +42,10 @@ _GEMM_CHAIN = (
     "two GEMMs with a rounding to the type between them; each rounds its output once and the "
     "second sums the first's roundings"
 )
+_QUANTIZED_CHAIN = (
+    "two GEMMs with a rounding to 8 bits between them: where a value lies between two of 8 bits, sums in "
+    "another order may round it to the other one, a sixteenth of the value away"
+)
 _FP8_SUM = (
     "FP8 tensor cores of Hopper keep about 14 bits of a sum of 128 products; for many tokens the weight "
     "is dequantized with a rounding to the type; one rounding of the output"
@@ -88,6 +92,11 @@ TABLE: dict[str, dict[torch.dtype, Tolerance]] = {
         torch.float32: Tolerance(1e-5, 1e-5, 1e-6, _SUM),
         torch.float16: Tolerance(4e-3, 4 * _EPS[torch.float16], 2e-3, _FP8_SUM),
         torch.bfloat16: Tolerance(1.6e-2, 2 * _EPS[torch.bfloat16], 8e-3, _FP8_SUM),
+    },
+    "quantized moe": {
+        torch.float32: Tolerance(2e-2, 2e-2, 5e-3, _QUANTIZED_CHAIN),
+        torch.float16: Tolerance(2e-2, 2e-2, 1e-2, _QUANTIZED_CHAIN),
+        torch.bfloat16: Tolerance(4e-2, 6e-2, 2e-2, _QUANTIZED_CHAIN),
     },
     "logits": {
         torch.float32: Tolerance(

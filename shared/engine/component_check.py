@@ -20,6 +20,7 @@ _CLASSES: dict[str, type] = {
     "host_pool": interfaces.HostPool,
     "lora": interfaces.LoraPool,
     "moe": interfaces.MoE,
+    "quantized_experts": interfaces.QuantizedExperts,
     "model_runner": interfaces.ModelRunner,
     "sampler": interfaces.Sampler,
     "draft_tree": interfaces.DraftTreeOps,

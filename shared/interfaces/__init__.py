@@ -43,6 +43,7 @@ from shared.interfaces.prefix_cache import (
     WatchablePrefixCache,
 )
 from shared.interfaces.quantization import Quantization, QuantizedLinear
+from shared.interfaces.quantized_experts import QuantizedExperts
 from shared.interfaces.sampler import Sampler
 from shared.interfaces.schedule_policy import PolicyResult, SchedulePolicy
 from shared.interfaces.scheduler import Scheduler, SchedulerParts, SchedulerState, SchedulerStats
@@ -86,6 +87,7 @@ __all__ = [
     "PrefillBudget",
     "PrefixCache",
     "Quantization",
+    "QuantizedExperts",
     "QuantizedLinear",
     "RMSNorm",
     "RadixKey",

@@ -56,6 +56,7 @@ class FusedExperts(nn.Module, ABC):
     w2: nn.Parameter
     b13: nn.Parameter | None
     b2: nn.Parameter | None
+    swiglu_limit: float
 
     @abstractmethod
     def __init__(

@@ -20,12 +20,9 @@ class QuantizedExperts(FusedExperts, ABC):
     a token depends on no other token.
 
     Parameters: `w13` and `w2` with `w13_scale` and `w2_scale`, and by scheme `w13_zero` and `w2_zero`: the
-    tensors of `QuantScheme.tensors` of each expert, one behind the other; and biases as in `FusedExperts`,
-    not quantized. A rank's experts may be moved by moving the rows of all parameters.
+    tensors of `QuantScheme.tensors` of each expert, one behind the other; and the biases. A rank's experts
+    are moved by moving the rows of all parameters.
     """
-
-    supports_gpt_oss: bool = False
-    """Biases and a swiglu_limit. Otherwise they are a `ValueError`."""
 
     scheme: QuantScheme
     w13_scale: nn.Parameter
@@ -46,10 +43,6 @@ class QuantizedExperts(FusedExperts, ABC):
         super().__init__(num_experts, hidden_size, intermediate_size, bias, swiglu_limit)
         if scheme.inputs == "static":
             raise ValueError(f"experts of {scheme} are not supported; supported are dynamic scales of inputs")
-        if (bias or swiglu_limit > 0) and not self.supports_gpt_oss:
-            raise ValueError(
-                f"{type(self).__name__}: no biases and no swiglu_limit; the reference panel has them"
-            )
         self.scheme = scheme
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.w13_zero = self.w2_zero = None
@@ -67,9 +60,9 @@ class QuantizedExperts(FusedExperts, ABC):
     def weight_views(self) -> dict[str, torch.Tensor]:
         """The tensors of each expert and matrix: "3.gate_proj.weight_scale" -> a view of a parameter."""
         views: dict[str, torch.Tensor] = {}
-        matrices = {key: (f"w13{suffix}", f"w2{suffix}") for key, suffix in SUFFIXES.items()}
-        for key, (up_name, down_name) in {**matrices, "bias": ("b13", "b2")}.items():
-            w13, w2 = getattr(self, up_name), getattr(self, down_name)
+        parameters = {key: (f"w13{suffix}", f"w2{suffix}") for key, suffix in SUFFIXES.items()}
+        for key, names in {**parameters, "bias": ("b13", "b2")}.items():
+            w13, w2 = (getattr(self, name) for name in names)
             if w13 is None:
                 continue
             for expert_id in range(w13.shape[0]):
@@ -79,11 +72,9 @@ class QuantizedExperts(FusedExperts, ABC):
                 views[f"{expert_id}.down_proj.{key}"] = w2[expert_id]
         return views
 
-
-def expert_arguments(
-    experts: FusedExperts, scheme: QuantScheme
-) -> tuple[int, int, int, QuantScheme, bool, float]:
-    """What QuantizedExperts is made with, in place of experts with plain weights."""
-    num_experts, hidden_size, intermediate_size = experts.w2.shape
-    has_bias = experts.b13 is not None
-    return num_experts, hidden_size, intermediate_size, scheme, has_bias, experts.swiglu_limit
+    @classmethod
+    def like(cls, experts: FusedExperts, scheme: QuantScheme) -> QuantizedExperts:
+        """What a model has in place of `experts`."""
+        num_experts, hidden_size, intermediate_size = experts.w2.shape
+        has_bias = experts.b13 is not None
+        return cls(num_experts, hidden_size, intermediate_size, scheme, has_bias, experts.swiglu_limit)

@@ -68,7 +68,7 @@ def load_model(
         if model_config.quantization is not None:
             first_layer = shards.first_layer if isinstance(shards, Stage) else 0
             with torch.device("meta"):
-                quantize_linears(model, model_config.quantization, component("quantization"), first_layer)
+                quantize_linears(model, model_config.quantization, component, first_layer)
         model.load_weights(weights)
     return model.eval()
 

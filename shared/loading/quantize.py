@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,6 @@ from shared.config import ModelConfig, QuantConfig
 from shared.config.quantization import DEQUANTIZED
 from shared.interfaces.layers import MergedLinear
 from shared.interfaces.moe import FusedExperts
-from shared.interfaces.quantization import Quantization
 from shared.loading.quantized_formats import pack_units
 from shared.loading.weight_names import expected_shapes
 from shared.types.quantization import INT4_ZERO, MXFP4_BIAS, MXFP4_GROUP, MXFP4_VALUES, QuantScheme
@@ -60,11 +60,11 @@ def _quantize_mxfp4(blocks: torch.Tensor, largest: torch.Tensor) -> dict[str, to
 
 
 def quantize_linears(
-    model: nn.Module, config: QuantConfig, quantization: Quantization, first_layer: int = 0
+    model: nn.Module, config: QuantConfig, component: Callable[[str], Any], first_layer: int = 0
 ) -> None:
-    """Put quantized layers in place of a model's linear layers, before its weights are loaded.
-    `first_layer`: of the whole model, that the model's layer 0 is. Raises `ValueError` for a module that
-    cannot be quantized as the config says."""
+    """Put quantized layers in place of a model's linear layers and experts, before its weights are loaded:
+    those of the components `quantization` and `quantized_experts`. `first_layer`: of the whole model, that
+    the model's layer 0 is. Raises `ValueError` for a module that cannot be quantized as the config says."""
     for path, module in list(model.named_modules()):
         if path.endswith(DEQUANTIZED):
             continue
@@ -80,7 +80,10 @@ def quantize_linears(
             )
         (scheme,) = distinct
         assert scheme is not None
-        replacement = quantization.quantized(module, scheme)
+        if isinstance(module, FusedExperts):
+            replacement = component("quantized_experts").like(module, scheme)
+        else:
+            replacement = component("quantization").quantized(module, scheme)
         if replacement is None:
             raise ValueError(f"{path} ({type(module).__name__}) cannot be quantized to {scheme}")
         parent, _, name = path.rpartition(".")

@@ -32,16 +32,27 @@ from optimized.kernels.quantized_gemm import quantized_gemm
 from optimized.kernels.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
 from optimized.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from optimized.kernels.tree_attention import tree_attention
+from optimized.quantized_moe import QuantizedExperts
 from optimized.sampler import Sampler
 from shared.config import ModelConfig
 from shared.config.quantization import ONLINE
+from shared.interfaces import TopKOutput
 from shared.types import SamplingBatchInfo
 from shared.types.attention import FP8
+from shared.types.quantization import QuantScheme
 
 Launch = Callable[[], object]
 NUM_KV_HEADS = 8
 PAGE_SIZES = {64: 16}
 """By head_dim; elsewhere 1."""
+EXPERT_SCHEMES = {
+    "fp8": QuantScheme("fp8", inputs="token"),
+    "fp8-block": QuantScheme("fp8", 128, 128, "group"),
+    "fp8-weight": QuantScheme("fp8"),
+    "int8": QuantScheme("int8", inputs="token"),
+    "int4": QuantScheme("int4", group_size=128, symmetric=False),
+    "mxfp4": QuantScheme("mxfp4", group_size=32),
+}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -189,6 +200,14 @@ def quantized(num_tokens: int, size: int, out: int, dtype: torch.dtype, kind: st
         quantized_gemm(quantize_input(gate_up, scheme, silu=True), weight, scale, None, scheme, y, residual=y)
 
 
+def quantized_experts(shape: Shape, num_tokens: int, dtype: torch.dtype, scheme: QuantScheme) -> None:
+    num_experts, top_k, hidden, inter = shape
+    experts = QuantizedExperts(num_experts, hidden, inter, scheme, bias=True, swiglu_limit=7.0)
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32)
+    topk = TopKOutput(torch.empty(num_tokens, top_k), ids)
+    experts(torch.empty(num_tokens, hidden, dtype=dtype), topk)
+
+
 def rows(num_tokens: int, hidden: int, inter: int, dtype: torch.dtype, is_gemma: bool = False) -> None:
     x, weight = torch.empty(num_tokens, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
     rms_norm(x, weight, 1e-6, unit_offset=is_gemma)
@@ -308,6 +327,11 @@ def _launches() -> dict[str, Launch]:
         hidden, inter = config.hidden_size, config.intermediate_size
         for num_tokens, dtype in ((1, "bf16"), (64, "fp16"), (4096, "bf16"), (16, "fp32")):
             add(quantized, f"{kind}-t{num_tokens}-{dtype}", num_tokens, inter, hidden, DTYPES[dtype], kind)
+    for kind, scheme in EXPERT_SCHEMES.items():
+        for num_tokens in (4, 512):
+            shape = Shape(32, 4, 2880, 2880) if kind == "mxfp4" else Shape(128, 8, 2048, 768)
+            name = f"{kind}-t{num_tokens}"
+            add(quantized_experts, name, shape, num_tokens, torch.bfloat16, scheme)
     for size in (2, 4, 8):
         for name, dtype in DTYPES.items():
             add(one_shot, f"t{size}-{name}", size, dtype)

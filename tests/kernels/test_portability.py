@@ -35,6 +35,7 @@ FAST = (
     ("sm_90", "rope-d128-t8-bf16-fp8kv"),
     ("sm_86", "mla-extend-h16-t4-bf16"),
     ("sm_90", "one_shot-t2-bf16"),
+    ("sm_90", "quantized_experts-mxfp4-t512"),
     ("sm_90", "linear-Qwen3-0.6B-t64-down"),
     ("sm_100", "linear-Qwen3-8B-t16-qkv"),
     ("sm_80", "quantized-fp8-t64-fp16"),

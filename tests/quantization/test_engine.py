@@ -99,7 +99,7 @@ def build(config: ModelConfig, panel: str) -> torch.nn.Module:
     )
     assert config.quantization is not None
     with torch.device("meta"):
-        quantize_linears(model, config.quantization, component("quantization"))
+        quantize_linears(model, config.quantization, component)
     return model
 
 

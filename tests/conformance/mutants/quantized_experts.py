@@ -1,0 +1,107 @@
+"""Planted bugs in experts with quantized weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from reference.quantized_moe import QuantizedExperts
+from shared.modeling.quantization import dequantize, dequantized_input
+from tests.conformance.mutants.mutant import mutant_of
+
+
+class SteppedExperts(QuantizedExperts):
+    """One method for each decision."""
+
+    def _linear(self, x, name, bias, expert_id):
+        y = F.linear(self.input_of(x, name), self.weight_of(name, expert_id))
+        return y if bias is None else y + bias[expert_id]
+
+    def input_of(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return dequantized_input(x, self.scheme, None)
+
+    def weight_of(self, name: str, expert_id: int) -> torch.Tensor:
+        return dequantize(
+            self.codes(getattr(self, name)[expert_id]),
+            getattr(self, f"{name}_scale")[self.scale_expert(expert_id)],
+            None if self.scheme.symmetric else getattr(self, f"{name}_zero")[expert_id],
+            self.scheme,
+        )
+
+    def codes(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+    def scale_expert(self, expert_id: int) -> int:
+        return expert_id
+
+
+@mutant_of("quantized_experts")
+class ScalesOfTheFirstExpert(SteppedExperts):
+    """All experts have the scales of the first."""
+
+    def scale_expert(self, expert_id: int) -> int:
+        return 0
+
+
+@mutant_of("quantized_experts")
+class SwapsNibblesOfExperts(SteppedExperts):
+    """The high half of a byte is taken for the first input."""
+
+    def codes(self, weight: torch.Tensor) -> torch.Tensor:
+        return (weight >> 4) | (weight << 4) if self.scheme.is_packed else weight
+
+
+@mutant_of("quantized_experts")
+class ExponentOffByOne(SteppedExperts):
+    """The scale of MXFP4 is 2 ** (stored - 128)."""
+
+    def weight_of(self, name: str, expert_id: int) -> torch.Tensor:
+        weight = super().weight_of(name, expert_id)
+        return weight / 2 if self.scheme.weight_type == "mxfp4" else weight
+
+
+@mutant_of("quantized_experts")
+class NoHalves(SteppedExperts):
+    """Codes of MXFP4 below 2 are rounded to integers, as if the exponent 0 were a normal one."""
+
+    def codes(self, weight: torch.Tensor) -> torch.Tensor:
+        if self.scheme.weight_type != "mxfp4":
+            return weight
+        low, high = weight & 15, weight >> 4
+        low, high = (torch.where(code % 8 == 1, code - 1, code) for code in (low, high))
+        return low | high << 4
+
+
+@mutant_of("quantized_experts")
+class UpIsGate(SteppedExperts):
+    """The rows of up come first, as some kernels have them."""
+
+    def weight_of(self, name: str, expert_id: int) -> torch.Tensor:
+        weight = super().weight_of(name, expert_id)
+        return torch.cat(weight.chunk(2)[::-1]) if name == "w13" else weight
+
+
+@mutant_of("quantized_experts")
+class ActivationNotQuantized(SteppedExperts):
+    """The input of the second GEMM stays as it is."""
+
+    def input_of(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x.to(torch.float32) if name == "w2" else super().input_of(x, name)
+
+
+@mutant_of("quantized_experts")
+class OneScaleForAllTokens(SteppedExperts):
+    """The scale of the inputs is that of the largest value of all tokens."""
+
+    def input_of(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if self.scheme.inputs != "token" or x.numel() == 0:
+            return super().input_of(x, name)
+        return super().input_of(x.reshape(1, -1), name).view(x.shape)
+
+
+@mutant_of("quantized_experts")
+class WeightsOnTheInput(SteppedExperts):
+    """The router's weight multiplies the input, and the output too."""
+
+    def forward(self, x, topk):
+        return super().forward(x * topk.topk_weights.mean(1, keepdim=True).to(x.dtype), topk)
