@@ -10,31 +10,19 @@ from shared.interfaces.moe import TopKOutput
 from shared.interfaces.quantized_experts import QuantizedExperts as Interface
 from shared.modeling.clamped_swiglu import ClampedSwiGLU
 from shared.modeling.quantization import dequantize, dequantized_input
-from shared.types.quantization import QuantScheme
 
 
 class QuantizedExperts(Interface):
-    def __init__(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        scheme: QuantScheme,
-        bias: bool = False,
-        swiglu_limit: float = 0.0,
-    ) -> None:
-        super().__init__(num_experts, hidden_size, intermediate_size, scheme, bias, swiglu_limit)
-        self.act_fn = ClampedSwiGLU(swiglu_limit) if swiglu_limit > 0 else SiluAndMul()
-
     # --8<-- [start:run-quantized-experts]
     def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
+        act_fn = ClampedSwiGLU(self.swiglu_limit) if self.swiglu_limit > 0 else SiluAndMul()
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert_id in topk.topk_ids.unique().tolist():
             if expert_id < 0:
                 continue  # padding tokens
             token_rows, slots = (topk.topk_ids == expert_id).nonzero(as_tuple=True)
             gate_up = self._linear(x[token_rows], "w13", self.b13, expert_id)
-            hidden = self._linear(self.act_fn(gate_up).to(x.dtype), "w2", self.b2, expert_id)
+            hidden = self._linear(act_fn(gate_up).to(x.dtype), "w2", self.b2, expert_id)
             y.index_add_(0, token_rows, hidden * topk.topk_weights[token_rows, slots, None])
         return y.to(x.dtype)
 

@@ -181,7 +181,7 @@ def quantized_up_gemm(
     tile: QuantizedTile,
     swiglu_limit: float = 0.0,
 ) -> torch.Tensor:
-    """x [num_tokens, hidden] -> the product of gate and up of each row of `blocks`, [max rows, inter]."""
+    """x [num_tokens, hidden] -> gate and up, combined, of each row of `blocks`, [max rows, inter]."""
     inter = w13.weight.shape[1] // 2
     values, dtype = (x.q, x.dtype) if isinstance(x, QuantizedInput) else (x, x.dtype)
     act = torch.empty(blocks.experts.numel() * tile.block_m, inter, dtype=dtype, device=values.device)
