@@ -158,7 +158,7 @@ class TritonMLA(MLAAttentionBackend):
     ) -> None:
         # --8<-- [start:merge-chunks]
         state = None
-        qo_indptr, v_head_dim = expansion.own.indptr, layer.output_head_dim
+        qo_indptr, v_head_dim = expansion.own.indptr, layer.v_head_dim
         if expansion.prefix:
             state = AttentionState(len(q), layer.num_qo_heads, v_head_dim, q.device)
         for keys in (*expansion.prefix, expansion.own):
@@ -210,7 +210,7 @@ def absorb(q: torch.Tensor, layer: MLALayer) -> torch.Tensor:
 def project_values(latent: torch.Tensor, layer: MLALayer, out: torch.Tensor | None = None) -> torch.Tensor:
     """As `shared.modeling.mla.project_values`, written to `out`."""
     if out is None:
-        out = latent.new_empty(*latent.shape[:-1], layer.output_head_dim)
+        out = latent.new_empty(*latent.shape[:-1], layer.v_head_dim)
     torch.bmm(latent.transpose(0, 1), layer.w_v.transpose(1, 2), out=out.transpose(0, 1))
     return out
 

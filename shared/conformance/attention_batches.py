@@ -231,7 +231,7 @@ class AttentionBatch:
     def output_like(self, num_tokens: int | None = None) -> torch.Tensor:
         """A tensor of the output's form, of so many rows; None: as many as q has."""
         n = self.q.shape[0] if num_tokens is None else num_tokens
-        return self.q.new_empty(n, self.layer.num_qo_heads, self.layer.output_head_dim)
+        return self.q.new_empty(n, self.layer.num_qo_heads, self.layer.v_head_dim or self.layer.head_dim)
 
     def expect(self, output: torch.Tensor, what: str = "output") -> None:
         expect_form(what, output, self.output_like())

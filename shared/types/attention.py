@@ -34,16 +34,13 @@ class AttentionLayer:
     sinks: torch.Tensor | None = None  # [num_qo_heads]: one more logit in the softmax, without a value
     v_head_dim: int | None = None  # of V and the output; None: head_dim
 
-    @property
-    def output_head_dim(self) -> int:
-        return self.head_dim if self.v_head_dim is None else self.v_head_dim
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MLALayer(AttentionLayer):
     """Multi-head latent attention. The KV of a token is one row, [c | k_r]: c has kv_lora_rank numbers, k_r
     qk_rope_head_dim. Head h has k = [W_k c | k_r] and v = W_v c, with its part of kv_b_proj's weight."""
 
+    v_head_dim: int
     kv_lora_rank: int
     qk_nope_head_dim: int
     kv_b_proj: nn.Module  # weight [num_qo_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]

@@ -55,6 +55,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
     return made
 
 
+@pytest.mark.full
+def test_quantized_while_loading(checkpoints: dict[str, tuple[Path, list[list[int]]]]) -> None:
+    folder, expected = checkpoints["deepseek-v3"]
+    llm = LLM(model=str(folder), panel="reference", device="cpu", max_total_tokens=512, quantization="int8")
+    output = llm.generate(prompts()[0], temperature=0, max_tokens=NUM_NEW, ignore_eos=True, progress=False)
+    assert len(output.output_ids) == len(expected[0])
+
+
 @pytest.mark.parametrize(("name", "form", "schedule", "page_size"), CASES)
 def test_greedy_tokens(
     name: str,

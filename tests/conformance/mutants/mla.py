@@ -1,0 +1,181 @@
+"""Planted bugs in multi-head latent attention: the pool, both forms, and what a config says of a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+import reference.models
+from reference.mla_attention import AbsorbedMLA, ExpandedMLA
+from reference.mla_memory_pool import MLATokenToKVPool
+from reference.models.llama import LlamaForCausalLM
+from reference.models.mla import MLAAttention
+from shared.interfaces import CausalLM
+from shared.modeling.mla import expand
+from shared.types.attention import AttentionLayer, MLALayer
+from tests.conformance.mutants.mutant import Mutant, module_with, mutant_of
+
+
+@mutant_of("mla_memory_pool")
+class VIsACopy(MLATokenToKVPool):
+    """V is a copy of K, made when it is asked for: what is written to K later is missing."""
+
+    def v_buffer(self, layer_id: int) -> torch.Tensor:
+        return super().v_buffer(layer_id).clone()
+
+
+@mutant_of("mla_memory_pool")
+class VIsTheEnd(MLATokenToKVPool):
+    """V is the last columns of K, the rotated key among them."""
+
+    def v_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._rows[layer_id][..., -self.kv_lora_rank :]
+
+
+@mutant_of("mla_memory_pool")
+class StoresV(MLATokenToKVPool):
+    """store also writes v, over what it has written of k."""
+
+    def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        super().store(layer_id, out_cache_loc, k, v)
+        self.v_buffer(layer_id).index_copy_(0, out_cache_loc, v.to(self.dtype))
+
+
+@mutant_of("mla_memory_pool")
+class MovesInOrder(MLATokenToKVPool):
+    """move copies slot after slot: a source may be overwritten before it is read."""
+
+    def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
+        for target, source in zip(target_slots.tolist(), source_slots.tolist()):
+            self._rows[:, target] = self._rows[:, source]
+
+
+@mutant_of("mla_memory_pool")
+class CountsVToo(MLATokenToKVPool):
+    """num_bytes_per_token counts V beside K."""
+
+    @property
+    def num_bytes_per_token(self) -> int:
+        return self.num_layers * (self._rows.shape[-1] + self.kv_lora_rank) * self.dtype.itemsize
+
+
+@mutant_of("mla_attention")
+class ScaleOfTheRow(AbsorbedMLA):
+    """Scores are scaled by the size of a row, not by that of a head of q."""
+
+    def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:
+        mla = cast(MLALayer, layer)
+        scale = layer.scale * (layer.head_dim / mla.absorbed.head_dim) ** 0.5
+        return super().run(q, replace(mla, scale=scale), plan, **kv)
+
+
+@mutant_of("mla_attention")
+class RotatedPartForgotten(ExpandedMLA):
+    """The rotated key is left out of the keys."""
+
+    def _keys_and_values(
+        self, layer: AttentionLayer, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = super()._keys_and_values(layer, slots)
+        k[..., cast(MLALayer, layer).qk_nope_head_dim :] = 0.0
+        return k, v
+
+
+@mutant_of("mla_attention")
+class HalvesOfKvBExchanged(ExpandedMLA):
+    """The rows of kv_b_proj are taken for those of all keys, then of all values, and not head by head."""
+
+    def _keys_and_values(
+        self, layer: AttentionLayer, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mla = cast(MLALayer, layer)
+        rows = self.kv_pool.k_buffer(layer.layer_id)[slots].float()
+        c, k_rope = rows.split([mla.kv_lora_rank, rows.shape[-1] - mla.kv_lora_rank], dim=-1)
+        weight = cast(torch.Tensor, mla.kv_b_proj.weight).float()
+        k, v = (c[:, 0] @ weight.T).split(
+            [mla.num_qo_heads * mla.qk_nope_head_dim, mla.num_qo_heads * mla.v_head_dim], dim=-1
+        )
+        k = k.unflatten(-1, (mla.num_qo_heads, -1))
+        k = torch.cat((k, k_rope.expand(-1, mla.num_qo_heads, -1)), dim=-1)
+        return k, v.unflatten(-1, (mla.num_qo_heads, -1))
+
+
+@mutant_of("mla_attention")
+class ExpandsTheFirstRequest(ExpandedMLA):
+    """Keys are expanded from the slots from the first one on, as if a request's rows lay densely."""
+
+    def _keys_and_values(
+        self, layer: AttentionLayer, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dense = slots[:1] + torch.arange(len(slots), device=slots.device)
+        rows = self.kv_pool.k_buffer(layer.layer_id)
+        return expand(rows[dense % len(rows)].float(), cast(MLALayer, layer))
+
+
+@mutant_of("mla_attention")
+class ProjectsInHalfPrecision(AbsorbedMLA):
+    """q and the weighted sums are rounded to 8 bits of mantissa on the way."""
+
+    def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:
+        return super().run(q.bfloat16().to(q.dtype), layer, plan, **kv).bfloat16().to(q.dtype)
+
+
+def _family(name: str, attention: type[MLAAttention]) -> Mutant:
+    """The reference's models with another latent attention."""
+
+    class WithAttention(LlamaForCausalLM):
+        def __init__(self, config: Any, *args: Any) -> None:
+            super().__init__(config, *args)
+            if config.mla is not None:
+                for layer_id, layer in enumerate(self.model.layers):
+                    rotary_emb = layer.self_attn.rotary_emb
+                    layer.self_attn = attention(config, layer_id, args[0], rotary_emb)
+
+    def model_class(architecture: str) -> type[CausalLM]:
+        is_mla = architecture.startswith("Deepseek")
+        return WithAttention if is_mla else reference.models.model_class(architecture)
+
+    module = module_with(reference.models, model_class=model_class)
+    return Mutant("models", name, module, first=("models.logits",))
+
+
+class _NoMscale(MLAAttention):
+    """YaRN's mscale_all_dim does not scale the scores."""
+
+    def __init__(self, config: Any, *args: Any) -> None:
+        super().__init__(config, *args)
+        self.layer = replace(self.layer, scale=config.head_dim**-0.5)
+
+
+class _RotatesTheFirstPart(MLAAttention):
+    """The first numbers of a head of q are rotated, not the last."""
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
+        layer, mla = self.layer, self.mla
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.q_proj is None else self.q_proj(x)
+        q = q.view(-1, layer.num_qo_heads, layer.head_dim)
+        q_rope, q_nope = q.split([mla.qk_rope_head_dim, mla.qk_nope_head_dim], dim=-1)
+        c, k_rope = self.kv_a_proj_with_mqa(x).split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
+        q_rope, k_rope = self.rotary_emb(positions, q_rope, k_rope.unsqueeze(1))
+        row = torch.cat((self.kv_a_layernorm(c).unsqueeze(1), k_rope), dim=-1)
+        attention.kv_pool.store(layer.layer_id, attention.out_cache_loc, row, row)
+        output = attention.backend.run(torch.cat((q_rope, q_nope), dim=-1), layer, attention.plan)
+        return self.o_proj(output.flatten(1))
+
+
+class _CachesTheUnnormedVector(MLAAttention):
+    """The latent vector is cached before its norm."""
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
+        norm, self.kv_a_layernorm = self.kv_a_layernorm, torch.nn.Identity()
+        try:
+            return super().forward(x, positions, attention)
+        finally:
+            self.kv_a_layernorm = norm
+
+
+no_mscale = _family("NoMscale", _NoMscale)
+rotates_the_first_part = _family("RotatesTheFirstPart", _RotatesTheFirstPart)
+caches_the_unnormed_vector = _family("CachesTheUnnormedVector", _CachesTheUnnormedVector)
