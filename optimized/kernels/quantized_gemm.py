@@ -36,8 +36,9 @@ class Tile(NamedTuple):
     warps: int = 4
 
     def fitted(self, x_bytes: int, gpu: Gpu) -> Tile:
-        """With fewer stages where the GPU has less shared memory. x_bytes: inputs beside a weight's byte."""
-        stage = (self.rows + self.tokens * x_bytes) * self.step
+        """With fewer stages where the GPU has less shared memory. x_bytes: of inputs, for a byte of a
+        weight."""
+        stage = (self.rows + self.tokens * x_bytes) * self.step + 8 * (self.rows + self.tokens)  # and scales
         return self._replace(stages=max(min(self.stages, gpu.shared_memory // stage), 2))
 
 
@@ -77,7 +78,7 @@ def _quantized_gemm_kernel(
     stride_x, stride_x_scale, stride_weight, stride_residual, stride_y,
     WEIGHT: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr,
     X_SCALED: tl.constexpr, HAS_ZERO: tl.constexpr, NATIVE: tl.constexpr, MULTIPLY_FP8: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -95,7 +96,8 @@ def _quantized_gemm_kernel(
     IN_LOOP: tl.constexpr = GROUP > 0 or X_GROUP > 0  # scales of groups
     row_bytes = size // 2 if WEIGHT == "int4" else size
     y = tl.zeros([ROWS, TOKENS], tl.int32 if IS_INT8 and not IN_LOOP else tl.float32)
-    for k in range(0, row_bytes, STEP):
+    # With stages named, loads of scales are asynchronous too, which no tensor core reads.
+    for k in tl.range(0, row_bytes, STEP, num_stages=STAGES):
         cols = k + tl.arange(0, STEP)
         tile = tl.load(
             weight_rows + cols[None, :], mask=is_row[:, None] & (cols < row_bytes)[None, :], other=0
@@ -202,9 +204,9 @@ def quantized_gemm(
         WEIGHT=scheme.weight_type, UNIT=scheme.unit(size), GROUP=group or 0, X_GROUP=x_group or 0,
         X_SCALED=is_scaled, HAS_ZERO=zero is not None, NATIVE=native,
         MULTIPLY_FP8=is_fp8 and is_scaled and native and dtype in HALF_TYPES,
-        TOKENS=chosen.tokens, ROWS=chosen.rows, STEP=chosen.step,
+        TOKENS=chosen.tokens, ROWS=chosen.rows, STEP=chosen.step, STAGES=chosen.stages,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        num_warps=chosen.warps, num_stages=chosen.stages, **pdl_options(values),
+        num_warps=chosen.warps, **pdl_options(values),
     )  # fmt: skip
 
 
@@ -220,9 +222,9 @@ def plan(num_tokens: int, out: int, scheme: QuantScheme, size: int) -> Tile:
     if num_tokens > 64:
         return Tile(128, 128, min(step, 64 if scheme.inputs == "none" else 128), 3, 8)
     tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    if scheme.weight_type == "int4":
-        return Tile(tokens, 64 if out > 8192 else 32, step, 8)
-    return Tile(tokens, 64 if out > 8192 else 32 if tokens > 16 else 16, step, 6)
+    # Each warp has 16 outputs: more warps than that would read the same weights from shared memory.
+    rows = 64 if out > 8192 else 32
+    return Tile(tokens, rows, step, 6 if step >= 128 else 10, rows // 16)
 
 
 def largest_step(scheme: QuantScheme, size: int) -> int:

@@ -126,6 +126,8 @@ def _parse_torchao(fields: Fields) -> QuantConfig:
     kinds = {"Float8DynamicActivationFloat8WeightConfig": "token", "Float8WeightOnlyConfig": "none"}
     inputs = kinds[_choice(config, "_type", tuple(kinds))]
     data = config.values.get("_data") or {}
+    if "torch.dtype" in repr(data) and "float8_e4m3fn" not in repr(data):
+        raise ValueError(f"{config.where}: _data is {data!r:.80}; supported is float8_e4m3fn")
     granularity = repr(data.get("granularity", "PerTensor")) if isinstance(data, Mapping) else ""
     rows = 1 if "PerRow" in granularity or inputs == "none" else None
     scheme = QuantScheme("fp8", rows, None, inputs)  # type: ignore[arg-type]

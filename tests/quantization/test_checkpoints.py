@@ -181,6 +181,26 @@ def test_awq_and_parts_of_ranks(tmp_path: Path) -> None:
         parts(tmp_path, 2)
 
 
+def test_torchao(tmp_path: Path) -> None:
+    """Names and shapes as torchao 0.17 writes them."""
+
+    def pack(module: str, weight: torch.Tensor) -> Tensors:
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        q = (weight / scale).to(torch.float8_e4m3fn)
+        expected[module] = q.float() * scale
+        return {f"{module}._weight_qdata": q, f"{module}._weight_scale": scale}
+
+    expected: Tensors = {}
+    kind = {
+        "_type": "Float8DynamicActivationFloat8WeightConfig",
+        "_data": {"granularity": [{"_type": "PerRow"}]},
+    }
+    write(tmp_path, {"quant_method": "torchao", "quant_type": {"default": kind}}, pack)
+    for name, layer in quantized_layers(load(tmp_path)).items():
+        assert torch.equal(layer.dequantized_weight(), expected[name]), name
+        assert layer.scheme.inputs == "token"
+
+
 def parts(folder: Path, size: int) -> list[Tensors]:
     config = ModelConfig.from_pretrained(folder)
     return [dict(iterate_weights(folder, config, shards=Shards(config, rank, size))) for rank in range(size)]
