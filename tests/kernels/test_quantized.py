@@ -102,7 +102,7 @@ def test_the_residual_is_added_before_rounding() -> None:
 
 def test_tiles_shrink_to_the_shared_memory_of_a_gpu() -> None:
     small = Gpu((8, 6), 82, 99 * 1024)
-    assert Tile(128, 128, 128, 3, 8).fitted(1, small).stages == 3
+    assert Tile(64, 64, 128, 6).fitted(1, small).stages == 5
     assert Tile(128, 128, 64, 5, 8).fitted(4, small).stages == 2
 
 
