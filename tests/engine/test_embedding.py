@@ -77,6 +77,7 @@ def test_dimensions_are_cut_before_the_norm(folder: Path, expected: torch.Tensor
         llm.embed(PROMPTS[0], dimensions=61)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for a GPU, kernels round otherwise")
 def test_the_optimized_panel_in_the_interpreter(folder: Path, expected: torch.Tensor) -> None:
     llm = engine(folder, panel="optimized", use={"attention": "triton"}, max_running_requests=4)

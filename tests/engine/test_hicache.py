@@ -56,7 +56,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(flags, id=str(flags), marks=[pytest.mark.full] * (i % 2))
+        pytest.param(flags, id=str(flags), marks=[pytest.mark.full] * (i > 1))
         for i, flags in enumerate(SETTINGS)
     ],
 )
@@ -113,6 +113,7 @@ def test_flush_forgets_the_host_too() -> None:
     assert llm.generate(prompts(llm)[0], ONE, progress=False).num_cached_tokens == 0
 
 
+@pytest.mark.full
 def test_pages_on_disk_survive_the_engine(alone: list[list[int]], tmp_path: Path) -> None:
     flags = {"hicache_dir": str(tmp_path), "hicache_tokens": 512}
     first = engine(**flags)
@@ -134,6 +135,7 @@ def test_pages_on_disk_survive_the_engine(alone: list[list[int]], tmp_path: Path
     assert len(list(tmp_path.glob("*.kv"))) == 2
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a GPU")
 def test_the_optimized_panel_in_the_interpreter() -> None:
     llm = engine(panel="optimized", use={"attention": "triton"}, max_running_requests=2, hicache_tokens=64)

@@ -98,10 +98,10 @@ def answers(llm: LLM, retracts: bool = False) -> dict[str | None, list[list[int]
 NGRAM = {"speculative": "ngram"}
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
+    {"max_loras_per_batch": 2, "schedule_policy": "lpm", "chunked_prefill_size": 7},
     {"chunked_prefill_size": 5, "enable_mixed_chunk": True},
     {"page_size": 4, "max_total_tokens": 96, "schedule_conservativeness": 0.01},  # memory is short
     {"max_loras_per_batch": 1},
-    {"max_loras_per_batch": 2, "schedule_policy": "lpm", "chunked_prefill_size": 7},
     NGRAM,
     {**NGRAM, "speculative_topk": 1, "page_size": 4},
 )
@@ -110,7 +110,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(flags, id=str(flags), marks=[pytest.mark.full] * (i % 2))
+        pytest.param(flags, id=str(flags), marks=[pytest.mark.full] * (i > 1))
         for i, flags in enumerate(SETTINGS)
     ],
 )
@@ -132,6 +132,7 @@ def test_a_draft_model_has_no_adapter(folder: Path, expected: dict[str | None, l
     assert llm.stats().speculation.num_accepted_tokens > 0
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for a GPU, kernels round otherwise")
 def test_the_optimized_panel_in_the_interpreter(
     folder: Path, expected: dict[str | None, list[list[int]]]

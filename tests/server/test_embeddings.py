@@ -36,6 +36,7 @@ def test_openais_client_gets_the_offline_vectors(server: RunningServer) -> None:
             client.embeddings.create(**{"model": "tiny-dense", "input": "Hi", **wrong})
 
 
+@pytest.mark.full
 def test_a_reward_model_is_served(tmp_path: Path) -> None:
     config = AutoConfig.for_model(**CONFIGS["llama-biases"], num_labels=2, pad_token_id=0)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)

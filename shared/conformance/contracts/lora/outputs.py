@@ -92,7 +92,7 @@ def expect_merged(session: Session, adapters: Sequence[LoraAdapter | None]) -> N
 @contract(
     "Each token's logits are those of the model with its request's adapter added to the weights; without an "
     "adapter, those of the model.",
-    grid("{config}", config=("llama-biases", "mixtral")),
+    grid("{config}", config=("deepseek-v2-lite", "gemma3")),
 )
 def mixed_batch(impl: type[LoraPool], case: Case) -> None:
     config = ModelConfig.from_dict(CONFIGS[case.config])
