@@ -102,6 +102,7 @@ def _quantized_gemm_kernel(
         tile = tl.load(
             weight_rows + cols[None, :], mask=is_row[:, None] & (cols < row_bytes)[None, :], other=0
         )
+        # --8<-- [start:unpack-and-multiply]
         if WEIGHT == "int4":
             # STEP bytes of a unit: its inputs `first` and on, and those half a unit later.
             unit = k // (UNIT // 2)
@@ -118,6 +119,7 @@ def _quantized_gemm_kernel(
             w_high = _from_nibbles(tile >> 4, zero[:, None], x_type)
             part = tl.dot(w_low, low.T, input_precision="ieee")
             part = tl.dot(w_high, high.T, part, input_precision="ieee")
+        # --8<-- [end:unpack-and-multiply]
         else:
             group = k // GROUP if GROUP > 0 else 0
             x = _x_tile(x_ptr, tokens, cols, stride_x, num_tokens, size)
