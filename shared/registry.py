@@ -136,6 +136,16 @@ NEEDS_TRITON: dict[str, tuple[str, ...]] = {
 
 NO_TRITON = "needs a CUDA GPU (for tests on a CPU, Triton's interpreter: TRITON_INTERPRET=1)"
 
+UNAVAILABLE: dict[str, dict[str, str]] = {
+    "mla_attention": {
+        "flashmla": "needs a Hopper GPU, pages of 64 tokens and the kernels of FlashMLA",
+        "cutlass_mla": "needs an sm_100 GPU, pages of 128 tokens and CUTLASS's kernel for latent attention",
+        "trtllm_mla": "needs an sm_100 GPU and TensorRT-LLM's kernels for latent attention",
+        "nsa": "needs a model with sparse attention, as DeepSeek-V3.2, and the kernels of its indexer",
+    }
+}
+"""component -> choices of other engines -> what they need. They are refused: Diptych does not call them."""
+
 PAIRS: dict[str, str] = {"attention": "optimized.attention.hybrid:hybrid_of"}
 """component -> what makes one implementation of two choices"""
 
@@ -193,6 +203,9 @@ def select(panel: str, use: Mapping[str, str]) -> dict[str, str]:
 
 def check_choice(component: str, choice: str) -> None:
     """Raise `ValueError` listing the right ones for a name that stands for nothing."""
+    if needed := UNAVAILABLE.get(component, {}).get(choice):
+        usable = ", ".join(choices(component))
+        raise ValueError(f"{component}={choice} {needed}; Diptych does not call them. Choose one of {usable}")
     if choice not in choices(component) and not _pair(component, choice) and not is_target(choice):
         pairs = "two of them as prefill+decode, " if component in PAIRS else ""
         raise ValueError(

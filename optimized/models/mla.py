@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from optimized.layers import Linear, MergedLinear
+from optimized.kernels.mla_rope_store import mla_rope_store
+from optimized.layers import Linear, MergedLinear, RMSNorm, RotaryEmbedding, is_builtin_layer
 from shared.config import ModelConfig
 from shared.interfaces import layers as interface
 from shared.interfaces.attention import BatchAttention
@@ -60,10 +61,24 @@ class MLAAttention(nn.Module):
         if self.q_b_proj is not None:
             q = self.q_b_proj(self.q_a_layernorm(q.contiguous()))
         q = q.unflatten(-1, (layer.num_qo_heads, layer.head_dim))
+        rotary_emb, norm = self.rotary_emb, self.kv_a_layernorm
+        if is_builtin_layer(rotary_emb, RotaryEmbedding) and is_builtin_layer(norm, RMSNorm):
+            mla_rope_store(
+                q,
+                kv_a,
+                positions,
+                rotary_emb.cos_sin(positions.device),
+                norm.weight,
+                norm.eps,
+                attention.kv_pool.k_buffer(layer.layer_id),
+                attention.out_cache_loc,
+                rotary_emb.rope.is_interleaved,
+            )
+            return attention.backend.run(q, layer, attention.plan).flatten(1)
         q_nope, q_rope = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
         c, k_rope = kv_a.split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
-        q_rope, k_rope = self.rotary_emb(positions, q_rope, k_rope.unsqueeze(1))
-        row = torch.cat((self.kv_a_layernorm(c.contiguous()).unsqueeze(1), k_rope), dim=-1)
+        q_rope, k_rope = rotary_emb(positions, q_rope, k_rope.unsqueeze(1))
+        row = torch.cat((norm(c.contiguous()).unsqueeze(1), k_rope), dim=-1)
         attention.kv_pool.store(layer.layer_id, attention.out_cache_loc, row, row)
         q = torch.cat((q_nope, q_rope), dim=-1)
         return attention.backend.run(q, layer, attention.plan, k=row).flatten(1)

@@ -181,13 +181,19 @@ def _attention() -> list[Check]:
     import torch
 
     names = [name for name in registry.choices("attention") if name not in registry.PANELS]
+    refused = [
+        Check("attention", f"{component}={name}", "absent", needed)
+        for component, choices in registry.UNAVAILABLE.items()
+        for name, needed in choices.items()
+    ]
     if not torch.cuda.is_available():
-        return [Check("attention", f"attention={name}", "absent", "needs a CUDA GPU") for name in names]
+        absent = [Check("attention", f"attention={name}", "absent", "needs a CUDA GPU") for name in names]
+        return absent + refused
     device = torch.device("cuda")
     checks = [_attention_backend(name, device, registry.load) for name in names]
     choice = registry.load("attention", "optimized").choose(device)
     remedy = "another: --use attention=NAME, or PREFILL+DECODE"
-    return [*checks, Check("attention", "the default", "ok", str(choice), remedy)]
+    return [*checks, *refused, Check("attention", "the default", "ok", str(choice), remedy)]
 
 
 def _attention_backend(name: str, device: torch.device, load: Callable[[str, str], Any]) -> Check:

@@ -10,6 +10,7 @@ import torch
 from optimized.attention.default import DefaultAttention
 from optimized.attention.triton import TritonAttention
 from reference.attention import TorchAttention
+from shared import registry
 from shared.conformance.attention_batches import (
     AttentionBatch,
     AttentionCase,
@@ -102,3 +103,9 @@ def test_the_constructor_refuses_what_no_kernel_computes(
     batch = AttentionBatch(AttentionCase("", ((3, 1),), **options))
     with pytest.raises(ValueError, match=message):
         batch.backend(impl)
+
+
+@pytest.mark.parametrize("choice", ["flashmla", "cutlass_mla", "trtllm_mla", "nsa"])
+def test_backends_of_other_engines_say_what_they_need(choice: str) -> None:
+    with pytest.raises(ValueError, match=rf"^mla_attention={choice} needs .*\. Choose one of reference, "):
+        registry.select("reference", {"mla_attention": choice})

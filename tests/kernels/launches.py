@@ -20,6 +20,7 @@ from optimized.kernels.extend_attention import extend_attention
 from optimized.kernels.fixed_split_attention import fixed_split_attention
 from optimized.kernels.mla_decode import mla_decode
 from optimized.kernels.mla_extend import mla_extend
+from optimized.kernels.mla_rope_store import mla_rope_store
 from optimized.kernels.moe_align import align
 from optimized.kernels.moe_combine import combine
 from optimized.kernels.moe_gemm import down_gemm, up_gemm
@@ -137,6 +138,12 @@ def mla(kind: str, num_heads: int, tokens: int, dtype: torch.dtype) -> None:
     if kind == "decode":
         counters = torch.empty(batch * num_heads, dtype=torch.int32)
         mla_decode(q, rows, *where, counters, kv_lora_rank=rank, scale=1.0)
+    elif kind == "rope":
+        positions, slots = torch.empty(2, len(q), dtype=torch.int64)
+        mla_rope_store(
+            q[..., -192:], torch.empty(len(q), 576, dtype=dtype), positions, torch.empty(4096, 64),
+            torch.empty(rank, dtype=dtype), 1e-6, rows, slots, is_interleaved=True,
+        )  # fmt: skip
     elif kind == "extend":
         new = torch.empty(2, batch, dtype=torch.int64)
         mla_extend(q, rows, *where, *new, kv_lora_rank=rank, scale=1.0)
@@ -302,6 +309,7 @@ def _launches() -> dict[str, Launch]:
     for num_heads in (10, 16, 128):
         for name, dtype in DTYPES.items():
             add(mla, f"decode-h{num_heads}-{name}", "decode", num_heads, 1, dtype)
+            add(mla, f"rope-h{num_heads}-{name}", "rope", num_heads, 1, dtype)
             for tokens in (4, 200):
                 add(mla, f"extend-h{num_heads}-t{tokens}-{name}", "extend", num_heads, tokens, dtype)
                 add(mla, f"expanded-h{num_heads}-t{tokens}-{name}", "expanded", num_heads, tokens, dtype)

@@ -7,10 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+import optimized.layers
+import reference.layers
 from optimized.attention import mla_triton
 from optimized.attention.mla_triton import TritonMLA
 from optimized.kernels.expanded_attention import AttentionState, expanded_attention
 from optimized.kernels.mla_decode import group_size
+from optimized.kernels.mla_rope_store import mla_rope_store
+from shared.config import RopeConfig
 from shared.conformance.attention_batches import expect_attention
 from shared.conformance.compare import expect_close, expect_equal
 from shared.conformance.contracts.mla_attention.batches import EXTEND, MIXED, SMALL
@@ -86,3 +90,30 @@ def test_the_state_is_a_sum_in_log2() -> None:
 @pytest.mark.parametrize(("num_heads", "group"), [(16, 16), (128, 16), (20, 10), (3, 3), (17, 1), (40, 10)])
 def test_groups_of_heads_are_equal(num_heads: int, group: int) -> None:
     assert group_size(num_heads) == group
+
+
+@pytest.mark.parametrize("is_interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_and_rotation(dtype: torch.dtype, is_interleaved: bool) -> None:
+    """Against the reference's layers; other slots of the pool and the first part of q stay as they are."""
+    n, heads, nope, rope, rank = 5, 20, 7, 12, 24
+    inputs = Inputs(0)
+    whole = inputs.normal(n, heads * (nope + rope) + rank + rope, dtype=dtype)
+    q, kv = whole.split([heads * (nope + rope), rank + rope], dim=1)
+    q = q.unflatten(1, (heads, -1))
+    weight, rows = inputs.normal(rank, dtype=dtype), inputs.normal(9, 1, rank + rope, dtype=dtype)
+    positions = torch.tensor([3, 0, 60, 63, 70], device=q.device)  # the last beyond the context's end
+    slots = torch.tensor([8, 2, 5, 1, 3], device=q.device)
+    config = RopeConfig("default", 100.0, rope, is_interleaved=is_interleaved)
+    theirs = reference.layers.RotaryEmbedding(config, rope, 64)
+    norm = reference.layers.RMSNorm(rank, 1e-6).to(q.device)
+    norm.weight.data = weight
+    q_rope, k_rope = theirs(positions.clamp(max=63), q[..., nope:], kv[:, None, rank:])
+    expected_q = torch.cat((q[..., :nope], q_rope), dim=-1).clone()
+    expected = rows.clone()
+    expected[slots] = torch.cat((norm(kv[:, None, :rank]), k_rope), dim=-1)
+    cos_sin = optimized.layers.RotaryEmbedding(config, rope, 64).cos_sin(q.device)
+    mla_rope_store(q, kv, positions, cos_sin, weight, 1e-6, rows, slots, is_interleaved)
+    close = tolerance("rotary", dtype)
+    expect_close("q", q, expected_q, close)
+    expect_close("rows", rows, expected, close)

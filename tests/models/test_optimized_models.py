@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import optimized.layers
+import optimized.models.mla
 import reference.layers
 from optimized.kernels import linear_choice
 from optimized.layers import MLP, Linear, MergedLinear
@@ -74,6 +75,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for name in KERNELS:
         count(optimized.layers, name)
+    count(optimized.models.mla, "mla_rope_store")
     for name in SKINNY:
         count(optimized.layers.small_batch_linear, name)
     return counts
@@ -201,10 +203,10 @@ THINNED = [pytest.param(name, marks=[] if name in IN_FAST_CUT else pytest.mark.f
 def test_layers_of_somebody_else_are_called_as_they_are(name: str, calls: Counter[str]) -> None:
     """And give what the fused kernels give."""
     expected = logits(build(name))
-    assert calls["qk_norm_rope_store"] > 0
+    assert calls["qk_norm_rope_store"] + calls["mla_rope_store"] > 0
     calls.clear()
     found = logits(build(name, reference.layers))
-    assert not set(calls) & set(KERNELS)
+    assert not set(calls) & {*KERNELS, "mla_rope_store"}
     expect_close("logits", found, expected, tolerance("logits", torch.float32))
 
 
