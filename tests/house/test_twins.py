@@ -49,6 +49,7 @@ def test_every_optimized_component_has_a_twin() -> None:
         "page_ring.py",
         "eviction_heap.py",
         "array_tree.py",
+        "speculative/ngram_lookup.py",
         "speculative/round.py",
         "speculative/round_batch.py",
     }

@@ -1,0 +1,120 @@
+"""Drafting without a model, on the device: what followed the newest tokens when they last occurred.
+
+Differs from reference (ngram.py, which has no twin here): no trie on the CPU, so a round can be launched
+before the result of the one before is known. Each request's tokens stand in a row on the device; the longest
+suffix that occurred before in the same request is found by comparing all positions at once. Assumes that an
+answer repeats its own prompt or itself. Loses what the trie knows of other requests and of frequencies, and
+drafts chains only: the nodes of a tree that a chain does not need are padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from shared.config import EngineConfig
+from shared.interfaces import DrafterParts, ReqToTokenPool
+from shared.interfaces import drafter as interface
+from shared.to_device import vectors_to_device
+from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req
+
+MAX_MATCH_LEN = 8  # tokens to find again; a longer match says hardly more
+
+
+class NgramLookupDrafter(interface.Drafter):
+    """Row r of `tokens` has the tokens of the request in row r of req_to_token, by position."""
+
+    runs_ahead = True
+
+    def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
+        self.device = parts.device
+        self.draft_tree = parts.component("draft_tree")()
+        self.num_token_ids = parts.num_token_ids
+        self.num_known: dict[str, int] = {}  # tokens of a request in its row, as far as the CPU knows
+
+    def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
+        rows, length = req_to_token_pool.req_to_token.shape
+        self.tokens = torch.zeros(rows, length + 1, dtype=torch.int64, device=self.device)
+
+    @torch.inference_mode()
+    def extend(
+        self,
+        reqs: Sequence[Req],
+        forward_batch: ForwardBatch,
+        hidden_states: torch.Tensor | None,
+        next_token_ids: torch.Tensor,
+    ) -> None:
+        fb = forward_batch
+        if fb.num_kept is None:
+            if fb.forward_mode.is_prefill:
+                self._fill_prefixes(reqs, fb)
+            self.num_known |= {req.rid: seq_len for req, seq_len in zip(reqs, fb.seq_lens_cpu)}
+        rows = fb.req_pool_indices.repeat_interleave(fb.extend_seq_lens, output_size=fb.num_tokens)
+        self.tokens[rows, fb.positions] = fb.input_ids  # of padding: overwritten before it is read
+        num_kept = fb.extend_seq_lens if fb.num_kept is None else fb.num_kept
+        ends = fb.seq_lens - fb.extend_seq_lens + num_kept
+        self.tokens[fb.req_pool_indices, self._clamped(ends)] = next_token_ids
+
+    def _fill_prefixes(self, reqs: Sequence[Req], batch: ForwardBatch) -> None:
+        """Tokens whose KV came from the prefix cache: the target did not compute them."""
+        lens = [seq_len - new for seq_len, new in zip(batch.seq_lens_cpu, batch.extend_seq_lens_cpu)]
+        numbers, positions, ids = [], [], []
+        for number, (req, prefix_len) in enumerate(zip(reqs, lens)):
+            start = self.num_known.get(req.rid, 0)
+            found = req.all_ids[start:prefix_len]
+            numbers += [number] * len(found)
+            positions += range(start, start + len(found))
+            ids += found
+        if ids:
+            which, where, values = vectors_to_device([numbers, positions, ids], self.device)
+            self.tokens[batch.req_pool_indices[which], where] = values
+
+    @torch.inference_mode()
+    def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
+        rows, seq_lens = batch.req_pool_indices, self._clamped(batch.seq_lens)
+        self.tokens[rows, seq_lens] = batch.root_ids
+        width = min(max(batch.seq_lens_cpu, default=0) + 1, self.tokens.shape[1])
+        tokens = self.tokens[rows, :width]
+        ends, match_lens = self._longest_matches(tokens, seq_lens)
+        # --8<-- [start:ngram-lookup]
+        num_drafts = min(shape.num_steps, shape.num_draft_tokens - 1)
+        steps = torch.arange(num_drafts, device=self.device)
+        # What followed, up to the newest token; then the same again: a repetition goes on.
+        periods = (seq_lens - ends).clamp(min=1)[:, None]
+        drafts = tokens.gather(1, ends[:, None] + 1 + steps % periods)
+        is_token = (drafts >= 0) & (drafts < self.num_token_ids) & (match_lens > 0)[:, None]
+        is_token = is_token.long().cumprod(dim=1)  # a prompt may have ids that cannot be drafted
+        # --8<-- [end:ngram-lookup]
+        num_nodes = 1 + is_token.sum(dim=1)
+        padding = shape.num_draft_tokens - 1 - num_drafts
+        token_ids = torch.cat([batch.root_ids[:, None], F.pad(drafts * is_token, (0, padding))], dim=1)
+        parents = F.pad(steps * is_token, (1, padding))
+        tree: DraftTree = self.draft_tree.from_parents(token_ids, parents, num_nodes)
+        return tree
+
+    def _longest_matches(
+        self, tokens: torch.Tensor, seq_lens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens [bs, width], the newest at seq_lens -> for each request the position before it where the
+        longest suffix ends that is there too, of several the last; and its length, at most MAX_MATCH_LEN."""
+        width = tokens.shape[1]
+        positions = torch.arange(width, device=self.device)
+        matches = positions < seq_lens[:, None]
+        match_lens = torch.zeros_like(tokens)
+        for back in range(min(MAX_MATCH_LEN, width)):
+            wanted = tokens.gather(1, (seq_lens - back).clamp(min=0)[:, None])
+            earlier = F.pad(tokens[:, : width - back], (back, 0), value=-1)
+            matches = matches & (earlier == wanted) & (seq_lens >= back)[:, None]
+            match_lens += matches
+        ends = (match_lens * width + positions).masked_fill(match_lens == 0, 0).argmax(dim=1)
+        return ends, match_lens.gather(1, ends[:, None])[:, 0]
+
+    def _clamped(self, positions: torch.Tensor) -> torch.Tensor:
+        """Behind the context's end nothing is kept."""
+        return positions.clamp(max=self.tokens.shape[1] - 1)
+
+    def forget(self, req: Req) -> None:
+        """A row is overwritten by its next owner."""
+        self.num_known.pop(req.rid, None)

@@ -1,0 +1,114 @@
+"""N-gram drafts on the device: the longest suffix that occurred before, and what followed it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from optimized.speculative.ngram_lookup import NgramLookupDrafter
+from shared import registry
+from shared.conformance.switches import answers_alone, expect_answers
+from shared.types import DraftBatch, DraftShape, ForwardBatch, ForwardMode, Req, SamplingParams
+
+CHAIN = DraftShape(4, 1, 5)
+
+
+def drafter_for(num_token_ids: int = 100) -> NgramLookupDrafter:
+    ops = registry.load("draft_tree", "reference")
+    parts: Any = SimpleNamespace(
+        device=torch.device("cpu"), num_token_ids=num_token_ids, component=lambda name: ops
+    )
+    drafter = NgramLookupDrafter(SimpleNamespace(), parts)  # type: ignore[arg-type]
+    drafter.allocate(SimpleNamespace(req_to_token=torch.zeros(4, 40)), 0)  # type: ignore[arg-type]
+    return drafter
+
+
+def extend(drafter: NgramLookupDrafter, req: Req, cached: int, row: int = 1) -> None:
+    """The target has computed the prompt but for `cached` tokens and the last one."""
+    ids = req.origin_input_ids
+    seq_len, new = len(ids) - 1, len(ids) - 1 - cached
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        input_ids=torch.tensor(ids[cached:seq_len], dtype=torch.int64),
+        positions=torch.arange(cached, seq_len),
+        req_pool_indices=torch.tensor([row]),
+        seq_lens=torch.tensor([seq_len]),
+        out_cache_loc=torch.arange(new),
+        extend_seq_lens=torch.tensor([new]),
+        extend_start_loc=torch.tensor([0]),
+        seq_lens_cpu=(seq_len,),
+        extend_seq_lens_cpu=(new,),
+    )
+    drafter.extend([req], batch, None, torch.tensor(ids[-1:]))
+
+
+def drafts_after(
+    tokens: list[int], shape: DraftShape = CHAIN, cached: int = 0, num_token_ids: int = 100
+) -> list[int]:
+    drafter = drafter_for(num_token_ids)
+    req = Req("r", tokens, SamplingParams(), 0)
+    extend(drafter, req, cached)
+    seq_len = len(tokens) - 1
+    root, row, length = torch.tensor(tokens[-1:]), torch.tensor([1]), torch.tensor([seq_len])
+    bound = seq_len + 3  # lengths on the CPU are upper bounds
+    tree = drafter.draft(DraftBatch([req], root, row, length, (bound,), torch.empty(1, 0)), shape)
+    num = int(tree.num_nodes[0])
+    assert tree.token_ids[0, 0] == tokens[-1]
+    assert tree.parents[0, 1:num].tolist() == list(range(num - 1))
+    return tree.token_ids[0, 1:num].tolist()
+
+
+def test_what_followed_the_longest_match_is_drafted() -> None:
+    assert drafts_after([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]) == [4, 9, 2, 3]  # not the later 2 3 5
+    assert drafts_after([2, 3, 4, 9, 2, 3, 5, 7, 2, 3]) == [5, 7, 2, 3]  # of equal ones the last
+
+
+def test_a_repetition_goes_on() -> None:
+    assert drafts_after([8, 5, 6, 5, 6]) == [5, 6, 5, 6]
+    assert drafts_after([7, 7]) == [7, 7, 7, 7]
+
+
+def test_without_a_match_there_is_only_the_root() -> None:
+    assert drafts_after([1, 2, 3]) == []
+    assert drafts_after([1]) == []
+
+
+def test_tokens_of_a_cached_prefix_are_known() -> None:
+    assert drafts_after([1, 2, 3, 4, 9, 1, 2], cached=5) == [3, 4, 9, 1]
+
+
+def test_ids_that_cannot_be_drafted_end_the_chain() -> None:
+    assert drafts_after([1, 2, 3, 50, 4, 1, 2], num_token_ids=50) == [3]
+
+
+def test_a_row_has_its_next_owners_tokens() -> None:
+    drafter = drafter_for()
+    first, second = (
+        Req(name, ids, SamplingParams(), 0) for name, ids in (("a", [1, 2, 3, 1, 2, 3]), ("b", [5, 6, 5]))
+    )
+    extend(drafter, first, 0)
+    drafter.forget(first)
+    extend(drafter, second, 2)
+    assert drafter.tokens[1, :3].tolist() == [5, 6, 5]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", [{"speculative_topk": 1}, {}])
+def test_answers_are_the_references(shape: dict[str, Any]) -> None:
+    """With rounds ahead, retraction and chunks."""
+    expect_answers(
+        "tiny-dense",
+        answers_alone("tiny-dense", device="cpu", panel="reference"),
+        device="cpu",
+        panel="reference",
+        use={"scheduler": "optimized", "drafter": "optimized"},
+        speculative="ngram",
+        max_total_tokens=320,
+        schedule_conservativeness=0.01,
+        chunked_prefill_size=16,
+        page_size=16,
+        **shape,
+    )
