@@ -47,6 +47,30 @@ MISTRAL_7B = ModelConfig(
     eos_token_ids=frozenset([2]),
     bos_token_id=1,
 )
+GEMMA_2_2B = replace(
+    MISTRAL_7B,
+    architecture="Gemma2ForCausalLM",
+    vocab_size=256000,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_qo_heads=8,
+    num_kv_heads=4,
+    head_dim=256,
+    rms_norm_eps=1e-6,
+    context_len=8192,
+    rope=RopeConfig("default", 1e4, 256),
+    tie_word_embeddings=True,
+    hidden_act="gelu_tanh",
+    norm_unit_offset=True,
+    post_norms=True,
+    attn_scale=256**-0.5,
+    sliding_windows=(4095, -1) * 13,
+    attn_logit_cap=50.0,
+    final_logit_cap=30.0,
+    eos_token_ids=frozenset([1]),
+    bos_token_id=2,
+)
 EXPECTED = {
     "Qwen3-0.6B": replace(
         QWEN3_8B,
@@ -120,6 +144,47 @@ EXPECTED = {
         eos_token_ids=frozenset([151643]),
     ),
 }
+EXPECTED |= {
+    "gpt-oss-20b": replace(
+        MISTRAL_7B,
+        architecture="GptOssForCausalLM",
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=24,
+        num_qo_heads=64,
+        head_dim=64,
+        context_len=131072,
+        rope=RopeConfig(
+            "yarn", 150000.0, 64, factor=32.0, original_max_position_embeddings=4096, truncate=False
+        ),
+        qkv_bias=True,
+        o_bias=True,
+        attn_sinks=True,
+        sliding_windows=(127, -1) * 12,
+        moe=MoEConfig(32, 4, 2880, norm_topk_prob=True, bias=True, swiglu_limit=7.0),
+        moe_layers=frozenset(range(24)),
+        eos_token_ids=frozenset([200002]),
+        bos_token_id=None,
+    ),
+    "gemma-2-2b": GEMMA_2_2B,
+    "gemma-3-1b": replace(
+        GEMMA_2_2B,
+        architecture="Gemma3ForCausalLM",
+        vocab_size=262144,
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_qo_heads=4,
+        num_kv_heads=1,
+        context_len=32768,
+        rope=RopeConfig("default", 1e6, 256),
+        local_rope=RopeConfig("default", 1e4, 256),
+        qk_norm=True,
+        sliding_windows=((511,) * 5 + (-1,)) * 4 + (511,) * 2,
+        attn_logit_cap=0.0,
+        final_logit_cap=0.0,
+    ),
+}
 DRAFT_MODELS = {"Qwen3-8B-eagle3": ("Qwen3-8B", 32000, (2, 18, 33))}
 """name -> its target, the size of its vocabulary, and the layers whose inputs it takes"""
 # As the publishers state them.
@@ -132,6 +197,9 @@ NUM_PARAMETERS = {
     "Mistral-7B-v0.1": 7_241_732_096,
     "Mixtral-8x7B-v0.1": 46_702_792_704,
     "Qwen2.5-7B": 7_615_616_512,
+    "gpt-oss-20b": 20_914_757_184,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-3-1b": 999_885_952,
 }
 
 

@@ -176,19 +176,23 @@ def linear(num_tokens: int, size: int, out: int, dtype: torch.dtype, kind: str) 
         small_batch_linear.linear_add(x, weight, torch.empty(num_tokens, out, dtype=dtype))
 
 
-def experts(shape: Shape, num_tokens: int, dtype: torch.dtype) -> None:
+def experts(shape: Shape, num_tokens: int, dtype: torch.dtype, limit: float = 0.0) -> None:
+    """`limit` > 0: with biases and a clamped SwiGLU."""
     num_experts, top_k, hidden, inter = shape
     x = torch.empty(num_tokens, hidden, dtype=dtype)
     w13 = torch.empty(num_experts, 2 * inter, hidden, dtype=dtype)
     w2 = torch.empty(num_experts, hidden, inter, dtype=dtype)
+    b13 = torch.empty(num_experts, 2 * inter, dtype=dtype) if limit > 0 else None
+    b2 = torch.empty(num_experts, hidden, dtype=dtype) if limit > 0 else None
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32)
     weights = torch.empty(num_tokens, top_k)
     up, down = moe_tiles.plan(shape, num_tokens, dtype, x.device)
     if isinstance(up, GemvTile):
-        gemv_experts(x, weights, ids, w13, w2, (up, down))
+        gemv_experts(x, weights, ids, w13, w2, (up, down), b13, b2, limit)
     else:
         blocks = align(ids, num_experts, up.block_m)
-        combine(down_gemm(up_gemm(x, w13, blocks, top_k, up), w2, blocks, weights, down), ids)
+        act = up_gemm(x, w13, blocks, top_k, up, b13, limit)
+        combine(down_gemm(act, w2, blocks, weights, down, b2), ids)
 
 
 def quantized(num_tokens: int, size: int, out: int, dtype: torch.dtype, kind: str) -> None:
@@ -323,13 +327,13 @@ def _launches() -> dict[str, Launch]:
             if config.moe is None:
                 add(linear, f"{name}-gate-up", num_tokens, hidden, 2 * inter, DTYPES[dtype], "gated")
                 add(linear, f"{name}-down", num_tokens, inter, hidden, DTYPES[dtype], "sum")
-        add(rows, model, 64, hidden, inter, torch.bfloat16)
-        add(rows, f"{model}-gemma", 64, hidden, inter, torch.bfloat16, is_gemma=True)
+        add(rows, model, 64, hidden, inter, torch.bfloat16, is_gemma=config.norm_unit_offset)
         if config.moe is not None:
             moe = config.moe
             shape = Shape(moe.num_experts, moe.num_experts_per_tok, hidden, moe.intermediate_size)
             for num_tokens, dtype in ((1, "bf16"), (64, "fp16"), (512, "bf16"), (4096, "bf16"), (64, "fp32")):
-                add(experts, f"{model}-t{num_tokens}-{dtype}", shape, num_tokens, DTYPES[dtype])
+                name = f"{model}-t{num_tokens}-{dtype}"
+                add(experts, name, shape, num_tokens, DTYPES[dtype], moe.swiglu_limit)
     for kind in ONLINE:
         config = MODELS["Qwen3-8B"]
         hidden, inter = config.hidden_size, config.intermediate_size
