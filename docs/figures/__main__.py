@@ -18,6 +18,7 @@ FIGURES = {
     "chunked-prefill": "timelines.chunked_prefill",
     "draft-tree": "draft_tree.make",
     "expert-load": "expert_load.make",
+    "rounding": "rounding.make",
     "roofline": "roofline.make",
     "engines": "charts.engines",
     "cuda-graphs": "charts.cuda_graphs",
