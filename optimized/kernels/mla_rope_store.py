@@ -58,13 +58,13 @@ def _mla_rope_store_kernel(
         # Rounded after each multiplication, as RMSNorm does.
         normed = ((c * scale).to(dtype).to(tl.float32) * weight).to(dtype)
         tl.store(row + offs_c, normed.to(rows_ptr.dtype.element_ty), mask=in_c)
-        pairs = RANK + offs * STEP
-        _rotate_pairs(kv + pairs, row + pairs, cos, sin, offs < HALF, GAP)
+        columns = RANK + offs * STEP
+        _rotate_pairs(kv + columns, row + columns, cos, sin, offs < HALF, GAP)
     else:
         heads = (group - 1) * HEADS + tl.arange(0, HEADS)
-        pairs = q_ptr + token * stride_q + heads[:, None] * stride_q_head + NOPE + offs[None, :] * STEP
-        mask = (heads < NUM_HEADS)[:, None] & (offs < HALF)[None, :]
-        _rotate_pairs(pairs, pairs, cos[None, :], sin[None, :], mask, GAP)
+        q_pairs = q_ptr + token * stride_q + heads[:, None] * stride_q_head + NOPE + offs[None, :] * STEP
+        in_heads = (heads < NUM_HEADS)[:, None] & (offs < HALF)[None, :]
+        _rotate_pairs(q_pairs, q_pairs, cos[None, :], sin[None, :], in_heads, GAP)
 
 
 def mla_rope_store(

@@ -34,6 +34,7 @@ FAST = (
     ("sm_90", "decode-d128-g4-bf16-fp8kv"),
     ("sm_90", "rope-d128-t8-bf16-fp8kv"),
     ("sm_86", "mla-extend-h16-t4-bf16"),
+    ("sm_90", "mla-rope-h16-bf16"),
     ("sm_90", "one_shot-t2-bf16"),
     ("sm_90", "quantized_experts-mxfp4-t512"),
     ("sm_90", "linear-Qwen3-0.6B-t64-down"),
