@@ -26,6 +26,7 @@ from shared.types.quantization import INT4_ZERO, QuantScheme
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _ZERO = tl.constexpr(INT4_ZERO)
+BAND = tl.constexpr(8)
 
 
 class Tile(NamedTuple):
@@ -74,15 +75,19 @@ def _x_tile(x_ptr, rows, cols, stride, num_tokens, size):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _quantized_gemm_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, residual_ptr, y_ptr,
-    num_tokens, out, size, num_groups, num_x_groups,
+    num_tokens, out, size, num_groups,
     stride_x, stride_x_scale, stride_weight, stride_residual, stride_y,
     WEIGHT: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr,
     X_SCALED: tl.constexpr, HAS_ZERO: tl.constexpr, NATIVE: tl.constexpr, MULTIPLY_FP8: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # CTAs that run together share tokens and weights in the L2 cache: BAND tiles of tokens, some of outputs.
+    num_token_tiles, num_row_tiles = tl.cdiv(num_tokens, TOKENS), tl.cdiv(out, ROWS)
+    first = tl.program_id(0) // (BAND * num_row_tiles) * BAND
+    band, place = tl.minimum(num_token_tiles - first, BAND), tl.program_id(0) % (BAND * num_row_tiles)
+    tokens = (first + place % band) * TOKENS + tl.arange(0, TOKENS)
+    rows = place // band * ROWS + tl.arange(0, ROWS)
     is_row = rows < out
     weight_rows = weight_ptr + rows.to(tl.int64)[:, None] * stride_weight
     scale_rows = scale_ptr + rows.to(tl.int64) * num_groups
@@ -196,11 +201,12 @@ def quantized_gemm(
     if is_fp8:
         weight = weight.view(torch.uint8)
         values = values.view(torch.uint8) if is_scaled else values
-    _quantized_gemm_kernel[(triton.cdiv(out, chosen.rows), triton.cdiv(num_tokens, chosen.tokens))](
+    num_tiles = triton.cdiv(out, chosen.rows) * triton.cdiv(num_tokens, chosen.tokens)
+    _quantized_gemm_kernel[(num_tiles,)](
         values, x_scale, weight, scale,
         weight if zero is None else zero, values if bias is None else bias,
         values if residual is None else residual, y,
-        num_tokens, out, size, scale.shape[1], x_scale.shape[-1],
+        num_tokens, out, size, scale.shape[1],
         values.stride(0), x_scale.shape[1] if x_scale.dim() == 2 else 0, weight.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0),
         WEIGHT=scheme.weight_type, UNIT=scheme.unit(size), GROUP=group or 0, X_GROUP=x_group or 0,

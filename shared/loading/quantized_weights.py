@@ -6,7 +6,7 @@ model.layers.0.self_attn.q_proj.weight, ...q_proj.weight_scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -116,8 +116,12 @@ def take_quantized(
     return entries
 
 
-def read_quantized(entries: list[Entry], shards: Shards | None) -> Weights:
-    """The tensors of quantized layers, or a rank's parts of them, one at a time."""
+def read_quantized(
+    entries: list[Entry], shards: Shards | None, on_progress: Callable[[int, int], None] | None = None
+) -> Weights:
+    """The tensors of quantized layers, or a rank's parts of them, one at a time. `on_progress`: see
+    `shared.loading.weights.iterate_weights`."""
+    num_bytes, num_bytes_read = sum(entry.info.num_bytes for entry in entries), 0
     for layer in {entry.layer.name: entry.layer for entry in entries}.values():
         layer.part(shards)  # refuses before anything is read
     for path in dict.fromkeys(entry.info.path for entry in entries):
@@ -125,7 +129,12 @@ def read_quantized(entries: list[Entry], shards: Shards | None) -> Weights:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for entry in entries:
                     names = [entry.layer.name] if shards is None else shards.local_names(entry.layer.name)
-                    if entry.info.path != path or not names:
+                    if entry.info.path != path:
+                        continue
+                    num_bytes_read += entry.info.num_bytes
+                    if on_progress is not None:
+                        on_progress(num_bytes_read, num_bytes)
+                    if not names:
                         continue
                     outs, inputs = entry.layer.part(shards)
                     if not entry.stored.target:

@@ -79,7 +79,12 @@ def iterate_weights(
         quantized = read_mxfp4(take_mxfp4(tensors, layers, str(folder)), shards)
     elif quantization is not None:
         entries = take_quantized(tensors, layers, quantization, str(folder))
-        quantized = dequantize_some(read_quantized(entries, shards), config)
+        plain_bytes = sum(info.num_bytes for info in tensors.values())
+        num_bytes = plain_bytes + sum(entry.info.num_bytes for entry in entries)
+        quantized = dequantize_some(
+            read_quantized(entries, shards, _later(on_progress, plain_bytes, num_bytes)), config
+        )
+        on_progress = _later(on_progress, 0, num_bytes)
     family = config.architecture
     parts = [part for name, info in tensors.items() for part in canonical_parts(name, info.shape, family)]
     shapes = {part.name: part.shape for part in parts}
@@ -88,6 +93,13 @@ def iterate_weights(
     weights = chain(stream(tensors, on_progress, shards, family), quantized)
     head = checkpoint.get(HEAD) if config.tie_word_embeddings and shards is None else None
     return weights if head is None else _with_tied_head(weights, head)
+
+
+def _later(
+    on_progress: Callable[[int, int], None] | None, before: int, num_bytes: int
+) -> Callable[[int, int], None] | None:
+    """For one of several sources that are read one after the other: so many bytes before it, and in all."""
+    return None if on_progress is None else lambda done, _: on_progress(before + done, num_bytes)
 
 
 def _with_tied_head(weights: Weights, head: TensorInfo) -> Weights:

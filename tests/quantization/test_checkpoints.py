@@ -89,6 +89,17 @@ def test_blocks_equal_those_of_fine_grained_fp8(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     write(tmp_path, FP8, pack_blocks)
+    progress: list[tuple[int, int]] = []
+    list(iterate_weights(tmp_path, on_progress=lambda *bytes_read: progress.append(bytes_read)))
+    assert progress == sorted(progress)
+    assert (
+        progress[-1][0]
+        == progress[-1][1]
+        == sum(
+            tensor.numel() * tensor.element_size()
+            for tensor in load_file(tmp_path / "model.safetensors").values()
+        )
+    )
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.float32
     )
