@@ -57,6 +57,10 @@ class EngineOptions:
         str | None,
         _option(MODEL, "Quantize linear layers while loading: fp8, fp8-block, int8 or int4."),
     ] = None
+    moe_runner_backend: Annotated[
+        str | None,
+        _option(MODEL, "What computes experts: auto, triton, deep_gemm, flashinfer_cutlass ..."),
+    ] = None
     random_seed: Annotated[
         int | None, _option(MODEL, "Seed of dummy weights and of requests without a seed.")
     ] = None

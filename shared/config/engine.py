@@ -15,6 +15,10 @@ Panel = Literal["reference", "optimized"]
 SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"]
 DataParallelPolicyName = Literal["round-robin", "least-requests", "least-tokens"]
 EvictionPolicyName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
+MoeRunnerName = Literal[
+    "auto", "triton", "triton_kernel", "deep_gemm", "cutlass", "flashinfer_cutlass", "flashinfer_mxfp4",
+    "flashinfer_trtllm", "flashinfer_cutedsl",
+]  # fmt: skip
 KvCacheDtypeName = Literal["auto", "fp8_e4m3"]
 QuantizationMethod = Literal["fp8", "fp8-block", "int8", "int4"]
 SpeculativeAlgorithm = Literal["eagle", "eagle3", "nextn", "standalone", "ngram"]
@@ -40,6 +44,7 @@ class EngineConfig:
         "auto"  # auto: float32 on cpu, else the model's
     )
     quantization: QuantizationMethod | None = None  # of linear layers whose weights are not quantized
+    moe_runner_backend: MoeRunnerName = "auto"  # what computes the experts in the optimized panel
     random_seed: int = 0  # for requests without a seed, and for dummy weights
     deterministic: bool = False  # the bits of an answer depend on its request alone; slower
 
@@ -226,5 +231,6 @@ _CHOICES = {
     "load_format": ("auto", "dummy"),
     "quantization": get_args(QuantizationMethod),
     "kv_cache_dtype": get_args(KvCacheDtypeName),
+    "moe_runner_backend": get_args(MoeRunnerName),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,6 +70,9 @@ def load_model(
             first_layer = shards.first_layer if isinstance(shards, Stage) else 0
             with torch.device("meta"):
                 quantize_linears(model, model_config.quantization, component, first_layer)
+        if config.moe_runner_backend != "auto":
+            runners: Any = import_module("optimized.moe_runners.table")
+            runners.use_runner(model, config, device)
         model.load_weights(weights)
     return model.eval()
 

@@ -42,7 +42,7 @@ def test_pairs_are_found_by_their_path(tmp_path: Path) -> None:
 
 def test_every_optimized_component_has_a_twin() -> None:
     """Files without a twin are kernels or mechanisms that only the optimized panel has."""
-    own = {"kernels", "graphs", "overlap", "attention"}
+    own = {"kernels", "graphs", "overlap", "attention", "moe_runners"}
     own |= {
         "waiting_matches.py",
         "waiting_forest.py",

@@ -1,0 +1,46 @@
+"""What a MoE runner is: in place of the experts' own kernels, another library."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+import torch
+
+from shared.interfaces.moe import FusedExperts, TopKOutput
+
+Rows = TypeVar("Rows")
+
+
+class MoeRunner(ABC):
+    """Computes what `FusedExperts.forward` does, from the parameters of `experts`. It is made before these
+    are loaded, and raises `ValueError` then for weights or sizes that it cannot compute."""
+
+    def __init__(self, experts: FusedExperts) -> None:
+        self.experts = experts
+
+    @abstractmethod
+    def run(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
+        """x [num_tokens >= 1, hidden] -> the same shape and dtype."""
+
+    def refuse(self, what: str, supported: str) -> ValueError:
+        return ValueError(f"{type(self).__name__}: {what} is not supported; supported: {supported}")
+
+
+class PermutedRunner(MoeRunner, Generic[Rows]):
+    """A runner whose GEMMs want the pairs of token and expert in the order of their experts."""
+
+    def run(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
+        return self.post_permute(self.run_rows(self.pre_permute(x, topk)), x, topk)
+
+    @abstractmethod
+    def pre_permute(self, x: torch.Tensor, topk: TopKOutput) -> Rows:
+        """Tokens and choices -> the rows of all experts."""
+
+    @abstractmethod
+    def run_rows(self, rows: Rows) -> Rows:
+        """Both GEMMs of all experts."""
+
+    @abstractmethod
+    def post_permute(self, rows: Rows, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
+        """The weighted sum of each token's rows, in the shape and dtype of x."""
