@@ -31,7 +31,7 @@ MAX_SLICES = 3
 BLOCK_N = 256 if INTERPRETED else 64
 
 
-@triton.jit(do_not_specialize=["num_rows", "no_row"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _shrink_kernel(
     x_ptr, a_ptr, h_ptr, rows_ptr, slots_ptr, num_blocks_ptr, num_rows, stride_x,
     K: tl.constexpr, SLICES: tl.constexpr, RANK: tl.constexpr, SPLIT_K: tl.constexpr,
