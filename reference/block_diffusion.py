@@ -106,8 +106,8 @@ class BlockDiffusion:
 
 # --8<-- [start:fill-in]
 def fill_in(ids: torch.Tensor, logits: torch.Tensor, params: DiffusionParams) -> torch.Tensor:
-    """ids [block_len], logits [block_len, vocab] -> ids with some masks replaced: where a
-    token is more likely than the threshold, and in any case the likeliest."""
+    """ids [block_len], logits [block_len, vocab] -> ids with some masks replaced: where
+    a token is more likely than the threshold, and in any case the likeliest."""
     logits = logits.clone()
     logits[:, params.mask_id] = -torch.inf
     probs, tokens = logits.softmax(dim=-1).max(dim=-1)
