@@ -19,6 +19,7 @@ FIGURES = {
     "draft-tree": "draft_tree.make",
     "expert-load": "expert_load.make",
     "rounding": "rounding.make",
+    "tensor-parallel": "tensor_parallel.make",
     "roofline": "roofline.make",
     "engines": "charts.engines",
     "cuda-graphs": "charts.cuda_graphs",
