@@ -90,6 +90,17 @@ def test_the_optimized_panel_in_the_interpreter(folder: Path, expected: torch.Te
     assert answer.num_output_tokens == 2
 
 
+@pytest.mark.gpu
+def test_the_optimized_panel_on_a_gpu(folder: Path, expected: torch.Tensor) -> None:
+    llm = engine(folder, panel="optimized", device="cuda", dtype="float32")
+    answer = llm.submit(PROMPTS[1], GREEDY)[0]  # decodes by a graph between the embeddings
+    for _ in range(2):
+        torch.testing.assert_close(vectors(llm), F.normalize(expected, dim=-1), rtol=0, atol=1e-4)
+    while llm.step():
+        pass
+    assert answer.num_output_tokens == GREEDY.max_new_tokens
+
+
 def test_a_reward_model_gives_the_scores_of_transformers(tmp_path: Path) -> None:
     config = AutoConfig.for_model(**CONFIGS["llama-biases"], num_labels=3, pad_token_id=0)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()

@@ -147,6 +147,17 @@ def test_the_optimized_panel_in_the_interpreter() -> None:
     assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 16)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", [{}, {"page_size": 16}, {"enable_mixed_chunk": True}], ids=str)
+def test_the_optimized_panel_on_a_gpu(alone: list[list[int]], flags: dict[str, Any]) -> None:
+    llm = engine(panel="optimized", device="cuda", dtype="float32", **flags)
+    for _ in range(3):
+        outputs = llm.generate(prompts(llm)[:NUM_PROMPTS], GREEDY, progress=False)
+        assert [output.output_ids for output in outputs] == alone
+        evict_all(llm)
+    assert num_loaded(llm) > 0
+
+
 def test_refusals(tmp_path: Path) -> None:
     for flags, message in (
         ({"disable_radix_cache": True}, "does not work with disable_radix_cache=True"),

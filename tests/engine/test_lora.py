@@ -102,6 +102,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"chunked_prefill_size": 5, "enable_mixed_chunk": True},
     {"page_size": 4, "max_total_tokens": 96, "schedule_conservativeness": 0.01},  # memory is short
     {"max_loras_per_batch": 1},
+    {"deterministic": True},
     NGRAM,
     {**NGRAM, "speculative_topk": 1, "page_size": 4},
 )
@@ -133,17 +134,33 @@ def test_a_draft_model_has_no_adapter(folder: Path, expected: dict[str | None, l
 
 
 @pytest.mark.full
-@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for a GPU, kernels round otherwise")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter stands in for a GPU")
+@pytest.mark.parametrize("runner", ["optimized", "tests.model_runner.fake_graphs:FakeGraphsRunner"])
 def test_the_optimized_panel_in_the_interpreter(
-    folder: Path, expected: dict[str | None, list[list[int]]]
+    folder: Path, expected: dict[str | None, list[list[int]]], runner: str
 ) -> None:
-    llm = engine(folder, panel="optimized", use={"attention": "triton"}, max_running_requests=4)
-    params = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
+    use = {"attention": "triton", "model_runner": runner}
+    sizes = {"max_running_requests": 6, "cuda_graph_bs": (6,), "cuda_graph_max_tokens": 128}
+    llm = engine(folder, panel="optimized", use=use, **sizes)  # batches of four, padded to six
+    params = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
     live = {name: llm.submit(PROMPTS[0], params, lora=name)[0] for name in (None, *ADAPTERS)}
     while llm.step():
         pass
     for name, collector in live.items():
-        assert collector.output_ids == expected[name][0][:2], name
+        assert collector.output_ids == expected[name][0][:3], name
+    if runner != "optimized":
+        assert llm.assembly.parts.model_runner.num_graph_replays > 0
+        assert llm.assembly.parts.model_runner.num_extend_replays > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", [{}, {"disable_cuda_graph": True}, {"max_loras_per_batch": 1}], ids=str)
+def test_the_optimized_panel_on_a_gpu(
+    folder: Path, expected: dict[str | None, list[list[int]]], flags: dict[str, Any]
+) -> None:
+    llm = engine(folder, panel="optimized", device="cuda", dtype="float32", **flags)
+    assert answers(llm) == expected
+    assert answers(llm, retracts=True) == expected
 
 
 def test_a_cache_shared_between_adapters_is_found(
