@@ -192,6 +192,23 @@ def test_awq_and_parts_of_ranks(tmp_path: Path) -> None:
         parts(tmp_path, 2)
 
 
+def test_one_scale_for_a_layer(tmp_path: Path) -> None:
+    """quant_method fp8 without blocks: scalars, for the weight and for the input."""
+
+    def pack(module: str, weight: torch.Tensor) -> Tensors:
+        scale = weight.abs().amax() / 448
+        q = (weight / scale).to(torch.float8_e4m3fn)
+        expected[module] = q.float() * scale
+        return {f"{module}.weight": q, f"{module}.weight_scale": scale, f"{module}.input_scale": scale * 9}
+
+    expected: Tensors = {}
+    write(tmp_path, {"quant_method": "fp8", "activation_scheme": "static"}, pack)
+    for name, layer in quantized_layers(load(tmp_path)).items():
+        assert torch.equal(layer.dequantized_weight(), expected[name]), name
+        assert layer.input_scale is not None
+        assert torch.equal(layer.input_scale, 9 * layer.weight_scale[0]), name
+
+
 def test_torchao(tmp_path: Path) -> None:
     """Names and shapes as torchao 0.17 writes them."""
 

@@ -193,3 +193,15 @@ def test_latent_attention_takes_dequantized_weights(tmp_path: Path) -> None:
         [1, 2, 3], max_tokens=2, ignore_eos=True
     )
     assert len(output.output_ids) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["fp8", "fp8-block", "int8", "int4"])
+def test_answers_on_a_gpu(method: str) -> None:
+    """In CUDA graphs, one request and many, short prompts and one of many tokens."""
+    llm = LLM("tiny-dense", quantization=method, device="cuda", panel="optimized", max_total_tokens=16_384)
+    expected = "12 + 30 = 42"
+    assert llm.chat(ASK, temperature=0, max_tokens=24).text == expected
+    prompts = [llm.chat_prompt(ASK)] * 80  # more tokens in a step than Triton's GEMM of few tokens takes
+    outputs = llm.generate(prompts, temperature=0, max_tokens=24)
+    assert [output.text for output in outputs] == [expected] * 80
