@@ -72,13 +72,11 @@ class LlamaAttention(nn.Module):
         if config.attn_sinks:
             self.sinks = nn.Parameter(torch.empty(config.num_qo_heads), requires_grad=False)
 
-    def attention_layer(self) -> AttentionLayer:
-        return self.layer if self.sinks is None else replace(self.layer, sinks=self.sinks)
-
     # --8<-- [start:attention-forward]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
         """x: from qkv_proj -> for o_proj, [num_tokens, num_qo_heads * head_dim]."""
-        layer, q_norm, k_norm = self.attention_layer(), self.q_norm, self.k_norm
+        layer = self.layer if self.sinks is None else replace(self.layer, sinks=self.sinks)
+        q_norm, k_norm = self.q_norm, self.k_norm
         has_own_norms = q_norm is None or any(
             is_builtin_layer(q_norm, norm) and is_builtin_layer(k_norm, norm)
             for norm in (RMSNorm, GemmaRMSNorm)

@@ -58,12 +58,9 @@ class LlamaAttention(nn.Module):
         if config.attn_sinks:
             self.sinks = nn.Parameter(torch.empty(config.num_qo_heads), requires_grad=False)
 
-    def attention_layer(self) -> AttentionLayer:
-        return self.layer if self.sinks is None else replace(self.layer, sinks=self.sinks)
-
     # --8<-- [start:attention-forward]
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
-        layer = self.attention_layer()
+        layer = self.layer if self.sinks is None else replace(self.layer, sinks=self.sinks)
         q = self.q_proj(x).view(-1, layer.num_qo_heads, layer.head_dim)
         k = self.k_proj(x).view(-1, layer.num_kv_heads, layer.head_dim)
         v = self.v_proj(x).view(-1, layer.num_kv_heads, layer.head_dim)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from shared.config.model import AttnTemperature
@@ -33,9 +35,11 @@ def no_hidden_states(model: CausalLM, layers: tuple[int, ...] | None) -> torch.T
 
 
 def attention_layers(model: CausalLM) -> list[AttentionLayer]:
-    """Those of a model whose attention modules have an `attention_layer`."""
-    found = (getattr(module, "attention_layer", None) for module in model.modules())
-    return [attention_layer() for attention_layer in found if attention_layer is not None]
+    """Those of a model: the `layer` of its attention modules, with their `sinks`."""
+    modules = [
+        module for module in model.modules() if isinstance(getattr(module, "layer", None), AttentionLayer)
+    ]
+    return [replace(module.layer, sinks=getattr(module, "sinks", None)) for module in modules]
 
 
 def temperature(tuning: AttnTemperature, positions: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,10 @@ def make_prompt(length: int = PROMPT_LEN, seed: int = 1) -> list[int]:
     return torch.randint(0, 331, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.fixture(params=CONFIGS)
+SECOND = ("gemma3-layer-types", "gpt-oss-layer-types", "llama4-no-norm")  # of a family
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.full] * (name in SECOND)) for name in CONFIGS])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[PreTrainedModel, CausalLM]:
     """A random transformers model, and ours with the same weights."""
     hf_model = random_hf_model(CONFIGS[request.param])

@@ -123,8 +123,12 @@ class WindowsWithoutSinks:
         super().__init__(config, layers, moe)
         for decoder_layer in self.model.layers:
             attn = decoder_layer.self_attn
-            if config.attn_sinks and attn.layer.sliding_window >= 0:
-                attn.attention_layer = lambda layer=attn.layer: layer
+            if attn.layer.sliding_window >= 0:
+                attn.sinks = None
+
+    def load_weights(self, weights):
+        known = dict(self.named_parameters())
+        super().load_weights((n, w) for n, w in weights if not n.endswith("sinks") or n in known)
 
 
 @mixed_into_every_model
