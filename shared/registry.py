@@ -57,6 +57,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "optimized": "optimized.attention.mla_triton:TritonMLA",
         "absorbed": "reference.mla_attention:AbsorbedMLA",
         "triton": "optimized.attention.mla_triton:TritonMLA",
+        "flashinfer": "optimized.attention.mla_flashinfer:FlashInferMLA",
     },
     "layers": {"reference": "reference.layers", "optimized": "optimized.layers"},
     "quantization": {"reference": "reference.quantization", "optimized": "optimized.quantization"},
@@ -111,7 +112,10 @@ DETERMINISTIC: dict[str, dict[str, str]] = {
 }
 """panel -> component -> what takes its place with the flag `deterministic`"""
 
-NEEDS_CUDA: dict[str, tuple[str, ...]] = {"attention": ("flashinfer", "fa3")}
+NEEDS_CUDA: dict[str, tuple[str, ...]] = {
+    "attention": ("flashinfer", "fa3"),
+    "mla_attention": ("flashinfer",),
+}
 """component -> choices that run on CUDA GPUs only."""
 
 NEEDS_TRITON: dict[str, tuple[str, ...]] = {
