@@ -33,6 +33,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "flags": tables.flags,
     "tolerances": tables.tolerances,
     "near-ties": tables.near_ties,
+    "accuracy-limits": tables.accuracy_limits,
     "families": tables.families,
     "draft-shapes": tables.draft_shapes,
     "command": commands.command,

@@ -30,6 +30,8 @@ SAMPLES = {
     "  --clause whole-pages --clause eviction-order",
     "check-stage": "diptych check --stage 05 docs/exercises/my_cache.py",
     "diff": "diptych diff --b-flags page_size=16,chunked_prefill_size=64",
+    "eval": "diptych eval",
+    "eval-moe": "diptych eval --model tiny-moe",
     "soak": "diptych soak --seconds 20",
     "bench-offline": "diptych bench offline --concurrency 1,8 --input-len 32 --output-len 32 --repeats 1",
     "bench-latency": "diptych bench latency --concurrency 1,4 --input-len 64 --output-len 32 --repeats 1",

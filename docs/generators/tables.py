@@ -121,6 +121,16 @@ def near_ties() -> str:
     return table(["dtype", "Gap of logits"], [[_dtype(dtype), gap] for dtype, gap in found.items()], "lr")
 
 
+def accuracy_limits() -> str:
+    """What each number format may lose, and why."""
+    limits = importlib.import_module("shared.conformance.accuracy").LIMITS
+    rows = [
+        [f"`{name}`", f"{limit.exact:.0%}", f"{limit.perplexity:.1%}", limit.logprob, cell(limit.reason)]
+        for name, limit in limits.items()
+    ]
+    return table(["Format", "Exact match", "Perplexity", "Logprob", "Reason"], rows, "lrrrl")
+
+
 def _dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 

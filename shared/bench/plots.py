@@ -77,6 +77,23 @@ def plot_growth(
     figure.savefig(file)
 
 
+def plot_losses(file: Path, title: str, losses: Mapping[str, Mapping[str, float | None]]) -> None:
+    """A row of bars for each kind of loss that was measured, one bar for each name."""
+    from matplotlib.figure import Figure
+
+    measured = {kind: values for kind, values in losses.items() if None not in values.values()}
+    figure = Figure(figsize=(7, 2.2 * len(measured)), layout="constrained")
+    figure.suptitle(title)
+    for i, (kind, values) in enumerate(measured.items()):
+        axes = figure.add_subplot(len(measured), 1, i + 1)
+        axes.bar(range(len(values)), [value or 0.0 for value in values.values()], width=0.6)
+        axes.set_xticks(range(len(values)), list(values))
+        axes.axhline(0, color="black", linewidth=1)
+        axes.set_ylabel(kind, fontsize="small")
+        axes.grid(alpha=0.3)
+    figure.savefig(file)
+
+
 def new_figure(title: str) -> tuple[Any, Axes]:
     # Not pyplot: no window, no state of the process.
     from matplotlib.figure import Figure

@@ -3,15 +3,20 @@
 python -m shared.tiny.evaluate shared/assets/tiny-dense
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shared.tiny.corpus import held_out_questions
 from shared.tiny.exchange import Message, Question
+
+if TYPE_CHECKING:
+    from shared.engine.llm import LLM
 
 # From chats that end with a user turn to the assistant's texts, in the same order.
 AnswerFn = Callable[[list[list[Message]]], list[str]]
@@ -84,6 +89,23 @@ def transformers_answers(model: Any, tokenizer: Any, batch_size: int) -> AnswerF
             for index, text in zip(indices, tokenizer.batch_decode(new_ids, skip_special_tokens=True)):
                 answers[index] = text
         return answers
+
+    return answer
+
+
+def engine_answers(llm: LLM, after_step: Callable[[int], None] = lambda num_steps: None) -> AnswerFn:
+    """Greedy answers by our own engine. `after_step` is called with the number of steps so far."""
+    from shared.types import SamplingParams
+
+    greedy = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=0.0)
+
+    def answer(chats: list[list[Message]]) -> list[str]:
+        collectors = [llm.submit(llm.chat_prompt(chat), greedy)[0] for chat in chats]
+        num_steps = 0
+        while llm.step():
+            num_steps += 1
+            after_step(num_steps)
+        return [collector.whole().text for collector in collectors]
 
     return answer
 
