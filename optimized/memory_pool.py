@@ -27,9 +27,9 @@ import torch
 from optimized.kernels.move_kv import can_move, move_kv
 from optimized.page_ring import Array, PageRing, PagesState
 from shared.interfaces import memory_pool as interface
-from shared.modeling.kv_quantization import to_pool_dtype
+from shared.modeling.kv_quantization import to_fp8
 from shared.scheduling.pages import num_pages_of
-from shared.types.attention import KVScales
+from shared.types.attention import FP8, KVScales
 
 
 class ReqToTokenPool(interface.ReqToTokenPool):
@@ -247,9 +247,10 @@ class TokenToKVPool(interface.TokenToKVPool):
 
     # --8<-- [start:store-kv]
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        scales = self.kv_scales[layer_id]
-        self._k[layer_id][out_cache_loc] = to_pool_dtype(k, self.dtype, scales.k)
-        self._v[layer_id][out_cache_loc] = to_pool_dtype(v, self.dtype, scales.v)
+        if self.dtype == FP8:
+            k, v = to_fp8(k, v, self.kv_scales[layer_id])
+        self._k[layer_id][out_cache_loc] = k.to(self.dtype)
+        self._v[layer_id][out_cache_loc] = v.to(self.dtype)
 
     # --8<-- [end:store-kv]
 

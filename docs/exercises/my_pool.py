@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from shared.interfaces import memory_pool as interface
-from shared.modeling.kv_quantization import to_pool_dtype
+from shared.modeling.kv_quantization import to_fp8
 from shared.types.attention import KVScales
 
 
@@ -95,7 +95,7 @@ class TokenToKVPool(interface.TokenToKVPool):
         return self._v[layer_id]
 
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """`to_pool_dtype` casts K and V with their scales, self.kv_scales[layer_id]."""
+        """An FP8 pool holds `to_fp8(k, v, self.kv_scales[layer_id])`."""
         raise NotImplementedError("TODO store: k and v of token i go to slot out_cache_loc[i], in self.dtype")
 
     def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from shared.types.attention import FP8, FP8_MAX
+from shared.types.attention import FP8, FP8_MAX, KVScales
 
 
-def to_pool_dtype(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """x cast to the dtype of a pool; in FP8 x / scale. x itself is not modified: a model may read it again.
+def to_fp8(k: torch.Tensor, v: torch.Tensor, scales: KVScales) -> tuple[torch.Tensor, torch.Tensor]:
+    """k / scales.k and v / scales.v in FP8. k and v themselves are not modified: a model may read them again.
     Clamped before the cast, which makes larger values NaN in older versions of torch."""
-    if dtype != FP8:
-        return x.to(dtype)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+    def quantized(x: torch.Tensor, scale: float) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+    return quantized(k, scales.k), quantized(v, scales.v)

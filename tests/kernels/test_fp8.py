@@ -13,8 +13,8 @@ from shared.conformance.compare import expect_equal
 from shared.conformance.contracts.memory_pool.fp8_pool import NON_NEGATIVE, SCALES
 from shared.conformance.device import check_device
 from shared.conformance.inputs import FLOAT_TYPES, Inputs
-from shared.modeling.kv_quantization import to_pool_dtype
-from shared.types.attention import FP8
+from shared.modeling.kv_quantization import to_fp8
+from shared.types.attention import FP8, KVScales
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def test_floats_are_rounded(scale: float) -> None:
     x = torch.cat([sizes, -sizes]).to(check_device()) * scale
     rounded = torch.empty(len(x), dtype=FP8, device=x.device)
     _round_kernel[(triton.cdiv(len(x), 256),)](x, kernel_view(rounded), scale, len(x), NUM=256)
-    expected = to_pool_dtype(x, FP8, scale)
+    expected, _ = to_fp8(x, x, KVScales(scale))
     expect_equal("codes", rounded.view(torch.uint8) & 0x7F, expected.view(torch.uint8) & 0x7F)
     finite = ~x.isnan()
     expect_equal("signs", rounded.view(torch.uint8)[finite], expected.view(torch.uint8)[finite])
@@ -73,5 +73,5 @@ def test_stored_k_and_v_are_rounded_from_the_models_type(dtype: torch.dtype) -> 
         )  # fmt: skip
         return buffers
 
-    for x, quantized, scale in zip(stored(dtype), stored(FP8), SCALES[0]):
-        expect_equal("stored", quantized.float(), to_pool_dtype(x, FP8, scale).float())
+    for quantized, wanted in zip(stored(FP8), to_fp8(*stored(dtype), SCALES[0])):
+        expect_equal("stored", quantized.float(), wanted.float())
