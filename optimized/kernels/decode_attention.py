@@ -169,7 +169,7 @@ def _tile(block_g: int, row_bytes: int, q_row_bytes: int, gpu: Gpu) -> Tile:
     row_bytes and of q of q_row_bytes. Large tiles mean fewer softmax steps and fewer partial outputs, for any
     number of requests."""
     if row_bytes >= 256:
-        largest = Tile(max(16, 32768 // row_bytes), 1, 5)
+        largest = Tile(max(16, 32768 // q_row_bytes), 1, 5)  # FP8 is widened in shared memory
     else:
         largest = Tile(max(16, min(128, 16384 // row_bytes)), 2, 7)
     limit = gpu.shared_memory_per_cta(largest.ctas_per_sm)
@@ -193,6 +193,8 @@ def _shared_memory(tile: Tile, block_g: int, row_bytes: int, q_row_bytes: int, g
     is_wgmma = block_g >= 64 and gpu.capability[0] == 9
     tiles_in_flight = (tile.num_stages - 1) // (1 if is_wgmma else 2)
     kv = 2 * tiles_in_flight * tile.block_n * (row_bytes + 8)
+    if is_wgmma and row_bytes < q_row_bytes:  # FP8, and beside it what it was widened to
+        kv += 2 * tile.block_n * q_row_bytes
     q_copies = 4 if is_wgmma or tile.num_stages == 5 else 2
     return kv + max(4096, q_copies * block_g * q_row_bytes)
 

@@ -61,6 +61,8 @@ def use_runner(model: nn.Module, config: EngineConfig, device: torch.device) -> 
         raise ValueError(f"moe_runner_backend={name}: the model has no experts of the optimized panel")
     if name in OWN:
         return
+    if config.deterministic:
+        raise ValueError(f"deterministic=True works with moe_runner_backend {' or '.join(OWN)}, not {name}")
     dispatch = "none"
     if config.ep > 1 or config.dp_attention:
         dispatch = config.use.get("expert_dispatch", "reference")

@@ -304,6 +304,7 @@ def _launches() -> dict[str, Launch]:
         add(rope, f"d{head_dim}-t8", 8, head_dim, head_dim, True, torch.bfloat16)
         add(rope, f"d{head_dim}-t8-gemma", 8, head_dim, head_dim, True, torch.bfloat16, is_gemma=True)
         add(rope, f"d{head_dim}-t1024-half", 1024, head_dim, head_dim // 2, False, torch.float16)
+        add(decode, f"d{head_dim}-g64-bf16-fp8kv", head_dim, 64, 64, torch.bfloat16, FP8)
         for name, dtype in DTYPES.items():
             add(decode, f"d{head_dim}-g4-{name}-fp8kv", head_dim, 4, 64, dtype, FP8)
             for tokens in (4, 32):

@@ -64,6 +64,8 @@ def test_the_engine_refuses_when_it_starts() -> None:
         LLM("tiny-moe", panel="reference", moe_runner_backend="triton")
     with pytest.raises(ValueError, match=r"deep_gemm needs a GPU"):
         LLM("tiny-moe", panel="optimized", moe_runner_backend="deep_gemm")
+    with pytest.raises(ValueError, match=r"deterministic=True works with moe_runner_backend auto or triton"):
+        LLM("tiny-moe", panel="optimized", moe_runner_backend="deep_gemm", deterministic=True)
 
 
 @pytest.mark.parametrize("experts", [FusedExperts(2, 128, 128), QuantizedExperts(2, 128, 128, CHANNELS)])
