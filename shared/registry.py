@@ -51,6 +51,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "flashinfer": "optimized.attention.flashinfer:FlashInferAttention",
         "fa3": "optimized.attention.fa3:FA3Attention",
         "flex_attention": "optimized.attention.flex:FlexAttention",
+        "deterministic": "optimized.attention.deterministic:DeterministicAttention",
     },
     "mla_attention": {
         "reference": "reference.mla_attention:ExpandedMLA",
@@ -119,7 +120,7 @@ NEEDS_CUDA: dict[str, tuple[str, ...]] = {
 """component -> choices that run on CUDA GPUs only."""
 
 NEEDS_TRITON: dict[str, tuple[str, ...]] = {
-    "attention": ("optimized", "triton"),
+    "attention": ("optimized", "triton", "deterministic"),
     "mla_attention": ("optimized", "triton"),
     **dict.fromkeys(
         (

@@ -22,6 +22,8 @@ class DeterministicAttention(TritonAttention):
     """Supports what TritonAttention does. Without a mask, a row of the output depends on its query and its
     keys, not on the batch, the split of its request into steps, or CUDA graphs."""
 
+    is_deterministic = True
+
     def run(
         self,
         q: torch.Tensor,

@@ -43,26 +43,29 @@ class FlexPlan:
     prefix_lens: torch.Tensor  # [bs]
     max_queries: int
     visible: torch.Tensor | None  # bool [bs, max_queries, max_keys], where the batch has a mask
-    block_masks: dict[int, BlockMask]  # by the layer's window
+    block_masks: dict[tuple[int, int], BlockMask]  # by the layer's window and chunk
 
     # --8<-- [start:flex-mask]
-    def block_mask(self, window: int) -> BlockMask:
-        """The mask of a layer with this window (-1: none)."""
-        if window not in self.block_masks:
+    def block_mask(self, window: int, chunk: int) -> BlockMask:
+        """The mask of a layer with this window (-1: none) and this chunk (0: none)."""
+        if (window, chunk) not in self.block_masks:
 
             def sees(b: Any, h: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-                distance = self.prefix_lens[b] + query - key
+                position = self.prefix_lens[b] + query
+                distance = position - key
                 if self.visible is not None:
                     is_seen = self.visible[b, query, key]
                 else:
                     is_seen = (distance >= 0) & (key < self.seq_lens[b])
+                if chunk > 0:
+                    is_seen = is_seen & (position // chunk == key // chunk)
                 return is_seen if window < 0 else is_seen & (distance <= window)
 
             (bs, max_keys), device = self.slots.shape, str(self.slots.device)
-            self.block_masks[window] = create_block_mask(
+            self.block_masks[window, chunk] = create_block_mask(
                 sees, bs, None, self.max_queries, max_keys, device=device
             )
-        return self.block_masks[window]
+        return self.block_masks[window, chunk]
 
     # --8<-- [end:flex-mask]
 
@@ -122,7 +125,7 @@ class FlexAttention(interface.AttentionBackend):
         heads, aux = _attend(q.device.type)(
             *(x.transpose(1, 2) for x in (queries, keys, values)),  # [bs, heads, tokens, dim]
             score_mod=_soft_cap(layer.logit_cap) if layer.logit_cap > 0 else None,
-            block_mask=plan.block_mask(layer.sliding_window),
+            block_mask=plan.block_mask(layer.sliding_window, layer.attention_chunk),
             scale=layer.scale,
             enable_gqa=layer.num_qo_heads != layer.num_kv_heads,
             return_aux=AuxRequest(lse=True),

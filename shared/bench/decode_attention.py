@@ -74,11 +74,7 @@ def measure(case: DecodeCase, name: str, mode: ForwardMode) -> float:
         kv_pool.k_buffer(layer_id).normal_()
         kv_pool.v_buffer(layer_id).normal_()
     q = torch.randn(case.batch_size, case.num_qo_heads, case.head_dim, dtype=torch.bfloat16, device=device)
-    if name == "deterministic":
-        impl = registry.load_deterministic("optimized")["attention"]
-    else:
-        impl = registry.load("attention", name)
-    backend = impl(rows, kv_pool)
+    backend = registry.load("attention", name)(rows, kv_pool)
     layers = [
         AttentionLayer(i, case.num_qo_heads, *heads, scale=case.head_dim**-0.5) for i in range(NUM_LAYERS)
     ]

@@ -57,6 +57,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "attention.steps",
         "attention.outputs",
         "attention.ragged",
+        "attention.independence",
         "attention.fp8_pool",
     ),
     "mla_memory_pool": ("mla_memory_pool.rows",),

@@ -54,6 +54,9 @@ class AttentionBackend(ABC):
     read from the tensors."""
     supports_ragged_graphs: bool = False
     """There is a `plan_ragged`."""
+    is_deterministic: bool = False
+    """Of causal batches, the bits of a row depend on its query and on the keys that it sees alone: not on
+    other rows, on slots, or on how the tokens of a request are divided into steps."""
 
     @abstractmethod
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None: ...

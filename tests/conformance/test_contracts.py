@@ -26,9 +26,10 @@ def cases() -> list[Any]:
         clauses = clauses_of(component)
         whole, half = fast_cases(clauses), fast_cases(clauses, MAX_COVER // 2)
         none: dict[str, set[str]] = {name: set() for name in half}  # flex_attention takes seconds to import
+        own = {**none, **{name: half[name] for name in ("independent-rows",) if name in half}}
         for clause in clauses:
             for choice in registry.choices(component):
-                fast = {"reference": half, "flex_attention": none}.get(choice, whole)
+                fast = {"reference": half, "flex_attention": none, "deterministic": own}.get(choice, whole)
                 for case in clause.cases:
                     name = f"{component}-{choice}-{clause.name}-{case.name}"
                     params.append(

@@ -156,3 +156,10 @@ class FirstRowsOfOut(Lenient):
         rows = out[: len(q)] if out is not None and out.dim() == 3 else out
         output = super().run(q, layer, plan, out=rows, **kv)
         return output if out is None or len(output) < len(out) else out
+
+
+@mutant_of("attention")
+class SaysItIsDeterministic(SteppedAttention):
+    """Rows are said not to depend on each other, and sums are in the order that a GEMM of their shape has."""
+
+    is_deterministic = True
