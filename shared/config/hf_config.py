@@ -18,6 +18,7 @@ from shared.config.hf_deepseek import (
     parse_mla,
 )
 from shared.config.hf_llama4 import with_llama4
+from shared.config.hf_multimodal import TEXT_MODELS, text_part
 from shared.config.hf_rope import context_len, parse_local_rope, parse_rope
 from shared.config.hf_windows import NO_WINDOWS, Windows, sliding_windows
 from shared.config.model import HiddenAct, ModelConfig, MoEConfig
@@ -131,7 +132,7 @@ def config_path(folder: Path) -> Path:
 
 
 def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    fields = Fields(hf_config, where)
+    fields = Fields(*text_part(hf_config, where))
     architecture, num_labels = _architecture(fields)
     family = FAMILIES[architecture]
     _refuse_unsupported(fields)
@@ -150,7 +151,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
     local_rope = None
     if family.local_rope_theta is not None:
         local_rope = parse_local_rope(fields, head_dim, family.local_rope_theta)
-    moe = _moe(fields, family)
+    moe, max_len = _moe(fields, family), fields.integer("max_position_embeddings")
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -161,7 +162,7 @@ def parse_config(hf_config: Mapping[str, Any], where: str = "config.json") -> Mo
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps"),
-        context_len=context_len(rope, fields.integer("max_position_embeddings")),
+        context_len=max_len if family.is_gemma else context_len(rope, max_len),  # Gemma's is the scaled one
         rope=rope,
         dtype=_dtype(fields),
         # A reward model has no head for tokens: the embedding stands in for it, and is not used.
@@ -201,7 +202,7 @@ def read_json(path: Path) -> Any:
 
 def _architecture(fields: Fields) -> tuple[str, int]:
     """A name of FAMILIES, and the number of labels of a reward model: a ...ForSequenceClassification."""
-    supported = f"supported are {', '.join(FAMILIES)}"
+    supported = f"supported are {', '.join((*FAMILIES, *TEXT_MODELS))}"
     names = fields.raw("architectures", f"a list with one name; {supported}")
     if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
         name = names[0].replace("ForSequenceClassification", "ForCausalLM")

@@ -20,6 +20,7 @@ from shared.loading.kv_scales import is_kv_scale
 _MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|experts\.(\d+)\.(w1|w2|w3))\.weight")
 _MIXTRAL_PROJ = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _CORRECTION_BIAS = ".mlp.gate.e_score_correction_bias"
+VISION = ("vision_tower.", "vision_model.", "multi_modal_projector.")
 _LLAMA4 = ((".feed_forward.", ".mlp."), (".router.", ".gate."), (".shared_expert.", ".shared_experts."))
 _PACKED_WITH_BIAS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias)?")
 _PACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
@@ -41,6 +42,7 @@ class WeightPart(NamedTuple):
 def canonical_parts(name: str, shape: tuple[int, ...], architecture: str = "") -> list[WeightPart]:
     """The canonical weights in a tensor of this name and shape: itself, or many, of packed experts.
     `architecture`: of the model, where its checkpoints have a form of their own."""
+    name = name.removeprefix("language_model.")  # of a multimodal checkpoint
     if name.startswith(("embed_tokens.", "layers.", "norm.")):
         name = f"model.{name}"  # saved without a head, as embedding models are
     if architecture == "GptOssForCausalLM":
@@ -102,9 +104,10 @@ def _transposed_parts(name: str, shape: tuple[int, ...], rows_take_turns: bool) 
 def is_harmless(name: str, config: ModelConfig) -> bool:
     """Tensors that some checkpoints carry and no model needs: RoPE's frequencies, the copy of the embedding
     that a tied head is, scales of KV, which the pool takes (`shared.loading.kv_scales`), the head of a
-    reward model, which is read apart, and the layers for drafting, which a drafter loads."""
-    if name.endswith(".rotary_emb.inv_freq") or is_kv_scale(name):
+    reward model, which is read apart, layers for drafting, which a drafter loads, and those for images."""
+    if name.endswith(".rotary_emb.inv_freq") or is_kv_scale(name) or name.startswith(VISION):
         return True
+    name = name.removeprefix("language_model.")
     first = config.num_hidden_layers
     if any(name.startswith(f"model.layers.{first + i}.") for i in range(config.num_nextn_layers)):
         return True

@@ -9,7 +9,7 @@ import pytest
 import torch
 from model_harness import build_model, greedy, hf_greedy, load_saved, random_hf_model
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
 from shared.config import ModelConfig, MoEConfig
 from shared.conformance.configs import CONFIGS
@@ -132,6 +132,23 @@ def test_built_in_models(name: str) -> None:
     their_ids, their_logits = hf_greedy(hf_model, prompt, 24)
     torch.testing.assert_close(our_logits, their_logits, rtol=0.0, atol=TOLERANCE)
     assert our_ids == their_ids
+
+
+def test_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
+    text_config = {key: value for key, value in CONFIGS["gemma3"].items() if key != "torch_dtype"}
+    vision_config = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 16}
+    hf_config = Gemma3Config(
+        text_config=text_config | {"vocab_size": 331},
+        vision_config={**vision_config, "num_attention_heads": 2, "patch_size": 8},
+        mm_tokens_per_image=4,
+        image_token_index=330,
+    )
+    hf_model = Gemma3ForConditionalGeneration._from_config(hf_config, attn_implementation="eager").eval()
+    model, prompt = load_saved(hf_model, tmp_path), make_prompt(60)[:40]
+    prompt = [min(token, 329) for token in prompt]
+    assert model.config.architecture == "Gemma3ForCausalLM"
+    expected = hf_greedy(hf_model, prompt, 2)[1]
+    torch.testing.assert_close(greedy(model, prompt, 2)[1], expected, rtol=0.0, atol=TOLERANCE)
 
 
 def test_mxfp4_experts_of_gpt_oss(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""The text model in the config.json of a multimodal one: of such a checkpoint only that part runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared.config.fields import Fields
+
+TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    # text_config of published checkpoints lacks what is the default of transformers' class
+    "Gemma3ForConditionalGeneration": (
+        "Gemma3ForCausalLM",
+        {
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+    "Llama4ForConditionalGeneration": ("Llama4ForCausalLM", {}),
+}
+"""The architecture -> that of its text model, and defaults of its text_config."""
+SHARED = (
+    "dtype",
+    "torch_dtype",
+    "eos_token_id",
+    "bos_token_id",
+    "tie_word_embeddings",
+    "quantization_config",
+)
+"""Keys that may be outside text_config."""
+
+
+def text_part(hf_config: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], str]:
+    """The config of the text model and what to call it in errors; any other config as it is."""
+    names = hf_config.get("architectures") if isinstance(hf_config, Mapping) else None
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in TEXT_MODELS:
+        return hf_config, where
+    architecture, defaults = TEXT_MODELS[names[0]]
+    text_config = Fields(hf_config, where).raw("text_config", "an object")
+    where = f"{where}, text_config"
+    shared = {key: hf_config[key] for key in SHARED if hf_config.get(key) is not None}
+    items = Fields(text_config, where).values.items()
+    own = {key: value for key, value in items if value is not None or key not in shared}
+    return {**defaults, **shared, **own, "architectures": [architecture]}, where
