@@ -13,12 +13,14 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import MtpModel
 
 import reference.speculative.draft_models
+from reference.speculative.eagle import EagleDrafter
 from shared.config import DraftConfig, ModelConfig
 from shared.conformance.configs import CONFIGS
 from shared.conformance.contracts.draft_models.forward import DraftSession, new_draft
 from shared.engine.llm import LLM
 from shared.loading.draft_weights import iterate_draft_weights
 from shared.loading.weights import iterate_weights
+from shared.types.outputs import GenerateOutput
 
 TOLERANCE = 2e-4  # as in test_parity.py
 HF_CONFIG = {**CONFIGS["deepseek-v3"], "num_nextn_predict_layers": 1}
@@ -80,23 +82,42 @@ def test_drafts_are_those_of_transformers(checkpoint: tuple[PreTrainedModel, Mtp
     torch.testing.assert_close(draft.compute_logits(ours.hidden_states), logits, rtol=0.0, atol=TOLERANCE)
 
 
-def test_an_engine_drafts_with_the_layer_of_its_checkpoint(
-    checkpoint: tuple[PreTrainedModel, MtpModel, Path],
+def test_an_engine_drafts_what_transformers_does(
+    checkpoint: tuple[PreTrainedModel, MtpModel, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same tokens with and without; with one draft per step, as many rounds as accepted drafts allow."""
-    _, _, folder = checkpoint
-    prompts = [
-        torch.randint(3, 331, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 30)
-    ]
-    flags = {"model": str(folder), "panel": "reference", "device": "cpu", "max_total_tokens": 512}
-    draft_flags = {"speculative": "nextn", "speculative_draft_model": str(folder)}
-    answers = [
-        [
-            output.output_ids
-            for output in LLM(**flags, **more, check_invariants=True).generate(
-                prompts, temperature=0, max_tokens=10, ignore_eos=True, progress=False
-            )
-        ]
-        for more in ({}, draft_flags)
-    ]
-    assert answers[0] == answers[1]
+    """Equal answers alone would not show it: verification hides bad drafts."""
+    hf_model, mtp, folder = checkpoint
+    prompt = torch.randint(3, 331, (30,), generator=torch.Generator().manual_seed(30)).tolist()
+    trees, draft = [], EagleDrafter.draft
+    monkeypatch.setattr(
+        EagleDrafter, "draft", lambda *args: trees.append(draft(*args)) or trees[-1], raising=True
+    )
+
+    def answer(**flags: str) -> GenerateOutput:
+        llm = LLM(
+            model=str(folder),
+            panel="reference",
+            device="cpu",
+            max_total_tokens=512,
+            check_invariants=True,
+            **flags,
+        )
+        return llm.generate(prompt, temperature=0, max_tokens=10, ignore_eos=True, progress=False)
+
+    plain = answer()
+    assert not trees
+    drafted = answer(speculative="nextn", speculative_draft_model=str(folder))
+    assert drafted.output_ids == plain.output_ids
+    assert drafted.speculation.num_drafted_tokens > 0
+
+    ids = torch.tensor([[*prompt, plain.output_ids[0]]])
+    with torch.inference_mode():
+        hidden_states = hf_model.model(ids[:, :-1]).last_hidden_state
+        cache = DynamicCache(config=hf_model.config.get_mtp_config())
+        positions = torch.arange(1, ids.shape[1])[None]
+        theirs = mtp.forward_layer(0, hidden_states, positions, cache, input_ids=ids[:, 1:])
+        logits = mtp.shared_head(theirs[0, -1])
+    best, second = logits.topk(2).values
+    assert best - second > 2 * TOLERANCE, "a near tie: the drafts could differ for no reason"
+    assert int(trees[0].token_ids[0, 0]) == plain.output_ids[0]  # the root
+    assert int(trees[0].token_ids[0, 1]) == int(logits.argmax())
