@@ -81,11 +81,12 @@ class HostCache:
 
     # --8<-- [start:load-back]
     def load(self, req: Req, tree: PrefixCache, allocator: TokenToKVPoolAllocator) -> None:
-        """Bring what the tree lacks of a request's prefix to the device and the tree,
-        if there is room for the whole request."""
+        """Bring what the tree lacks of a request's prefix, if there is room for all of it."""
         key = RadixKey(req.all_ids[: req.max_prefix_len], req.extra_key)
         match = tree.match_prefix(key)
         start, size = len(match.device_indices), self.pool.page_len
+        if len(key) - start < MIN_LOADED_TOKENS:
+            return
         digests = self.digests(key.token_ids, key.extra_key)
         pages = self._find(digests, first=start // size)
         end = (start // size + len(pages)) * size

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shared.conformance.switches import GREEDY, prompts
+from shared.engine import hicache
 from shared.engine.llm import LLM
 from shared.scheduling import host_cache
 from shared.types import SamplingParams
@@ -104,6 +105,55 @@ def test_namespaces_never_share_pages() -> None:
     host = llm.assembly.parts.tree_cache.host
     keys = {host.digests(prompt, key)[0] for key in ("a", ("a", None), (None, "a"), None, "None")}
     assert len(keys) == 5
+
+
+class EachPageAlone(host_cache.HostCache):
+    """A page's digest is of its own tokens, not of those before it."""
+
+    def digests(self, token_ids, extra_key):
+        size = self.pool.page_len
+        starts = range(0, len(token_ids) - size + 1, size)
+        return [str((token_ids[start : start + size], extra_key)) for start in starts]
+
+
+class WithoutNamespace(host_cache.HostCache):
+    """Adapters and tenants share pages."""
+
+    def digests(self, token_ids, extra_key):
+        return super().digests(token_ids, None)
+
+
+class TwoOwners(host_cache.HostCache):
+    """A page that is taken for a digest stays free."""
+
+    def _take(self, digest):
+        self.pages[digest] = self.free[-1] if self.free else 0
+        return self.pages[digest]
+
+
+def shares_wrongly(llm: LLM) -> bool:
+    """Whether a page is found behind other tokens, or in another namespace."""
+    first, second, third = (list(range(start, start + 16)) for start in (40, 60, 80))
+    for ids in ([*first, *second, 5], [*third, *first, 5]):
+        llm.generate(ids, ONE, progress=False)
+    evict_all(llm)
+    found = llm.generate([*third, *second, 5], ONE, progress=False).num_cached_tokens
+    evict_all(llm)
+    foreign = llm.generate([*third, 5], ONE, extra_key="other", progress=False).num_cached_tokens
+    return (found, foreign) != (16, 0)
+
+
+def test_pages_belong_to_all_tokens_before_them_and_to_a_namespace() -> None:
+    assert not shares_wrongly(engine())
+
+
+@pytest.mark.parametrize("mutant", [EachPageAlone, WithoutNamespace])
+def test_planted_bugs_are_found(mutant: type[host_cache.HostCache], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hicache, "HostCache", mutant)
+    assert shares_wrongly(engine())
+    monkeypatch.setattr(hicache, "HostCache", TwoOwners)
+    with pytest.raises(AssertionError, match="owners of host pages"):
+        shares_wrongly(engine())
 
 
 def test_flush_forgets_the_host_too() -> None:
