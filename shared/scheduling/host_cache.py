@@ -81,7 +81,7 @@ class HostCache:
 
     # --8<-- [start:load-back]
     def load(self, req: Req, tree: PrefixCache, allocator: TokenToKVPoolAllocator) -> None:
-        """Bring what the tree lacks of a request's prefix, if there is room for all of it."""
+        """Bring what the tree lacks of a request's prefix, if all of it has room."""
         key = RadixKey(req.all_ids[: req.max_prefix_len], req.extra_key)
         match = tree.match_prefix(key)
         start, size = len(match.device_indices), self.pool.page_len
