@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from shared.config import EngineConfig, ModelConfig
 from shared.config.hf_config import config_path, read_json
-from shared.loading.safetensors_file import read_checkpoint
+from shared.loading.safetensors_file import QUANTIZED_DTYPES, SUPPORTED_DTYPES, read_checkpoint
 from shared.types.attention import FP8, KVScales
 
 _SCALE = re.compile(
@@ -57,7 +57,7 @@ def read_kv_scales(folder: Path, model_config: ModelConfig) -> list[KVScales] | 
     if scheme is not None:
         _check_scheme(scheme, folder)
     found: dict[int, dict[str, float]] = {}
-    for name, info in read_checkpoint(folder).items():
+    for name, info in read_checkpoint(folder, SUPPORTED_DTYPES + QUANTIZED_DTYPES).items():
         match = _SCALE.fullmatch(name)
         if match is None:
             continue

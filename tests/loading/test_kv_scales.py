@@ -15,8 +15,10 @@ from diptych import LLM
 from shared.config import ModelConfig
 from shared.loading.kv_scales import read_kv_scales
 from shared.loading.model_path import ASSETS
+from shared.loading.quantize import quantize_weight
 from shared.loading.weights import iterate_weights
 from shared.types.attention import FP8, KVScales
+from shared.types.quantization import QuantScheme
 
 
 def folder_with(folder: Path, scales: dict[str, Any], scheme: Any = None) -> tuple[Path, ModelConfig]:
@@ -119,3 +121,57 @@ def test_the_engine_uses_them(tmp_path: Path) -> None:
     assert cold.text == warm.text == "12 + 30 = 42"[: len(cold.text)]
     first, second = ([token.logprob for token in output.output_logprobs] for output in (cold, warm))
     assert second == pytest.approx(first, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"speculative": "ngram"},
+        {"speculative": "eagle3", "speculative_draft_model": "tiny-dense-eagle3"},
+        {"page_size": 4, "disable_radix_cache": True, "enable_mixed_chunk": True, "chunked_prefill_size": 8},
+    ],
+    ids=lambda flags: next(iter(flags.values())),
+)
+def test_an_fp8_pool_gives_the_same_answer_in_every_way(flags: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 24}
+    message = [{"role": "user", "content": "Count from 3 to 12."}]
+    texts = [
+        LLM("tiny-dense", kv_cache_dtype="fp8_e4m3", max_total_tokens=512, **more)
+        .chat(message, **options)
+        .text
+        for more in ({}, flags)
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("3, 4, 5")
+
+
+def test_scales_beside_quantized_weights(tmp_path: Path) -> None:
+    """As compressed-tensors writes them: FP8 weights by channel, and a kv_cache_scheme."""
+    folder, _ = folder_with(tmp_path, all_layers(k_scale=0.05, v_scale=0.02))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            parts = quantize_weight(weight.float(), QuantScheme("fp8", inputs="token"))
+            tensors |= {name: parts["weight"], f"{name}_scale": parts["weight_scale"]}
+        else:
+            tensors[name] = weight
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": fp8 | {"strategy": "channel"},
+        "input_activations": fp8 | {"strategy": "token", "dynamic": True},
+    }
+    values["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+        "kv_cache_scheme": fp8 | {"strategy": "tensor", "dynamic": False},
+    }
+    (folder / "config.json").write_text(json.dumps(values))
+    llm = LLM(str(folder), kv_cache_dtype="fp8_e4m3", max_total_tokens=512)
+    assert llm.assembly.kv_pool.kv_scales[0] == pytest.approx((0.05, 0.02))
+    answer = llm.chat([{"role": "user", "content": "What is 12 + 30?"}], temperature=0, max_new_tokens=12)
+    assert answer.text == "12 + 30 = 42"
