@@ -6,7 +6,20 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shared.commands import bench, chat, check, diff, doctor, evaluate, generate, route, serve, soak, tune
+from shared.commands import (
+    bench,
+    chat,
+    check,
+    diff,
+    doctor,
+    evaluate,
+    generate,
+    quantize,
+    route,
+    serve,
+    soak,
+    tune,
+)
 
 
 class _OneLineErrors(TyperGroup):
@@ -39,6 +52,7 @@ app.command("doctor")(doctor.doctor)
 app.command("check")(check.check)
 app.command("diff")(diff.diff)
 app.command("eval")(evaluate.evaluate)
+app.command("quantize")(quantize.quantize)
 app.command("soak")(soak.soak)
 app.command("tune")(tune.tune)
 app.add_typer(bench.app, name="bench")
