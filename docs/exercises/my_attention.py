@@ -18,7 +18,7 @@ from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from shared.modeling.forward import attention_output
 from shared.types import ForwardBatch
-from shared.types.attention import AttentionLayer
+from shared.types.attention import FP8, AttentionLayer
 
 
 class RequestPlan(NamedTuple):
@@ -60,4 +60,15 @@ class MyAttention(interface.AttentionBackend):
 
     def _run_request(self, q: torch.Tensor, layer: AttentionLayer, request: RequestPlan) -> torch.Tensor:
         """q [num_queries, num_qo_heads, head_dim] -> the same shape."""
-        raise NotImplementedError("TODO decode: gather K and V by slot, scores, softmax, weighted sum")
+        raise NotImplementedError("TODO decode: K and V of the slots, scores, softmax, weighted sum")
+
+    def _keys_and_values(
+        self, layer: AttentionLayer, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[num_keys, num_kv_heads, head_dim] each; from an FP8 pool widened, times the layer's scales."""
+        pool = self.kv_pool
+        k, v = pool.k_buffer(layer.layer_id)[slots], pool.v_buffer(layer.layer_id)[slots]
+        if pool.dtype != FP8:
+            return k, v
+        scales = pool.kv_scales[layer.layer_id]
+        return k.to(torch.float32) * scales.k, v.to(torch.float32) * scales.v
