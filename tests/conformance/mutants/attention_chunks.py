@@ -1,4 +1,4 @@
-"""Planted bugs in chunked local attention."""
+"""Planted bugs in chunked local attention, and in what a backend refuses."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ class ChunksFromThePrefix(TorchAttention):
         positions = torch.arange(num_keys, device=request.visible.device) - (num_keys - num_queries)
         is_same = positions[-num_queries:, None] // chunk == positions // chunk
         return request._replace(visible=request.visible & is_same)
+
+
+@mutant_of("attention")
+class RefusesWhenItRuns(TorchAttention):
+    """Layers with sinks are refused in the first step, when the engine has started."""
+
+    def run(self, q, layer, plan, **more):
+        if layer.sinks is not None:
+            raise ValueError("sinks are not supported: this backend supports layers without them")
+        return super().run(q, layer, plan, **more)
 
 
 @mutant_of("attention")

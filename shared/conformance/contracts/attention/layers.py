@@ -141,6 +141,32 @@ def everything_at_once(impl: type[AttentionBackend], case: AttentionCase) -> Non
     expect_attention(impl, case)
 
 
+@contract(
+    "check_layer refuses the layers that run refuses, and no others: an engine asks when it starts.",
+    tuple(
+        replace(DECODE, name=name, dtype=torch.bfloat16, **extras)
+        for name, extras in (
+            ("plain", {}),
+            ("window", {"sliding_window": 5}),
+            ("chunks", {"attention_chunk": 8}),
+            ("cap", {"logit_cap": 5.0}),
+            ("sinks", {"sinks": SINKS}),
+            ("scale", {"scale": 1.7}),
+        )
+    ),
+)
+def refused_at_the_start(impl: type[AttentionBackend], case: AttentionCase) -> None:
+    batch = AttentionBatch(case)
+    is_refused = run_or_refuse(impl, batch) is None
+    backend = impl(batch.req_to_token_pool, batch.kv_pool)
+    if is_refused:
+        expect_raises(
+            f"check_layer of a layer with {case.name}", ValueError, backend.check_layer, batch.layer
+        )
+    else:
+        backend.check_layer(batch.layer)
+
+
 @contract("Query heads that the KV heads do not divide are a ValueError.", EXAMPLE)
 def heads_that_do_not_divide(impl: type[AttentionBackend], case: Case) -> None:
     batch = AttentionBatch(AttentionCase("4 heads", ((3, 1),), dtype=torch.bfloat16))
