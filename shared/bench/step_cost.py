@@ -17,6 +17,10 @@ GROUPS = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
     "v_proj": "qkv_proj",
+    "q_a_proj": "qkv_proj",  # latent attention
+    "kv_a_proj_with_mqa": "qkv_proj",
+    "q_b_proj": "q_b_proj",
+    "kv_b_proj": "kv_b_proj",
     "o_proj": "o_proj",
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",

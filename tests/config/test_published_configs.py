@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.config import DraftConfig, ModelConfig, MoEConfig, RopeConfig
+from shared.config import DraftConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from shared.loading.weight_names import expected_shapes
 
 PUBLISHED = Path(__file__).parents[2] / "shared" / "assets" / "configs"
@@ -128,6 +128,35 @@ EXPECTED = {
         moe=MoEConfig(8, 2, 14336, norm_topk_prob=True),
         moe_layers=frozenset(range(32)),
     ),
+    "DeepSeek-V2-Lite": replace(
+        QWEN3_8B,
+        architecture="DeepseekV2ForCausalLM",
+        vocab_size=102400,
+        hidden_size=2048,
+        intermediate_size=10944,
+        num_hidden_layers=27,
+        num_qo_heads=16,
+        num_kv_heads=16,
+        head_dim=192,
+        context_len=163840,
+        rope=RopeConfig(
+            "yarn",
+            1e4,
+            64,
+            factor=40.0,
+            original_max_position_embeddings=4096,
+            mscale=0.707,
+            mscale_all_dim=0.707,
+            is_interleaved=True,
+        ),
+        qk_norm=False,
+        sliding_windows=(-1,) * 27,
+        moe=MoEConfig(64, 6, 1408, norm_topk_prob=False, shared_intermediate_size=2816),
+        moe_layers=frozenset(range(1, 27)),
+        mla=MLAConfig(512, 128, 64, 128),
+        eos_token_ids=frozenset([100001]),
+        bos_token_id=100000,
+    ),
     "Qwen2.5-7B": replace(
         QWEN3_8B,
         architecture="Qwen2ForCausalLM",
@@ -197,6 +226,7 @@ NUM_PARAMETERS = {
     "Mistral-7B-v0.1": 7_241_732_096,
     "Mixtral-8x7B-v0.1": 46_702_792_704,
     "Qwen2.5-7B": 7_615_616_512,
+    "DeepSeek-V2-Lite": 15_706_484_224,
     "gpt-oss-20b": 20_914_757_184,
     "gemma-2-2b": 2_614_341_888,
     "gemma-3-1b": 999_885_952,
