@@ -141,7 +141,7 @@ def _quantized_gemm_kernel(
                 # Hopper's tensor cores keep 14 bits of a sum of e4m3, so it is added to float32 often.
                 part = tl.dot(tile, x.T, input_precision="ieee", max_num_imprecise_acc=IMPRECISE)
             else:
-                y = tl.dot(tile, x.T, y)
+                y = tl.dot(tile, x.T, y, out_dtype=tl.int32)  # Triton 3.6 asks for the type
         if IN_LOOP:
             part = part.to(tl.float32)
             if GROUP > 0:

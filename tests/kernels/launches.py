@@ -64,7 +64,12 @@ def clear_caches() -> None:
 
 
 def _attention(
-    head_dim: int, group: int, batch: int, tokens: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
+    head_dim: int,
+    group: int,
+    batch: int,
+    tokens: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[Any, ...]:
     """q, K, V, and what says where a request's keys are."""
     q = torch.empty(batch * tokens, group * NUM_KV_HEADS, head_dim, dtype=dtype)
