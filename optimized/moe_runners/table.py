@@ -33,7 +33,7 @@ NEEDS = {
     "triton_kernel": Needs("16 bits, MXFP4", (9, 10), "triton_kernels", "sglang-kernel==0.4.4"),
     "deep_gemm": Needs("FP8 blocks", (9, 10), "deep_gemm", "sgl-deep-gemm==0.1.3"),
     "cutlass": Needs("FP8 blocks", (9, 10), "sgl_kernel", "sglang-kernel==0.4.4"),
-    "flashinfer_cutlass": Needs("16 bits", (9, 10), "flashinfer", "flashinfer-python"),
+    "flashinfer_cutlass": Needs("16 bits, FP8 blocks", (9, 10), "flashinfer", "flashinfer-python"),
     "flashinfer_mxfp4": Needs("MXFP4", (9, 10), "flashinfer", "flashinfer-python"),
     "flashinfer_trtllm": Needs("FP8 blocks, FP4", (10,), "flashinfer", "flashinfer-python"),
     "flashinfer_cutedsl": Needs("FP4", (10,), "flashinfer", "flashinfer-python"),

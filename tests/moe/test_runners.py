@@ -108,6 +108,38 @@ def test_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     expect_close("y", y, expected(case, experts, x, topk), close)
 
 
+def test_flashinfer_cutlass_in_fp8_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and scales of up come first, and a block of outputs has one row of scales."""
+
+    def fused(**arguments: Any) -> torch.Tensor:
+        assert arguments["use_deepseek_fp8_block_scale"]
+        matrices = arguments["fc1_expert_weights"], arguments["fc2_expert_weights"]
+        w31, w2 = (
+            weight.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+            for weight, scale in zip(matrices, arguments["quant_scales"])
+        )
+        up, gate = w31.chunk(2, dim=1)
+        topk = TopKOutput(arguments["token_final_scales"], arguments["token_selected_experts"])
+        y = experts64(arguments["input"], topk, torch.cat((gate, up), 1), w2)
+        return y.to(arguments["output_dtype"])
+
+    library: Any = ModuleType("flashinfer.fused_moe")
+    library.cutlass_fused_moe = fused
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.fused_moe", library)
+    case = next(case for case in EVERY_KIND if case.kind == "fp8 block" and case.dtype == torch.bfloat16)
+    experts, inputs = case.make(QuantizedExperts), Inputs(5)
+    for scale in (experts.w13_scale.data, experts.w2_scale.data):
+        scale.copy_(scale[:, ::128].repeat_interleave(128, 1))
+    topk, x = case.topk(inputs), inputs.normal(case.num_tokens, case.hidden_size, dtype=case.dtype)
+    wanted = expected(case, experts, x, topk)
+    experts.runner = FlashInferCutlassRunner(experts)
+    close = Tolerance(0.3, 0.1, 0.06, "the stand-in does not quantize inputs")
+    expect_close("y", experts(x, topk), wanted, close)
+    with pytest.raises(ValueError, match=r"weights: fp8 by channel.* is not supported; supported: weights"):
+        FlashInferCutlassRunner(QuantizedExperts(2, 128, 128, CHANNELS))
+
+
 def test_flashinfer_cutlass(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets up before gate, and padding as a choice of weight 0."""
 
