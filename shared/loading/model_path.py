@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 ASSETS = Path(__file__).parents[1] / "assets"
+QUANTIZED = re.compile(r"(.+)-(fp8|int8|int4)")
+"""A built-in model with quantized weights: tiny-dense-int4."""
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 
 
@@ -35,6 +38,10 @@ def resolve_model_path(model: str, load_format: str = "auto") -> Path:
         return folder
     if (ASSETS / model / "config.json").is_file():
         return ASSETS / model
+    if (match := QUANTIZED.fullmatch(model)) and match[1] in builtin_models():
+        from shared.loading.builtin_quantized import quantized_folder
+
+        return quantized_folder(ASSETS / match[1], match[2])
     if is_shape(model):
         if load_format != "dummy":
             raise ValueError(
@@ -46,8 +53,8 @@ def resolve_model_path(model: str, load_format: str = "auto") -> Path:
     if model.count("/") == 1 and not model.startswith((".", "/", "~")):
         return _download(model)
     raise ValueError(
-        f"no model {model!r}: neither a folder, nor a built-in model ({', '.join(builtin_models())}), "
-        "nor a Hugging Face id (owner/name)"
+        f"no model {model!r}: neither a folder, nor a built-in model ({', '.join(builtin_models())}; "
+        "quantized: tiny-dense-int4, -int8, -fp8), nor a Hugging Face id (owner/name)"
     )
 
 

@@ -108,3 +108,35 @@ def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
         app, ["quantize", str(tmp_path / "a"), "--format", "fp8", "-o", str(tmp_path / "b")]
     )
     assert (again.exit_code, "already quantized" in again.stderr) == (2, True)
+
+
+def test_quantized_built_in_models_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = resolve_model_path("tiny-dense-int4")
+    assert folder.parent == tmp_path / "diptych"
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert resolve_model_path("tiny-dense-int4") == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written, "it is written once"
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name], "nothing else is left"
+    llm = LLM("tiny-dense-int4", **FLAGS)
+    answer = llm.chat([{"role": "user", "content": "What is 12 + 30?"}], temperature=0, max_tokens=16)
+    assert "42" in answer.text
+    with pytest.raises(ValueError, match="no model 'tiny-dense-int5'"):
+        resolve_model_path("tiny-dense-int5")
+
+
+def test_a_version_that_another_process_has_written_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = resolve_model_path("tiny-moe-fp8")
+    (moved := tmp_path / "other").mkdir()
+    folder.rename(moved / "done")
+
+    def meanwhile(source: Path, output: Path, method: str) -> None:
+        save_quantized(source, output, method)
+        (moved / "done").rename(folder)
+
+    monkeypatch.setattr(module, "save_quantized", meanwhile)
+    assert resolve_model_path("tiny-moe-fp8") == folder
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]

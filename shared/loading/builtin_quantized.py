@@ -1,0 +1,43 @@
+"""Quantized versions of the built-in models: "tiny-dense-int4" and the like.
+
+One is written when it is first named, in less than a second, into the user's cache. The name of its folder
+has a hash of the model's weights and of the code that quantizes, so a change of either makes a new one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from shared.loading import quantize, save_quantized
+from shared.loading.safetensors_file import SINGLE_FILE
+
+
+def quantized_folder(source: Path, method: str) -> Path:
+    """The folder of the built-in model in `source`, quantized. Raises `OSError` for a cache that cannot be
+    written."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in (source / SINGLE_FILE, source / "config.json", quantize.__file__, save_quantized.__file__):
+        digest.update(Path(file).read_bytes())
+    folder = cache_folder() / f"{source.name}-{method}-{digest.hexdigest()}"
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Written elsewhere and renamed: other processes find a whole checkpoint or none.
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        save_quantized.save_quantized(source, temporary, method)
+        temporary.chmod(0o755)
+        temporary.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diptych"
