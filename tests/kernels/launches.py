@@ -120,13 +120,15 @@ def tree(
     tree_attention(q, *others, out=torch.empty_like(q), scale=1.0, tree_mask=mask)
 
 
-def deterministic(head_dim: int, group: int, dtype: torch.dtype, **options: Any) -> None:
+def deterministic(
+    head_dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, **options: Any
+) -> None:
     """A GEMM of each size of tile, and attention of few and many requests."""
     for num_tokens in (1, 64, 8192):
         x, weight = torch.empty(num_tokens, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=dtype)
         fixed_order_gemm.linear_add(x, weight, torch.empty_like(x))
     for is_decode in (True, False):
-        q, *others = _attention(head_dim, group, 4, 1 if is_decode else 32, dtype)
+        q, *others = _attention(head_dim, group, 4, 1 if is_decode else 32, dtype, kv_dtype)
         new = torch.empty(2, 4, dtype=torch.int64)
         page_size = PAGE_SIZES.get(head_dim, 1)
         fixed_split_attention(
@@ -316,6 +318,7 @@ def _launches() -> dict[str, Launch]:
                 add(extend, f"d{head_dim}-m{4 * tokens}-{name}-fp8kv", head_dim, 4, tokens, dtype, FP8)
                 add(tree, f"d{head_dim}-m{4 * tokens}-{name}-fp8kv", head_dim, 4, tokens, dtype, FP8)
             add(rope, f"d{head_dim}-t8-{name}-fp8kv", 8, head_dim, head_dim, True, dtype, kv_dtype=FP8)
+            add(deterministic, f"d{head_dim}-g4-{name}-fp8kv", head_dim, 4, dtype, FP8)
     for num_heads in (10, 16, 128):
         for name, dtype in DTYPES.items():
             add(mla, f"decode-h{num_heads}-{name}", "decode", num_heads, 1, dtype)
