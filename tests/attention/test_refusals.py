@@ -37,13 +37,16 @@ class HalfOnly(TorchAttention):
             raise ValueError("the head_dim values that are supported are 64 and 128")
         super().__init__(req_to_token_pool, kv_pool)
 
-    def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:
+    def check_layer(self, layer: AttentionLayer) -> None:
         if layer.sliding_window >= 0:
             raise ValueError("sliding_window is not supported")
         if layer.logit_cap > 0:
             raise ValueError("logit_cap is not supported")
         if layer.sinks is not None:
             raise ValueError("sinks are not supported")
+
+    def run(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, **kv: Any) -> torch.Tensor:
+        self.check_layer(layer)
         return super().run(q, layer, plan, **kv)
 
 
