@@ -31,7 +31,9 @@ class PlainDecoding:
         with parts.timeline.span("prepare"):
             forward_batch = make_forward_batch(batch, parts.num_token_ids, device)
             info = make_sampling_batch_info(batch.reqs, parts.num_token_ids, device)
-        is_pooling = self._captures_hidden(batch.reqs)
+        is_pooling = any(req.is_pooling for req in batch.reqs)  # then the runner keeps hidden states
+        if parts.drafter is None:  # else they are the drafter's
+            parts.model_runner.capture_hidden = () if is_pooling else None
         with parts.timeline.forward(forward_batch):
             logits_output, sample_output = parts.model_runner.forward_and_sample(
                 forward_batch, parts.sampler, info, parts.num_token_ids
@@ -46,13 +48,6 @@ class PlainDecoding:
             logprobs = [[logprob] for logprob in to_token_logprobs(token_ids, sample_output.logprobs)]
         return BatchResult([[token_id] for token_id in token_ids], logprobs, forward_batch, logits_output)
         # --8<-- [end:run-batch]
-
-    def _captures_hidden(self, reqs: Sequence[Req]) -> bool:
-        """Whether a request needs an embedding: then the model runner keeps hidden states in this step."""
-        is_pooling = any(req.is_pooling for req in reqs)
-        if self.parts.drafter is None:  # else hidden states are the drafter's
-            self.parts.model_runner.capture_hidden = () if is_pooling else None
-        return is_pooling
 
     def drop(self, req: Req) -> None:
         pass  # nothing is kept from step to step
