@@ -99,6 +99,11 @@ def assemble(
     config = resolve_config(config, model_config)
     assert config.panel is not None
     check_windows(config, model_config)
+    if config.disaggregation and model_config.mla is not None:
+        raise ValueError(
+            "disaggregation transfers K and V of one shape, and "
+            f"{model_config.architecture} caches latent rows; it runs in one engine"
+        )
     check_deterministic_model(config, model_config)
     selection = registry.select(config.panel, config.use)
     registry.check_device(selection, str(config.device))

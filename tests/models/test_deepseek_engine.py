@@ -9,7 +9,9 @@ import pytest
 import torch
 from model_harness import hf_greedy, random_hf_model
 
+from shared.config import EngineConfig
 from shared.conformance.configs import CONFIGS
+from shared.engine.assembly import assemble
 from shared.engine.llm import LLM
 
 NUM_NEW = 12
@@ -53,6 +55,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
             answers.append(tokens)
         made[name] = folder, answers
     return made
+
+
+def test_rows_are_not_transferred(checkpoints: dict[str, tuple[Path, list[list[int]]]]) -> None:
+    """Refused at the start: the transfer would fail in the prefill process, and requests would wait."""
+    config = EngineConfig(
+        model=str(checkpoints["deepseek-v3"][0]), panel="reference", device="cpu", disaggregation=True
+    )
+    with pytest.raises(ValueError, match="^disaggregation transfers K and V of one shape"):
+        assemble(config)
 
 
 @pytest.mark.full
