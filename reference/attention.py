@@ -89,11 +89,7 @@ class TorchAttention(interface.AttentionBackend):
     # --8<-- [start:gather-and-score]
     def _run_request(self, q: torch.Tensor, layer: AttentionLayer, request: RequestPlan) -> torch.Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        pool = self.kv_pool
-        k, v = (buffer(layer.layer_id)[request.slots].to(dtype) for buffer in (pool.k_buffer, pool.v_buffer))
-        if pool.dtype == FP8:
-            scales = pool.kv_scales[layer.layer_id]
-            k, v = k * scales.k, v * scales.v
+        k, v = (x.to(dtype) for x in self._keys_and_values(layer, request.slots))
         # Each KV head serves a group of query heads.
         group_size = layer.num_qo_heads // layer.num_kv_heads
         k, v = (x.transpose(0, 1).repeat_interleave(group_size, dim=0) for x in (k, v))
@@ -114,3 +110,14 @@ class TorchAttention(interface.AttentionBackend):
         return (weights @ v).transpose(0, 1)
 
     # --8<-- [end:gather-and-score]
+
+    def _keys_and_values(
+        self, layer: AttentionLayer, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[num_keys, num_kv_heads, head_dim] each; from an FP8 pool widened, times the layer's scales."""
+        pool = self.kv_pool
+        k, v = pool.k_buffer(layer.layer_id)[slots], pool.v_buffer(layer.layer_id)[slots]
+        if pool.dtype != FP8:
+            return k, v
+        scales = pool.kv_scales[layer.layer_id]
+        return k.to(torch.float32) * scales.k, v.to(torch.float32) * scales.v

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shared.config import ModelConfig, QuantConfig
+from shared.config import ModelConfig
 from shared.config.quantization import DEQUANTIZED
 from shared.loading.quantize import quantize_weight, scheme_of_weight
 from shared.loading.quantized_formats import Axis, Stored, pack_units, stored_tensors
@@ -78,20 +78,22 @@ def quantized_layers(config: ModelConfig) -> dict[str, Layer]:
 
 
 def take_quantized(
-    tensors: dict[str, TensorInfo], layers: dict[str, Layer], config: QuantConfig, where: str
+    tensors: dict[str, TensorInfo], layers: dict[str, Layer], model: ModelConfig, where: str
 ) -> list[Entry]:
     """Remove the tensors of quantized layers from those of a checkpoint. Raises `ValueError` for those that
     are missing, unknown or of the wrong shape or type."""
+    assert model.quantization is not None
+    storage, architecture = model.quantization.storage, model.architecture
     found: dict[str, dict[str, str]] = {name: {} for name in layers}
     for name in tensors:
         module, _, suffix = name.rpartition(".")
-        module = canonical_parts(f"{module}.weight", (1, 1))[0].name.removesuffix(".weight")
+        module = canonical_parts(f"{module}.weight", (1, 1), architecture)[0].name.removesuffix(".weight")
         if module in found and suffix != "bias":
             found[module][suffix] = name
     entries: list[Entry] = []
     problems: list[str] = []
     for layer in layers.values():
-        wanted = stored_tensors(config.storage, layer.scheme)
+        wanted = stored_tensors(storage, layer.scheme)
         its_tensors = found[layer.name]
         for suffix, stored in wanted.items():
             if suffix not in its_tensors:
@@ -110,7 +112,7 @@ def take_quantized(
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
-            f"{where}: the weights do not fit its quantization_config ({config.storage}): "
+            f"{where}: the weights do not fit its quantization_config ({storage}): "
             f"{'; '.join(problems[:3])}{more}"
         )
     return entries

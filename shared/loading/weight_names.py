@@ -41,9 +41,9 @@ class WeightPart(NamedTuple):
 
 def canonical_parts(name: str, shape: tuple[int, ...], architecture: str = "") -> list[WeightPart]:
     """The canonical weights in a tensor of this name and shape: itself, or many, of packed experts.
-    `architecture`: of the model, where its checkpoints have a form of their own."""
+    `architecture`: of the language model; without one (a draft model) names get no prefix."""
     name = name.removeprefix("language_model.")  # of a multimodal checkpoint
-    if name.startswith(("embed_tokens.", "layers.", "norm.")):
+    if architecture and name.startswith(("embed_tokens.", "layers.", "norm.")):
         name = f"model.{name}"  # saved without a head, as embedding models are
     if architecture == "GptOssForCausalLM":
         name = name.replace(".mlp.router.", ".mlp.gate.")

@@ -78,7 +78,7 @@ def iterate_weights(
     if quantization is not None and quantization.storage == "mxfp4":
         quantized = read_mxfp4(take_mxfp4(tensors, layers, str(folder)), shards)
     elif quantization is not None:
-        entries = take_quantized(tensors, layers, quantization, str(folder))
+        entries = take_quantized(tensors, layers, config, str(folder))
         plain_bytes = sum(info.num_bytes for info in tensors.values())
         num_bytes = plain_bytes + sum(entry.info.num_bytes for entry in entries)
         quantized = dequantize_some(

@@ -133,7 +133,8 @@ class SamplingParams:
             raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
         for token_id, bias in self.logit_bias.items():
             _check_bias(token_id, bias)
-        self._check_grammar()
+        if self.given_grammars:
+            self._check_grammar()
 
     def _check_grammar(self) -> None:
         """A schema that is a mapping becomes its text."""
@@ -172,7 +173,7 @@ class SamplingParams:
     @property
     def given_grammars(self) -> list[str]:
         """Names of the parameters that constrain the output: none or one."""
-        return [name for name in GRAMMAR_FIELDS if getattr(self, name) not in (None, False, ())]
+        return [name for name in GRAMMAR_FIELDS if getattr(self, name) != getattr(SamplingParams, name)]
 
     @property
     def needs_penalty(self) -> bool:

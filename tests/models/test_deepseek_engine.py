@@ -62,7 +62,7 @@ def test_rows_are_not_transferred(checkpoints: dict[str, tuple[Path, list[list[i
     config = EngineConfig(
         model=str(checkpoints["deepseek-v3"][0]), panel="reference", device="cpu", disaggregation=True
     )
-    with pytest.raises(ValueError, match="^disaggregation transfers K and V of one shape"):
+    with pytest.raises(ValueError, match=r"^disaggregation transfers K and V of one shape"):
         assemble(config)
 
 

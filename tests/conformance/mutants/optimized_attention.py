@@ -238,7 +238,7 @@ MUTANTS = (
         "sink_of_a_tree_forgotten_where_keys_are_split",
         "fixed-shape",
         "tree_attention",
-        (("total, sink, HAS_SINKS)", "total, sink, False)"),),
+        (("total, sink, v_scale, HAS_SINKS)", "total, sink, v_scale, False)"),),
     ),
     KernelMutant(
         "cap_after_the_mask",
