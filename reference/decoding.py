@@ -31,8 +31,8 @@ class PlainDecoding:
         with parts.timeline.span("prepare"):
             forward_batch = make_forward_batch(batch, parts.num_token_ids, device)
             info = make_sampling_batch_info(batch.reqs, parts.num_token_ids, device)
-        is_pooling = any(req.is_pooling for req in batch.reqs)  # then the runner keeps hidden states
-        if parts.drafter is None:  # else they are the drafter's
+        is_pooling = any(req.is_pooling for req in batch.reqs)
+        if parts.drafter is None:  # else hidden states are the drafter's
             parts.model_runner.capture_hidden = () if is_pooling else None
         with parts.timeline.forward(forward_batch):
             logits_output, sample_output = parts.model_runner.forward_and_sample(
@@ -45,8 +45,10 @@ class PlainDecoding:
             keep_embeddings(batch.reqs, chunked_req, states, parts.reward_head)
         logprobs: list[list[TokenLogprob]] = [[] for _ in token_ids]
         if sample_output.logprobs is not None:
-            logprobs = [[logprob] for logprob in to_token_logprobs(token_ids, sample_output.logprobs)]
-        return BatchResult([[token_id] for token_id in token_ids], logprobs, forward_batch, logits_output)
+            all_logprobs = to_token_logprobs(token_ids, sample_output.logprobs)
+            logprobs = [[logprob] for logprob in all_logprobs]
+        accepted = [[token_id] for token_id in token_ids]
+        return BatchResult(accepted, logprobs, forward_batch, logits_output)
         # --8<-- [end:run-batch]
 
     def drop(self, req: Req) -> None:
