@@ -49,13 +49,13 @@ app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("route")(route.route)
 app.command("doctor")(doctor.doctor)
-app.command("check")(check.check)
 app.command("diff")(diff.diff)
 app.command("eval")(evaluate.evaluate)
 app.command("quantize")(quantize.quantize)
 app.command("soak")(soak.soak)
 app.command("tune")(tune.tune)
 app.add_typer(bench.app, name="bench")
+app.add_typer(check.app, name="check")
 
 
 def _print_version(value: bool) -> None:

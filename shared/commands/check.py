@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from shared.commands import bench_run
 
@@ -19,6 +20,21 @@ if TYPE_CHECKING:
     from shared.conformance.suite import Verdict
 
 
+class WhatIsChecked(TyperGroup):
+    """`diptych check server URL` and the like; what names no subcommand is a component or a stage."""
+
+    def with_subcommand(self, args: list[str]) -> list[str]:
+        is_named = bool(args) and args[0] in {*self.commands, "--help", "-h"}
+        return args if is_named else ["component", *args]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self.with_subcommand(args))
+
+
+app = typer.Typer(cls=WhatIsChecked, help="Hold an implementation to the reference.")
+
+
+@app.command("component")
 def check(
     component: Annotated[
         str | None,
@@ -59,6 +75,7 @@ def check(
     ] = None,
 ) -> None:
     """Run the contract of COMPONENT against TARGET, or grade an exercise: check --stage 05 my_cache.py.
+    The word "component" may be left out: check radix_cache reference.
 
     Exit status 0: every clause holds; 1: something fails; 2: nothing could be checked.
     """

@@ -65,6 +65,7 @@ def test_there_are_examples() -> None:
 def test_command_exists_with_its_options(page: str, arguments: list[str]) -> None:
     command, words = PROGRAM, list(arguments)
     while words and hasattr(command, "commands"):
+        words = getattr(command, "with_subcommand", list)(words)
         command = command.commands[words.pop(0)]
     known = {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}
     used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
