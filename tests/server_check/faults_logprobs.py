@@ -1,0 +1,223 @@
+"""Faults in log-probabilities: of a position, of the KV cache, of batches, of the list."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from tests.server_check.faults import changes_reply, fault
+from tests.server_check.faulty_proxy import Ask, Body, FaultyProxy, Reply
+from tests.server_check.logprob_entries import Entry, entries_of, put_entries
+
+STALE_FROM = 16
+CHUNK = 64
+OTHER_TOKEN = 300
+DRIFT = 0.75
+GATHER_SECONDS = 0.03
+"""A request waits so long for others, so that concurrent requests meet in the proxy on any computer."""
+
+
+def each_choice(reply: Reply, change: Callable[[list[Entry]], list[Entry]]) -> None:
+    for choice in reply.choices:
+        entries = entries_of(choice)
+        if entries:
+            put_entries(choice, change(entries))
+
+
+def drifted(entries: list[Entry], first: int = 0) -> list[Entry]:
+    """Entries from `first` on are less likely by DRIFT."""
+    return [
+        entry
+        if entry.logprob is None or i < first
+        else Entry(
+            entry.token, entry.logprob - DRIFT, [(token, value - DRIFT) for token, value in entry.top or []]
+        )
+        for i, entry in enumerate(entries)
+    ]
+
+
+async def with_other_prompts(
+    body: Body, ask: Ask, proxy: FaultyProxy, first: int, change: Callable[[list[int]], list[int]]
+) -> Reply:
+    """The answer, whose log-probabilities of prompt positions from `first` on come from changed prompts.
+    `change` returns a prompt with the same tokens at its end."""
+    reply = await ask(body)
+    prompts = proxy.prompts(body)
+    if reply.status != 200 or reply.is_stream or not any(len(prompt) > first + 1 for prompt in prompts):
+        return reply
+    other = await ask({**body, "prompt": [change(prompt) for prompt in prompts]})
+    if other.status != 200:
+        return reply
+    for choice, changed in zip(reply.choices, other.choices):
+        entries, others = entries_of(choice), entries_of(changed)
+        prompt = prompts[choice["index"] // body.get("n", 1)]
+        if body.get("echo") and entries and len(prompt) > first + 1:
+            shift = len(prompt) - len(change(prompt))
+            for i in range(first + 1, len(prompt)):
+                entries[i] = replace(others[i - shift], token=entries[i].token)
+            put_entries(choice, entries)
+    return reply
+
+
+@changes_reply("wrong position", "Log-probabilities are those of the position before.")
+def wrong_position(body: Body, reply: Reply) -> None:
+    def shift(entries: list[Entry]) -> list[Entry]:
+        last = [entries[0], *entries[:-1]]
+        return [
+            now if now.logprob is None or before.logprob is None else replace(before, token=now.token)
+            for now, before in zip(entries, last)
+        ]
+
+    each_choice(reply, shift)
+
+
+@fault("stale page", "Behind position 16, K and V of the first page are those of another prompt.")
+async def stale_page(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
+    def change(prompt: list[int]) -> list[int]:
+        return [OTHER_TOKEN] * STALE_FROM + prompt[STALE_FROM:]
+
+    return await with_other_prompts(body, ask, proxy, STALE_FROM, change)
+
+
+@fault("chunk border", "Tokens of the second chunk of a prompt do not attend to the first chunk.")
+async def chunk_border(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
+    def change(prompt: list[int]) -> list[int]:
+        return prompt[CHUNK:] if len(prompt) > CHUNK + 1 else prompt
+
+    return await with_other_prompts(body, ask, proxy, CHUNK, change)
+
+
+@fault("batch dependence", "With a second request in the batch, log-probabilities drift.")
+async def batch_dependence(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
+    await asyncio.sleep(GATHER_SECONDS)
+    is_batch = proxy.num_in_flight > 1 or len(proxy.prompts(body)) > 1
+    reply = await ask(body)
+    if is_batch:
+        each_choice(reply, drifted)
+    return reply
+
+
+@fault("concurrency dependence", "With three requests in flight, an answer is that of another prompt.")
+async def concurrency_dependence(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
+    await asyncio.sleep(GATHER_SECONDS)
+    if proxy.num_in_flight >= 3 and "prompt" in body:
+        prompts = proxy.prompts(body)
+        return await ask({**body, "prompt": [[*prompt[:-1], OTHER_TOKEN] for prompt in prompts]})
+    return await ask(body)
+
+
+@fault("prefix cache", "After a prefix-cache hit of 8 tokens or more, log-probabilities drift.")
+async def prefix_cache(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
+    prompts = proxy.prompts(body)
+    is_hit = any(len(prompt) >= 8 and prompt[:8] == seen[:8] for prompt in prompts for seen in proxy.seen)
+    proxy.seen += prompts
+    reply = await ask(body)
+    if is_hit:
+        each_choice(reply, drifted)
+    return reply
+
+
+@changes_reply("truncated logprobs", "The list of log-probabilities lacks its last entry.")
+def truncated_logprobs(body: Body, reply: Reply) -> None:
+    each_choice(reply, lambda entries: entries[:-1])
+
+
+@changes_reply("rounded logprobs", "Log-probabilities have one digit behind the point.")
+def rounded_logprobs(body: Body, reply: Reply) -> None:
+    def rounded(entries: list[Entry]) -> list[Entry]:
+        return [
+            Entry(
+                entry.token,
+                None if entry.logprob is None else round(entry.logprob, 1),
+                None if entry.top is None else [(token, round(value, 1)) for token, value in entry.top],
+            )
+            for entry in entries
+        ]
+
+    each_choice(reply, rounded)
+
+
+@changes_reply("low logprobs", "Log-probabilities are too low: the softmax sums over padding too.")
+def low_logprobs(body: Body, reply: Reply) -> None:
+    each_choice(reply, drifted)
+
+
+@fault("softmax temperature", "Log-probabilities are those of a softmax with temperature 0.7.")
+async def softmax_temperature(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
+    temperature = 0.7
+    is_chat = "messages" in body
+    name = "top_logprobs" if is_chat else "logprobs"
+    num_top = body.get(name) or 0
+    if not body.get("logprobs") and (is_chat or body.get("logprobs") is None):
+        return await ask(body)
+    reply = await ask({**body, name: 20})  # the tail beyond 20 hardly counts in the sum
+
+    def colder(entries: list[Entry]) -> list[Entry]:
+        return [_colder(entry, temperature, num_top) for entry in entries]
+
+    if reply.status == 200:
+        each_choice(reply, colder)
+    return reply
+
+
+def _colder(entry: Entry, temperature: float, num_top: int) -> Entry:
+    if entry.logprob is None or not entry.top:
+        return entry
+    total = math.log(sum(math.exp(value / temperature) for _, value in entry.top))
+    top = [(token, value / temperature - total) for token, value in entry.top[:num_top]]
+    chosen = (entry.token, entry.logprob / temperature - total)
+    return Entry(entry.token, chosen[1], top if chosen[0] in dict(top) else [*top, chosen])
+
+
+@changes_reply("no chosen token", "top_logprobs lack the chosen token.")
+def no_chosen_token(body: Body, reply: Reply) -> None:
+    def without(entries: list[Entry]) -> list[Entry]:
+        return [
+            entry
+            if entry.top is None
+            else replace(entry, top=[(token, value) for token, value in entry.top if token != entry.token])
+            for entry in entries
+        ]
+
+    each_choice(reply, without)
+
+
+@changes_reply(
+    "top logprobs of others", "top_logprobs are not the most likely tokens: the best is missing.", ""
+)
+def missing_best(body: Body, reply: Reply) -> None:
+    def without(entries: list[Entry]) -> list[Entry]:
+        return [
+            entry if not entry.top or entry.top[0][0] == entry.token else replace(entry, top=entry.top[1:])
+            for entry in entries
+        ]
+
+    each_choice(reply, without)
+
+
+@changes_reply("unlike values", "The chosen token's log-probability is not the one in its top_logprobs.")
+def unlike_values(body: Body, reply: Reply) -> None:
+    def unlike(entries: list[Entry]) -> list[Entry]:
+        return [
+            entry if entry.logprob is None else replace(entry, logprob=entry.logprob - 0.05)
+            for entry in entries
+        ]
+
+    each_choice(reply, unlike)
+
+
+@changes_reply("echo off by one", "The echo starts with the second token of the prompt.")
+def echo_off_by_one(body: Body, reply: Reply) -> None:
+    if not body.get("echo"):
+        return
+    seen: set[int] = set()
+    for choice in reply.choices:
+        if choice["index"] in seen or not choice["text"]:
+            continue
+        seen.add(choice["index"])
+        entries = entries_of(choice)
+        if entries:
+            put_entries(choice, entries[1:])
+        choice["text"] = choice["text"][1:]

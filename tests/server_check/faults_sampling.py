@@ -1,0 +1,81 @@
+"""Faults of sampling: parameters without effect, seeds, samples that depend on each other."""
+
+from __future__ import annotations
+
+import copy
+
+from tests.server_check.faults import changes_reply, changes_request
+from tests.server_check.faulty_proxy import Body, Reply
+
+
+@changes_request("temperature ignored", "Every temperature above 0 acts as 1.")
+def temperature_ignored(body: Body) -> Body | None:
+    return {"temperature": 1.0} if body.get("temperature", 1.0) > 0 else None
+
+
+@changes_request("temperature squared", "The temperature divides twice.")
+def temperature_squared(body: Body) -> Body | None:
+    return {"temperature": body.get("temperature", 1.0) ** 2}
+
+
+@changes_request("greedy samples", "Temperature 0 acts as 0.7.")
+def greedy_samples(body: Body) -> Body | None:
+    return {"temperature": 0.7} if body.get("temperature", 1.0) == 0 else None
+
+
+@changes_request("top_p ignored", "top_p has no effect.")
+def top_p_ignored(body: Body) -> Body | None:
+    return {"top_p": None}
+
+
+@changes_request("top_k off by one", "top_k keeps one token too many.")
+def top_k_off_by_one(body: Body) -> Body | None:
+    return {"top_k": body["top_k"] + 1} if body.get("top_k", -1) >= 1 else None
+
+
+@changes_request("min_p ignored", "min_p has no effect.")
+def min_p_ignored(body: Body) -> Body | None:
+    return {"min_p": None}
+
+
+@changes_request("presence penalty ignored", "presence_penalty has no effect.")
+def presence_ignored(body: Body) -> Body | None:
+    return {"presence_penalty": None}
+
+
+@changes_request("frequency penalty ignored", "frequency_penalty has no effect.")
+def frequency_ignored(body: Body) -> Body | None:
+    return {"frequency_penalty": None}
+
+
+@changes_request("repetition penalty ignored", "repetition_penalty has no effect.")
+def repetition_ignored(body: Body) -> Body | None:
+    return {"repetition_penalty": None}
+
+
+@changes_request("logit_bias ignored", "logit_bias has no effect.")
+def logit_bias_ignored(body: Body) -> Body | None:
+    return {"logit_bias": None}
+
+
+@changes_request("seed ignored", "The seed of a request has no effect.")
+def seed_ignored(body: Body) -> Body | None:
+    return {"seed": None}
+
+
+@changes_request("one seed", "Every request samples with the same seed.")
+def one_seed(body: Body) -> Body | None:
+    return {"seed": 1}
+
+
+@changes_reply("identical choices", "All n choices are copies of the first one.")
+def identical_choices(body: Body, reply: Reply) -> None:
+    n = body.get("n", 1)
+    if reply.is_stream or n == 1:
+        return
+    for chunk in reply.chunks:
+        firsts = {choice["index"]: choice for choice in chunk["choices"]}
+        chunk["choices"] = [
+            {**copy.deepcopy(firsts[choice["index"] // n * n]), "index": choice["index"]}
+            for choice in chunk["choices"]
+        ]

@@ -1,0 +1,123 @@
+"""A proxy in front of a server's application that plants one fault in the requests or the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+Body = dict[str, Any]
+Ask = Callable[[Body], Awaitable["Reply"]]
+
+
+@dataclass
+class Reply:
+    """One answer of the server. `chunks`: the JSON of each event of a stream, or the one JSON of another
+    answer. `has_done`: the stream ends with [DONE]."""
+
+    status: int
+    is_stream: bool
+    chunks: list[Body] = field(default_factory=list)
+    has_done: bool = True
+
+    @property
+    def choices(self) -> list[Body]:
+        """The entries of `choices` of all chunks, in order; none of an error."""
+        return [choice for chunk in self.chunks for choice in chunk.get("choices") or []]
+
+    @property
+    def content_type(self) -> bytes:
+        return b"text/event-stream" if self.is_stream else b"application/json"
+
+    def encode(self) -> bytes:
+        if not self.is_stream:
+            return json.dumps(self.chunks[0]).encode()
+        done = "data: [DONE]\n\n" * self.has_done
+        return ("".join(f"data: {json.dumps(chunk)}\n\n" for chunk in self.chunks) + done).encode()
+
+    @classmethod
+    def decode(cls, status: int, content_type: str, data: bytes) -> Reply:
+        if not content_type.startswith("text/event-stream"):
+            return cls(status, False, [json.loads(data)])
+        events = [event.removeprefix("data: ") for event in data.decode().split("\n\n") if event]
+        return cls(status, True, [json.loads(event) for event in events if event != "[DONE]"])
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`play` gets the request's body and a function that asks the server; what it returns is the answer.
+    `checks`: the names of the checks that must fail."""
+
+    name: str
+    sentence: str
+    checks: tuple[str, ...]
+    play: Callable[[Body, Ask, FaultyProxy], Awaitable[Reply]]
+
+
+class FaultyProxy:
+    """An ASGI application around `app`. Without a fault it passes everything on."""
+
+    def __init__(self, app: Callable[..., Any], encode: Callable[..., list[int]]) -> None:
+        self.app = app
+        self.encode = encode  # the model's tokenizer
+        self.fault: Fault | None = None
+        self.num_in_flight = 0
+        self.seen: list[list[int]] = []  # prompts since the fault was planted
+
+    def plant(self, fault: Fault | None) -> None:
+        self.fault, self.seen = fault, []
+
+    def prompts(self, body: Body) -> list[list[int]]:
+        """The token ids of the prompts of a completion request."""
+        prompt = body.get("prompt", [])
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            prompt = [prompt]
+        return [self.encode(each) if isinstance(each, str) else each for each in prompt]
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if self.fault is None or scope["type"] != "http" or scope["path"] not in PATHS:
+            await self.app(scope, receive, send)
+            return
+        data, more = b"", True
+        while more:
+            message = await receive()
+            data, more = data + message.get("body", b""), message.get("more_body", False)
+        try:
+            body = json.loads(data)
+        except ValueError:
+            body = None
+        if isinstance(body, dict):
+            self.num_in_flight += 1
+            try:
+                reply = await self.fault.play(body, lambda changed: self._ask(scope, changed), self)
+            finally:
+                self.num_in_flight -= 1
+        else:
+            reply = await self._ask(scope, data)
+        headers = [(b"content-type", reply.content_type)]
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await send({"type": "http.response.body", "body": reply.encode()})
+
+    async def _ask(self, scope: dict[str, Any], body: Body | bytes) -> Reply:
+        """The server's answer to a body."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        parts: list[dict[str, Any]] = []
+        requests = [{"type": "http.request", "body": data, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if requests:
+                return requests.pop()
+            await asyncio.Event().wait()  # the client stays
+            raise AssertionError
+
+        async def send(message: dict[str, Any]) -> None:
+            parts.append(message)
+
+        headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
+        headers.append((b"content-length", str(len(data)).encode()))
+        await self.app({**scope, "headers": headers}, receive, send)
+        kind = dict(parts[0]["headers"]).get(b"content-type", b"").decode()
+        return Reply.decode(parts[0]["status"], kind, b"".join(part.get("body", b"") for part in parts[1:]))
