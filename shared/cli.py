@@ -10,6 +10,7 @@ from shared.commands import (
     bench,
     chat,
     check,
+    convert,
     diff,
     doctor,
     evaluate,
@@ -52,6 +53,7 @@ app.command("doctor")(doctor.doctor)
 app.command("diff")(diff.diff)
 app.command("eval")(evaluate.evaluate)
 app.command("quantize")(quantize.quantize)
+app.command("convert")(convert.convert)
 app.command("soak")(soak.soak)
 app.command("tune")(tune.tune)
 app.add_typer(bench.app, name="bench")
