@@ -19,7 +19,7 @@ from shared.conformance.suite import clauses_of
 from tests.conformance.killers import killers
 
 MAX_KEPT = 4  # a clause of so few cases keeps them all
-MAX_COVER = 12
+MAX_COVER = 8
 MAX_VALUES = 12  # an axis with more values, or with a new one in each case (a seed), counts as no axis
 
 

@@ -98,7 +98,13 @@ def test_other_threads_are_left_alone() -> None:
     assert not errors
 
 
-@pytest.mark.parametrize("use", [{}, dict.fromkeys(HOST_PARTS, "optimized")], ids=["reference", "optimized"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param({}, id="reference", marks=pytest.mark.full),
+        pytest.param(dict.fromkeys(HOST_PARTS, "optimized"), id="optimized"),
+    ],
+)
 def test_interrupts_at_random_moments_lose_no_memory(use: dict[str, str]) -> None:
     llm = LLM(
         "tiny-dense",

@@ -15,10 +15,11 @@ from shared.conformance.contracts.model_runner import decode as clauses
 from shared.conformance.contracts.model_runner import verify as verify_clauses
 from shared.conformance.contracts.model_runner.decode import Decoding, PreparedSession
 from shared.conformance.contracts.model_runner.forward import model_for
-from shared.conformance.suite import check_implementation, clauses_of
+from shared.conformance.suite import check_implementation
 from shared.engine.llm import LLM
 from shared.sampling.sampling_batch import make_sampling_batch_info
 from shared.types import Req, SamplingParams
+from tests.conformance.fast_cut import fast_clauses
 
 from .fake_graphs import FakeGraphs, FakeGraphsRunner
 
@@ -150,7 +151,7 @@ def test_kinds_of_sampling(params: list[dict[str, object]], kind: SamplingKind |
 def test_the_contract_holds_with_graphs() -> None:
     verdicts = list(
         check_implementation(
-            clauses_of("model_runner"), FakeGraphsRunner, registry.load("model_runner", "reference")
+            fast_clauses("model_runner"), FakeGraphsRunner, registry.load("model_runner", "reference")
         )
     )
     assert [v.failure for v in verdicts if not v.holds] == []

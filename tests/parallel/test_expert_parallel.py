@@ -46,7 +46,7 @@ def output_ids(reqs: list[Req]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", EP)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 4])
 @pytest.mark.parametrize(
     "flags",
     ["mixed chunks", *(pytest.param(n, marks=pytest.mark.full) for n in OTHERS)],

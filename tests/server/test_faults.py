@@ -230,6 +230,7 @@ def test_sigterm_drains() -> None:
         assert_gone(processes)
 
 
+@pytest.mark.full
 def test_deadline_of_the_drain() -> None:
     with serving("--separate-process", "--drain-seconds", "0.5") as server:
         connection = connect(server, {**LONG, "stream": True})

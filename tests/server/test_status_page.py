@@ -69,7 +69,7 @@ def test_chat(open_page: Callable[..., Any]) -> None:
     assert text_of(driver, "talk") == ""
 
 
-@pytest.mark.parametrize("width", [390, 768, 1600])
+@pytest.mark.parametrize("width", [390, pytest.param(768, marks=pytest.mark.full), 1600])
 def test_nothing_is_wider_than_the_screen(open_page: Callable[..., Any], width: int) -> None:
     driver = open_page(width)
     assert driver.execute_script("return document.documentElement.scrollWidth") <= width
