@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-WORKERS ?= 2
+WORKERS ?= 3  # some tests wait for processes: one more than the cores of a small machine
 GPU_WORKERS ?= 6
 PIP_FLAGS ?= --quiet
 
