@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-WORKERS ?= 3  # some tests wait for processes: one more than the cores of a small machine
+# One more than the cores of a small machine: some tests wait for processes.
+WORKERS ?= 3
 GPU_WORKERS ?= 6
 PIP_FLAGS ?= --quiet
 
