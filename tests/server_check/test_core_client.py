@@ -11,9 +11,10 @@ import pytest
 
 from shared.conformance.server.answer import Malformed, read_answer
 from shared.conformance.server.capabilities import Offers, probe
-from shared.conformance.server.checks import Check, Finding, Result, chosen
+from shared.conformance.server.checks import QUICK, Check, Finding, Result, chosen
 from shared.conformance.server.client import Refused, Server, Unreachable, join_chunks
 from shared.conformance.server.oracle import Oracle
+from shared.conformance.server.session import connect
 from tests.server.running import serving
 
 TEXT = "Mara is a baker. Mara lives in Bergen. In which city"
@@ -165,3 +166,19 @@ def test_statuses_and_choice_of_checks() -> None:
     assert Result(one, (Finding("not offered"),)).num_cases == 0
     with pytest.raises(ValueError, match="no check or group nonsense"):
         chosen(only=["nonsense"])
+
+
+def test_context_of_a_run(server: Server, oracle: Oracle) -> None:
+    """Prompts repeat with the seed, and their text has the same ids again."""
+    contexts = [
+        connect(server.url, "tiny-dense", oracle=oracle, limits=QUICK, seed=seed) for seed in (3, 3, 4)
+    ]
+    assert contexts[0].prompts == contexts[1].prompts != contexts[2].prompts
+    first = contexts[0]
+    assert first.dtype == "bfloat16"
+    assert oracle.tokenizer.encode(oracle.tokenizer.decode(first.prompts[0])) == first.prompts[0]
+    assert first.prompt_of([5, 6]) == [5, 6]
+    with pytest.raises(ValueError, match="no server answers"):
+        connect("http://127.0.0.1:9", "tiny-dense", oracle=oracle)
+    with pytest.raises(ValueError, match="--dtype must be auto or one of float32"):
+        connect(server.url, "tiny-dense", oracle=oracle, dtype="fp3")

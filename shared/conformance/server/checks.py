@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shared.conformance.server.client import Malformed, Refused, Server, Unreachable
+from shared.conformance.server.tolerance import TABLE, Tolerance
 
 if TYPE_CHECKING:
     from shared.conformance.server.capabilities import Offers
@@ -52,7 +53,8 @@ THOROUGH = Limits(
 
 @dataclass
 class Context:
-    """What a check works with. `prompts`: token ids. `progress` takes a line of text."""
+    """What a check works with. `prompts`: token ids. `progress` takes a line of text. `dtype`: the format
+    that names the `tolerance`."""
 
     server: Server
     offers: Offers
@@ -61,6 +63,12 @@ class Context:
     limits: Limits
     prompts: list[list[int]]
     progress: Callable[[str], None] = lambda text: None
+    tolerance: Tolerance = TABLE["float32"]
+    dtype: str = "float32"
+
+    def prompt_of(self, ids: Sequence[int]) -> str | list[int]:
+        """A prompt as this server takes it: token ids where it offers them, otherwise their text."""
+        return list(ids) if self.offers.token_id_prompts else self.oracle.tokenizer.decode(ids)
 
 
 Run = Callable[[Context], "Iterable[Finding] | Finding"]

@@ -47,7 +47,8 @@ class Server:
     def __post_init__(self) -> None:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         self.url = self.url.rstrip("/").removesuffix("/v1")
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        # A new connection for each request: some servers close one that they have promised to keep.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         try:
             self.http = httpx.Client(
                 base_url=self.url, headers=headers, timeout=self.timeout, limits=limits, trust_env=False
@@ -59,11 +60,13 @@ class Server:
         self.http.close()
 
     def find_model(self) -> str:
-        """The first model that the server lists. Raises `ValueError` when there is none."""
+        """The given model, or the first one that the server lists. Raises `ValueError` for neither."""
+        if self.model:
+            return self.model
         status, _, body = self.get("/v1/models")
         try:
             assert status == 200
-            self.model = self.model or str(body["data"][0]["id"])
+            self.model = str(body["data"][0]["id"])
         except (AssertionError, KeyError, IndexError, TypeError):
             told = f"status {status}: {str(body)[:200]}"
             raise ValueError(f"{self.url}/v1/models lists no model ({told}): give --served-model") from None
