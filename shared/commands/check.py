@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -73,6 +74,13 @@ def check(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything to this file as well.")
     ] = None,
+    contract: Annotated[
+        str,
+        typer.Option(
+            metavar="VERSION",
+            help="Version of the contract that TARGET was written for, as 1.0: says what has changed since.",
+        ),
+    ] = "",
 ) -> None:
     """Run the contract of COMPONENT against TARGET, or grade an exercise: check --stage 05 my_cache.py.
     The word "component" may be left out: check radix_cache reference.
@@ -80,21 +88,24 @@ def check(
     Exit status 0: every clause holds; 1: something fails; 2: nothing could be checked.
     """
     from shared.conformance import suite
+    from shared.conformance.contract_versions import older_than_current, versions_of
 
     if stage is not None:
-        if target or clause or list_clauses or json_file:
+        if target or clause or list_clauses or json_file or contract:
             raise ValueError("--stage takes one file, and of the options only --no-shrink and --time-limit")
         _check_stage(stage, component, shrink, time_limit)
         return
     if component is None:
         raise ValueError(f"name a component ({', '.join(suite.CONTRACTS)}) or a --stage of the course")
-    clauses = _chosen(suite.clauses_of(component), clause or [])
+    clauses = chosen_clauses(suite.clauses_of(component), clause or [])
     if list_clauses:
         print_clauses(clauses)
         return
     if target is None:
         raise ValueError(f"what shall be checked? Name an implementation of {component}, or use --list")
     bench_run.check_files(None, json_file)
+    if note := older_than_current(component, contract):
+        print(note, file=sys.stderr)
     verdicts = suite.check_component(
         component, target, clauses=clauses, shrink_failures=shrink, time_limit=time_limit
     )
@@ -102,7 +113,8 @@ def check(
     results = gather(refusals_beside(_with_progress(verdicts, num_cases)))
     print_results(results, f"{component}: {target}")
     if json_file is not None:
-        report = {"component": component, "target": target, **as_json(results)}
+        version = versions_of(component)[-1]
+        report = {"component": component, "target": target, "contract": version, **as_json(results)}
         json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if not all(result.holds for result in results):
         raise typer.Exit(1)
@@ -205,7 +217,8 @@ def case_fields(case: Any) -> list[tuple[str, str]]:
     return [(name, repr(value)) for name, value in (fields_of(case) or {}).items()]
 
 
-def _chosen(clauses: list[Clause], names: list[str]) -> list[Clause]:
+def chosen_clauses(clauses: list[Clause], names: list[str]) -> list[Clause]:
+    """Those of the given names, or all; an unknown name raises `ValueError`."""
     known = [clause.name for clause in clauses]
     unknown = [name for name in names if name not in known]
     if unknown:
