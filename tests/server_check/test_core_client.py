@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shared.conformance.server.answer import Malformed, read_answer
+from shared.conformance.server.answer import Answer, Malformed, read_answer
 from shared.conformance.server.capabilities import Offers, probe
 from shared.conformance.server.checks import QUICK, Check, Finding, Result, chosen
 from shared.conformance.server.client import Refused, Server, Unreachable, join_chunks
 from shared.conformance.server.oracle import Oracle
-from shared.conformance.server.session import connect
+from shared.conformance.server.session import connect, find_rows
 from tests.server.running import serving
 
 TEXT = "Mara is a baker. Mara lives in Bergen. In which city"
@@ -68,6 +70,24 @@ def test_prompt_and_continuation_are_the_oracles(server: Server, offers: Offers,
     assert TEXT + streamed.text == answer.text
     assert streamed.usage is not None
     assert streamed.usage["total_tokens"] == len(text)
+
+
+@pytest.mark.parametrize("num_rows", [1871, 1920])
+def test_rows_of_the_head_are_found(num_rows: int, oracle: Oracle) -> None:
+    """A server whose softmax covers the tokens, and one whose softmax covers the padding rows as well."""
+    text = oracle.tokenizer.encode(TEXT)
+
+    def complete(prompt: list[int], **params: Any) -> list[Answer]:
+        oracle.num_rows = num_rows
+        row = oracle.logprobs(prompt)[-1]
+        best = int(row.argmax())
+        return [Answer((best,), ("",), "", (float(row[best]),), None, None, "length", None, {})]
+
+    found = Offers(token_id_prompts=True, completion_logprobs=True, generated_ids=True)
+    server: Any = SimpleNamespace(complete=complete)
+    assert find_rows(server, found, oracle, random.Random(0)) == num_rows
+    assert oracle.logprobs(text).shape == (len(text), num_rows)
+    oracle.num_rows = oracle.vocab_size
 
 
 def test_refusals_and_dead_servers(server: Server) -> None:

@@ -27,7 +27,10 @@ NUM_CACHED = 64
 
 class Oracle:
     """`model`: what the server serves: a folder in Hugging Face format, a built-in model or an id. Raises
-    `ValueError` where there is no model or no tokenizer."""
+    `ValueError` where there is no model or no tokenizer.
+
+    `vocab_size`: ids that have a token. `num_rows`: rows of the LM head under the softmax: as many (this
+    project's engine), or also the padding rows behind them (vLLM, llama.cpp). `find_rows` decides."""
 
     def __init__(self, model: str | Path) -> None:
         self.folder = resolve_model_path(str(model))
@@ -43,12 +46,13 @@ class Oracle:
             torch.float32,
         )
         self.vocab_size = min(self.config.vocab_size, self.tokenizer.vocab_size)
+        self.num_rows = self.vocab_size
         self.context_len = self.config.context_len
         self.eos_token_ids = frozenset(self.config.eos_token_ids) | self.tokenizer.eos_token_ids
         self._known: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """float32 [len(ids), vocab_size]; row i is of the token behind ids[: i + 1]. Cached by text. Raises
+        """float32 [len(ids), num_rows]; row i is of the token behind ids[: i + 1]. Cached by text. Raises
         `ValueError` for ids that the model does not have."""
         key = tuple(int(token_id) for token_id in ids)
         if not key or any(not 0 <= token_id < self.vocab_size for token_id in key):
@@ -56,21 +60,21 @@ class Oracle:
         if key not in self._known:
             session = ModelSession(self.model, max_len=len(key))
             pieces = [session.step({0: key[i : i + CHUNK]})[0] for i in range(0, len(key), CHUNK)]
-            self._known[key] = torch.cat(pieces)[:, : self.vocab_size].float().numpy()
+            self._known[key] = torch.cat(pieces).float().numpy()
             while len(self._known) > NUM_CACHED:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
-        return self._known[key]
+        return self._known[key][:, : self.num_rows]
 
     def logprobs(self, ids: Sequence[int]) -> np.ndarray:
-        """float64 [len(ids), vocab_size], log softmax of `logits`."""
+        """float64 [len(ids), num_rows], log softmax of `logits`."""
         logits = self.logits(ids).astype(np.float64)
         shifted = logits - logits.max(axis=-1, keepdims=True)
         normalised: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
         return normalised
 
     def exact(self, prompt: Sequence[int], output: Sequence[int] = (), **params: Any) -> np.ndarray:
-        """float64 [vocab_size]: the probability of each token behind prompt and output, by the sampler's
+        """float64 [num_rows]: the probability of each token behind prompt and output, by the sampler's
         contract. `params`: fields of SamplingParams."""
         row = self.logits([*prompt, *output])[-1].tolist()
         sampling = SamplingParams(**params)
@@ -88,7 +92,7 @@ class Oracle:
         session = ModelSession(self.model, max_len=len(prompt) + max_tokens)
         new = list(prompt)
         while len(output) < max_tokens:
-            row = session.step({0: new})[0][-1, : self.vocab_size]
+            row = session.step({0: new})[0][-1, : self.num_rows]
             best = row.topk(2).values.tolist()
             new = [int(row.argmax())]
             leads.append(best[0] - best[1])

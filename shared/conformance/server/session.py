@@ -6,7 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from shared.conformance.server.capabilities import probe
+import numpy as np
+
+from shared.conformance.server.capabilities import Offers, probe
 from shared.conformance.server.checks import Context, Limits
 from shared.conformance.server.client import Server, Unreachable
 from shared.conformance.server.oracle import Oracle
@@ -43,6 +45,7 @@ def connect(
     except Unreachable as error:
         server.close()
         raise ValueError(f"no server answers: {error}") from None
+    oracle.num_rows = find_rows(server, offers, oracle, random.Random(seed))
     room = oracle.context_len - limits.max_tokens - 1
     limits = replace(
         limits,
@@ -57,6 +60,27 @@ def connect(
     if offers.token_id_prompts:
         prompts[2::4] = [random_ids(oracle, rng, len(prompt)) for prompt in prompts[2::4]]
     return Context(server, offers, oracle, rng, limits, prompts, progress, tolerance, name)
+
+
+def find_rows(server: Server, offers: Offers, oracle: Oracle, rng: random.Random) -> int:
+    """How many rows of the LM head the server's softmax covers: those with a token, or all. The server scores
+    the token behind that beginning of a random prompt after which the two differ most."""
+    rows = {oracle.vocab_size, oracle.config.vocab_size}
+    if len(rows) == 1 or not (
+        offers.token_id_prompts and offers.completion_logprobs and offers.generated_ids
+    ):
+        return oracle.vocab_size
+    prompt = random_ids(oracle, rng, min(256, oracle.context_len - 1))
+    expected: dict[int, np.ndarray] = {}
+    for oracle.num_rows in sorted(rows):
+        expected[oracle.num_rows] = oracle.logprobs(prompt)
+    fewer, more = (expected[num][:, : oracle.vocab_size] for num in sorted(rows))
+    at = int((fewer - more).max(axis=1).argmax())
+    (answer,) = server.complete(prompt[: at + 1], max_tokens=1, temperature=0.0, logprobs=1)[:1]
+    if not answer.token_ids or not answer.logprobs:
+        return oracle.vocab_size
+    token_id, logprob = answer.token_ids[0], answer.logprobs[0]
+    return min(sorted(rows), key=lambda num: abs(expected[num][at][min(token_id, num - 1)] - logprob))
 
 
 def texts(oracle: Oracle, rng: random.Random, lens: Sequence[int]) -> list[list[int]]:
