@@ -15,6 +15,7 @@ from docs.generators.classes import ROOT, fields_of, methods_of, path_of, types_
 from docs.generators.tables import card, cell, field_table, indented, table
 from shared import registry
 from shared.conformance import suite
+from shared.conformance.contract_versions import FIRST, recorded
 from shared.engine.component_check import _CLASSES, _FINDERS, _MODULES
 
 KILLERS = ROOT / "tests" / "conformance" / "killers.json"
@@ -61,6 +62,17 @@ def overview() -> str:
             [f"[`{name}`]({name}.md)", interfaces, len(found), num_cases, sum(_caught(name).values())]
         )
     return table(["Component", "Interfaces", "Clauses", "Cases", "Planted bugs"], rows, "llrrr")
+
+
+def contract_versions() -> str:
+    """All contracts with their version, and below, what each version changed."""
+    rows, changes = [], []
+    for name, record in recorded().items():
+        *_, version = record["changes"]
+        rows.append([f"[`{name}`](components/{name}.md)", version, len(record["clauses"])])
+        changes += [f"- `{name}` {v}: {text}" for v, text in record["changes"].items() if text != FIRST]
+    head = table(["Contract", "Version", "Clauses"], rows, "llr")
+    return "\n\n".join([head, "\n".join(changes) or "Every contract has its first recorded version."])
 
 
 def contract(module: str) -> str:

@@ -28,6 +28,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "component": components.component,
     "components": components.overview,
     "contract": components.contract,
+    "contract-versions": components.contract_versions,
     "types": components.types,
     "card": tables.card,
     "flags": tables.flags,

@@ -28,6 +28,8 @@ SAMPLES = {
     "check-list": "diptych check layers --list",
     "check": "diptych check radix_cache docs/examples/my_radix_cache.py:MyRadixCache \\\n"
     "  --clause whole-pages --clause eviction-order",
+    "pytest-plugin": "pytest --diptych docs/examples/my_radix_cache.py:MyRadixCache \\\n"
+    "  --component radix_cache -k split- -r p --disable-warnings",
     "check-stage": "diptych check --stage 05 docs/exercises/my_cache.py",
     "diff": "diptych diff --b-flags page_size=16,chunked_prefill_size=64",
     "eval": "diptych eval",

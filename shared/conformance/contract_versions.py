@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("contract_versions.json")
+FIRST = "The first recorded version."
 Version = tuple[int, int]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from shared.conformance.contract_versions import (
     FILE,
+    FIRST,
     parse_version,
     reasons_for_major,
     recorded,
@@ -22,8 +23,6 @@ from shared.conformance.contract_versions import (
     surface_of,
 )
 from shared.conformance.suite import CONTRACTS
-
-FIRST = "The first recorded version."
 
 
 def changed() -> dict[str, list[str]]:
