@@ -32,6 +32,7 @@ SAMPLES = {
     "  --component radix_cache -k split- -r p --disable-warnings",
     "check-stage": "diptych check --stage 05 docs/exercises/my_cache.py",
     "diff": "diptych diff --b-flags page_size=16,chunked_prefill_size=64",
+    "diff-precision": "diptych diff --b-model tiny-dense-fp8",
     "eval": "diptych eval",
     "eval-moe": "diptych eval --model tiny-moe",
     "soak": "diptych soak --seconds 20",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shared import registry
-from shared.commands import bench_run, launch
+from shared.commands import bench_run, diff_precision, launch
 from shared.commands.options import chunk_size, integers
 
 if TYPE_CHECKING:
@@ -50,6 +50,18 @@ def diff(
     model: Annotated[
         str, typer.Option("--model", "-m", help="Built-in model, local folder or Hugging Face id.")
     ] = "tiny-dense",
+    a_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Model of A, if not --model: measures what B's changes.", show_default=False
+        ),
+    ] = None,
+    b_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Model of B, if not --model: measures what it changes.", show_default=False
+        ),
+    ] = None,
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights.")] = "auto",
     random_seed: Annotated[int, typer.Option(help="Of dummy weights and random prompts.")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -84,22 +96,33 @@ def diff(
             help="Leave CUDA graphs on. Of the steps that they replay only logits and ids are compared.",
         ),
     ] = False,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Two precisions or models: the largest mean KL divergence, in nats, with exit status 0.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            file_okay=False, help="Folder for a report and the tensors that part.", show_default=False
+            file_okay=False, help="Folder for a report, and the tensors that part.", show_default=False
         ),
     ] = None,
 ) -> None:
     """Run A and B on the same prompts, greedily, and compare every layer and op of every token.
 
-    Exit status 0: no divergence (near ties are reported, not counted); 1: they diverge; 2: nothing could
-    be compared.
+    With another model, dtype, quantization or kv_cache_dtype on one side, both compute A's answers, and
+    errors are measured instead: of each layer and op, and of the logits.
+
+    Exit status 0: no divergence (near ties are reported, not counted), or none beyond --max-kl; 1: they
+    diverge; 2: nothing could be compared.
     """
     if out is not None:
         bench_run.check_folder(out)
     if b is None:
-        b = "reference" if a_flags or b_flags else runnable_components(device)
+        b = "reference" if a_flags or b_flags or a_model or b_model else runnable_components(device)
     choices = parse_side(a), parse_side(b)
     sides = [choices[0] | parse_flags(a_flags), choices[1] | parse_flags(b_flags)]
     common: dict[str, Any] = {
@@ -109,12 +132,27 @@ def diff(
         "dtype": dtype,
     }
     common |= {"device": device, "max_total_tokens": MAX_TOTAL_TOKENS, "disable_cuda_graph": not graphs}
+    for side, its_model in zip(sides, (a_model, b_model)):
+        side |= {} if its_model is None else {"model": its_model}
+    flags = (common | sides[0], common | sides[1])
+    if diff_precision.is_precision(*flags):
+        for name, is_given in (("--teacher-forced", teacher_forced), ("--strict-schedule", strict_schedule),
+                               ("--graphs", graphs), ("--steps", steps is not None)):  # fmt: skip
+            if is_given:
+                raise ValueError(f"{name} does not apply to two precisions or models")
+        labels = _label(choices[0], a_flags), _label(choices[1], b_flags)
+        status = diff_precision.diff_precision(
+            flags, labels, prompt, raw, max_new_tokens, ignore_eos, max_kl, out
+        )
+        raise typer.Exit(status)
+    if max_kl is not None:
+        raise ValueError("--max-kl needs two precisions or models: --b-model, --b-flags quantization=fp8")
 
     from shared.conformance.lockstep import Lockstep
     from shared.engine.llm import LLM
     from shared.types import SamplingParams
 
-    engines = [LLM(**(common | side)) for side in sides]
+    engines = [LLM(**side) for side in flags]
     launch.use_one_thread_for_a_small_model(engines[0])
     prompts = make_prompts(engines[0], prompt, raw, random_seed)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos)

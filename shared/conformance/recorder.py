@@ -32,6 +32,8 @@ Force = Callable[[list["Key | None"], torch.Tensor], torch.Tensor]
 
 ForceExperts = Callable[[str, list["Key | None"], torch.Tensor, TopKOutput], TopKOutput]
 
+ForceOp = Callable[[str, str, list["Key | None"]], "torch.Tensor | None"]
+
 INPUT_IDS, LOGITS, SAMPLED_IDS = "input_ids", "logits", "sampled_ids"
 EXPERTS = "experts"  # a kind of op: ids, the choice of a router
 
@@ -90,6 +92,8 @@ class Recorder:
         self.force: Force | None = None  # (keys, sampled ids) -> the ids to go on with
         # (op, keys, router logits, what was chosen) -> the experts to go on with
         self.force_experts: ForceExperts | None = None
+        # (op, kind, keys) -> the result to go on with, [len(keys), ...]; None: its own
+        self.force_op: ForceOp | None = None
         self._device = llm.assembly.parts.allocator.device
         self._records: list[StepRecord] = []
         self._undo: list[Callable[[], None]] = []
@@ -179,6 +183,7 @@ class Recorder:
     def _see(self, op: str, kind: str, output: Any) -> None:
         if self._open is None:
             return  # a head's GEMM outside the forward pass
+        own = output
         if kind == "layer" and isinstance(output, tuple):
             output = layer_output(*output)
         rows = self._open.tokens
@@ -188,6 +193,9 @@ class Recorder:
                 result = torch.cat([rows.tensors[op], result])
             rows.tensors[op] = result
             self._open.kinds[op] = kind
+            forced = None if self.force_op is None else self.force_op(op, kind, rows.keys)
+            if forced is not None:
+                _overwrite(own, forced)
 
     # ---- what happens in a step ----
 
@@ -281,6 +289,16 @@ class Recorder:
             heads=Rows(heads),
             kinds={INPUT_IDS: "ids"},
         )
+
+
+def _overwrite(output: Any, value: torch.Tensor) -> None:
+    """In place: a fused op's parts are views. Of a layer's (x, residual) the sum becomes `value`."""
+    if isinstance(output, tuple):
+        x, residual = output
+        if residual is not None:
+            x.zero_()
+        output = x if residual is None else residual
+    output[: len(value)].copy_(value.view_as(output[: len(value)]))
 
 
 class _WatchedBackend:

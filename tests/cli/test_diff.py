@@ -107,6 +107,9 @@ def test_a_model_without_tokenizer_gets_random_prompts(diptych: Diptych, tmp_pat
         (["--b-flags", "chunked_prefill_size=0"], "an integer >= 1, or -1 to never cut a prompt, got 0"),
         (["--model", "no-such-model"], "no model 'no-such-model'"),
         (["--b-flags", "context_len=8"], "the context of 8 tokens"),
+        (["--max-kl", "1"], "--max-kl needs two precisions or models"),
+        (["--b-model", "tiny-moe", "--graphs"], "--graphs does not apply to two precisions or models"),
+        (["--b-model", "tiny-moe"], "A and B must have one model shape"),
     ],
 )
 def test_usage_errors_are_one_line_and_status_2(diptych: Diptych, arguments: list[str], message: str) -> None:
@@ -156,3 +159,15 @@ def test_sides_and_flags_are_parsed() -> None:
     assert parse_flags("chunked-prefill-size=-1") == {"chunked_prefill_size": None}
     assert parse_flags("chunked_prefill_size=64") == {"chunked_prefill_size": 64}
     assert parse_flags("") == {}
+
+
+def test_two_precisions_are_measured(diptych: Diptych, tmp_path: Path) -> None:
+    options = ["--prompt", "What is 12 + 30?", "-n", "2", "--b-flags", "quantization=int4"]
+    result = diptych("diff", *options, "--out", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    for expected in ("loses most", "KL divergence", "same best token", "perplexity", "quantization=int4"):
+        assert expected in result.stdout
+    assert "loses most" in (tmp_path / "out" / "report.html").read_text()
+    result = diptych("diff", *options, "--max-kl", "1e-9")
+    assert result.exit_code == 1
+    assert "is above --max-kl 1e-09" in result.stdout
