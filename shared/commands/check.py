@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from shared.commands import bench_run
+from shared.commands.check_kernel import check_kernel
 
 if TYPE_CHECKING:
     from shared.conformance.clause import Clause
@@ -33,6 +34,7 @@ class WhatIsChecked(TyperGroup):
 
 
 app = typer.Typer(cls=WhatIsChecked, help="Hold an implementation to the reference.")
+app.command("kernel")(check_kernel)
 
 
 @app.command("component")

@@ -1,0 +1,187 @@
+"""`diptych check kernel`: hold a bare function to the truth of one operation, and time it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared.commands import bench_run
+
+if TYPE_CHECKING:
+    from shared.conformance.kernels.problem import Like
+    from shared.conformance.kernels.run import Report
+
+
+def check_kernel(
+    target: Annotated[
+        str | None,
+        typer.Argument(help="The function: file.py:function or package.module:function.", show_default=False),
+    ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(metavar="OPERATION", help="The operation. --list shows all.", show_default=False),
+    ] = None,
+    convention: Annotated[
+        str,
+        typer.Option(
+            metavar="LIBRARY", help="Whose arguments, shapes and layouts the function has. --list shows all."
+        ),
+    ] = "torch",
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--case", metavar="TEXT", help="Only cases with this in the name: bfloat16. May be repeated."
+        ),
+    ] = None,
+    features: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="FEATURE", help="Also check: window. May be repeated."),
+    ] = None,
+    timing: Annotated[bool, typer.Option(help="Time the function on growing sizes.")] = True,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="List operations, conventions and shapes, and run nothing.")
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything to this file as well.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with plots of error and speed.")
+    ] = None,
+) -> None:
+    """Check a bare function against float64: awkward sizes, NaN in unused memory, other pages, strided rows.
+
+    Exit status 0: every case holds; 1: a case fails; 2: nothing could be checked.
+    """
+    from shared.conformance.kernels.conventions import LIKES, convention_of
+    from shared.conformance.kernels.run import check_kernel, load_function
+
+    if list_all:
+        print_list(like)
+        return
+    if target is None or like is None:
+        raise ValueError(f"name a function and what it is --like: {', '.join(LIKES)}")
+    chosen_convention = convention_of(like, convention)
+    cases = chosen_cases(LIKES[like], case or [], features or [])
+    load_function(target)
+    bench_run.check_files(None, json_file, html)
+    report = check_kernel(target, LIKES[like], chosen_convention, cases=cases, is_timed=timing)
+    print_report(report)
+    if json_file is not None:
+        json_file.write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
+    if html is not None:
+        from shared.conformance.kernels.report_html import render
+
+        html.write_text(render(report), encoding="utf-8")
+    if report.status:
+        raise typer.Exit(report.status)
+
+
+def chosen_cases(like: Like, texts: list[str], features: list[str]) -> tuple[Any, ...]:
+    """All cases of the operation and of the features, or those that have every text in their name."""
+    for feature in features:
+        if feature not in like.more_cases:
+            known = ", ".join(like.more_cases) or "none"
+            raise ValueError(f"--with {feature}: features of {like.name} to check are {known}")
+    cases = (*like.cases, *(case for feature in features for case in like.more_cases[feature]))
+    chosen = tuple(case for case in cases if all(text in case.name for text in texts))
+    if not chosen:
+        raise ValueError(f"no case of {like.name} has {' and '.join(texts)} in its name")
+    return chosen
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    def finite(fields: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in fields.items()
+        }
+
+    return {
+        "target": report.target,
+        "like": report.like.name,
+        "convention": report.convention.library,
+        "device": report.device,
+        "status": report.status,
+        "summary": report.summary,
+        "mistakes": report.names,
+        "cases": [finite(asdict(verdict)) for verdict in report.verdicts],
+        "timings": [finite(asdict(timing)) for timing in report.timings],
+    }
+
+
+def print_list(only: str | None) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from shared.conformance.kernels.conventions import CONVENTIONS, LIKES, convention_of
+
+    if only is not None:
+        convention_of(only, CONVENTIONS[only][0].library if only in CONVENTIONS else "")
+    console = Console()
+    for name in [only] if only else LIKES:
+        console.print(Text(f"{name}: {LIKES[name].what}", "bold"))
+        for each in CONVENTIONS[name]:
+            console.print(Text(f"  --convention {each.library}: {each.signature}"))
+            console.print(Text(f"    {each.shapes}", "dim"))
+
+
+def print_report(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from shared.conformance.kernels.report_html import observed
+
+    console = Console()
+    console.print(Text(report.summary, "bold red" if report.status else "green"))
+    for name in report.names:
+        console.print(Text(f"what it does: {name}", "red"))
+    table = Table(
+        "case", title=f"{report.like.name}, convention {report.convention.library}: {report.target}"
+    )
+    for heading in ("error", "allowed"):
+        table.add_column(heading, justify="right")
+    table.add_column("verdict", overflow="fold")
+    for verdict in report.verdicts:
+        words, style = "holds", "green"
+        if verdict.failure is not None:
+            words, style = verdict.failure, "red"
+        elif verdict.refusal is not None:
+            words, style = f"refused: {verdict.refusal}", "yellow"
+        table.add_row(
+            Text(verdict.case), f"{verdict.error:.1e}", f"{verdict.allowed:.1e}", Text(words, style)
+        )
+    console.print(table)
+    for line in observed(report):
+        console.print(Text(line))
+    print_timings(report)
+
+
+def print_timings(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    timings = [timing for timing in report.timings if math.isfinite(timing.seconds)]
+    if not timings:
+        return
+    table = Table("size", title=f"µs of one call, on {report.device}")
+    for heading in ("this function", "Diptych", "bound", "of the bound"):
+        table.add_column(heading, justify="right")
+    for timing in timings:
+        ours = "" if timing.ours is None else f"{1e6 * timing.ours:.1f}"
+        share = f"{100 * timing.bound / timing.seconds:.0f} %"
+        table.add_row(
+            Text(timing.case), f"{1e6 * timing.seconds:.1f}", ours, f"{1e6 * timing.bound:.1f}", share
+        )
+    console = Console()
+    console.print(table)
+    if report.device == "CPU":
+        console.print(
+            Text("These are times of a CPU: they do not show how fast a kernel is on a GPU.", "yellow")
+        )

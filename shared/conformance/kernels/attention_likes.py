@@ -1,0 +1,202 @@
+"""Attention over a paged KV cache: decode and extend, with the batches of the attention contract."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from shared import registry
+from shared.conformance.attention_batches import LAYER_ID, AttentionBatch, AttentionCase, in_types
+from shared.conformance.contracts.attention.batches import DECODE, EXTEND, MIXED, paged, with_heads
+from shared.conformance.kernels.problem import Like, Problem, Suspect
+from shared.scheduling.pages import num_pages_of
+
+BF16 = (torch.bfloat16,)
+BOTH = (torch.float32, torch.bfloat16)
+BATCHES = (
+    *(case for page_size in (1, 4, 16) for case in paged(DECODE, page_size)),
+    AttentionCase("one token, page 16", ((0, 1),), page_size=16),
+    AttentionCase("one far longer, page 16", ((2, 1), (1, 1), (259, 1), (3, 1)), page_size=16),
+    AttentionCase("around 128, page 16", tuple((n, 1) for n in (126, 127, 128, 129)), page_size=16),
+    AttentionCase("around 256, page 64", tuple((n, 1) for n in (254, 255, 256, 257)), page_size=64),
+    *(with_heads(paged(DECODE, 16)[0], *heads) for heads in ((3, 3), (6, 2), (8, 1), (7, 1), (16, 4))),
+    *(replace(paged(DECODE, 16)[0], name=f"head_dim {d}, page 16", head_dim=d) for d in (80, 128, 256)),
+)
+SHARP = (
+    AttentionCase("sharp, page 16", ((200, 1), (150, 1)), page_size=16, scale=10.0),
+    AttentionCase("1100 equal scores, page 16", ((1100, 1),), page_size=16, scale=1e-3),
+    AttentionCase("scores of hundreds, page 16", ((0, 1), (40, 1), (5, 1)), page_size=16, scale=50.0),
+)
+WINDOWS = tuple(
+    case
+    for window in (0, 15, 100)
+    for case in in_types(
+        AttentionCase(
+            f"window {window}, page 16",
+            ((0, 1), (14, 1), (15, 1), (16, 1), (259, 1)),
+            page_size=16,
+            sliding_window=window,
+        ),
+        *BOTH,
+    )
+)
+EXTENDS = (
+    *(case for page_size in (1, 4, 16) for batch in (EXTEND, MIXED) for case in paged(batch, page_size)),
+    AttentionCase("around 128 new, page 16", tuple((3, n) for n in (127, 128, 129)), page_size=16),
+    AttentionCase("longer than two tiles, page 16", ((40, 260),), page_size=16),
+    *(with_heads(paged(EXTEND, 16)[0], *heads) for heads in ((6, 2), (8, 1))),
+    replace(paged(EXTEND, 16)[0], name="head_dim 128, page 16", head_dim=128),
+    AttentionCase("sharp, page 16", ((90, 60),), page_size=16, scale=10.0),
+)
+
+
+def typed(batches: tuple[AttentionCase, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[AttentionCase, ...]:
+    return tuple(case for batch in batches for case in in_types(batch, *dtypes))
+
+
+def timed(device: str, is_extend: bool) -> tuple[AttentionCase, ...]:
+    """Decode batches of growing sequences, or one prompt whose first half is cached; on a CPU small ones."""
+    on_gpu = device == "cuda"
+    heads = (32, 8, 128) if on_gpu else (8, 2, 64)
+    lens = (256, 1024, 4096, 8192) if on_gpu else (128, 512, 2048)
+    num_requests = 1 if is_extend else 16 if on_gpu else 4
+    return tuple(
+        AttentionCase(
+            f"{num_requests} x {n} tokens, {'bfloat16' if on_gpu else 'float32'}",
+            ((n // 2, n // 2) if is_extend else (n - 1, 1),) * num_requests,
+            page_size=16,
+            dtype=torch.bfloat16 if on_gpu else torch.float32,
+            num_qo_heads=heads[0],
+            num_kv_heads=heads[1],
+            head_dim=heads[2],
+        )
+        for n in lens
+    )
+
+
+def make_attention(case: AttentionCase, takes_scale: bool) -> Problem:
+    """q [num_tokens, num_qo_heads, head_dim]; k, v [num_pages, page_size, num_kv_heads, head_dim];
+    page_table int32 [num_requests, max_pages], padded with a page that is not live; lens, qo_indptr int32."""
+    batch = case.make()
+    if not takes_scale and case.scale != 1.0:
+        batch.q = (batch.q.double() * case.scale).to(case.dtype)
+        batch.layer = replace(batch.layer, scale=case.head_dim**-0.5)
+    k, v = (
+        buffer(LAYER_ID).view(-1, case.page_size, case.num_kv_heads, case.head_dim)
+        for buffer in (batch.kv_pool.k_buffer, batch.kv_pool.v_buffer)
+    )
+    device = batch.q.device
+    max_pages = max(num_pages_of(n, case.page_size) for n in case.seq_lens)
+    first_slots = batch.req_to_token_pool.req_to_token[batch.rows, : max_pages * case.page_size].clone()
+    dead = batch.req_to_token_pool.req_to_token[batch.rows[0], -1]
+    padded = dead.repeat(len(batch.rows), max_pages * case.page_size)
+    padded[:, : first_slots.shape[1]] = first_slots
+    table = torch.div(padded[:, :: case.page_size], case.page_size, rounding_mode="floor").to(torch.int32)
+    lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
+    starts = torch.tensor([0, *case.extend_seq_lens], device=device).cumsum(0).to(torch.int32)
+    visible = [p + 1 for cached, new in case.requests for p in range(cached, cached + new)]
+    row_bytes = 2 * case.num_kv_heads * case.head_dim * case.dtype.itemsize
+    tensors = {"q": batch.q, "k": k, "v": v, "page_table": table, "lens": lens, "qo_indptr": starts}
+    return Problem(
+        case.name,
+        tensors,
+        {"scale": batch.layer.scale, "window": case.sliding_window},
+        {"out": batch.expected()},
+        "attention",
+        case.dtype,
+        max(case.seq_lens),
+        sum(case.seq_lens) * row_bytes + 2 * batch.q.numel() * case.dtype.itemsize,
+        4.0 * case.num_qo_heads * case.head_dim * sum(visible),
+        partial(_ours, batch),
+    )
+
+
+def _ours(batch: AttentionBatch) -> object:
+    name = "optimized" if batch.q.is_cuda else "reference"
+    if not hasattr(batch, "backend_and_plan"):  # planned once a step, run in every layer
+        backend = batch.backend(registry.load("attention", name))
+        vars(batch)["backend_and_plan"] = backend, backend.plan(batch.forward_batch)
+    backend, plan = vars(batch)["backend_and_plan"]
+    return backend.run(batch.q, batch.layer, plan)
+
+
+def dense(problem: Problem, **change: Any) -> dict[str, torch.Tensor]:
+    """Attention in float64 from the problem's own tensors, with a change for each known mistake."""
+    q, k, v = (problem[name].cpu().double() for name in "qkv")
+    table, lens = problem["page_table"].cpu().long(), problem["lens"].tolist()
+    starts = problem["qo_indptr"].tolist()
+    page_size, group = k.shape[1], q.shape[1] // k.shape[2]
+    heads = torch.arange(q.shape[1])
+    kv_heads = heads % k.shape[2] if change.get("interleaved_heads") else heads // group
+    if change.get("identity_pages"):
+        table = torch.arange(table.shape[1]).repeat(len(table), 1)
+    if change.get("first_row_of_pages"):
+        table = table[:1].expand_as(table)
+    scale = change.get("scale", problem.constants["scale"])
+    if "scale_exponent" in change:
+        scale = q.shape[2] ** change["scale_exponent"]
+    window = problem.constants["window"] + change.get("window", 0)
+    has_window = problem.constants["window"] >= 0 and not change.get("no_window")
+    output = torch.zeros_like(q)
+    for i, length in enumerate(lens):
+        keys, values = (x[table[i]].flatten(0, 1)[:, kv_heads] for x in (k, v))
+        new = starts[i + 1] - starts[i]
+        for t in range(new):
+            seen = length if change.get("no_mask") else length - new + t + 1
+            end = min(seen + change.get("end", 0), len(keys))
+            if change.get("whole_pages"):
+                end = min(-(-seen // page_size) * page_size, len(keys))
+            begin = max(change.get("begin", 0), seen - 1 - window if has_window else 0)
+            row = starts[i] + t
+            if end <= begin:  # nothing is seen: what a kernel gives there is open
+                output[row] = torch.nan
+                continue
+            scores = torch.einsum("hd,nhd->hn", q[row], keys[begin:end]) * scale
+            output[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1), values[begin:end])
+            if change.get("unnormalised"):
+                output[row] *= (scores - scores.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
+    return {"out": output}
+
+
+SUSPECTS: dict[str, Suspect] = {
+    "the last token is not seen": partial(dense, end=-1),
+    "one token too many is seen": partial(dense, end=1),
+    "the last page is read to its end": partial(dense, whole_pages=True),
+    "the first token is not seen": partial(dense, begin=1),
+    "the page table is ignored: pages are read in order": partial(dense, identity_pages=True),
+    "every request reads the pages of the first": partial(dense, first_row_of_pages=True),
+    "query head h reads KV head h % num_kv_heads, not h // group": partial(dense, interleaved_heads=True),
+    "the scale is forgotten": partial(dense, scale=1.0),
+    "scores are divided by head_dim, not by its root": partial(dense, scale_exponent=-1.0),
+    "the softmax is not divided by its sum": partial(dense, unnormalised=True),
+    "the window is one token too long": partial(dense, window=1),
+    "the window is one token too short": partial(dense, window=-1),
+    "the window is ignored": partial(dense, no_window=True),
+    "tokens of a prompt see later tokens": partial(dense, no_mask=True),
+}
+
+DECODE_LIKE = Like(
+    "attention.decode",
+    "One new token for each request attends to its KV pages.",
+    "tokens of the longest request",
+    (*typed(BATCHES, BOTH), *typed(SHARP, BF16)),
+    partial(timed, is_extend=False),
+    make_attention,
+    {name: suspect for name, suspect in SUSPECTS.items() if "prompt" not in name},
+    paged=("k", "v"),
+    rows=("q", "page_table", "lens"),
+    more_cases={"window": WINDOWS},
+)
+EXTEND_LIKE = Like(
+    "attention.extend",
+    "New tokens of each request attend causally to its KV pages, which hold the new tokens too.",
+    "tokens of the longest request",
+    typed(EXTENDS, BOTH),
+    partial(timed, is_extend=True),
+    make_attention,
+    SUSPECTS,
+    paged=("k", "v"),
+)

@@ -1,0 +1,100 @@
+"""One operation with inputs: what a kernel computes, whatever its calling convention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from shared.conformance.inputs import Inputs
+from shared.conformance.poison import amid_poison, poisoned
+
+Tensors = Mapping[str, torch.Tensor]
+Suspect = Callable[["Problem"], dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`tensors`: the inputs under the names of the operation, on the device under check; memory that must
+    not be read holds NaN. `expected`: the results in float64 on the CPU. `kind`: the row of the tolerance
+    table. `size`: what the plots have on their x axis. `num_bytes`, `flops`: of the roofline bound.
+    `ours`: the same operation by an implementation of this project."""
+
+    name: str
+    tensors: Tensors
+    constants: Mapping[str, Any]
+    expected: Mapping[str, torch.Tensor]
+    kind: str
+    dtype: torch.dtype
+    size: int
+    num_bytes: float
+    flops: float
+    ours: Callable[[], object] | None = field(default=None, compare=False)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def with_tensors(self, **tensors: torch.Tensor) -> Problem:
+        return replace(self, tensors={**self.tensors, **tensors})
+
+    def strided(self, names: tuple[str, ...]) -> Problem:
+        """These tensors as slices of wider rows, as a fused projection gives them, with NaN beside them."""
+        return self.with_tensors(**{name: beside_poison(self[name]) for name in names})
+
+    def with_other_pages(self, names: tuple[str, ...]) -> Problem:
+        """The same KV on other pages; pages that are not live hold NaN in both."""
+        num_pages = self[names[0]].shape[0]
+        target = torch.arange(num_pages, device=self["page_table"].device).flip(0).roll(3)
+        moved = {}
+        for name in names:
+            moved[name] = poisoned(self[name].shape, self[name].dtype, self[name].device)
+            moved[name][target] = self[name]
+        return self.with_tensors(page_table=target[self["page_table"].long()].to(torch.int32), **moved)
+
+    def with_finite_memory(self) -> Problem:
+        """Random numbers in place of NaN: wrong results can be told apart."""
+        inputs = Inputs(97)
+        finite = {
+            name: torch.where(torch.isnan(tensor), inputs.normal(*tensor.shape, dtype=tensor.dtype), tensor)
+            for name, tensor in self.tensors.items()
+            if tensor.is_floating_point() and tensor.dtype.itemsize > 1
+        }
+        return self.with_tensors(**finite)
+
+    def row(self, i: int, names: tuple[str, ...]) -> Problem:
+        """Row i of the batch alone."""
+        alone = self.with_tensors(**{name: self[name][i : i + 1].clone() for name in names})
+        return replace(alone, expected={name: each[i : i + 1] for name, each in self.expected.items()})
+
+
+@dataclass(frozen=True)
+class Like:
+    """An operation that a kernel may be like. `cases` have awkward sizes; `timed` returns those for a kind of
+    device. `make(case, takes_scale)` draws the inputs: a convention without a scale gets it within q.
+    `paged`: tensors [num_pages, ...]; `rows`: tensors with one row for each member of the batch.
+    `more_cases`: of features that a kernel may lack, under their names; checked where asked for.
+    `suspects`: name of a known mistake -> its results, to name what a wrong kernel does."""
+
+    name: str
+    what: str
+    size_name: str
+    cases: tuple[Any, ...]
+    timed: Callable[[str], tuple[Any, ...]]
+    make: Callable[[Any, bool], Problem]
+    suspects: Mapping[str, Suspect]
+    paged: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    more_cases: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+def beside_poison(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with wider rows of NaN around them; a row's own elements stay dense. The margin keeps
+    the alignment of 16 bytes that vector loads need."""
+    flat = amid_poison(tensor.flatten(1), margin=16)
+    return flat.view(tensor.shape)
+
+
+def bytes_of(*tensors: torch.Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

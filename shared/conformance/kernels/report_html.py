@@ -1,0 +1,176 @@
+"""The page of `diptych check kernel --html`: verdict, cases, and error and speed over sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from xml.sax.saxutils import escape
+
+from jinja2 import Environment
+
+from shared.conformance.kernels.run import Report
+
+WIDTH, HEIGHT = 640, 300
+LEFT, RIGHT, TOP, BOTTOM = 66, 14, 34, 46
+COLORS = ("a", "b", "c", "d")
+
+Points = Sequence[tuple[float, float, str]]  # x, y, what is shown at the point
+
+
+def render(report: Report) -> str:
+    """A page without any other file."""
+    errors: dict[str, list[tuple[float, float, str]]] = {}
+    for verdict in report.verdicts:
+        if verdict.refusal is None and verdict.error > 0:
+            point = verdict.size, verdict.error / verdict.allowed, f"{verdict.case}: {verdict.error:.2e}"
+            errors.setdefault(verdict.dtype, []).append(point)
+    speeds: dict[str, list[tuple[float, float, str]]] = {"this function": [], "Diptych": [], "bound": []}
+    for timing in report.timings:
+        for label, seconds in zip(speeds, (timing.seconds, timing.ours, timing.bound)):
+            if seconds is not None and math.isfinite(seconds):
+                speeds[label].append((timing.size, 1e6 * seconds, f"{timing.case}: {1e6 * seconds:.1f} µs"))
+    template = Environment(autoescape=True).from_string(_TEMPLATE)
+    size_name = report.like.size_name
+    return template.render(
+        report=report,
+        errors=plot("error / allowed error", size_name, errors, line=1.0, is_line=False),
+        speeds=plot("µs of one call", size_name, speeds) if any(speeds.values()) else "",
+        reports=observed(report),
+    )
+
+
+def observed(report: Report) -> list[str]:
+    """How often each observation that is not required holds."""
+    names = list(dict.fromkeys(name for verdict in report.verdicts for name in verdict.reports))
+    lines = []
+    for name in names:
+        values = [verdict.reports[name] for verdict in report.verdicts if name in verdict.reports]
+        lines.append(f"{name}: {sum(values)} of {len(values)} cases")
+    return lines
+
+
+def plot(
+    title: str,
+    size_name: str,
+    series: Mapping[str, Points],
+    *,
+    line: float | None = None,
+    is_line: bool = True,
+) -> str:
+    """Both axes logarithmic. `line`: a horizontal line, the limit."""
+    points = [point for each in series.values() for point in each if math.isfinite(point[1])]
+    if not points:
+        return ""
+    xs = [point[0] for point in points]
+    ys = [point[1] for point in points] + ([line] if line else [])
+    x_range = math.log10(min(xs)), math.log10(max(xs))
+    y_range = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)) + 1e-9)
+
+    def x_of(value: float) -> float:
+        share = (math.log10(value) - x_range[0]) / max(x_range[1] - x_range[0], 1e-9)
+        return LEFT + 8 + share * (WIDTH - LEFT - RIGHT - 16)
+
+    def y_of(value: float) -> float:
+        share = (math.log10(value) - y_range[0]) / max(y_range[1] - y_range[0], 1)
+        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
+        f"<title>{escape(title)} over {escape(size_name)}</title>",
+    ]
+    step = max(1, (y_range[1] - y_range[0]) // 5)
+    for exponent in range(y_range[0], y_range[1] + 1, step):
+        y = y_of(10.0**exponent)
+        parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
+        parts.append(_text(LEFT - 6, y + 4, f"{10.0**exponent:g}", "end"))
+    shown_until = -math.inf
+    for value in sorted(set(xs)):
+        if x_of(value) - shown_until > 55:
+            parts.append(_text(x_of(value), bottom + 17, f"{value:g}", "middle"))
+            shown_until = x_of(value)
+    parts.append(_text((LEFT + right) / 2, HEIGHT - 8, size_name, "middle"))
+    parts.append(_text(LEFT, 14, title, "start"))
+    if line:
+        parts.append(
+            f'<line class="limit" x1="{LEFT}" y1="{y_of(line):.1f}" x2="{right}" y2="{y_of(line):.1f}"/>'
+        )
+    offset: float = right
+    for color, (label, each) in reversed(list(zip(COLORS, series.items()))):
+        finite = sorted(point for point in each if math.isfinite(point[1]))
+        if not finite:
+            continue
+        if is_line:
+            path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y, _ in finite)
+            parts.append(f'<polyline class="line {color}" points="{path}"/>')
+        for x, y, what in finite:
+            circle = f'<circle class="{color}" cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="3.5">'
+            parts.append(f"{circle}<title>{escape(what)}</title></circle>")
+        parts.append(f'<g class="{color}">{_text(offset, 14, label, "end")}</g>')
+        offset -= 7.5 * len(label) + 18
+    return "\n".join([*parts, "</svg>"])
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+_TEMPLATE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>diptych check kernel: {{ report.target }}</title>
+<style>
+  :root { color-scheme: light dark; --text: #1b1b1f; --back: #ffffff; --grid: #d8d8de; --bad: #b3261e;
+          --good: #1b6e2f; --a: #1553b7; --b: #b34700; --c: #5b5b66; --d: #7b1fa2; }
+  @media (prefers-color-scheme: dark) {
+    :root { --text: #e6e6ea; --back: #16161a; --grid: #3a3a42; --bad: #ff8a80; --good: #81c995;
+            --a: #8ab4f8; --b: #ffb074; --c: #b4b4bf; --d: #d7a6f0; } }
+  body { font: 16px/1.5 sans-serif; color: var(--text); background: var(--back); max-width: 60rem;
+         margin: 1.5rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
+  .scroll { overflow-x: auto; }
+  table { border-collapse: collapse; }
+  td, th { text-align: left; padding: 0.15rem 1rem 0.15rem 0; vertical-align: top; overflow-wrap: normal; }
+  td.number, th.number { text-align: right; white-space: nowrap; }
+  .holds { color: var(--good); } .fails { color: var(--bad); }
+  svg { width: 100%; height: auto; max-width: 44rem; display: block; margin: 1rem 0; }
+  svg text { font: 13px sans-serif; fill: var(--text); }
+  svg .grid { stroke: var(--grid); } svg .limit { stroke: var(--bad); stroke-dasharray: 5 4; }
+  svg .line { fill: none; stroke-width: 2; }
+  svg circle.a, svg g.a text { fill: var(--a); } svg .line.a { stroke: var(--a); }
+  svg circle.b, svg g.b text { fill: var(--b); } svg .line.b { stroke: var(--b); }
+  svg circle.c, svg g.c text { fill: var(--c); } svg .line.c { stroke: var(--c); }
+  svg circle.d, svg g.d text { fill: var(--d); } svg .line.d { stroke: var(--d); }
+</style>
+</head>
+<body>
+<h1>{{ report.target }}</h1>
+<p>Checked as <b>{{ report.like.name }}</b>: {{ report.like.what }} Convention
+{{ report.convention.library }}, <code>{{ report.convention.signature }}</code>. Device:
+{{ report.device }}.</p>
+<h2 class="{{ 'fails' if report.status else 'holds' }}">{{ report.summary }}</h2>
+<ul>{% for name in report.names %}<li class="fails">{{ name }}</li>{% endfor %}</ul>
+<h2>Error over sizes</h2>
+{{ errors | safe }}
+<p>Each point is a case: the relative error against float64, over the largest allowed one. The dashed line is
+the limit.</p>
+{% if speeds %}<h2>Speed over sizes</h2>
+{{ speeds | safe }}
+<p>{% if report.device == "CPU" %}These are times of a CPU. {% endif %}The bound is the larger of bytes over
+bandwidth and FLOPs over GEMM rate, both measured in this run.</p>{% endif %}
+<h2>Observed</h2>
+<ul>{% for line in reports %}<li>{{ line }}</li>{% endfor %}</ul>
+<h2>Cases</h2>
+<div class="scroll"><table>
+<tr><th>case</th><th>type</th><th class="number">error</th><th class="number">allowed</th>
+<th>verdict</th></tr>
+{% for v in report.verdicts %}<tr><td>{{ v.case }}</td><td>{{ v.dtype }}</td>
+<td class="number">{{ "%.1e" | format(v.error) }}</td><td class="number">{{ "%.1e" | format(v.allowed) }}</td>
+<td class="{{ 'fails' if v.failure else 'holds' }}">
+{{ v.failure or ("refused: " + v.refusal if v.refusal else "holds") }}</td></tr>
+{% endfor %}</table></div>
+</body>
+</html>
+"""

@@ -1,0 +1,345 @@
+"""Runs a function on every case of an operation, names what is wrong with it, and times it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from shared import registry
+from shared.bench.ceilings import measure_ceilings, median_time
+from shared.bench.step_cost import Ceilings
+from shared.conformance.compare import Mismatch, error_rms, expect_close, expect_form
+from shared.conformance.device import check_device
+from shared.conformance.kernels.conventions import Call, Convention
+from shared.conformance.kernels.problem import Like, Problem, Tensors
+from shared.conformance.poison import run_poisoned
+from shared.conformance.tolerance import tolerance
+
+PRECISION_LOST = 0.05
+"""A relative error below this has the right formula: what is lost is precision."""
+MAX_DIAGNOSED = 4
+
+Results = dict[str, torch.Tensor]
+
+
+@dataclass
+class Verdict:
+    """One case. `error`: the norm of the error over that of the truth, `allowed` the largest one. `failure`:
+    what is wrong, None where nothing is. `refusal`: why the function does not support the case. `reports`:
+    what is observed and not required."""
+
+    case: str
+    dtype: str
+    size: int
+    error: float = 0.0
+    allowed: float = 0.0
+    failure: str | None = None
+    refusal: str | None = None
+    reports: dict[str, bool] = field(default_factory=dict)
+
+
+@dataclass
+class Timing:
+    """Seconds of one call; `bound`: bytes over bandwidth or FLOPs over rate, the larger."""
+
+    case: str
+    size: int
+    seconds: float
+    ours: float | None
+    bound: float
+
+
+@dataclass
+class Report:
+    like: Like
+    convention: Convention
+    target: str
+    device: str
+    verdicts: list[Verdict]
+    timings: list[Timing]
+    names: list[str]  # of mistakes that explain the failures
+
+    @property
+    def failing(self) -> list[Verdict]:
+        return [verdict for verdict in self.verdicts if verdict.failure is not None]
+
+    @property
+    def status(self) -> int:
+        """0: every supported case holds; 1: one fails; 2: none could be checked."""
+        if self.failing:
+            return 1
+        return 2 if self.num_refused == len(self.verdicts) else 0
+
+    @property
+    def num_refused(self) -> int:
+        return sum(verdict.refusal is not None for verdict in self.verdicts)
+
+    @property
+    def summary(self) -> str:
+        num_cases = len(self.verdicts)
+        if self.failing:
+            return f"{len(self.failing)} of {num_cases} cases fail"
+        if self.num_refused == num_cases:
+            return f"all {num_cases} cases are refused: nothing was checked"
+        refused = f", {self.num_refused} are refused" if self.num_refused else ""
+        return f"all {num_cases - self.num_refused} cases hold{refused}"
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """package.module:function or file.py:function. Raises `ValueError` where there is none."""
+    if ":" not in target:
+        raise ValueError(f"{target!r} names no function: write file.py:function or package.module:function")
+    function: Callable[..., Any] = registry.load("the kernel", target)
+    if not callable(function):
+        raise ValueError(f"{target} is no function")
+    return function
+
+
+def check_cases(
+    function: Callable[..., Any], like: Like, convention: Convention, cases: tuple[Any, ...]
+) -> Iterator[tuple[Verdict, Problem]]:
+    for case in cases:
+        problem = like.make(case, convention.takes_scale)
+        yield check_problem(function, like, convention, problem), problem
+
+
+def check_problem(
+    function: Callable[..., Any], like: Like, convention: Convention, problem: Problem
+) -> Verdict:
+    verdict = Verdict(
+        problem.name,
+        str(problem.dtype).removeprefix("torch."),
+        problem.size,
+        allowed=tolerance(problem.kind, problem.dtype).rms,
+    )
+    variants = [("values", problem)]
+    if like.paged:
+        variants.append(("on other pages", problem.with_other_pages(like.paged)))
+    if convention.strided:
+        names = ", ".join(convention.strided)
+        variants.append((f"{names} as slices of wider rows", problem.strided(convention.strided)))
+    outputs = []
+    for what, variant in variants:
+        try:
+            results = call(function, convention, variant)
+            outputs.append(results)
+            check_form(problem, results, what)
+            verdict.error = max(verdict.error, largest_error(problem, results))
+            check_values(problem, results, what)
+        except (ValueError, NotImplementedError) as error:
+            verdict.refusal = f"{what}: {error}"
+            return verdict
+        except Mismatch as mismatch:
+            verdict.failure = str(mismatch)
+            return verdict
+        except Exception as error:  # whatever a kernel raises is its failure
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{frame.filename}:{frame.lineno}"
+            verdict.failure = f"{what}: raised {type(error).__name__}: {error} ({place})"
+            return verdict
+    again = call(function, convention, problem)
+    verdict.reports["a second call gives the same bits"] = same_bits(again, outputs[0])
+    if like.paged:
+        verdict.reports["other pages give the same bits"] = same_bits(outputs[1], outputs[0])
+    if like.rows and len(problem[like.rows[0]]) > 1:
+        alone = call(function, convention, problem.row(1, like.rows))
+        in_batch = {name: result[1:2] for name, result in outputs[0].items()}
+        verdict.reports["a row alone gives the same bits"] = same_bits(alone, in_batch)
+    return verdict
+
+
+def call(function: Callable[..., Any], convention: Convention, problem: Problem) -> Results:
+    """The results, under the names of the operation; `Mismatch` where an input is modified."""
+    made = convention.build(problem)
+    inputs = [(name, each) for name, each in tensors_of(made) if not any(each is out for out in made.written)]
+    before = [each.clone() for _, each in inputs]
+    returned = run_poisoned(lambda: function(*made.args, **made.kwargs))
+    for (name, each), copy in zip(inputs, before):
+        if not same_bits({"": each}, {"": copy}):
+            raise Mismatch(f"{name} afterwards", "not modified", "modified")
+    try:
+        results = made.results(returned)
+        return {name: results[name] for name in problem.expected}
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        form = type(returned).__name__
+        raise Mismatch("what is returned", convention.signature, form) from error
+
+
+def tensors_of(made: Call) -> list[tuple[str, torch.Tensor]]:
+    found = []
+    for name, value in (*((f"argument {i}", each) for i, each in enumerate(made.args)), *made.kwargs.items()):
+        values = value if isinstance(value, tuple) else (value,)
+        found += [(name, each) for each in values if isinstance(each, torch.Tensor)]
+    return found
+
+
+def check_form(problem: Problem, results: Results, what: str) -> None:
+    """`Mismatch` where a result has another shape, dtype or device."""
+    for name, expected in problem.expected.items():
+        result = results[name]
+        if not isinstance(result, torch.Tensor):
+            raise Mismatch(f"{what}: {name}", "a tensor", type(result).__name__)
+        like = torch.empty(expected.shape, dtype=problem.dtype, device=check_device())
+        expect_form(f"{what}: {name}", result, like)
+
+
+def check_values(problem: Problem, results: Results, what: str) -> None:
+    """`Mismatch` where a result is not the truth within the tolerance."""
+    limit = tolerance(problem.kind, problem.dtype)
+    for name, expected in problem.expected.items():
+        expect_close(f"{what}: {name}", results[name], expected, limit)
+
+
+def largest_error(problem: Problem, results: Results) -> float:
+    """Norm of the error over that of the truth, of the worst result."""
+    return max(error_rms(results[name], expected) for name, expected in problem.expected.items())
+
+
+def same_bits(a: Results, b: Results) -> bool:
+    return all(x.shape == b[name].shape and torch.equal(_bits(x), _bits(b[name])) for name, x in a.items())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def name_mistakes(
+    function: Callable[..., Any], like: Like, convention: Convention, failing: list[Problem]
+) -> list[str]:
+    """What explains the failures of the smallest failing cases: mistakes that explain all of them first, then
+    those that explain some. The cases are run again with random numbers in place of NaN."""
+    smallest = sorted(failing, key=lambda problem: problem.size)[:MAX_DIAGNOSED]
+    explained = [_mistakes_in(function, like, convention, problem) for problem in smallest]
+    names = list(dict.fromkeys(name for each in explained for name in each))
+    of_all = [name for name in names if all(name in each for each in explained)]
+    return of_all[:1] if of_all else names[:2]
+
+
+def _mistakes_in(
+    function: Callable[..., Any], like: Like, convention: Convention, problem: Problem
+) -> list[str]:
+    finite = problem.with_finite_memory()
+    try:
+        results = call(function, convention, finite)
+        check_form(problem, results, "form")
+    except Mismatch as mismatch:
+        return [f"{mismatch.what}: {mismatch.actual}, expected {mismatch.expected}"]
+    except Exception as error:  # its own message says it
+        return [f"raised {type(error).__name__}"]
+    for name, expected in problem.expected.items():
+        unwritten = int((torch.isnan(results[name].cpu()) & ~torch.isnan(expected)).sum())
+        if unwritten:
+            return [f"elements of {name} are not written, or are NaN"]
+    if _holds(problem, results):
+        try:
+            check_values(problem, call(function, convention, problem), "values")
+        except Mismatch:
+            return ["memory is read that is not live: it holds NaN"]
+        except Exception as error:
+            return [f"raised {type(error).__name__}"]
+        return _layout_mistakes(function, like, convention, problem)
+    found = []
+    for name, suspect in like.suspects.items():
+        wrong = suspect(finite)
+        if explains(problem, wrong, results):
+            found.append(name)
+    if found:
+        return found
+    if largest_error(problem, results) < PRECISION_LOST:
+        return ["precision is lost: the formula is right, and sums or roundings are not in float32"]
+    return []
+
+
+def _layout_mistakes(
+    function: Callable[..., Any], like: Like, convention: Convention, problem: Problem
+) -> list[str]:
+    """The plain layout is right: which other one is not?"""
+    if like.paged:
+        moved = call(function, convention, problem.with_other_pages(like.paged))
+        if not _holds(problem, moved):
+            return ["the result depends on which pages hold the KV"]
+    return ["strides are ignored: rows that are slices of wider ones give other results"]
+
+
+def explains(problem: Problem, wrong: Results, results: Results) -> bool:
+    """Whether results are those of a mistake, where it has any (not NaN), and those are not the truth."""
+
+    def where_defined(tensors: Tensors) -> Results:
+        return {
+            name: torch.where(torch.isnan(each), each, tensors[name].cpu().double())
+            for name, each in wrong.items()
+        }
+
+    is_truth = _close(problem, wrong, where_defined(problem.expected))
+    return _close(problem, where_defined(results), wrong) and not is_truth
+
+
+def _holds(problem: Problem, results: Results) -> bool:
+    return _close(problem, results, problem.expected)
+
+
+def _close(problem: Problem, results: Results, expected: Tensors) -> bool:
+    limit = tolerance(problem.kind, problem.dtype)
+    try:
+        for name, truth in expected.items():
+            expect_close(name, results[name], truth, limit)
+    except Mismatch:
+        return False
+    return True
+
+
+def time_sizes(
+    function: Callable[..., Any], like: Like, convention: Convention, ceilings: Ceilings | None = None
+) -> Iterator[tuple[Verdict, Timing]]:
+    """Each timed size: first its error, then seconds of the function and of this project's kernel."""
+    device = check_device()
+    for case in like.timed(device.type):
+        problem = like.make(case, convention.takes_scale)
+        if ceilings is None:
+            ceilings = measure_ceilings(device, problem.dtype)
+        verdict = check_problem(function, like, convention, problem)
+        if verdict.refusal is not None or (verdict.failure and "raised" in verdict.failure):
+            yield verdict, Timing(problem.name, problem.size, float("nan"), None, float("nan"))
+            continue
+        made = convention.build(problem)
+        with torch.inference_mode():
+            seconds = median_time(partial(function, *made.args, **made.kwargs), device)
+            ours = None if problem.ours is None else median_time(problem.ours, device)
+        bound = max(problem.num_bytes / ceilings.bandwidth, problem.flops / ceilings.matrix_rate)
+        yield verdict, Timing(problem.name, problem.size, seconds, ours, bound)
+
+
+def check_kernel(
+    target: str,
+    like: Like,
+    convention: Convention,
+    *,
+    cases: tuple[Any, ...] | None = None,
+    is_timed: bool = True,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Every case (or only `cases`), the names of mistakes, and the timings."""
+    function = load_function(target)
+    verdicts, failing = [], []
+    for verdict, problem in check_cases(function, like, convention, like.cases if cases is None else cases):
+        progress(verdict.case)
+        verdicts.append(verdict)
+        if verdict.failure is not None:
+            failing.append(problem)
+    timings = []
+    for verdict, timing in time_sizes(function, like, convention) if is_timed else ():
+        progress(timing.case)
+        verdicts.append(verdict)
+        timings.append(timing)
+    names = name_mistakes(function, like, convention, failing) if failing else []
+    return Report(like, convention, target, device_name(), verdicts, timings, names)
+
+
+def device_name() -> str:
+    device = check_device()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

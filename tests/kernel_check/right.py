@@ -1,0 +1,160 @@
+"""Right functions in plain torch, one for each operation and convention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from docs.examples.my_kernels import paged_decode as decode
+from docs.examples.my_kernels import rms_norm, rope, silu_and_mul
+
+
+def paged_decode(
+    q: Any, k: Any, v: Any, table: Any, lens: Any, window_left: int = -1, scale: float | None = None
+) -> Any:
+    """With any scale: q in float32 keeps it exact."""
+    factor = 1.0 if scale is None else scale * q.shape[-1] ** 0.5
+    return decode(q.float() * factor, k, v, table, lens, window_left).to(q.dtype)
+
+
+def decode_flash_attn(
+    q: Any, k_cache: Any, v_cache: Any, *, cache_seqlens: Any, block_table: Any, softmax_scale: float,
+    causal: bool, window_size: tuple[int, int] = (-1, -1),
+) -> Any:  # fmt: skip
+    assert causal
+    out = paged_decode(q[:, 0], k_cache, v_cache, block_table, cache_seqlens, window_size[0], softmax_scale)
+    return out[:, None]
+
+
+def table_of(indptr: Any, indices: Any) -> Any:
+    """Rows of page ids, padded with the row's first."""
+    rows = [indices[a:b] for a, b in zip(indptr.tolist(), indptr.tolist()[1:])]
+    longest = max(map(len, rows))
+    return torch.stack([torch.cat((row, row[:1].expand(longest - len(row)))) for row in rows])
+
+
+def decode_flashinfer(
+    q: Any, kv: Any, indptr: Any, indices: Any, last: Any, *, sm_scale: float, window_left: int = -1
+) -> Any:
+    lens = (indptr.diff() - 1) * kv[0].shape[1] + last
+    return paged_decode(q, *kv, table_of(indptr, indices), lens, window_left, sm_scale)
+
+
+def decode_triton(
+    q: Any, k: Any, v: Any, out: Any, indptr: Any, indices: Any, scale: float, window_left: int = -1
+) -> None:
+    out.copy_(
+        paged_decode(q, k[:, None], v[:, None], table_of(indptr, indices), indptr.diff(), window_left, scale)
+    )
+
+
+def decode_vllm(
+    out: Any, q: Any, key_cache: Any, value_cache: Any, num_kv_heads: int, scale: float, tables: Any,
+    lens: Any, block_size: int, max_len: int, alibi: None, kind: str, k_scale: Any, v_scale: Any,
+) -> None:  # fmt: skip
+    k = key_cache.permute(0, 3, 1, 2, 4).flatten(3)
+    v = value_cache.permute(0, 3, 1, 2)
+    assert k.shape[1:3] == (block_size, num_kv_heads)
+    assert max_len == lens.max()
+    out.copy_(paged_decode(q, k, v, tables, lens, scale=scale))
+
+
+def extend(
+    q: Any, k: Any, v: Any, page_table: Any, lens: Any, qo_indptr: Any, scale: float | None = None
+) -> Any:
+    """Each new token as a row of its own."""
+    new = qo_indptr.diff()
+    rows = torch.repeat_interleave(torch.arange(len(lens)), new)
+    visible = (lens - new)[rows] + torch.arange(len(q)) - qo_indptr[rows] + 1
+    return paged_decode(q, k, v, page_table[rows], visible, scale=scale)
+
+
+def extend_flash_attn(
+    q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+    softmax_scale: float, causal: bool, block_table: Any,
+) -> Any:  # fmt: skip
+    return extend(q, k, v, block_table, cu_seqlens_k.diff(), cu_seqlens_q, softmax_scale)
+
+
+def extend_flashinfer(
+    q: Any, kv: Any, qo_indptr: Any, indptr: Any, indices: Any, last: Any, *, causal: bool, sm_scale: float
+) -> Any:
+    lens = (indptr.diff() - 1) * kv[0].shape[1] + last
+    return extend(q, *kv, table_of(indptr, indices), lens, qo_indptr, sm_scale)
+
+
+def norm_flashinfer(x: Any, weight: Any, *, eps: float) -> Any:
+    return rms_norm(x, (), weight, eps)
+
+
+def norm_vllm(out: Any, x: Any, weight: Any, eps: float) -> None:
+    out.copy_(rms_norm(x, (), weight, eps))
+
+
+def add_norm(x: Any, residual: Any, weight: Any, eps: float) -> Any:
+    total = x + residual
+    return rms_norm(total, (), weight, eps), total
+
+
+def add_norm_in_place(x: Any, residual: Any, weight: Any, eps: float) -> None:
+    residual += x
+    x.copy_(rms_norm(residual, (), weight, eps))
+
+
+def rope_in_place(positions: Any, q: Any, k: Any, head_dim: int, cache: Any, is_neox: bool) -> None:
+    cos, sin = cache[positions].chunk(2, dim=-1)
+    heads = (x.view(len(x), -1, head_dim) for x in (q, k))
+    for x, y in zip((q, k), rope(*heads, cos, sin)):
+        x.copy_(y.flatten(1))
+
+
+def rope_flash_attn(x: Any, cos: Any, sin: Any, *, interleaved: bool) -> Any:
+    return rope(x[0], x[0], cos, sin)[0][None]
+
+
+def silu_vllm(out: Any, x: Any) -> None:
+    out.copy_(silu_and_mul(x))
+
+
+def moe(x: Any, w13: Any, w2: Any, topk_weights: Any, topk_ids: Any) -> Any:
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert in topk_ids.unique().tolist():
+        tokens, choice = torch.where(topk_ids == expert)
+        gate, up = (x[tokens].float() @ w13[expert].float().T).chunk(2, dim=-1)
+        y = (torch.nn.functional.silu(gate) * up) @ w2[expert].float().T
+        out.index_add_(0, tokens, y * topk_weights[tokens, choice, None])
+    return out.to(x.dtype)
+
+
+def w8a8(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: torch.dtype) -> Any:
+    return ((a.int() @ b.int()).float() * scale_a * scale_b).to(dtype)
+
+
+RIGHT = {
+    ("attention.decode", "torch"): paged_decode,
+    ("attention.decode", "flash-attn"): decode_flash_attn,
+    ("attention.decode", "flashinfer"): decode_flashinfer,
+    ("attention.decode", "vllm"): decode_vllm,
+    ("attention.decode", "triton"): decode_triton,
+    ("attention.extend", "torch"): extend,
+    ("attention.extend", "flash-attn"): extend_flash_attn,
+    ("attention.extend", "flashinfer"): extend_flashinfer,
+    ("rms_norm", "torch"): rms_norm,
+    ("rms_norm", "flashinfer"): norm_flashinfer,
+    ("rms_norm", "vllm"): norm_vllm,
+    ("add_rms_norm", "torch"): add_norm,
+    ("add_rms_norm", "flashinfer"): add_norm_in_place,
+    ("add_rms_norm", "vllm"): add_norm_in_place,
+    ("rope", "torch"): rope,
+    ("rope", "flashinfer"): rope_in_place,
+    ("rope", "vllm"): rope_in_place,
+    ("rope", "flash-attn"): rope_flash_attn,
+    ("silu_and_mul", "torch"): silu_and_mul,
+    ("silu_and_mul", "flashinfer"): silu_and_mul,
+    ("silu_and_mul", "vllm"): silu_vllm,
+    ("moe", "torch"): moe,
+    ("moe", "vllm"): moe,
+    ("w8a8", "torch"): w8a8,
+    ("w8a8", "vllm"): w8a8,
+}

@@ -1,0 +1,165 @@
+"""`diptych check kernel`: right functions hold in every convention, planted bugs are found and named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from shared import cli
+from shared.bench.step_cost import Ceilings
+from shared.conformance.kernels import run
+from shared.conformance.kernels.attention_likes import dense
+from shared.conformance.kernels.conventions import CONVENTIONS, LIKES, convention_of
+from shared.conformance.kernels.report_html import render
+from shared.conformance.kernels.run import Report
+from tests.kernel_check.right import RIGHT
+from tests.kernel_check.wrong import WRONG
+
+EXAMPLE = str(Path(__file__).parents[2] / "docs" / "examples" / "my_kernels.py")
+QUICK = {
+    name: tuple(case for case in LIKES[name].cases if max(case.seq_lens) < 120)[:12] + LIKES[name].cases[-1:]
+    for name in ("attention.decode", "attention.extend")
+}
+"""The cases that take long are those of long sequences: `test_long_sequences_hold` has them."""
+ALL = [(like, each.library) for like, conventions in CONVENTIONS.items() for each in conventions]
+
+
+def check(like: str, library: str, function, cases=None, monkeypatch=None) -> Report:  # type: ignore[no-untyped-def]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "load_function", lambda _: function)
+        return run.check_kernel("f", LIKES[like], convention_of(like, library), cases=cases, is_timed=False)
+
+
+@pytest.mark.parametrize(("like", "library"), ALL)
+def test_right_functions_hold(like: str, library: str) -> None:
+    report = check(like, library, RIGHT[like, library], QUICK.get(like))
+    assert report.status == 0, [(each.case, each.failure) for each in report.failing]
+    assert report.num_refused == 0
+    assert report.names == []
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_planted_bugs_are_found_and_named(name: str) -> None:
+    like, function, expected = WRONG[name]
+    cases = LIKES[like].more_cases["window"] if "window" in name else QUICK.get(like)
+    report = check(like, "torch", function, cases)
+    assert report.status == 1
+    assert any(expected in each for each in report.names), (report.names, report.failing[0])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("like", QUICK)
+def test_long_sequences_hold(like: str) -> None:
+    report = check(like, "torch", RIGHT[like, "torch"])
+    assert report.status == 0, [(each.case, each.failure) for each in report.failing]
+
+
+def test_windows_hold() -> None:
+    for library in ("torch", "flash-attn", "flashinfer", "triton"):
+        report = check("attention.decode", library, RIGHT["attention.decode", library],
+                       LIKES["attention.decode"].more_cases["window"])  # fmt: skip
+        assert report.status == 0, report.failing
+
+
+@pytest.mark.parametrize("like", ["attention.decode", "attention.extend"])
+def test_the_formula_behind_the_mistakes_is_the_truth_of_the_contract(like: str) -> None:
+    cases = (*LIKES[like].cases[:6], *LIKES[like].more_cases.get("window", ()))
+    for case in cases:
+        problem = LIKES[like].make(case, True)
+        finite = problem.with_finite_memory()
+        torch.testing.assert_close(dense(finite)["out"], problem.expected["out"])
+
+
+def test_other_pages_hold_the_same_tokens() -> None:
+    case = LIKES["attention.decode"].cases[0]
+    problem = LIKES["attention.decode"].make(case, True)
+    moved = problem.with_other_pages(("k", "v"))
+    assert not torch.equal(moved["page_table"], problem["page_table"])
+    for row, length in enumerate(problem["lens"].tolist()):
+        a, b = (each["k"][each["page_table"][row].long()].flatten(0, 1)[:length] for each in (problem, moved))
+        assert torch.equal(a, b)
+
+
+def test_refusals_are_no_failures() -> None:
+    def only_float32(x, shape, weight, eps):  # type: ignore[no-untyped-def]
+        if x.dtype != torch.float32:
+            raise ValueError("only float32 is supported")
+        return RIGHT["rms_norm", "torch"](x, shape, weight, eps)
+
+    def nothing(*args):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+    report = check("rms_norm", "torch", only_float32)
+    assert report.status == 0
+    assert report.num_refused == len(LIKES["rms_norm"].cases) * 2 // 3
+    assert check("rms_norm", "torch", nothing).status == 2
+
+
+def test_what_depends_on_the_batch_is_reported() -> None:
+    def with_batch(x):  # type: ignore[no-untyped-def]
+        y = RIGHT["silu_and_mul", "torch"](x)
+        return y * (1 + 2e-7) if len(x) > 1 and x.dtype == torch.float32 else y
+
+    report = check("silu_and_mul", "torch", with_batch)
+    assert report.status == 0
+    values = [each.reports.get("a row alone gives the same bits") for each in report.verdicts]
+    assert False in values
+    assert True in values
+
+
+# ---- the command ----
+
+
+def diptych(*args: str) -> Result:
+    return CliRunner().invoke(cli.app, list(args), catch_exceptions=True)
+
+
+def test_the_command_writes_page_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "measure_ceilings", lambda *_: Ceilings(1e10, 1e11))
+    page, file = tmp_path / "report.html", tmp_path / "report.json"
+    target = f"{EXAMPLE}:rms_norm_eps_outside"
+    result = diptych(
+        "check", "kernel", target, "--like", "rms_norm", "--html", str(page), "--json", str(file)
+    )
+    assert result.exit_code == 1, result.output
+    assert "eps is added outside the root" in result.stdout
+    assert "times of a CPU" in result.stdout or torch.cuda.is_available()
+    report = json.loads(file.read_text())
+    assert report["mistakes"] == ["eps is added outside the root"]
+    assert all(each["seconds"] > 0 and each["bound"] > 0 and each["ours"] > 0 for each in report["timings"])
+    text = page.read_text()
+    assert text.count("<svg") == 2
+    assert "http" not in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_the_command_names_what_is_wrong_with_the_call() -> None:
+    for args, words in (
+        ((f"{EXAMPLE}:rms_norm",), "--like"),
+        ((f"{EXAMPLE}:rms_norm", "--like", "gemm"), "attention.decode"),
+        ((f"{EXAMPLE}:rms_norm", "--like", "rms_norm", "--convention", "jax"), "flashinfer"),
+        ((f"{EXAMPLE}:no_such", "--like", "rms_norm"), "no_such"),
+        ((f"{EXAMPLE}:rms_norm", "--like", "rms_norm", "--with", "window"), "none"),
+        ((f"{EXAMPLE}:rms_norm", "--like", "rms_norm", "--case", "int3"), "int3"),
+    ):
+        result = diptych("check", "kernel", *args)
+        assert result.exit_code != 0
+        assert words in result.output + str(result.exception)
+
+
+def test_the_list_has_every_convention() -> None:
+    result = diptych("check", "kernel", "--list")
+    assert result.exit_code == 0, result.output
+    for like, library in ALL:
+        assert like in result.stdout
+        assert f"--convention {library}" in result.stdout
+
+
+def test_a_case_that_fails_is_on_the_page() -> None:
+    like, function, _ = WRONG["last token"]
+    report = check(like, "torch", function)
+    page = render(report)
+    assert "the last token is not seen" in page
+    assert "cases fail" in page
