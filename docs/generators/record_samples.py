@@ -30,6 +30,9 @@ SAMPLES = {
     "  --clause whole-pages --clause eviction-order",
     "pytest-plugin": "pytest --diptych docs/examples/my_radix_cache.py:MyRadixCache \\\n"
     "  --component radix_cache -k split- -r p --disable-warnings",
+    "check-kernel": "diptych check kernel docs/examples/my_kernels.py:rms_norm_eps_outside \\\n"
+    "  --like rms_norm --case bfloat16 --no-timing",
+    "check-kernel-list": "diptych check kernel --list",
     "check-stage": "diptych check --stage 05 docs/exercises/my_cache.py",
     "diff": "diptych diff --b-flags page_size=16,chunked_prefill_size=64",
     "diff-precision": "diptych diff --b-model tiny-dense-fp8",

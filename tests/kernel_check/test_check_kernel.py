@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from shared import cli
+from shared.bench import bare_kernel
 from shared.bench.step_cost import Ceilings
 from shared.conformance.kernels import run
 from shared.conformance.kernels.attention_likes import dense
@@ -26,10 +27,10 @@ QUICK = {
 ALL = [(like, each.library) for like, conventions in CONVENTIONS.items() for each in conventions]
 
 
-def check(like: str, library: str, function, cases=None, monkeypatch=None) -> Report:  # type: ignore[no-untyped-def]
+def check(like: str, library: str, function, cases=None) -> Report:  # type: ignore[no-untyped-def]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "load_function", lambda _: function)
-        return run.check_kernel("f", LIKES[like], convention_of(like, library), cases=cases, is_timed=False)
+        return run.check_kernel("f", LIKES[like], convention_of(like, library), cases)
 
 
 @pytest.mark.parametrize(("like", "library"), ALL)
@@ -117,7 +118,7 @@ def diptych(*args: str) -> Result:
 
 
 def test_the_command_writes_page_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "measure_ceilings", lambda *_: Ceilings(1e10, 1e11))
+    monkeypatch.setattr(bare_kernel, "measure_ceilings", lambda *_: Ceilings(1e10, 1e11))
     page, file = tmp_path / "report.html", tmp_path / "report.json"
     target = f"{EXAMPLE}:rms_norm_eps_outside"
     result = diptych(

@@ -54,7 +54,7 @@ class Problem:
         return self.with_tensors(page_table=target[self["page_table"].long()].to(torch.int32), **moved)
 
     def with_finite_memory(self) -> Problem:
-        """Random numbers in place of NaN: wrong results can be told apart."""
+        """Random numbers in place of NaN: wrong results can be compared."""
         inputs = Inputs(97)
         finite = {
             name: torch.where(torch.isnan(tensor), inputs.normal(*tensor.shape, dtype=tensor.dtype), tensor)

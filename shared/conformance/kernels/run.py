@@ -1,18 +1,15 @@
-"""Runs a function on every case of an operation, names what is wrong with it, and times it."""
+"""Runs a function on every case of an operation, and names what is wrong with it."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
 from shared import registry
-from shared.bench.ceilings import measure_ceilings, median_time
-from shared.bench.step_cost import Ceilings
 from shared.conformance.compare import Mismatch, error_rms, expect_close, expect_form
 from shared.conformance.device import check_device
 from shared.conformance.kernels.conventions import Call, Convention
@@ -100,14 +97,6 @@ def load_function(target: str) -> Callable[..., Any]:
     return function
 
 
-def check_cases(
-    function: Callable[..., Any], like: Like, convention: Convention, cases: tuple[Any, ...]
-) -> Iterator[tuple[Verdict, Problem]]:
-    for case in cases:
-        problem = like.make(case, convention.takes_scale)
-        yield check_problem(function, like, convention, problem), problem
-
-
 def check_problem(
     function: Callable[..., Any], like: Like, convention: Convention, problem: Problem
 ) -> Verdict:
@@ -129,13 +118,14 @@ def check_problem(
             results = call(function, convention, variant)
             outputs.append(results)
             check_form(problem, results, what)
-            verdict.error = max(verdict.error, largest_error(problem, results))
+            error = largest_error(problem, results)
+            verdict.error = verdict.error if error <= verdict.error else error  # NaN is the largest
             check_values(problem, results, what)
         except (ValueError, NotImplementedError) as error:
             verdict.refusal = f"{what}: {error}"
             return verdict
         except Mismatch as mismatch:
-            verdict.failure = str(mismatch)
+            verdict.failure = sentence(mismatch)
             return verdict
         except Exception as error:  # whatever a kernel raises is its failure
             frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -151,6 +141,14 @@ def check_problem(
         in_batch = {name: result[1:2] for name, result in outputs[0].items()}
         verdict.reports["a row alone gives the same bits"] = same_bits(alone, in_batch)
     return verdict
+
+
+def sentence(mismatch: Mismatch) -> str:
+    expected, actual = (
+        f"{value:.6g}" if isinstance(value, float) else str(value)
+        for value in (mismatch.expected, mismatch.actual)
+    )
+    return f"{mismatch.what}: expected {expected}, got {actual}"
 
 
 def call(function: Callable[..., Any], convention: Convention, problem: Problem) -> Results:
@@ -293,51 +291,19 @@ def _close(problem: Problem, results: Results, expected: Tensors) -> bool:
     return True
 
 
-def time_sizes(
-    function: Callable[..., Any], like: Like, convention: Convention, ceilings: Ceilings | None = None
-) -> Iterator[tuple[Verdict, Timing]]:
-    """Each timed size: first its error, then seconds of the function and of this project's kernel."""
-    device = check_device()
-    for case in like.timed(device.type):
-        problem = like.make(case, convention.takes_scale)
-        if ceilings is None:
-            ceilings = measure_ceilings(device, problem.dtype)
-        verdict = check_problem(function, like, convention, problem)
-        if verdict.refusal is not None or (verdict.failure and "raised" in verdict.failure):
-            yield verdict, Timing(problem.name, problem.size, float("nan"), None, float("nan"))
-            continue
-        made = convention.build(problem)
-        with torch.inference_mode():
-            seconds = median_time(partial(function, *made.args, **made.kwargs), device)
-            ours = None if problem.ours is None else median_time(problem.ours, device)
-        bound = max(problem.num_bytes / ceilings.bandwidth, problem.flops / ceilings.matrix_rate)
-        yield verdict, Timing(problem.name, problem.size, seconds, ours, bound)
-
-
 def check_kernel(
-    target: str,
-    like: Like,
-    convention: Convention,
-    *,
-    cases: tuple[Any, ...] | None = None,
-    is_timed: bool = True,
-    progress: Callable[[str], None] = lambda _: None,
+    target: str, like: Like, convention: Convention, cases: tuple[Any, ...] | None = None
 ) -> Report:
-    """Every case (or only `cases`), the names of mistakes, and the timings."""
+    """Every case (or only `cases`), and the names of mistakes. Timings are added by the caller."""
     function = load_function(target)
     verdicts, failing = [], []
-    for verdict, problem in check_cases(function, like, convention, like.cases if cases is None else cases):
-        progress(verdict.case)
-        verdicts.append(verdict)
-        if verdict.failure is not None:
+    for case in like.cases if cases is None else cases:
+        problem = like.make(case, convention.takes_scale)
+        verdicts.append(check_problem(function, like, convention, problem))
+        if verdicts[-1].failure is not None:
             failing.append(problem)
-    timings = []
-    for verdict, timing in time_sizes(function, like, convention) if is_timed else ():
-        progress(timing.case)
-        verdicts.append(verdict)
-        timings.append(timing)
     names = name_mistakes(function, like, convention, failing) if failing else []
-    return Report(like, convention, target, device_name(), verdicts, timings, names)
+    return Report(like, convention, target, device_name(), verdicts, [], names)
 
 
 def device_name() -> str:
