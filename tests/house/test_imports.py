@@ -186,3 +186,13 @@ print(*sorted(set({heavy!r}) & (set(sys.modules) - before)))
 assert "torch" not in sys.modules or not sys.modules["torch"].cuda.is_initialized()
 """
     assert run_python(program) == ""
+
+
+def test_property_tests_share_one_profile() -> None:
+    """Hypothesis's own deadline and its check of speed fail on a busy computer."""
+    users = [
+        path.as_posix()
+        for path in python_files("tests")
+        if "\nfrom hypothesis import" in (ROOT / path).read_text(encoding="utf-8")
+    ]
+    assert users == ["tests/properties.py"]

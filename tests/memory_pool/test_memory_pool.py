@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from reference import memory_pool
 from shared import registry
 from shared.conformance.case import Case
 from shared.conformance.contracts.memory_pool.allocator_sequences import Call, Run
+from tests.properties import given, settings, st
 
 
 @pytest.mark.parametrize(("size", "page_size"), [(0, 1), (-4, 4), (6, 4), (2, 4), (4, 0)])
@@ -49,7 +48,7 @@ CALL = st.builds(
 
 
 @pytest.mark.parametrize("panel", ["reference", "optimized"])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     page_size=st.sampled_from([1, 2, 4, 16]),
     num_pages=st.integers(1, 12),

@@ -7,8 +7,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from optimized.radix_cache import RadixCache
 from reference.memory_pool import TokenToKVPoolAllocator
@@ -16,6 +14,7 @@ from reference.radix_cache import RadixCache as ReferenceCache
 from shared.config.engine import EvictionPolicyName
 from shared.conformance.contracts.radix_cache import request_lives
 from shared.interfaces.prefix_cache import RadixKey
+from tests.properties import given, settings, st
 
 POLICIES = get_args(EvictionPolicyName)
 BASE = [token % 11 for token in range(700)]  # longer than the pieces that are compared at once
@@ -111,7 +110,7 @@ def draw_key(rng: random.Random, page_size: int, is_long: bool) -> RadixKey:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(rng=st.randoms(use_true_random=False), is_long=st.booleans(), num_calls=st.integers(1, 150))
 def test_any_calls_are_answered_as_by_the_reference(
     page_size: int, policy: str, rng: random.Random, is_long: bool, num_calls: int
@@ -132,7 +131,7 @@ def test_many_calls_are_answered_as_by_the_reference(policy: str) -> None:
     pair.finish()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), num_events=st.integers(1, 120))
 def test_any_lives_go_as_with_the_reference(seed: int, num_events: int) -> None:
     case = request_lives.random_lives(seed, num_events)

@@ -6,8 +6,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from reference.chunk_cache import ChunkCache
 from reference.radix_cache import RadixCache
@@ -17,6 +15,7 @@ from shared.conformance.contracts.radix_cache import request_lives, sequences
 from shared.conformance.contracts.radix_cache.request_lives import Event
 from shared.conformance.contracts.radix_cache.sequences import Call
 from shared.interfaces.prefix_cache import RadixKey
+from tests.properties import given, settings, st
 
 POLICIES = st.sampled_from(get_args(EvictionPolicyName))
 PAGE_SIZES = [1, 2, 4]
@@ -57,7 +56,7 @@ def test_too_few_slots_are_refused() -> None:
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(data=st.data(), policy=POLICIES, is_bigram=st.booleans(), num_pages=st.sampled_from([8, 48]))
 def test_no_calls_break_the_tree(
     page_size: int, data: st.DataObject, policy: str, is_bigram: bool, num_pages: int
@@ -80,7 +79,7 @@ def test_no_calls_break_the_tree(
 
 @pytest.mark.parametrize("impl", [RadixCache, ChunkCache])
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), policy=POLICIES)
 def test_no_lives_break_the_cache(impl: Any, page_size: int, data: st.DataObject, policy: str) -> None:
     event = st.builds(

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from optimized.overlap.future_map import FutureMap
 from optimized.overlap.streams import OneStream, Pending, Work
@@ -26,6 +24,7 @@ from shared.conformance.switches import answers_alone, expect_answers
 from shared.scheduling.invariants import InvariantViolation
 from tests.conformance.fast_cut import fast_clauses
 from tests.conformance.mutants.optimized_scheduler import changed
+from tests.properties import HealthCheck, given, settings, st
 
 from .late_streams import LateScheduler, UnsteadyScheduler, make_late
 
@@ -151,7 +150,7 @@ def test_an_interrupt_while_waiting_loses_nothing() -> None:
 # ---- the ring ----
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.integers(1, 5), st.integers(0, 4), st.lists(st.integers(1, 5), max_size=60))
 def test_places_of_two_batches_never_meet_and_no_batch_is_torn(
     max_batch_size: int, extra: int, sizes: list[int]
@@ -221,7 +220,7 @@ def test_a_row_that_is_used_again_at_once_is_read_by_the_batch_in_flight(
         rows_change_hands.run(LateScheduler, EXAMPLE[0], None)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32), st.sampled_from([Scheduler, UnsteadyScheduler]))
 def test_any_schedule_of_any_requests(seed: int, impl: type[Scheduler]) -> None:
     """Raise max_examples and drop derandomize to hunt."""

@@ -3,10 +3,8 @@ and step, under any configuration, gives every request its own right tokens, lea
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
 from shared.conformance.schedules import MAX_PROMPT_LEN, POLICIES, Action, Schedule, run_schedule
+from tests.properties import HealthCheck, given, settings, st
 
 # Three tokens only, so that random prompts share prefixes often.
 prompts = st.lists(st.integers(1, 3), min_size=1, max_size=MAX_PROMPT_LEN).map(tuple)
@@ -53,7 +51,6 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 @settings(
     max_examples=250,
-    deadline=None,
     derandomize=True,  # the same schedules each time; raise max_examples and drop this to hunt
     suppress_health_check=list(HealthCheck),
 )

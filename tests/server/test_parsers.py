@@ -6,10 +6,9 @@ import json
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shared.server.parsers import ReasoningParser, ToolParser
+from tests.properties import given, st
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": "}\\"{ü"}}\n</tool_call>'
 SWAPPED = '<tool_call>{"arguments": {"city": "Bergen"}, "name": "weather"}</tool_call>'

@@ -12,8 +12,6 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 import uvicorn
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -21,6 +19,7 @@ from starlette.routing import Route
 
 from shared.bench.routing import RoutingCase, policies, simulate
 from shared.server.router import CacheAwarePolicy, PrefixTree, Replica, Router, RouterSettings, prompt_text
+from tests.properties import given, settings, st
 from tests.server.running import serving
 
 A, B = Replica("http://a"), Replica("http://b")
@@ -37,7 +36,7 @@ def longest_common(a: str, b: str) -> int:
     st.lists(st.tuples(st.text("ab", max_size=12), st.sampled_from([A, B])), max_size=20),
     st.text("ab", max_size=12),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_match_is_the_longest_common_prefix(inserted: list[tuple[str, Replica]], prompt: str) -> None:
     tree = PrefixTree()
     for text, replica in inserted:
@@ -61,7 +60,7 @@ def test_match_is_the_longest_common_prefix(inserted: list[tuple[str, Replica]],
     st.lists(st.tuples(st.text("ab", max_size=12), st.sampled_from([A, B])), max_size=20),
     st.integers(0, 20),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_eviction_bounds_each_replica_and_keeps_whole_prefixes(
     inserted: list[tuple[str, Replica]], max_chars: int
 ) -> None:

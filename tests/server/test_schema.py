@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis.checks import not_a_server_error
 
+from tests.properties import HealthCheck, given, settings
 from tests.server.running import RunningServer, serving
 from tests.server.test_faults import assert_whole
 
@@ -43,7 +43,7 @@ def try_all(url: str, num_examples: int) -> None:
     for operation in found.values():
         for mode in schemathesis.GenerationMode:
 
-            @settings(max_examples=num_examples, deadline=None, suppress_health_check=list(HealthCheck))
+            @settings(max_examples=num_examples, suppress_health_check=list(HealthCheck))
             @given(case=operation.as_strategy(generation_mode=mode))
             def one(case: schemathesis.Case) -> None:
                 case.call_and_validate(checks=[not_a_server_error], timeout=60)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
 from shared.conformance.schedules import Drafts, Schedule, random_schedule, run_schedule
 from shared.conformance.speculative_harness import shape_of
+from tests.properties import HealthCheck, given, settings, st
 from tests.scheduler.test_random_schedules import actions
 
 
@@ -27,7 +25,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(schedules())
 def test_any_schedule_of_drafts_gives_every_request_its_own_tokens(schedule: Schedule) -> None:
     run_schedule(schedule)

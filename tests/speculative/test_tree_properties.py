@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from shared import registry
 from shared.conformance.contracts.draft_tree.links_and_acceptance import Trees
@@ -21,6 +19,7 @@ from shared.conformance.draft_trees import (
     linked,
 )
 from shared.conformance.inputs import Inputs
+from tests.properties import given, settings, st
 
 EXAMPLES = {"reference": 150, "optimized": 25}
 PANELS = pytest.mark.parametrize("panel", EXAMPLES)
@@ -53,9 +52,7 @@ def ops_of(panel: str) -> Any:
 def examples(panel: str) -> Any:
     return settings(
         max_examples=EXAMPLES[panel],
-        deadline=None,
         derandomize=True,
-        suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
 
 

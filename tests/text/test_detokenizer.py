@@ -4,13 +4,12 @@ import re
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shared.scheduling.stop_conditions import check_finished
 from shared.text.detokenizer import IncrementalDetokenizer
 from shared.text.tokenizer import Tokenizer
 from shared.types import FinishLength, FinishRegex, FinishString, FinishToken, Req, SamplingParams
+from tests.properties import given, settings, st
 from tests.text.make import EOS, START, TEXTS, byte_fallback, byte_level
 
 
@@ -61,7 +60,7 @@ def cut(items: list, sizes: list[int]) -> list[list]:
 # ---- stream == whole ----
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(max_size=40), st.booleans(), st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_the_stream_is_the_text(text: str, in_bytes: bool, sizes: list[int]) -> None:
     tokenizer = byte_level()
@@ -70,7 +69,7 @@ def test_the_stream_is_the_text(text: str, in_bytes: bool, sizes: list[int]) -> 
     assert "".join(pieces) == tokenizer.decode(ids) == text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, byte_level().vocab_size - 1), max_size=60), st.integers(1, 4), st.booleans())
 def test_any_ids_give_the_same_text_in_pieces(ids: list[int], size: int, skip: bool) -> None:
     """Also ids whose bytes are no text at all."""
@@ -80,7 +79,7 @@ def test_any_ids_give_the_same_text_in_pieces(ids: list[int], size: int, skip: b
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(["▁", "▁Once", "▁a", "s", "é", ".", "你", "🙂", "\n"]), max_size=20))
 def test_a_tokenizer_with_byte_fallback(words: list[str]) -> None:
     tokenizer = byte_fallback()
@@ -295,7 +294,7 @@ def test_a_regex_cuts_from_the_beginning_of_its_match() -> None:
     assert pieces == list("abc 123.")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.text(alphabet="ab🙂 ", max_size=30),
     st.lists(st.text(alphabet="ab🙂 ", min_size=1, max_size=4), min_size=1, max_size=3),
