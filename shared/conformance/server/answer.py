@@ -36,6 +36,7 @@ class Answer:
     raw: Any
     prompt_tokens: tuple[str, ...] = ()
     prompt_top_logprobs: tuple[Top | None, ...] | None = None
+    prompt_token_ids: tuple[int | None, ...] = ()  # of the entries that `echo` gives
     index: int = 0
 
 
@@ -83,6 +84,7 @@ def read_answer(
             raw=raw,
             prompt_tokens=tuple(entry.token for entry in prompt or ()),
             prompt_top_logprobs=prompt_tops,
+            prompt_token_ids=tuple(entry.token_id for entry in prompt or ()),
             index=int(choice.get("index") or 0),
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shared.conformance.server.client import Malformed, Refused, Server, Unreachable
+from shared.conformance.server.client import Answer, Malformed, Refused, Server, Unreachable
 from shared.conformance.server.tolerance import TABLE, Tolerance
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Status = Literal["holds", "fails", "not offered", "near tie"]
 GROUPS = ("api", "scoring", "dependence", "streaming", "sampling", "semantics")
-MODULES = ("scoring", "dependence", "sampling", "semantics")
+MODULES = ("scoring", "dependence", "streaming", "sampling", "semantics", "refusals")
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Context:
     progress: Callable[[str], None] = lambda text: None
     tolerance: Tolerance = TABLE["float32"]
     dtype: str = "float32"
+    answers: list[Answer] = field(default_factory=list)  # of the prompts, greedily, once asked for
 
     def prompt_of(self, ids: Sequence[int]) -> str | list[int]:
         """A prompt as this server takes it: token ids where it offers them, otherwise their text."""

@@ -1,0 +1,128 @@
+"""What kind of fault explains log-probabilities that are wrong: the pattern of the errors often tells."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shared.conformance.server.scored import Scored
+from shared.conformance.server.tolerance import Tolerance
+
+TEMPERATURES = (
+    0.1,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.6,
+    0.7,
+    0.8,
+    0.9,
+    1.1,
+    1.2,
+    1.25,
+    1.3,
+    1.4,
+    1.5,
+    1.75,
+    2.0,
+    2.5,
+    3.0,
+)
+SHIFTS = (1, -1, 2, -2)
+DIGITS = (0, 1, 2)
+LEAST = 5  # positions that a pattern must explain
+
+
+def diagnose(text: Scored, rows: np.ndarray, tolerance: Tolerance) -> str:
+    """One sentence, or nothing where no pattern fits. `rows`: the reference's log-probabilities of
+    `text.ids`, [len, vocab_size]."""
+    if len(text.positions) < LEAST:
+        return ""
+    for found in (_shift(text, rows), _temperature(text, rows), _unit(text), _constant(text), _digits(text)):
+        if found:
+            return found
+    return _region(text, tolerance)
+
+
+def _explains(text: Scored, values: np.ndarray, where: np.ndarray | None = None) -> bool:
+    """Whether these values come ten times as close to the server's as the reference's do."""
+    where = np.ones(len(values), dtype=bool) if where is None else where
+    if where.sum() < LEAST:
+        return False
+    error = np.nan_to_num(np.abs(text.actual - values)[where], nan=1e9, posinf=1e9)
+    own = np.minimum(text.errors[where], 1e9)
+    return bool(np.median(error) < np.median(own) / 10 and error.mean() < own.mean() / 3)
+
+
+def _shift(text: Scored, rows: np.ndarray) -> str:
+    positions, ids = np.array(text.positions), np.array(text.ids)
+    for shift in SHIFTS:
+        other = positions + shift
+        inside = (other >= 1) & (other < len(ids))
+        clipped = other.clip(1, len(ids) - 1)
+        of_row = rows[clipped - 1, list(text.token_ids)]
+        of_token = rows[clipped - 1, ids[clipped]]
+        where = f"{abs(shift)} position{'s' * (abs(shift) > 1)} {'later' if shift > 0 else 'earlier'}"
+        if _explains(text, of_token, inside):
+            return f"wrong position: each value is that of the token {where}"
+        if _explains(text, of_row, inside):
+            return f"wrong position: each value is from the logits {where}"
+    return ""
+
+
+def _temperature(text: Scored, rows: np.ndarray) -> str:
+    chosen = rows[np.array(text.positions) - 1]
+    for temperature in TEMPERATURES:
+        scaled = chosen / temperature
+        total = np.log(np.exp(scaled).sum(axis=-1))
+        values = scaled[np.arange(len(total)), list(text.token_ids)] - total
+        if _explains(text, values):
+            return f"softmax temperature: the values are those of temperature {temperature:g}"
+    return ""
+
+
+def _unit(text: Scored) -> str:
+    if _explains(text, text.expected / np.log(10)):
+        return "the logarithms have base 10"
+    if _explains(text, np.exp(text.expected)):
+        return "the values are probabilities, not their logarithms"
+    return ""
+
+
+def _constant(text: Scored) -> str:
+    """A normaliser over too many or too few tokens shifts every value alike."""
+    if not np.isfinite(text.actual).all():
+        return ""
+    offset = float(np.median(text.actual - text.expected))
+    if _explains(text, text.expected + offset):
+        return f"every value is off by {offset:+.3g}: the softmax sums over other tokens than the vocabulary"
+    return ""
+
+
+def _digits(text: Scored) -> str:
+    if not np.isfinite(text.actual).all():
+        return ""
+    for digits in DIGITS:
+        if np.allclose(text.actual, text.actual.round(digits), atol=1e-9):
+            return f"the values are rounded to {digits} digits behind the point"
+    return ""
+
+
+def _region(text: Scored, tolerance: Tolerance) -> str:
+    """Right up to a position and wrong behind it: K and V of earlier tokens are wrong from there."""
+    positions = np.array(text.positions)
+    beyond = positions[text.beyond(tolerance)]
+    if not len(beyond):
+        return ""
+    first, last = int(beyond.min()), int(beyond.max())
+    share = len(beyond) / max(int((positions >= first).sum()), 1)
+    if int((positions < first).sum()) >= LEAST and share > 0.25:
+        return (
+            f"stale page or chunk border: right before position {first} and wrong from there, as if K and V "
+            "of earlier tokens were those of another text"
+        )
+    if int((positions > last).sum()) >= LEAST and last > first:
+        return f"only positions {first} to {last} are wrong: those of one page or chunk"
+    if np.median(text.errors) > 0.5:
+        return "most values are wrong: another model, other weights or another tokenizer than --model"
+    return ""

@@ -1,0 +1,156 @@
+"""What a run found, on a terminal and as JSON: one verdict, a table by group, failures with evidence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shared.conformance.server.capabilities import Offers
+from shared.conformance.server.checks import GROUPS, Finding, Result
+
+STYLES = {"holds": "green", "fails": "bold red", "near tie": "yellow", "not offered": "dim"}
+HIDDEN = ("by position", "histogram")  # for plots
+CURVE = " .:-=+*#%@"
+
+
+@dataclass(frozen=True)
+class Report:
+    """`facts`: what was checked, how. `num_chosen`: checks that should run; fewer ran if the server died."""
+
+    facts: dict[str, str]
+    offers: Offers
+    results: Sequence[Result]
+    num_chosen: int
+
+    @property
+    def failing(self) -> list[Result]:
+        return [result for result in self.results if result.status == "fails"]
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        ran = [result for result in self.results if result.status != "not offered"]
+        missing = self.num_chosen - len(self.results)
+        end = f"; {missing} checks did not run: the server is gone" if missing else ""
+        if self.failing:
+            names = ", ".join(result.check.name for result in self.failing)
+            return f"{len(self.failing)} of {len(ran)} checks fail: {names}{end}"
+        if not ran:
+            return f"nothing could be checked{end}"
+        num_cases = sum(result.num_cases for result in ran)
+        return f"the server agrees with the reference: {len(ran)} checks hold, in {num_cases:,} cases{end}"
+
+    @property
+    def exit_status(self) -> int:
+        """0: every check holds; 1: one fails, or the server died; 2: nothing could be checked."""
+        if self.failing or self.num_chosen > len(self.results):
+            return 1
+        return 0 if any(result.status != "not offered" for result in self.results) else 2
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.sentence,
+            "exit_status": self.exit_status,
+            "facts": self.facts,
+            "offers": asdict(self.offers),
+            "checks": [
+                {
+                    "name": result.check.name,
+                    "sentence": result.check.sentence,
+                    "status": result.status,
+                    "num_cases": result.num_cases,
+                    "findings": [asdict(finding) for finding in result.findings],
+                }
+                for result in self.results
+            ],
+        }
+
+
+def print_report(report: Report) -> None:
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    console.print(Text(report.sentence, "bold red" if report.exit_status else "green"))
+    console.print(Text(", ".join(f"{name} {value}" for name, value in report.facts.items()), "dim"))
+    table = Table()
+    for name in ("group", "holds", "near tie", "not offered", "fails"):
+        table.add_column(name, justify="left" if name == "group" else "right")
+    for group in GROUPS:
+        found = [result.status for result in report.results if result.check.group == group]
+        if found:
+            counts = [found.count(status) for status in ("holds", "near tie", "not offered", "fails")]
+            table.add_row(group, *(str(count) if count else "" for count in counts))
+    console.print(table)
+    for line in error_lines(report.results):
+        console.print(Text(line))
+    for result in report.results:
+        if result.status == "not offered":
+            reason = result.findings[0].what
+            console.print(Text(f"not offered  {result.check.name}: {reason}", "dim"))
+    for result in report.results:
+        if result.status == "near tie":
+            ties = [finding for finding in result.findings if finding.status == "near tie"]
+            console.print(Text(f"near tie     {result.check.name}: {len(ties)}, {ties[0].what}", "yellow"))
+    for result in report.failing:
+        console.print()
+        console.print(Text(result.check.name, "bold red"))
+        console.print(Padding(Text(result.check.sentence), (0, 2)))
+        failures = [finding for finding in result.findings if finding.status == "fails"]
+        for label, value in failure_rows(failures[0]):
+            console.print(Padding(Text.assemble((f"{label}  ", "dim"), value), (0, 2)))
+        if len(failures) > 1:
+            console.print(Padding(Text(f"and {len(failures) - 1} more findings"), (0, 2)))
+        if result.check.why:
+            console.print(Padding(Text(result.check.why, "dim"), (0, 2)))
+
+
+def failure_rows(finding: Finding) -> list[tuple[str, str]]:
+    """(label, text) of what a reader needs of a failing finding."""
+    rows = [("what", finding.what)]
+    if finding.expected is not None or finding.actual is not None:
+        rows += [("expected", short(finding.expected)), ("got", short(finding.actual))]
+    rows += [(name, short(value)) for name, value in finding.evidence.items() if name not in HIDDEN]
+    return rows
+
+
+def short(value: Any, length: int = 240) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def error_lines(results: Sequence[Result]) -> list[str]:
+    """For each check that scored tokens: its errors, and the largest by position as a row of characters."""
+    lines = []
+    for result in results:
+        for finding in result.findings:
+            curve = finding.evidence.get("by position")
+            if curve:
+                mean, largest = finding.evidence["mean error"], finding.evidence["largest error"]
+                lines.append(
+                    f"{result.check.name:<22} mean error {mean:.1e}, largest {largest:.1e}, "
+                    f"positions {curve[0][0]} to {curve[-1][0]}  [{_characters(curve)}]"
+                )
+    return lines
+
+
+def _characters(curve: Sequence[Sequence[float]], width: int = 32) -> str:
+    """The largest error of each of `width` ranges of positions: a blank is below 1e-6, @ above 1."""
+    import math
+
+    first, last = curve[0][0], curve[-1][0]
+    largest: dict[int, float] = {}
+    for position, _, error in curve:
+        column = int((position - first) * (width - 1) / max(last - first, 1))
+        largest[column] = max(largest.get(column, 0.0), error)
+    levels = len(CURVE) - 1
+    return "".join(
+        CURVE[min(max(round((math.log10(max(largest.get(i, 0.0), 1e-12)) + 6) * levels / 6), 0), levels)]
+        for i in range(width)
+    )
