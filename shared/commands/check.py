@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from shared.commands import bench_run
 from shared.commands.check_kernel import check_kernel
+from shared.commands.check_server import check_server
 
 if TYPE_CHECKING:
     from shared.conformance.clause import Clause
@@ -35,6 +36,7 @@ class WhatIsChecked(TyperGroup):
 
 app = typer.Typer(cls=WhatIsChecked, help="Hold an implementation to the reference.")
 app.command("kernel")(check_kernel)
+app.command("server")(check_server)
 
 
 @app.command("component")

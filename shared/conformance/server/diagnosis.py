@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from shared.conformance.server.scored import Scored
@@ -38,23 +40,39 @@ def diagnose(text: Scored, rows: np.ndarray, tolerance: Tolerance) -> str:
     `text.ids`, [len, vocab_size]."""
     if len(text.positions) < LEAST:
         return ""
-    for found in (_shift(text, rows), _temperature(text, rows), _unit(text), _constant(text), _digits(text)):
-        if found:
-            return found
-    return _region(text, tolerance)
+    patterns = (
+        _shift(text, rows, tolerance),
+        _temperature(text, rows, tolerance),
+        _unit(text, tolerance),
+        _constant(text, tolerance),
+        _digits(text),
+        _region(text, tolerance),
+    )
+    return next(filter(None, patterns), "")
 
 
-def _explains(text: Scored, values: np.ndarray, where: np.ndarray | None = None) -> bool:
-    """Whether these values come ten times as close to the server's as the reference's do."""
+def is_other_model(texts: Sequence[Scored]) -> bool:
+    """Errors of this size in most tokens, without a pattern."""
+    return bool(np.median(np.concatenate([text.errors for text in texts])) > 0.5)
+
+
+def _explains(
+    text: Scored, values: np.ndarray, tolerance: Tolerance, where: np.ndarray | None = None
+) -> bool:
+    """Whether the server's values are these and not the reference's: as exactly as the format allows, or
+    nearly, with a twentieth of the errors."""
     where = np.ones(len(values), dtype=bool) if where is None else where
     if where.sum() < LEAST:
         return False
     error = np.nan_to_num(np.abs(text.actual - values)[where], nan=1e9, posinf=1e9)
     own = np.minimum(text.errors[where], 1e9)
-    return bool(np.median(error) < np.median(own) / 10 and error.mean() < own.mean() / 3)
+    medians, means = (np.median(error), np.median(own)), (error.mean(), own.mean())
+    is_near = medians[0] < medians[1] / 20 and means[0] < means[1] / 8
+    is_exact = medians[0] < 3 * tolerance.typical_error and means[0] < 3 * tolerance.mean_error
+    return bool(is_near or (is_exact and medians[0] < medians[1] / 4 and means[0] < means[1] / 3))
 
 
-def _shift(text: Scored, rows: np.ndarray) -> str:
+def _shift(text: Scored, rows: np.ndarray, tolerance: Tolerance) -> str:
     positions, ids = np.array(text.positions), np.array(text.ids)
     for shift in SHIFTS:
         other = positions + shift
@@ -63,38 +81,38 @@ def _shift(text: Scored, rows: np.ndarray) -> str:
         of_row = rows[clipped - 1, list(text.token_ids)]
         of_token = rows[clipped - 1, ids[clipped]]
         where = f"{abs(shift)} position{'s' * (abs(shift) > 1)} {'later' if shift > 0 else 'earlier'}"
-        if _explains(text, of_token, inside):
+        if _explains(text, of_token, tolerance, inside):
             return f"wrong position: each value is that of the token {where}"
-        if _explains(text, of_row, inside):
+        if _explains(text, of_row, tolerance, inside):
             return f"wrong position: each value is from the logits {where}"
     return ""
 
 
-def _temperature(text: Scored, rows: np.ndarray) -> str:
+def _temperature(text: Scored, rows: np.ndarray, tolerance: Tolerance) -> str:
     chosen = rows[np.array(text.positions) - 1]
     for temperature in TEMPERATURES:
         scaled = chosen / temperature
         total = np.log(np.exp(scaled).sum(axis=-1))
         values = scaled[np.arange(len(total)), list(text.token_ids)] - total
-        if _explains(text, values):
+        if _explains(text, values, tolerance):
             return f"softmax temperature: the values are those of temperature {temperature:g}"
     return ""
 
 
-def _unit(text: Scored) -> str:
-    if _explains(text, text.expected / np.log(10)):
+def _unit(text: Scored, tolerance: Tolerance) -> str:
+    if _explains(text, text.expected / np.log(10), tolerance):
         return "the logarithms have base 10"
-    if _explains(text, np.exp(text.expected)):
+    if _explains(text, np.exp(text.expected), tolerance):
         return "the values are probabilities, not their logarithms"
     return ""
 
 
-def _constant(text: Scored) -> str:
+def _constant(text: Scored, tolerance: Tolerance) -> str:
     """A normaliser over too many or too few tokens shifts every value alike."""
     if not np.isfinite(text.actual).all():
         return ""
     offset = float(np.median(text.actual - text.expected))
-    if _explains(text, text.expected + offset):
+    if _explains(text, text.expected + offset, tolerance):
         return f"every value is off by {offset:+.3g}: the softmax sums over other tokens than the vocabulary"
     return ""
 
@@ -123,6 +141,4 @@ def _region(text: Scored, tolerance: Tolerance) -> str:
         )
     if int((positions > last).sum()) >= LEAST and last > first:
         return f"only positions {first} to {last} are wrong: those of one page or chunk"
-    if np.median(text.errors) > 0.5:
-        return "most values are wrong: another model, other weights or another tokenizer than --model"
     return ""

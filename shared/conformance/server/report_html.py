@@ -105,9 +105,9 @@ def _plots(result: Result, finding: Finding) -> str:
         return ""
     name = escape(result.check.name)
     return (
-        f"<figure>{by_position(curve)}<figcaption>{name}: largest (line) and mean (dots) error by position, in "
-        f"nats</figcaption></figure><figure>{distribution(histogram)}<figcaption>{name}: number of tokens by "
-        "error</figcaption></figure>"
+        f"<figure>{by_position(curve)}<figcaption>{name}: largest (line) and mean (dots) error by position, "
+        f"in nats</figcaption></figure><figure>{distribution(histogram)}<figcaption>{name}: tokens "
+        "by error</figcaption></figure>"
     )
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from shared.conformance.server.answer import Answer
 from shared.conformance.server.checks import Context, Finding, Status, check
-from shared.conformance.server.diagnosis import diagnose
+from shared.conformance.server.diagnosis import diagnose, is_other_model
 from shared.conformance.server.scored import Scored, judge, score
+from shared.conformance.server.tolerance import TABLE
 
 NUM_TOP = 5
 NUM_PREFIXES = 12  # of one prompt, where each position costs a request
@@ -160,11 +161,28 @@ def verdict(context: Context, texts: Sequence[Scored], what: str) -> Finding:
         return Finding("holds", f"log-probabilities of {what}", evidence=evidence, num_cases=found.num)
     if found.worst is None:
         return Finding("fails", f"{what}: {found.reasons[0]}")
-    why = diagnose(found.worst, context.oracle.logprobs(found.worst.ids), context.tolerance)
+    why = _why(texts, found.worst, context)
     worst = found.evidence["worst token"]
     sentence = f"log-probabilities of {what}: {'; '.join(found.reasons)}" + (f". {why}" if why else "")
     evidence["worst text"] = context.oracle.tokenizer.decode(found.worst.ids)[:400]
     return Finding("fails", sentence, worst["expected"], worst["actual"], evidence, found.num)
+
+
+def _why(texts: Sequence[Scored], worst: Scored, context: Context) -> str:
+    """The diagnosis of the worst text, or of another one with a pattern. Errors as a format with fewer bits
+    has them are the likeliest to come from it."""
+    wrong = [text for text in texts if len(text.positions) and text.beyond(context.tolerance).any()]
+    for text in (worst, *wrong):
+        if why := diagnose(text, context.oracle.logprobs(text.ids), context.tolerance):
+            return why
+    if is_other_model([text for text in texts if len(text.positions)]):
+        return "most values are wrong: another model, other weights or another tokenizer than --model"
+    for name, limits in TABLE.items():
+        if limits.mean_error > context.tolerance.mean_error and not judge(texts, limits).reasons:
+            return (
+                f"errors of this size are those of {name}: if the server computes in it, give --dtype {name}"
+            )
+    return ""
 
 
 def answers(context: Context) -> Iterator[tuple[list[int], Answer]]:
