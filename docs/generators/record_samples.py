@@ -57,6 +57,7 @@ SAMPLES = {
     '\'{"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_tokens": 3, "stream": true}\'',
     "http-error": f"curl -s {SERVER}/v1/completions {JSON} "
     '\'{"prompt": "Hello", "temp": 0}\' | python -m json.tool',
+    "http-check-server": f"diptych check server {SERVER} --model tiny-dense --dtype float32",
     "http-responses": f"curl -s {SERVER}/v1/responses {JSON} "
     '\'{"input": "What is 12 + 30?", "temperature": 0}\' | python -m json.tool',
     "http-messages": f"curl -s {SERVER}/v1/messages {JSON} "

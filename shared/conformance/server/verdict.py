@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from shared.conformance.server.checks import GROUPS, Finding, Result
 
 STYLES = {"holds": "green", "fails": "bold red", "near tie": "yellow", "not offered": "dim"}
 HIDDEN = ("by position", "histogram")  # for plots
-CURVE = " .:-=+*#%@"
+CURVE = "_.:-=+*#%@"
 
 
 @dataclass(frozen=True)
@@ -134,16 +135,14 @@ def error_lines(results: Sequence[Result]) -> list[str]:
             if curve:
                 mean, largest = finding.evidence["mean error"], finding.evidence["largest error"]
                 lines.append(
-                    f"{result.check.name:<22} mean error {mean:.1e}, largest {largest:.1e}, "
-                    f"positions {curve[0][0]} to {curve[-1][0]}  [{_characters(curve)}]"
+                    f"{result.check.name:<20} mean error {mean:.1e}, largest {largest:.1e} "
+                    f"[{_characters(curve)}]"
                 )
     return lines
 
 
-def _characters(curve: Sequence[Sequence[float]], width: int = 32) -> str:
-    """The largest error of each of `width` ranges of positions: a blank is below 1e-6, @ above 1."""
-    import math
-
+def _characters(curve: Sequence[Sequence[float]], width: int = 24) -> str:
+    """The largest error of each of `width` ranges of positions: _ is below 1e-6, @ about 1 or more."""
     first, last = curve[0][0], curve[-1][0]
     largest: dict[int, float] = {}
     for position, _, error in curve:
