@@ -1,0 +1,183 @@
+"""Whether sampled tokens follow the exact distribution, from few requests: every position of every answer is
+one draw from its own distribution, given the tokens before it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.conformance.server.tolerance import Tolerance
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+NUM_BINS = 10
+ALPHA = 1e-7
+"""A correct server fails one chi-square test in ten million. A run has about ten of them, so 50 runs raise a
+false alarm with a probability of 5e-5. With 400 draws, a server is found if a fifth of them are in other
+bins."""
+MIN_DRAWS = 100  # ten in each bin
+ROUNDED_SHARE = 0.03
+"""Of the draws that may be outside the filters by more than the typical error, in formats whose errors have
+outliers: tokens at the border of a filter have little of the probability, and few borders are close."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The sampling of a request, by the names of the API. `counted`: whose tokens penalties count; empty: the
+    generated ones, as in OpenAI's formula, and for repetition_penalty the prompt's too, as in Hugging Face
+    transformers."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    counted: Literal["", "prompt and output", "output"] = ""
+
+    def body(self) -> dict[str, Any]:
+        """Fields that differ from the default; temperature and top_p always, as servers have other ones."""
+        found: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
+        for name in ("top_k", "min_p", "presence_penalty", "frequency_penalty"):
+            if getattr(self, name):
+                found[name] = getattr(self, name)
+        if self.repetition_penalty != 1.0:
+            found["repetition_penalty"] = self.repetition_penalty
+        if self.logit_bias:
+            found["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one position may give, with log-probabilities off by the tolerance. `share`: probability before
+    any filter. `sure`: kept by every filter in any case. `possible`: kept in some case."""
+
+    share: Floats
+    sure: Bools
+    possible: Bools
+    changed: Bools  # tokens that a penalty or a bias changes
+
+
+def choice_at(
+    logits: Floats, asked: Asked, prompt: Sequence[int], output: Sequence[int], tol: float
+) -> Choice:
+    """`logits`: [vocab], of the model. `tol`: by how much a server's may differ."""
+    size = len(logits)
+    repeated = _counts(output if asked.counted == "output" else [*prompt, *output], size) > 0
+    scores = np.where(logits > 0, logits / asked.repetition_penalty, logits * asked.repetition_penalty)
+    scores = np.where(repeated, scores, logits).astype(np.float64)
+    counts = _counts([*prompt, *output] if asked.counted == "prompt and output" else output, size)
+    scores -= asked.frequency_penalty * counts + asked.presence_penalty * (counts > 0)
+    changed = (counts > 0) & bool(asked.frequency_penalty or asked.presence_penalty)
+    changed |= repeated & (asked.repetition_penalty != 1.0)
+    for token, bias in asked.logit_bias.items():
+        scores[token] += bias
+        changed[token] = True
+    scores = scores / asked.temperature
+    scores = scores - scores.max()
+    share = np.exp(scores)
+    share /= share.sum()
+    slack = 2 * tol / asked.temperature
+    sure, possible = np.ones(size, bool), np.ones(size, bool)
+    order = np.argsort(-scores, kind="stable")
+    if 0 < asked.top_k < size:
+        last, next_one = scores[order[asked.top_k - 1]], scores[order[asked.top_k]]
+        sure &= scores > next_one + slack
+        possible &= scores >= last - slack
+    if asked.top_p < 1.0:
+        before = np.empty(size)
+        before[order] = np.cumsum(share[order]) - share[order]
+        # A mass m of a softmax moves by at most m (e^slack - 1) when scores move by `slack`.
+        mass = asked.top_p * math.expm1(slack) + 1e-6
+        # Equal tokens may be in any order: a token's place is uncertain by those within the slack.
+        ranked = scores[order]
+        ahead = np.searchsorted(-ranked, -(scores + slack), side="left")
+        behind = np.searchsorted(-ranked, -(scores - slack), side="right") - 1
+        sums = np.concatenate([[0.0], np.cumsum(share[order])])
+        sure &= sums[behind] < asked.top_p - mass
+        possible &= sums[ahead] < asked.top_p + mass
+    if asked.min_p > 0.0:
+        sure &= scores > math.log(asked.min_p) + slack
+        possible &= scores >= math.log(asked.min_p) - slack
+    possible[order[0]] = True
+    return Choice(share, sure, possible, changed)
+
+
+def _counts(ids: Sequence[int], size: int) -> NDArray[np.int64]:
+    return np.bincount(np.asarray(ids, dtype=np.int64), minlength=size)
+
+
+@dataclass
+class Draws:
+    """Positions in [0, 1) of the drawn tokens within their distributions: uniform if the server samples from
+    them. Tokens are ordered by probability, those that a penalty or bias changes first."""
+
+    rng: random.Random
+    tolerance: Tolerance
+    excluded: frozenset[int] = frozenset()  # end tokens: an answer that ends does not report them
+    places: list[float] = field(default_factory=list)
+    impossible: list[dict[str, Any]] = field(default_factory=list)
+    num_left_out: int = 0
+
+    @property
+    def tol(self) -> float:
+        """Of one log-probability."""
+        return self.tolerance.typical_error if self.tolerance.outliers else self.tolerance.max_error
+
+    @property
+    def too_many_impossible(self) -> bool:
+        share = ROUNDED_SHARE if self.tolerance.outliers else 0.0
+        return len(self.impossible) > share * (len(self.places) + len(self.impossible) + self.num_left_out)
+
+    def add(self, logits: Floats, asked: Asked, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """All tokens of an answer. `logits`: [len(output), vocab], row i before output[i]."""
+        for i, token in enumerate(output):
+            choice = choice_at(logits[i], asked, prompt, output[:i], self.tol)
+            if not choice.possible[token]:
+                self.impossible.append(
+                    {
+                        "position": i,
+                        "token": int(token),
+                        "probability": float(choice.share[token]),
+                        **asked.body(),
+                    }
+                )
+                continue
+            sure = choice.sure.copy()
+            sure[list(self.excluded)] = False
+            if not sure[token]:
+                self.num_left_out += 1  # an end token, or one on the border of a filter
+                continue
+            self.places.append(self._place(choice, sure, token))
+
+    def _place(self, choice: Choice, sure: Bools, token: int) -> float:
+        """Given that the token is one of `sure`, which only tokens before it decide."""
+        share = np.where(sure, choice.share, 0.0)
+        share /= share.sum()
+        order = np.lexsort((-share, ~choice.changed))
+        rank = int(np.flatnonzero(order == token)[0])
+        below = float(share[order[:rank]].sum())
+        return min(below + self.rng.random() * float(share[token]), 1.0 - 1e-12)
+
+    def p_value(self) -> float:
+        """Of the chi-square test that the places are uniform."""
+        import torch
+
+        from shared.conformance.chi_square import p_value
+
+        bins = torch.tensor([int(place * NUM_BINS) for place in self.places])
+        return p_value(bins, [1 / NUM_BINS] * NUM_BINS)
+
+    def counts(self) -> list[int]:
+        """Draws in each bin."""
+        return [int(num) for num in np.histogram(self.places, NUM_BINS, (0.0, 1.0))[0]]
