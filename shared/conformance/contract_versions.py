@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import sys
+from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,13 +71,16 @@ def older_than_current(component: str, written_for: str) -> str | None:
 
 
 def surface_of(component: str) -> dict[str, dict[str, str]]:
-    """The interface and the clauses of a component as they are now."""
+    """The interface and the clauses of a component as they are now. The interface: methods with their
+    parameters, and the fields of the types that are defined beside it."""
     from shared.conformance.suite import clauses_of
     from shared.engine.component_check import interface_of
 
     interface = interface_of(component)
     classes = interface if isinstance(interface, tuple) else (interface,)
     members = {f"{cls.__name__}.{name}": text for cls in classes for name, text in _members(cls).items()}
+    for module in {cls.__module__: None for cls in classes}:
+        members |= _types(module)
     return {"interface": members, "clauses": {each.name: _digest(each) for each in clauses_of(component)}}
 
 
@@ -92,7 +97,7 @@ def reasons_for_major(old: dict[str, str], new: dict[str, str]) -> list[str]:
     for name, text in old.items():
         if name not in new:
             reasons += [] if _is_abstract(text) else [f"{name}, which implementations inherit, is gone"]
-        elif _parameters(text) != _parameters(new[name]):
+        elif _parameters(text) != _parameters(new[name]) and not _is_extended_type(name, text, new[name]):
             reasons.append(f"{name} takes {_parameters(new[name])}, not {_parameters(text)}")
         elif _is_abstract(new[name]) and not _is_abstract(text):
             reasons.append(f"{name} has become abstract")
@@ -106,18 +111,37 @@ def _members(cls: type) -> dict[str, str]:
         function = value.fget if isinstance(value, property) else value
         is_of_diptych = str(getattr(function, "__module__", "")).startswith("shared.")
         if inspect.isroutine(function) and is_of_diptych and (name == "__init__" or name[0] != "_"):
-            signature = inspect.signature(function)
-            bare = [
-                each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()
-            ]
-            text = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+            text = _bare(inspect.signature(function))
             is_abstract = name in getattr(cls, "__abstractmethods__", ())
             found[name] = f"abstract {text}" if is_abstract else text
     return found
 
 
+def _types(module: str) -> dict[str, str]:
+    """Dataclasses and named tuples that a module defines, with their fields."""
+    own = {name: cls for name, cls in vars(sys.modules[module]).items() if inspect.isclass(cls)}
+    return {
+        name: _bare(inspect.signature(cls))
+        for name, cls in own.items()
+        if cls.__module__ == module and (is_dataclass(cls) or hasattr(cls, "_fields"))
+    }
+
+
+def _bare(signature: inspect.Signature) -> str:
+    """Without types."""
+    names = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    return str(signature.replace(parameters=names, return_annotation=inspect.Signature.empty))
+
+
 def _is_abstract(text: str) -> bool:
     return text.startswith("abstract ")
+
+
+def _is_extended_type(name: str, old: str, new: str) -> bool:
+    """Whether a type has more fields at its end, each with a default. A new parameter of a method is
+    different: its callers may use it."""
+    added = new[len(old) - 1 : -1].split(", ")
+    return "." not in name and new.startswith(old[:-1]) and all("=" in each for each in added if each)
 
 
 def _parameters(text: str) -> str:

@@ -25,6 +25,7 @@ INTERFACE = {
     "Cache.match": "abstract (self, key)",
     "Cache.evict": "abstract (self, n)",
     "Cache.size": "(self)",
+    "Match": "(slots, node)",
 }
 
 
@@ -54,10 +55,24 @@ def test_versions_go_up_and_each_says_what_it_changes(component: str) -> None:
             {"Cache.match": "abstract (self, key, limit=None)"},
             ["Cache.match takes (self, key, limit=None), not (self, key)"],
         ),
+        ({"Match": "(slots, node, hits=0, used=None)"}, []),
+        ({"Match": "(slots, node, hits)"}, ["Match takes (slots, node, hits), not (slots, node)"]),
+        ({"Match": "(slots, leaf)"}, ["Match takes (slots, leaf), not (slots, node)"]),
         ({"Cache.match": None}, []),
         ({"Cache.size": None}, ["Cache.size, which implementations inherit, is gone"]),
     ],
-    ids=["method", "abstract", "default", "no default", "parameter", "not needed", "not inherited"],
+    ids=[
+        "method",
+        "abstract",
+        "default",
+        "no default",
+        "parameter",
+        "fields",
+        "no default of a field",
+        "field",
+        "not needed",
+        "not inherited",
+    ],
 )
 def test_change_of_an_interface_that_needs_a_major_version(
     change: dict[str, str | None], reasons: list[str]
@@ -85,6 +100,12 @@ def test_a_changed_clause_is_noticed_and_recorded_with_its_version(record: dict[
     since = {name: since for name, (since, _) in new["clauses"].items()}
     assert {name for name, version in since.items() if version == "1.2"} == {"copies", "whole-pages"}
     assert next_record("radix_cache", True, "copies")["changes"]["2.0"] == "copies"
+
+
+def test_a_new_field_of_a_type_beside_the_interface_is_noticed(record: dict[str, Any]) -> None:
+    assert record["interface"]["MatchResult"] == "(device_indices, last_node)"
+    record["interface"]["MatchResult"] = "(device_indices)"
+    assert changed()["radix_cache"] == ["MatchResult"]
 
 
 def test_a_new_abstract_method_is_no_minor_version(record: dict[str, Any]) -> None:
