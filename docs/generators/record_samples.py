@@ -33,6 +33,10 @@ SAMPLES = {
     "check-kernel": "diptych check kernel docs/examples/my_kernels.py:rms_norm_eps_outside \\\n"
     "  --like rms_norm --case bfloat16 --no-timing",
     "check-kernel-list": "diptych check kernel --list",
+    "pytest-plugin-fails": "mkdir -p build\n"
+    "$ sed 's/= lower.lock_ref, upper/= 0, upper/' docs/examples/my_radix_cache.py > build/my_cache.py\n"
+    "$ pytest --diptych build/my_cache.py:MyRadixCache --component radix_cache \\\n"
+    "  --diptych-clause any-calls -x --disable-warnings",
     "check-stage": "diptych check --stage 05 docs/exercises/my_cache.py",
     "diff": "diptych diff --b-flags page_size=16,chunked_prefill_size=64",
     "diff-precision": "diptych diff --b-model tiny-dense-fp8",
@@ -81,7 +85,7 @@ def record(name: str, url: str) -> None:
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "96",
     }
-    command = SAMPLES[name].replace(SERVER, url)
+    command = SAMPLES[name].replace(SERVER, url).replace("\n$ ", "\n")
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=ROOT,
