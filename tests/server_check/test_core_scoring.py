@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from shared.cli import app
 from shared.conformance.server.checks import QUICK, chosen, run_checks
-from shared.conformance.server.diagnosis import diagnose, is_other_model
+from shared.conformance.server.diagnosis import diagnose, is_other_model, wrong_region
 from shared.conformance.server.oracle import Oracle
 from shared.conformance.server.scored import Scored, judge, score
 from shared.conformance.server.session import connect
@@ -86,7 +86,7 @@ def test_patterns_have_names(right: tuple[Scored, np.ndarray], tolerance: object
     for name, actual in faults.items():
         wrong = with_actual(text, actual)
         assert judge([wrong], limits).reasons, name
-        assert name in diagnose(wrong, rows, limits)
+        assert name in (diagnose(wrong, rows, limits) or wrong_region(wrong, limits))
     other = with_actual(text, -np.abs(np.random.default_rng(2).normal(size=len(text.actual)) * 9))
     assert diagnose(other, rows, limits) == ""
     assert is_other_model([other])

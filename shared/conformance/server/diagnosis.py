@@ -36,8 +36,8 @@ LEAST = 5  # positions that a pattern must explain
 
 
 def diagnose(text: Scored, rows: np.ndarray, tolerance: Tolerance) -> str:
-    """One sentence, or nothing where no pattern fits. `rows`: the reference's log-probabilities of
-    `text.ids`, [len, vocab_size]."""
+    """One sentence about all values, or nothing where no pattern fits. `rows`: the reference's
+    log-probabilities of `text.ids`, [len, vocab_size]."""
     if len(text.positions) < LEAST:
         return ""
     patterns = (
@@ -46,7 +46,6 @@ def diagnose(text: Scored, rows: np.ndarray, tolerance: Tolerance) -> str:
         _unit(text, tolerance),
         _constant(text, tolerance),
         _digits(text),
-        _region(text, tolerance),
     )
     return next(filter(None, patterns), "")
 
@@ -126,10 +125,10 @@ def _digits(text: Scored) -> str:
     return ""
 
 
-def _region(text: Scored, tolerance: Tolerance) -> str:
+def wrong_region(text: Scored, tolerance: Tolerance) -> str:
     """Right up to a position and wrong behind it: K and V of earlier tokens are wrong from there."""
-    positions = np.array(text.positions)
-    beyond = positions[text.beyond(tolerance)]
+    positions = np.unique(text.positions)
+    beyond = np.unique(np.array(text.positions)[text.beyond(tolerance)])
     if not len(beyond):
         return ""
     first, last = int(beyond.min()), int(beyond.max())

@@ -8,11 +8,12 @@ from typing import Any
 
 from shared.conformance.server.answer import Answer
 from shared.conformance.server.checks import Context, Finding, Status, check
-from shared.conformance.server.diagnosis import diagnose, is_other_model
+from shared.conformance.server.diagnosis import diagnose, is_other_model, wrong_region
 from shared.conformance.server.scored import Scored, judge, score
 from shared.conformance.server.tolerance import TABLE
 
 NUM_TOP = 5
+HALF_FORMATS = ("float16", "bfloat16")
 NUM_PREFIXES = 12  # of one prompt, where each position costs a request
 
 
@@ -163,21 +164,32 @@ def verdict(context: Context, texts: Sequence[Scored], what: str) -> Finding:
         return Finding("fails", f"{what}: {found.reasons[0]}")
     why = _why(texts, found.worst, context)
     worst = found.evidence["worst token"]
-    sentence = f"log-probabilities of {what}: {'; '.join(found.reasons)}" + (f". {why}" if why else "")
+    reasons = "; ".join(found.reasons)
+    sentence = f"log-probabilities of {what}: " + (f"{why} ({reasons})" if why else reasons)
     evidence["worst text"] = context.oracle.tokenizer.decode(found.worst.ids)[:400]
     return Finding("fails", sentence, worst["expected"], worst["actual"], evidence, found.num)
 
 
 def _why(texts: Sequence[Scored], worst: Scored, context: Context) -> str:
-    """The diagnosis of the worst text, or of another one with a pattern. Errors as a format with fewer bits
-    has them are the likeliest to come from it."""
+    """The diagnosis of the worst text, or of another one with a pattern. Errors as a half format has them are
+    likelier to come from it than from a wrong page, which makes large ones."""
     wrong = [text for text in texts if len(text.positions) and text.beyond(context.tolerance).any()]
     for text in (worst, *wrong):
         if why := diagnose(text, context.oracle.logprobs(text.ids), context.tolerance):
             return why
+    if why := _format(texts, context, HALF_FORMATS):
+        return why
+    for text in (worst, *wrong):
+        if why := wrong_region(text, context.tolerance):
+            return why
     if is_other_model([text for text in texts if len(text.positions)]):
         return "most values are wrong: another model, other weights or another tokenizer than --model"
-    for name, limits in TABLE.items():
+    return _format(texts, context, tuple(TABLE))
+
+
+def _format(texts: Sequence[Scored], context: Context, names: Sequence[str]) -> str:
+    for name in names:
+        limits = TABLE[name]
         if limits.mean_error > context.tolerance.mean_error and not judge(texts, limits).reasons:
             return (
                 f"errors of this size are those of {name}: if the server computes in it, give --dtype {name}"

@@ -149,7 +149,11 @@ def _characters(curve: Sequence[Sequence[float]], width: int = 24) -> str:
         column = int((position - first) * (width - 1) / max(last - first, 1))
         largest[column] = max(largest.get(column, 0.0), error)
     levels = len(CURVE) - 1
-    return "".join(
-        CURVE[min(max(round((math.log10(max(largest.get(i, 0.0), 1e-12)) + 6) * levels / 6), 0), levels)]
-        for i in range(width)
-    )
+    characters: list[str] = []
+    for column in range(width):
+        if column in largest:
+            level = round((math.log10(max(largest[column], 1e-12)) + 6) * levels / 6)
+            characters.append(CURVE[min(max(level, 0), levels)])
+        else:
+            characters.append(characters[-1])  # no position falls in this range
+    return "".join(characters)
