@@ -40,6 +40,7 @@ SAMPLES = {
     "check-stage": "diptych check --stage 05 docs/exercises/my_cache.py",
     "diff": "diptych diff --b-flags page_size=16,chunked_prefill_size=64",
     "diff-precision": "diptych diff --b-model tiny-dense-fp8",
+    "diff-server": f"diptych diff --a-flags quantization=int4 --b {SERVER} --dtype float32",
     "eval": "diptych eval",
     "eval-moe": "diptych eval --model tiny-moe",
     "soak": "diptych soak --seconds 20",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shared import registry
-from shared.commands import bench_run, diff_precision, launch
+from shared.commands import bench_run, diff_precision, diff_servers, launch
 from shared.commands.options import chunk_size, integers
 
 if TYPE_CHECKING:
@@ -30,14 +30,15 @@ BOTH_SIDES = ("model", "tokenizer", "load_format", "random_seed", "panel", "use"
 
 def diff(
     a: Annotated[
-        str, typer.Option("--a", metavar="PANEL|COMPONENT=IMPLEMENTATION,...", help="What to compare with.")
+        str,
+        typer.Option("--a", metavar="PANEL|COMPONENT=IMPLEMENTATION,...|URL", help="What to compare with."),
     ] = "reference",
     b: Annotated[
         str | None,
         typer.Option(
             "--b",
-            metavar="PANEL|COMPONENT=IMPLEMENTATION,...",
-            help="What is compared: optimized; attention=triton; sampler=file.py:Class,moe=reference. "
+            metavar="PANEL|COMPONENT=IMPLEMENTATION,...|URL",
+            help="What is compared: optimized; attention=triton; sampler=file.py:Class,moe=reference; a URL. "
             "Components that are not named come from the panel, by default the reference. Without --b, and "
             "without flags of a side: every optimized component that runs on the device.",
             show_default=False,
@@ -64,7 +65,9 @@ def diff(
     ] = None,
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights.")] = "auto",
     random_seed: Annotated[int, typer.Option(help="Of dummy weights and random prompts.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32, bfloat16 or float16. Servers: also fp8, q8_0 ...")
+    ] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, mps, cuda or cuda:1.")] = None,
     prompt: Annotated[
         list[str] | None,
@@ -96,6 +99,9 @@ def diff(
             help="Leave CUDA graphs on. Of the steps that they replay only logits and ids are compared.",
         ),
     ] = False,
+    api_key: Annotated[
+        str | None, typer.Option(help="For servers: sent as a bearer token.", show_default=False)
+    ] = None,
     max_kl: Annotated[
         float | None,
         typer.Option(
@@ -113,6 +119,7 @@ def diff(
 ) -> None:
     """Run A and B on the same prompts, greedily, and compare every layer and op of every token.
 
+    A side may be the URL of a server with OpenAI's API: then log-probabilities are compared.
     With another model, dtype, quantization or kv_cache_dtype on one side, both compute A's answers, and
     errors are measured instead: of each layer and op, and of the logits.
 
@@ -122,8 +129,10 @@ def diff(
     if out is not None:
         bench_run.check_folder(out)
     if b is None:
-        b = "reference" if a_flags or b_flags or a_model or b_model else runnable_components(device)
-    choices = parse_side(a), parse_side(b)
+        is_set = bool(a_flags or b_flags or a_model or b_model) or diff_servers.is_url(a)
+        b = "reference" if is_set else runnable_components(device)
+    has_server = diff_servers.is_url(a) or diff_servers.is_url(b)
+    choices = tuple({} if diff_servers.is_url(side) else parse_side(side) for side in (a, b))
     sides = [choices[0] | parse_flags(a_flags), choices[1] | parse_flags(b_flags)]
     common: dict[str, Any] = {
         "model": model,
@@ -135,12 +144,20 @@ def diff(
     for side, its_model in zip(sides, (a_model, b_model)):
         side |= {} if its_model is None else {"model": its_model}
     flags = (common | sides[0], common | sides[1])
-    if diff_precision.is_precision(*flags):
+    labels = _label(choices[0], a_flags), _label(choices[1], b_flags)
+    if has_server or diff_precision.is_precision(*flags):
         for name, is_given in (("--teacher-forced", teacher_forced), ("--strict-schedule", strict_schedule),
                                ("--graphs", graphs), ("--steps", steps is not None)):  # fmt: skip
             if is_given:
-                raise ValueError(f"{name} does not apply to two precisions or models")
-        labels = _label(choices[0], a_flags), _label(choices[1], b_flags)
+                raise ValueError(f"{name} does not apply to servers, or to two precisions or models")
+    if has_server:
+        for name, is_given in (("--max-kl", max_kl is not None), ("--ignore-eos", ignore_eos),
+                               ("--a-model and --b-model", bool(a_model or b_model))):  # fmt: skip
+            if is_given:
+                raise ValueError(f"{name} does not apply to servers")
+        status = diff_servers.diff_servers((a, b), flags, labels, prompt, raw, max_new_tokens, api_key, out)
+        raise typer.Exit(status)
+    if diff_precision.is_precision(*flags):
         status = diff_precision.diff_precision(
             flags, labels, prompt, raw, max_new_tokens, ignore_eos, max_kl, out
         )
@@ -161,8 +178,8 @@ def diff(
     )
     outcome = _run(lockstep, prompts, params, steps)
     facts = {
-        "A": _label(choices[0], a_flags),
-        "B": _label(choices[1], b_flags),
+        "A": labels[0],
+        "B": labels[1],
         "model": model,
         "dtype, device": f"{str(outcome.dtype).removeprefix('torch.')}, {engines[1].config.device}",
         "prompts": f"{len(prompts)}, at most {max_new_tokens} new tokens each, greedy"
@@ -257,13 +274,20 @@ def make_prompts(llm: LLM, texts: list[str] | None, raw: bool, seed: int) -> lis
         generator = random.Random(seed)
         size = llm.model_config.vocab_size
         return [[generator.randrange(size) for _ in range(length)] for length in RANDOM_PROMPT_LENS]
+    return encode_prompts(llm.tokenizer, texts, raw)
+
+
+def encode_prompts(tokenizer: Any, texts: list[str] | None, raw: bool) -> list[list[int]]:
+    """Token ids of the texts, else of the built-in questions."""
     texts = texts or list(QUESTIONS)
     if raw:
-        return [llm.tokenizer.encode(text) for text in texts]
-    return [llm.tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+        return [tokenizer.encode(text) for text in texts]
+    return [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
 
 
 def _label(side: dict[str, Any], flags: str) -> str:
+    if not side:
+        return "a server"
     use = (f"{component}={choice}" for component, choice in side["use"].items())
     return ", ".join([side["panel"], *use, *filter(None, [flags])])
 

@@ -112,5 +112,6 @@ def print_choices(choices: list[ChoiceTable]) -> None:
         console.print(Text(f"after {choice.before}"))
         table = Table("next token", "A", "B", "best of")
         for token, a, b, best in choice.rows:
-            table.add_row(Text(token), f"{a:.4f}", f"{b:.4f}", best)
+            shown = ("–" if p is None else f"{p:.4f}" for p in (a, b))
+            table.add_row(Text(token), *shown, best)
         console.print(table)

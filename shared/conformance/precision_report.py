@@ -30,7 +30,8 @@ class ChoiceTable(NamedTuple):
     heading: str
     place: str
     before: str  # the end of the text so far
-    rows: list[tuple[str, float, float, str]]  # token, A's and B's probability, "A", "B", "A, B" or ""
+    # Token, A's and B's probability (None: not reported), whose best it is: "A", "B", "A, B" or "".
+    rows: list[tuple[str, float | None, float | None, str]]
 
 
 def layer_rows(found: Precision) -> list[LayerRow]:
@@ -89,7 +90,7 @@ def _choice_table(
     def text_of(ids: Sequence[int]) -> str:
         return repr(tokenizer.decode(list(ids))) if tokenizer is not None else " ".join(map(str, ids))
 
-    rows = []
+    rows: list[tuple[str, float | None, float | None, str]] = []
     for row in choice.top:
         best = ", ".join(label for label, token in zip("AB", choice.best) if token == row.token_id)
         rows.append((f"{text_of([row.token_id])} ({row.token_id})", row.a, row.b, best))
@@ -156,6 +157,7 @@ STYLE = """\
   .heat td { padding: 0.25rem 0.5rem; text-align: right; }
   .heat .name { writing-mode: vertical-rl; transform: rotate(180deg); white-space: nowrap; }
   .wide code { white-space: pre; }
+  .bars { min-width: 6rem; }
   .bar { display: block; height: 0.4rem; min-width: 1px; }
   .bar.first { background: var(--first); } .bar.second { background: var(--second); }
   svg { width: 100%; max-width: 44rem; height: auto; font: 11px sans-serif; fill: currentColor; }
@@ -200,10 +202,10 @@ CHOICES = """\
 <div class="wide"><table>
 <tr><th>next token</th><th class="number">A</th><th class="number">B</th><th>best of</th><th></th></tr>
 {% for token, a, b, best in table.rows %}<tr><td><code>{{ token }}</code></td>
-<td class="number">{{ "%.4f" | format(a) }}</td><td class="number">{{ "%.4f" | format(b) }}</td>
-<td>{{ best }}</td>
-<td style="min-width: 6rem"><span class="bar first" style="width: {{ "%.1f" | format(100 * a) }}%"></span>
-<span class="bar second" style="width: {{ "%.1f" | format(100 * b) }}%"></span></td></tr>
+<td class="number">{{ "–" if a is none else "%.4f" | format(a) }}</td>
+<td class="number">{{ "–" if b is none else "%.4f" | format(b) }}</td><td>{{ best }}</td>
+<td class="bars"><span class="bar first" style="width: {{ "%.1f" | format(100 * (a or 0)) }}%"></span>
+<span class="bar second" style="width: {{ "%.1f" | format(100 * (b or 0)) }}%"></span></td></tr>
 {% endfor %}</table></div>
 {% endfor %}
 """

@@ -108,7 +108,9 @@ def test_a_model_without_tokenizer_gets_random_prompts(diptych: Diptych, tmp_pat
         (["--model", "no-such-model"], "no model 'no-such-model'"),
         (["--b-flags", "context_len=8"], "the context of 8 tokens"),
         (["--max-kl", "1"], "--max-kl needs two precisions or models"),
-        (["--b-model", "tiny-moe", "--graphs"], "--graphs does not apply to two precisions or models"),
+        (["--b-model", "tiny-moe", "--graphs"], "--graphs does not apply to servers, or to two precisions"),
+        (["--b", "http://127.0.0.1:9"], "no server answers"),
+        (["--b", "http://127.0.0.1:9", "--max-kl", "1"], "--max-kl does not apply to servers"),
         (["--b-model", "tiny-moe"], "A and B must have one model shape"),
     ],
 )
