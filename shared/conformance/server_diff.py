@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from shared.conformance.precision import run_text
@@ -139,6 +139,7 @@ class Compared:
     choice: Literal["same", "near tie", "other"]
     a: Scored
     b: Scored
+    is_answer: bool = True  # the next token is one of A's answer, not of the prompt
 
 
 @dataclass
@@ -170,8 +171,10 @@ class ServerDiff:
 
     @property
     def first_other(self) -> Compared | None:
-        """The first position whose best token is another, and no near tie."""
-        return next((one for one in self.positions if one.choice == "other"), None)
+        """The first position of A's answers whose best token is another, and no near tie; else of the
+        prompts."""
+        others = [one for one in self.positions if one.choice == "other"]
+        return min(others, key=lambda one: (not one.is_answer, one.text, one.position), default=None)
 
     @property
     def is_same(self) -> bool:
@@ -212,7 +215,8 @@ def compare_servers(
             raise ValueError(f"prompt-{number} has no answer: {error}") from None
         found.texts.append(ids)
         for position in sorted(of_a.keys() & of_b.keys()):
-            found.positions.append(compare(number, position, of_a[position], of_b[position], tolerance))
+            one = compare(number, position, of_a[position], of_b[position], tolerance)
+            found.positions.append(replace(one, is_answer=position + 1 >= len(prompt)))
         on_text(number + 1)
     return found
 

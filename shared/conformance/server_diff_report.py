@@ -34,7 +34,9 @@ def choice_tables(found: ServerDiff, tokenizer: Any) -> list[ChoiceTable]:
     """The first divergence of greedy text and the largest error, side by side."""
     tables = []
     if found.first_other is not None:
-        tables.append(_table("First other best token", found.first_other, found, tokenizer))
+        where = "A's answers" if found.first_other.is_answer else "the prompts"
+        heading = f"First other best token, in {where}"
+        tables.append(_table(heading, found.first_other, found, tokenizer))
     if found.worst is not None and found.worst.error and found.worst is not found.first_other:
         tables.append(_table("Largest error", found.worst, found, tokenizer))
     return tables

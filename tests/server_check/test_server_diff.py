@@ -101,6 +101,10 @@ def test_what_the_sentence_says() -> None:
     found = ServerDiff(EXACT, positions=[unknown, far])
     assert found.beyond == [far]
     assert found.sentence().endswith("first at position 5 of prompt-1.")
+    both = side(-0.7, t1=-0.7, t2=-3.0), side(-3.0, t1=-3.0, t2=-0.7)
+    in_prompt, in_answer = (Compared(0, i, 2.3, 0.1, "other", *both, is_answer=i > 8) for i in (2, 9))
+    assert ServerDiff(EXACT, positions=[in_prompt, in_answer]).first_other is in_answer
+    assert ServerDiff(EXACT, positions=[in_prompt]).first_other is in_prompt
 
 
 def test_texts_that_several_tokens_share_have_no_id() -> None:
