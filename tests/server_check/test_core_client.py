@@ -17,7 +17,7 @@ from shared.conformance.server.checks import QUICK, Check, Finding, Result, chos
 from shared.conformance.server.client import Refused, Server, Unreachable, join_chunks
 from shared.conformance.server.oracle import Oracle
 from shared.conformance.server.session import connect, find_rows
-from tests.server.running import serving
+from tests.server_check.local_server import LocalServer
 
 TEXT = "Mara is a baker. Mara lives in Bergen. In which city"
 
@@ -28,12 +28,11 @@ def oracle() -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def server(oracle: Oracle) -> Iterator[Server]:
-    with serving("--model", "tiny-dense") as running:
-        client = Server(running.url + "/v1/", token_ids=oracle.id_of_text)
-        client.find_model()
-        yield client
-        client.close()
+def server(correct_server: LocalServer, oracle: Oracle) -> Iterator[Server]:
+    client = Server(correct_server.url + "/v1/", token_ids=oracle.id_of_text)
+    client.find_model()
+    yield client
+    client.close()
 
 
 @pytest.fixture(scope="module")

@@ -100,10 +100,8 @@ def test_nothing_to_compare_is_no_success() -> None:
 @pytest.mark.parametrize(
     ("fault", "check", "diagnosis"),
     [
-        ("wrong position", "scoring.prompt", "wrong position"),
         ("stale page", "scoring.prompt", "right before position 17"),
         ("softmax temperature", "scoring.prompt", "temperature 0.7"),
-        ("low logprobs", "scoring.prompt", "off by -0.75"),
         ("truncated logprobs", "scoring.entries", "entries of generated tokens"),
     ],
 )
