@@ -84,6 +84,23 @@ def extend_flashinfer(
     return extend(q, *kv, table_of(indptr, indices), lens, qo_indptr, sm_scale)
 
 
+def mla(q_nope: Any, q_pe: Any, ckv: Any, kpe: Any, table: Any, lens: Any, sm_scale: float) -> Any:
+    q, k = torch.cat((q_nope, q_pe), -1), torch.cat((ckv, kpe), -1)[:, :, None]
+    return paged_decode(q, k, k, table, lens, scale=sm_scale)[..., : q_nope.shape[-1]]
+
+
+def mla_flashinfer(
+    q_nope: Any, q_pe: Any, ckv: Any, kpe: Any, indptr: Any, indices: Any, lens: Any, *, sm_scale: float
+) -> Any:
+    return mla(q_nope, q_pe, ckv, kpe, table_of(indptr, indices), lens, sm_scale)
+
+
+def flash_mla(
+    q: Any, k: Any, table: Any, lens: Any, head_dim_v: int, *, softmax_scale: float, causal: bool
+) -> Any:
+    return paged_decode(q[:, 0], k, k, table, lens, scale=softmax_scale)[:, None, :, :head_dim_v], None
+
+
 def norm_flashinfer(x: Any, weight: Any, *, eps: float) -> Any:
     return rms_norm(x, (), weight, eps)
 
@@ -131,6 +148,40 @@ def w8a8(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: torch.dtype) -> Any:
     return ((a.int() @ b.int()).float() * scale_a * scale_b).to(dtype)
 
 
+def sample_from(probs: Any, top_k: Any, top_p: Any, *, filter_apply_order: str = "joint") -> Any:
+    assert filter_apply_order == "joint"
+    ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    is_kept = torch.arange(probs.shape[1]) < top_k[:, None]
+    is_kept &= (before < top_p[:, None]) | (top_p == 1)[:, None]
+    drawn = torch.multinomial(ordered * is_kept, 1)
+    return ids.gather(1, drawn)[:, 0]
+
+
+def sample(logits: Any, temperature: Any, top_k: Any, top_p: Any) -> Any:
+    return sample_from((logits / temperature[:, None]).softmax(-1), top_k, top_p)
+
+
+def verify(draft_probs: Any, draft_ids: Any, target_probs: Any, mistake: str = "") -> Any:
+    num_rows, num_drafts, _ = draft_probs.shape
+    out = torch.full((num_rows, num_drafts + 1), -1)
+    goes_on = torch.ones(num_rows, dtype=torch.bool)
+    for i in range(num_drafts):
+        ids = draft_ids[:, i, None].long()
+        p, q = (x[:, i].gather(1, ids)[:, 0] for x in (target_probs, draft_probs))
+        accepts = torch.rand(num_rows) * (1 if mistake == "target only" else q) < p
+        if mistake == "all":
+            accepts[:] = True
+        residual = (target_probs[:, i] - draft_probs[:, i]).clamp(min=0)
+        if mistake == "no residual":
+            residual = target_probs[:, i]
+        drawn = torch.multinomial(residual + 1e-12 * target_probs[:, i], 1)[:, 0]
+        out[goes_on, i] = torch.where(accepts, ids[:, 0], drawn)[goes_on]
+        goes_on = goes_on & accepts
+    out[goes_on, num_drafts] = torch.multinomial(target_probs[:, num_drafts], 1)[goes_on, 0]
+    return out
+
+
 RIGHT = {
     ("attention.decode", "torch"): paged_decode,
     ("attention.decode", "flash-attn"): decode_flash_attn,
@@ -157,4 +208,11 @@ RIGHT = {
     ("moe", "vllm"): moe,
     ("w8a8", "torch"): w8a8,
     ("w8a8", "vllm"): w8a8,
+    ("mla.decode", "torch"): mla,
+    ("mla.decode", "flashinfer"): mla_flashinfer,
+    ("mla.decode", "flash-mla"): flash_mla,
+    ("sampler", "torch"): sample,
+    ("sampler", "flashinfer"): sample_from,
+    ("verify", "torch"): verify,
+    ("verify", "flashinfer"): verify,
 }

@@ -20,8 +20,13 @@ from tests.kernel_check.wrong import WRONG
 
 EXAMPLE = str(Path(__file__).parents[2] / "docs" / "examples" / "my_kernels.py")
 QUICK = {
-    name: tuple(case for case in LIKES[name].cases if max(case.seq_lens) < 120)[:12] + LIKES[name].cases[-1:]
-    for name in ("attention.decode", "attention.extend")
+    **{
+        name: tuple(case for case in LIKES[name].cases if max(case.seq_lens) < 120)[:10]
+        + LIKES[name].cases[-1:]
+        for name in ("attention.decode", "attention.extend")
+    },
+    "mla.decode": LIKES["mla.decode"].cases[2:4],
+    "verify": LIKES["verify"].cases[:2],
 }
 """The cases that take long are those of long sequences: `test_long_sequences_hold` has them."""
 ALL = [(like, each.library) for like, conventions in CONVENTIONS.items() for each in conventions]
@@ -55,6 +60,14 @@ def test_planted_bugs_are_found_and_named(name: str) -> None:
 def test_long_sequences_hold(like: str) -> None:
     report = check(like, "torch", RIGHT[like, "torch"])
     assert report.status == 0, [(each.case, each.failure) for each in report.failing]
+
+
+@pytest.mark.parametrize("like", ["sampler", "verify"])
+def test_sizes_of_few_draws_are_timed_without_false_alarms(like: str) -> None:
+    cases = LIKES[like].timed("cpu")[:1]
+    report = check(like, "torch", RIGHT[like, "torch"], cases)
+    assert report.status == 0, report.failing
+    assert "<svg" not in render(report)  # nothing that a plot of errors could show
 
 
 def test_windows_hold() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from docs.examples.my_kernels import paged_decode, rms_norm, rms_norm_eps_outside, rope, silu_and_mul
-from tests.kernel_check.right import add_norm, extend, moe, w8a8
+from tests.kernel_check.right import add_norm, extend, mla, moe, sample, verify, w8a8
 
 
 def heads_interleaved(q: Any, k: Any, v: Any, table: Any, lens: Any) -> Any:
@@ -132,6 +132,28 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
         lambda q, k, v, t, n, p: extend(q, k, v, t[:1].expand_as(t), n, p),
         "every request reads the pages of the first",
     ),
+    "latent scale": (
+        "mla.decode",
+        lambda a, b, k, r, t, n, s: mla(a, b, k, r, t, n, 1.0),
+        "the scale is forgotten",
+    ),
+    "latent tokens": (
+        "mla.decode",
+        lambda a, b, k, r, t, n, s: mla(a, b, k, r, t, (n - 1).clamp(min=1), s),
+        "the last token is not seen",
+    ),
+    "temperature": (
+        "sampler",
+        lambda x, t, k, p: sample(x, torch.ones_like(t), k, p),
+        "the temperature is ignored",
+    ),
+    "top-k": ("sampler", lambda x, t, k, p: sample(x, t, k * 0 + 10**6, p), "top-k is ignored"),
+    "top-k + 1": ("sampler", lambda x, t, k, p: sample(x, t, k + 1, p), "one token too many"),
+    "top-p": ("sampler", lambda x, t, k, p: sample(x, t, k, torch.ones_like(p)), "top-p is ignored"),
+    "greedy": ("sampler", lambda x, t, k, p: x.argmax(-1), "most probable token"),
+    "residual of drafts": ("verify", lambda q, i, p: verify(q, i, p, "no residual"), "not the residual"),
+    "all drafts": ("verify", lambda q, i, p: verify(q, i, p, "all"), "every draft is accepted"),
+    "no ratio": ("verify", lambda q, i, p: verify(q, i, p, "target only"), "not p / q"),
     "eps": ("rms_norm", rms_norm_eps_outside, "eps is added outside the root"),
     "no eps": ("rms_norm", lambda x, s, w, eps: rms_norm(x, s, w, 0.0), "eps is left out"),
     "layer norm": (

@@ -11,7 +11,10 @@ import torch
 from shared import registry
 from shared.conformance.attention_batches import LAYER_ID, AttentionBatch, AttentionCase, in_types
 from shared.conformance.contracts.attention.batches import DECODE, EXTEND, MIXED, paged, with_heads
+from shared.conformance.contracts.mla_attention.batches import SMALL
+from shared.conformance.inputs import Inputs, type_name
 from shared.conformance.kernels.problem import Like, Problem, Suspect
+from shared.conformance.mla_batches import MLACase
 from shared.scheduling.pages import num_pages_of
 
 BF16 = (torch.bfloat16,)
@@ -52,6 +55,33 @@ EXTENDS = (
     AttentionCase("sharp, page 16", ((90, 60),), page_size=16, scale=10.0),
 )
 
+MLA_BATCHES = (
+    *(MLACase(f"decode, page {p}", DECODE.requests, page_size=p) for p in (1, 16, 64)),
+    MLACase("one token, page 64", ((0, 1),), page_size=64),
+    MLACase("one far longer, 16 heads, page 64", ((2, 1), (259, 1), (3, 1)), page_size=64, num_qo_heads=16),
+    MLACase("around 128, 20 heads, page 16", ((126, 1), (127, 1), (128, 1)), page_size=16, num_qo_heads=20),
+)
+SMALL_SIZES: dict[str, Any] = SMALL
+SMALL_MLA = tuple(
+    replace(each, name=f"small sizes, page 16, {type_name(each.dtype)}", page_size=16, **SMALL_SIZES)
+    for each in (MLACase("", ((40, 1), (5, 1), (130, 1)), dtype=dtype) for dtype in BOTH)
+)
+
+
+def timed_mla(device: str) -> tuple[MLACase, ...]:
+    on_gpu = device == "cuda"
+    num_requests, num_heads = (16, 16) if on_gpu else (2, 4)
+    return tuple(
+        MLACase(
+            f"{num_requests} x {n} tokens",
+            ((n - 1, 1),) * num_requests,
+            page_size=64,
+            dtype=torch.bfloat16 if on_gpu else torch.float32,
+            num_qo_heads=num_heads,
+        )
+        for n in ((256, 1024, 4096) if on_gpu else (128, 512, 2048))
+    )
+
 
 def typed(batches: tuple[AttentionCase, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[AttentionCase, ...]:
     return tuple(case for batch in batches for case in in_types(batch, *dtypes))
@@ -88,18 +118,9 @@ def make_attention(case: AttentionCase, takes_scale: bool) -> Problem:
         buffer(LAYER_ID).view(-1, case.page_size, case.num_kv_heads, case.head_dim)
         for buffer in (batch.kv_pool.k_buffer, batch.kv_pool.v_buffer)
     )
-    device = batch.q.device
-    max_pages = max(num_pages_of(n, case.page_size) for n in case.seq_lens)
-    first_slots = batch.req_to_token_pool.req_to_token[batch.rows, : max_pages * case.page_size].clone()
-    dead = batch.req_to_token_pool.req_to_token[batch.rows[0], -1]
-    padded = dead.repeat(len(batch.rows), max_pages * case.page_size)
-    padded[:, : first_slots.shape[1]] = first_slots
-    table = torch.div(padded[:, :: case.page_size], case.page_size, rounding_mode="floor").to(torch.int32)
-    lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
-    starts = torch.tensor([0, *case.extend_seq_lens], device=device).cumsum(0).to(torch.int32)
     visible = [p + 1 for cached, new in case.requests for p in range(cached, cached + new)]
     row_bytes = 2 * case.num_kv_heads * case.head_dim * case.dtype.itemsize
-    tensors = {"q": batch.q, "k": k, "v": v, "page_table": table, "lens": lens, "qo_indptr": starts}
+    tensors = {"q": batch.q, "k": k, "v": v, **page_tables(batch)}
     return Problem(
         case.name,
         tensors,
@@ -114,6 +135,43 @@ def make_attention(case: AttentionCase, takes_scale: bool) -> Problem:
     )
 
 
+def page_tables(batch: AttentionBatch) -> dict[str, torch.Tensor]:
+    """page_table, padded with a page that is not live, lens and qo_indptr."""
+    case, device = batch.case, batch.q.device
+    max_pages = max(num_pages_of(n, case.page_size) for n in case.seq_lens)
+    slots = batch.req_to_token_pool.req_to_token[batch.rows, : max_pages * case.page_size]
+    dead = batch.req_to_token_pool.req_to_token[batch.rows[0], -1]
+    padded = dead.repeat(len(batch.rows), max_pages * case.page_size)
+    padded[:, : slots.shape[1]] = slots
+    return {
+        "page_table": (padded[:, :: case.page_size] // case.page_size).to(torch.int32),
+        "lens": torch.tensor(case.seq_lens, dtype=torch.int32, device=device),
+        "qo_indptr": torch.tensor([0, *case.extend_seq_lens], device=device).cumsum(0).to(torch.int32),
+    }
+
+
+def make_mla(case: MLACase, takes_scale: bool) -> Problem:
+    """q [batch, num_qo_heads, kv_lora_rank + qk_rope_head_dim], with W_k absorbed; k [num_pages, page_size,
+    1, kv_lora_rank + qk_rope_head_dim], whose first kv_lora_rank numbers are the values too."""
+    batch = case.make()
+    rank, row_size = case.kv_lora_rank, case.kv_lora_rank + case.qk_rope_head_dim
+    k = batch.kv_pool.k_buffer(LAYER_ID).view(-1, case.page_size, 1, row_size)
+    q = Inputs(case.seed + 2).normal(len(case.requests), case.num_qo_heads, row_size, dtype=case.dtype)
+    constants = {"scale": batch.layer.scale, "window": -1, "rank": rank}
+    problem = Problem(
+        case.name,
+        {"q": q, "k": k, **page_tables(batch)},
+        constants,
+        {},
+        "attention",
+        case.dtype,
+        max(case.seq_lens),
+        sum(case.seq_lens) * row_size * case.dtype.itemsize + (2 * q.numel()) * case.dtype.itemsize,
+        2.0 * case.num_qo_heads * (row_size + rank) * sum(case.seq_lens),
+    )
+    return replace(problem, expected=dense(problem))
+
+
 def _ours(batch: AttentionBatch) -> object:
     name = "optimized" if batch.q.is_cuda else "reference"
     if not hasattr(batch, "backend_and_plan"):  # planned once a step, run in every layer
@@ -125,7 +183,8 @@ def _ours(batch: AttentionBatch) -> object:
 
 def dense(problem: Problem, **change: Any) -> dict[str, torch.Tensor]:
     """Attention in float64 from the problem's own tensors, with a change for each known mistake."""
-    q, k, v = (problem[name].cpu().double() for name in "qkv")
+    q, k = problem["q"].cpu().double(), problem["k"].cpu().double()
+    v = problem["v"].cpu().double() if "v" in problem.tensors else k[..., : problem.constants["rank"]]
     table, lens = problem["page_table"].cpu().long(), problem["lens"].tolist()
     starts = problem["qo_indptr"].tolist()
     page_size, group = k.shape[1], q.shape[1] // k.shape[2]
@@ -140,7 +199,7 @@ def dense(problem: Problem, **change: Any) -> dict[str, torch.Tensor]:
         scale = q.shape[2] ** change["scale_exponent"]
     window = problem.constants["window"] + change.get("window", 0)
     has_window = problem.constants["window"] >= 0 and not change.get("no_window")
-    output = torch.zeros_like(q)
+    output = q.new_zeros(*q.shape[:2], v.shape[3])
     for i, length in enumerate(lens):
         keys, values = (x[table[i]].flatten(0, 1)[:, kv_heads] for x in (k, v))
         new = starts[i + 1] - starts[i]
@@ -189,6 +248,18 @@ DECODE_LIKE = Like(
     paged=("k", "v"),
     rows=("q", "page_table", "lens"),
     more_cases={"window": WINDOWS},
+)
+MLA_LIKE = Like(
+    "mla.decode",
+    "One new token for each request attends to latent KV rows, with W_k absorbed into the query.",
+    "tokens of the longest request",
+    typed(MLA_BATCHES, BOTH),
+    timed_mla,
+    make_mla,
+    {name: suspect for name, suspect in DECODE_LIKE.suspects.items() if "head" not in name},
+    paged=("k",),
+    rows=("q", "page_table", "lens"),
+    more_cases={"small": SMALL_MLA},
 )
 EXTEND_LIKE = Like(
     "attention.extend",

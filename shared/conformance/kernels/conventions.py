@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
-from shared.conformance.kernels.attention_likes import DECODE_LIKE, EXTEND_LIKE
+from shared.conformance.kernels.attention_likes import DECODE_LIKE, EXTEND_LIKE, MLA_LIKE
+from shared.conformance.kernels.draw_likes import SAMPLER_LIKE, VERIFY_LIKE, frequency, walk_results
 from shared.conformance.kernels.layer_likes import LAYER_LIKES
 from shared.conformance.kernels.problem import Problem
 from shared.conformance.poison import poisoned
 
-LIKES = {like.name: like for like in (DECODE_LIKE, EXTEND_LIKE, *LAYER_LIKES)}
+LIKES = {
+    like.name: like for like in (DECODE_LIKE, EXTEND_LIKE, MLA_LIKE, *LAYER_LIKES, SAMPLER_LIKE, VERIFY_LIKE)
+}
 
 
 @dataclass
@@ -129,6 +132,49 @@ def extend_flashinfer(p: Problem) -> Call:
     return Call((p["q"], (p["k"], p["v"]), p["qo_indptr"], *csr_pages(p)), kwargs)
 
 
+def _latent(p: Problem) -> tuple[torch.Tensor, ...]:
+    """q_nope, q_pe, ckv, kpe: parts of q and of the rows."""
+    rank, rows = p.constants["rank"], p["k"][:, :, 0]
+    return p["q"][..., :rank], p["q"][..., rank:], rows[..., :rank], rows[..., rank:]
+
+
+def mla_torch(p: Problem) -> Call:
+    return Call((*_latent(p), p["page_table"], p["lens"], p.constants["scale"]))
+
+
+def mla_flashinfer(p: Problem) -> Call:
+    indptr, indices, _ = csr_pages(p)
+    return Call((*_latent(p), indptr, indices, p["lens"]), {"sm_scale": p.constants["scale"]})
+
+
+def mla_flash_mla(p: Problem) -> Call:
+    kwargs = {"softmax_scale": p.constants["scale"], "causal": True}
+    return Call(
+        (p["q"][:, None], p["k"], p["page_table"], p["lens"], p.constants["rank"]),
+        kwargs,
+        results=lambda y: {"out": (y[0] if isinstance(y, tuple) else y)[:, 0]},
+    )
+
+
+def sampler_torch(p: Problem) -> Call:
+    args = (p["logits"], p["temperature"], p["top_k"], p["top_p"])
+    return Call(args, results=lambda ids: {"frequency": frequency(ids, p["logits"].shape[1])})
+
+
+def sampler_flashinfer(p: Problem) -> Call:
+    probs = (p["logits"] / p["temperature"][:, None]).softmax(-1)
+    return Call(
+        (probs, p["top_k"], p["top_p"]),
+        {"filter_apply_order": "joint"},
+        results=lambda ids: {"frequency": frequency(ids, probs.shape[1])},
+    )
+
+
+def verify_chain(p: Problem) -> Call:
+    args = (p["draft_probs"], p["draft_token_ids"], p["target_probs"])
+    return Call(args, results=lambda ids: walk_results(ids, p["target_probs"].shape[2]))
+
+
 def norm_torch(p: Problem) -> Call:
     return Call((p["x"], (p["x"].shape[-1],), p["weight"], p.constants["eps"]))
 
@@ -236,6 +282,20 @@ CONVENTIONS: dict[str, tuple[Convention, ...]] = {
                    "causal=True, sm_scale=, window_left=W) -> out", f"{_Q}, layout NHD: {_PAGES}; {_CSR}",
                    extend_flashinfer, ("q",)),
     ),
+    "mla.decode": (
+        Convention("torch", "f(q_nope, q_pe, ckv, kpe, page_table, lens, sm_scale) -> out",
+                   "q_nope, out [batch, num_qo_heads, rank], q_pe [batch, num_qo_heads, rope_dim], ckv "
+                   "[num_pages, page_size, rank], kpe [num_pages, page_size, rope_dim], page_table int32 "
+                   "[batch, max_pages], lens int32 [batch]", mla_torch, ("q",)),
+        Convention("flashinfer", "f(q_nope, q_pe, ckv_cache, kpe_cache, kv_indptr, kv_indices, kv_len_arr, "
+                   "sm_scale=) -> out", "as torch, with kv_indptr int32 [batch + 1], kv_indices int32 [live "
+                   "pages], kv_len_arr int32 [batch]", mla_flashinfer, ("q",)),
+        Convention("flash-mla", "f(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale=, "
+                   "causal=True) -> out or (out, lse)",
+                   "q [batch, 1, num_qo_heads, rank + rope_dim], k_cache [num_blocks, page_size, 1, rank + "
+                   "rope_dim], out [batch, 1, num_qo_heads, rank]",
+                   mla_flash_mla),
+    ),
     "rms_norm": (
         Convention("torch", "rms_norm(input, normalized_shape, weight, eps) -> out",
                    "input, out [num_tokens, size], weight [size]", norm_torch, ("x",)),
@@ -291,6 +351,22 @@ CONVENTIONS: dict[str, tuple[Convention, ...]] = {
         Convention("vllm", "cutlass_scaled_mm(a, b, scale_a, scale_b, out_dtype) -> out",
                    "a int8 [num_tokens, size], b int8 [size, out], columns dense, scale_a float32 "
                    "[num_tokens, 1], scale_b float32 [1, out]", gemm_torch),
+    ),
+    "sampler": (
+        Convention("torch", "f(logits, temperature, top_k, top_p) -> ids",
+                   "logits float32 [num_rows, vocab_size], temperature, top_p float32, top_k int32, ids "
+                   "[num_rows]; top_k is vocab_size where there is none", sampler_torch),
+        Convention("flashinfer", "top_k_top_p_sampling_from_probs(probs, top_k, top_p, "
+                   "filter_apply_order='joint') -> ids", "probs float32 [num_rows, vocab_size], top_k int32, "
+                   "top_p float32, ids [num_rows]", sampler_flashinfer),
+    ),
+    "verify": (
+        Convention("torch", "f(draft_probs, draft_token_ids, target_probs) -> output_token_ids",
+                   "draft_probs float32 [num_rows, n, vocab_size], draft_token_ids int32 [num_rows, n], "
+                   "target_probs float32 [num_rows, n + 1, vocab_size], output_token_ids [num_rows, n + 1], "
+                   "-1 after the last token", verify_chain),
+        Convention("flashinfer", "chain_speculative_sampling(draft_probs, draft_token_ids, target_probs) -> "
+                   "(output_token_ids, ...)", "as torch; the other results are not checked", verify_chain),
     ),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ import torch
 
 from shared.conformance.inputs import Inputs
 from shared.conformance.poison import amid_poison, poisoned
+from shared.conformance.tolerance import Tolerance, tolerance
 
 Tensors = Mapping[str, torch.Tensor]
 Suspect = Callable[["Problem"], dict[str, torch.Tensor]]
@@ -19,8 +20,8 @@ Suspect = Callable[["Problem"], dict[str, torch.Tensor]]
 class Problem:
     """`tensors`: the inputs under the names of the operation, on the device under check; memory that must
     not be read holds NaN. `expected`: the results in float64 on the CPU. `kind`: the row of the tolerance
-    table. `size`: what the plots have on their x axis. `num_bytes`, `flops`: of the roofline bound.
-    `ours`: the same operation by an implementation of this project."""
+    table, if there is no `limit`. `size`: what the plots have on their x axis. `num_bytes`, `flops`: of the
+    roofline bound. `ours`: the same operation by an implementation of this project."""
 
     name: str
     tensors: Tensors
@@ -32,6 +33,11 @@ class Problem:
     num_bytes: float
     flops: float
     ours: Callable[[], object] | None = field(default=None, compare=False)
+    limit: Tolerance | None = None
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return self.limit or tolerance(self.kind, self.dtype)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.tensors[name]

@@ -21,7 +21,7 @@ def render(report: Report) -> str:
     """A page without any other file."""
     errors: dict[str, list[tuple[float, float, str]]] = {}
     for verdict in report.verdicts:
-        if verdict.refusal is None and verdict.error > 0:
+        if verdict.refusal is None and verdict.error > 0 and math.isfinite(verdict.allowed):
             point = verdict.size, verdict.error / verdict.allowed, f"{verdict.case}: {verdict.error:.2e}"
             errors.setdefault(verdict.dtype, []).append(point)
     speeds: dict[str, list[tuple[float, float, str]]] = {"this function": [], "Diptych": [], "bound": []}
@@ -87,7 +87,7 @@ def plot(
     shown_until = -math.inf
     for value in sorted(set(xs)):
         if x_of(value) - shown_until > 55:
-            parts.append(_text(x_of(value), bottom + 17, f"{value:g}", "middle"))
+            parts.append(_text(x_of(value), bottom + 17, _short(value), "middle"))
             shown_until = x_of(value)
     parts.append(_text((LEFT + right) / 2, HEIGHT - 8, size_name, "middle"))
     parts.append(_text(LEFT, 14, title, "start"))
@@ -109,6 +109,13 @@ def plot(
         parts.append(f'<g class="{color}">{_text(offset, 14, label, "end")}</g>')
         offset -= 7.5 * len(label) + 18
     return "\n".join([*parts, "</svg>"])
+
+
+def _short(value: float) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e4)):
+        if value >= size:
+            return f"{value / (1e6 if unit == 'M' else 1e3):.3g} {unit}"
+    return f"{value:g}"
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:
@@ -135,7 +142,7 @@ _TEMPLATE = """\
   td, th { text-align: left; padding: 0.15rem 1rem 0.15rem 0; vertical-align: top; overflow-wrap: normal; }
   td.number, th.number { text-align: right; white-space: nowrap; }
   .holds { color: var(--good); } .fails { color: var(--bad); }
-  svg { width: 100%; height: auto; max-width: 44rem; display: block; margin: 1rem 0; }
+  svg { width: 100%; height: auto; min-width: 32rem; max-width: 44rem; display: block; margin: 1rem 0; }
   svg text { font: 13px sans-serif; fill: var(--text); }
   svg .grid { stroke: var(--grid); } svg .limit { stroke: var(--bad); stroke-dasharray: 5 4; }
   svg .line { fill: none; stroke-width: 2; }
@@ -153,13 +160,14 @@ _TEMPLATE = """\
 <h2 class="{{ 'fails' if report.status else 'holds' }}">{{ report.summary }}</h2>
 <ul>{% for name in report.names %}<li class="fails">{{ name }}</li>{% endfor %}</ul>
 <h2>Error over sizes</h2>
-{{ errors | safe }}
+<div class="scroll">{{ errors | safe }}</div>
 <p>Each point is a case: the relative error against float64, over the largest allowed one. The dashed line is
 the limit.</p>
 {% if speeds %}<h2>Speed over sizes</h2>
-{{ speeds | safe }}
+<div class="scroll">{{ speeds | safe }}</div>
 <p>{% if report.device == "CPU" %}These are times of a CPU. {% endif %}The bound is the larger of bytes over
-bandwidth and FLOPs over GEMM rate, both measured in this run.</p>{% endif %}
+bandwidth and FLOPs over GEMM rate, both measured in this run. Small inputs stay in a cache, which may be
+faster than the bound.</p>{% endif %}
 <h2>Observed</h2>
 <ul>{% for line in reports %}<li>{{ line }}</li>{% endfor %}</ul>
 <h2>Cases</h2>
