@@ -89,6 +89,7 @@ _TEMPLATE = """\
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>diptych diff</title>
 <style>
   :root { color-scheme: light dark; }
@@ -97,6 +98,8 @@ _TEMPLATE = """\
   td, th { text-align: left; padding: 0.15rem 1rem 0.15rem 0; vertical-align: top; }
   th { font-weight: normal; opacity: 0.7; }
   code, pre { font-family: monospace; }
+  pre, .wide { overflow-x: auto; }
+  svg { width: 100%; min-width: 40rem; height: auto; }
   .differ { color: #c62828; }
   .same { color: #2e7d32; }
 </style>
@@ -123,15 +126,15 @@ with safe_open("{{ tensors }}", "pt") as file:
 {% for line in summary %}<li>{{ line }}</li>
 {% endfor %}</ul>
 <h2>Relative error along the model</h2>
-{{ chart | safe }}
+<div class="wide">{{ chart | safe }}</div>
 <h2>Largest error of each kind of op</h2>
-<table>
+<div class="wide"><table>
 <tr><th>kind</th><th>relative error</th><th>allowed there</th><th>op</th><th>token</th></tr>
 {% for kind, worst in worst.items() %}<tr>
 <td>{{ kind }}</td><td>{{ "%.2e" | format(worst.ratio) }}</td><td>{{ "%.2e" | format(worst.limit) }}</td>
 <td><code>{{ worst.op }}</code></td><td>{{ worst.key[0] }}, position {{ worst.key[1] }}</td>
 </tr>
-{% endfor %}</table>
+{% endfor %}</table></div>
 </body>
 </html>
 """
