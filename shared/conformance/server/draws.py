@@ -23,6 +23,7 @@ ALPHA = 1e-7
 false alarm with a probability of 5e-5. With 400 draws, a server is found if a fifth of them are in other
 bins."""
 MIN_DRAWS = 100  # ten in each bin
+SPAN = 6.0
 ROUNDED_SHARE = 0.03
 """Of the draws that may be outside the filters by more than the typical error, in formats whose errors have
 outliers: tokens at the border of a filter have little of the probability, and few borders are close."""
@@ -43,6 +44,11 @@ class Asked:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     counted: Literal["", "prompt and output", "output"] = ""
+
+    @property
+    def changes_logits(self) -> bool:
+        is_penalized = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(is_penalized or self.logit_bias)
 
     def body(self) -> dict[str, Any]:
         """Fields that differ from the default; temperature and top_p always, as servers have other ones."""
@@ -117,10 +123,19 @@ def _counts(ids: Sequence[int], size: int) -> NDArray[np.int64]:
     return np.bincount(np.asarray(ids, dtype=np.int64), minlength=size)
 
 
+def _likeliness(share: Floats) -> Floats:
+    """1 for the most likely tokens, 0 for those that are SPAN nats less likely."""
+    with np.errstate(divide="ignore"):
+        weight: Floats = 1.0 + np.log(share / share.max()).clip(-SPAN) / SPAN
+    return weight
+
+
 @dataclass
 class Draws:
-    """Positions in [0, 1) of the drawn tokens within their distributions: uniform if the server samples from
-    them. Tokens are ordered by probability, those that a penalty or bias changes first."""
+    """Places in [0, 1) of the drawn tokens within their distributions: uniform if the server samples from
+    them. Tokens are ordered by probability, those that a penalty or bias changes first. The weight of a token
+    is 1 if a penalty or bias changes it, otherwise 0; where nothing changes logits, it is larger for likelier
+    tokens, so that the surplus shows a wrong temperature."""
 
     rng: random.Random
     tolerance: Tolerance
@@ -128,6 +143,8 @@ class Draws:
     places: list[float] = field(default_factory=list)
     impossible: list[dict[str, Any]] = field(default_factory=list)
     num_left_out: int = 0
+    surplus: float = 0.0  # sum of the drawn tokens' weights, beyond the expected one
+    variance: float = 0.0  # of the surplus
 
     @property
     def tol(self) -> float:
@@ -158,19 +175,35 @@ class Draws:
             if not sure[token]:
                 self.num_left_out += 1  # an end token, or one on the border of a filter
                 continue
-            self.places.append(self._place(choice, sure, token))
+            share = np.where(sure, choice.share, 0.0)
+            share /= share.sum()
+            weight = choice.changed.astype(np.float64) if asked.changes_logits else _likeliness(share)
+            mean = float(share @ weight)
+            self.surplus += float(weight[token]) - mean
+            self.variance += float(share @ (weight - mean) ** 2)
+            self.places.append(self._place(share, choice.changed, token))
 
-    def _place(self, choice: Choice, sure: Bools, token: int) -> float:
-        """Given that the token is one of `sure`, which only tokens before it decide."""
-        share = np.where(sure, choice.share, 0.0)
-        share /= share.sum()
-        order = np.lexsort((-share, ~choice.changed))
+    def _place(self, share: Floats, changed: Bools, token: int) -> float:
+        order = np.lexsort((-share, ~changed))
         rank = int(np.flatnonzero(order == token)[0])
         below = float(share[order[:rank]].sum())
         return min(below + self.rng.random() * float(share[token]), 1.0 - 1e-12)
 
     def p_value(self) -> float:
-        """Of the chi-square test that the places are uniform."""
+        """The smaller one of two tests: that the places are uniform, and that the surplus is small."""
+        return min(self.uniform_p_value(), self.surplus_p_value())
+
+    def surplus_p_value(self) -> float:
+        """An upper bound of the probability of such a surplus, by Freedman's inequality for martingales: the
+        expected number follows from tokens drawn before. Ten times that, as the variance is no constant."""
+        distance = abs(self.surplus)
+        if distance == 0.0:
+            return 1.0
+        bound = math.exp(-(distance**2) / (2 * (self.variance + distance / 3)))
+        return min(1.0, 20 * bound)
+
+    def uniform_p_value(self) -> float:
+        """Of the chi-square test."""
         import torch
 
         from shared.conformance.chi_square import p_value

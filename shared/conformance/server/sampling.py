@@ -129,15 +129,13 @@ def min_p(context: Context) -> Finding:
     WHY_FILTER,
 )
 def penalties(context: Context) -> Iterator[Finding]:
-    # A few tokens get most of the probability, so that there are repetitions to count.
-    bias = raised(context, odds=9.0) if context.offers.logit_bias else {}
-    for name, value in (("frequency_penalty", 0.4), ("presence_penalty", 2.0)):
+    for name, value in (("frequency_penalty", 1.0), ("presence_penalty", 2.0)):
         if not getattr(context.offers, name):
             yield Finding("not offered", context.offers.reason(name))
             continue
-        fields: dict[str, Any] = {name: value, "logit_bias": bias}
+        fields: dict[str, Any] = {name: value}
         others = {
-            f"no {name}": Asked(logit_bias=bias),
+            f"no {name}": Asked(),
             "tokens of the prompt count too": replace(Asked(**fields), counted="prompt and output"),
         }
         yield follows(context, Asked(**fields), others)
@@ -151,7 +149,7 @@ def penalties(context: Context) -> Iterator[Finding]:
 def repetition_penalty(context: Context) -> Finding:
     if not context.offers.repetition_penalty:
         return Finding("not offered", context.offers.reason("repetition_penalty"))
-    value = 0.5  # below one, repetitions are likely, so that there is something to count
+    value = 0.6  # below one, repetitions are likely, so that there is something to count
     output_only = Asked(repetition_penalty=value, counted="output")
     found = follows(
         context, Asked(repetition_penalty=value), {"no penalty": Asked(), OUTPUT_ONLY: output_only}
@@ -178,7 +176,7 @@ def logit_bias(context: Context) -> Finding:
     if not context.offers.logit_bias:
         return Finding("not offered", context.offers.reason("logit_bias"))
     best = int(context.oracle.logprobs(context.prompts[0])[-1].argmax())
-    bias = raised(context, odds=1.0) | {best: -100.0}
+    bias = raised(context, odds=4.0) | {best: -100.0}
     others = {"no logit_bias": Asked(), "the other sign": Asked(logit_bias={t: -b for t, b in bias.items()})}
     return follows(context, Asked(logit_bias=bias), others)
 

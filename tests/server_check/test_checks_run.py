@@ -1,0 +1,105 @@
+"""Dependence, streams, sampling, semantics: a correct server passes, and a difference is found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from shared.conformance.server.answer import Answer
+from shared.conformance.server.checks import QUICK, Context, chosen, run_checks
+from shared.conformance.server.same import difference
+from shared.conformance.server.session import connect
+from shared.conformance.server.tolerance import TABLE
+from tests.server_check.local_server import LocalServer
+
+LIMITS = dataclasses.replace(QUICK, num_prompts=3, max_tokens=5, long_prompt_len=70, num_draws=120)
+
+
+@pytest.fixture(scope="module")
+def context(correct_server: LocalServer) -> Iterator[Context]:
+    context = connect(correct_server.url, "tiny-dense", dtype="float32", limits=LIMITS)
+    yield context
+    context.server.close()
+
+
+@pytest.mark.parametrize("group", ["dependence", "streaming", "semantics"])
+def test_a_correct_server_passes(context: Context, group: str) -> None:
+    found = list(run_checks(context, chosen([group])))
+    assert {result.check.name: result.findings for result in found if result.status == "fails"} == {}
+    assert [result.check.name for result in found if result.status == "not offered"] == []
+
+
+SAMPLING = [
+    "sampling.top_k",
+    "sampling.greedy",
+    "sampling.same_seed",
+    "sampling.other_seed",
+    "sampling.top_logprobs",
+    "sampling.logprob_temperature",
+]
+
+
+def test_a_correct_sampler_passes(context: Context) -> None:
+    found = list(run_checks(context, chosen(SAMPLING)))
+    assert {result.check.name: result.findings for result in found if result.status == "fails"} == {}
+    assert {result.check.name for result in found if result.num_cases} == set(SAMPLING)
+
+
+@pytest.mark.full
+def test_a_correct_sampler_passes_all_checks(context: Context) -> None:
+    context = dataclasses.replace(context, limits=QUICK)
+    found = list(run_checks(context, chosen(["sampling"])))
+    assert {result.check.name: result.findings for result in found if result.status == "fails"} == {}
+
+
+def test_what_is_not_offered_is_no_failure(context: Context) -> None:
+    without = {
+        "n": False,
+        "chat": False,
+        "stream": False,
+        "seed": False,
+        "top_k": False,
+        "echo_logprobs": False,
+    }
+    offers = dataclasses.replace(context.offers, **without)
+    names = ["dependence.n", "streaming.same_answer", "semantics.chat", "semantics.echo", "sampling.top_k"]
+    found = list(run_checks(dataclasses.replace(context, offers=offers), chosen(names)))
+    assert [result.status for result in found] == ["not offered"] * len(names)
+
+
+def answer(tokens: str, logprobs: list[float], other: float = -9.0, text: str | None = None) -> Answer:
+    """`other`: log-probability of the token x, which stands beside each token."""
+    tops = tuple({token: value, "x": other} for token, value in zip(tokens, logprobs))
+    text = tokens if text is None else text
+    return Answer(None, tuple(tokens), text, tuple(logprobs), tops, None, "length", None, None)
+
+
+def test_equal_answers_may_differ_within_the_tolerance() -> None:
+    one, other = answer("ab", [-1.0, -2.0]), answer("ab", [-1.0005, -2.0])
+    assert difference(one, other, TABLE["float32"]) is None
+
+
+def test_a_difference_is_found_where_it_is() -> None:
+    expected = answer("ab", [-1.0, -2.0])
+    for actual, position, what in (
+        (answer("ab", [-1.0, -2.5]), 1, "the log-probabilities differ"),
+        (answer("xb", [-1.0, -2.0]), 0, "the tokens differ"),
+        (answer("a", [-1.0]), 1, "the lengths differ"),
+        (answer("ab", [-1.0, -2.0], text="a b"), 2, "the texts of the same tokens differ"),
+    ):
+        found = difference(expected, actual, TABLE["float32"])
+        assert found is not None
+        assert (found.position, found.what, found.is_tie) == (position, what, False)
+
+
+def test_tokens_that_are_as_likely_are_a_near_tie() -> None:
+    expected = answer("a", [-1.0], other=-1.001)
+    found = difference(expected, answer("x", [-1.0]), TABLE["float32"])
+    assert found is not None
+    assert not found.is_tie  # a is not in the list of the other answer
+    tie = dataclasses.replace(answer("x", [-1.0]), top_logprobs=({"x": -1.0, "a": -1.001},))
+    found = difference(expected, tie, TABLE["float32"])
+    assert found is not None
+    assert found.is_tie
