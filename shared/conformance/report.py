@@ -99,6 +99,7 @@ _TEMPLATE = """\
   th { font-weight: normal; opacity: 0.7; }
   code, pre { font-family: monospace; }
   pre, .wide { overflow-x: auto; }
+  .wide td { white-space: nowrap; }
   svg { width: 100%; min-width: 40rem; height: auto; }
   .differ { color: #c62828; }
   .same { color: #2e7d32; }
