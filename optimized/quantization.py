@@ -17,6 +17,7 @@ from optimized.kernels.dequantize import dequantize
 from optimized.kernels.portable import INTERPRETED, gpu_of
 from optimized.kernels.quantize_input import QuantizedInput, quantize_input
 from optimized.kernels.quantized_gemm import can_compute, quantized_gemm
+from optimized.kernels.quantized_gemv import quantized_gemv, suits_gemv
 from optimized.layers import Linear, MergedLinear, RMSNorm, SiluAndMul, is_builtin_layer
 from shared.interfaces import layers
 from shared.interfaces import quantization as interface
@@ -101,7 +102,8 @@ class QuantizedLinear(interface.QuantizedLinear):
     def _multiply(
         self, x: torch.Tensor | QuantizedInput, y: torch.Tensor, residual: torch.Tensor | None = None
     ) -> None:
-        quantized_gemm(
+        kernel = quantized_gemv if suits_gemv(x, self.scheme, self.in_features) else quantized_gemm
+        kernel(
             x, self.weight, self.weight_scale, self.weight_zero, self.scheme, y,
             bias=self.bias, residual=residual,
         )  # fmt: skip

@@ -30,6 +30,7 @@ from optimized.kernels.one_shot_all_reduce import BLOCK, OneShotAllReduce
 from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store
 from optimized.kernels.quantize_input import quantize_input
 from optimized.kernels.quantized_gemm import quantized_gemm
+from optimized.kernels.quantized_gemv import quantized_gemv, suits_gemv
 from optimized.kernels.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
 from optimized.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from optimized.kernels.tree_attention import tree_attention
@@ -210,12 +211,16 @@ def quantized(num_tokens: int, size: int, out: int, dtype: torch.dtype, kind: st
     tensors = {name: torch.empty(shape, dtype=t) for name, (shape, t) in scheme.tensors(out, size).items()}
     weight, scale = tensors["weight"], tensors["weight_scale"]
     y = torch.empty(num_tokens, out, dtype=dtype)
-    if scheme.inputs == "none":
+    if suits_gemv(x, scheme, size):
+        quantized_gemv(x, weight, scale, None, scheme, y)
+    elif scheme.inputs == "none":
         quantized_gemm(x, weight, scale, None, scheme, y)
         dequantize(weight, scale, None, scheme, dtype)
     else:
         quantize_input(x, scheme, norm=(norm, 1e-6))
-        quantized_gemm(quantize_input(gate_up, scheme, silu=True), weight, scale, None, scheme, y, residual=y)
+        values = quantize_input(gate_up, scheme, silu=True)
+        kernel = quantized_gemv if suits_gemv(values, scheme, size) else quantized_gemm
+        kernel(values, weight, scale, None, scheme, y, residual=y)
 
 
 def quantized_experts(shape: Shape, num_tokens: int, dtype: torch.dtype, scheme: QuantScheme) -> None:

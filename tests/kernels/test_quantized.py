@@ -13,6 +13,7 @@ from optimized.kernels.dequantize import dequantize
 from optimized.kernels.portable import Gpu
 from optimized.kernels.quantize_input import quantize_input
 from optimized.kernels.quantized_gemm import Tile, quantized_gemm
+from optimized.kernels.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
 from optimized.kernels.rms_norm import rms_norm
 from optimized.kernels.silu_and_mul import silu_and_mul
 from optimized.quantization import QuantizedLinear, QuantizedMergedLinear
@@ -64,6 +65,33 @@ def multiply(
     expected = quantization.dequantized_input(x, scheme, None).double()
     expected = expected @ quantization.dequantize(weight, scale, None, scheme).double().T
     return y, expected
+
+
+@pytest.mark.parametrize(
+    "kind", ["fp8 token", "fp8 block", "fp8 static", "int4 128", "int4 32", "int4 channel"]
+)
+@pytest.mark.parametrize(("size", "out"), [(256, 100), (1408, 9)])
+@pytest.mark.parametrize("tile", [GemvTile(1, 2), GemvTile(4, 4, 2, 2)])
+def test_gemv(kind: str, size: int, out: int, tile: GemvTile) -> None:
+    """Rows and columns beyond the last tile, zero points, a bias and a residual."""
+    scheme, x = SCHEMES[kind], draw(1, size)
+    tile = tile._replace(steps=1) if scheme.weight_type == "int4" else tile
+    static = torch.tensor([0.02], device=x.device) if scheme.inputs == "static" else None
+    tensors = quantize_weight(draw(out, size, seed=3), scheme)
+    weight, scale = tensors["weight"], tensors["weight_scale"].contiguous()
+    zero = tensors.get("weight_zero")
+    if scheme.weight_type == "int4" and zero is None and tile.rows > 1:
+        zero = torch.arange(scale.numel(), device=x.device).view_as(scale).remainder(16).to(torch.uint8)
+    bias, residual = draw(out, seed=5), draw(1, out, seed=6)
+    values = x if scheme.inputs == "none" else quantize_input(x, scheme, static)
+    assert suits_gemv(values, scheme, size)
+    y = residual.clone()
+    run_poisoned(
+        lambda: quantized_gemv(values, weight, scale, zero, scheme, y, bias=bias, residual=y, tile=tile)
+    )
+    expected = quantization.dequantized_input(x, scheme, static).double()
+    expected = expected @ quantization.dequantize(weight, scale, zero, scheme).double().T
+    expect_close("y", y, expected + bias.double() + residual.double(), tolerance("quantized linear", HALF))
 
 
 @pytest.mark.parametrize("kind", ["fp8 token", "fp8 block", "fp8 weight"])
