@@ -46,9 +46,10 @@ def fastest_tile(
 def gemv_tiles(scheme: QuantScheme) -> Iterator[GemvTile]:
     for rows in (1, 2, 4, 8):
         for warps in (2, 4, 8):
-            for steps in (1,) if scheme.weight_type == "int4" else (1, 2, 4):
-                for ahead in (1, 2):
-                    yield GemvTile(rows, warps, steps, ahead)
+            if scheme.weight_type == "int4":
+                yield GemvTile(rows, warps)
+            else:
+                yield from (GemvTile(rows, warps, steps, ahead) for steps in (1, 2, 4) for ahead in (1, 2))
 
 
 def tiles(num_tokens: int, scheme: QuantScheme, size: int) -> Iterator[Tile]:
