@@ -13,7 +13,7 @@ from shared.conformance.precision import run_text
 from shared.conformance.recorder import Recorder
 from shared.conformance.server.answer import Top
 from shared.conformance.server.capabilities import Offers, probe
-from shared.conformance.server.client import Refused, Server, Unreachable
+from shared.conformance.server.client import Malformed, Refused, Server, Unreachable
 from shared.conformance.server.tolerance import Tolerance
 from shared.engine.llm import LLM
 from shared.text.token_bytes import TokenBytes
@@ -211,7 +211,7 @@ def compare_servers(
         try:
             ids = [*prompt, *a.greedy(prompt, max_tokens)]
             of_a, of_b = (side.score(ids) for side in (a, b))
-        except (Refused, Unreachable) as error:
+        except (Malformed, Refused, Unreachable) as error:
             raise ValueError(f"prompt-{number} has no answer: {error}") from None
         found.texts.append(ids)
         for position in sorted(of_a.keys() & of_b.keys()):
