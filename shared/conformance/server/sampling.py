@@ -17,7 +17,8 @@ from shared.conformance.server.same import NUM_TOP, ask_prompt, greedy, num_outl
 
 TOKENS_OF_A_DRAW = 48
 """Answers this long: their tokens are draws from as many distributions."""
-MAX_ROUNDS = 4
+MAX_ROUNDS = 8
+"""Without ignore_eos: llama.cpp takes end tokens out before the filters, vLLM goes on after them."""
 Text = tuple[list[int], list[int], Any]  # prompt, output, and the logits before each token of the output
 WHY_FILTER = "Answers of a filter that is not applied, or wrongly, look right one by one."
 OUTPUT_ONLY = "only generated tokens count"
@@ -27,13 +28,15 @@ SURELY_DIFFERENT = math.log(1e-9)
 def drawn(context: Context, asked: Asked) -> tuple[Draws, list[Text]]:
     """Draws of several answers, and the answers. Raises `Refused`."""
     offers, num_draws = context.offers, context.limits.num_draws
-    body = {"max_tokens": TOKENS_OF_A_DRAW, "logprobs": 0, **asked.body()}
+    body = {"max_tokens": TOKENS_OF_A_DRAW, "logprobs": 1, **asked.body()}
     if offers.top_k and not asked.top_k:
         body["top_k"] = -1  # llama.cpp keeps 40 by default, vLLM what the model's generation_config has
     if offers.min_p and not asked.min_p:
         body["min_p"] = 0.0
-    if offers.ignore_eos:
-        body["ignore_eos"] = True
+    if offers.kind == "llamacpp":  # by default, penalties are of the last 64 tokens
+        body["repeat_last_n"] = context.oracle.context_len
+        if "repetition_penalty" in body:
+            body["repeat_penalty"] = body.pop("repetition_penalty")
 
     def ask(prompt: list[int]) -> list[int]:
         seed = {"seed": context.rng.randrange(2**31)} if offers.seed else {}
@@ -184,7 +187,7 @@ def logit_bias(context: Context) -> Finding:
 def sampled(context: Context, **params: Any) -> list[Answer]:
     """Answers of much entropy: two of them are the same by chance less than once in 1e9, see `distinct`."""
     prompt = context.prompts[min(2, len(context.prompts) - 1)]
-    fields = {"temperature": 1.5, "top_p": 1.0, "max_tokens": 24, "logprobs": 0, **params}
+    fields = {"temperature": 1.5, "top_p": 1.0, "max_tokens": 24, "logprobs": 1, **params}
     if context.offers.ignore_eos:
         fields["ignore_eos"] = True
     return context.server.complete(ask_prompt(context, prompt), **fields)
