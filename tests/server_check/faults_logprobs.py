@@ -11,8 +11,7 @@ from tests.server_check.faults import changes_reply, fault
 from tests.server_check.faulty_proxy import Ask, Body, FaultyProxy, Reply
 from tests.server_check.logprob_entries import Entry, entries_of, put_entries
 
-STALE_FROM = 16
-CHUNK = 64
+PAGE, CHUNK = 16, 100
 OTHER_TOKEN = 300
 DRIFT = 0.75
 GATHER_SECONDS = 0.03
@@ -38,26 +37,26 @@ def drifted(entries: list[Entry], first: int = 0) -> list[Entry]:
     ]
 
 
-async def with_other_prompts(
-    body: Body, ask: Ask, proxy: FaultyProxy, first: int, change: Callable[[list[int]], list[int]]
-) -> Reply:
-    """The answer, whose log-probabilities of prompt positions from `first` on come from changed prompts.
-    `change` returns a prompt with the same tokens at its end."""
-    reply = await ask(body)
+async def with_stale_prefix(body: Body, ask: Ask, proxy: FaultyProxy, length: int) -> Reply:
+    """The answer to prompts whose first `length` tokens are others, where something comes behind them. An
+    echo hides it: texts, tokens and log-probabilities of these first tokens are right."""
     prompts = proxy.prompts(body)
-    if reply.status != 200 or reply.is_stream or not any(len(prompt) > first + 1 for prompt in prompts):
+    changed = [
+        [OTHER_TOKEN] * length + prompt[length:] if len(prompt) > length + 1 else prompt for prompt in prompts
+    ]
+    if changed == prompts:
+        return await ask(body)
+    reply = await ask({**body, "prompt": changed})
+    if reply.status != 200 or not body.get("echo") or reply.is_stream:
         return reply
-    other = await ask({**body, "prompt": [change(prompt) for prompt in prompts]})
-    if other.status != 200:
-        return reply
-    for choice, changed in zip(reply.choices, other.choices):
-        entries, others = entries_of(choice), entries_of(changed)
-        prompt = prompts[choice["index"] // body.get("n", 1)]
-        if body.get("echo") and entries and len(prompt) > first + 1:
-            shift = len(prompt) - len(change(prompt))
-            for i in range(first + 1, len(prompt)):
-                entries[i] = replace(others[i - shift], token=entries[i].token)
-            put_entries(choice, entries)
+    right = await ask(body)
+    for choice, right_choice in zip(reply.choices, right.choices):
+        i = choice["index"] // body.get("n", 1)
+        num_changed_chars = len(proxy.tokenizer.decode(changed[i]))
+        choice["text"] = proxy.tokenizer.decode(prompts[i]) + choice["text"][num_changed_chars:]
+        entries, right_entries = entries_of(choice), entries_of(right_choice)
+        if entries:
+            put_entries(choice, right_entries[: length + 1] + entries[length + 1 :])
     return reply
 
 
@@ -73,20 +72,14 @@ def wrong_position(body: Body, reply: Reply) -> None:
     each_choice(reply, shift)
 
 
-@fault("stale page", "Behind position 16, K and V of the first page are those of another prompt.")
+@fault("stale page", "The first page of a prompt, of 16 tokens, holds K and V of another prompt.")
 async def stale_page(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
-    def change(prompt: list[int]) -> list[int]:
-        return [OTHER_TOKEN] * STALE_FROM + prompt[STALE_FROM:]
-
-    return await with_other_prompts(body, ask, proxy, STALE_FROM, change)
+    return await with_stale_prefix(body, ask, proxy, PAGE)
 
 
-@fault("chunk border", "Tokens of the second chunk of a prompt do not attend to the first chunk.")
+@fault("chunk border", "The second chunk of a prompt, from token 100 on, reads wrong K and V of the first.")
 async def chunk_border(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
-    def change(prompt: list[int]) -> list[int]:
-        return prompt[CHUNK:] if len(prompt) > CHUNK + 1 else prompt
-
-    return await with_other_prompts(body, ask, proxy, CHUNK, change)
+    return await with_stale_prefix(body, ask, proxy, CHUNK)
 
 
 @fault("batch dependence", "With a second request in the batch, log-probabilities drift.")
@@ -184,9 +177,7 @@ def no_chosen_token(body: Body, reply: Reply) -> None:
     each_choice(reply, without)
 
 
-@changes_reply(
-    "top logprobs of others", "top_logprobs are not the most likely tokens: the best is missing.", ""
-)
+@changes_reply("top logprobs of others", "top_logprobs are not the most likely tokens: the best is missing.")
 def missing_best(body: Body, reply: Reply) -> None:
     def without(entries: list[Entry]) -> list[Entry]:
         return [

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared.text.tokenizer import Tokenizer
+
 PATHS = ("/v1/completions", "/v1/chat/completions")
 Body = dict[str, Any]
 Ask = Callable[[Body], Awaitable["Reply"]]
@@ -60,9 +62,9 @@ class Fault:
 class FaultyProxy:
     """An ASGI application around `app`. Without a fault it passes everything on."""
 
-    def __init__(self, app: Callable[..., Any], encode: Callable[..., list[int]]) -> None:
+    def __init__(self, app: Callable[..., Any], tokenizer: Tokenizer) -> None:
         self.app = app
-        self.encode = encode  # the model's tokenizer
+        self.tokenizer = tokenizer
         self.fault: Fault | None = None
         self.num_in_flight = 0
         self.seen: list[list[int]] = []  # prompts since the fault was planted
@@ -75,7 +77,7 @@ class FaultyProxy:
         prompt = body.get("prompt", [])
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
-        return [self.encode(each) if isinstance(each, str) else each for each in prompt]
+        return [self.tokenizer.encode(each) if isinstance(each, str) else each for each in prompt]
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if self.fault is None or scope["type"] != "http" or scope["path"] not in PATHS:

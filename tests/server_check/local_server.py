@@ -60,7 +60,7 @@ class LocalServer:
             prompts = Prompts(self._tokenizer, ready)
             state = ServerState(ServerSettings(), self.config.model, client, ready, prompts)
             assert self._tokenizer is not None
-            self.proxy = FaultyProxy(create_app(state), self._tokenizer.encode)
+            self.proxy = FaultyProxy(create_app(state), self._tokenizer)
             self._server = uvicorn.Server(
                 uvicorn.Config(self.proxy, port=0, log_level="critical", access_log=False, lifespan="off")
             )

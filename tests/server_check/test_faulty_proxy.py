@@ -12,7 +12,7 @@ from tests.server_check.faults import all_faults
 from tests.server_check.faulty_proxy import Fault, FaultyProxy, Reply
 from tests.server_check.local_server import LocalServer
 
-IDS = list(range(40, 120))
+IDS = list(range(40, 180))
 SCORE = {"prompt": IDS, "max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 3}
 STREAM = {"prompt": IDS[:8], "max_tokens": 4, "temperature": 0, "stream": True, "ignore_eos": True}
 
@@ -67,7 +67,7 @@ def test_faults_of_scores_change_some_log_probabilities(proxied: LocalServer, na
     (fault,) = [each for each in all_faults() if each.name == name]
     proxied.proxy.plant(fault)
     wrong = score()
-    first = {"wrong position": 1, "stale page": 17, "chunk border": 65, "low logprobs": 1}[name]
+    first = {"wrong position": 1, "stale page": 17, "chunk border": 101, "low logprobs": 1}[name]
     assert len(right) == len(wrong)
     differs = [i for i in range(1, len(IDS)) if abs(right[i] - wrong[i]) > 1e-3]
     assert first <= differs[0] <= first + 1  # the second token's value has no other before it
