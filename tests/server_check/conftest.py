@@ -1,7 +1,12 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from shared.conformance.server.checks import Context
+    from shared.conformance.server.oracle import Oracle
 
 if any(find_spec(name) is None for name in ("fastapi", "zmq", "httpx")):
     collect_ignore_glob = ["test_*.py"]  # a machine without the extra `server`
@@ -21,3 +26,21 @@ def proxied(correct_server: "LocalServer") -> Iterator["LocalServer"]:
     """The same, for tests that plant a fault in its proxy: it is removed afterwards."""
     yield correct_server
     correct_server.proxy.plant(None)
+
+
+@pytest.fixture(scope="session")
+def oracle() -> "Oracle":
+    from shared.conformance.server.oracle import Oracle
+
+    return Oracle("tiny-dense")
+
+
+@pytest.fixture(scope="session")
+def quick_context(correct_server: "LocalServer", oracle: "Oracle") -> Iterator["Context"]:
+    """What `diptych check server --quick` works with, for the correct server."""
+    from shared.conformance.server.checks import QUICK
+    from shared.conformance.server.session import connect
+
+    context = connect(correct_server.url, "tiny-dense", dtype="float32", limits=QUICK, oracle=oracle)
+    yield context
+    context.server.close()

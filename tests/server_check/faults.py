@@ -11,11 +11,11 @@ FAULTS: list[Fault] = []
 Play = Callable[[Body, Ask, FaultyProxy], Awaitable[Reply]]
 
 
-def fault(name: str, sentence: str, *checks: str) -> Callable[[Play], Play]:
-    """Registers a fault. `checks`: the names of the checks that must fail."""
+def fault(name: str, sentence: str, check: str) -> Callable[[Play], Play]:
+    """Registers a fault. `check`: the name of the check that must fail."""
 
     def register(play: Play) -> Play:
-        FAULTS.append(Fault(name, sentence, checks, play))
+        FAULTS.append(Fault(name, sentence, check, play))
         return play
 
     return register
@@ -27,9 +27,7 @@ def all_faults() -> list[Fault]:
     return sorted(FAULTS, key=lambda each: each.name)
 
 
-def changes_request(
-    name: str, sentence: str, *checks: str
-) -> Callable[[Callable[[Body], Body | None]], None]:
+def changes_request(name: str, sentence: str, check: str) -> Callable[[Callable[[Body], Body | None]], None]:
     """Registers a fault that changes only the request's body: the function returns the fields to replace.
     A field of value None is left out; a returned None changes nothing."""
 
@@ -38,13 +36,13 @@ def changes_request(
             changed = {**body, **(change(body) or {})}
             return await ask({name: value for name, value in changed.items() if value is not None})
 
-        FAULTS.append(Fault(name, sentence, checks, play))
+        FAULTS.append(Fault(name, sentence, check, play))
 
     return register
 
 
 def changes_reply(
-    name: str, sentence: str, *checks: str
+    name: str, sentence: str, check: str
 ) -> Callable[[Callable[[Body, Reply], None]], Callable[[Body, Reply], None]]:
     """Registers a fault that changes only a good answer, in place."""
 
@@ -55,7 +53,7 @@ def changes_reply(
                 change(body, reply)
             return reply
 
-        FAULTS.append(Fault(name, sentence, checks, play))
+        FAULTS.append(Fault(name, sentence, check, play))
         return change
 
     return register

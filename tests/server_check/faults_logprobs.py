@@ -60,7 +60,7 @@ async def with_stale_prefix(body: Body, ask: Ask, proxy: FaultyProxy, length: in
     return reply
 
 
-@changes_reply("wrong position", "Log-probabilities are those of the position before.")
+@changes_reply("wrong position", "Log-probabilities are those of the position before.", "scoring.prompt")
 def wrong_position(body: Body, reply: Reply) -> None:
     def shift(entries: list[Entry]) -> list[Entry]:
         last = [entries[0], *entries[:-1]]
@@ -72,17 +72,30 @@ def wrong_position(body: Body, reply: Reply) -> None:
     each_choice(reply, shift)
 
 
-@fault("stale page", "The first page of a prompt, of 16 tokens, holds K and V of another prompt.")
+@fault(
+    "stale page",
+    "A prompt whose first page is cached reads another prompt's page there.",
+    "dependence.shared_prefix",
+)
 async def stale_page(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
-    return await with_stale_prefix(body, ask, proxy, PAGE)
+    is_hit = proxy.has_cached(body, PAGE)
+    return await with_stale_prefix(body, ask, proxy, PAGE) if is_hit else await ask(body)
 
 
-@fault("chunk border", "The second chunk of a prompt, from token 100 on, reads wrong K and V of the first.")
+@fault(
+    "chunk border",
+    "The second chunk of a prompt, from token 100 on, reads wrong K and V of the first.",
+    "dependence.long_prompt",
+)
 async def chunk_border(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
     return await with_stale_prefix(body, ask, proxy, CHUNK)
 
 
-@fault("batch dependence", "With a second request in the batch, log-probabilities drift.")
+@fault(
+    "batch dependence",
+    "With a second request in the batch, log-probabilities drift.",
+    "dependence.batch_mates",
+)
 async def batch_dependence(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
     await asyncio.sleep(GATHER_SECONDS)
     is_batch = proxy.num_in_flight > 1 or len(proxy.prompts(body)) > 1
@@ -92,7 +105,11 @@ async def batch_dependence(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
     return reply
 
 
-@fault("concurrency dependence", "With three requests in flight, an answer is that of another prompt.")
+@fault(
+    "concurrency dependence",
+    "With three requests in flight, an answer is that of another prompt.",
+    "dependence.concurrency",
+)
 async def concurrency_dependence(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
     await asyncio.sleep(GATHER_SECONDS)
     if proxy.num_in_flight >= 3 and "prompt" in body:
@@ -101,23 +118,25 @@ async def concurrency_dependence(body: Body, ask: Ask, proxy: FaultyProxy) -> Re
     return await ask(body)
 
 
-@fault("prefix cache", "After a prefix-cache hit of 8 tokens or more, log-probabilities drift.")
+@fault(
+    "prefix cache",
+    "After a prefix-cache hit of 8 tokens or more, log-probabilities drift.",
+    "dependence.prefix_cache",
+)
 async def prefix_cache(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
-    prompts = proxy.prompts(body)
-    is_hit = any(len(prompt) >= 8 and prompt[:8] == seen[:8] for prompt in prompts for seen in proxy.seen)
-    proxy.seen += prompts
+    is_hit = proxy.has_cached(body, 8)
     reply = await ask(body)
     if is_hit:
         each_choice(reply, drifted)
     return reply
 
 
-@changes_reply("truncated logprobs", "The list of log-probabilities lacks its last entry.")
+@changes_reply("truncated logprobs", "The list of log-probabilities lacks its last entry.", "scoring.entries")
 def truncated_logprobs(body: Body, reply: Reply) -> None:
     each_choice(reply, lambda entries: entries[:-1])
 
 
-@changes_reply("rounded logprobs", "Log-probabilities have one digit behind the point.")
+@changes_reply("rounded logprobs", "Log-probabilities have one digit behind the point.", "scoring.prompt")
 def rounded_logprobs(body: Body, reply: Reply) -> None:
     def rounded(entries: list[Entry]) -> list[Entry]:
         return [
@@ -132,12 +151,18 @@ def rounded_logprobs(body: Body, reply: Reply) -> None:
     each_choice(reply, rounded)
 
 
-@changes_reply("low logprobs", "Log-probabilities are too low: the softmax sums over padding too.")
+@changes_reply(
+    "low logprobs", "Log-probabilities are too low: the softmax sums over padding too.", "scoring.continuation"
+)
 def low_logprobs(body: Body, reply: Reply) -> None:
     each_choice(reply, drifted)
 
 
-@fault("softmax temperature", "Log-probabilities are those of a softmax with temperature 0.7.")
+@fault(
+    "softmax temperature",
+    "Log-probabilities are those of a softmax with temperature 0.7.",
+    "scoring.continuation",
+)
 async def softmax_temperature(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
     temperature = 0.7
     is_chat = "messages" in body
@@ -164,7 +189,7 @@ def _colder(entry: Entry, temperature: float, num_top: int) -> Entry:
     return Entry(entry.token, chosen[1], top if chosen[0] in dict(top) else [*top, chosen])
 
 
-@changes_reply("no chosen token", "top_logprobs lack the chosen token.")
+@changes_reply("no chosen token", "top_logprobs lack the chosen token.", "sampling.top_logprobs")
 def no_chosen_token(body: Body, reply: Reply) -> None:
     def without(entries: list[Entry]) -> list[Entry]:
         return [
@@ -177,18 +202,19 @@ def no_chosen_token(body: Body, reply: Reply) -> None:
     each_choice(reply, without)
 
 
-@changes_reply("top logprobs of others", "top_logprobs are not the most likely tokens: the best is missing.")
-def missing_best(body: Body, reply: Reply) -> None:
-    def without(entries: list[Entry]) -> list[Entry]:
-        return [
-            entry if not entry.top or entry.top[0][0] == entry.token else replace(entry, top=entry.top[1:])
-            for entry in entries
-        ]
+@changes_reply("unsorted top", "top_logprobs begin with the least likely token.", "sampling.top_logprobs")
+def unsorted_top(body: Body, reply: Reply) -> None:
+    def reverse(entries: list[Entry]) -> list[Entry]:
+        return [replace(entry, top=entry.top and entry.top[::-1]) for entry in entries]
 
-    each_choice(reply, without)
+    each_choice(reply, reverse)
 
 
-@changes_reply("unlike values", "The chosen token's log-probability is not the one in its top_logprobs.")
+@changes_reply(
+    "unlike values",
+    "The chosen token's log-probability is not the one in its top_logprobs.",
+    "sampling.top_logprobs",
+)
 def unlike_values(body: Body, reply: Reply) -> None:
     def unlike(entries: list[Entry]) -> list[Entry]:
         return [
@@ -199,7 +225,7 @@ def unlike_values(body: Body, reply: Reply) -> None:
     each_choice(reply, unlike)
 
 
-@changes_reply("echo off by one", "The echo starts with the second token of the prompt.")
+@changes_reply("echo off by one", "The echo starts with the second token of the prompt.", "scoring.entries")
 def echo_off_by_one(body: Body, reply: Reply) -> None:
     if not body.get("echo"):
         return

@@ -51,11 +51,11 @@ class Reply:
 @dataclass(frozen=True)
 class Fault:
     """`play` gets the request's body and a function that asks the server; what it returns is the answer.
-    `checks`: the names of the checks that must fail."""
+    `check`: the name of the check that must fail."""
 
     name: str
     sentence: str
-    checks: tuple[str, ...]
+    check: str
     play: Callable[[Body, Ask, FaultyProxy], Awaitable[Reply]]
 
 
@@ -78,6 +78,13 @@ class FaultyProxy:
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
         return [self.tokenizer.encode(each) if isinstance(each, str) else each for each in prompt]
+
+    def has_cached(self, body: Body, length: int) -> bool:
+        """Whether an earlier request had a prompt with the first `length` tokens of one of these."""
+        prompts = [prompt for prompt in self.prompts(body) if len(prompt) >= length]
+        is_cached = any(prompt[:length] == seen[:length] for prompt in prompts for seen in self.seen)
+        self.seen += prompts
+        return is_cached
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if self.fault is None or scope["type"] != "http" or scope["path"] not in PATHS:
