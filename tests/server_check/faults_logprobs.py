@@ -152,7 +152,9 @@ def rounded_logprobs(body: Body, reply: Reply) -> None:
 
 
 @changes_reply(
-    "low logprobs", "Log-probabilities are too low: the softmax sums over padding too.", "scoring.continuation"
+    "low logprobs",
+    "Log-probabilities are too low: the softmax sums over padding too.",
+    "scoring.continuation",
 )
 def low_logprobs(body: Body, reply: Reply) -> None:
     each_choice(reply, drifted)

@@ -38,11 +38,6 @@ def min_p_ignored(body: Body) -> Body | None:
     return {"min_p": None}
 
 
-@changes_request("presence penalty ignored", "presence_penalty has no effect.", "sampling.penalties")
-def presence_ignored(body: Body) -> Body | None:
-    return {"presence_penalty": None}
-
-
 @changes_request("frequency penalty ignored", "frequency_penalty has no effect.", "sampling.penalties")
 def frequency_ignored(body: Body) -> Body | None:
     return {"frequency_penalty": None}

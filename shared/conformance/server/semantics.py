@@ -87,7 +87,9 @@ def max_tokens(context: Context) -> Iterator[Finding]:
         if num > limit:
             yield Finding("fails", "more tokens than max_tokens", limit, num, {"text": answer.text})
         # An answer of fewer tokens ended by itself; an end token may count as the last one.
-        allowed = ("stop",) if num < limit else ("length", "stop")
+        allowed: tuple[str, ...] = ("stop",) if num < limit else ("length", "stop")
+        if num == limit and answer.token_ids and answer.token_ids[-1] not in context.oracle.eos_token_ids:
+            allowed = ("length",)
         is_right = answer.finish_reason in allowed
         yield Finding(
             "holds" if is_right else "fails",
