@@ -74,10 +74,19 @@ def wrong_position(body: Body, reply: Reply) -> None:
 
 @fault(
     "stale page",
+    "The first page of a prompt, of 16 tokens, holds K and V of another prompt.",
+    "scoring.prompt",
+)
+async def stale_page(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
+    return await with_stale_prefix(body, ask, proxy, PAGE)
+
+
+@fault(
+    "stale cached page",
     "A prompt whose first page is cached reads another prompt's page there.",
     "dependence.shared_prefix",
 )
-async def stale_page(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
+async def stale_cached_page(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
     is_hit = proxy.has_cached(body, PAGE)
     return await with_stale_prefix(body, ask, proxy, PAGE) if is_hit else await ask(body)
 

@@ -58,7 +58,6 @@ def test_faults_of_scores_change_some_log_probabilities(proxied: LocalServer, na
     right = score()
     (fault,) = [each for each in all_faults() if each.name == name]
     proxied.proxy.plant(fault)
-    proxied.proxy.seen = [IDS]
     wrong = score()
     first = {"wrong position": 1, "stale page": 17, "chunk border": 101, "low logprobs": 1}[name]
     assert len(right) == len(wrong)
