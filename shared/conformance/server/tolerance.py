@@ -24,7 +24,7 @@ class Tolerance:
 
     max_error: float
     mean_error: float
-    typical_error: float  # the median
+    typical_error: float  # the median, over 1 + |logprob| / 3
     outliers: float
     reason: str
 
