@@ -7,6 +7,9 @@ TORCH ?= torch==2.13.0
 # One more than the cores of a small machine: some tests wait for processes.
 WORKERS ?= 3
 GPU_WORKERS ?= 6
+# The sample of `make mutants`.
+N ?= 200
+SEED ?= 0
 PIP_FLAGS ?= --quiet
 
 BIN := $(VENV)/bin
@@ -28,7 +31,7 @@ STORY := Read this story: Mara lives in Bergen. Mara works as a baker. Mara's ca
 ASK_1 := Retell the story as a list of facts.
 ASK_2 := In which city does Mara live?
 
-.PHONY: help run test test-all test-gpu format lint types docs pytest pytest-all serve-docs notebooks figures clean
+.PHONY: help run test test-all test-gpu mutants format lint types docs pytest pytest-all serve-docs notebooks figures clean
 .NOTPARALLEL:
 
 help:
@@ -36,6 +39,7 @@ help:
 	@echo "make test       format, lint, types, docs and the fast cut of the tests (what .ci/run calls)"
 	@echo "make test-all   the same with the whole grids"
 	@echo "make test-gpu   the tests that need a CUDA GPU, and every contract on it"
+	@echo "make mutants    changes in a sample of places of the source, and which of them no test notices; N=200 SEED=0"
 	@echo "make serve-docs the documentation at http://127.0.0.1:8000"
 	@echo "make notebooks  Jupyter with the notebooks of the course"
 	@echo "make figures    the pictures of the documentation, from runs of the engine and recorded data"
@@ -77,6 +81,10 @@ test-gpu: $(VENV)/.installed-test
 	$(call banner,pytest on the GPU)
 	@$(BIN)/python -m pytest -m gpu -n $(GPU_WORKERS)
 	@$(BIN)/python -m pytest tests/conformance/test_contracts.py -m "not gpu" -n $(GPU_WORKERS)
+
+# With the priority of a background job. A second call goes on where the first was interrupted.
+mutants: $(VENV)/.installed-test
+	@nice -n 10 $(BIN)/python -m tests.mutation -n $(N) --seed $(SEED)
 
 serve-docs: $(VENV)/.installed-test
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

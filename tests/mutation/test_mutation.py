@@ -1,0 +1,120 @@
+"""The campaign itself: what it changes, how it tries a change, and the list of equivalent mutants."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.house.tree import ROOT
+from tests.mutation import attempt
+from tests.mutation.__main__ import EQUIVALENT, table
+from tests.mutation.attempt import Worker
+from tests.mutation.mutants import Mutant, mutants_of
+
+SOURCE = b'''
+SIZE: int = 4
+
+def clip(x: "int | None", low=0):
+    """The docstring 1 + 1 stays."""
+    assert x + 1, f"{x + 1}"
+    while x < low and not x in (5, low):
+        x += 1
+    if x is None:
+        raise ValueError(x - 1)
+    log(x)
+    return min(x, -low)
+
+@triton.jit
+def kernel(x):
+    return x + 1
+'''
+
+
+def changes(source: bytes) -> list[tuple[str, str, str]]:
+    return [(m.function, m.old, m.new) for m in mutants_of("a.py", source)]
+
+
+def test_what_is_changed() -> None:
+    assert changes(SOURCE) == [
+        ("", "4", "5"),
+        ("clip", "0", "1"),
+        ("clip", "x < low and not x in (5, low)", "(not (x < low and not x in (5, low)))"),
+        ("clip", "<", "<="),
+        ("clip", "and", "or"),
+        ("clip", "not x in (5, low)", "(x in (5, low))"),
+        ("clip", "in", "not in"),
+        ("clip", "5", "6"),
+        ("clip", "+", "-"),
+        ("clip", "1", "2"),
+        ("clip", "is", "is not"),
+        ("clip", "raise ValueError(x - 1)", "pass"),
+        ("clip", "log(x)", "pass"),
+        ("clip", "return min(x, -low)", "return None"),
+        ("clip", "min", "max"),
+        ("clip", "-low", "(low)"),
+    ]
+
+
+def test_a_mutant_is_valid_and_knows_its_lines() -> None:
+    for mutant in mutants_of("a.py", SOURCE):
+        compile(mutant.apply(SOURCE), "a.py", "exec")
+        assert mutant.old.encode() == SOURCE[mutant.start : mutant.end]
+    lines = {m.old: (m.first_line, m.last_line, m.at_import) for m in mutants_of("a.py", SOURCE)}
+    assert lines["4"] == (2, 2, True)
+    assert lines["0"] == (4, 4, True)  # a default is computed when the function is defined
+    assert lines["<"] == (7, 7, False)  # the head of the loop
+
+
+def test_its_name_stays_when_lines_move() -> None:
+    moved = SOURCE.replace(b"def clip", b"# a comment\nNAME = 'a'\n\ndef clip")
+    assert [m.key for m in mutants_of("a.py", moved)] == [m.key for m in mutants_of("a.py", SOURCE)]
+
+
+class FakeRecording:
+    def __init__(self) -> None:
+        self.times = {"test_double.py::test_double": 0.1}
+
+    def tests_for(self, mutant: Mutant, file: str, budget: float) -> list[str]:
+        return list(self.times)
+
+
+@pytest.mark.full  # starts pytest in a fork for each mutant
+def test_a_mutant_is_killed_survives_or_runs_out_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt, "GRACE", 8)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # the engine's takes seconds to import
+    source = (
+        "def double(x):\n    i = 0\n    while i < x:\n        i += 1\n    return 2 * i if x > -1 else 0\n"
+    )
+    (tmp_path / "double.py").write_text(source)
+    (tmp_path / "test_double.py").write_text(
+        "from double import double\ndef test_double(): assert double(3) == 6\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu\n  full\n")
+    worker = Worker(tmp_path, FakeRecording(), 1.0)  # type: ignore[arg-type]
+    expected = {"* -> / #0": "killed", "0 -> 1 #1": "survived", "+ -> - #0": "out of time"}
+    mutants = {m.key.split(": ")[1]: m for m in mutants_of("double.py", source.encode())}
+    assert {name: worker.attempt(mutants[name])["result"] for name in expected} == expected
+    assert (tmp_path / "double.py").read_text() == source
+
+
+def test_the_table_counts_lines_without_a_test_unless_they_need_a_gpu() -> None:
+    mutants = [
+        Mutant(path, "f", 0, 1, "a", "b", 1, 1, False)
+        for path in ("optimized/x.py", "optimized/y.py", "reference/x.py", "reference/y.py")
+    ]
+    results = dict(zip((m.key for m in mutants), ({"result": r} for r in ("not reached", "killed") * 2)))
+    rows = [line.replace(" ", "").strip("|").split("|") for line in table(mutants, results).splitlines()[2:]]
+    assert [(row[0], row[-1]) for row in rows] == [
+        ("optimized", "100.0%"),
+        ("reference", "50.0%"),
+        ("all", "66.7%"),
+    ]
+
+
+def test_every_equivalent_mutant_exists_and_has_a_reason() -> None:
+    entries = json.loads(EQUIVALENT.read_text())
+    paths = {key.split("::")[0] for key in entries}
+    assert set(entries) <= {m.key for path in paths for m in mutants_of(path, (ROOT / path).read_bytes())}
+    assert all(len(reason) > 20 for reason in entries.values())
