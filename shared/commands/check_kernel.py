@@ -42,6 +42,15 @@ def check_kernel(
         list[str] | None,
         typer.Option("--with", metavar="FEATURE", help="Also check: window. May be repeated."),
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=2, help="all_reduce: the number of processes. Default: 3.", show_default=False
+        ),
+    ] = None,
+    time_limit: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that one call may take before it counts as failed.")
+    ] = 60.0,
     timing: Annotated[bool, typer.Option(help="Time the function on growing sizes.")] = True,
     list_all: Annotated[
         bool, typer.Option("--list", help="List operations, conventions and shapes, and run nothing.")
@@ -57,8 +66,9 @@ def check_kernel(
 
     Exit status 0: every case holds; 1: a case fails; 2: nothing could be checked.
     """
+    from shared.conformance.kernels.collective_likes import all_reduce_like
     from shared.conformance.kernels.conventions import LIKES, convention_of
-    from shared.conformance.kernels.run import check_kernel, load_function
+    from shared.conformance.kernels.run import check_arguments, check_kernel, running
 
     if list_all:
         print_list(like)
@@ -66,16 +76,22 @@ def check_kernel(
     if target is None or like is None:
         raise ValueError(f"name a function and what it is --like: {', '.join(LIKES)}")
     chosen_convention = convention_of(like, convention)
-    cases = chosen_cases(LIKES[like], case or [], features or [])
-    load_function(target)
+    operation = LIKES[like]
+    if ranks is not None:
+        if not operation.ranks:
+            raise ValueError(f"--ranks does not apply to {like}: it is of one process")
+        operation = all_reduce_like(ranks)
+    cases = chosen_cases(operation, case or [], features or [])
+    check_arguments(target, operation, chosen_convention, cases)
     bench_run.check_files(None, json_file, html)
-    report = check_kernel(target, LIKES[like], chosen_convention, cases)
-    if timing:
-        from shared.bench.bare_kernel import time_sizes
+    with running(target, operation, time_limit) as function:
+        report = check_kernel(function, target, operation, chosen_convention, cases, time_limit)
+        if timing and not report.num_not_run:
+            from shared.bench.bare_kernel import time_sizes
 
-        for verdict, seconds in time_sizes(load_function(target), LIKES[like], chosen_convention):
-            report.verdicts.append(verdict)
-            report.timings += [] if seconds is None else [seconds]
+            for verdict, seconds in time_sizes(function, operation, chosen_convention, time_limit):
+                report.verdicts.append(verdict)
+                report.timings += [] if seconds is None else [seconds]
     print_report(report)
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
@@ -154,10 +170,12 @@ def print_report(report: Report) -> None:
     for heading in ("error", "allowed"):
         table.add_column(heading, justify="right")
     table.add_column("verdict", overflow="fold")
+    before = ""
     for verdict in report.verdicts:
         words, style = "holds", "green"
         if verdict.failure is not None:
             words, style = verdict.failure, "red"
+            words, before = "as above" if words == before else words, words
         elif verdict.refusal is not None:
             words, style = f"refused: {verdict.refusal}", "yellow"
         table.add_row(
@@ -177,17 +195,21 @@ def print_timings(report: Report) -> None:
     if not report.timings:
         return
     table = Table("size", title=f"µs of one call, on {report.device}")
-    for heading in ("this function", "Diptych", "bound", "of the bound"):
+    has_bound = any(timing.bound is not None for timing in report.timings)
+    for heading in ("this function", report.like.beside, *(("bound", "of the bound") if has_bound else ())):
         table.add_column(heading, justify="right")
     for timing in report.timings:
-        ours = "" if timing.ours is None else f"{1e6 * timing.ours:.1f}"
-        share = f"{100 * timing.bound / timing.seconds:.0f} %"
-        table.add_row(
-            Text(timing.case), f"{1e6 * timing.seconds:.1f}", ours, f"{1e6 * timing.bound:.1f}", share
-        )
+        cells = [_us(timing.seconds), _us(timing.ours)]
+        if timing.bound is not None:
+            cells += [_us(timing.bound), f"{100 * timing.bound / timing.seconds:.0f} %"]
+        table.add_row(Text(timing.case), *cells)
     console = Console()
     console.print(table)
     if report.device == "CPU":
         console.print(
             Text("These are times of a CPU: they do not show how fast a kernel is on a GPU.", "yellow")
         )
+
+
+def _us(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e6 * seconds:.1f}"

@@ -37,24 +37,39 @@ def amid_poison(tensor: torch.Tensor, margin: int = 3) -> torch.Tensor:
     return view.copy_(tensor)
 
 
+def guarded(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense copy with poison before and after it: writes outside of it are found by `memory_of`. The margin
+    keeps an alignment of 64 bytes or more."""
+    return amid_poison(tensor.flatten(), margin=64).view(tensor.shape)
+
+
+def memory_of(tensor: torch.Tensor, *, without_it: bool = False) -> torch.Tensor:
+    """A copy of the bytes of the whole memory that a tensor is a view of: uint8 [elements, itemsize].
+    `without_it`: without the tensor's own elements."""
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    rows = whole.view(torch.uint8).view(-1, tensor.element_size())
+    if not without_it:
+        return rows.clone()
+    is_outside = torch.ones(len(rows), dtype=torch.bool, device=tensor.device)
+    is_outside.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)
+    return rows[is_outside]
+
+
 @contextlib.contextmanager
 def poisoned_allocations() -> Iterator[None]:
     """Within, torch.empty and its like hold NaN or the largest integer: what an implementation forgets to
     write is found."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    mode = torch.get_deterministic_debug_mode()
     fills = torch.utils.deterministic.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of operations without a deterministic twin: they may run
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")  # `use_deterministic_algorithms` imports a compiler
         torch.utils.deterministic.fill_uninitialized_memory = True
         try:
             yield
         finally:
             torch.utils.deterministic.fill_uninitialized_memory = fills
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            torch.set_deterministic_debug_mode(mode)
 
 
 def run_poisoned(function: Callable[..., Any], *args: Any) -> Any:

@@ -9,11 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from shared.conformance.compare import Mismatch
+
 REPEAT = 1.0  # seconds between alarms once the time is up: code may swallow one
 
 
 class TimeLimitExceeded(BaseException):
     """No `Exception`: an implementation that catches those must not catch this."""
+
+
+class DoesNotReturn(Mismatch):
+    """Code under check has used up its time. `who`: a rank, or ""."""
+
+    def __init__(self, who: str, seconds: float) -> None:
+        super().__init__("the call", f"a return within {seconds:g} s", f"none {who}".strip())
 
 
 @contextmanager

@@ -9,14 +9,18 @@ from typing import Any
 import torch
 
 from shared.conformance.kernels.attention_likes import DECODE_LIKE, EXTEND_LIKE, MLA_LIKE
+from shared.conformance.kernels.collective_likes import all_reduce_like
 from shared.conformance.kernels.draw_likes import SAMPLER_LIKE, VERIFY_LIKE, frequency, walk_results
 from shared.conformance.kernels.layer_likes import LAYER_LIKES
 from shared.conformance.kernels.problem import Problem
-from shared.conformance.poison import poisoned
+from shared.conformance.poison import guarded, poisoned
 
 LIKES = {
-    like.name: like for like in (DECODE_LIKE, EXTEND_LIKE, MLA_LIKE, *LAYER_LIKES, SAMPLER_LIKE, VERIFY_LIKE)
-}
+    like.name: like
+    for like in (
+        DECODE_LIKE, EXTEND_LIKE, MLA_LIKE, *LAYER_LIKES, SAMPLER_LIKE, VERIFY_LIKE, all_reduce_like()
+    )
+}  # fmt: skip
 
 
 @dataclass
@@ -41,6 +45,11 @@ class Convention:
     build: Callable[[Problem], Call]
     strided: tuple[str, ...] = ()
     takes_scale: bool = True
+
+
+def unwritten(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """An output amid memory that must not be written."""
+    return guarded(poisoned(shape, like.dtype, like.device))
 
 
 def csr_pages(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -85,7 +94,7 @@ def decode_vllm(p: Problem) -> Call:
     x = 16 // k.element_size()
     key_cache = k.view(*k.shape[:3], -1, x).permute(0, 2, 3, 1, 4).contiguous()
     value_cache = v.permute(0, 2, 3, 1).contiguous()
-    out = poisoned(p["q"].shape, p["q"].dtype, p["q"].device)
+    out = unwritten(p["q"].shape, p["q"])
     one = torch.ones((), device=k.device)
     args = (
         out, p["q"], key_cache, value_cache, k.shape[2], p.constants["scale"], p["page_table"], p["lens"],
@@ -103,7 +112,7 @@ def decode_triton(p: Problem) -> Call:
     slots = p["page_table"][:, positions // page_size] * page_size + positions % page_size
     indices = slots[positions < lens[:, None]]
     indptr = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)
-    out = poisoned(p["q"].shape, p["q"].dtype, p["q"].device)
+    out = unwritten(p["q"].shape, p["q"])
     args = (p["q"], p["k"].flatten(0, 1), p["v"].flatten(0, 1), out, indptr, indices, p.constants["scale"])
     return Call(args, _window(p), written=(out,), results=lambda _: {"out": out})
 
@@ -184,7 +193,7 @@ def norm_flashinfer(p: Problem) -> Call:
 
 
 def norm_out(p: Problem) -> Call:
-    out = poisoned(p["x"].shape, p["x"].dtype, p["x"].device)
+    out = unwritten(p["x"].shape, p["x"])
     args = (out, p["x"], p["weight"], p.constants["eps"])
     return Call(args, written=(out,), results=lambda _: {"out": out})
 
@@ -195,7 +204,7 @@ def add_norm_torch(p: Problem) -> Call:
 
 
 def add_norm_in_place(p: Problem) -> Call:
-    x, residual = p["x"].clone(), p["residual"].clone()
+    x, residual = guarded(p["x"]), guarded(p["residual"])
     args = (x, residual, p["weight"], p.constants["eps"])
     return Call(args, written=(x, residual), results=lambda _: {"out": x, "residual": residual})
 
@@ -206,7 +215,7 @@ def rope_torch(p: Problem) -> Call:
 
 
 def rope_in_place(p: Problem) -> Call:
-    q, k = (p[name].flatten(1).clone() for name in "qk")
+    q, k = (guarded(p[name].flatten(1)) for name in "qk")
     head_dim = p["q"].shape[2]
     args = (p["positions"], q, k, head_dim, p["cos_sin_cache"], True)
     return Call(
@@ -233,7 +242,7 @@ def silu_torch(p: Problem) -> Call:
 
 
 def silu_out(p: Problem) -> Call:
-    out = poisoned((len(p["x"]), p["x"].shape[1] // 2), p["x"].dtype, p["x"].device)
+    out = unwritten((len(p["x"]), p["x"].shape[1] // 2), p["x"])
     return Call((out, p["x"]), written=(out,), results=lambda _: {"out": out})
 
 
@@ -243,6 +252,11 @@ def moe_args(p: Problem) -> Call:
 
 def gemm_torch(p: Problem) -> Call:
     return Call((p["a"], p["b"].T, p["scale_a"], p["scale_b"].T, p.constants["dtype"]))
+
+
+def reduce_with(form: str) -> Callable[[Problem], Call]:
+    """Of a function over ranks: the tensors of all ranks go to their processes."""
+    return lambda p: Call((p["x"], form, p.constants["layout"], p.constants["late"]))
 
 
 _PAGES = "k, v [num_pages, page_size, num_kv_heads, head_dim]"
@@ -367,6 +381,17 @@ CONVENTIONS: dict[str, tuple[Convention, ...]] = {
                    "-1 after the last token", verify_chain),
         Convention("flashinfer", "chain_speculative_sampling(draft_probs, draft_token_ids, target_probs) -> "
                    "(output_token_ids, ...)", "as torch; the other results are not checked", verify_chain),
+    ),
+    "all_reduce": (
+        Convention("torch", "all_reduce(tensor, group=)",
+                   "tensor [num_tokens, size] becomes the sum, in place; every rank is a process with one "
+                   "tensor", reduce_with("torch")),
+        Convention("torch-functional", "all_reduce(tensor, 'sum', group) -> out",
+                   "tensor, out [num_tokens, size]; the tensor is not modified",
+                   reduce_with("torch-functional")),
+        Convention("vllm", "tensor_model_parallel_all_reduce(input_) -> out",
+                   "input_, out [num_tokens, size]; the group is the default one of torch.distributed; the "
+                   "input is not modified", reduce_with("vllm")),
     ),
 }  # fmt: skip
 

@@ -39,11 +39,18 @@ class Problem:
     def tolerance(self) -> Tolerance:
         return self.limit or tolerance(self.kind, self.dtype)
 
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.tensors[name]
 
     def with_tensors(self, **tensors: torch.Tensor) -> Problem:
         return replace(self, tensors={**self.tensors, **tensors})
+
+    def with_constants(self, **constants: Any) -> Problem:
+        return replace(self, constants={**self.constants, **constants})
 
     def strided(self, names: tuple[str, ...]) -> Problem:
         """These tensors as slices of wider rows, as a fused projection gives them, with NaN beside them."""
@@ -63,7 +70,9 @@ class Problem:
         """Random numbers in place of NaN: wrong results can be compared."""
         inputs = Inputs(97)
         finite = {
-            name: torch.where(torch.isnan(tensor), inputs.normal(*tensor.shape, dtype=tensor.dtype), tensor)
+            name: torch.where(
+                torch.isnan(tensor), inputs.normal(*tensor.shape).to(tensor.device, tensor.dtype), tensor
+            )
             for name, tensor in self.tensors.items()
             if tensor.is_floating_point() and tensor.dtype.itemsize > 1
         }
@@ -81,7 +90,8 @@ class Like:
     device. `make(case, takes_scale)` draws the inputs: a convention without a scale gets it within q.
     `paged`: tensors [num_pages, ...]; `rows`: tensors with one row for each member of the batch.
     `more_cases`: of features that a kernel may lack, under their names; checked where asked for.
-    `suspects`: name of a known mistake -> its results, to name what a wrong kernel does."""
+    `suspects`: name of a known mistake -> its results, to name what a wrong kernel does. `ranks`: over so
+    many processes; 0: a plain function. `beside`: what is timed beside the function."""
 
     name: str
     what: str
@@ -93,6 +103,8 @@ class Like:
     paged: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     more_cases: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    ranks: int = 0
+    beside: str = "Diptych"
 
 
 def beside_poison(tensor: torch.Tensor) -> torch.Tensor:

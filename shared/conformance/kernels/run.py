@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +14,19 @@ import torch
 from shared import registry
 from shared.conformance.compare import Mismatch, error_rms, expect_close, expect_form
 from shared.conformance.device import check_device
+from shared.conformance.kernels.collective_likes import expect_same_sums, in_order
 from shared.conformance.kernels.conventions import Call, Convention
 from shared.conformance.kernels.problem import Like, Problem, Tensors
-from shared.conformance.poison import run_poisoned
+from shared.conformance.kernels.rank_processes import RankProcesses
+from shared.conformance.kernels.rank_worker import FORMS
+from shared.conformance.poison import memory_of, run_poisoned
+from shared.conformance.time_limit import DoesNotReturn, TimeLimitExceeded, time_limit
 
 PRECISION_LOST = 0.05
 """A relative error below this has the right formula: what is lost is precision."""
 MAX_DIAGNOSED = 3
+SECONDS = 60.0
+"""That one call may take: kernels in Triton's interpreter are slow."""
 
 Results = dict[str, torch.Tensor]
 
@@ -27,7 +35,7 @@ Results = dict[str, torch.Tensor]
 class Verdict:
     """One case. `error`: the norm of the error over that of the truth, `allowed` the largest one. `failure`:
     what is wrong, None where nothing is. `refusal`: why the function does not support the case. `reports`:
-    what is observed and not required."""
+    what is observed and not required. `ends_check`: no other case can be run after it."""
 
     case: str
     dtype: str
@@ -37,17 +45,19 @@ class Verdict:
     failure: str | None = None
     refusal: str | None = None
     reports: dict[str, bool] = field(default_factory=dict)
+    ends_check: bool = False
 
 
 @dataclass
 class Timing:
-    """Seconds of one call; `bound`: bytes over bandwidth or FLOPs over rate, the larger."""
+    """Seconds of one call. `ours`: of what is timed beside it; `bound`: bytes over bandwidth or FLOPs over
+    rate, the larger."""
 
     case: str
     size: int
     seconds: float
     ours: float | None
-    bound: float
+    bound: float | None
 
 
 @dataclass
@@ -59,6 +69,7 @@ class Report:
     verdicts: list[Verdict]
     timings: list[Timing]
     names: list[str]  # of mistakes that explain the failures
+    num_not_run: int = 0  # cases after one that ended the check
 
     @property
     def failing(self) -> list[Verdict]:
@@ -79,7 +90,8 @@ class Report:
     def summary(self) -> str:
         num_cases = len(self.verdicts)
         if self.failing:
-            return f"{len(self.failing)} of {num_cases} cases fail"
+            rest = f"; {self.num_not_run} more are not run" if self.num_not_run else ""
+            return f"{len(self.failing)} of {num_cases} cases fail{rest}"
         if self.num_refused == num_cases:
             return f"all {num_cases} cases are refused: nothing was checked"
         refused = f", {self.num_refused} are refused" if self.num_refused else ""
@@ -91,9 +103,58 @@ def load_function(target: str) -> Callable[..., Any]:
     if ":" not in target:
         raise ValueError(f"{target!r} names no function: write file.py:function or package.module:function")
     function: Callable[..., Any] = registry.load("the kernel", target)
-    if not callable(function):
-        raise ValueError(f"{target} is no function")
+    if not callable(function) or isinstance(function, type):
+        raise ValueError(f"{target} is {type(function).__name__} {function!r:.60}, not a function")
     return function
+
+
+@contextmanager
+def running(target: str, like: Like, seconds: float = SECONDS) -> Iterator[Callable[..., Any]]:
+    """The function, within the time limit; one over ranks with its processes, which end with the block."""
+    function = load_function(target)
+    if like.ranks:
+        with RankProcesses(target, like.ranks, seconds) as ranks:
+            yield ranks
+    else:
+        yield function
+
+
+def check_arguments(target: str, like: Like, convention: Convention, cases: tuple[Any, ...]) -> None:
+    """`ValueError` where the function cannot take the arguments of the convention at all."""
+    function = load_function(target)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin: not known
+        return
+    if like.ranks:
+        args, kwargs = FORMS[convention.library].arguments(torch.empty(0), None)
+    else:
+        made = convention.build(like.make(cases[0], convention.takes_scale))
+        args, kwargs = made.args, made.kwargs
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"{target} takes {signature}; convention {convention.library} calls "
+            f"{convention.signature}: {error}. Other conventions: --list --like {like.name}"
+        ) from None
+
+
+def limited(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """Raises `DoesNotReturn` once the time is up, where it can be interrupted; waits for a GPU, whose errors
+    then belong to this call."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with time_limit(seconds):
+                returned = function(*args, **kwargs)
+                if check_device().type == "cuda":
+                    torch.cuda.synchronize()
+                return returned
+        except TimeLimitExceeded:
+            raise DoesNotReturn("", seconds) from None
+
+    return call
 
 
 def check_problem(
@@ -111,36 +172,63 @@ def check_problem(
     if convention.strided:
         names = ", ".join(convention.strided)
         variants.append((f"{names} as slices of wider rows", problem.strided(convention.strided)))
-    outputs = []
-    for what, variant in variants:
-        try:
+    if like.ranks:
+        late = (0, like.ranks - 1)
+        variants += [(f"when rank {rank} is late", problem.with_constants(late=rank)) for rank in late]
+    outputs: list[Results] = []
+    what = "values"
+    try:
+        for what, variant in variants:
             results = call(function, convention, variant)
             outputs.append(results)
             check_form(problem, results, what)
             error = largest_error(problem, results)
             verdict.error = verdict.error if error <= verdict.error else error  # NaN is the largest
             check_values(problem, results, what)
-        except (ValueError, NotImplementedError) as error:
-            verdict.refusal = f"{what}: {error}"
-            return verdict
-        except Mismatch as mismatch:
-            verdict.failure = sentence(mismatch)
-            return verdict
-        except Exception as error:  # whatever a kernel raises is its failure
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{frame.filename}:{frame.lineno}"
-            verdict.failure = f"{what}: raised {type(error).__name__}: {error} ({place})"
-            return verdict
+            if like.ranks:
+                expect_same_sums(what, results["out"], outputs[0]["out"])
+        what = "another call"
+        verdict.reports = observations(function, like, convention, problem, outputs)
+    except (ValueError, NotImplementedError) as error:
+        verdict.refusal = f"{what}: {error}"
+    except Mismatch as mismatch:
+        verdict.failure = sentence(mismatch)
+        verdict.ends_check = isinstance(mismatch, DoesNotReturn)
+    except Exception as error:  # whatever a kernel raises is its failure
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename}:{frame.lineno}"
+        verdict.failure = f"{what}: raised {type(error).__name__}: {error} ({place})"
+        verdict.ends_check = not device_works()
+    return verdict
+
+
+def observations(
+    function: Callable[..., Any], like: Like, convention: Convention, problem: Problem, outputs: list[Results]
+) -> dict[str, bool]:
+    """What is not required. `outputs`: the results of the problem, and of the same on other pages."""
+    if like.ranks:
+        ordered = {"out": in_order(problem)}
+        return {"the bits are those of a float32 sum in the order of ranks": same_bits(outputs[0], ordered)}
+    found = {}
     if problem.kind != "draws":
         again = call(function, convention, problem)
-        verdict.reports["a second call gives the same bits"] = same_bits(again, outputs[0])
+        found["a second call gives the same bits"] = same_bits(again, outputs[0])
     if like.paged:
-        verdict.reports["other pages give the same bits"] = same_bits(outputs[1], outputs[0])
+        found["other pages give the same bits"] = same_bits(outputs[1], outputs[0])
     if like.rows and len(problem[like.rows[0]]) > 1:
         alone = call(function, convention, problem.row(1, like.rows))
         in_batch = {name: result[1:2] for name, result in outputs[0].items()}
-        verdict.reports["a row alone gives the same bits"] = same_bits(alone, in_batch)
-    return verdict
+        found["a row alone gives the same bits"] = same_bits(alone, in_batch)
+    return found
+
+
+def device_works() -> bool:
+    """False after an illegal access of a GPU kernel: every later call fails."""
+    try:
+        torch.empty(1, device=check_device()).fill_(1.0).cpu()
+    except RuntimeError:
+        return False
+    return True
 
 
 def sentence(mismatch: Mismatch) -> str:
@@ -152,14 +240,19 @@ def sentence(mismatch: Mismatch) -> str:
 
 
 def call(function: Callable[..., Any], convention: Convention, problem: Problem) -> Results:
-    """The results, under the names of the operation; `Mismatch` where an input is modified."""
+    """The results, under the names of the operation; `Mismatch` where an input is modified, or memory beside
+    a tensor that is written."""
     made = convention.build(problem)
     inputs = [(name, each) for name, each in tensors_of(made) if not any(each is out for out in made.written)]
-    before = [each.clone() for _, each in inputs]
+    before = [memory_of(each) for _, each in inputs]
+    beside = [memory_of(each, without_it=True) for each in made.written]
     returned = run_poisoned(lambda: function(*made.args, **made.kwargs))
     for (name, each), copy in zip(inputs, before):
-        if not same_bits({"": each}, {"": copy}):
+        if not torch.equal(memory_of(each), copy):
             raise Mismatch(f"{name} afterwards", "not modified", "modified")
+    for each, copy in zip(made.written, beside):
+        if not torch.equal(memory_of(each, without_it=True), copy):
+            raise Mismatch("memory before or after the output", "not modified", "modified")
     try:
         results = made.results(returned)
         return {name: results[name] for name in problem.expected}
@@ -182,7 +275,7 @@ def check_form(problem: Problem, results: Results, what: str) -> None:
         result = results[name]
         if not isinstance(result, torch.Tensor):
             raise Mismatch(f"{what}: {name}", "a tensor", type(result).__name__)
-        like = torch.empty(expected.shape, dtype=problem.dtype, device=check_device())
+        like = torch.empty(expected.shape, dtype=problem.dtype, device=problem.device)
         expect_form(f"{what}: {name}", result, like)
 
 
@@ -223,6 +316,9 @@ def _mistakes_in(
 ) -> list[str]:
     finite = problem.with_finite_memory()
     try:
+        if problem.constants.get("layout"):
+            call(function, convention, problem.with_constants(layout=""))
+            return ["strides or the address are ignored: only a dense tensor of its own is summed"]
         results = call(function, convention, finite)
         check_form(problem, results, "form")
     except Mismatch as mismatch:
@@ -257,6 +353,8 @@ def _layout_mistakes(
     function: Callable[..., Any], like: Like, convention: Convention, problem: Problem
 ) -> list[str]:
     """The plain layout is right: which other one is not?"""
+    if like.ranks:
+        return []  # the verdict says which bits differ
     if like.paged:
         moved = call(function, convention, problem.with_other_pages(like.paged))
         if not _holds(problem, moved):
@@ -292,18 +390,32 @@ def _close(problem: Problem, results: Results, expected: Tensors) -> bool:
 
 
 def check_kernel(
-    target: str, like: Like, convention: Convention, cases: tuple[Any, ...] | None = None
+    function: Callable[..., Any],
+    target: str,
+    like: Like,
+    convention: Convention,
+    cases: tuple[Any, ...] | None = None,
+    seconds: float = SECONDS,
 ) -> Report:
-    """Every case (or only `cases`), and the names of mistakes. Timings are added by the caller."""
-    function = load_function(target)
-    verdicts, failing = [], []
-    for case in like.cases if cases is None else cases:
+    """Every case (or only `cases`), and the names of mistakes; `seconds`: that one call may take. Timings are
+    added by the caller."""
+    chosen = like.cases if cases is None else cases
+    device = function.device_name if isinstance(function, RankProcesses) else device_name()
+    report = Report(like, convention, target, device, [], [], [])
+    limited_function = function if like.ranks else limited(function, seconds)
+    failing = []
+    for case in chosen:
         problem = like.make(case, convention.takes_scale)
-        verdicts.append(check_problem(function, like, convention, problem))
-        if verdicts[-1].failure is not None:
+        verdict = check_problem(limited_function, like, convention, problem)
+        report.verdicts.append(verdict)
+        if verdict.ends_check:
+            report.num_not_run = len(chosen) - len(report.verdicts)
+            return report
+        if verdict.failure is not None:
             failing.append(problem)
-    names = name_mistakes(function, like, convention, failing) if failing else []
-    return Report(like, convention, target, device_name(), verdicts, [], names)
+    if failing:
+        report.names = name_mistakes(limited_function, like, convention, failing)
+    return report
 
 
 def device_name() -> str:

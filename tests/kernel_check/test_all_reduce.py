@@ -1,0 +1,117 @@
+"""`diptych check kernel --like all_reduce`: a function over three processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from shared.conformance.case import Case
+from shared.conformance.kernels import rank_processes
+from shared.conformance.kernels.collective_likes import all_reduce_like
+from shared.conformance.kernels.conventions import convention_of
+from shared.conformance.kernels.rank_processes import RankProcesses
+from shared.conformance.kernels.run import Report, check_arguments, check_kernel
+from tests.kernel_check import reductions
+
+LIKE = all_reduce_like()
+WRONG = {
+    "own_first": ("torch", "the sum on rank 2: expected the bits of rank 0"),
+    "order_of_arrival": ("torch", "the sum: expected the bits of the first run: additions in a fixed order"),
+    "last_bit": ("torch", "the sum on rank 1: expected the bits of rank 0"),
+    "without_the_last": ("torch", "the input of the last rank is missing in the sum"),
+    "stale": ("torch", "a buffer is stale: the sum is that of the call before"),
+    "stale_peers": ("torch", "the inputs of other ranks are those of the call before"),
+    "reused_buffer": ("torch-functional", "a result is overwritten by a later call"),
+    "input_modified": ("torch-functional", "the input, or memory beside it, is modified"),
+    "only_rank_0": ("torch", "only rank 0 has the sum"),
+    "mean": ("torch", "divided by the number of ranks"),
+    "one_element_beyond": ("torch", "memory beside the tensor is modified"),
+    "dense_memory": ("torch", "strides or the address are ignored"),
+    "one_refuses": ("torch", "rank 1: ValueError: not on this rank"),
+    "one_raises": ("torch", "rank 2: expected a result, got KeyError: 'lost'"),
+    "one_ends": ("torch", "rank 1: expected a result, got the process has ended with exit code 3"),
+    "one_hangs": ("torch", "the call: expected a return within"),
+    "returns_nothing": ("vllm", "returns NoneType, not a tensor"),
+    "float32_result": ("vllm", "returns [3, 63], torch.float32, cpu; the input has [3, 63], torch.bfloat16"),
+}
+"""name -> convention, what must be said"""
+
+
+def cases_of(*texts: str) -> tuple[Case, ...]:
+    return tuple(case for case in LIKE.cases if case.name in texts)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankProcesses]:
+    with RankProcesses("", 3, seconds=20.0) as ranks:
+        yield ranks
+
+
+def check(ranks: RankProcesses, name: str, convention: str = "torch", *texts: str) -> Report:
+    ranks.target = f"{reductions.__name__}:{name}"
+    cases = cases_of(*texts) if texts else None
+    return check_kernel(ranks, name, LIKE, convention_of("all_reduce", convention), cases)
+
+
+def test_right_functions_hold(ranks: RankProcesses) -> None:
+    few = ("3 x 63, float32", "0 x 64, bfloat16", "5 x 96, slices of wider rows, float16")
+    for name, convention in (
+        ("in_place", "torch"),
+        ("functional", "torch-functional"),
+        ("default_group", "vllm"),
+    ):
+        report = check(ranks, name, convention, *few)
+        assert report.status == 0, report.failing
+        assert report.num_refused == 0
+        assert all(all(verdict.reports.values()) for verdict in report.verdicts)
+    assert "3 processes over gloo" in report.device
+
+
+def test_refused_layouts_are_no_failures(ranks: RankProcesses) -> None:
+    report = check(
+        ranks, "refuses_slices", "torch", "3 x 63, float32", "5 x 96, slices of wider rows, float32"
+    )
+    assert (report.status, report.num_refused) == (0, 1)
+    assert "must be contiguous" in str(report.verdicts[1].refusal)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_planted_faults_are_found_and_named(
+    ranks: RankProcesses, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_processes, "GRACE_SECONDS", 0.3)
+    convention, expected = WRONG[name]
+    case = {"dense_memory": "5 x 96, slices of wider rows, float32", "float32_result": "3 x 63, bfloat16"}
+    with monkeypatch.context() as patch:
+        if name == "one_hangs":
+            patch.setattr(ranks, "seconds", 0.5)
+        report = check(ranks, name, convention, case.get(name, "3 x 63, float32"))
+    assert report.status == 1
+    said = [str(verdict.failure) for verdict in report.failing] + report.names
+    assert any(expected in each for each in said), said
+
+
+@pytest.mark.full
+def test_every_case_holds_with_two_and_with_four_ranks() -> None:
+    for num_ranks in (2, 4):
+        like = all_reduce_like(num_ranks)
+        target = f"{reductions.__name__}:in_place"
+        with RankProcesses(target, num_ranks) as ranks:
+            report = check_kernel(ranks, target, like, convention_of("all_reduce", "torch"))
+            assert report.status == 0, report.failing
+            assert report.num_refused == 0
+            assert ranks.time(torch.ones(num_ranks, 1, 4, 64), "torch") > 0
+            children = {each.name for each in multiprocessing.active_children()}
+            assert {f"rank {rank}" for rank in range(num_ranks)} <= children
+        assert not {each.name for each in multiprocessing.active_children()} & {"rank 0", "rank 1"}
+
+
+def test_calls_that_cannot_be_checked() -> None:
+    with pytest.raises(ValueError, match="at least 2"):
+        all_reduce_like(1)
+    target = f"{reductions.__name__}:functional"
+    with pytest.raises(ValueError, match=r"takes \(x.*convention torch calls all_reduce\(tensor, group=\)"):
+        check_arguments(target, LIKE, convention_of("all_reduce", "torch"), LIKE.cases)
