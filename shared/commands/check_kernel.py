@@ -205,10 +205,8 @@ def print_timings(report: Report) -> None:
         table.add_row(Text(timing.case), *cells)
     console = Console()
     console.print(table)
-    if report.device == "CPU":
-        console.print(
-            Text("These are times of a CPU: they do not show how fast a kernel is on a GPU.", "yellow")
-        )
+    for note in report.timing_notes:
+        console.print(Text(note, "yellow"))
 
 
 def _us(seconds: float | None) -> str:

@@ -106,19 +106,22 @@ class Filtered:
 def filtered(logits: Sequence[float], req: Req) -> Filtered:
     """Step 5 of the contract, on logits adjusted already."""
     params = req.sampling_params
-    weights = [math.exp((x - max(logits)) / params.temperature) for x in logits]
-    p = [w / sum(weights) for w in weights]
+    highest = max(logits)
+    weights = [math.exp((x - highest) / params.temperature) for x in logits]
+    total = sum(weights)
+    p = [w / total for w in weights]
+    largest = max(p)
     order = sorted(range(len(p)), key=lambda i: (-p[i], i))
     kept, before, margin = {}, 0.0, math.inf
     for rank, i in enumerate(order):
         in_top_k = params.top_k == -1 or rank < params.top_k
         in_top_p = params.top_p == 1.0 or before < params.top_p
-        if in_top_k and in_top_p and p[i] >= params.min_p * max(p) and p[i] > 0.0:
+        if in_top_k and in_top_p and p[i] >= params.min_p * largest and p[i] > 0.0:
             kept[i] = p[i]
         if params.top_p < 1.0:
             margin = min(margin, abs(before - params.top_p))
         if params.min_p > 0.0:
-            margin = min(margin, abs(p[i] / max(p) - params.min_p))
+            margin = min(margin, abs(p[i] / largest - params.min_p))
         before += p[i]
     total = sum(kept.values())
     return Filtered({i: share / total for i, share in kept.items()}, margin)

@@ -16,7 +16,7 @@ from shared.conformance.kernels.conventions import CONVENTIONS, LIKES, conventio
 from shared.conformance.kernels.report_html import render
 from shared.conformance.kernels.run import Report
 from tests.kernel_check.right import RIGHT
-from tests.kernel_check.wrong import WRONG
+from tests.kernel_check.wrong import WRONG, fails_at_times, never_returns, one_element_beyond
 
 EXAMPLE = str(Path(__file__).parents[2] / "docs" / "examples" / "my_kernels.py")
 QUICK = {
@@ -110,6 +110,27 @@ def test_refusals_are_no_failures() -> None:
     assert check("rms_norm", "torch", nothing).status == 2
 
 
+def test_writes_beside_an_output_are_found() -> None:
+    report = check("silu_and_mul", "vllm", one_element_beyond, LIKES["silu_and_mul"].cases[:2])
+    assert "memory before or after the output" in str(report.verdicts[0].failure)
+    assert len(report.failing) == 2
+
+
+def test_a_function_that_fails_at_times_is_no_mistake_of_strides() -> None:
+    report = check("silu_and_mul", "torch", fails_at_times, LIKES["silu_and_mul"].cases[:2])
+    assert "raised RuntimeError: the second call" in str(report.failing[0].failure)
+    assert report.names == ["another call with the same inputs gives another result, or fails"]
+
+
+def test_a_call_that_does_not_return_ends_the_check() -> None:
+    report = run.check_kernel(
+        never_returns, "f", LIKES["silu_and_mul"], convention_of("silu_and_mul", "torch"), seconds=0.05
+    )
+    assert report.failing[0].failure == "the call: expected a return within 0.05 s, got none"
+    assert report.num_not_run == len(LIKES["silu_and_mul"].cases) - 1
+    assert "more are not run" in report.summary
+
+
 def test_what_depends_on_the_batch_is_reported() -> None:
     def with_batch(x):  # type: ignore[no-untyped-def]
         y = RIGHT["silu_and_mul", "torch"](x)
@@ -156,6 +177,11 @@ def test_the_command_names_what_is_wrong_with_the_call() -> None:
         ((f"{EXAMPLE}:no_such", "--like", "rms_norm"), "no_such"),
         ((f"{EXAMPLE}:rms_norm", "--like", "rms_norm", "--with", "window"), "none"),
         ((f"{EXAMPLE}:rms_norm", "--like", "rms_norm", "--case", "int3"), "int3"),
+        ((f"{EXAMPLE}:rms_norm", "--like", "rms_norm", "--ranks", "2"), "--ranks does not apply"),
+        ((f"{EXAMPLE}:rms_norm", "--like", "all_reduce", "--ranks", "1"), "--ranks"),
+        ((f"{EXAMPLE}:silu_and_mul", "--like", "rms_norm"), "takes (x"),
+        ((f"{EXAMPLE}:torch", "--like", "rms_norm"), "not a function"),
+        (("no_file.py:f", "--like", "rms_norm"), "no such file"),
     ):
         result = diptych("check", "kernel", *args)
         assert result.exit_code != 0

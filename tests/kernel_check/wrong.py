@@ -63,6 +63,23 @@ def bfloat16_mean(x: Any, shape: Any, weight: Any, eps: float) -> Any:
     return (x.float() * torch.rsqrt(mean.float() + eps) * weight.float()).to(x.dtype)
 
 
+def one_element_beyond(out: Any, x: Any) -> None:
+    out.copy_(silu_and_mul(x))
+    torch.as_strided(out, (out.numel() + 1,), (1,), out.storage_offset())[-1] = 0
+
+
+def fails_at_times(x: Any, calls: list[Any] = []) -> Any:  # noqa: B006
+    calls.append(x)
+    if len(calls) == 2:
+        raise RuntimeError("the second call")
+    return silu_and_mul(x)
+
+
+def never_returns(x: Any) -> Any:
+    while True:
+        pass
+
+
 def rope_pairs(q: Any, k: Any, cos: Any, sin: Any) -> Any:
     cos, sin = cos[:, None], sin[:, None]
     results = []
@@ -106,8 +123,8 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "unwritten": ("attention.decode", last_row_not_written, "are not written"),
     "input": ("attention.decode", query_scaled_in_place, "argument 0 afterwards: modified"),
     "strides": ("attention.decode", strides_ignored, "strides are ignored"),
-    "raises": ("attention.decode", lambda q, k, v, t: q, "raised TypeError"),
-    "shape": ("attention.decode", lambda q, k, v, t, n: q.flatten(1), "form"),
+    "raises": ("attention.decode", lambda q, k, v, t: q, "raises TypeError"),
+    "shape": ("attention.decode", lambda q, k, v, t, n: q.flatten(1), "shape of out"),
     "window": (
         "attention.decode",
         lambda q, k, v, t, n, window_left=-1: paged_decode(q, k, v, t, n, window_left + (window_left >= 0)),

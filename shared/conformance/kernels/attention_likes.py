@@ -13,6 +13,7 @@ from shared.conformance.attention_batches import LAYER_ID, AttentionBatch, Atten
 from shared.conformance.contracts.attention.batches import DECODE, EXTEND, MIXED, paged, with_heads
 from shared.conformance.contracts.mla_attention.batches import SMALL
 from shared.conformance.inputs import Inputs, type_name
+from shared.conformance.kernels import own_kernels
 from shared.conformance.kernels.problem import Like, Problem, Suspect
 from shared.conformance.mla_batches import MLACase
 from shared.scheduling.pages import num_pages_of
@@ -168,6 +169,7 @@ def make_mla(case: MLACase, takes_scale: bool) -> Problem:
         max(case.seq_lens),
         sum(case.seq_lens) * row_size * case.dtype.itemsize + (2 * q.numel()) * case.dtype.itemsize,
         2.0 * case.num_qo_heads * (row_size + rank) * sum(case.seq_lens),
+        own_kernels.on_gpu(own_kernels.mla_decode, batch, q),
     )
     return replace(problem, expected=dense(problem))
 

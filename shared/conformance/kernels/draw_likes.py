@@ -10,6 +10,7 @@ import torch
 
 from shared.conformance.case import Case, table
 from shared.conformance.inputs import Inputs
+from shared.conformance.kernels import own_kernels
 from shared.conformance.kernels.problem import Like, Problem, bytes_of
 from shared.conformance.sampling import Ask, filtered
 from shared.conformance.tolerance import Tolerance
@@ -79,7 +80,8 @@ def make_sampler(case: Case, takes_scale: bool) -> Problem:
     }
     return Problem(
         case.name, tensors, {}, {"frequency": expected}, "draws", torch.float32, tensors["logits"].numel(),
-        bytes_of(tensors["logits"]), 0.0, limit=limit_of_draws(expected, case.num_draws),
+        bytes_of(tensors["logits"]), 0.0, own_kernels.on_gpu(own_kernels.sampler, *tensors.values()),
+        limit=limit_of_draws(expected, case.num_draws),
     )  # fmt: skip
 
 
@@ -145,6 +147,7 @@ def make_verify(case: Case, takes_scale: bool) -> Problem:
     return Problem(
         case.name, tensors, {}, expected, "draws", torch.float32, tensors["target_probs"].numel(),
         bytes_of(tensors["draft_probs"], tensors["target_probs"]), 0.0,
+        own_kernels.on_gpu(own_kernels.verify, tensors["draft_token_ids"], tensors["target_probs"]),
         limit=limit if case.num_draws >= NUM_DRAWS else FEW_DRAWS,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from shared.conformance.contracts.layers.rotary import CONTEXT_LEN, rotate64
 from shared.conformance.contracts.moe.experts import Experts, experts64, silu_and_mul64
 from shared.conformance.device import building, check_device
 from shared.conformance.inputs import FLOAT_TYPES, Inputs, type_name
+from shared.conformance.kernels import own_kernels
 from shared.conformance.kernels.problem import Like, Problem, Tensors, bytes_of
 from shared.interfaces import TopKOutput
 from shared.modeling.rope import rope_angles
@@ -303,6 +304,7 @@ def make_w8a8(case: Case, takes_scale: bool) -> Problem:
     return Problem(
         case.name, tensors, {"dtype": case.dtype}, expected, "quantized linear", case.dtype, case.num_tokens,
         num_bytes, 2.0 * case.num_tokens * case.out * case.size / 2,
+        own_kernels.on_gpu(own_kernels.w8a8, a, b, scale_a, scale_b, case.dtype),
     )  # fmt: skip
 
 

@@ -24,7 +24,11 @@ def render(report: Report) -> str:
         if verdict.refusal is None and verdict.error > 0 and math.isfinite(verdict.allowed):
             point = verdict.size, verdict.error / verdict.allowed, f"{verdict.case}: {verdict.error:.2e}"
             errors.setdefault(verdict.dtype, []).append(point)
-    speeds: dict[str, list[tuple[float, float, str]]] = {"this function": [], "Diptych": [], "bound": []}
+    speeds: dict[str, list[tuple[float, float, str]]] = {
+        "this function": [],
+        report.like.beside: [],
+        "bound": [],
+    }
     for timing in report.timings:
         for label, seconds in zip(speeds, (timing.seconds, timing.ours, timing.bound)):
             if seconds is not None and math.isfinite(seconds):
@@ -35,6 +39,7 @@ def render(report: Report) -> str:
         report=report,
         errors=plot("error / allowed error", size_name, errors, line=1.0, is_line=False),
         speeds=plot("µs of one call", size_name, speeds) if any(speeds.values()) else "",
+        has_bound=any(timing.bound is not None for timing in report.timings),
         reports=observed(report),
     )
 
@@ -165,9 +170,11 @@ _TEMPLATE = """\
 the limit.</p>
 {% if speeds %}<h2>Speed over sizes</h2>
 <div class="scroll">{{ speeds | safe }}</div>
-<p>{% if report.device == "CPU" %}These are times of a CPU. {% endif %}The bound is the larger of bytes over
-bandwidth and FLOPs over GEMM rate, both measured in this run. Small inputs stay in a cache, which may be
-faster than the bound.</p>{% endif %}
+{% for note in report.timing_notes %}<p>{{ note }}</p>
+{% endfor %}
+{% if has_bound %}<p>The bound is the larger of bytes over bandwidth and FLOPs over GEMM rate, both measured
+in this run. Small inputs stay in a cache, which may be faster than the bound.</p>{% endif %}
+{% endif %}
 <h2>Observed</h2>
 <ul>{% for line in reports %}<li>{{ line }}</li>{% endfor %}</ul>
 <h2>Cases</h2>

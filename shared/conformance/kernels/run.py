@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shared import registry
-from shared.conformance.compare import Mismatch, error_rms, expect_close, expect_form
+from shared.conformance.compare import Mismatch, error_rms, expect_close, expect_equal
 from shared.conformance.device import check_device
 from shared.conformance.kernels.collective_likes import expect_same_sums, in_order
 from shared.conformance.kernels.conventions import Call, Convention
@@ -25,6 +25,9 @@ from shared.conformance.time_limit import DoesNotReturn, TimeLimitExceeded, time
 PRECISION_LOST = 0.05
 """A relative error below this has the right formula: what is lost is precision."""
 MAX_DIAGNOSED = 3
+STRIDES_IGNORED = "strides are ignored: rows that are slices of wider ones give other results"
+FAILURES = (Exception, SystemExit)
+"""Whatever a function raises is its failure, not one of the check."""
 SECONDS = 60.0
 """That one call may take: kernels in Triton's interpreter are slow."""
 
@@ -87,6 +90,22 @@ class Report:
         return sum(verdict.refusal is not None for verdict in self.verdicts)
 
     @property
+    def timing_notes(self) -> list[str]:
+        """What must be known to read the times."""
+        if not self.timings:
+            return []
+        notes = []
+        if self.device.startswith("CPU"):
+            notes.append("These are times of a CPU: they do not show how fast a kernel is on a GPU.")
+        if all(timing.ours is None for timing in self.timings):
+            notes.append(
+                f"The column {self.like.beside} is empty: the kernel for {self.like.name} needs a CUDA GPU."
+            )
+        if all(timing.bound is None for timing in self.timings):
+            notes.append("There is no bound: the rate of the links between ranks is not measured.")
+        return notes
+
+    @property
     def summary(self) -> str:
         num_cases = len(self.verdicts)
         if self.failing:
@@ -104,7 +123,8 @@ def load_function(target: str) -> Callable[..., Any]:
         raise ValueError(f"{target!r} names no function: write file.py:function or package.module:function")
     function: Callable[..., Any] = registry.load("the kernel", target)
     if not callable(function) or isinstance(function, type):
-        raise ValueError(f"{target} is {type(function).__name__} {function!r:.60}, not a function")
+        kind = "a class" if isinstance(function, type) else f"{type(function).__name__} {function!r:.60}"
+        raise ValueError(f"{target} is {kind}, not a function")
     return function
 
 
@@ -194,7 +214,7 @@ def check_problem(
     except Mismatch as mismatch:
         verdict.failure = sentence(mismatch)
         verdict.ends_check = isinstance(mismatch, DoesNotReturn)
-    except Exception as error:  # whatever a kernel raises is its failure
+    except FAILURES as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
         verdict.failure = f"{what}: raised {type(error).__name__}: {error} ({place})"
@@ -275,8 +295,12 @@ def check_form(problem: Problem, results: Results, what: str) -> None:
         result = results[name]
         if not isinstance(result, torch.Tensor):
             raise Mismatch(f"{what}: {name}", "a tensor", type(result).__name__)
-        like = torch.empty(expected.shape, dtype=problem.dtype, device=problem.device)
-        expect_form(f"{what}: {name}", result, like)
+        for form, actual, wanted in (
+            ("shape", list(result.shape), list(expected.shape)),
+            ("dtype", result.dtype, problem.dtype),
+            ("device", result.device, problem.device),
+        ):
+            expect_equal(f"{what}: {form} of {name}", actual, wanted)
 
 
 def check_values(problem: Problem, results: Results, what: str) -> None:
@@ -322,9 +346,10 @@ def _mistakes_in(
         results = call(function, convention, finite)
         check_form(problem, results, "form")
     except Mismatch as mismatch:
-        return [f"{mismatch.what}: {mismatch.actual}, expected {mismatch.expected}"]
-    except Exception as error:  # its own message says it
-        return [f"raised {type(error).__name__}"]
+        what = mismatch.what.removeprefix("form: ")
+        return [f"{what}: {mismatch.actual}, expected {mismatch.expected}"]
+    except FAILURES as error:
+        return [f"raises {type(error).__name__}: {error}"]
     for name, expected in problem.expected.items():
         unwritten = int((torch.isnan(results[name].cpu()) & ~torch.isnan(expected)).sum())
         if unwritten:
@@ -334,8 +359,8 @@ def _mistakes_in(
             check_values(problem, call(function, convention, problem), "values")
         except Mismatch:
             return ["memory is read that is not live: it holds NaN"]
-        except Exception as error:
-            return [f"raised {type(error).__name__}"]
+        except FAILURES as error:
+            return [f"raises {type(error).__name__}: {error}"]
         return _layout_mistakes(function, like, convention, problem)
     found = []
     for name, suspect in like.suspects.items():
@@ -355,11 +380,15 @@ def _layout_mistakes(
     """The plain layout is right: which other one is not?"""
     if like.ranks:
         return []  # the verdict says which bits differ
+    variants = {}
     if like.paged:
-        moved = call(function, convention, problem.with_other_pages(like.paged))
-        if not _holds(problem, moved):
-            return ["the result depends on which pages hold the KV"]
-    return ["strides are ignored: rows that are slices of wider ones give other results"]
+        variants["the result depends on which pages hold the KV"] = problem.with_other_pages(like.paged)
+    if convention.strided:
+        variants[STRIDES_IGNORED] = problem.strided(convention.strided)
+    for name, variant in variants.items():
+        if not _holds(problem, call(function, convention, variant)):
+            return [name]
+    return ["another call with the same inputs gives another result, or fails"]
 
 
 def explains(problem: Problem, wrong: Results, results: Results) -> bool:

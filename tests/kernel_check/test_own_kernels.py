@@ -1,0 +1,74 @@
+"""The kernels that are timed beside a function compute what the function must compute, on tiny shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shared.conformance.case import Case
+from shared.conformance.device import check_device
+from shared.conformance.kernels import own_kernels
+from shared.conformance.kernels.attention_likes import make_mla
+from shared.conformance.kernels.conventions import LIKES
+from shared.conformance.kernels.draw_likes import frequency, make_sampler, make_verify
+from shared.conformance.kernels.layer_likes import make_w8a8
+from shared.conformance.kernels.problem import Problem
+from shared.conformance.kernels.run import check_form, check_values
+from shared.conformance.mla_batches import MLACase
+
+MLA = MLACase("tiny", ((20, 1), (0, 1)), page_size=16, num_qo_heads=2, kv_lora_rank=32, qk_rope_head_dim=16)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Problem]:
+    """The problem as on a GPU: with the kernel."""
+    monkeypatch.setattr(own_kernels, "on_gpu", lambda make, *args: make(*args))
+    return lambda make, case: make(case, True)
+
+
+def test_latent_attention(made: Callable[..., Problem]) -> None:
+    problem = made(make_mla, replace(MLA, dtype=torch.float32))
+    check(problem)
+
+
+def test_gemm_of_8_bits(made: Callable[..., Problem]) -> None:
+    check(made(make_w8a8, Case("tiny", num_tokens=3, out=32, size=64, dtype=torch.bfloat16)))
+
+
+def check(problem: Problem) -> None:
+    assert problem.ours is not None
+    results = {"out": problem.ours()}
+    check_form(problem, results, "ours")
+    check_values(problem, results, "ours")
+
+
+def test_sampler_draws_only_what_is_kept(made: Callable[..., Problem]) -> None:
+    case = Case("tiny", vocab_size=20, temperature=0.8, top_k=5, top_p=0.9, num_draws=64)
+    problem = made(make_sampler, case)
+    assert problem.ours is not None
+    expected = problem.expected["frequency"]
+    drawn = frequency(problem.ours(), 20).cpu()
+    assert bool((drawn[expected == 0] == 0).all())
+    assert float((drawn - expected).abs().max()) < 0.3
+
+
+def test_verification_follows_the_target(made: Callable[..., Problem]) -> None:
+    case = Case("tiny", vocab_size=8, num_drafts=2, sharpness=0.5, num_draws=96)
+    problem = made(make_verify, case)
+    assert problem.ours is not None
+    ids = problem.ours()
+    assert ids.shape == (96, 3)
+    assert float((frequency(ids[:, 0], 8).cpu() - problem.expected["token 0"]).abs().max()) < 0.2
+    drafts = problem["draft_token_ids"]
+    for i in range(2):
+        goes_on = ids[:, i + 1] >= 0
+        assert torch.equal(goes_on, (ids[:, i] == drafts[:, i]) & (ids[:, i] >= 0))
+
+
+@pytest.mark.parametrize("like", ["mla.decode", "w8a8", "sampler", "verify"])
+def test_a_cpu_has_none(like: str) -> None:
+    problem = LIKES[like].make(LIKES[like].timed("cpu")[0], True)
+    assert (problem.ours is None) == (check_device().type == "cpu")
