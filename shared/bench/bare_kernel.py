@@ -11,10 +11,11 @@ import torch
 from shared.bench.ceilings import measure_ceilings, median_time
 from shared.bench.step_cost import Ceilings
 from shared.conformance.device import check_device
-from shared.conformance.kernels.conventions import Convention
-from shared.conformance.kernels.problem import Like, Problem
+from shared.conformance.kernels.one_call import limited
+from shared.conformance.kernels.problem import Convention, Like, Problem
 from shared.conformance.kernels.rank_processes import RankProcesses
-from shared.conformance.kernels.run import SECONDS, Timing, Verdict, check_problem, limited
+from shared.conformance.kernels.report import Timing, Verdict
+from shared.conformance.kernels.run import SECONDS, check_problem
 
 
 def time_sizes(

@@ -14,7 +14,7 @@ from shared.commands import bench_run
 
 if TYPE_CHECKING:
     from shared.conformance.kernels.problem import Like
-    from shared.conformance.kernels.run import Report
+    from shared.conformance.kernels.report import Report
 
 
 def check_kernel(

@@ -13,7 +13,8 @@ from shared.conformance.kernels import rank_processes
 from shared.conformance.kernels.collective_likes import all_reduce_like
 from shared.conformance.kernels.conventions import convention_of
 from shared.conformance.kernels.rank_processes import RankProcesses
-from shared.conformance.kernels.run import Report, check_arguments, check_kernel
+from shared.conformance.kernels.report import Report
+from shared.conformance.kernels.run import check_arguments, check_kernel
 from tests.kernel_check import reductions
 
 LIKE = all_reduce_like()

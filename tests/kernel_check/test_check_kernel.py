@@ -13,8 +13,8 @@ from shared.bench.step_cost import Ceilings
 from shared.conformance.kernels import run
 from shared.conformance.kernels.attention_likes import dense
 from shared.conformance.kernels.conventions import CONVENTIONS, LIKES, convention_of
+from shared.conformance.kernels.report import Report
 from shared.conformance.kernels.report_html import render
-from shared.conformance.kernels.run import Report
 from tests.kernel_check.right import RIGHT
 from tests.kernel_check.wrong import WRONG, fails_at_times, never_returns, one_element_beyond
 

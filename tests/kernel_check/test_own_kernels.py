@@ -15,8 +15,8 @@ from shared.conformance.kernels.attention_likes import make_mla
 from shared.conformance.kernels.conventions import LIKES
 from shared.conformance.kernels.draw_likes import frequency, make_sampler, make_verify
 from shared.conformance.kernels.layer_likes import make_w8a8
+from shared.conformance.kernels.one_call import check_form, check_values
 from shared.conformance.kernels.problem import Problem
-from shared.conformance.kernels.run import check_form, check_values
 from shared.conformance.mla_batches import MLACase
 
 MLA = MLACase("tiny", ((20, 1), (0, 1)), page_size=16, num_qo_heads=2, kv_lora_rank=32, qk_rope_head_dim=16)

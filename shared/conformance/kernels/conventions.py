@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from shared.conformance.kernels.attention_likes import DECODE_LIKE, EXTEND_LIKE,
 from shared.conformance.kernels.collective_likes import all_reduce_like
 from shared.conformance.kernels.draw_likes import SAMPLER_LIKE, VERIFY_LIKE, frequency, walk_results
 from shared.conformance.kernels.layer_likes import LAYER_LIKES
-from shared.conformance.kernels.problem import Problem
+from shared.conformance.kernels.problem import Call, Convention, Problem
 from shared.conformance.poison import guarded, poisoned
 
 LIKES = {
@@ -21,30 +20,6 @@ LIKES = {
         DECODE_LIKE, EXTEND_LIKE, MLA_LIKE, *LAYER_LIKES, SAMPLER_LIKE, VERIFY_LIKE, all_reduce_like()
     )
 }  # fmt: skip
-
-
-@dataclass
-class Call:
-    """One call: the arguments; `written`: those that the function may modify; `results`: its return value ->
-    the results under the names of the operation."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    written: tuple[torch.Tensor, ...] = ()
-    results: Callable[[Any], dict[str, torch.Tensor]] = lambda returned: {"out": returned}
-
-
-@dataclass(frozen=True)
-class Convention:
-    """`signature`: how the function is called. `shapes`: of its arguments. `strided`: inputs whose rows may
-    be slices of wider ones; their last dimension is always dense."""
-
-    library: str
-    signature: str
-    shapes: str
-    build: Callable[[Problem], Call]
-    strided: tuple[str, ...] = ()
-    takes_scale: bool = True
 
 
 def unwritten(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

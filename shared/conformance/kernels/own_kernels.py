@@ -26,13 +26,13 @@ def on_gpu(make: Callable[..., Call], *args: object) -> Call | None:
 def mla_decode(batch: MLABatch, q: torch.Tensor) -> Call:
     """q [batch, num_qo_heads, kv_lora_rank + qk_rope_head_dim], absorbed -> [batch, num_qo_heads,
     kv_lora_rank], over the pool of the batch."""
-    from optimized.kernels.mla_decode import mla_decode
     from shared.conformance.attention_batches import LAYER_ID
 
+    decode = registry.load("kernel", "optimized.kernels.mla_decode:mla_decode")
     rows, step, case = batch.kv_pool.k_buffer(LAYER_ID), batch.forward_batch, batch.case
     counters = torch.zeros(q.shape[0] * q.shape[1], dtype=torch.int32, device=q.device)
     table = batch.req_to_token_pool.req_to_token
-    return lambda: mla_decode(
+    return lambda: decode(
         q, rows, table, step.req_pool_indices, step.seq_lens, counters,
         kv_lora_rank=case.kv_lora_rank, scale=batch.layer.scale, page_size=case.page_size,
     )  # fmt: skip
@@ -43,14 +43,12 @@ def w8a8(
 ) -> Call:
     """a int8 [num_tokens, size], b int8 [out, size], scales float32 [num_tokens, 1] and [out, 1] -> `dtype`
     [num_tokens, out]."""
-    from optimized.kernels.quantize_input import QuantizedInput
-    from optimized.kernels.quantized_gemm import quantized_gemm
-
-    x, scheme = QuantizedInput(a, scale_a, dtype), QuantScheme("int8", inputs="token")
+    kernels = registry.load("kernel", "optimized.kernels.quantized_gemm")
+    x, scheme = kernels.QuantizedInput(a, scale_a, dtype), QuantScheme("int8", inputs="token")
 
     def call() -> torch.Tensor:
         y = torch.empty(len(a), len(b), dtype=dtype, device=a.device)
-        quantized_gemm(x, b, scale_b, None, scheme, y)
+        kernels.quantized_gemm(x, b, scale_b, None, scheme, y)
         return y
 
     return call

@@ -1,4 +1,4 @@
-"""One operation with inputs: what a kernel computes, whatever its calling convention."""
+"""One operation with inputs, and how a function is called with them."""
 
 from __future__ import annotations
 
@@ -105,6 +105,30 @@ class Like:
     more_cases: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ranks: int = 0
     beside: str = "Diptych"
+
+
+@dataclass
+class Call:
+    """One call: the arguments; `written`: those that the function may modify; `results`: its return value ->
+    the results under the names of the operation."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    written: tuple[torch.Tensor, ...] = ()
+    results: Callable[[Any], dict[str, torch.Tensor]] = lambda returned: {"out": returned}
+
+
+@dataclass(frozen=True)
+class Convention:
+    """`signature`: how the function is called. `shapes`: of its arguments. `strided`: inputs whose rows may
+    be slices of wider ones; their last dimension is always dense."""
+
+    library: str
+    signature: str
+    shapes: str
+    build: Callable[[Problem], Call]
+    strided: tuple[str, ...] = ()
+    takes_scale: bool = True
 
 
 def beside_poison(tensor: torch.Tensor) -> torch.Tensor:

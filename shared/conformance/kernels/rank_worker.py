@@ -72,7 +72,7 @@ def serve(rank: int, size: int, store: str, device_type: str, seconds: float, pi
         torch.cuda.set_device(device)
     distributed.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=distributed.FileStore(store, size),
+        init_method=f"file://{store}",
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=seconds),

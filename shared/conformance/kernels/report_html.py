@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from jinja2 import Environment
 
-from shared.conformance.kernels.run import Report
+from shared.conformance.kernels.report import Report
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 66, 14, 34, 46

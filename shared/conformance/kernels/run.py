@@ -6,115 +6,35 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from shared import registry
-from shared.conformance.compare import Mismatch, error_rms, expect_close, expect_equal
+from shared.conformance.compare import Mismatch
 from shared.conformance.device import check_device
 from shared.conformance.kernels.collective_likes import expect_same_sums, in_order
-from shared.conformance.kernels.conventions import Call, Convention
-from shared.conformance.kernels.problem import Like, Problem, Tensors
+from shared.conformance.kernels.mistakes import name_mistakes
+from shared.conformance.kernels.one_call import (
+    FAILURES,
+    Results,
+    call,
+    check_form,
+    check_values,
+    device_works,
+    largest_error,
+    limited,
+    same_bits,
+    sentence,
+)
+from shared.conformance.kernels.problem import Convention, Like, Problem
 from shared.conformance.kernels.rank_processes import RankProcesses
 from shared.conformance.kernels.rank_worker import FORMS
-from shared.conformance.poison import memory_of, run_poisoned
-from shared.conformance.time_limit import DoesNotReturn, TimeLimitExceeded, time_limit
+from shared.conformance.kernels.report import Report, Verdict
+from shared.conformance.time_limit import DoesNotReturn
 
-PRECISION_LOST = 0.05
-"""A relative error below this has the right formula: what is lost is precision."""
-MAX_DIAGNOSED = 3
-STRIDES_IGNORED = "strides are ignored: rows that are slices of wider ones give other results"
-FAILURES = (Exception, SystemExit)
-"""Whatever a function raises is its failure, not one of the check."""
 SECONDS = 60.0
 """That one call may take: kernels in Triton's interpreter are slow."""
-
-Results = dict[str, torch.Tensor]
-
-
-@dataclass
-class Verdict:
-    """One case. `error`: the norm of the error over that of the truth, `allowed` the largest one. `failure`:
-    what is wrong, None where nothing is. `refusal`: why the function does not support the case. `reports`:
-    what is observed and not required. `ends_check`: no other case can be run after it."""
-
-    case: str
-    dtype: str
-    size: int
-    error: float = 0.0
-    allowed: float = 0.0
-    failure: str | None = None
-    refusal: str | None = None
-    reports: dict[str, bool] = field(default_factory=dict)
-    ends_check: bool = False
-
-
-@dataclass
-class Timing:
-    """Seconds of one call. `ours`: of what is timed beside it; `bound`: bytes over bandwidth or FLOPs over
-    rate, the larger."""
-
-    case: str
-    size: int
-    seconds: float
-    ours: float | None
-    bound: float | None
-
-
-@dataclass
-class Report:
-    like: Like
-    convention: Convention
-    target: str
-    device: str
-    verdicts: list[Verdict]
-    timings: list[Timing]
-    names: list[str]  # of mistakes that explain the failures
-    num_not_run: int = 0  # cases after one that ended the check
-
-    @property
-    def failing(self) -> list[Verdict]:
-        return [verdict for verdict in self.verdicts if verdict.failure is not None]
-
-    @property
-    def status(self) -> int:
-        """0: every supported case holds; 1: one fails; 2: none could be checked."""
-        if self.failing:
-            return 1
-        return 2 if self.num_refused == len(self.verdicts) else 0
-
-    @property
-    def num_refused(self) -> int:
-        return sum(verdict.refusal is not None for verdict in self.verdicts)
-
-    @property
-    def timing_notes(self) -> list[str]:
-        """What must be known to read the times."""
-        if not self.timings:
-            return []
-        notes = []
-        if self.device.startswith("CPU"):
-            notes.append("These are times of a CPU: they do not show how fast a kernel is on a GPU.")
-        if all(timing.ours is None for timing in self.timings):
-            notes.append(
-                f"The column {self.like.beside} is empty: the kernel for {self.like.name} needs a CUDA GPU."
-            )
-        if all(timing.bound is None for timing in self.timings):
-            notes.append("There is no bound: the rate of the links between ranks is not measured.")
-        return notes
-
-    @property
-    def summary(self) -> str:
-        num_cases = len(self.verdicts)
-        if self.failing:
-            rest = f"; {self.num_not_run} more are not run" if self.num_not_run else ""
-            return f"{len(self.failing)} of {num_cases} cases fail{rest}"
-        if self.num_refused == num_cases:
-            return f"all {num_cases} cases are refused: nothing was checked"
-        refused = f", {self.num_refused} are refused" if self.num_refused else ""
-        return f"all {num_cases - self.num_refused} cases hold{refused}"
 
 
 def load_function(target: str) -> Callable[..., Any]:
@@ -158,23 +78,6 @@ def check_arguments(target: str, like: Like, convention: Convention, cases: tupl
             f"{target} takes {signature}; convention {convention.library} calls "
             f"{convention.signature}: {error}. Other conventions: --list --like {like.name}"
         ) from None
-
-
-def limited(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """Raises `DoesNotReturn` once the time is up, where it can be interrupted; waits for a GPU, whose errors
-    then belong to this call."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            with time_limit(seconds):
-                returned = function(*args, **kwargs)
-                if check_device().type == "cuda":
-                    torch.cuda.synchronize()
-                return returned
-        except TimeLimitExceeded:
-            raise DoesNotReturn("", seconds) from None
-
-    return call
 
 
 def check_problem(
@@ -240,182 +143,6 @@ def observations(
         in_batch = {name: result[1:2] for name, result in outputs[0].items()}
         found["a row alone gives the same bits"] = same_bits(alone, in_batch)
     return found
-
-
-def device_works() -> bool:
-    """False after an illegal access of a GPU kernel: every later call fails."""
-    try:
-        torch.empty(1, device=check_device()).fill_(1.0).cpu()
-    except RuntimeError:
-        return False
-    return True
-
-
-def sentence(mismatch: Mismatch) -> str:
-    expected, actual = (
-        f"{value:.6g}" if isinstance(value, float) else str(value)
-        for value in (mismatch.expected, mismatch.actual)
-    )
-    return f"{mismatch.what}: expected {expected}, got {actual}"
-
-
-def call(function: Callable[..., Any], convention: Convention, problem: Problem) -> Results:
-    """The results, under the names of the operation; `Mismatch` where an input is modified, or memory beside
-    a tensor that is written."""
-    made = convention.build(problem)
-    inputs = [(name, each) for name, each in tensors_of(made) if not any(each is out for out in made.written)]
-    before = [memory_of(each) for _, each in inputs]
-    beside = [memory_of(each, without_it=True) for each in made.written]
-    returned = run_poisoned(lambda: function(*made.args, **made.kwargs))
-    for (name, each), copy in zip(inputs, before):
-        if not torch.equal(memory_of(each), copy):
-            raise Mismatch(f"{name} afterwards", "not modified", "modified")
-    for each, copy in zip(made.written, beside):
-        if not torch.equal(memory_of(each, without_it=True), copy):
-            raise Mismatch("memory before or after the output", "not modified", "modified")
-    try:
-        results = made.results(returned)
-        return {name: results[name] for name in problem.expected}
-    except (TypeError, KeyError, IndexError, AttributeError) as error:
-        form = type(returned).__name__
-        raise Mismatch("what is returned", convention.signature, form) from error
-
-
-def tensors_of(made: Call) -> list[tuple[str, torch.Tensor]]:
-    found = []
-    for name, value in (*((f"argument {i}", each) for i, each in enumerate(made.args)), *made.kwargs.items()):
-        values = value if isinstance(value, tuple) else (value,)
-        found += [(name, each) for each in values if isinstance(each, torch.Tensor)]
-    return found
-
-
-def check_form(problem: Problem, results: Results, what: str) -> None:
-    """`Mismatch` where a result has another shape, dtype or device."""
-    for name, expected in problem.expected.items():
-        result = results[name]
-        if not isinstance(result, torch.Tensor):
-            raise Mismatch(f"{what}: {name}", "a tensor", type(result).__name__)
-        for form, actual, wanted in (
-            ("shape", list(result.shape), list(expected.shape)),
-            ("dtype", result.dtype, problem.dtype),
-            ("device", result.device, problem.device),
-        ):
-            expect_equal(f"{what}: {form} of {name}", actual, wanted)
-
-
-def check_values(problem: Problem, results: Results, what: str) -> None:
-    """`Mismatch` where a result is not the truth within the tolerance."""
-    limit = problem.tolerance
-    for name, expected in problem.expected.items():
-        expect_close(f"{what}: {name}", results[name], expected, limit)
-
-
-def largest_error(problem: Problem, results: Results) -> float:
-    """Norm of the error over that of the truth, of the worst result."""
-    return max(error_rms(results[name], expected) for name, expected in problem.expected.items())
-
-
-def same_bits(a: Results, b: Results) -> bool:
-    return all(x.shape == b[name].shape and torch.equal(_bits(x), _bits(b[name])) for name, x in a.items())
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def name_mistakes(
-    function: Callable[..., Any], like: Like, convention: Convention, failing: list[Problem]
-) -> list[str]:
-    """What explains the failures of the smallest failing cases: mistakes that explain all of them first, then
-    those that explain some. The cases are run again with random numbers in place of NaN."""
-    smallest = sorted(failing, key=lambda problem: problem.size)[:MAX_DIAGNOSED]
-    explained = [_mistakes_in(function, like, convention, problem) for problem in smallest]
-    names = list(dict.fromkeys(name for each in explained for name in each))
-    of_all = [name for name in names if all(name in each for each in explained)]
-    return of_all[:1] if of_all else names[:2]
-
-
-def _mistakes_in(
-    function: Callable[..., Any], like: Like, convention: Convention, problem: Problem
-) -> list[str]:
-    finite = problem.with_finite_memory()
-    try:
-        if problem.constants.get("layout"):
-            call(function, convention, problem.with_constants(layout=""))
-            return ["strides or the address are ignored: only a dense tensor of its own is summed"]
-        results = call(function, convention, finite)
-        check_form(problem, results, "form")
-    except Mismatch as mismatch:
-        what = mismatch.what.removeprefix("form: ")
-        return [f"{what}: {mismatch.actual}, expected {mismatch.expected}"]
-    except FAILURES as error:
-        return [f"raises {type(error).__name__}: {error}"]
-    for name, expected in problem.expected.items():
-        unwritten = int((torch.isnan(results[name].cpu()) & ~torch.isnan(expected)).sum())
-        if unwritten:
-            return [f"elements of {name} are not written, or are NaN"]
-    if _holds(problem, results):
-        try:
-            check_values(problem, call(function, convention, problem), "values")
-        except Mismatch:
-            return ["memory is read that is not live: it holds NaN"]
-        except FAILURES as error:
-            return [f"raises {type(error).__name__}: {error}"]
-        return _layout_mistakes(function, like, convention, problem)
-    found = []
-    for name, suspect in like.suspects.items():
-        wrong = suspect(finite)
-        if explains(problem, wrong, results):
-            found.append(name)
-    if found:
-        return found
-    if largest_error(problem, results) < PRECISION_LOST:
-        return ["precision is lost: the formula is right, and sums or roundings are not in float32"]
-    return []
-
-
-def _layout_mistakes(
-    function: Callable[..., Any], like: Like, convention: Convention, problem: Problem
-) -> list[str]:
-    """The plain layout is right: which other one is not?"""
-    if like.ranks:
-        return []  # the verdict says which bits differ
-    variants = {}
-    if like.paged:
-        variants["the result depends on which pages hold the KV"] = problem.with_other_pages(like.paged)
-    if convention.strided:
-        variants[STRIDES_IGNORED] = problem.strided(convention.strided)
-    for name, variant in variants.items():
-        if not _holds(problem, call(function, convention, variant)):
-            return [name]
-    return ["another call with the same inputs gives another result, or fails"]
-
-
-def explains(problem: Problem, wrong: Results, results: Results) -> bool:
-    """Whether results are those of a mistake, where it has any (not NaN), and those are not the truth."""
-
-    def where_defined(tensors: Tensors) -> Results:
-        return {
-            name: torch.where(torch.isnan(each), each, tensors[name].cpu().double())
-            for name, each in wrong.items()
-        }
-
-    is_truth = _close(problem, wrong, where_defined(problem.expected))
-    return _close(problem, where_defined(results), wrong) and not is_truth
-
-
-def _holds(problem: Problem, results: Results) -> bool:
-    return _close(problem, results, problem.expected)
-
-
-def _close(problem: Problem, results: Results, expected: Tensors) -> bool:
-    limit = problem.tolerance
-    try:
-        for name, truth in expected.items():
-            expect_close(name, results[name], truth, limit)
-    except Mismatch:
-        return False
-    return True
 
 
 def check_kernel(

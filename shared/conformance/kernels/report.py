@@ -1,0 +1,90 @@
+"""What a check of a function has found: verdicts of cases, times, names of mistakes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.conformance.kernels.problem import Convention, Like
+
+
+@dataclass
+class Verdict:
+    """One case. `error`: the norm of the error over that of the truth, `allowed` the largest one. `failure`:
+    what is wrong, None where nothing is. `refusal`: why the function does not support the case. `reports`:
+    what is observed and not required. `ends_check`: no other case can be run after it."""
+
+    case: str
+    dtype: str
+    size: int
+    error: float = 0.0
+    allowed: float = 0.0
+    failure: str | None = None
+    refusal: str | None = None
+    reports: dict[str, bool] = field(default_factory=dict)
+    ends_check: bool = False
+
+
+@dataclass
+class Timing:
+    """Seconds of one call. `ours`: of what is timed beside it; `bound`: bytes over bandwidth or FLOPs over
+    rate, the larger."""
+
+    case: str
+    size: int
+    seconds: float
+    ours: float | None
+    bound: float | None
+
+
+@dataclass
+class Report:
+    like: Like
+    convention: Convention
+    target: str
+    device: str
+    verdicts: list[Verdict]
+    timings: list[Timing]
+    names: list[str]  # of mistakes that explain the failures
+    num_not_run: int = 0  # cases after one that ended the check
+
+    @property
+    def failing(self) -> list[Verdict]:
+        return [verdict for verdict in self.verdicts if verdict.failure is not None]
+
+    @property
+    def status(self) -> int:
+        """0: every supported case holds; 1: one fails; 2: none could be checked."""
+        if self.failing:
+            return 1
+        return 2 if self.num_refused == len(self.verdicts) else 0
+
+    @property
+    def num_refused(self) -> int:
+        return sum(verdict.refusal is not None for verdict in self.verdicts)
+
+    @property
+    def timing_notes(self) -> list[str]:
+        """What must be known to read the times."""
+        if not self.timings:
+            return []
+        notes = []
+        if self.device.startswith("CPU"):
+            notes.append("These are times of a CPU: they do not show how fast a kernel is on a GPU.")
+        if all(timing.ours is None for timing in self.timings):
+            notes.append(
+                f"The column {self.like.beside} is empty: the kernel for {self.like.name} needs a CUDA GPU."
+            )
+        if all(timing.bound is None for timing in self.timings):
+            notes.append("There is no bound: the rate of the links between ranks is not measured.")
+        return notes
+
+    @property
+    def summary(self) -> str:
+        num_cases = len(self.verdicts)
+        if self.failing:
+            rest = f"; {self.num_not_run} more are not run" if self.num_not_run else ""
+            return f"{len(self.failing)} of {num_cases} cases fail{rest}"
+        if self.num_refused == num_cases:
+            return f"all {num_cases} cases are refused: nothing was checked"
+        refused = f", {self.num_refused} are refused" if self.num_refused else ""
+        return f"all {num_cases - self.num_refused} cases hold{refused}"
