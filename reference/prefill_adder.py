@@ -129,7 +129,7 @@ class PrefillAdder(interface.PrefillAdder):
         return len(shared_prefix) == end and any(
             len(other.prefix_indices) == matched_len
             and other.extra_key == key.extra_key
-            and other.fill_ids[:end] == shared_prefix
+            and other.key_ids[: len(other.fill_ids)][:end] == shared_prefix
             for other in self.can_run_list
         )
 
@@ -151,7 +151,7 @@ class PrefillAdder(interface.PrefillAdder):
     def _add(self, req: Req, extend_len: int) -> None:
         """The request computes so many tokens in this step. Its last chunk also reserves its output."""
         prefix_len = len(req.prefix_indices)
-        req.fill_ids = req.all_ids[: prefix_len + extend_len]
+        req.fill_ids = (req.origin_input_ids + req.output_ids)[: prefix_len + extend_len]
         req.extend_input_len = extend_len
         self.can_run_list.append(req)
         is_last_chunk = len(req.fill_ids) == req.num_tokens

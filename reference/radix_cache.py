@@ -127,7 +127,7 @@ class RadixCache(interface.PrefixCache):
         num_owned, num_filled = req.cache_protected_len, len(req.fill_ids)
         assert num_filled <= req.kv_allocated_len, f"{num_filled} tokens, {req.kv_allocated_len} slots"
         slots = self.req_to_token_pool.read(req.req_pool_idx, 0, num_filled)
-        key = RadixKey(req.fill_ids, req.extra_key, self.is_bigram)
+        key = RadixKey(req.key_ids[:num_filled], req.extra_key, self.is_bigram)
         prefix_len, node = self.insert(key, slots, req.priority)
         shared = self._path_slots(node)
         # Another request cached [num_owned, prefix_len) first. The row must name the tree's
@@ -146,7 +146,7 @@ class RadixCache(interface.PrefixCache):
         num_owned = req.cache_protected_len
         slots = self.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_allocated_len)
         if is_insert:
-            key = RadixKey(req.all_ids[: req.kv_committed_len], req.extra_key, self.is_bigram)
+            key = RadixKey(req.key_ids[: req.kv_committed_len], req.extra_key, self.is_bigram)
             prefix_len, _ = self.insert(key, slots, req.priority)
             num_cached = len(self._whole_pages(key))
             # Duplicates; then the partial page, and slots that were allocated and never committed.

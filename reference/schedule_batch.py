@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import torch
 
+from reference.input_embeds import embeds_of_step
 from shared.sampling.logprobs import input_logprob_rows
 from shared.types import ForwardBatch, ScheduleBatch
 
@@ -36,6 +37,9 @@ def make_forward_batch(batch: ScheduleBatch, num_token_ids: int, device: torch.d
     rows, ids = [], []
     if any(req.next_input_logprob is not None for req in extending):
         rows, ids = input_logprob_rows(extending, start_locs)
+    embed_rows, embeds = None, None
+    if any(req.embeds is not None for req in extending):
+        embed_rows, embeds = embeds_of_step(extending, start_locs, device)
     return ForwardBatch(
         forward_mode=batch.forward_mode,
         input_ids=tensor(input_ids),
@@ -51,4 +55,6 @@ def make_forward_batch(batch: ScheduleBatch, num_token_ids: int, device: torch.d
         input_logprob_ids=tensor(ids) if rows else None,
         num_top_input_logprobs=max((req.sampling_params.top_logprobs_num for req in extending), default=0),
         num_token_ids=num_token_ids,
+        embed_rows=embed_rows,
+        embeds=embeds,
     )

@@ -75,7 +75,7 @@ class SchedulePolicy(interface.SchedulePolicy):
         matches: dict[Req, MatchResult] = {}
         deprioritized: set[str] = set()
         for req in queue:
-            key = RadixKey(req.all_ids, req.extra_key, is_bigram)
+            key = RadixKey(req.key_ids, req.extra_key, is_bigram)
             matches[req] = self.tree_cache.match_prefix(key)
             if len(matches[req].device_indices) > self.config.in_batch_prefix_check_threshold:
                 continue

@@ -69,5 +69,6 @@ class Scheduler(BaseScheduler):
                 self._discard(req)
 
     def _discard(self, req: Req) -> None:
-        key = RadixKey(req.fill_ids, req.extra_key, self.parts.tree_cache.is_bigram)
+        key_ids = req.key_ids[: len(req.fill_ids)]
+        key = RadixKey(key_ids, req.extra_key, self.parts.tree_cache.is_bigram)
         self.parts.tree_cache.discard(key, req.kv_matched_len)

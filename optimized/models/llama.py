@@ -191,10 +191,11 @@ class LlamaModel(nn.Module):
         positions: torch.Tensor,
         attention: BatchAttention,
         captured: dict[int, torch.Tensor] | None = None,
+        input_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         # A plain launch: what was written before it, kernels of the layers may read ahead of their gdc_wait.
         # --8<-- [start:model-forward]
-        x, residual = self.embed(input_ids), None
+        x, residual = self.embed(input_ids) if input_embeds is None else input_embeds, None
         for layer_id, layer in enumerate(self.layers):
             if captured is not None:
                 _capture(captured, layer_id, x, residual)
@@ -237,8 +238,9 @@ class LlamaForCausalLM(CausalLM):
         positions: torch.Tensor,
         attention: BatchAttention,
         captured: dict[int, torch.Tensor] | None = None,
+        input_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.model(input_ids, positions, attention, captured)
+        return self.model(input_ids, positions, attention, captured, input_embeds)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.model.embed(input_ids)

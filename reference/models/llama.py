@@ -150,9 +150,10 @@ class LlamaModel(nn.Module):
         positions: torch.Tensor,
         attention: BatchAttention,
         captured: dict[int, torch.Tensor] | None = None,
+        input_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         # --8<-- [start:model-forward]
-        x, residual = self.embed(input_ids), None
+        x, residual = self.embed(input_ids) if input_embeds is None else input_embeds, None
         for layer_id, layer in enumerate(self.layers):
             if captured is not None:
                 _capture(captured, layer_id, x, residual)
@@ -194,8 +195,9 @@ class LlamaForCausalLM(CausalLM):
         positions: torch.Tensor,
         attention: BatchAttention,
         captured: dict[int, torch.Tensor] | None = None,
+        input_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        hidden_states = self.model(input_ids, positions, attention, captured)
+        hidden_states = self.model(input_ids, positions, attention, captured, input_embeds)
         return hidden_states if attention.rows is None else hidden_states[attention.rows]
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from typing import Any
@@ -17,15 +17,19 @@ from shared.engine.embedding import (
     check_pooling,
     embed_outputs,
 )
+from shared.engine.input_embeds import EmbedsPrompt, as_prompts, embeds_prompt
 from shared.engine.lora_adapters import adapters_of, cache_namespace
 from shared.engine.output_collector import OutputCollector
 from shared.engine.python_runtime import deferred_interrupts, gc_freeze
 from shared.engine.start import start_engine
 from shared.sampling.processors import LogitProcessor
 from shared.sampling.sampling_batch import derive_seed
-from shared.types import GenerateOutput, Req, SamplingParams
+from shared.scheduling.admission import check_fields
+from shared.types import GenerateOutput, PromptEmbeds, Req, SamplingParams
+from shared.types.sampling_params import params_of_prompts
 
-Prompt = str | list[int]
+Prompt = str | list[int] | EmbedsPrompt
+WHOLE_PROMPTS = (str, EmbedsPrompt)
 Message = Mapping[str, Any]
 
 REQUEST_FIELDS = ("rid", "extra_key", "priority", "routing_key", "logit_processor", "lora")
@@ -69,9 +73,10 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        input_embeds: Any = None,
         progress: bool = True,
         **keywords: Any,
     ) -> GenerateOutput | list[GenerateOutput]:
@@ -80,29 +85,25 @@ class LLM:
         sampling_params: for all prompts, or one for each. Keywords change them: any field of SamplingParams,
         `max_tokens` for max_new_tokens, and rid, extra_key, priority, routing_key, logit_processor, lora as
         in `submit`.
+        input_embeds: in place of prompts: what goes into layer 0, a tensor [num_tokens, hidden_size], or a
+        list of them.
         progress: show a progress bar on a terminal.
 
         Returns one output for one prompt with n = 1; otherwise a list, prompt by prompt, n samples each.
         Raises `ValueError` for a bad request; then no prompt is generated, and other requests go on.
         """
         request = {name: keywords.pop(name) for name in REQUEST_FIELDS if name in keywords}
-        is_single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        if (prompts is None) == (input_embeds is None):
+            raise ValueError("give either prompts or input_embeds")
+        if input_embeds is not None:
+            prompts = as_prompts(input_embeds)
+        is_single = isinstance(prompts, WHOLE_PROMPTS) or (bool(prompts) and isinstance(prompts[0], int))
         batch: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item]
-        params = [each.updated(**keywords) for each in self._params_of(sampling_params, len(batch))]
-        collectors: list[OutputCollector] = []
-        try:
-            with gc_freeze():
-                with deferred_interrupts():
-                    for i, prompt in enumerate(batch):
-                        fields = dict(request)
-                        if not is_single and fields.get("rid") is not None:
-                            fields["rid"] = f"{fields['rid']}-{i}"
-                        collectors += self.submit(prompt, params[i], **fields)
-                self._run(collectors, progress)
-        except BaseException:
-            for collector in collectors:
-                self._abort(collector)
-            raise
+        params = [each.updated(**keywords) for each in params_of_prompts(sampling_params, len(batch))]
+        fields = [dict(request) for _ in batch]
+        if not is_single and request.get("rid") is not None:
+            fields = [{**request, "rid": f"{request['rid']}-{i}"} for i in range(len(batch))]
+        collectors = self._answer(zip(batch, params, fields), progress)
         outputs = [collector.whole() for collector in collectors]
         return outputs[0] if is_single and len(outputs) == 1 else outputs
 
@@ -141,15 +142,8 @@ class LLM:
         check_dimensions(dimensions, num_labels or self.model_config.hidden_size)
         is_single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         batch: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item]
-        collectors: list[OutputCollector] = []
-        try:
-            for prompt in batch:
-                collectors += self.submit(prompt, NO_TOKENS, is_pooling=True, **keywords)
-            self._run(collectors, progress=False)
-        except BaseException:
-            for collector in collectors:
-                self._abort(collector)
-            raise
+        fields = {"is_pooling": True, **keywords}
+        collectors = self._answer(((prompt, NO_TOKENS, fields) for prompt in batch), progress=False)
         outputs = embed_outputs(collectors, dimensions, num_labels)
         return outputs[0] if is_single else outputs
 
@@ -190,8 +184,10 @@ class LLM:
         lora: the name of a loaded adapter. is_pooling: no tokens, but an embedding; see `embed`.
         Raises `ValueError` for a request that cannot be served; then nothing of it is left."""
         with self.timeline.span("tokenise"):
-            prompt_ids = self._encode(prompt)
-        self._check_fields(sampling_params, rid, extra_key, priority, routing_key)
+            prompt_ids, embeds = self._encode(prompt, sampling_params)
+        if (sampling_params.stop or sampling_params.stop_regex) and self.tokenizer is None:
+            raise ValueError("this model has no tokenizer: stop and stop_regex need one")
+        check_fields(rid, extra_key, priority, routing_key)
         if is_pooling or self.model_config.num_labels:
             check_pooling(is_pooling, self.config, self.model_config)
         if logit_processor is not None and not callable(logit_processor):
@@ -200,6 +196,7 @@ class LLM:
         compiled = grammars.submit(sampling_params) if sampling_params.given_grammars else None
         if compiled is not None:
             compiled.result()  # before the engine is taken: other threads go on
+        text_ids = prompt_ids if embeds is None or embeds.has_token_ids else []
         with self._exclusive():
             if rid is not None and any(c.submitted_as == rid for c in self._collectors.values()):
                 raise ValueError(f"request id {rid!r} is in use")
@@ -212,8 +209,8 @@ class LLM:
             try:
                 adapter = None if lora is None else adapters_of(self.assembly.lora).get(lora)
                 namespace = extra_key if adapter is None else cache_namespace(extra_key, adapter)
-                # --8<-- [start:make-req]
                 for i in range(sampling_params.n):
+                    # --8<-- [start:make-req]
                     req = Req(
                         rid=self._unused_rid(name if sampling_params.n == 1 else f"{name}#{i}"),
                         origin_input_ids=prompt_ids,
@@ -225,6 +222,7 @@ class LLM:
                         routing_key=routing_key,
                         logit_processor=logit_processor,
                         lora=adapter,
+                        embeds=embeds,
                         is_pooling=is_pooling,
                     )
                     if compiled is not None:
@@ -233,10 +231,10 @@ class LLM:
                         self.scheduler.add_request(req)
                     detokenizer = None
                     if self.tokenizer is not None:
-                        detokenizer = self.assembly.detokenizer(self.tokenizer, sampling_params, prompt_ids)
+                        detokenizer = self.assembly.detokenizer(self.tokenizer, sampling_params, text_ids)
                     collectors.append(OutputCollector(req, i, detokenizer, submitted_as=name))
                     self._collectors[req.rid] = collectors[-1]
-                # --8<-- [end:make-req]
+                    # --8<-- [end:make-req]
             except ValueError:
                 self._seeds.setstate(seeds_before)  # a refused request changes no later one
                 for collector in collectors:
@@ -303,11 +301,27 @@ class LLM:
     def stats(self) -> Any:
         return self.scheduler.stats()
 
-    def _run(self, collectors: list[OutputCollector], progress: bool) -> None:
-        if not progress:
-            while not all(c.is_finished for c in collectors) and self.step():
-                pass
-            return
+    def _answer(
+        self, requests: Iterable[tuple[Prompt, SamplingParams, Mapping[str, Any]]], progress: bool
+    ) -> list[OutputCollector]:
+        """Submit requests, with these keywords, and run them to their ends; on an error none is left."""
+        collectors: list[OutputCollector] = []
+        try:
+            with gc_freeze():
+                with deferred_interrupts():
+                    for prompt, params, fields in requests:
+                        collectors += self.submit(prompt, params, **fields)
+                if progress:
+                    self._show_progress(collectors)
+                while not all(c.is_finished for c in collectors) and self.step():
+                    pass
+        except BaseException:
+            for collector in collectors:
+                self._abort(collector)
+            raise
+        return collectors
+
+    def _show_progress(self, collectors: list[OutputCollector]) -> None:
         from tqdm.auto import tqdm
 
         with tqdm(total=len(collectors), unit="req", desc="generate", leave=False) as bar:
@@ -360,7 +374,9 @@ class LLM:
                 while self._depth == 0 and self._aborts:
                     self.scheduler.abort(self._aborts.pop())
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], PromptEmbeds | None]:
+        if isinstance(prompt, EmbedsPrompt):
+            return embeds_prompt(prompt.rows, params, self.assembly)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this model has no tokenizer: give the prompt as token ids")
@@ -370,31 +386,9 @@ class LLM:
                     f"the prompt has {len(prompt)} characters; the context of {self.config.context_len} "
                     f"tokens holds at most {longest}"
                 )
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt), None
         if not isinstance(prompt, (list, tuple)) or not set(map(type, prompt)) <= {int}:
             raise ValueError(
                 f"a prompt is a text or a list of token ids, got {type(prompt).__name__}: {prompt!r:.80}"
             )
-        return list(prompt)
-
-    def _check_fields(
-        self, params: SamplingParams, rid: object, extra_key: object, priority: object, routing_key: object
-    ) -> None:
-        if (params.stop or params.stop_regex) and self.tokenizer is None:
-            raise ValueError("this model has no tokenizer: stop and stop_regex need one")
-        for name, value in (("rid", rid), ("extra_key", extra_key), ("routing_key", routing_key)):
-            if value is not None and not isinstance(value, str):
-                raise ValueError(f"{name} must be a text or None, got {value!r}")
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise ValueError(f"priority must be an integer, got {priority!r}")
-
-    def _params_of(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * num_prompts
-        if not isinstance(params, (list, tuple)) or not all(isinstance(p, SamplingParams) for p in params):
-            raise ValueError(f"sampling_params are SamplingParams, or a list of them, got {params!r:.80}")
-        if len(params) != num_prompts:
-            raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts")
-        return list(params)
+        return list(prompt), None

@@ -88,7 +88,7 @@ class GrammarCompiler:
         """A grammar of the request's own, at its beginning."""
         grammar: Grammar = MatcherGrammar(import_xgrammar().GrammarMatcher(compiled))
         if req.sampling_params.reasoning_first and self.reasoning is not None:
-            is_open = self.reasoning.is_open_after(req.origin_input_ids)
+            is_open = self.reasoning.is_open_after(req.prompt_text_ids)
             if is_open is not False:  # else the prompt has a block that is complete
                 eos = self.stop_token_ids
                 grammar = ReasoningGrammar(grammar, self.reasoning, bool(is_open), eos)

@@ -20,6 +20,9 @@ class CausalLM(nn.Module, ABC):
 
     A model that runs on several ranks takes them as a fourth argument, `tp`. It is one rank's part then:
     `config` has its sizes (`shared.loading.shards`), and all ranks call the same methods.
+
+    A model whose prompts may have rows in place of token ids (`ForwardBatch.embeds`) takes another argument
+    of `forward`, `input_embeds` [num_tokens, hidden_size]: it goes into layer 0, and input_ids are not read.
     """
 
     config: ModelConfig

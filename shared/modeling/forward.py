@@ -18,12 +18,23 @@ def run_model(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Hidden states after the final norm [num_tokens, hidden_size], and the hidden states that
     `ModelRunner.capture_hidden` = `layers` asks for."""
+    more = {} if batch.embeds is None else {"input_embeds": _input_embeds(model, batch)}
     if not layers:
-        hidden_states = model(batch.input_ids, batch.positions, attention)
+        hidden_states = model(batch.input_ids, batch.positions, attention, **more)
         return hidden_states, None if layers is None else hidden_states
     captured = dict.fromkeys(layers, batch.input_ids)  # any values: the model replaces them
-    hidden_states = model(batch.input_ids, batch.positions, attention, captured)
+    hidden_states = model(batch.input_ids, batch.positions, attention, captured, **more)
     return hidden_states, torch.cat([captured[layer_id] for layer_id in layers], dim=-1)
+
+
+def _input_embeds(model: CausalLM, batch: ForwardBatch) -> torch.Tensor:
+    """[num_tokens, hidden_size]: embeddings of the batch's token ids, and the rows that requests give."""
+    assert batch.embed_rows is not None
+    assert batch.embeds is not None
+    # --8<-- [start:input-embeds]
+    embedded = model.embed(batch.input_ids)
+    return embedded.index_copy(0, batch.embed_rows, batch.embeds.to(embedded.dtype))
+    # --8<-- [end:input-embeds]
 
 
 def no_hidden_states(model: CausalLM, layers: tuple[int, ...] | None) -> torch.Tensor | None:

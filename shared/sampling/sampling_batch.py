@@ -178,7 +178,7 @@ def _penalties(
             info[name] = to_device(values, torch.float32, device)
     if "repetition_penalties" in info:
         prompts = [
-            req.origin_input_ids if req.sampling_params.repetition_penalty != 1.0 else () for req in reqs
+            req.prompt_text_ids if req.sampling_params.repetition_penalty != 1.0 else () for req in reqs
         ]
         info["prompt_mask"] = _counts(prompts, vocab_size, device) > 0
     return info

@@ -45,6 +45,15 @@ def admit(req: Req, vocab_size: int, context_len: int, pool_size: int) -> None:
     req.max_new_tokens = min(params.max_new_tokens, longest)
 
 
+def check_fields(rid: object, extra_key: object, priority: object, routing_key: object) -> None:
+    """Raise `ValueError` for one of another type than `Req` has."""
+    for name, value in (("rid", rid), ("extra_key", extra_key), ("routing_key", routing_key)):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{name} must be a text or None, got {value!r}")
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise ValueError(f"priority must be an integer, got {priority!r}")
+
+
 def turned_away(waiting_queue: Sequence[Req], config: EngineConfig) -> Req:
     """Whom a queue with one request too many does not take: the newcomer (the last), or a strictly less
     important request."""
@@ -83,7 +92,7 @@ def budget_of_step(
 def prefix_key(req: Req, is_bigram: bool) -> RadixKey:
     """The key of the prefix that a request may take from the cache: at most max_prefix_len entries."""
     num_tokens = req.max_prefix_len + is_bigram  # the second token of the last bigram follows them
-    return RadixKey(req.all_ids[:num_tokens], req.extra_key, is_bigram)
+    return RadixKey(req.key_ids[:num_tokens], req.extra_key, is_bigram)
 
 
 INIT_RATIO = 0.7  # times the conservativeness: most requests stop before max_new_tokens

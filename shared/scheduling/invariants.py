@@ -159,7 +159,7 @@ class _Audit:
         num_protected = req.cache_protected_len
         if len(keys) != num_protected:
             self.fail(f"{req.rid}: cache_protected_len is {num_protected}, its path has {len(keys)} tokens")
-        tokens = req.all_ids
+        tokens = req.key_ids
         is_bigram = bool(keys) and isinstance(keys[0], tuple)
         if keys != (list(pairwise(tokens)) if is_bigram else tokens)[:num_protected]:
             self.fail(f"{req.rid}: the tokens of its path in the tree are not its own")

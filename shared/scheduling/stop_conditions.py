@@ -134,7 +134,7 @@ def _tail_text(req: Req, count: int, num_chars: int, decode_text: DecodeText) ->
 
 def _output_text(req: Req, count: int, decode_text: DecodeText) -> str:
     """Text of the first `count` output ids, as it follows the prompt."""
-    context = req.origin_input_ids[-NUM_CONTEXT_TOKENS:]
+    context = req.prompt_text_ids[-NUM_CONTEXT_TOKENS:]
     return decode_text(context + req.output_ids[:count])[len(decode_text(context)) :]
 
 

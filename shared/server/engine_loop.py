@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from shared.engine.assembly import Assembly
 from shared.engine.embedding import check_pooling
+from shared.engine.input_embeds import embeds_prompt, rows_of_bytes
 from shared.engine.lora_adapters import LoraAdapters, adapters_of, cache_namespace
 from shared.grammar.queue import GrammarQueue
 from shared.server.messages import (
@@ -131,6 +132,9 @@ class EngineLoop:
         )
         try:
             check_pooling(req.is_pooling, self.assembly.config, self.assembly.model_config)
+            if message.input_embeds:
+                rows = rows_of_bytes(message.input_embeds, len(message.input_ids))
+                req.embeds = embeds_prompt(rows, message.params, self.assembly)[1]
             if not self.grammar_queue.add(req):
                 self._add_request(req)
         except ValueError as error:

@@ -65,6 +65,7 @@ class Generation:
         routing_key: str | None = None,
         lora: str | None = None,
         is_pooling: bool = False,
+        input_embeds: bytes = b"",
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
@@ -77,6 +78,7 @@ class Generation:
             "routing_key": routing_key,
             "lora": lora,
             "is_pooling": is_pooling,
+            "input_embeds": input_embeds,
         }
         self.seed = seed
         base = uuid.uuid4().hex
@@ -138,7 +140,8 @@ class Generation:
             )
             detokenizer = None
             if self.tokenizer is not None:
-                detokenizer = self.client.detokenizer(self.tokenizer, self.params, prompt)
+                text_ids = [] if self.request_fields["input_embeds"] else prompt
+                detokenizer = self.client.detokenizer(self.tokenizer, self.params, text_ids)
             try:
                 self.client.generate(message, Live(detokenizer, self._deliver_to(sample)))
             except EngineDead as error:

@@ -23,7 +23,7 @@ from shared.types import (
     TokenLogprob,
 )
 
-VERSION = 4
+VERSION = 5
 """Of this protocol. The API refuses an engine of another version at `Ready`."""
 
 
@@ -47,6 +47,7 @@ class Generate(Message):
     routing_key: str | None = None
     lora: str | None = None  # name of an adapter
     is_pooling: bool = False  # no tokens, but an embedding
+    input_embeds: bytes = b""  # float32 [len(input_ids), hidden_size] in place of input_ids; empty: none
 
 
 class Abort(Message):

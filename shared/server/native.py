@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator
 from ipaddress import ip_address
 from typing import Any
 
+import numpy as np
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from shared.engine.input_embeds import PLACEHOLDER
 from shared.server.answers import respond
 from shared.server.errors import ApiError, bad_request
 from shared.server.generation import Generation, Usage
@@ -82,9 +84,16 @@ def add_native_routes(app: FastAPI, state: ServerState) -> None:
 async def _start(body: NativeRequest, state: ServerState) -> Generation:
     if body.lora_path is not None and body.lora_path not in state.adapters:
         raise ApiError(404, f"no LoRA adapter {body.lora_path!r} is loaded", param="lora_path")
-    if (body.text is None) == (body.input_ids is None):
-        raise bad_request("give either text or input_ids", "text")
-    prompt = body.input_ids if body.input_ids is not None else await state.prompts.of_text(body.text or "")
+    if [body.text, body.input_ids, body.input_embeds].count(None) != 2:
+        raise bad_request("give one of text, input_ids and input_embeds", "text")
+    input_embeds = b""
+    if body.input_embeds is not None:
+        input_embeds = _as_bytes(body.input_embeds)
+        prompt = [PLACEHOLDER] * len(body.input_embeds)
+    elif body.input_ids is not None:
+        prompt = body.input_ids
+    else:
+        prompt = await state.prompts.of_text(body.text or "")
     fields = body.sampling_params.model_dump(exclude={"sampling_seed", "seed", "stop", "stop_regex"})
     stops = {
         name: (value,)
@@ -119,7 +128,17 @@ async def _start(body: NativeRequest, state: ServerState) -> Generation:
         seed=secrets.randbits(63) if seed is None else seed,
         priority=body.priority,
         lora=body.lora_path,
+        input_embeds=input_embeds,
     )
+
+
+def _as_bytes(rows: list[list[float]]) -> bytes:
+    """float32, row after row."""
+    widths = {len(row) for row in rows}
+    if len(widths) != 1 or 0 in widths:
+        raise bad_request(f"rows of input_embeds must be of one length, got {sorted(widths)}", "input_embeds")
+    with np.errstate(over="ignore"):  # the engine refuses what is not finite
+        return np.array(rows, np.float32).tobytes()
 
 
 async def _answers(body: NativeRequest, generation: Generation) -> AsyncIterator[dict[str, Any]]:

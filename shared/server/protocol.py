@@ -325,6 +325,7 @@ class NativeRequest(Body):
 
     text: str | None = None
     input_ids: list[int] | None = None
+    input_embeds: list[list[float]] | None = None
     sampling_params: NativeSamplingParams = NativeSamplingParams()
     stream: bool = False
     return_logprob: bool = False

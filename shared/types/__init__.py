@@ -21,6 +21,7 @@ from shared.types.outputs import (
     StepOutput,
     TokenLogprob,
 )
+from shared.types.prompt_embeds import PromptEmbeds
 from shared.types.req import Req
 from shared.types.sampling_params import MIN_TEMPERATURE, SamplingParams
 from shared.types.speculation import DraftBatch, DraftShape
@@ -47,6 +48,7 @@ __all__ = [
     "LogprobsOutput",
     "LoraAdapter",
     "LoraWeights",
+    "PromptEmbeds",
     "Req",
     "SampleOutput",
     "SamplingBatchInfo",

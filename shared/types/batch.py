@@ -79,6 +79,10 @@ class ForwardBatch:
     num_token_ids: int | None = None
     # [bs] int64: leading tokens of each request that are no padding. None: all.
     num_kept: torch.Tensor | None = None
+    # Rows (token indices of this batch) whose input to layer 0 is given, and this input. None: all inputs are
+    # embeddings of input_ids.
+    embed_rows: torch.Tensor | None = None  # [n] int64
+    embeds: torch.Tensor | None = None  # [n, hidden_size]
 
     def __post_init__(self) -> None:
         num_tokens, bs = self.input_ids.shape[0], self.req_pool_indices.shape[0]

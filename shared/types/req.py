@@ -10,6 +10,7 @@ import torch
 from shared.types.finish import FinishReason
 from shared.types.lora import LoraAdapter
 from shared.types.outputs import NO_SPECULATION, SpeculationStats, StepOutput, TokenLogprob
+from shared.types.prompt_embeds import PromptEmbeds
 from shared.types.sampling_params import SamplingParams
 
 NO_SLOTS = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -34,6 +35,7 @@ class Req:
     routing_key: str | None = None  # for the policy of that name
     grammar: Any = None  # a shared.interfaces.Grammar; None: all tokens are allowed
     lora: LoraAdapter | None = None  # None: the model alone
+    embeds: PromptEmbeds | None = None  # rows that are given in place of the prompt's embeddings
     is_pooling: bool = False  # no tokens are wanted, but the last hidden state of the prompt
     logit_processor: Any = None  # a function of outputs and logits, see shared/sampling/processors.py
     arrival_time: float = 0.0  # seconds, by the scheduler's clock
@@ -90,6 +92,17 @@ class Req:
     @property
     def all_ids(self) -> list[int]:
         return self.origin_input_ids + self.output_ids
+
+    @property
+    def key_ids(self) -> list[int]:
+        """`all_ids` as the prefix cache compares them: rows that were given are known by their content."""
+        prompt = self.origin_input_ids if self.embeds is None else self.embeds.key_ids
+        return prompt + self.output_ids
+
+    @property
+    def prompt_text_ids(self) -> list[int]:
+        """The prompt as text; empty where it came as rows alone."""
+        return self.origin_input_ids if self.embeds is None or self.embeds.has_token_ids else []
 
     @property
     def next_input_logprob(self) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -187,6 +187,19 @@ class SamplingParams:
                     raise ValueError(
                         f"{name} names token {token_id}, but the vocabulary has {vocab_size} ids"
                     )
+
+
+def params_of_prompts(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """One for each prompt: the same for all, or as given. Raises `ValueError` for another number of them."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if not isinstance(params, (list, tuple)) or not all(isinstance(p, SamplingParams) for p in params):
+        raise ValueError(f"sampling_params are SamplingParams, or a list of them, got {params!r:.80}")
+    if len(params) != num_prompts:
+        raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts")
+    return list(params)
 
 
 def _is_number(value: Any, kind: type | tuple[type, ...]) -> bool:
