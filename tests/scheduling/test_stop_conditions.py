@@ -1,10 +1,11 @@
 """When a request is done, and how many of its ids count."""
 
+import math
 from collections.abc import Callable
 
 import pytest
 
-from shared.scheduling.stop_conditions import check_finished
+from shared.scheduling.stop_conditions import append_tokens, check_finished
 from shared.types import (
     FinishAbort,
     FinishError,
@@ -106,6 +107,23 @@ def test_an_id_that_is_no_token_is_an_error_and_does_not_count(bad_id: int, at: 
     req = feed(make_req(stop="zzz"), [4], new)
     assert isinstance(req.finished_reason, FinishError)
     assert req.finished_len == 1 + at
+
+
+@pytest.mark.parametrize(("bias", "status", "message"), [(-math.inf, 400, "is banned"), (0.0, 500, "NaN")])
+def test_the_error_of_a_request_that_bans_every_token_is_its_own(
+    bias: float, status: int, message: str
+) -> None:
+    reason = feed(make_req(logit_bias=dict.fromkeys(range(VOCAB_SIZE), bias)), [-1]).finished_reason
+    assert isinstance(reason, FinishError)
+    assert reason.status == status
+    assert message in reason.message
+
+
+def test_a_request_of_no_new_tokens_ends_without_output() -> None:
+    req = make_req(max_new_tokens=0, return_logprob=True)
+    assert append_tokens(req, [5], [], never, VOCAB_SIZE) == 0
+    assert_ends(req, FinishLength(0), 0)
+    assert req.output_ids == []
 
 
 def test_the_last_id_of_the_vocabulary_is_a_token() -> None:

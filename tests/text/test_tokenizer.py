@@ -1,6 +1,8 @@
+import copy
 from pathlib import Path
 
 import pytest
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from shared.text.tokenizer import Tokenizer
@@ -56,6 +58,18 @@ def test_chat() -> None:
     assert tokenizer.decode(tokenizer.chat(messages, add_generation_prompt=False)) == f"{START}user\nhi{EOS}"
     thought = tokenizer.decode(tokenizer.chat(messages, enable_thinking=False))
     assert thought.endswith("assistant\nno thinking")
+
+
+def test_chat_adds_no_special_token_of_the_tokenizer_to_those_of_the_template() -> None:
+    raw = copy.deepcopy(byte_level().hf_tokenizer)
+    start = (START, raw.convert_tokens_to_ids(START))
+    raw.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A", special_tokens=[start]
+    )
+    tokenizer = Tokenizer(raw)
+    assert tokenizer.decode(tokenizer.encode("hi")) == f"{START}hi"
+    chat = tokenizer.chat([{"role": "user", "content": "hi"}])
+    assert tokenizer.decode(chat) == f"{START}user\nhi{EOS}{START}assistant\n"
 
 
 @pytest.mark.parametrize("messages", [[], [3], ["hi"]])
