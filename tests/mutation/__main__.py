@@ -164,7 +164,11 @@ def main(arguments: list[str]) -> int:
     if options.record:
         return 0
     mutants = sample(options.folders, options.count, options.seed)
-    results = campaign(mutants, options.workers, options.seconds, options.retry)
+    try:
+        results = campaign(mutants, options.workers, options.seconds, options.retry)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        return 130
     (BUILD / "survivors.md").write_text(survivors(mutants, results))
     print(table(mutants, results))
     return 0

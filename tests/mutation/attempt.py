@@ -16,8 +16,9 @@ from tests.house.tree import ROOT, project_files
 from tests.mutation.mutants import Mutant
 from tests.mutation.record import MARKS, Recording, digest
 
-# A mutant is killed after FACTOR times the time that its tests took, and GRACE seconds for their collection.
+# CPU seconds for a mutant: FACTOR times the time that its tests took, and GRACE seconds for their collection.
 FACTOR, GRACE = 4, 60
+WALL = 5  # times as long by the clock: other processes compete for the CPU
 MEMORY = 6 * 2**30  # bytes that one process may allocate
 NOTHING_RAN = 5  # pytest's status where no test was left
 
@@ -31,13 +32,14 @@ def copy_tree(tree: Path) -> None:
             shutil.copy2(ROOT / name, target)
 
 
-def run_tests(tree: Path, tests: list[str], *options: str) -> int:
+def run_tests(seconds: int, tree: Path, tests: list[str], *options: str) -> int:
     """In a fork: run the tests of `tree` in this order, up to the first that fails. Its name goes to the file
     `tree`.killer, what pytest prints to `tree`.txt. Returns pytest's status."""
     import pytest
 
     os.setsid()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
     output = os.open(tree.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(output, stream)
@@ -63,21 +65,22 @@ def run_tests(tree: Path, tests: list[str], *options: str) -> int:
     return int(pytest.main([*options, *modules], plugins=[InOrder()]))
 
 
-def in_fork(seconds: float, *args: Any) -> int | None:
-    """`run_tests(*args)` in a fork. None: it did not end in so many seconds and was killed."""
-    end = time.monotonic() + seconds
+def in_fork(seconds: int, *args: Any) -> int | None:
+    """`run_tests(seconds, *args)` in a fork. None: it needed more than so many CPU seconds and was killed."""
+    end = time.monotonic() + WALL * seconds
     pid = os.fork()
     if not pid:
         status = 1
         try:
-            status = run_tests(*args)
+            status = run_tests(seconds, *args)
         finally:
             os._exit(status)
     try:
         while time.monotonic() < end:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                return os.waitstatus_to_exitcode(status)
+                code = os.waitstatus_to_exitcode(status)
+                return None if code == -signal.SIGXCPU else code
             time.sleep(0.05)
         return None
     finally:
@@ -110,7 +113,7 @@ class Worker:
         killer.write_text("")
         status: int | None = NOTHING_RAN
         if tests:
-            limit = GRACE + FACTOR * sum(self.recording.times[test] for test in tests)
+            limit = GRACE + FACTOR * round(sum(self.recording.times[test] for test in tests))
             try:
                 path.write_bytes(mutant.apply(original))
                 os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 10**10))

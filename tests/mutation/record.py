@@ -140,8 +140,9 @@ class Recording:
         }
 
     def tests_for(self, mutant: Mutant, file: str, budget: float) -> list[str]:
-        """Names of the tests that run the mutated lines, at most `budget` seconds of them. First come the
-        fastest case of each test function, the fastest first; then the other cases, module by module.
+        """Names of the tests that run the mutated lines, at most `budget` seconds of them. First comes one
+        case of each test function, or of each value of all its parameters but the last: the fastest first.
+        Then come the other cases, module by module.
 
         Of a line that runs at import, and where the recorded file is another than the one with the digest
         `file`, all tests that run the file are taken.
@@ -154,7 +155,7 @@ class Recording:
         tests = sorted(names & self.times.keys(), key=self.times.__getitem__)
         firsts: dict[str, str] = {}
         for test in tests:
-            firsts.setdefault(test.split("[")[0], test)
+            firsts.setdefault(test.rpartition("-")[0] or test.split("[")[0], test)
         spent: dict[str, float] = defaultdict(float)
         for test in tests:
             spent[test.split("::")[0]] += self.times[test]

@@ -10,12 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from reference.disaggregation import DecodeSide, PrefillSide
+from shared import registry
 from shared.config import EngineConfig
+from shared.conformance.contracts.transport.transfers import Pool
 from shared.engine.assembly import assemble
 from shared.engine.child import Child
 from shared.engine.disaggregated import assemble_decode, decode_side, transport_of
@@ -275,6 +279,16 @@ def test_a_prefill_engine_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -
 
 
 NEXT_MESSAGE = Child.next_message
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_ends_whose_pages_differ_close_the_connection(name: str, tmp_path: Path) -> None:
+    pools = [Pool(page_size, torch.float32, 0, tmp_path / str(page_size)) for page_size in (1, 4)]
+    ends = socket.socketpair()
+    with ThreadPoolExecutor(2) as threads:
+        found = list(map(threads.submit, [registry.load("transport", name)] * 2, ends, pools))
+        assert all(isinstance(one.exception(SECONDS), ValueError) for one in found)
+    assert [end.fileno() for end in ends] == [-1, -1]
 
 
 def _unlocks_at_send(self: PrefillSide, start: Any, reason: Any) -> None:

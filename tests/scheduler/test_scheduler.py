@@ -1,9 +1,12 @@
-"""What the reference scheduler does beyond its contract."""
+"""What schedulers do beyond their contract."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+
+from shared import registry
 from shared.conformance.scheduler_harness import SchedulerHarness
 from shared.scheduling.admission import DECAY_STEPS, NewTokenRatio
 
@@ -31,3 +34,14 @@ def test_new_token_ratio_reaches_its_least_value_and_stays() -> None:
     assert abs(ratio.current - ratio.least) < 1e-9
     ratio.decay()
     assert ratio.current == ratio.least
+
+
+@pytest.mark.parametrize("panel", ["reference", "optimized"])
+@pytest.mark.parametrize("first", [True, False])
+def test_one_of_two_requests_of_a_prefill_gets_log_probabilities(panel: str, first: bool) -> None:
+    harness = SchedulerHarness(replace={"scheduler": registry.load("scheduler", panel)}, is_spread=True)
+    asked = {"return_logprob": True, "logprob_start_len": 0}
+    rids = [harness.submit([i, 5, 7, 2], 4, **(asked if i == first else {})) for i in range(2)]
+    harness.run()
+    for rid in rids:
+        harness.expect_what_it_gets_alone(rid)

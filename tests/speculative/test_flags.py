@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from shared import registry
 from shared.config import EngineConfig, draft_shape
 from shared.engine.assembly import assemble
 from shared.types import DraftShape
@@ -73,3 +75,19 @@ def test_the_pool_counts_the_drafters_kv_and_rows_are_longer() -> None:
     assert drafting.memory.bytes_per_token == 2 * plain.memory.bytes_per_token
     # Drafting takes the newest token and four steps of four beams, verification eight nodes.
     assert drafting.parts.req_to_token_pool.max_len == 256 + 17
+
+
+@pytest.mark.parametrize("panel", ["reference", "optimized"])
+@pytest.mark.parametrize(
+    ("num_token_ids", "context_len", "message"),
+    [(10**6, 128, "token ids, and the target writes 1000000"), (64, 10**6, "set context_len=")],
+)
+def test_a_draft_model_that_does_not_fit_is_refused(
+    panel: str, num_token_ids: int, context_len: int, message: str
+) -> None:
+    drafter = registry.load("drafter", f"{panel}.speculative.standalone:StandaloneDrafter")
+    config = EngineConfig(
+        speculative="standalone", speculative_draft_model="tiny-dense", context_len=context_len
+    )
+    with pytest.raises(ValueError, match=message):
+        drafter(config, SimpleNamespace(num_token_ids=num_token_ids))
