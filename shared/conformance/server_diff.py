@@ -95,10 +95,10 @@ class ServerSide:
         return list(answer.token_ids)
 
     def score(self, ids: list[int]) -> dict[int, Scored]:
-        """With `echo` in one request, otherwise one request for each position."""
+        """In one request with `echo` or vLLM's `prompt_logprobs`; otherwise one request for each position."""
         params = {"max_tokens": 1, "temperature": 0.0, "logprobs": self.num_top}
-        if self.offers.echo_logprobs:
-            answer = self.server.complete(ids, echo=True, **params)[0]
+        if of_prompt := self.offers.prompt_params(self.num_top):
+            answer = self.server.complete(ids, **of_prompt, **params)[0]
             logprobs, tops = answer.prompt_logprobs or (), answer.prompt_top_logprobs or ()
             return {
                 i - 1: Scored(logprobs[i], _known(tops[i]))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shared.commands.diff import encode_prompts
+from shared.conformance.server.answer import Answer, read_answer
 from shared.conformance.server.tolerance import TABLE
 from shared.conformance.server_diff import (
     Compared,
@@ -48,9 +52,18 @@ def test_a_server_agrees_with_its_panel_and_other_weights_do_not(
     assert len(found.positions) == len(found.texts[0]) - 1  # the whole text is scored with echo
     assert 0 < found.mean_error < 1e-4
 
-    # Without echo every position takes a request of its own.
     text, offers = found.texts[0][:6], b.offers
     by_echo = b.score(text)
+    b.offers = replace(offers, echo_logprobs=False, prompt_logprobs=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(b.server, "complete", partial(as_vllm, b.server.complete))
+        by_prompt_logprobs = b.score(text)
+    assert by_prompt_logprobs.keys() == by_echo.keys()
+    for position, scored in by_prompt_logprobs.items():
+        assert scored.logprob == by_echo[position].logprob
+        assert scored.best == by_echo[position].best
+
+    # Without either every position takes a request of its own.
     b.offers = replace(offers, echo_logprobs=False)
     one_by_one = b.score(text)
     b.offers = offers
@@ -68,6 +81,20 @@ def test_a_server_agrees_with_its_panel_and_other_weights_do_not(
     assert "positions are beyond the tolerance" in page
     assert "&lt;a&gt;" in page
     assert dict(rows(other))["beyond"] == f"{len(other.beyond)} positions"
+
+
+def as_vllm(complete: Callable[..., list[Answer]], ids: list[int], **params: Any) -> list[Answer]:
+    """A server without echo that has `prompt_logprobs`."""
+    assert "echo" not in params
+    assert params.pop("prompt_logprobs") == 20
+    (answer,) = complete(ids, echo=True, **params)
+    listed: list[Any] = [None]
+    for i, (own, top) in enumerate(zip(answer.prompt_logprobs or (), answer.prompt_top_logprobs or ())):
+        if i > 0:
+            found = {ids[i]: own} | dict(top or {})
+            listed.append({str(token): {"logprob": value, "rank": 1} for token, value in found.items()})
+    choice = {"text": "", "logprobs": None, "prompt_logprobs": listed}
+    return [read_answer(choice, {}, choice, len(ids), False, {})]
 
 
 def side(logprob: float | None, **top: float) -> Scored:

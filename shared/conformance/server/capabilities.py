@@ -63,6 +63,13 @@ class Offers:
         }
         return tuple(name for name, is_offered in ways.items() if is_offered)
 
+    def prompt_params(self, num_top: int) -> dict[str, Any]:
+        """Fields of a request whose answer has the prompt's log-probabilities too, beside `logprobs`; none
+        where the server scores no prompts."""
+        if self.echo_logprobs:
+            return {"echo": True}
+        return {"prompt_logprobs": max(num_top, 1)} if self.prompt_logprobs else {}
+
 
 EXTRAS: dict[str, Any] = {
     "seed": 7,

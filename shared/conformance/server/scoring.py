@@ -213,8 +213,6 @@ def _ask(context: Context, prompt: Sequence[int], max_tokens: int, with_prompt: 
         params["logprobs"] = max(1, min(NUM_TOP, offers.num_top_logprobs))
     if offers.ignore_eos:
         params["ignore_eos"] = True
-    if with_prompt and offers.echo_logprobs:
-        params["echo"] = True
-    elif with_prompt and offers.prompt_logprobs:
-        params["prompt_logprobs"] = 1
+    if with_prompt:
+        params |= offers.prompt_params(1)
     return context.server.complete(context.prompt_of(prompt), **params)[0]
