@@ -10,8 +10,8 @@ from jinja2 import Environment
 
 from shared.conformance.kernels.report import Report
 
-WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 66, 14, 34, 46
+WIDTH, HEIGHT = 440, 270  # small, so that text is readable at the width of a phone
+LEFT, RIGHT, TOP, BOTTOM = 44, 14, 26, 46
 COLORS = ("a", "b", "c", "d")
 
 Points = Sequence[tuple[float, float, str]]  # x, y, what is shown at the point
@@ -38,7 +38,9 @@ def render(report: Report) -> str:
     return template.render(
         report=report,
         errors=plot("error / allowed error", size_name, errors, line=1.0, is_line=False),
+        errors_key=key_of(errors),
         speeds=plot("µs of one call", size_name, speeds) if any(speeds.values()) else "",
+        speeds_key=key_of(speeds),
         has_bound=any(timing.bound is not None for timing in report.timings),
         reports=observed(report),
     )
@@ -88,10 +90,11 @@ def plot(
     for exponent in range(y_range[0], y_range[1] + 1, step):
         y = y_of(10.0**exponent)
         parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
-        parts.append(_text(LEFT - 6, y + 4, f"{10.0**exponent:g}", "end"))
+        label = f"{10.0**exponent:g}" if -2 <= exponent <= 3 else f"1e{exponent}"
+        parts.append(_text(LEFT - 6, y + 5, label, "end"))
     shown_until = -math.inf
     for value in sorted(set(xs)):
-        if x_of(value) - shown_until > 55:
+        if x_of(value) - shown_until > 58:
             parts.append(_text(x_of(value), bottom + 17, _short(value), "middle"))
             shown_until = x_of(value)
     parts.append(_text((LEFT + right) / 2, HEIGHT - 8, size_name, "middle"))
@@ -100,8 +103,7 @@ def plot(
         parts.append(
             f'<line class="limit" x1="{LEFT}" y1="{y_of(line):.1f}" x2="{right}" y2="{y_of(line):.1f}"/>'
         )
-    offset: float = right
-    for color, (label, each) in reversed(list(zip(COLORS, series.items()))):
+    for color, each in zip(COLORS, series.values()):
         finite = sorted(point for point in each if math.isfinite(point[1]))
         if not finite:
             continue
@@ -111,9 +113,12 @@ def plot(
         for x, y, what in finite:
             circle = f'<circle class="{color}" cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="3.5">'
             parts.append(f"{circle}<title>{escape(what)}</title></circle>")
-        parts.append(f'<g class="{color}">{_text(offset, 14, label, "end")}</g>')
-        offset -= 7.5 * len(label) + 18
     return "\n".join([*parts, "</svg>"])
+
+
+def key_of(series: Mapping[str, Points]) -> list[tuple[str, str]]:
+    """(colour, label) of the series that the plot shows."""
+    return [(color, label) for color, (label, points) in zip(COLORS, series.items()) if points]
 
 
 def _short(value: float) -> str:
@@ -142,19 +147,27 @@ _TEMPLATE = """\
             --a: #8ab4f8; --b: #ffb074; --c: #b4b4bf; --d: #d7a6f0; } }
   body { font: 16px/1.5 sans-serif; color: var(--text); background: var(--back); max-width: 60rem;
          margin: 1.5rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
-  .scroll { overflow-x: auto; }
   table { border-collapse: collapse; }
   td, th { text-align: left; padding: 0.15rem 1rem 0.15rem 0; vertical-align: top; overflow-wrap: normal; }
   td.number, th.number { text-align: right; white-space: nowrap; }
+  @media (max-width: 40rem) {
+    h1 { font-size: 1.4rem; }
+    table, tbody, tr, td.verdict { display: block; } th { display: none; } td { padding-right: 0.6rem; }
+    tr { padding: 0.4rem 0; border-top: 1px solid var(--grid); }
+    td.case { display: block; font-weight: bold; }
+    td.number, td.type { display: inline-block; } td.number::before { content: attr(data-label) " "; }
+    td.verdict { overflow-wrap: anywhere; } }
   .holds { color: var(--good); } .fails { color: var(--bad); }
-  svg { width: 100%; height: auto; min-width: 32rem; max-width: 44rem; display: block; margin: 1rem 0; }
-  svg text { font: 13px sans-serif; fill: var(--text); }
+  svg { width: 100%; height: auto; max-width: 36rem; display: block; margin: 1rem 0 0.3rem; }
+  svg text { font: 14px sans-serif; fill: var(--text); }
   svg .grid { stroke: var(--grid); } svg .limit { stroke: var(--bad); stroke-dasharray: 5 4; }
   svg .line { fill: none; stroke-width: 2; }
-  svg circle.a, svg g.a text { fill: var(--a); } svg .line.a { stroke: var(--a); }
-  svg circle.b, svg g.b text { fill: var(--b); } svg .line.b { stroke: var(--b); }
-  svg circle.c, svg g.c text { fill: var(--c); } svg .line.c { stroke: var(--c); }
-  svg circle.d, svg g.d text { fill: var(--d); } svg .line.d { stroke: var(--d); }
+  svg circle.a { fill: var(--a); } svg .line.a { stroke: var(--a); } .key .a b { background: var(--a); }
+  svg circle.b { fill: var(--b); } svg .line.b { stroke: var(--b); } .key .b b { background: var(--b); }
+  svg circle.c { fill: var(--c); } svg .line.c { stroke: var(--c); } .key .c b { background: var(--c); }
+  svg circle.d { fill: var(--d); } svg .line.d { stroke: var(--d); } .key .d b { background: var(--d); }
+  .key { display: flex; flex-wrap: wrap; gap: 0 1.2rem; margin-top: 0; }
+  .key b { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 0.4em; margin-right: 0.3em; }
 </style>
 </head>
 <body>
@@ -165,11 +178,15 @@ _TEMPLATE = """\
 <h2 class="{{ 'fails' if report.status else 'holds' }}">{{ report.summary }}</h2>
 <ul>{% for name in report.names %}<li class="fails">{{ name }}</li>{% endfor %}</ul>
 <h2>Error over sizes</h2>
-<div class="scroll">{{ errors | safe }}</div>
+{% if errors %}{{ errors | safe }}
+<p class="key">{% for color, label in errors_key %}<span class="{{ color }}"><b></b>{{ label }}</span>
+{% endfor %}</p>
 <p>Each point is a case: the relative error against float64, over the largest allowed one. The dashed line is
-the limit.</p>
+the limit.</p>{% else %}<p>No case has an error to show.</p>{% endif %}
 {% if speeds %}<h2>Speed over sizes</h2>
-<div class="scroll">{{ speeds | safe }}</div>
+{{ speeds | safe }}
+<p class="key">{% for color, label in speeds_key %}<span class="{{ color }}"><b></b>{{ label }}</span>
+{% endfor %}</p>
 {% for note in report.timing_notes %}<p>{{ note }}</p>
 {% endfor %}
 {% if has_bound %}<p>The bound is the larger of bytes over bandwidth and FLOPs over GEMM rate, both measured
@@ -178,14 +195,15 @@ in this run. Small inputs stay in a cache, which may be faster than the bound.</
 <h2>Observed</h2>
 <ul>{% for line in reports %}<li>{{ line }}</li>{% endfor %}</ul>
 <h2>Cases</h2>
-<div class="scroll"><table>
+<table>
 <tr><th>case</th><th>type</th><th class="number">error</th><th class="number">allowed</th>
 <th>verdict</th></tr>
-{% for v in report.verdicts %}<tr><td>{{ v.case }}</td><td>{{ v.dtype }}</td>
-<td class="number">{{ "%.1e" | format(v.error) }}</td><td class="number">{{ "%.1e" | format(v.allowed) }}</td>
-<td class="{{ 'fails' if v.failure else 'holds' }}">
+{% for v in report.verdicts %}<tr><td class="case">{{ v.case }}</td><td class="type">{{ v.dtype }}</td>
+<td class="number" data-label="error">{{ "%.1e" | format(v.error) }}</td>
+<td class="number" data-label="allowed">{{ "%.1e" | format(v.allowed) }}</td>
+<td class="verdict {{ 'fails' if v.failure else 'holds' }}">
 {{ v.failure or ("refused: " + v.refusal if v.refusal else "holds") }}</td></tr>
-{% endfor %}</table></div>
+{% endfor %}</table>
 </body>
 </html>
 """
