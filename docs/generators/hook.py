@@ -35,6 +35,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "tolerances": tables.tolerances,
     "near-ties": tables.near_ties,
     "accuracy-limits": tables.accuracy_limits,
+    "server-checks": tables.server_checks,
     "families": tables.families,
     "draft-shapes": tables.draft_shapes,
     "command": commands.command,

@@ -131,6 +131,18 @@ def accuracy_limits() -> str:
     return table(["Format", "Exact match", "Perplexity", "Logprob", "Reason"], rows, "lrrrl")
 
 
+def server_checks(group: str) -> str:
+    """The checks of `diptych check server` in one of its groups."""
+    from shared.conformance.server.checks import GROUPS, all_checks
+
+    if group not in GROUPS:
+        raise ValueError(f"no group {group!r} of checks; there are {', '.join(GROUPS)}")
+    rows = [
+        [code(each.name), cell(each.sentence), cell(each.why)] for each in all_checks() if each.group == group
+    ]
+    return table(["Check", "What must hold", "Why it matters"], rows)
+
+
 def _dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 

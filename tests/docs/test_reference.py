@@ -10,6 +10,7 @@ import pytest
 from docs.generators import classes, hook, http, tables
 from docs.generators.record_samples import FOLDER, SAMPLES
 from shared import registry
+from shared.conformance.server.checks import all_checks
 from shared.interfaces import PrefixCache, Scheduler
 from shared.types import ForwardBatch, ForwardMode, Req, StepOutput
 
@@ -78,6 +79,13 @@ def test_every_sampling_parameter_has_a_meaning() -> None:
     text = expanded("reference/python-api.md").partition("## SamplingParams")[2].partition("*Computed:*")[0]
     assert "| `temperature` |" in text
     assert rows_without_text(text, "Field") == []
+
+
+def test_every_check_of_a_server_is_in_the_table() -> None:
+    text = expanded("check-server.md")
+    assert rows_without_text(text, "Check") == []
+    names = [each.name for each in all_checks()]
+    assert re.findall(r"^\| `([a-z]+\.\w+)` \|", text, re.MULTILINE) == names
 
 
 def test_samples_are_those_of_the_commands_and_are_shown() -> None:

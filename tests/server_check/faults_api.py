@@ -34,6 +34,22 @@ def wrong_usage(body: Body, reply: Reply) -> None:
             usage["total_tokens"] -= 1
 
 
+@changes_reply("usage of one choice", "usage counts one of n choices.", "semantics.usage_n")
+def usage_of_one_choice(body: Body, reply: Reply) -> None:
+    n = body.get("n") or 1
+    for usage in (chunk["usage"] for chunk in reply.chunks if chunk.get("usage")):
+        usage["completion_tokens"] //= n
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+@changes_reply("prompt counted n times", "usage counts the prompt for each choice.", "semantics.usage_n")
+def prompt_counted_n_times(body: Body, reply: Reply) -> None:
+    n = body.get("n") or 1
+    for usage in (chunk["usage"] for chunk in reply.chunks if chunk.get("usage")):
+        usage["prompt_tokens"] *= n
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+
+
 @changes_reply("wrong total", "usage's total_tokens leaves out the prompt.", "semantics.usage")
 def wrong_total(body: Body, reply: Reply) -> None:
     for chunk in reply.chunks:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
-from tests.server_check.faults import changes_reply, changes_request
-from tests.server_check.faulty_proxy import Body, Reply
+from tests.server_check.faults import changes_reply, changes_request, fault
+from tests.server_check.faulty_proxy import Ask, Body, FaultyProxy, Reply
 
 
 @changes_request("temperature ignored", "Every temperature above 0 acts as 1.", "sampling.temperature")
@@ -41,6 +42,37 @@ def min_p_ignored(body: Body) -> Body | None:
 @changes_request("frequency penalty ignored", "frequency_penalty has no effect.", "sampling.penalties")
 def frequency_ignored(body: Body) -> Body | None:
     return {"frequency_penalty": None}
+
+
+@changes_request("presence penalty ignored", "presence_penalty has no effect.", "sampling.penalties")
+def presence_ignored(body: Body) -> Body | None:
+    return {"presence_penalty": None}
+
+
+@changes_request(
+    "no greedy penalties", "Penalties have no effect at temperature 0.", "sampling.greedy_penalties"
+)
+def no_greedy_penalties(body: Body) -> Body | None:
+    is_greedy = body.get("temperature", 1.0) == 0
+    return {"presence_penalty": None, "frequency_penalty": None} if is_greedy else None
+
+
+@fault(
+    "prompt penalized",
+    "Presence and frequency penalties also count the tokens of the prompt.",
+    "sampling.penalties",
+)
+async def prompt_penalized(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
+    presence, frequency = (body.get(f"{name}_penalty") or 0.0 for name in ("presence", "frequency"))
+    prompts = proxy.prompts(body)
+    if len(prompts) != 1 or not (presence or frequency):
+        return await ask(body)
+    bias = {int(token): value for token, value in (body.get("logit_bias") or {}).items()}
+    for token, count in Counter(prompts[0]).items():
+        bias[token] = bias.get(token, 0.0) - presence - frequency * count
+    return await ask(
+        {**body, "logit_bias": {str(token): max(value, -100.0) for token, value in bias.items()}}
+    )
 
 
 @changes_request(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from shared.types import Req, SamplingParams
 
 EXACT = TABLE["float32"]
 VOCAB_SIZE = 40
-PROMPT, OUTPUT = [3, 8, 8, 5], [4, 4, 9]
+PROMPT, OUTPUT = [3, 8, 8, 5, 11, 17, 20, 31], [4, 4, 9]
 
 ASKED = {
     "plain": Asked(),
@@ -44,12 +45,12 @@ def test_the_distribution_is_that_of_the_contract(name: str) -> None:
         assert np.allclose(kept / kept.sum(), exact_distribution(logits.tolist(), req), atol=1e-6)
 
 
-def drawn(asked: Asked, drawn_by: Asked, num: int = 400) -> Draws:
-    """Tokens sampled by one rule, held to another."""
+def drawn(asked: Asked, drawn_by: Asked, rivals: Mapping[str, Asked] = {}, length: int = 40) -> Draws:
+    """400 tokens sampled by one rule, in answers of `length`, held to another."""
     source = np.random.default_rng(1)
-    draws = Draws(random.Random(0), EXACT)
-    for start in range(0, num, 40):
-        logits, output = logits_of(start, 40), []
+    draws = Draws(random.Random(0), EXACT, rivals=rivals)
+    for start in range(0, 400, length):
+        logits, output = logits_of(start, length), []
         for row in logits:
             choice = choice_at(row, drawn_by, PROMPT, output, tol=0.0)
             share = np.where(choice.possible, choice.share, 0.0)
@@ -71,6 +72,17 @@ def test_a_correct_sampler_passes(name: str) -> None:
 def test_another_rule_is_found(name: str) -> None:
     draws = drawn(ASKED[name], Asked())
     assert draws.too_many_impossible or draws.p_value() < ALPHA
+
+
+def test_a_rival_is_found_by_its_likelihood() -> None:
+    """The other tests do not find that a prompt counts: its tokens are neither likely nor unlikely."""
+    asked = Asked(presence_penalty=1.0)
+    counted = Asked(presence_penalty=1.0, counted="prompt and output")
+    for drawn_by, is_right in ((asked, True), (counted, False)):
+        draws = drawn(asked, drawn_by, {"no penalty": Asked(), "the prompt counts": counted}, length=4)
+        assert min(draws.uniform_p_value(), draws.surplus_p_value()) > ALPHA
+        assert (draws.p_value() >= ALPHA) is is_right
+        assert (draws.log_ratios["the prompt counts"] > 0) is not is_right
 
 
 def test_end_tokens_are_left_out() -> None:

@@ -7,15 +7,23 @@ from dataclasses import replace
 
 import pytest
 
-from shared.conformance.server.checks import QUICK, Context, Result, chosen, run_checks
+from shared.conformance.server.checks import QUICK, Context, chosen, run_checks
 from shared.conformance.server.oracle import Oracle
 from shared.conformance.server.session import connect
+from tests.server_check.false_alarms import alarms, main
 from tests.server_check.faults import all_faults
 from tests.server_check.faulty_proxy import Fault
 from tests.server_check.local_server import LocalServer
 
 FAULTS = {fault.name: fault for fault in all_faults()}
-SLOW = ("temperature squared", "frequency penalty ignored", "repetition penalty ignored", "min_p ignored")
+SLOW = (
+    "temperature squared",
+    "frequency penalty ignored",
+    "presence penalty ignored",
+    "prompt penalized",
+    "repetition penalty ignored",
+    "min_p ignored",
+)
 """Others of their kind, drawn in the same way, are in the fast cut."""
 PARAMS = [
     pytest.param(fault, id=name, marks=[pytest.mark.full] if name in SLOW else [])
@@ -23,20 +31,17 @@ PARAMS = [
 ]
 
 
-def alarms(results: list[Result]) -> dict[str, list[str]]:
-    """Failing checks with what they found."""
-    return {
-        result.check.name: [finding.what for finding in result.findings if finding.status == "fails"]
-        for result in results
-        if result.status == "fails"
-    }
-
-
 @pytest.mark.parametrize("fault", PARAMS)
 def test_the_check_of_a_fault_finds_it(proxied: LocalServer, quick_context: Context, fault: Fault) -> None:
     proxied.proxy.plant(fault)
     context = replace(quick_context, rng=random.Random(1), answers=[])
     assert list(alarms(list(run_checks(context, chosen([fault.check]))))) == [fault.check]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_whole_runs_raise_no_alarm(dtype: str) -> None:
+    assert main(["--runs", "2", "--first-seed", "0", "--dtype", dtype]) == 0
 
 
 def test_a_correct_server_raises_no_alarm(correct_server: LocalServer, oracle: Oracle) -> None:

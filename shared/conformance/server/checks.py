@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 
 Status = Literal["holds", "fails", "not offered", "near tie"]
 GROUPS = ("api", "scoring", "dependence", "streaming", "sampling", "semantics")
-MODULES = ("scoring", "dependence", "streaming", "sampling", "semantics", "refusals")
+MODULES = (
+    "scoring",
+    "dependence",
+    "streaming",
+    "distributions",
+    "penalties",
+    "sampling",
+    "semantics",
+    "refusals",
+)
 
 
 @dataclass(frozen=True)

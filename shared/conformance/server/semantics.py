@@ -147,7 +147,7 @@ def _stopped(context: Context, prompt: list[int], whole: str, cut: str, given: A
 
 @check(
     "semantics.n",
-    "n choices have the indices 0 to n-1; the prompt's tokens are counted once.",
+    "n choices have the indices 0 to n-1.",
     "Clients find a choice by its index.",
 )
 def n(context: Context) -> Iterator[Finding]:
@@ -157,8 +157,36 @@ def n(context: Context) -> Iterator[Finding]:
     prompt = ask_prompt(context)
     body = post(context, COMPLETIONS, prompt=prompt, max_tokens=3, n=3, temperature=1)
     yield compared("indices of n=3 choices", [0, 1, 2], sorted(each.get("index") for each in body["choices"]))
-    if not isinstance(prompt, str) and isinstance(body.get("usage"), dict):
-        yield compared("prompt_tokens with n=3", len(prompt), body["usage"].get("prompt_tokens"))
+
+
+@check(
+    "semantics.usage_n",
+    "usage of n choices counts the prompt's tokens once, and the generated ones of all choices.",
+    "Clients bill and budget by these numbers.",
+)
+def usage_n(context: Context) -> Iterator[Finding]:
+    if not context.offers.n:
+        yield Finding("not offered", context.offers.reason("n"))
+        return
+    prompt = ask_prompt(context)
+    ends = {"ignore_eos": True} if context.offers.ignore_eos else {}
+    single = post(context, COMPLETIONS, prompt=prompt, max_tokens=1).get("usage") or {}
+    for num in (2, 3):
+        body = post(context, COMPLETIONS, prompt=prompt, max_tokens=5, n=num, temperature=1, **ends)
+        counts = body.get("usage")
+        if not isinstance(counts, dict):
+            yield Finding("fails", "a response without usage", actual=counts)
+            continue
+        yield compared(
+            f"prompt_tokens with n={num}", single.get("prompt_tokens"), counts.get("prompt_tokens")
+        )
+        if any(choice.get("finish_reason") != "length" for choice in body["choices"]):
+            yield Finding("not offered", "a choice ended by itself, and its tokens are not known")
+            continue
+        found = {name: counts.get(name) for name in ("completion_tokens", "total_tokens")}
+        total = (counts.get("prompt_tokens") or 0) + 5 * num
+        expected = {"completion_tokens": 5 * num, "total_tokens": total}
+        yield compared(f"usage of {num} choices of 5 tokens each", expected, found)
 
 
 @check(
