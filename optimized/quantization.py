@@ -16,15 +16,15 @@ from torch import nn
 from optimized.kernels.dequantize import dequantize
 from optimized.kernels.portable import INTERPRETED, gpu_of
 from optimized.kernels.quantize_input import QuantizedInput, quantize_input
+from optimized.kernels.quantized_choice import MAX_TOKENS, multiply
 from optimized.kernels.quantized_gemm import can_compute, quantized_gemm
-from optimized.kernels.quantized_gemv import quantized_gemv, suits_gemv
 from optimized.layers import Linear, MergedLinear, RMSNorm, SiluAndMul, is_builtin_layer
 from shared.interfaces import layers
 from shared.interfaces import quantization as interface
 from shared.modeling import quantization
 from shared.types.quantization import QuantScheme
 
-MAX_TRITON_TOKENS = 64
+MAX_TRITON_TOKENS = MAX_TOKENS
 """Beyond, cuBLAS multiplies row-wise FP8."""
 MAX_WIDENED_TOKENS = 256
 """Beyond, it is faster to dequantize a whole weight than to widen its tiles for every 128 tokens."""
@@ -102,8 +102,7 @@ class QuantizedLinear(interface.QuantizedLinear):
     def _multiply(
         self, x: torch.Tensor | QuantizedInput, y: torch.Tensor, residual: torch.Tensor | None = None
     ) -> None:
-        kernel = quantized_gemv if suits_gemv(x, self.scheme, self.in_features) else quantized_gemm
-        kernel(
+        multiply(
             x, self.weight, self.weight_scale, self.weight_zero, self.scheme, y,
             bias=self.bias, residual=residual,
         )  # fmt: skip

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.kernels.fp8 import from_pool, kernel_view
+from optimized.kernels.fp8 import for_pool, from_pool, kernel_view, values_from_pool
 from optimized.kernels.paged_softmax import accumulate, first_visible, scores_of, slots_at
 from optimized.kernels.portable import Gpu, gpu_of, pdl_options
 from optimized.kernels.split_kv import (
@@ -85,7 +85,8 @@ def _decode_kernel(
             )
             tl.extra.cuda.gdc_wait()
         if not Q_EACH_TILE:
-            q = tl.load(q_heads + request * stride_q, mask=mask_q, other=0.0)
+            loaded = tl.load(q_heads + request * stride_q, mask=mask_q, other=0.0)
+            q, q_scale = for_pool(loaded, scale, k_ptr.dtype.element_ty)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
@@ -93,17 +94,18 @@ def _decode_kernel(
         for tile in range(run_start, run_end):
             # --8<-- [start:decode-loop]
             if Q_EACH_TILE:
-                q = tl.load(q_heads + request * stride_q, mask=mask_q, other=0.0)
+                loaded = tl.load(q_heads + request * stride_q, mask=mask_q, other=0.0)
+                q, q_scale = for_pool(loaded, scale, k_ptr.dtype.element_ty)
             # Beyond the end, the last key is read again: it is live, and its score is masked.
             positions = start + offs_n
             nearest = tl.maximum(tl.minimum(positions, seq_len - 1), first_key)
             slots = slots_at(slots_ptr, nearest, PAGE_SIZE)
             k_tile = k_head + slots[:, None] * STRIDE_K + offs_d[None, :]
             k = from_pool(tl.load(k_tile, mask=in_dim[None, :], other=0.0), q.dtype)
-            scores = scores_of(q, k, scale, logit_cap, HAS_CAP, PRECISION)
+            scores = scores_of(q, k, q_scale, logit_cap, HAS_CAP, PRECISION)
             scores = tl.where((positions == nearest)[None, :], scores, float("-inf"))
             v_tile = v_head + slots[:, None] * STRIDE_V + offs_d[None, :]
-            v = from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
+            v = values_from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
             acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
             # --8<-- [end:decode-loop]
             is_last = start + BLOCK_N >= seq_len
@@ -130,7 +132,8 @@ def _decode_kernel(
                     request, seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, stride_row
                 )
                 if not Q_EACH_TILE:
-                    q = tl.load(q_heads + request * stride_q, mask=mask_q, other=0.0)
+                    loaded = tl.load(q_heads + request * stride_q, mask=mask_q, other=0.0)
+                    q, q_scale = for_pool(loaded, scale, k_ptr.dtype.element_ty)
             if HAS_WINDOW:
                 first_key = first_visible(seq_len - 1, window)
             start = tl.where(is_next, first_key // BLOCK_N * BLOCK_N, start + BLOCK_N)
@@ -171,7 +174,7 @@ def _tile(block_g: int, row_bytes: int, q_row_bytes: int, gpu: Gpu) -> Tile:
     if row_bytes >= 256:
         largest = Tile(max(16, 32768 // q_row_bytes), 1, 5)  # FP8 is widened in shared memory
     else:
-        largest = Tile(max(16, min(128, 16384 // row_bytes)), 2, 7)
+        largest = Tile(max(16, min(128, 16384 // row_bytes)), 2, 5)
     limit = gpu.shared_memory_per_cta(largest.ctas_per_sm)
     for num_stages in (largest.num_stages, 3):
         block_n = largest.block_n
@@ -193,8 +196,8 @@ def _shared_memory(tile: Tile, block_g: int, row_bytes: int, q_row_bytes: int, g
     is_wgmma = block_g >= 64 and gpu.capability[0] == 9
     tiles_in_flight = (tile.num_stages - 1) // (1 if is_wgmma else 2)
     kv = 2 * tiles_in_flight * tile.block_n * (row_bytes + 8)
-    if is_wgmma and row_bytes < q_row_bytes:  # FP8, and beside it what it was widened to
-        kv += 2 * tile.block_n * q_row_bytes
+    if row_bytes < q_row_bytes:  # FP8, and beside it V in 16 bits, with wgmma K too
+        kv += (2 if is_wgmma else 1) * tile.block_n * q_row_bytes
     q_copies = 4 if is_wgmma or tile.num_stages == 5 else 2
     return kv + max(4096, q_copies * block_g * q_row_bytes)
 

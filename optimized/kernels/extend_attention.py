@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.kernels.fp8 import from_pool, kernel_view
+from optimized.kernels.fp8 import for_pool, from_pool, kernel_view, values_from_pool
 from optimized.kernels.paged_softmax import LOG2_E, accumulate, first_visible, scores_of, slots_at
 from optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, pdl_options, rounded
 
@@ -63,7 +63,7 @@ def _extend_kernel(
     mask_q = live_rows[:, None] & in_dim[None, :]
     q_rows = tl.load(extend_start_loc_ptr + request) + tokens
     q_tile = q_ptr + q_rows[:, None] * stride_q + heads[:, None] * stride_q_head + offs_d[None, :]
-    q = tl.load(q_tile, mask=mask_q, other=0.0)
+    q, scale = for_pool(tl.load(q_tile, mask=mask_q, other=0.0), scale, k_ptr.dtype.element_ty)
 
     query_positions = prefix_len + tokens
     first_position = prefix_len + tile * BLOCK_M // GROUP
@@ -92,7 +92,7 @@ def _extend_kernel(
             k = from_pool(tl.load(k_tile, mask=in_dim[None, :], other=0.0), q.dtype)
             scores = scores_of(q, k, scale, logit_cap, HAS_CAP, PRECISION)
             v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
-            v = from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
+            v = values_from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
             acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
         key_start = seen_by_all
 
@@ -114,7 +114,7 @@ def _extend_kernel(
             sees = sees & (positions[None, :] >= first_keys)
         scores = tl.where(sees, scores, float("-inf"))
         v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
-        v = from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
+        v = values_from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
         acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
 
     if HAS_SINKS:

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.kernels.fp8 import from_pool, kernel_view
+from optimized.kernels.fp8 import for_pool, from_pool, kernel_view, values_from_pool
 from optimized.kernels.paged_softmax import LOG2_E, accumulate, first_visible, scores_of, slots_at
 from optimized.kernels.portable import Gpu, gpu_of, pdl_options, rounded
 
@@ -108,7 +108,7 @@ def _fixed_split_kernel(
     else:
         q_rows = tl.load(extend_start_loc_ptr + request) + tokens
     q_tile = q_ptr + q_rows[:, None] * stride_q + heads[:, None] * stride_q_head + offs_d[None, :]
-    q = tl.load(q_tile, mask=mask_q, other=0.0)
+    q, scale = for_pool(tl.load(q_tile, mask=mask_q, other=0.0), scale, k_ptr.dtype.element_ty)
     k_head, v_head = k_ptr + head * stride_k_head, v_ptr + head * stride_v_head
     all_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     all_largest = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
@@ -138,7 +138,7 @@ def _fixed_split_kernel(
             sees = sees & (positions[None, :] >= first_keys)
         scores = tl.where(sees, scores, float("-inf"))
         v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
-        v = from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
+        v = values_from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
         acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
     # --8<-- [end:fixed-splits]
 

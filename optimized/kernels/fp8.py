@@ -10,9 +10,17 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.kernels.portable import gpu_of
+from optimized.kernels.portable import INTERPRETED, gpu_of, largest_or_nan
 
+_INTERPRETED = tl.constexpr(INTERPRETED)
 MAX: tl.constexpr = tl.constexpr(448.0)
+
+_WIDEN = tl.constexpr("""{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
 
 
 def kernel_view(buffer: torch.Tensor) -> torch.Tensor:
@@ -20,6 +28,22 @@ def kernel_view(buffer: torch.Tensor) -> torch.Tensor:
     if buffer.dtype != torch.float8_e4m3fn or gpu_of(buffer.device).has_fp8:
         return buffer
     return buffer.view(torch.uint8)
+
+
+@triton.jit
+def for_pool(q, scale, POOL_DTYPE: tl.constexpr):
+    """q [rows, head_dim] in the type for K and V of a pool, and the scale of its scores, float32 [rows, 1] or
+    a scalar. Two values of FP8 become float16 in one instruction, and bfloat16 in seven. So beside FP8 a q in
+    bfloat16 becomes float16, divided by the power of two in its largest value: exactly, but for values 2^14
+    times smaller than that."""
+    if q.dtype == tl.bfloat16 and (tl.float8e4nv == POOL_DTYPE or tl.uint8 == POOL_DTYPE):
+        wide = q.to(tl.float32)
+        largest = largest_or_nan(tl.abs(wide), 1)[:, None]
+        exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+        power = tl.where(exponent == 0, 1.0, exponent.to(tl.float32, bitcast=True))
+        return (wide / power).to(tl.float16), scale * power
+    else:
+        return q, scale
 
 
 @triton.jit
@@ -31,8 +55,21 @@ def from_pool(x, dtype: tl.constexpr):
         moved = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         value = moved.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(dtype)
+    elif x.dtype == tl.float8e4nv and dtype == tl.float16 and not _INTERPRETED:
+        return tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [x], tl.float16, is_pure=True, pack=4)
     else:
         return x.to(dtype)
+
+
+@triton.jit
+def values_from_pool(x, dtype: tl.constexpr):
+    """`from_pool` for V, whose rows are not along the sum of its GEMM. Tensor cores read a transposed operand
+    of 16 bits from shared memory with one instruction, and one of 8 bits byte by byte. An assembly that is
+    not pure keeps Triton from moving the conversion behind that."""
+    if x.dtype == tl.float8e4nv and dtype == tl.float16 and not _INTERPRETED:
+        return tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [x], tl.float16, is_pure=False, pack=4)
+    else:
+        return from_pool(x, dtype)
 
 
 @triton.jit

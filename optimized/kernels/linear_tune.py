@@ -28,16 +28,21 @@ class LinearShape(NamedTuple):
 
 def shapes_of(config: ModelConfig) -> list[LinearShape]:
     """The weights of a decoder layer and the head, as the optimized model holds them."""
+    shapes = [*decoder_shapes_of(config), LinearShape(config.vocab_size, config.hidden_size)]
+    if config.moe is not None:
+        shapes.append(LinearShape(config.moe.num_experts, config.hidden_size))
+    return shapes
+
+
+def decoder_shapes_of(config: ModelConfig) -> list[LinearShape]:
+    """Without the head and the router, which are never quantized."""
     hidden, inter, dim = config.hidden_size, config.intermediate_size, config.head_dim
     shapes = [
         LinearShape((config.num_qo_heads + 2 * config.num_kv_heads) * dim, hidden),
         LinearShape(hidden, config.num_qo_heads * dim),
-        LinearShape(config.vocab_size, hidden),
     ]
     if len(config.moe_layers) < config.num_hidden_layers:
         shapes += [LinearShape(2 * inter, hidden, gated=True), LinearShape(hidden, inter)]
-    if config.moe is not None:
-        shapes.append(LinearShape(config.moe.num_experts, hidden))
     return shapes
 
 

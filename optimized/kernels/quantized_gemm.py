@@ -29,6 +29,28 @@ _ZERO = tl.constexpr(INT4_ZERO)
 BAND = tl.constexpr(8)
 
 
+# Four bytes to four pairs of 128 + nibble: the low nibbles of bytes 0 and 1, of 2 and 3, and the high ones.
+_UNPACK = tl.constexpr("""{
+    .reg .b32 even, odd, one, offset;
+    prmt.b32 even, $4, 0, 0x4140;
+    prmt.b32 odd, $4, 0, 0x4342;
+    lop3.b32 $0, even, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $1, odd, 0x000F000F, 0x43004300, 0xEA;
+    shr.b32 even, even, 4;
+    shr.b32 odd, odd, 4;
+    lop3.b32 $2, even, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $3, odd, 0x000F000F, 0x43004300, 0xEA;
+""")
+_SUBTRACT = tl.constexpr("""
+    mov.b32 one, 0x3F803F80;
+    mov.b32 offset, 0xC308C308;
+    fma.rn.bf16x2 $0, $0, one, offset;
+    fma.rn.bf16x2 $1, $1, one, offset;
+    fma.rn.bf16x2 $2, $2, one, offset;
+    fma.rn.bf16x2 $3, $3, one, offset;
+""")
+
+
 class Tile(NamedTuple):
     tokens: int
     rows: int  # outputs
@@ -55,20 +77,34 @@ def widened_e4m3(codes, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _from_nibbles(nibbles, zero, dtype: tl.constexpr):
-    """uint8 of 0 to 15, zero a float -> nibbles - zero in `dtype`, exactly. As the last bits of 128
-    (bfloat16) or 1024 (float16) they are numbers without a conversion."""
-    if dtype == tl.bfloat16 and not _INTERPRETED:
-        return (nibbles.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (128.0 + zero).to(tl.bfloat16)
+def _from_nibbles(tile, zero, HAS_ZERO: tl.constexpr, dtype: tl.constexpr):
+    """uint8 -> (its low nibble - zero, its high nibble - zero) in `dtype`, exactly. As the last bits of 128
+    (bfloat16) or 1024 (float16) nibbles are numbers without a conversion."""
+    if dtype == tl.float32:
+        return (tile & 15).to(tl.float32) - zero, (tile >> 4).to(tl.float32) - zero
     elif dtype == tl.float16:
-        return (nibbles.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + zero).to(tl.float16)
+        low = ((tile & 15).to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
+        high = ((tile >> 4).to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
+        offset = (1024.0 + zero).to(tl.float16)
+        return low - offset, high - offset
+    elif HAS_ZERO:
+        low, high = tl.inline_asm_elementwise(
+            _UNPACK + "}", "=r,=r,=r,=r,r", [tile], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+        offset = (128.0 + zero).to(tl.bfloat16)
+        return low - offset, high - offset
     else:
-        return nibbles.to(tl.float32) - zero
+        return tl.inline_asm_elementwise(
+            _UNPACK + _SUBTRACT + "}", "=r,=r,=r,=r,r", [tile], dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=4,
+        )  # fmt: skip
 
 
 @triton.jit
-def _x_tile(x_ptr, rows, cols, stride, num_tokens, size):
-    mask = (rows < num_tokens)[:, None] & (cols < size)[None, :]
+def _x_tile(x_ptr, rows, cols, stride, num_tokens, size, IS_WHOLE: tl.constexpr):
+    mask = (rows < num_tokens)[:, None]
+    if not IS_WHOLE:
+        mask &= (cols < size)[None, :]
     return tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0)
 
 
@@ -78,7 +114,8 @@ def _quantized_gemm_kernel(
     num_tokens, out, size, num_groups,
     stride_x, stride_x_scale, stride_weight, stride_residual, stride_y,
     WEIGHT: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr,
-    X_SCALED: tl.constexpr, HAS_ZERO: tl.constexpr, NATIVE: tl.constexpr, MULTIPLY_FP8: tl.constexpr,
+    X_SCALED: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_ZERO: tl.constexpr,
+    NATIVE: tl.constexpr, MULTIPLY_FP8: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -104,30 +141,28 @@ def _quantized_gemm_kernel(
     # With stages named, loads of scales are asynchronous too, which no tensor core reads.
     for k in tl.range(0, row_bytes, STEP, num_stages=STAGES):
         cols = k + tl.arange(0, STEP)
-        tile = tl.load(
-            weight_rows + cols[None, :], mask=is_row[:, None] & (cols < row_bytes)[None, :], other=0
-        )
+        mask = is_row[:, None] if IS_WHOLE else is_row[:, None] & (cols < row_bytes)[None, :]
+        tile = tl.load(weight_rows + cols[None, :], mask=mask, other=0)
         # --8<-- [start:unpack-and-multiply]
         if WEIGHT == "int4":
             # STEP bytes of a unit: its inputs `first` and on, and those half a unit later.
             unit = k // (UNIT // 2)
-            first = unit * UNIT + k % (UNIT // 2)
+            first = 2 * k if UNIT == 2 * STEP else unit * UNIT + k % (UNIT // 2)
             group = unit if GROUP > 0 else 0
             cols = first + tl.arange(0, STEP)
-            low = _x_tile(x_ptr, tokens, cols, stride_x, num_tokens, size).to(x_type)
-            high = _x_tile(x_ptr, tokens, cols + UNIT // 2, stride_x, num_tokens, size).to(x_type)
+            low = _x_tile(x_ptr, tokens, cols, stride_x, num_tokens, size, IS_WHOLE).to(x_type)
+            high = _x_tile(x_ptr, tokens, cols + UNIT // 2, stride_x, num_tokens, size, IS_WHOLE).to(x_type)
             zero = tl.zeros([ROWS], tl.float32) + _ZERO
             if HAS_ZERO:
                 zeros = zero_ptr + rows.to(tl.int64) * num_groups + group
                 zero = tl.load(zeros, mask=is_row, other=0).to(tl.float32)
-            w_low = _from_nibbles(tile & 15, zero[:, None], x_type)
-            w_high = _from_nibbles(tile >> 4, zero[:, None], x_type)
+            w_low, w_high = _from_nibbles(tile, zero[:, None], HAS_ZERO, x_type)
             part = tl.dot(w_low, low.T, input_precision="ieee")
             part = tl.dot(w_high, high.T, part, input_precision="ieee")
         # --8<-- [end:unpack-and-multiply]
         else:
             group = k // GROUP if GROUP > 0 else 0
-            x = _x_tile(x_ptr, tokens, cols, stride_x, num_tokens, size)
+            x = _x_tile(x_ptr, tokens, cols, stride_x, num_tokens, size, IS_WHOLE)
             if MULTIPLY_FP8:
                 tile = tile.to(tl.float8e4nv, bitcast=True)
                 x = x.to(tl.float8e4nv, bitcast=True)
@@ -210,8 +245,8 @@ def quantized_gemm(
         values.stride(0), x_scale.shape[1] if x_scale.dim() == 2 else 0, weight.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0),
         WEIGHT=scheme.weight_type, UNIT=scheme.unit(size), GROUP=group or 0, X_GROUP=x_group or 0,
-        X_SCALED=is_scaled, HAS_ZERO=zero is not None, NATIVE=native,
-        MULTIPLY_FP8=is_fp8 and is_scaled and native and dtype in HALF_TYPES,
+        X_SCALED=is_scaled, IS_WHOLE=weight.shape[1] % chosen.step == 0, HAS_ZERO=zero is not None,
+        NATIVE=native, MULTIPLY_FP8=is_fp8 and is_scaled and native and dtype in HALF_TYPES,
         TOKENS=chosen.tokens, ROWS=chosen.rows, STEP=chosen.step, STAGES=chosen.stages,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         num_warps=chosen.warps, **pdl_options(values),
@@ -224,15 +259,15 @@ def can_compute(scheme: QuantScheme, size: int) -> bool:
 
 
 def plan(num_tokens: int, out: int, scheme: QuantScheme, size: int) -> Tile:
-    """Few tokens: about 24 KB of weights under way on each multiprocessor of an H200, from bandwidth times
-    latency. Computed, not measured; `diptych bench quantization --tiles` measures others."""
+    """For few tokens the best on average for the layers of Qwen3-8B on an H200. The GPU's table has better
+    ones for shapes that `diptych tune --quantization` has measured."""
     step = largest_step(scheme, size)
     if num_tokens > 64:
         return Tile(128, 128, min(step, 64 if scheme.inputs == "none" else 128), 3, 8)
-    tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    # Each warp has 16 outputs: more warps than that would read the same weights from shared memory.
-    rows = 64 if out > 8192 else 32
-    return Tile(tokens, rows, step, 6 if step >= 128 else 10, rows // 16)
+    tokens = next(tokens for tokens in (8, 16, 32, 64) if num_tokens <= tokens)
+    if scheme.weight_type == "int4":
+        return Tile(tokens, 32 if tokens == 8 else 64, step, 8, 2 if tokens <= 16 else 4)
+    return Tile(tokens, 64, step, 8 if tokens == 16 else 5)
 
 
 def largest_step(scheme: QuantScheme, size: int) -> int:

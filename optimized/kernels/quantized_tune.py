@@ -1,69 +1,93 @@
-"""Tiles of the GEMM with quantized weights, measured on this GPU: `diptych bench quantization --tiles`."""
+"""Measures tiles of linear layers with quantized weights on this GPU, for `diptych tune --quantization`: each
+layer alone, over the weights of so many layers that they come from memory and not from the L2 cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from triton.runtime.errors import OutOfResources
 
-from optimized.kernels.quantize_input import quantize_input
+from optimized.kernels.gpu_table import GpuTable
+from optimized.kernels.linear_tune import L2_BYTES, LinearShape
+from optimized.kernels.moe_tune import graph_time
+from optimized.kernels.quantize_input import QuantizedInput, quantize_input
+from optimized.kernels.quantized_choice import as_row, shape_name
 from optimized.kernels.quantized_gemm import Tile, largest_step, quantized_gemm
 from optimized.kernels.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
-from shared.interfaces import QuantizedLinear
 from shared.types.quantization import QuantScheme
 
+TOKENS = (1, 8, 16, 32, 64)
 
-def fastest_tile(
-    layers: Sequence[QuantizedLinear], x: torch.Tensor, time: Callable[[Callable[[int], object]], float]
-) -> tuple[Tile | GemvTile, float]:
-    """The fastest tile for the GEMM or GEMV of x with the layers' weights, without quantization of x, and
-    what `time` says of run(layer)."""
-    first = layers[0]
-    is_plain = first.scheme.inputs == "none"
-    values = x if is_plain else quantize_input(x, first.scheme, first.input_scale)
-    y = torch.empty(len(x), first.out_features, dtype=x.dtype, device=x.device)
+Layer = dict[str, torch.Tensor]
+
+
+def tune(
+    table: GpuTable, scheme: QuantScheme, shape: LinearShape, all_tokens: Sequence[int]
+) -> Iterator[GpuTable]:
+    """The table with the fastest tile for one more number of tokens, again and again."""
+    name = shape_name(scheme, *shape[:2])
+    layers = _layers(scheme, shape)
+    for num_tokens in tqdm(all_tokens, desc=name, unit="size", leave=False):
+        tile, time = fastest_tile(scheme, layers, num_tokens)
+        tqdm.write(f"{name}, {num_tokens:2} tokens  {time:6.1f} us  {tile}")
+        rows = {**table.quantized.get(name, {}), str(num_tokens): as_row(tile)}
+        table = replace(table, quantized={**table.quantized, name: rows})
+        yield table
+
+
+def fastest_tile(scheme: QuantScheme, layers: list[Layer], num_tokens: int) -> tuple[Tile | GemvTile, float]:
+    """And its time in microseconds, without quantization of the input."""
+    out, size = len(layers[0]["weight"]), layers[0]["weight"].shape[1] * (2 if scheme.is_packed else 1)
+    x = torch.randn(num_tokens, size, device=layers[0]["weight"].device).to(torch.bfloat16)
+    values = x if scheme.inputs == "none" else quantize_input(x, scheme, layers[0].get("input_scale"))
+    y = torch.empty(num_tokens, out, dtype=x.dtype, device=x.device)
     times: dict[Tile | GemvTile, float] = {}
-    candidates: list[Tile | GemvTile] = list(tiles(len(x), first.scheme, first.in_features))
-    if suits_gemv(values, first.scheme, first.in_features):
-        candidates += gemv_tiles(first.scheme)
-    for tile in candidates:
+    for tile in candidates(values, scheme, size):
 
         def run(i: int, tile: Any = tile) -> None:
-            layer = layers[i]
             kernel = quantized_gemv if isinstance(tile, GemvTile) else quantized_gemm
-            kernel(values, layer.weight, layer.weight_scale, layer.weight_zero, layer.scheme, y, tile=tile)
+            weight, zero = layers[i]["weight"], layers[i].get("weight_zero")
+            kernel(values, weight, layers[i]["weight_scale"], zero, scheme, y, tile=tile)
 
         try:
-            times[tile] = time(run)
+            times[tile] = graph_time(run, num_layers=len(layers))
         except OutOfResources:  # shared memory, or registers of so many warps
             continue
-    best = min(times, key=lambda tile: times[tile])
-    return best, times[best]
+    return min(times.items(), key=lambda item: item[1])
 
 
-def gemv_tiles(scheme: QuantScheme) -> Iterator[GemvTile]:
-    for rows in (1, 2, 4, 8):
-        for warps in (2, 4, 8):
-            if scheme.weight_type == "int4":
-                yield GemvTile(rows, warps)
-            else:
-                yield from (GemvTile(rows, warps, steps, ahead) for steps in (1, 2, 4) for ahead in (1, 2))
+def candidates(
+    values: torch.Tensor | QuantizedInput, scheme: QuantScheme, size: int
+) -> Iterator[Tile | GemvTile]:
+    """Those worth timing: a warp has at least 16 outputs and at most 64, and registers for their sums."""
+    if suits_gemv(values, scheme, size):
+        loads = [(1, 1)] if scheme.weight_type == "int4" else [(1, 1), (1, 2), (2, 1), (2, 2)]
+        for rows, warps, (steps, ahead) in itertools.product((1, 2, 4), (4, 8), loads):
+            yield GemvTile(rows, warps, steps, ahead)
+    num_tokens = len(values.q) if isinstance(values, QuantizedInput) else len(values)
+    tokens = next(tokens for tokens in (8, 16, 32, 64) if num_tokens <= tokens)
+    largest = largest_step(scheme, size)
+    is_int4 = scheme.weight_type == "int4"
+    steps_stages = [(largest, stages) for stages in (4, 8, 12)]
+    if not is_int4:
+        steps_stages = list(itertools.product(sorted({min(largest, 128), largest}), (3, 5, 8)))
+    for rows, warps, (step, stages) in itertools.product((16, 32, 64, 128), (1, 2, 4), steps_stages):
+        if rows >= 8 * warps and rows <= 64 * warps and tokens * rows <= 4096 * warps:
+            yield Tile(tokens, rows, step, stages, warps)
 
 
-def tiles(num_tokens: int, scheme: QuantScheme, size: int) -> Iterator[Tile]:
-    step = largest_step(scheme, size)
-    steps = [step] if scheme.weight_type == "int4" else sorted({min(step, 128), step})
-    if num_tokens <= 64:
-        tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-        for rows in (16, 32, 64, 128):
-            for its_step in steps:
-                for stages in (3, 5, 8):
-                    for warps in (2, 4, 8):
-                        yield Tile(tokens, rows, its_step, stages, warps)
-        return
-    for tokens, rows, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8), (256, 128, 8)):
-        for its_step in steps if scheme.weight_type == "int4" else (64, 128):
-            for stages in (3, 4, 5):
-                yield Tile(tokens, rows, min(its_step, step), stages, warps)
+def _layers(scheme: QuantScheme, shape: LinearShape) -> list[Layer]:
+    """Random weights with scales of 1."""
+    tensors = scheme.tensors(shape.out_features, shape.in_features)
+    num_bytes = tensors["weight"][0][0] * tensors["weight"][0][1]
+    layers = []
+    for _ in range(max(2, min(-(-3 * L2_BYTES // num_bytes), 64))):
+        layer = {name: torch.ones(size, device="cuda").to(dtype) for name, (size, dtype) in tensors.items()}
+        codes = torch.randint(0, 256, tensors["weight"][0], dtype=torch.uint8, device="cuda")
+        layers.append({**layer, "weight": codes.view(tensors["weight"][1])})
+    return layers

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.kernels.fp8 import from_pool, kernel_view
+from optimized.kernels.fp8 import for_pool, from_pool, kernel_view, values_from_pool
 from optimized.kernels.paged_softmax import LOG2_E, accumulate, scores_of, slots_at
 from optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, rounded
 from optimized.kernels.split_kv import num_split_ctas
@@ -78,7 +78,7 @@ def _tree_kernel(
     in_dim = offs_d < HEAD_DIM
     mask_q = live_rows[:, None] & in_dim[None, :]
     q_tile = q_ptr + q_rows[:, None] * stride_q + heads[:, None] * stride_q_head + offs_d[None, :]
-    q = tl.load(q_tile, mask=mask_q, other=0.0)
+    q, scale = for_pool(tl.load(q_tile, mask=mask_q, other=0.0), scale, k_ptr.dtype.element_ty)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -93,7 +93,7 @@ def _tree_kernel(
         k = from_pool(tl.load(k_tile, mask=in_dim[None, :], other=0.0), q.dtype)
         scores = scores_of(q, k, scale, logit_cap, HAS_CAP, PRECISION)
         v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
-        v = from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
+        v = values_from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
         acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
     for start in range(whole_end, key_end, BLOCK_N):
         positions = start + offs_n
@@ -113,7 +113,7 @@ def _tree_kernel(
         sees = sees & (positions < seq_len)[None, :]
         scores = tl.where(sees, scores, float("-inf"))
         v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
-        v = from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
+        v = values_from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
         acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
 
     NUM_HEADS = num_kv_heads * GROUP

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,16 +10,30 @@ from pathlib import Path
 import torch
 import triton
 
-from optimized.kernels import gpu_table, linear_tune, moe_tune
+from optimized.kernels import gpu_table, linear_tune, moe_tune, quantized_choice, quantized_tune
 from shared.config import ModelConfig
+from shared.types.quantization import QuantScheme
 
 
-def tune(configs: Sequence[ModelConfig], all_tokens: Sequence[int] | None = None) -> Path:
-    """Measures linear layers of few tokens and tiles of experts; writes the file after each measurement, so
-    an interrupt keeps what was measured. `all_tokens`: numbers of tokens; None: the usual ones."""
+def tune(
+    configs: Sequence[ModelConfig],
+    all_tokens: Sequence[int] | None = None,
+    schemes: Sequence[QuantScheme] = (),
+) -> Path:
+    """Measures linear layers of few tokens and tiles of experts, or the linear layers of few tokens with
+    weights of these schemes. Writes the file after each measurement, so an interrupt keeps what was measured.
+    `all_tokens`: numbers of tokens; None: the usual ones."""
     gpu = torch.cuda.get_device_name()
     table = replace(gpu_table.read(gpu), torch=torch.__version__, triton=triton.__version__)
     linear_shapes = [shape for config in configs for shape in linear_tune.shapes_of(config)]
+    if schemes:
+        few = [size for size in all_tokens or quantized_tune.TOKENS if size <= quantized_choice.MAX_TOKENS]
+        layers = [shape for config in configs for shape in linear_tune.decoder_shapes_of(config)]
+        for scheme, layer in itertools.product(schemes, dict.fromkeys(layers)):
+            for measured in quantized_tune.tune(table, scheme, layer, sorted(few)):
+                table = measured
+                gpu_table.write(table)
+        return gpu_table.path_of(gpu)
     few = [size for size in all_tokens or linear_tune.TOKENS if size <= linear_tune.TOKENS[-1]]
     for linear_shape in dict.fromkeys(linear_shapes):
         for measured in linear_tune.tune(table, linear_shape, sorted(few)):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +41,6 @@ class LinearCase:
 class LinearResult:
     case: LinearCase
     microseconds: dict[str, float]  # by scheme; PLAIN: the unquantized layer
-    tiles: dict[str, str]  # the fastest tile of each scheme, and its time; {}: not measured
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,7 +61,7 @@ def cases_of(config: ModelConfig, all_tokens: Sequence[int]) -> list[LinearCase]
 
 
 class LinearTimes:
-    """Measures cases. `panel` computes the layers; `with_tiles`: tries tiles of its GEMM."""
+    """Measures cases. `panel` computes the layers."""
 
     def __init__(
         self,
@@ -72,22 +69,19 @@ class LinearTimes:
         schemes: list[str],
         device: torch.device,
         dtype: torch.dtype,
-        with_tiles: bool = False,
     ) -> None:
         unknown = sorted(set(schemes) - set(ONLINE))
         if unknown:
             raise ValueError(f"no scheme {', '.join(unknown)}; there are {', '.join(ONLINE)}")
-        if with_tiles and panel != "optimized":
-            raise ValueError(f"tiles are those of panel=optimized; the panel is {panel}")
         registry.check_device({"layers": panel, "quantization": panel}, str(device))
         self.layers = registry.load("layers", panel)
         self.quantization = registry.load("quantization", panel)
-        self.schemes, self.device, self.dtype, self.with_tiles = schemes, device, dtype, with_tiles
+        self.schemes, self.device, self.dtype = schemes, device, dtype
 
     @torch.inference_mode()
     def measure(self, case: LinearCase) -> LinearResult:
         x = torch.randn(case.num_tokens, case.in_features, device=self.device).to(self.dtype)
-        times, tiles = {}, {}
+        times = {}
         for name in (PLAIN, *self.schemes):
             scheme = ONLINE.get(name)
             if scheme is not None:
@@ -99,12 +93,7 @@ class LinearTimes:
                 return y
 
             times[name] = microseconds(run, len(copies), self.device)
-            if self.with_tiles and scheme is not None:
-                tune: Any = importlib.import_module("optimized.kernels.quantized_tune")
-                timer = partial(microseconds, num_layers=len(copies), device=self.device)
-                tile, its_time = tune.fastest_tile(copies, x, timer)
-                tiles[name] = f"{tile}: {its_time:.1f} us"
-        return LinearResult(case, times, tiles)
+        return LinearResult(case, times)
 
     def _copies(self, case: LinearCase, scheme: QuantScheme | None) -> list[torch.nn.Module]:
         """Layers of the same random weight, so many that their weights come from memory."""

@@ -22,9 +22,6 @@ def quantization(
     schemes: Annotated[
         str, typer.Option(help="Schemes of --quantization, separated by commas.")
     ] = "fp8,fp8-block,int8,int4",
-    tiles: Annotated[
-        bool, typer.Option("--tiles", help="Try tiles of the GEMM, and report the fastest. Minutes.")
-    ] = False,
     panel: Annotated[str | None, typer.Option(help="reference or optimized.")] = None,
     output: Output = None,
 ) -> None:
@@ -41,7 +38,7 @@ def quantization(
     chosen = panel or default_panel(device)
     names = [name.strip() for name in schemes.split(",") if name.strip()]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    times = LinearTimes(chosen, names, torch.device(device), dtype, tiles)
+    times = LinearTimes(chosen, names, torch.device(device), dtype)
     config = ModelConfig.from_pretrained(resolve_model_path(model, "dummy"))
     benchmark = QuantizationBenchmark(cases_of(config, integers("--tokens", tokens)), times.measure)
     benchmark.columns = (
@@ -50,15 +47,10 @@ def quantization(
         Column("tokens", lambda r: str(r.case.num_tokens)),
         Column(f"{PLAIN} us", lambda r: f"{r.microseconds[PLAIN]:.1f}"),
         *(Column(f"{name} us", partial(_time, name)) for name in names),
-        *(Column(f"{name} tile", partial(_tile, name)) for name in names),
     )
     benchmark.title = f"{model}, panel {chosen} on {device}: microseconds, and the speed-up"
     benchmark.facts |= {"model": model, "panel": chosen}
     run(benchmark, output=output)
-
-
-def _tile(name: str, result: LinearResult) -> str | None:
-    return result.tiles.get(name)
 
 
 def _time(name: str, result: LinearResult) -> str:

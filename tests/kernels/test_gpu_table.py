@@ -10,9 +10,22 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from optimized.kernels import gpu_table, linear_choice, linear_tune, moe_tiles, moe_tune, tune
+from optimized.kernels import (
+    gpu_table,
+    linear_choice,
+    linear_tune,
+    moe_tiles,
+    moe_tune,
+    quantized_choice,
+    quantized_tune,
+    tune,
+)
 from optimized.kernels.gpu_table import FORMAT, GpuTable
+from optimized.kernels.quantize_input import QuantizedInput
+from optimized.kernels.quantized_gemm import Tile
+from optimized.kernels.quantized_gemv import GemvTile
 from shared.config import ModelConfig
+from shared.config.quantization import ONLINE
 from shared.loading.model_path import resolve_model_path
 
 TABLE = GpuTable(
@@ -27,7 +40,7 @@ TABLE = GpuTable(
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(gpu_table, "FOLDER", tmp_path / "tables")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A GPU")
-    caches = gpu_table.read, moe_tiles._measured, linear_choice._measured
+    caches = gpu_table.read, moe_tiles._measured, linear_choice._measured, quantized_choice._measured
     for cache in caches:
         cache.cache_clear()
     yield tmp_path / "tables"
@@ -153,11 +166,57 @@ def test_tune_measures_linear_layers(folder: Path, monkeypatch: pytest.MonkeyPat
 
 def test_layers_that_are_measured() -> None:
     found = linear_tune.shapes_of(config("Qwen3-8B"))
-    assert found == [(6144, 4096, False), (4096, 4096, False), (151936, 4096, False),
-                     (24576, 4096, True), (4096, 12288, False)]  # fmt: skip
+    assert found == [(6144, 4096, False), (4096, 4096, False), (24576, 4096, True),
+                     (4096, 12288, False), (151936, 4096, False)]  # fmt: skip
     assert [tuple(shape) for shape in linear_tune.shapes_of(config("Qwen3-30B-A3B"))] == [
         (5120, 2048, False), (2048, 4096, False), (151936, 2048, False), (128, 2048, False)
     ]  # fmt: skip
+
+
+def test_tune_measures_quantized_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest tile of each number of tokens is written, and chosen up to there; beyond, for other schemes
+    and in float32 the rule holds. A GEMV is chosen only for what it computes."""
+    fp8, gemv, gemm = ONLINE["fp8"], GemvTile(2, 8, 2, 1), Tile(8, 64, 256, 5, 4)
+    shape = linear_tune.LinearShape(2048, 4096)
+
+    def fastest_tile(scheme: object, layers: object, num_tokens: int) -> tuple[Tile | GemvTile, float]:
+        return (gemv if num_tokens == 1 else gemm), 1.0
+
+    monkeypatch.setattr(linear_tune, "decoder_shapes_of", lambda _: [shape, shape])
+    monkeypatch.setattr(quantized_tune, "_layers", lambda *_: None)
+    monkeypatch.setattr(quantized_tune, "fastest_tile", fastest_tile)
+    tune.tune([config("tiny-dense")], [8, 1, 256], [fp8])
+    assert gpu_table.read("A GPU").quantized == {
+        f"2048 x 4096 {fp8}": {"1": ["gemv", 2, 8, 2, 1], "8": ["gemm", 8, 64, 256, 5, 4]}
+    }
+    weight = OnGpu(torch.empty(2048, 4096, dtype=torch.float8_e4m3fn))
+
+    def chosen(num_tokens: int, scheme: str = "fp8", dtype: torch.dtype = torch.bfloat16) -> object:
+        q = torch.empty(num_tokens, 4096, dtype=torch.float8_e4m3fn)
+        x = QuantizedInput(q, torch.ones(num_tokens, 1), dtype)
+        return quantized_choice.measured_tile(x, weight, ONLINE[scheme])  # type: ignore[arg-type]
+
+    assert [chosen(num_tokens) for num_tokens in (1, 2, 8, 9, 65)] == [gemv, gemm, gemm, None, None]
+    assert chosen(2, "fp8-block") is chosen(2, dtype=torch.float32) is None
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-block", "int8", "int4"])
+@pytest.mark.parametrize("num_tokens", [1, 64])
+def test_candidates_of_quantized_layers(name: str, num_tokens: int) -> None:
+    scheme, x = ONLINE[name], torch.empty(num_tokens, 4096, dtype=torch.bfloat16)
+    values = x if name == "int4" else QuantizedInput(x, x, x.dtype)
+    tiles = list(quantized_tune.candidates(values, scheme, 4096))
+    assert len(set(tiles)) == len(tiles) >= 10
+    has_gemv = num_tokens == 1 and name != "int8"
+    assert any(isinstance(tile, GemvTile) for tile in tiles) == has_gemv
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_quantized_layers_can_be_measured(name: str) -> None:
+    (table,) = quantized_tune.tune(GpuTable("A GPU"), ONLINE[name], linear_tune.LinearShape(256, 512), [1])
+    (rows,) = table.quantized.values()
+    assert quantized_choice.as_row(quantized_choice.from_row(rows["1"])) == rows["1"]
 
 
 @pytest.mark.gpu
