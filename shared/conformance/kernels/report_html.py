@@ -151,8 +151,8 @@ _TEMPLATE = """\
   td, th { text-align: left; padding: 0.15rem 1rem 0.15rem 0; vertical-align: top; overflow-wrap: normal; }
   td.number, th.number { text-align: right; white-space: nowrap; }
   @media (max-width: 40rem) {
-    h1 { font-size: 1.4rem; }
-    table, tbody, tr, td.verdict { display: block; } th { display: none; } td { padding-right: 0.6rem; }
+    h1 { font-size: 1.4rem; } tr.head { display: none; }
+    table, tbody, tr, td.verdict { display: block; } td { padding-right: 0.6rem; }
     tr { padding: 0.4rem 0; border-top: 1px solid var(--grid); }
     td.case { display: block; font-weight: bold; }
     td.number, td.type { display: inline-block; } td.number::before { content: attr(data-label) " "; }
@@ -196,7 +196,7 @@ in this run. Small inputs stay in a cache, which may be faster than the bound.</
 <ul>{% for line in reports %}<li>{{ line }}</li>{% endfor %}</ul>
 <h2>Cases</h2>
 <table>
-<tr><th>case</th><th>type</th><th class="number">error</th><th class="number">allowed</th>
+<tr class="head"><th>case</th><th>type</th><th class="number">error</th><th class="number">allowed</th>
 <th>verdict</th></tr>
 {% for v in report.verdicts %}<tr><td class="case">{{ v.case }}</td><td class="type">{{ v.dtype }}</td>
 <td class="number" data-label="error">{{ "%.1e" | format(v.error) }}</td>

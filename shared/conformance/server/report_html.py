@@ -9,7 +9,7 @@ from html import escape
 from shared.conformance.server.checks import GROUPS, Finding, Result
 from shared.conformance.server.verdict import Report, failure_rows
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 680, 240, 56, 40, 12
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 440, 220, 42, 40, 12  # small, so that text is readable on a phone
 LOWEST, HIGHEST = -7, 1  # decades of an error that a plot shows
 NUM_FAILURES = 8  # of one check
 
@@ -31,8 +31,12 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; } td.status {
 article { border: 1px solid var(--line); background: var(--box); border-radius: 6px; padding: .8rem;
   margin: .8rem 0; } dl { display: grid; grid-template-columns: minmax(6rem, 12rem) 1fr; margin: .5rem 0;
   gap: .1rem .8rem; } dt { color: var(--dim); } dd { margin: 0; font-family: ui-monospace, monospace;
-  font-size: .9rem; } figure { margin: 1rem 0; } svg { width: 100%; height: auto; }
-@media (max-width: 480px) { dl { grid-template-columns: 1fr; } }
+  font-size: .9rem; } figure { margin: 1rem 0; } svg { width: 100%; height: auto; max-width: 36rem; }
+th, td { overflow-wrap: normal; } tr.group th { padding-top: 1rem; color: var(--dim); }
+@media (max-width: 40rem) { dl { grid-template-columns: 1fr; } .checks tr.head { display: none; }
+  .checks, .checks tbody, .checks tr, .checks .sentence { display: block; }
+  .checks tr { padding: .4rem 0; border-bottom: 1px solid var(--line); }
+  .checks td { display: inline; border: 0; } .checks td.number::before { content: "cases: "; } }
 """
 
 
@@ -53,9 +57,10 @@ def render(report: Report) -> str:
     if any(plots):
         parts.append("<h2>Errors of log-probabilities</h2>")
         parts += plots
-    parts.append("<h2>Checks</h2>")
+    head = '<tr class="head"><th>result</th><th>check</th><th>what must hold</th><th>cases</th></tr>'
+    parts.append(f'<h2>Checks</h2><table class="checks">{head}')
     parts += [_group(group, report.results) for group in GROUPS]
-    parts.append("<h2>What the server offers</h2><table>")
+    parts.append("</table><h2>What the server offers</h2><table>")
     for name, value in vars(report.offers).items():
         if name != "reasons":
             reason = report.offers.reasons.get(name, "")
@@ -91,12 +96,11 @@ def _group(group: str, results: Sequence[Result]) -> str:
         first = next((each for each in result.findings if each.status == result.status), result.findings[0])
         rows.append(
             f'<tr><td class="status {result.status.partition(" ")[0]}">{escape(result.status)}</td>'
-            f"<td>{escape(result.check.name)}</td><td>{escape(result.check.sentence)} "
+            f'<td>{escape(result.check.name)}</td><td class="sentence">{escape(result.check.sentence)} '
             f'<span class="dim">{escape(first.what if result.status != "holds" else "")}</span></td>'
             f'<td class="number">{result.num_cases or ""}</td></tr>'
         )
-    head = "<tr><th>result</th><th>check</th><th>what must hold</th><th>cases</th></tr>"
-    return f"<table>{head}{''.join(rows)}</table>"
+    return f'<tr class="group"><th colspan="4">{group}</th></tr>{"".join(rows)}'
 
 
 def _plots(result: Result, finding: Finding) -> str:
@@ -127,7 +131,7 @@ def by_position(curve: Sequence[Sequence[float]]) -> str:
         height = y(10.0**decade)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 16}" y1="{height:.1f}" y2="{height:.1f}" '
                      'stroke="currentColor" stroke-opacity=".15"/>')  # fmt: skip
-        parts.append(_text(LEFT - 6, height + 4, f"1e{decade}", "end"))
+        parts.append(_text(LEFT - 6, height + 5, f"1e{decade}", "end"))
     for position in sorted({first, round((first + last) / 2), last}):
         parts.append(_text(x(position), HEIGHT - BOTTOM + 18, f"{position:g}", "middle"))
     line = " ".join(f"{x(position):.1f},{y(largest):.1f}" for position, _, largest in curve)
@@ -150,16 +154,17 @@ def distribution(histogram: Sequence[Sequence[float]]) -> str:
         left, top = LEFT + i * step, HEIGHT - BOTTOM - height
         parts.append(f'<rect x="{left + 3:.1f}" y="{top:.1f}" width="{step - 6:.1f}" height="{height:.1f}" '
                      'fill="var(--first)"/>')  # fmt: skip
-        label = f"< {edge:.0e}".replace("e-0", "e-").replace("e+0", "e") if i + 1 < len(histogram) else "more"
+        label = f"{edge:.0e}".replace("e-0", "e-").replace("e+0", "e") if i + 1 < len(histogram) else "more"
         parts.append(_text(left + step / 2, HEIGHT - BOTTOM + 18, label, "middle"))
         if count:
             parts.append(_text(left + step / 2, top - 4, f"{count:g}", "middle"))
-    return "".join([*parts, "</svg>"])
+    below = _text(WIDTH / 2, HEIGHT - 4, "error below, in nats", "middle")
+    return "".join([*parts, below, "</svg>"])
 
 
 def _open(title: str) -> str:
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="12" font-family="system-ui, sans-serif" '
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="14" font-family="system-ui, sans-serif" '
         f'fill="currentColor"><title>{title}</title>'
     )
 
