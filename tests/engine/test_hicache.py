@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from shared.config import EngineConfig
 from shared.conformance.switches import GREEDY, prompts
 from shared.engine import hicache
 from shared.engine.llm import LLM
@@ -105,6 +107,24 @@ def test_namespaces_never_share_pages() -> None:
     host = llm.assembly.parts.tree_cache.host
     keys = {host.digests(prompt, key)[0] for key in ("a", ("a", None), (None, "a"), None, "None")}
     assert len(keys) == 5
+
+
+def test_the_digest_of_a_model_is_of_all_that_decides_its_kv(tmp_path: Path) -> None:
+    weights, config = tmp_path / "a.safetensors", EngineConfig(random_seed=0, context_len=64)
+    (tmp_path / "config.json").write_text("{}")
+    weights.write_bytes(b"1")
+    os.utime(weights, ns=(0, 0))
+    found = [hicache.model_digest(tmp_path, config)]
+    assert hicache.model_digest(tmp_path, config) == found[0]
+    os.utime(weights, ns=(0, 1))
+    found.append(hicache.model_digest(tmp_path, config))
+    weights.rename(tmp_path / "b.safetensors")
+    found.append(hicache.model_digest(tmp_path, config))
+    for changed in ({"dtype": "float32"}, {"random_seed": 1}, {"context_len": 65}):
+        found.append(hicache.model_digest(tmp_path, config.updated(**changed)))
+    (tmp_path / "config.json").write_text("[]")
+    found.append(hicache.model_digest(tmp_path, config))
+    assert len(set(found)) == len(found)
 
 
 class EachPageAlone(host_cache.HostCache):

@@ -191,6 +191,8 @@ def test_an_engine_ends(folders: dict[str, str], transport: str, state: str, sid
         assert pair.prefill_side.is_done
         late = requests()[3]
         pair.decode_side.add_request(late)
+        outputs = [output for _ in range(3) for output in pair.decode_side.step()]
+        assert [output.finished_reason for output in outputs] == [late.finished_reason]
         pair.finish()
         assert isinstance(late.finished_reason, FinishError)
 

@@ -1,9 +1,14 @@
 """Calls of the scheduler as messages between ranks."""
 
+import multiprocessing
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import pytest
 
-from shared.engine.input_log import Call, decode, encode
+from shared.engine.input_log import Call, CallClock, decode, encode
+from shared.engine.ranks import LeadScheduler
 
 
 def test_a_call_comes_back() -> None:
@@ -21,3 +26,23 @@ def test_a_call_comes_back() -> None:
 def test_what_is_no_call_is_refused(call, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         call()
+
+
+class Scheduler:
+    """Returns the name of the method that is called."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: name
+
+
+def test_each_call_of_the_first_rank_is_sent_and_made() -> None:
+    pipe, _other_end = multiprocessing.Pipe()
+    sent: list[bytes] = []
+    follower = SimpleNamespace(call=sent.append, pipe=pipe)
+    tp, assembly = SimpleNamespace(is_broken=False), SimpleNamespace(scheduler=Scheduler(), grammars=None)
+    lead = LeadScheduler(assembly, [follower], CallClock(), tp)
+    calls = {"abort": ("a",), "retract": ("b",), "step": (), "flush_cache": ()}
+    assert [getattr(lead, name)(*args) for name, args in calls.items()] == list(calls)
+    found = [decode(data) for data in sent]
+    assert [(call.method, call.rid) for call in found] == [(n, *(a or ("",))) for n, a in calls.items()]
+    assert found[-1].now == lead.clock.now

@@ -9,6 +9,7 @@ import pytest
 
 from optimized.scheduler import Scheduler
 from optimized.speculative.round import RoundInFlight
+from shared import registry
 from shared.conformance import scheduler_harness
 from shared.conformance.ledger import expected_tokens
 from shared.conformance.ledger_drafter import perfect
@@ -44,6 +45,13 @@ def test_a_round_is_launched_before_the_results_of_the_one_before_are_asked_for(
     for number in range(1, 6):  # that the fourth round ends it is not known when the fifth is launched
         expected += [("launch", number + 1), ("wait", number)]
     assert streams.events == [*expected, ("wait", 6)]
+
+
+@pytest.mark.parametrize(
+    "name", ["eagle:EagleDrafter", "standalone:StandaloneDrafter", "ngram_lookup:NgramLookupDrafter"]
+)
+def test_the_drafters_of_this_panel_run_ahead(name: str) -> None:
+    assert registry.load("drafter", f"optimized.speculative.{name}").runs_ahead
 
 
 def test_others_are_waited_for() -> None:
