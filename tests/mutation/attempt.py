@@ -17,8 +17,8 @@ from tests.mutation.mutants import Mutant
 from tests.mutation.record import MARKS, Recording, digest
 
 # CPU seconds for a mutant: FACTOR times the time that its tests took, and GRACE seconds for their collection.
-FACTOR, GRACE = 4, 60
-WALL = 5  # times as long by the clock: other processes compete for the CPU
+FACTOR, GRACE = 2, 40
+WALL = 3  # times as long by the clock: other processes compete for the CPU
 MEMORY = 6 * 2**30  # bytes that one process may allocate
 # Tests with processes and limits of time: a failure counts if it repeats.
 HURRIED = ("tests/engine/", "tests/grammar/", "tests/parallel/", "tests/server/")

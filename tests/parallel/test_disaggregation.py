@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -273,14 +274,23 @@ def test_a_prefill_engine_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -
         os.kill(self.process.pid, signal.SIGKILL)
         return NEXT_MESSAGE(self, seconds)
 
+    paths = []
+
+    def mkstemp(**options: Any) -> tuple[int, str]:
+        handle, path = MKSTEMP(**options)
+        paths.append(path)
+        return handle, path
+
     monkeypatch.setattr(disaggregated.Child, "next_message", kill)
+    monkeypatch.setattr(disaggregated.tempfile, "mkstemp", mkstemp)
     flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
     with pytest.raises(RuntimeError, match="prefill engine has ended with signal SIGKILL"):
         LLM("tiny-dense", disaggregation=True, use={"transport": "shared_memory"}, **flags)
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("diptych-")]
+    assert paths
+    assert not [path for path in paths if os.path.exists(path)]
 
 
-NEXT_MESSAGE = Child.next_message
+NEXT_MESSAGE, MKSTEMP = Child.next_message, tempfile.mkstemp
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
