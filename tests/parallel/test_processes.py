@@ -11,12 +11,13 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from shared.engine.child import EngineProcessEnded
+from shared.engine.child import EngineProcessEnded, started
 from shared.engine.llm import LLM
 from shared.engine.ranks import assemble_ranks
 from shared.engine.watchdog import EXIT_HANGS, Watchdog
@@ -53,6 +54,14 @@ def test_processes_and_a_rank_that_is_killed() -> None:
     assert llm.scheduler.has_work()  # whose step raises
     with pytest.raises(RuntimeError, match="rank 1 has ended"):
         llm.generate(prompts, **sampling)
+
+
+def test_an_error_at_the_start_ends_the_other_processes_and_is_raised() -> None:
+    ended: list[int] = []
+    children: Any = [SimpleNamespace(end=lambda number=number: ended.append(number)) for number in range(2)]
+    with pytest.raises(ValueError, match="its own"), started(children):
+        raise ValueError("its own")
+    assert ended == [0, 1]
 
 
 PROMPTS = ["Count from 3 to 9.", "What is 12 + 30?"]
