@@ -149,6 +149,14 @@ class TestStream:
             llm.generate(**{"prompts": "a b c", "progress": False, **request_args})
         assert not llm.scheduler.has_work()
 
+    def test_what_a_request_has_that_names_nothing(self, llm: LLM) -> None:
+        llm.submit("a b c", SamplingParams())
+        (req,) = llm.scheduler.state().waiting_queue
+        assert (req.priority, req.extra_key, req.routing_key, req.is_pooling) == (0, None, None, False)
+        assert llm.abort(req.rid)
+        while llm.step():
+            pass
+
     def test_abort_takes_ids_exactly(self, llm: LLM) -> None:
         params = SamplingParams(max_new_tokens=500, ignore_eos=True)
         [other] = llm.submit("a b c", params, rid="mine#1")  # no sample of "mine", though it looks like one
