@@ -21,6 +21,19 @@ TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Llama4ForConditionalGeneration": ("Llama4ForCausalLM", {}),
+    "LlavaForConditionalGeneration": (
+        "LlamaForCausalLM",
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "intermediate_size": 11_008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
 }
 """The architecture -> that of its text model, and defaults of its text_config."""
 SHARED = (
@@ -42,6 +55,9 @@ def text_part(hf_config: Mapping[str, Any], where: str) -> tuple[Mapping[str, An
     architecture, defaults = TEXT_MODELS[names[0]]
     text_config = Fields(hf_config, where).raw("text_config", "an object")
     where = f"{where}, text_config"
+    model_type = Fields(text_config, where).values.get("model_type", "llama")
+    if architecture == "LlamaForCausalLM" and model_type != "llama":
+        raise ValueError(f"{where}: model_type is {model_type!r}; a LLaVA runs with a text model of 'llama'")
     shared = {key: hf_config[key] for key in SHARED if hf_config.get(key) is not None}
     items = Fields(text_config, where).values.items()
     own = {key: value for key, value in items if value is not None or key not in shared}

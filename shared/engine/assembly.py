@@ -15,9 +15,11 @@ from shared import registry
 from shared.config import EngineConfig, ModelConfig
 from shared.config.deterministic import check_deterministic_model
 from shared.config.speculation import check_windows
+from shared.config.vision import read_vision_config
 from shared.engine.component_check import problem_with
 from shared.engine.embedding import read_reward_head
 from shared.engine.hicache import make_host_cache
+from shared.engine.images import takes_images
 from shared.engine.lora_adapters import LoraAdapters
 from shared.grammar.compiler import GrammarCompiler
 from shared.interfaces import (
@@ -66,6 +68,7 @@ class Assembly:
     seconds: dict[str, float]  # phase of the start -> how long it took
     experts: ExpertManager | None = None  # with expert parallelism
     lora: LoraAdapters | None = None  # None: the engine takes no adapters
+    vision: Any = None  # reference.vision.VisionTower; None: the engine takes no images
 
 
 class Phases:
@@ -139,6 +142,11 @@ def assemble(
     free_before = free_gpu_memory(device)
     reward_head = read_reward_head(folder, model_config, config.load_format == "dummy")
     model = load_model(folder, model_config, config, component, device, dtype, ranks)
+    vision_config = read_vision_config(folder)
+    vision = None
+    if vision_config is not None and takes_images(config):
+        towers: Any = import_module("reference.vision")
+        vision = towers.load_vision(folder, vision_config, model_config.hidden_size, device, dtype)
     model_runner = component("model_runner")
     if dispatch is not None:
         model_runner = in_lockstep(model_runner, dispatch)
@@ -239,7 +247,7 @@ def assemble(
     grammars = GrammarCompiler(tokenizer, num_token_ids, eos_token_ids)
     return Assembly(
         config, model_config, dtype, selection, model, kv_pool, memory, tokenizer, component("detokenizer"),
-        parts, scheduler, grammars, eos_token_ids, phases.seconds, experts, adapters,
+        parts, scheduler, grammars, eos_token_ids, phases.seconds, experts, adapters, vision,
     )  # fmt: skip
 
 

@@ -106,8 +106,11 @@ def rows_of_bytes(data: bytes, num_tokens: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.float32).view(num_tokens, -1)
 
 
-def as_prompts(input_embeds: Any) -> Any:
-    """What `LLM.generate` takes as `input_embeds`, one tensor or several, as prompts."""
+def as_prompts(prompts: Any, input_embeds: Any) -> Any:
+    """What `LLM.generate` takes as `input_embeds`, one tensor or several, as prompts. Raises `ValueError`
+    unless it is the only one of the two."""
+    if prompts is not None or input_embeds is None:
+        raise ValueError("give either prompts or input_embeds")
     if isinstance(input_embeds, Sequence) and not isinstance(input_embeds, str):
         return [EmbedsPrompt(rows) for rows in input_embeds]
     return EmbedsPrompt(input_embeds)

@@ -17,6 +17,7 @@ from shared.engine.embedding import (
     check_pooling,
     embed_outputs,
 )
+from shared.engine.images import ImagesPrompt, images_prompt, take_images, with_images
 from shared.engine.input_embeds import EmbedsPrompt, as_prompts, embeds_prompt
 from shared.engine.lora_adapters import adapters_of, cache_namespace
 from shared.engine.output_collector import OutputCollector
@@ -28,8 +29,8 @@ from shared.scheduling.admission import check_fields
 from shared.types import GenerateOutput, PromptEmbeds, Req, SamplingParams
 from shared.types.sampling_params import params_of_prompts
 
-Prompt = str | list[int] | EmbedsPrompt
-WHOLE_PROMPTS = (str, EmbedsPrompt)
+Prompt = str | list[int] | EmbedsPrompt | ImagesPrompt
+WHOLE_PROMPTS = (str, EmbedsPrompt, ImagesPrompt)
 Message = Mapping[str, Any]
 
 REQUEST_FIELDS = ("rid", "extra_key", "priority", "routing_key", "logit_processor", "lora")
@@ -77,6 +78,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         input_embeds: Any = None,
+        images: Sequence[Any] | None = None,
         progress: bool = True,
         **keywords: Any,
     ) -> GenerateOutput | list[GenerateOutput]:
@@ -85,19 +87,19 @@ class LLM:
         sampling_params: for all prompts, or one for each. Keywords change them: any field of SamplingParams,
         `max_tokens` for max_new_tokens, and rid, extra_key, priority, routing_key, logit_processor, lora as
         in `submit`.
-        input_embeds: in place of prompts: what goes into layer 0, a tensor [num_tokens, hidden_size], or a
-        list of them.
+        input_embeds: in place of prompts: rows for layer 0, [num_tokens, hidden_size], or a list of such.
+        images: of the prompt, one for each placeholder; with several prompts a list for each.
         progress: show a progress bar on a terminal.
 
         Returns one output for one prompt with n = 1; otherwise a list, prompt by prompt, n samples each.
         Raises `ValueError` for a bad request; then no prompt is generated, and other requests go on.
         """
         request = {name: keywords.pop(name) for name in REQUEST_FIELDS if name in keywords}
-        if (prompts is None) == (input_embeds is None):
-            raise ValueError("give either prompts or input_embeds")
-        if input_embeds is not None:
-            prompts = as_prompts(input_embeds)
+        if prompts is None or input_embeds is not None:
+            prompts = as_prompts(prompts, input_embeds)
         is_single = isinstance(prompts, WHOLE_PROMPTS) or (bool(prompts) and isinstance(prompts[0], int))
+        if images is not None:
+            prompts = with_images(prompts, images, is_single)
         batch: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item]
         params = [each.updated(**keywords) for each in params_of_prompts(sampling_params, len(batch))]
         fields = [dict(request) for _ in batch]
@@ -123,11 +125,13 @@ class LLM:
         keywords.setdefault("reasoning_first", True)
         return self.generate(self.chat_prompt(messages, **(template_args or {})), sampling_params, **keywords)
 
-    def chat_prompt(self, messages: Sequence[Message], **template_args: Any) -> list[int]:
-        """The token ids of a conversation, for `generate` and `stream`."""
+    def chat_prompt(self, messages: Sequence[Message], **template_args: Any) -> list[int] | ImagesPrompt:
+        """The prompt of a conversation, for `generate` and `stream`: token ids, and images if it has some."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no chat template: give token ids")
-        return self.tokenizer.chat(messages, **template_args)
+        plain, images = take_images(messages)
+        prompt_ids = self.tokenizer.chat(plain, **template_args)
+        return ImagesPrompt(prompt_ids, images) if images else prompt_ids
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, **keywords: Any
@@ -377,6 +381,8 @@ class LLM:
     def _encode(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], PromptEmbeds | None]:
         if isinstance(prompt, EmbedsPrompt):
             return embeds_prompt(prompt.rows, params, self.assembly)
+        if isinstance(prompt, ImagesPrompt):
+            return images_prompt(self._encode(prompt.prompt, params)[0], prompt.images, self.assembly)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this model has no tokenizer: give the prompt as token ids")

@@ -39,6 +39,7 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
     if body.reasoning_effort is not None:
         template_args.setdefault("reasoning_effort", body.reasoning_effort)
     prompt = await state.prompts.of_messages(body.messages, tools, template_args)
+    images = await state.prompts.of_images(body.messages)
     state.prompts.check(prompt)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     max_new_tokens = wanted if wanted is not None else state.prompts.ready.context_len - len(prompt)
@@ -49,7 +50,7 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
         **_tool_grammar(body),
     )
     state.prompts.check(prompt, params)
-    return state.generation([prompt], params, body)
+    return state.generation([prompt], params, body, images)
 
 
 def _tool_grammar(body: ChatRequest) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from shared.engine.assembly import Assembly
 from shared.engine.embedding import check_pooling
+from shared.engine.images import received_images
 from shared.engine.input_embeds import embeds_prompt, rows_of_bytes
 from shared.engine.lora_adapters import LoraAdapters, adapters_of, cache_namespace
 from shared.grammar.queue import GrammarQueue
@@ -135,6 +136,8 @@ class EngineLoop:
             if message.input_embeds:
                 rows = rows_of_bytes(message.input_embeds, len(message.input_ids))
                 req.embeds = embeds_prompt(rows, message.params, self.assembly)[1]
+            if message.images:
+                req.embeds = received_images(message.input_ids, message.images, self.assembly)
             if not self.grammar_queue.add(req):
                 self._add_request(req)
         except ValueError as error:
@@ -326,6 +329,7 @@ class EngineLoop:
             max_running_requests=assembly.config.max_running_requests,
             eos_token_ids=sorted(self.assembly.eos_token_ids),
             num_labels=assembly.model_config.num_labels,
+            vision=assembly.vision.config if assembly.vision is not None else None,
             description={**assembly.selection, **assembly.memory.rows()},
             startup_seconds={"imports": self.import_seconds, **assembly.seconds},
         )

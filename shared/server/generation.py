@@ -66,6 +66,7 @@ class Generation:
         lora: str | None = None,
         is_pooling: bool = False,
         input_embeds: bytes = b"",
+        images: Sequence[bytes] = (),
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
@@ -79,6 +80,7 @@ class Generation:
             "lora": lora,
             "is_pooling": is_pooling,
             "input_embeds": input_embeds,
+            "images": list(images),
         }
         self.seed = seed
         base = uuid.uuid4().hex

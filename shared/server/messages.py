@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from shared.config.vision import VisionConfig
 from shared.types import (
     FinishAbort,
     FinishError,
@@ -47,6 +48,7 @@ class Generate(Message):
     routing_key: str | None = None
     lora: str | None = None  # name of an adapter
     is_pooling: bool = False  # no tokens, but an embedding
+    images: list[bytes] = []  # uint8 [3, image_size, image_size] each; input_ids have their placeholders
     input_embeds: bytes = b""  # float32 [len(input_ids), hidden_size] in place of input_ids; empty: none
 
 
@@ -81,6 +83,7 @@ class Ready(Message):
     max_running_requests: int
     eos_token_ids: list[int]
     num_labels: int  # of a reward model; 0: the model gives tokens and embeddings
+    vision: VisionConfig | None  # None: the engine takes no images
     description: dict[str, str]  # component -> implementation, memory
     startup_seconds: dict[str, float]  # phase of the engine's start -> how long it took
 

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from shared.config.vision import VisionConfig
+from shared.engine.images import MAX_IMAGES, bytes_of_data_url, expand_placeholders, pixels_of
 from shared.server.errors import ApiError, bad_request
 from shared.server.messages import Ready
-from shared.server.protocol import MAX_PROMPTS, Message
+from shared.server.protocol import MAX_PROMPTS, ImagePart, Message, TextPart
 from shared.text.token_bytes import TokenBytes
 from shared.text.tokenizer import Tokenizer
 from shared.types import SamplingParams
@@ -61,10 +63,11 @@ class Prompts:
     async def of_messages(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, template_args: dict[str, Any]
     ) -> list[int]:
-        """Token ids of a conversation, by the model's chat template."""
+        """Token ids of a conversation, by the model's chat template. Images have their placeholders."""
         tokenizer = self._need_tokenizer()
         plain = [_plain(message) for message in messages]
-        num_chars = sum(len(message["content"] or "") for message in plain)
+        num_chars = sum(len(part.text) for m in messages for part in _parts(m) if not _is_image(part))
+        num_chars += sum(len(message.content) for message in messages if isinstance(message.content, str))
         if num_chars > self.max_text_bytes:
             raise bad_request(
                 f"the messages have {num_chars} characters; the context of {self.ready.context_len} tokens "
@@ -73,15 +76,35 @@ class Prompts:
             )
         if tools:
             template_args = {**template_args, "tools": tools}
-        return await self._run(lambda: tokenizer.chat(plain, **template_args))
+        num_images = sum(_is_image(part) for message in messages for part in _parts(message))
+        if not num_images:
+            return await self._run(lambda: tokenizer.chat(plain, **template_args))
+        config = self._need_vision()
+        return await self._run(
+            lambda: expand_placeholders(tokenizer.chat(plain, **template_args), num_images, config)
+        )
 
-    async def _run(self, function: Any, *args: Any) -> list[int]:
+    async def of_images(self, messages: Sequence[Message]) -> list[bytes]:
+        """The pixels of the images in a conversation, as the engine takes them."""
+        urls = [part.image_url.url for message in messages for part in _parts(message) if _is_image(part)]
+        if not urls:
+            return []
+        if len(urls) > MAX_IMAGES:
+            raise bad_request(f"a request has at most {MAX_IMAGES} images, got {len(urls)}", "messages")
+        config = self._need_vision()
+        return [await self._run(_pixels, url, config) for url in urls]
+
+    def _need_vision(self) -> VisionConfig:
+        if self.ready.vision is None:
+            raise bad_request("this server takes no images: they need a LLaVA model and panel=reference")
+        return self.ready.vision
+
+    async def _run(self, function: Any, *args: Any) -> Any:
         loop = asyncio.get_running_loop()
         try:
-            ids: list[int] = await loop.run_in_executor(self._threads, function, *args)
+            return await loop.run_in_executor(self._threads, function, *args)
         except ValueError as error:
             raise bad_request(str(error)) from None
-        return ids
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -122,10 +145,25 @@ class Prompts:
             raise bad_request(str(error)) from None
 
 
+def _pixels(url: str, config: VisionConfig) -> bytes:
+    """Of a data URL only: a client names no file of the server."""
+    return pixels_of(bytes_of_data_url(url), config).numpy().tobytes()
+
+
+def _parts(message: Message) -> list[Any]:
+    return message.content if isinstance(message.content, list) else []
+
+
+def _is_image(part: TextPart | ImagePart) -> bool:
+    return part.type == "image_url"
+
+
 def _plain(message: Message) -> dict[str, Any]:
     """A message as chat templates expect it."""
     content = message.content
-    if isinstance(content, list):
+    if isinstance(content, list) and any(map(_is_image, content)):  # templates of LLaVA take parts
+        content = [{"type": "image"} if _is_image(part) else part.model_dump() for part in content]
+    elif isinstance(content, list):
         content = "".join(part.text for part in content)
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,

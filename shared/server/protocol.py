@@ -236,9 +236,19 @@ class TextPart(Body):
     text: str
 
 
+class ImageUrl(Body):
+    url: str  # data:image/...;base64,... : nothing is fetched
+    detail: str | None = None
+
+
+class ImagePart(Body):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | ImagePart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

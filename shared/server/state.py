@@ -47,7 +47,11 @@ class ServerState:
     adapters: set[str] = field(default_factory=set)  # names of LoRA adapters, which are models to clients
 
     def generation(
-        self, prompts: Sequence[list[int]], params: SamplingParams, body: SamplingFields
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        body: SamplingFields,
+        images: Sequence[bytes] = (),
     ) -> Generation:
         """A generation of a validated body; 429 or 503 when the server takes no more."""
         self.check_admission(len(prompts) * params.n)
@@ -62,6 +66,7 @@ class ServerState:
             priority=body.priority,
             routing_key=body.routing_key,
             lora=self.adapter_of(body.model),
+            images=images,
         )
 
     def adapter_of(self, model: str | None) -> str | None:

@@ -1,0 +1,226 @@
+"""Images of a prompt: decoded, cut to the model's size, and given as rows in place of placeholders."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from shared.config.vision import VisionConfig
+from shared.engine.input_embeds import check_supported, digest_key
+from shared.types import PromptEmbeds
+
+if TYPE_CHECKING:
+    from shared.config import EngineConfig
+    from shared.engine.assembly import Assembly
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+MAX_IMAGES = 16
+"""Of one prompt."""
+MAX_IMAGE_BYTES = 20 * 2**20
+"""Of one file."""
+MAX_PIXELS = 50_000_000
+"""Of one image, by its header: a small file can stand for a huge one."""
+MAX_ASPECT_RATIO = 50
+NEEDS_PILLOW = "images need Pillow: pip install 'diptych[images]'"
+
+
+@dataclass(frozen=True)
+class ImagesPrompt:
+    """A text or token ids with one placeholder token for each image, and the images in their order: Pillow
+    images, bytes of files, paths, or texts that are `data:` URLs."""
+
+    prompt: Any
+    images: Sequence[Any]
+
+
+def takes_images(config: EngineConfig) -> bool:
+    """Whether an engine with these flags loads a model's vision tower."""
+    with contextlib.suppress(ValueError):
+        check_supported("images", config)
+        return config.load_format != "dummy"
+    return False
+
+
+def images_prompt(prompt_ids: list[int], images: Sequence[Any], assembly: Assembly) -> Any:
+    """Token ids and `PromptEmbeds` of a prompt with one placeholder for each image. Raises `ValueError` where
+    the engine takes none, for another number of placeholders, and for what is no image."""
+    check_supported("images", assembly.config)
+    if assembly.vision is None:
+        raise ValueError(f"{assembly.model_config.architecture} takes no images: it has no vision tower")
+    if len(images) > MAX_IMAGES:
+        raise ValueError(f"a prompt has at most {MAX_IMAGES} images, got {len(images)}")
+    config: VisionConfig = assembly.vision.config
+    prompt_ids = expand_placeholders(prompt_ids, len(images), config)
+    if len(prompt_ids) >= (assembly.config.context_len or 0):
+        raise ValueError(
+            f"the prompt has {len(prompt_ids)} tokens with its images; the context has "
+            f"{assembly.config.context_len}"
+        )
+    return prompt_ids, image_embeds(prompt_ids, [pixels_of(image, config) for image in images], assembly)
+
+
+# --8<-- [start:expand-placeholders]
+def expand_placeholders(prompt_ids: list[int], num_images: int, config: VisionConfig) -> list[int]:
+    """Each placeholder becomes as many as an image has rows."""
+    found = prompt_ids.count(config.image_token_id)
+    if found != num_images:
+        raise ValueError(
+            f"the prompt has {found} placeholders (token {config.image_token_id}) for "
+            f"{num_images} images: give one for each image"
+        )
+    expanded: list[int] = []
+    for token_id in prompt_ids:
+        is_image = token_id == config.image_token_id
+        expanded += [token_id] * (config.num_tokens if is_image else 1)
+    return expanded
+
+
+# --8<-- [end:expand-placeholders]
+
+
+# --8<-- [start:image-embeds]
+def image_embeds(prompt_ids: list[int], images: Sequence[torch.Tensor], assembly: Assembly) -> PromptEmbeds:
+    """images: uint8 [3, image_size, image_size] each. prompt_ids have num_tokens
+    placeholders for each."""
+    vision, key_ids = assembly.vision, list(prompt_ids)
+    is_image = torch.tensor(prompt_ids) == vision.config.image_token_id
+    positions = is_image.nonzero()[:, 0]
+    if len(positions) != len(images) * vision.config.num_tokens:
+        raise ValueError(f"{len(positions)} placeholders for {len(images)} images")
+    for i, position in enumerate(positions.tolist()):
+        image, row = divmod(i, vision.config.num_tokens)
+        if row == 0:
+            digest = sha256(images[image].numpy().tobytes()).digest()
+        key_ids[position] = digest_key(b"image", digest + row.to_bytes(4, "little"))
+    rows = vision(torch.stack(list(images))).flatten(0, 1)
+    return PromptEmbeds(positions, rows, key_ids, has_token_ids=True)
+    # --8<-- [end:image-embeds]
+
+
+def received_images(prompt_ids: list[int], images: Sequence[bytes], assembly: Assembly) -> PromptEmbeds:
+    """`image_embeds` of bytes, in which the engine's process gets `pixels_of`."""
+    if assembly.vision is None:
+        raise ValueError("this engine takes no images")
+    size = assembly.vision.config.image_size
+    pixels = [torch.frombuffer(bytearray(each), dtype=torch.uint8).view(3, size, size) for each in images]
+    return image_embeds(prompt_ids, pixels, assembly)
+
+
+def pixels_of(image: Any, config: VisionConfig) -> torch.Tensor:
+    """uint8 [3, image_size, image_size]: the shorter side resized, the middle cut out, as CLIP's images are
+    prepared. Raises `ValueError` for what is no image, or too large a one."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise ValueError(NEEDS_PILLOW) from None
+    if isinstance(image, str) and image.startswith("data:"):
+        image = bytes_of_data_url(image)
+    elif isinstance(image, (str, Path)):
+        image = _read(Path(image))
+    if isinstance(image, bytes):
+        if len(image) > MAX_IMAGE_BYTES:
+            raise ValueError(f"an image file has at most {MAX_IMAGE_BYTES} bytes, got {len(image)}")
+        image = _opened(image, Image)
+    if not isinstance(image, Image.Image):
+        raise ValueError(
+            f"an image is a Pillow image, bytes, a path or a data URL, got {type(image).__name__}"
+        )
+    short, long = sorted(image.size)
+    if short * long > MAX_PIXELS or long > short * MAX_ASPECT_RATIO:
+        raise ValueError(
+            f"an image has at most {MAX_PIXELS} pixels and sides of at most 1:{MAX_ASPECT_RATIO}, got "
+            f"{image.width} x {image.height}"
+        )
+    try:
+        image = ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ValueError(f"the image is damaged: {error}") from None
+    # --8<-- [start:pixels-of-image]
+    short, size = min(image.size), config.image_size
+    width, height = (int(side * config.resize_to / short) for side in image.size)
+    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = (width - size) // 2, (height - size) // 2
+    image = image.crop((left, top, left + size, top + size))
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+    # --8<-- [end:pixels-of-image]
+
+
+def _opened(data: bytes, pillow: Any) -> Any:
+    """Reads the header only."""
+    try:
+        return pillow.open(BytesIO(data), formats=FORMATS)
+    except Exception:  # a decoder may raise anything on bytes of strangers
+        raise ValueError(f"these {len(data)} bytes are no image of {', '.join(FORMATS)}") from None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_IMAGE_BYTES:
+            raise ValueError(f"{path} has more than {MAX_IMAGE_BYTES} bytes")
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"the image cannot be read: {error}") from None
+
+
+def bytes_of_data_url(url: str) -> bytes:
+    """The file in `data:image/png;base64,...`. Raises `ValueError` for any other URL: nothing is fetched."""
+    head, comma, data = url.partition(",")
+    if not head.startswith("data:image/") or not head.endswith(";base64") or not comma:
+        raise ValueError(f"an image URL must be data:image/...;base64,..., got {url[:40]!r}")
+    if len(data) > MAX_IMAGE_BYTES * 4 // 3 + 4:
+        raise ValueError(f"an image file has at most {MAX_IMAGE_BYTES} bytes")
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError("the data of an image URL are no base64") from None
+
+
+def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
+    """Messages as chat templates take them, and the images in their parts: {"type": "image", "image": ...} or
+    OpenAI's {"type": "image_url", "image_url": {"url": ...}}."""
+    plain: list[Any] = []
+    images: list[Any] = []
+    for message in messages or ():
+        parts = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(parts, (list, tuple)):
+            plain.append(message)
+            continue
+        kept = []
+        for part in parts:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind in ("image", "image_url"):
+                images.append(_image_of(part, kind))
+                kept.append({"type": "image"})
+            else:
+                kept.append(part)
+        plain.append({**message, "content": kept})
+    return plain, images
+
+
+def _image_of(part: Mapping[str, Any], kind: str) -> Any:
+    image = part.get(kind)
+    if kind == "image_url":
+        url = image.get("url") if isinstance(image, Mapping) else image
+        return bytes_of_data_url(url if isinstance(url, str) else "")
+    if image is None:
+        raise ValueError('a part of type image needs "image"')
+    return image
+
+
+def with_images(prompts: Any, images: Sequence[Any], is_single: bool) -> Any:
+    """Prompts with what `LLM.generate` takes as `images`: a list for one prompt, or a list of lists."""
+    if is_single:
+        return ImagesPrompt(prompts, images)
+    if len(images) != len(prompts) or not all(isinstance(each, (list, tuple)) for each in images):
+        raise ValueError(f"images must be a list for each of the {len(prompts)} prompts")
+    return [ImagesPrompt(prompt, each) if each else prompt for prompt, each in zip(prompts, images)]
