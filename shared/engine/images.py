@@ -16,12 +16,11 @@ import numpy as np
 import torch
 
 from shared.config.vision import VisionConfig
-from shared.engine.input_embeds import check_supported, digest_key
+from shared.engine.input_embeds import EngineFacts, check_supported, digest_key
 from shared.types import PromptEmbeds
 
 if TYPE_CHECKING:
     from shared.config import EngineConfig
-    from shared.engine.assembly import Assembly
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_IMAGES = 16
@@ -51,7 +50,7 @@ def takes_images(config: EngineConfig) -> bool:
     return False
 
 
-def images_prompt(prompt_ids: list[int], images: Sequence[Any], assembly: Assembly) -> Any:
+def images_prompt(prompt_ids: list[int], images: Sequence[Any], assembly: EngineFacts) -> Any:
     """Token ids and `PromptEmbeds` of a prompt with one placeholder for each image. Raises `ValueError` where
     the engine takes none, for another number of placeholders, and for what is no image."""
     check_supported("images", assembly.config)
@@ -89,7 +88,9 @@ def expand_placeholders(prompt_ids: list[int], num_images: int, config: VisionCo
 
 
 # --8<-- [start:image-embeds]
-def image_embeds(prompt_ids: list[int], images: Sequence[torch.Tensor], assembly: Assembly) -> PromptEmbeds:
+def image_embeds(
+    prompt_ids: list[int], images: Sequence[torch.Tensor], assembly: EngineFacts
+) -> PromptEmbeds:
     """images: uint8 [3, image_size, image_size] each. prompt_ids have num_tokens
     placeholders for each."""
     vision, key_ids = assembly.vision, list(prompt_ids)
@@ -107,7 +108,7 @@ def image_embeds(prompt_ids: list[int], images: Sequence[torch.Tensor], assembly
     # --8<-- [end:image-embeds]
 
 
-def received_images(prompt_ids: list[int], images: Sequence[bytes], assembly: Assembly) -> PromptEmbeds:
+def received_images(prompt_ids: list[int], images: Sequence[bytes], assembly: EngineFacts) -> PromptEmbeds:
     """`image_embeds` of bytes, in which the engine's process gets `pixels_of`."""
     if assembly.vision is None:
         raise ValueError("this engine takes no images")

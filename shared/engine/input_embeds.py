@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from shared.types import PromptEmbeds, SamplingParams
 
 if TYPE_CHECKING:
-    from shared.config import EngineConfig
-    from shared.engine.assembly import Assembly
+    from shared.config import EngineConfig, ModelConfig
 
 PLACEHOLDER = 0
 """The token id of a position whose row is given."""
@@ -28,6 +27,19 @@ WORKS_WITH: tuple[tuple[str, Any], ...] = (
     ("pp", 1),
     ("dp", 1),
 )
+
+
+class EngineFacts(Protocol):
+    """The fields of an Assembly that prompts of rows need."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def model_config(self) -> ModelConfig: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def vision(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ def check_supported(what: str, config: EngineConfig) -> None:
             raise ValueError(f"{what} work with {name}={only!r} alone; this engine has {name}={value!r}")
 
 
-def embeds_prompt(rows: Any, params: SamplingParams, assembly: Assembly) -> tuple[list[int], PromptEmbeds]:
+def embeds_prompt(rows: Any, params: SamplingParams, assembly: EngineFacts) -> tuple[list[int], PromptEmbeds]:
     """Token ids (placeholders) and rows of a prompt. Raises `ValueError` for anything but a finite tensor
     [num_tokens, hidden_size] of a floating dtype that fits the context, for parameters that need token ids,
     and where the engine takes nothing else."""
