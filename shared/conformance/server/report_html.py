@@ -32,7 +32,8 @@ article { border: 1px solid var(--line); background: var(--box); border-radius: 
   margin: .8rem 0; } dl { display: grid; grid-template-columns: minmax(6rem, 12rem) 1fr; margin: .5rem 0;
   gap: .1rem .8rem; } dt { color: var(--dim); } dd { margin: 0; font-family: ui-monospace, monospace;
   font-size: .9rem; } figure { margin: 1rem 0; } svg { width: 100%; height: auto; max-width: 36rem; }
-th, td { overflow-wrap: normal; } tr.group th { padding-top: 1rem; color: var(--dim); }
+th, td { overflow-wrap: normal; }
+.offers td:last-child { overflow-wrap: anywhere; } tr.group th { padding-top: 1rem; color: var(--dim); }
 @media (max-width: 40rem) { dl { grid-template-columns: 1fr; } .checks tr.head { display: none; }
   .checks, .checks tbody, .checks tr, .checks .sentence { display: block; }
   .checks tr { padding: .4rem 0; border-bottom: 1px solid var(--line); }
@@ -60,7 +61,7 @@ def render(report: Report) -> str:
     head = '<tr class="head"><th>result</th><th>check</th><th>what must hold</th><th>cases</th></tr>'
     parts.append(f'<h2>Checks</h2><table class="checks">{head}')
     parts += [_group(group, report.results) for group in GROUPS]
-    parts.append("</table><h2>What the server offers</h2><table>")
+    parts.append('</table><h2>What the server offers</h2><table class="offers">')
     for name, value in vars(report.offers).items():
         if name != "reasons":
             reason = report.offers.reasons.get(name, "")
