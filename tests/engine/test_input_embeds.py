@@ -210,7 +210,6 @@ def test_refusals(folder: Path, prompts: list[torch.Tensor]) -> None:
     llm, rows = engine(folder, context_len=24), prompts[0]
     bad = rows.clone()
     bad[3, 5] = torch.nan
-    huge = engine(folder, dtype="float16")
     for wrong, message in (
         (rows[:, :-1], r"shape \[num_tokens, hidden_size=60\], got \[23, 59\]"),
         (rows[None][0, 0], r"shape \[num_tokens, hidden_size=60\], got \[60\]"),
@@ -222,13 +221,17 @@ def test_refusals(folder: Path, prompts: list[torch.Tensor]) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             llm.generate(input_embeds=wrong, max_tokens=1)
-    with pytest.raises(ValueError, match=r"input_embeds\[0, 0\] is inf in torch.float16"):
-        huge.generate(input_embeds=torch.full((2, 60), 1e5), max_tokens=1)
     with pytest.raises(ValueError, match="logprob_start_len must be -1, got 0"):
         llm.generate(input_embeds=rows, return_logprob=True, logprob_start_len=0)
     with pytest.raises(ValueError, match="give either prompts or input_embeds"):
         llm.generate([1, 2], input_embeds=rows)
     assert not llm.scheduler.has_work()
+
+
+@pytest.mark.full
+def test_refusals_of_other_engines(folder: Path, prompts: list[torch.Tensor]) -> None:
+    with pytest.raises(ValueError, match=r"input_embeds\[0, 0\] is inf in torch.float16"):
+        engine(folder, dtype="float16").generate(input_embeds=torch.full((2, 60), 1e5), max_tokens=1)
     drafting = engine(folder, speculative="ngram", speculative_topk=1)
     with pytest.raises(ValueError, match="input_embeds work with speculative=None alone"):
-        drafting.generate(input_embeds=rows)
+        drafting.generate(input_embeds=prompts[0])
