@@ -46,3 +46,5 @@ def test_each_call_of_the_first_rank_is_sent_and_made() -> None:
     found = [decode(data) for data in sent]
     assert [(call.method, call.rid) for call in found] == [(n, *(a or ("",))) for n, a in calls.items()]
     assert found[-1].now == lead.clock.now
+    with pytest.raises(ValueError, match="no custom logit processors"):
+        lead.add_request(SimpleNamespace(logit_processor=print))
