@@ -136,8 +136,8 @@ def survivors(mutants: list[Mutant], results: dict[str, dict[str, Any]]) -> str:
     """Markdown: the diff of each mutant that was not killed."""
     texts = []
     for mutant in mutants:
-        result = results[mutant.key]
-        if mutant.key not in equivalent() and result["result"] not in KILLED:
+        result = results.get(mutant.key)  # none of an equivalent one
+        if result and mutant.key not in equivalent() and result["result"] not in KILLED:
             source = (ROOT / mutant.path).read_bytes()
             old, new = (t.decode().splitlines(keepends=True) for t in (source, mutant.apply(source)))
             diff = "".join(difflib.unified_diff(old, new, mutant.path, mutant.path))

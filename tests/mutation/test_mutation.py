@@ -7,7 +7,7 @@ import pytest
 
 from tests.house.tree import ROOT
 from tests.mutation import attempt
-from tests.mutation.__main__ import EQUIVALENT, table
+from tests.mutation.__main__ import EQUIVALENT, survivors, table
 from tests.mutation.attempt import Worker
 from tests.mutation.mutants import Mutant, mutants_of
 
@@ -111,6 +111,15 @@ def test_the_table_counts_lines_without_a_test_unless_they_need_a_gpu() -> None:
         ("reference", "50.0%"),
         ("all", "66.7%"),
     ]
+
+
+def test_survivors_are_shown_as_diffs() -> None:
+    paths = {key.split("::")[0] for key in json.loads(EQUIVALENT.read_text())}
+    mutants = [m for path in sorted(paths) for m in mutants_of(path, (ROOT / path).read_bytes())]
+    first = next(m for m in mutants if m.key not in json.loads(EQUIVALENT.read_text()))
+    text = survivors(mutants, {first.key: {"result": "survived", "tests": 3}})
+    assert text.startswith(f"## {json.dumps(first.key)}\n\nsurvived, 3 tests\n\n```diff\n--- {first.path}")
+    assert text.count("## ") == 1
 
 
 def test_every_equivalent_mutant_exists_and_has_a_reason() -> None:
