@@ -36,9 +36,10 @@ def test_ties_are_listed_lowest_id_first() -> None:
     assert output.top_ids.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
 
 
-def test_no_alternatives_and_more_than_there_are() -> None:
+def test_no_alternative_one_and_more_than_there_are() -> None:
     logits = torch.zeros(2, 3)
     assert logprobs_of(logits, torch.tensor([0, 1]), 0).top_ids.shape == (2, 0)
+    assert logprobs_of(logits, torch.tensor([0, 1]), 1).top_ids.tolist() == [[0], [0]]
     assert logprobs_of(logits, torch.tensor([0, 1]), 9).top_ids.shape == (2, 3)
 
 
