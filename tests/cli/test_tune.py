@@ -9,6 +9,8 @@ import pytest
 import torch
 from typer.testing import Result
 
+from shared.config.quantization import ONLINE
+
 Diptych = Callable[..., Result]
 
 
@@ -22,8 +24,8 @@ def test_without_a_gpu_it_is_one_line(diptych: Diptych, monkeypatch: pytest.Monk
 def test_models_and_numbers_of_tokens(diptych: Diptych, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
 
-    def tune(configs: list[object], all_tokens: tuple[int, ...] | None) -> Path:
-        calls.append(([config.hidden_size for config in configs], all_tokens))
+    def tune(configs: list[object], all_tokens: tuple[int, ...] | None, schemes: list[object]) -> Path:
+        calls.append(([config.hidden_size for config in configs], all_tokens, schemes))
         return Path("TABLE.json")
 
     import_module = importlib.import_module
@@ -35,7 +37,10 @@ def test_models_and_numbers_of_tokens(diptych: Diptych, monkeypatch: pytest.Monk
     result = diptych("tune", "--model", "Qwen3-8B,tiny-moe", "--tokens", "1,64")
     assert (result.exit_code, result.stdout) == (0, "written: TABLE.json\n"), result.output
     assert diptych("tune", "--model", "Qwen3-0.6B").exit_code == 0
-    assert calls == [([4096, 192], (1, 64)), ([1024], None)]
-    assert (
-        "no such" in (result := diptych("tune", "--model", "no-such-model")).stderr or result.exit_code == 2
-    )
+    assert diptych("tune", "--model", "Qwen3-8B", "--quantization", "int4, fp8").exit_code == 0
+    schemes = [ONLINE["int4"], ONLINE["fp8"]]
+    assert calls == [([4096, 192], (1, 64), []), ([1024], None, []), ([4096], None, schemes)]
+    result = diptych("tune", "--model", "Qwen3-8B", "--quantization", "int3")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: no scheme int3; there are ")
+    assert diptych("tune", "--model", "no-such-model").exit_code == 2

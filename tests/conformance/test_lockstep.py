@@ -279,14 +279,28 @@ def test_a_strict_schedule_is_compared_first() -> None:
     assert "requests" in found.what
 
 
-def test_deterministic_engines_are_compared_bit_for_bit() -> None:
-    """Chunks round otherwise: close enough without the mode, equal with it."""
-    flags = {"dtype": "bfloat16"}
-    outcome = compare(flags, {**flags, "chunked_prefill_size": 7}, num_new=2)
-    assert outcome.divergence is None
-    assert outcome.worst["logits"].ratio > 0.0
-    flags["deterministic"] = True
+ONE_ULP = """
+    from reference import memory_pool
+    from reference.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+
+    class TokenToKVPool(memory_pool.TokenToKVPool):
+        def store(self, layer_id, out_cache_loc, k, v):
+            v = v.clone()
+            v[0, 0, 0] *= 1 + 2**-7
+            super().store(layer_id, out_cache_loc, k, v)
+"""
+
+
+def test_deterministic_engines_are_compared_bit_for_bit(tmp_path: Path) -> None:
+    """Other chunks give equal bits. One other bit is a divergence; without the mode it is none."""
+    flags = {"dtype": "bfloat16", "deterministic": True}
     outcome = compare(flags, {**flags, "chunked_prefill_size": 7}, num_new=2)
     assert outcome.divergence is None
     assert max(worst.ratio for worst in outcome.worst.values()) == 0.0
     assert {worst.limit for worst in outcome.worst.values()} == {0.0}
+    one_bit = {"use": {"memory_pool": plant(tmp_path, ONE_ULP)}}
+    assert divergence_of(compare(flags, {**flags, **one_bit}, num_new=2)).op == "layers.0.self_attn.stored_v"
+    flags["deterministic"] = False
+    outcome = compare(flags, {**flags, **one_bit}, num_new=2)
+    assert outcome.divergence is None
+    assert outcome.worst["logits"].ratio > 0.0
