@@ -1,1 +1,1 @@
-"""What holds two implementations together: invariants, oracles and comparers that tests and users share."""
+"""Checks of implementations against contracts and against each other: clauses, oracles, comparisons."""

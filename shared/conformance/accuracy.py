@@ -1,4 +1,4 @@
-"""Level L6: the score of the built-in models on held-out questions, by our own engine, however it is set."""
+"""Level L6: the score of the built-in models on held-out questions, for each setting of the engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def exact_match(model: str, num_questions: int = NUM_QUESTIONS, **flags: Any) ->
 
 
 class Limit(NamedTuple):
-    """The most that a format may lose against the unquantized model, and why."""
+    """The largest loss allowed for a format, compared with the unquantized model, and the reason."""
 
     exact: float  # share of questions
     perplexity: float  # 0.01: one percent
@@ -66,7 +66,7 @@ and two with int4: a near tie of two tokens decides some answers."""
 
 
 def excess(loss: Loss, limit: Limit) -> list[str]:
-    """What of a loss is beyond the limit, as sentences."""
+    """The parts of a loss that exceed the limit, as sentences."""
     found = []
     if loss.exact is not None and not loss.exact <= limit.exact + 1e-9:
         found.append(f"exact match falls by {loss.exact:.1%}, more than {limit.exact:.1%}")

@@ -1,4 +1,4 @@
-"""The ledger drafter that runs ahead: it looks at tensors only, and knows a request by what is in its KV."""
+"""A ledger drafter that runs ahead of the CPU: it reads tensors only and identifies a request by its KV."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ class AheadDrafter(LedgerDrafter):
         pass  # nothing is kept by rid
 
     def has_ended(self, req: Req, num_tokens: int) -> bool:
-        """With so much KV it has all the tokens that it may have."""
+        """Whether a request with this much KV has reached its token limit."""
         return num_tokens >= len(req.origin_input_ids) + req.max_new_tokens - 1
 
     def _history(self, req: Req, row: int, num_tokens: int) -> list[int] | None:
-        """The tokens that have KV, of a request that goes on, and the token after them."""
+        """The tokens of an unfinished request that have KV, and the next token."""
         slots = self.req_to_token_pool.req_to_token[row, :num_tokens].tolist()
         history: list[int] = []
         h, after = history_hash([]), None

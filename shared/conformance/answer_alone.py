@@ -1,4 +1,4 @@
-"""The answer of a request alone: no scheduler, no batch, no cache."""
+"""Computes the answer of a single request without scheduler, batch or cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ LogitsOf = Callable[[Sequence[int]], torch.Tensor]
 def answer_alone(
     req: Req, logits_of: LogitsOf, sampler: Sampler, decode_text: Callable[[list[int]], str], vocab_size: int
 ) -> Req:
-    """A new request that asks what `req` asked and has its whole answer: ids, log-probabilities, reason."""
+    """A new request with the parameters of `req` and its complete answer: ids, log-probabilities, finish
+    reason."""
     alone = replace(
         req, output_ids=[], output_logprobs=[], input_logprobs=[], finished_reason=None, finished_len=None
     )
@@ -57,7 +58,7 @@ def _input_logprob(req: Req, position: int, logits_of: LogitsOf) -> TokenLogprob
 
 
 class EveryThird(Grammar):
-    """A third of all tokens is forbidden, and which one depends on all tokens before."""
+    """Forbids a third of all tokens; the third depends on all previous tokens."""
 
     def next_tokens(self, output_ids: Sequence[int], vocab_size: int) -> torch.Tensor:
         forbidden = sum((i + 1) * token_id for i, token_id in enumerate(output_ids)) % 3

@@ -29,11 +29,14 @@ PLAIN_HEAD_DIMS, PLAIN_GROUP_SIZES = (64, 128), (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """`requests`: (cached tokens, new tokens) of each. `scale` multiplies head_dim ** -0.5. `sinks`: one
-    logit a head, repeated. `mask`: "tree" lets each new token see its ancestors among the new ones and all
-    cached tokens, "chain" is a tree without branches, "random" lets it see some, "blind" some rows nothing.
-    `is_prefill`: EXTEND though each request has one new token. `tail`: the mask is given as a tree_mask of
-    the last so many positions. `kv_scales`: those of the layer in an FP8 pool; None: a pool of `dtype`."""
+    """The shape of an attention batch and its layer.
+
+    `requests`: (cached tokens, new tokens) of each. `scale` multiplies head_dim ** -0.5. `sinks`: one logit
+    for each head, repeated. `mask`: with "tree" a new token sees its ancestors among the new tokens and all
+    cached tokens; "chain" is a tree without branches; with "random" it sees some tokens; with "blind" some
+    rows see no token. `is_prefill`: EXTEND although each request has one new token. `tail`: the mask is a
+    tree_mask of the last `tail` positions. `kv_scales`: the scales of the layer in an FP8 pool; None: a pool
+    of `dtype`."""
 
     name: str
     requests: tuple[tuple[int, int], ...]
@@ -82,7 +85,7 @@ class AttentionCase:
 
     @property
     def unusual(self) -> list[str]:
-        """What a backend may refuse. Where it is empty, none may."""
+        """The features that a backend may refuse. If it is empty, no backend may refuse the case."""
         found = {
             "dtype": self.dtype not in HALF_TYPES,
             "head_dim": self.head_dim not in PLAIN_HEAD_DIMS,
@@ -106,12 +109,12 @@ Span = tuple[int, int, int]  # request, first position, end
 
 
 class RefusalWarning(UserWarning):
-    """A backend does not support a case, and raised as its contract demands."""
+    """A backend does not support a case, and raised the error that its contract requires."""
 
 
 class AttentionBatch:
-    """A case, made. Pages are scattered over the pool, and every slot that is not live, the dummy page
-    included, holds NaN; so does the other layer. Unwritten positions of a row name such slots."""
+    """The tensors of a case. Pages are scattered over the pool. Every slot that is not live holds NaN, and so
+    do the dummy page and the other layer. Unwritten positions of a row name such slots."""
 
     def __init__(self, case: AttentionCase) -> None:
         self.case = case
@@ -206,7 +209,7 @@ class AttentionBatch:
         )
 
     def rows_of(self, spans: list[Span]) -> list[int]:
-        """The rows of q, and of the output, that belong to these positions."""
+        """The rows of q and of the output for these positions."""
         firsts = [sum(self.case.extend_seq_lens[:i]) for i in range(len(self.rows))]
         return [
             firsts[i] + p - self.case.requests[i][0] for i, start, end in spans for p in range(start, end)
@@ -224,12 +227,12 @@ class AttentionBatch:
         return output
 
     def new_kv(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the new tokens, as the pool holds them."""
+        """K and V of the new tokens as they are in the pool."""
         new = self.forward_batch.out_cache_loc
         return self.kv_pool.k_buffer(LAYER_ID)[new], self.kv_pool.v_buffer(LAYER_ID)[new]
 
     def output_like(self, num_tokens: int | None = None) -> torch.Tensor:
-        """A tensor of the output's form, of so many rows; None: as many as q has."""
+        """A tensor with the form of the output and `num_tokens` rows; None: as many as q has."""
         n = self.q.shape[0] if num_tokens is None else num_tokens
         return self.q.new_empty(n, self.layer.num_qo_heads, self.layer.v_head_dim or self.layer.head_dim)
 
@@ -301,18 +304,18 @@ def tree_mask(parents: list[int], prefix_len: int) -> torch.Tensor:
 
 
 def last_columns(mask: torch.Tensor, num: int) -> torch.Tensor:
-    """So many of a mask's columns, with some that stand for nothing in front where it has fewer."""
+    """The last `num` columns of a mask, with meaningless columns in front if the mask has fewer."""
     return torch.nn.functional.pad(mask, (max(num - mask.shape[1], 0), 0), value=True)[:, -num:].contiguous()
 
 
 def run_or_refuse(impl: type[AttentionBackend], batch: AttentionBatch) -> torch.Tensor | None:
-    """The output; None where the backend rightly refuses."""
+    """The output; None if the backend refuses, and the contract allows it."""
     return or_refusal(batch.case, partial(batch.run, impl))
 
 
 def or_refusal(case: AttentionCase, call: Callable[[], T]) -> T | None:
-    """call(); None where it rightly refuses: the case has something unusual, and the error names it and
-    says what is supported. Each refusal is a `RefusalWarning`."""
+    """The result of call(); None for an allowed refusal: the case has an unusual feature, and the error names
+    the feature and what is supported. Each refusal emits a `RefusalWarning`."""
     try:
         return call()
     except ValueError as error:
@@ -328,7 +331,8 @@ def or_refusal(case: AttentionCase, call: Callable[[], T]) -> T | None:
 
 
 def expect_attention(impl: type[AttentionBackend], case: AttentionCase) -> None:
-    """The batch's output is that of dense attention, or it is refused as the contract allows."""
+    """Check that the batch's output equals dense attention, or that the refusal is allowed by the
+    contract."""
     batch = case.make()
     output = run_or_refuse(impl, batch)
     if output is not None:

@@ -1,4 +1,4 @@
-"""A small grammar with a state: balanced brackets over token ids, behind the interface of a matcher."""
+"""A small stateful grammar, balanced brackets over token ids, with the interface of a matcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class BracketMatcher:
         self.tokens: list[int] = []
 
     def open_kinds(self) -> list[int]:
-        """Kinds of the brackets that are open, the innermost last."""
+        """The kinds of the open brackets, innermost last."""
         found: list[int] = []
         for token_id in self.tokens:
             if token_id >= CLOSE:

@@ -1,4 +1,4 @@
-"""A prefix cache with pools, and requests that live on them the way a scheduler makes them live."""
+"""A prefix cache with pools, and requests that allocate, cache and free as a scheduler would."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ NUM_ROWS = 8
 
 
 class CacheWorld:
-    """Pools, a cache, and live requests. `kv` holds for each slot what was computed into it: the namespace
-    and all tokens up to there. A slot that is freed too early, or shared wrongly, holds the wrong thing."""
+    """Pools, a cache, and live requests. `kv` records what each slot was computed from: the namespace and all
+    tokens up to the slot's position. A slot that is freed too early, or shared wrongly, has a wrong
+    record."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class CacheWorld:
     def admit(
         self, tokens: Sequence[int], chunk: int | None = None, extra_key: str | None = None, priority: int = 0
     ) -> Req | None:
-        """Match, lock, and compute the prompt (or `chunk` tokens of it). None, and nothing changed but the
-        cache's times and borders, when memory does not suffice."""
+        """Match, lock, and compute the prompt (or `chunk` tokens of it). None if memory does not suffice;
+        then only access times and node boundaries of the cache have changed."""
         self.num_admitted += 1
         req = Req(
             rid=f"req-{self.num_admitted}",
@@ -61,11 +62,11 @@ class CacheWorld:
         return req if self._start(req, chunk) else None
 
     def readmit(self, req: Req) -> bool:
-        """After a retraction."""
+        """Admit again after a retraction."""
         return self._start(req, None)
 
     def extend(self, req: Req, chunk: int | None = None) -> bool:
-        """Compute what follows prefix_indices, up to `chunk` tokens. False, nothing changed: no memory."""
+        """Compute up to `chunk` tokens behind prefix_indices. False: no memory, nothing changed."""
         start = len(req.prefix_indices)
         end = req.num_tokens if chunk is None else min(start + chunk, req.num_tokens)
         self._make_room(round_up_to_page(end, self.page_size) - start)
@@ -137,7 +138,7 @@ class CacheWorld:
         return slots
 
     def check(self) -> None:
-        """All invariants, and every live request reads what was computed for its own tokens."""
+        """Check all invariants, and that every live request reads KV computed from its own tokens."""
         state = SchedulerState(running=list(self.live))
         check_invariants(state, self.allocator, self.req_to_token_pool, self.cache)
         for req in self.live:
@@ -150,7 +151,8 @@ class CacheWorld:
             expect_equal(f"{req.rid}'s prefix_indices", prefix, row[: len(prefix)])
 
     def expect_idle(self) -> None:
-        """No request is live, and everything came back: what is not free is in the tree, and evictable."""
+        """Check that no request is live and no slot is lost: a slot that is not free is in the tree and
+        evictable."""
         expect_equal("live requests", self.live, [])
         check_idle(self.allocator, self.req_to_token_pool, self.cache)
         num_cached = self.cache.evictable_size()

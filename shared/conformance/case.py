@@ -4,7 +4,7 @@
     grid("page {page_size}, {length} tokens", page_size=(1, 4), length=(0, 3, 5))
     table("size page_size", ("nothing", 0, 1), ("half a page", 2, 4))
 
-What a case holds is enough to make the input again, and `shared.conformance.shrink` makes smaller ones of it.
+The fields suffice to make the input again. `shared.conformance.shrink` derives smaller cases from a case.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Name = str | Callable[..., str]
 
 
 class Case:
-    """Immutable. A subclass gives defaults of fields as class attributes, and methods; its `check` raises
-    `ValueError` for fields that are no case."""
+    """Immutable. A subclass defines field defaults as class attributes, and methods. Its `check` raises
+    `ValueError` for invalid fields."""
 
     name: str
 
@@ -92,7 +92,7 @@ def table(
 
 
 def page_sizes(*sizes: int) -> tuple[Case, ...]:
-    """Of a clause that must hold for any page size."""
+    """Page sizes of a clause that must hold for any page size."""
     return grid("page {page_size}", page_size=sizes)
 
 

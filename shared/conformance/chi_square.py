@@ -1,4 +1,4 @@
-"""Whether counts follow a distribution: Pearson's chi-square test."""
+"""Pearson's chi-square test: do counts follow a distribution?"""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ tokens, a distribution whose probabilities are off by 4 % each is found with a p
 
 
 def p_value(ids: torch.Tensor, expected: Sequence[float]) -> float:
-    """How likely counts as far from `expected` as these are, or farther; 0 if something was drawn that cannot
-    be."""
+    """The probability of counts at least as far from `expected` as these; 0 if an impossible value was
+    drawn."""
     probabilities = torch.tensor(expected, dtype=torch.float64)
     if ((ids < 0) | (ids >= len(expected))).any():
         return 0.0
@@ -27,7 +27,7 @@ def p_value(ids: torch.Tensor, expected: Sequence[float]) -> float:
 
 
 def independence_p_value(first: torch.Tensor, second: torch.Tensor, num_values: int) -> float:
-    """The same of pairs, if the two do not depend on each other."""
+    """The p-value of pairs under the hypothesis that the two members are independent."""
     table = (first * num_values + second).bincount(minlength=num_values**2).view(num_values, -1).double()
     table = table[table.sum(1) > 0][:, table.sum(0) > 0]
     counts = table.sum(1, keepdim=True) * table.sum(0, keepdim=True) / table.sum()

@@ -5,7 +5,7 @@
         cache = impl(case.page_size)
         ...
 
-A contract check sees one implementation; an agreement check sees the reference too. Both raise `Mismatch`
+A contract check gets one implementation; an agreement check also gets the reference. Both raise `Mismatch`
 (any other exception counts as a failure as well). `shared.conformance.case` has cases and grids of them.
 """
 

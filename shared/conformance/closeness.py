@@ -1,4 +1,5 @@
-"""How close two results inside a running model must be: each has its own rounding, and what it inherited."""
+"""How close two results inside a running model must be, given their rounding and the error of their
+inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ ROWS = {
     "elementwise": "elementwise",
     "rotary": "rotary",
     "attention": "attention",
-    # One product rounds less than two with a rounding between them; a whole layer is at least that.
+    # One GEMM rounds less than two GEMMs with a rounding between them. A layer is at least two GEMMs.
     "linear": "moe",
     "mlp": "moe",
     "layer": "moe",
@@ -39,7 +40,7 @@ INSIDE = 2.0
 that cancel, or so large that it hides the rest until the last norm divides it away. The worst measured was
 1.2 times the row for a whole model (tiny-moe, bfloat16, the optimized panel in Triton's interpreter)."""
 
-_TINY = 1e-300  # keeps a division by zero out of what is masked anyway
+_TINY = 1e-300  # avoids a division by zero in elements that are masked
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,11 @@ class RowError:
 
 
 def allowed_between(kind: str, dtype: torch.dtype, inherited: float) -> Tolerance:
-    """What an op's results may differ by when its inputs differ by `inherited` (relative, root mean square).
+    """The tolerance of an op's results when its inputs differ by `inherited` (relative, root mean square).
 
-    The rows of the table are for exact inputs of unit variance. So `atol` counts in units of a row's root
-    mean square here, and all three bounds grow with what was inherited; but the root mean square never
-    beyond `INSIDE` times the row for a whole model, "logits".
+    The rows of the table are for exact inputs of unit variance. So `atol` is in units of a row's root mean
+    square here, and all three bounds grow with `inherited`. The root-mean-square bound stays at or below
+    `INSIDE` times that of a whole model, the row "logits".
     """
     if kind in ("ids", "experts", "embedding"):
         return EXACT
@@ -84,8 +85,8 @@ def allowed_between(kind: str, dtype: torch.dtype, inherited: float) -> Toleranc
 
 def compare_rows(a: torch.Tensor, b: torch.Tensor, limit: Tolerance) -> tuple[torch.Tensor, RowError | None]:
     """[n, ...] twice, on the CPU -> ‖a - b‖ / ‖a‖ of each row, float64 [n], and the first row that exceeds
-    the limit in an element or as a whole; None: all are close. In float64. Equal infinities and NaNs are no
-    error; one that stands alone is an infinite one."""
+    the limit in an element or as a whole; None: all are close. In float64. Equal infinities and equal NaNs
+    count as no error; one on a single side counts as an infinite error."""
     if torch.equal(a, b):
         return torch.zeros(a.shape[0], dtype=torch.float64), None
     error, expected = _errors(a, b)
@@ -114,12 +115,12 @@ def compare_rows(a: torch.Tensor, b: torch.Tensor, limit: Tolerance) -> tuple[to
 
 
 def error_ratio(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of one row: ‖a - b‖ / ‖a‖."""
+    """‖a - b‖ / ‖a‖ of one row."""
     return float(compare_rows(a[None], b[None], EXACT)[0])
 
 
 def _errors(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64 [n, elements]: |a - b|, and a with what is not finite as zero."""
+    """float64 [n, elements]: |a - b|, and a with zeros in place of values that are not finite."""
     a, b = (x.reshape(x.shape[0], -1).to(torch.float64) for x in (a, b))
     error = (a - b).abs()
     if torch.isfinite(error).all():

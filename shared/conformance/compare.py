@@ -1,4 +1,5 @@
-"""Comparisons that say where two results part: exact for what is discrete, by the table for floats."""
+"""Comparisons that report where two results differ: exact for discrete values, by the tolerance table for
+floats."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from shared.conformance.tolerance import Tolerance
 
 
 class Mismatch(AssertionError):
-    """An implementation did not do what its contract says. `expected` and `actual` are for people to read."""
+    """An implementation violates its contract. `expected` and `actual` are text for people."""
 
     def __init__(self, what: str, expected: object = None, actual: object = None) -> None:
         self.what = what
@@ -49,7 +50,7 @@ def expect_true(what: str, holds: bool, actual: object = None) -> None:
 
 
 def expect_raises(what: str, error: type[BaseException], call: Any, *args: Any) -> None:
-    """The contract promises this error (the type itself, or a subclass)."""
+    """Check that the call raises the error that the contract promises (this type or a subclass)."""
     try:
         result = call(*args)
     except error:
@@ -61,8 +62,8 @@ def expect_raises(what: str, error: type[BaseException], call: Any, *args: Any) 
 
 def expect_close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> None:
     """Elementwise |actual - expected| <= atol + rtol * |expected|, no NaN that is not expected, and the
-    root-mean-square error below `rms` of the expected root mean square: a few elements may be at the
-    limit, not all of them. Computed in float64."""
+    root-mean-square error below `rms` of the expected root mean square: so a few elements may be at the
+    limit, but not all. Computed in float64."""
     if actual.shape != expected.shape:
         raise Mismatch(f"{what}, shape", tuple(expected.shape), tuple(actual.shape))
     a, e = actual.detach().cpu().to(torch.float64), expected.detach().cpu().to(torch.float64)
@@ -84,8 +85,8 @@ def expect_close(what: str, actual: torch.Tensor, expected: torch.Tensor, tolera
 
 
 def error_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖actual - expected‖ / ‖expected‖ over the finite expected elements, in float64. Where everything
-    expected is zero: ‖actual‖."""
+    """‖actual - expected‖ / ‖expected‖ over the finite expected elements, in float64. If all expected
+    elements are zero: ‖actual‖."""
     a, e = actual.detach().cpu().to(torch.float64), expected.detach().cpu().to(torch.float64)
     finite = torch.isfinite(e)
     a, e = a[finite], e[finite]

@@ -1,7 +1,7 @@
-"""Versions of the contracts, and the recorded surface that a version stands for.
+"""Versions of the contracts, and the recorded interface and clauses of each version.
 
-A version is major.minor. A new minor version adds or changes clauses, and every implementation that kept the
-contract before still keeps it. A new major version asks for more: a method, a parameter, another result.
+A version is major.minor. A new minor version adds or changes clauses; every implementation that fulfilled the
+previous version still fulfils it. A new major version requires more: a method, a parameter, another result.
 `contract_versions.json` records for each component its versions, the interface, and a digest of each clause
 with the version in which it last changed. `python -m tests.conformance.record_contracts` writes it.
 """
@@ -39,14 +39,15 @@ def parse_version(text: str) -> Version:
 
 
 def versions_of(component: str) -> list[str]:
-    """Oldest first; the last one is the current one. An unknown component raises `ValueError`."""
+    """The versions of a component, oldest first; the last is the current one. An unknown component raises
+    `ValueError`."""
     if component not in recorded():
         raise ValueError(f"no contract for {component!r}; there are contracts for {', '.join(recorded())}")
     return list(recorded()[component]["changes"])
 
 
 def older_than_current(component: str, written_for: str) -> str | None:
-    """What has changed since the version that an implementation was written for; None: nothing, or an empty
+    """The changes since the version that an implementation was written for; None: no change, or an empty
     `written_for`. A version that does not exist raises `ValueError`."""
     versions = versions_of(component)
     if not written_for:
@@ -85,14 +86,14 @@ def surface_of(component: str) -> dict[str, dict[str, str]]:
 
 
 def recorded_surface(component: str) -> dict[str, dict[str, str]]:
-    """The same, as it was recorded."""
+    """The recorded interface and clauses of a component."""
     record = recorded().get(component, {"interface": {}, "clauses": {}})
     clauses = {name: digest for name, (_, digest) in record["clauses"].items()}
     return {"interface": record["interface"], "clauses": clauses}
 
 
 def reasons_for_major(old: dict[str, str], new: dict[str, str]) -> list[str]:
-    """Changes of an interface after which a correct implementation may be incomplete."""
+    """The interface changes that can make a correct implementation incomplete."""
     reasons = [f"{name} is new and abstract" for name in new if name not in old and _is_abstract(new[name])]
     for name, text in old.items():
         if name not in new:
@@ -149,6 +150,6 @@ def _parameters(text: str) -> str:
 
 
 def _digest(clause: Any) -> str:
-    """Of the sentence, the kind and the names of the cases."""
+    """Digest of a clause's sentence, kind and case names."""
     text = "\n".join([clause.kind, clause.statement, *(str(case.name) for case in clause.cases)])
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""Errors over layers or positions, drawn as an SVG: one curve for each series, on a logarithmic scale."""
+"""Draws errors over layers or positions as an SVG: one curve for each series, on a logarithmic scale."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class Curve(NamedTuple):
 
 
 def curve_chart(title: str, x_label: str, curves: Sequence[Curve], marked: int | None = None) -> str:
-    """What is more than eight decades below the largest value, and zero, is drawn at the bottom. The title of
-    each point (shown when the mouse rests on it) has its value. `marked`: an x that gets a vertical line."""
+    """The chart as SVG text. Values more than eight decades below the largest one, and zeros, are drawn at
+    the bottom. The title of each point (shown when the mouse rests on it) has its value. `marked`: an x that
+    gets a vertical line."""
     positive = [v for curve in curves for v in curve.values if v > 0 and math.isfinite(v)]
     high = math.ceil(math.log10(max(positive, default=1.0)) + 1e-9)
     low = min(math.floor(math.log10(min(positive, default=0.1))), high - 1)

@@ -1,6 +1,6 @@
-"""Deterministic mode in bits: tokens and log-probabilities of a request, whatever runs beside it.
+"""Checks deterministic mode: a request's tokens and log-probabilities have the same bits in any batch.
 
-In this mode no near tie is accepted, in any dtype: level L3 is equality of bits.
+No near tie is accepted in this mode, in any dtype: level L3 requires equal bits.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def all_at_once(llm: LLM, num_new_tokens: int, num_prompts: int = NUM_PROMPTS) -
 
 
 def one_by_one(llm: LLM, num_new_tokens: int, num_prompts: int = NUM_PROMPTS) -> list[GenerateOutput]:
-    """Each with an empty cache."""
+    """Answer the prompts one by one, each with an empty cache."""
     todo = prompts(llm)[-num_prompts:]
     outputs = []
     for prompt, params in zip(todo, _params(len(todo), num_new_tokens)):

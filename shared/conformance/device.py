@@ -1,4 +1,4 @@
-"""Where clauses run: on a CUDA GPU if there is one, so that GPU implementations meet the same contract."""
+"""The device that clauses run on: a CUDA GPU if there is one, so that GPU implementations are checked too."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def check_device() -> torch.device:
 
 
 def building(dtype: torch.dtype, device: str | None = None) -> AbstractContextManager[None]:
-    """As an engine makes modules; the device defaults to the one under check."""
+    """A context in which modules are made as in an engine; the device defaults to the one under check."""
     return load_model.building(dtype, device or check_device())

@@ -1,7 +1,7 @@
-"""Who did the work: a count of the calls that reached an implementation.
+"""Counts the calls that reach each implementation.
 
-A fast path that quietly falls back gives right answers slowly, and every comparison passes. So a test of a
-fast path also asserts that it ran:
+A fast path that silently falls back gives right answers slowly, so comparisons do not detect it. A test of a
+fast path therefore also asserts that it ran:
 
     with DispatchRecord() as record:
         record.watch_engine(llm)
@@ -34,7 +34,7 @@ ENTRY_POINTS = {
 
 
 class DispatchRecord:
-    """Counts calls while it is open (`with`); afterwards everything is as it was."""
+    """Counts calls while it is open (`with`), and then restores the original functions."""
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()  # (entry point, implementation) -> calls
@@ -48,7 +48,7 @@ class DispatchRecord:
             self._undo.pop()()
 
     def watch_engine(self, llm: LLM) -> None:
-        """Every component of an engine."""
+        """Count calls of every component of an engine."""
         parts = llm.assembly.parts
         owners = {
             "attention": parts.model_runner.attention,  # type: ignore[attr-defined]
@@ -80,11 +80,11 @@ class DispatchRecord:
         )
 
     def implementations(self, label: str) -> set[str]:
-        """Who was called at an entry point."""
+        """The implementations that were called at an entry point."""
         return {implementation for (entry, implementation) in self.calls if entry == label}
 
     def expect_ran(self, label: str, implementation: str) -> None:
-        """Raise `Mismatch` unless this implementation was called there, and no other."""
+        """Raise `Mismatch` unless this implementation, and no other, was called at the entry point."""
         found = self.implementations(label)
         if found != {implementation}:
             raise Mismatch(f"who did {label}", implementation, sorted(found) or "none")

@@ -1,4 +1,4 @@
-"""What draft trees must be, in loops over Python objects; and how to ask an implementation."""
+"""Expected draft trees, computed in loops over Python objects, and calls of an implementation under check."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared.types import Accepted, Beams, DraftTree, TopTokens
 
 
 class Drafted(Case):
-    """Random drafts of a batch: probabilities on a grid, so that there are many ties, 0 and 1 among them."""
+    """Random drafts of a batch. Probabilities lie on a grid that includes 0 and 1, so ties are frequent."""
 
     batch_size: int = 2
     top_k: int = 3
@@ -33,7 +33,7 @@ class Drafted(Case):
             raise ValueError("there must be something to draft")
 
     def tops(self) -> list[TopTokens]:
-        """What the draft model says at each step: [bs, K], then [bs, K, K]."""
+        """The draft model's output at each step: [bs, K], then [bs, K, K]."""
         inputs, k = Inputs(self.seed), self.top_k
         shapes = [(self.batch_size, k)] + [(self.batch_size, k, k)] * (self.num_steps - 1)
         tops = []
@@ -53,12 +53,12 @@ class Candidate:
     token_id: int
     score: float
     parent: Candidate | None
-    beam: int = 0  # of the step before, that it goes on from
+    beam: int = 0  # of the previous step, which it continues
     index: int = 0  # among its step's
 
 
 def drafting(tops: Sequence[TopTokens], request: int) -> Iterator[tuple[list[Candidate], list[Candidate]]]:
-    """For each step of one request: its candidates, and those that go on."""
+    """For each step of one request: the candidates, and the ones that are extended."""
     beams: list[Candidate | None] = [None]
     start = 0
     for top in tops:
@@ -89,8 +89,8 @@ def expected_tree(tops: Sequence[TopTokens], request: int, root_id: int, num: in
 
 
 def linked(token_ids: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], num: int) -> DraftTree:
-    """The trees of these nodes, each by walking: to the root for depths and who sees whom, along all other
-    nodes for children and siblings."""
+    """The trees of these nodes, found by walking: up to the root for depths and masks, over all other nodes
+    for children and siblings."""
     columns: dict[str, list[list[Any]]] = {field.name: [] for field in fields(DraftTree)}
     for ids, above in zip(token_ids, parents):
         padding = num - len(ids)
@@ -116,7 +116,7 @@ def linked(token_ids: Sequence[Sequence[int]], parents: Sequence[Sequence[int]],
 
 
 def path_to_root(parents: Sequence[int], node: int) -> list[int]:
-    """The node and its ancestors, itself first."""
+    """The node and its ancestors, the node first."""
     path = [node]
     while parents[path[-1]] >= 0:
         path.append(parents[path[-1]])
@@ -124,7 +124,7 @@ def path_to_root(parents: Sequence[int], node: int) -> list[int]:
 
 
 def expected_walk(tree: DraftTree, target_ids: torch.Tensor, max_depth: int) -> Accepted:
-    """All nodes whose way from the root is what the target sampled; the deepest is where the walk ends. (Of
+    """All nodes whose path from the root equals the target's samples. The walk ends at the deepest. (Of
     siblings with the same token only the first counts.)"""
     paths, tokens = [], []
     for b in range(tree.batch_size):
@@ -147,7 +147,7 @@ def expected_walk(tree: DraftTree, target_ids: torch.Tensor, max_depth: int) -> 
 
 
 class Asked:
-    """An implementation whose arguments are looked at after each call: they must not be modified."""
+    """Calls an implementation and checks after each call that its arguments are unmodified."""
 
     def __init__(self, impl: type[DraftTreeOps]) -> None:
         self._ops = impl()
@@ -174,7 +174,7 @@ def draft(ops: Any, tops: Sequence[TopTokens]) -> list[Beams]:
 
 
 def expect_tree(tree: DraftTree, expected: DraftTree) -> None:
-    """Links last: when they differ, it helps to know that the nodes did not."""
+    """Compare two trees. Links are compared last, so a difference in links implies equal nodes."""
     for name in ("num_nodes", "token_ids", "parents", "depths", "next_token", "next_sibling", "visible"):
         expect_equal(name, getattr(tree, name), getattr(expected, name))
 

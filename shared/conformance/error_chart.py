@@ -1,4 +1,4 @@
-"""Errors along a model, drawn as an SVG: one column for each op, in the order of execution."""
+"""Draws the errors of a model's ops as an SVG: one column for each op, in the order of execution."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Series(NamedTuple):
 
 
 def error_chart(series: Sequence[Series], marked_op: str | None = None) -> str:
-    """The errors on a logarithmic scale; vertical lines separate the layers. The title of each point
-    (shown when the mouse rests on it) names op and error. `marked_op` gets a red line."""
+    """The chart as SVG text, on a logarithmic scale; vertical lines separate the layers. The title of each
+    point (shown when the mouse rests on it) names op and error. `marked_op` gets a red line."""
     ops = list(dict.fromkeys(op for one in series for op in one.errors))
     finite = [e for one in series for e in one.errors.values() if math.isfinite(e)]
     top = 10.0 ** math.ceil(math.log10(max([*finite, 1e-4])))

@@ -1,8 +1,7 @@
-"""What a number format costs in accuracy: exact match on held-out questions and perplexity of texts.
+"""Measures the accuracy loss of a number format: exact match on held-out questions, and perplexity of texts.
 
-Both come from the engine itself. The log-probability of each token is that of a prompt: the model gets the
-right tokens so far and gives the next one a probability (teacher forcing). So two formats are compared token
-by token, on the same text."""
+The engine computes both. A token's log-probability is a prompt log-probability: the model gets the correct
+previous tokens (teacher forcing). So two formats are compared token by token, on the same text."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def flags_of(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a model is measured on; either may be empty."""
+    """The questions and texts that a model is measured on; either may be empty."""
 
     questions: Sequence[Question]
     texts: Sequence[list[int]]  # token ids; each text is scored from its second token on
@@ -64,7 +63,7 @@ class Inputs:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that get a log-probability."""
+        """The number of tokens that get a log-probability."""
         return sum(len(text) - 1 for text in self.texts)
 
 
@@ -110,7 +109,7 @@ class AccuracyResult:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a format loses against the unquantized model; None: not measured."""
+    """The loss of a format compared with the unquantized model; None: not measured."""
 
     exact: float | None  # share of questions; 0.01 is one point
     same_answers: float | None  # share of the answers that are the same text, right or wrong
@@ -154,7 +153,7 @@ def score_texts(llm: LLM, texts: Sequence[list[int]], on_progress: OnProgress = 
 
 
 def chunks_of(ids: list[int], size: int) -> list[list[int]]:
-    """A long text as texts of at most `size` tokens; the last may be shorter. Raises `ValueError` for a size
+    """Cut a long text into texts of `size` tokens; the last may be shorter. Raises `ValueError` for a size
     below 2: the first token of a chunk has nothing before it."""
     if size < 2:
         raise ValueError(f"chunks must have at least 2 tokens, got {size}")
@@ -162,7 +161,7 @@ def chunks_of(ids: list[int], size: int) -> list[list[int]]:
 
 
 def chats_of(questions: Iterable[Question], tokenizer: Tokenizer) -> list[list[int]]:
-    """Questions with their right answers, as token ids."""
+    """Token ids of chats: questions with their right answers."""
     return [
         tokenizer.chat(
             [*question.messages, {"role": "assistant", "content": question.answer}],

@@ -1,4 +1,4 @@
-"""Random inputs from a seed: made on the CPU, so that they are the same on every machine."""
+"""Random inputs from a seed, drawn on the CPU so that they are equal on every machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def type_name(dtype: torch.dtype) -> str:
 
 
 class Inputs:
-    """Tensors on the device under check, drawn one after the other."""
+    """A source of random tensors on the device under check."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -30,7 +30,7 @@ class Inputs:
         return torch.rand(shape, generator=self.generator).to(check_device())
 
     def integers(self, end: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """Below `end`, from 0 on."""
+        """Integers in [0, end)."""
         return torch.randint(0, end, shape, generator=self.generator).to(check_device(), dtype)
 
     def permutation(self, size: int) -> torch.Tensor:

@@ -1,10 +1,11 @@
-"""A model whose KV cache can be read: schedulers are tested against it, thousands of steps a second.
+"""The ledger model: a model whose KV cache can be read, for tests of schedulers at thousands of steps a
+second.
 
-It keeps in each slot the token that was written there, and what deeper layers make of it: a hash of the
-whole history up to there. A forward pass reads every request's whole history back through req_to_token, as
-attention would, and the next token is a hash of that history. So a slot that is freed too early, written
-twice, mapped to the wrong position, or computed from another history changes the output; and the right
-output of a prompt is known without any engine (`expected_tokens`; of requests that sample: `answer_alone`).
+Each slot holds the token that was written there and, in place of deeper layers, a hash of the history up to
+it. A forward pass reads every request's whole history back through req_to_token, as attention would, and the
+next token is a hash of that history. So a slot that is freed too early, written twice, mapped to the wrong
+position, or computed from another history changes the output; and the right output of a prompt is known
+without any engine (`expected_tokens`; of requests that sample: `answer_alone`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _Hash = TypeVar("_Hash", int, float)
 
 
 def history_hash(history: Sequence[int]) -> int:
-    """Depends on every token, and on their order."""
+    """A hash of every token and their order."""
     h = 17
     for token in history:
         h = hash_step(h, token)
@@ -36,7 +37,7 @@ def history_hash(history: Sequence[int]) -> int:
 
 
 def hash_step(h: _Hash, token: int) -> _Hash:
-    """Of NaN it is NaN."""
+    """The hash of a history and one more token; NaN stays NaN."""
     return (h * 31 + token + 1) % 1_000_003
 
 
@@ -46,14 +47,15 @@ def next_token(history: Sequence[int], vocab_size: int) -> int:
 
 
 def certain_logits(h: int, vocab_size: int) -> torch.Tensor:
-    """`next_token` of a history with this hash wins, whatever else is asked for."""
+    """Logits with which `next_token` of this history is sampled under any sampling parameters."""
     logits = torch.full((vocab_size,), -10.0)
     logits[h % vocab_size] = 10.0
     return logits
 
 
 def spread_logits(h: int, vocab_size: int) -> torch.Tensor:
-    """In [0, 3), all of them depending on the whole history: temperature, penalties and masks matter."""
+    """Logits in [0, 3), each depending on the whole history, so that temperature, penalties and masks have an
+    effect."""
     x = h * vocab_size + torch.arange(vocab_size) + 1
     for multiplier in (48_271, 69_621):
         x = x * multiplier % (2**31 - 1)
@@ -61,7 +63,7 @@ def spread_logits(h: int, vocab_size: int) -> torch.Tensor:
 
 
 def likeliest_token(history: Sequence[int], vocab_size: int) -> int:
-    """By `spread_logits`."""
+    """The token with the largest of `spread_logits`."""
     return int(spread_logits(history_hash(history), vocab_size).argmax())
 
 
@@ -74,8 +76,8 @@ def expected_tokens(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> 
 
 
 class LedgerModelRunner(interface.ModelRunner):
-    """`nan_token`: a history that ends with this token gives NaN logits. `fail_token`: a batch that holds
-    it raises. Both stay away from other requests' rows. A token's hidden state is the hash of its history.
+    """`nan_token`: a history that ends with this token gives NaN logits. `fail_token`: a batch that contains
+    it raises. Neither affects the rows of other requests. A token's hidden state is the hash of its history.
     `spoil_token`: a fault: the next time that this token is written, its KV is NaN. So is then the KV of all
     tokens that see it, and their logits.
 
@@ -207,14 +209,15 @@ class LedgerModelRunner(interface.ModelRunner):
         return hashes
 
     def _hash_of(self, slots: torch.Tensor, history: list[int]) -> float:
-        """Of what was computed before."""
+        """The hash of what was computed before."""
         h: float = history_hash([])
         for token, found in zip(history, self.hashes[slots].tolist()):
             h = self._agreed(hash_step(h, token), found)
         return h
 
     def _agreed(self, h: float, found: float) -> float:
-        """A history's hash, if its last token's KV was computed for it; NaN if that is so."""
+        """The hash of a history, if the KV of its last token was computed for this history; NaN if that KV is
+        NaN."""
         assert h == found or math.isnan(h) or math.isnan(found), "KV is read that belongs to another history"
         return h + 0 * found
 
@@ -229,7 +232,7 @@ class LedgerModelRunner(interface.ModelRunner):
 
 
 class LedgerKVPool:
-    """The one thing that schedulers do to a KV pool, done to a ledger."""
+    """The KV pool of a ledger: moves slots, the only operation that schedulers need."""
 
     def __init__(self, model_runner: LedgerModelRunner) -> None:
         self.tensors = model_runner.ledger, model_runner.hashes

@@ -1,5 +1,5 @@
-"""A drafter whose KV can be read, beside the ledger model: it drafts what a test chooses, and asserts that
-everything its contract promises it has come to pass."""
+"""A drafter whose KV can be read, for the ledger model. It drafts what a test chooses, and asserts that the
+scheduler fulfils the drafter's contract."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ than N, each parent (0: the root) before its children."""
 
 
 class LedgerDrafter(interface.Drafter):
-    """Keeps in each slot what a draft model's KV there would be made of: the token, the one after it, and the
-    target's hidden state. `draft` reads every request's KV back, and overwrites its borrowed slots; when it
-    is called again it overwrites the tree that it returned.
+    """Each slot records the inputs of a draft model's KV: the token, the next token, and the target's hidden
+    state. `draft` reads every request's KV back, and overwrites its borrowed slots; when it is called again
+    it overwrites the tree that it returned.
 
     `is_late`: batches run later than they were formed. A prompt's slots may be the prefix cache's by then."""
 
@@ -113,7 +113,7 @@ class LedgerDrafter(interface.Drafter):
         return self.lent
 
     def take_back(self) -> None:
-        """Overwrites the last tree, so that a late reader fails."""
+        """Overwrite the last tree, so that a late read fails."""
         if self.lent is not None:
             for values in vars(self.lent).values():
                 values.fill_(99)
@@ -122,7 +122,7 @@ class LedgerDrafter(interface.Drafter):
         self.known.discard(req.rid)
 
     def _expect_kv(self, req: Req, tokens: list[int]) -> None:
-        """Complete for all tokens but the last."""
+        """Check that KV is complete for all tokens but the last."""
         row = self.req_to_token_pool.read(req.req_pool_idx, 0, len(tokens) - 1).tolist()
         for j, slot in enumerate(row):
             wanted = (tokens[j], tokens[j + 1], history_hash(tokens[: j + 1]))
@@ -132,7 +132,7 @@ class LedgerDrafter(interface.Drafter):
 
 
 def perfect(tokens: list[int], shape: DraftShape, vocab_size: int) -> tuple[list[int], list[int]]:
-    """The true continuation as deep as it may go, and wrong siblings beside it."""
+    """Drafts the true continuation to the greatest depth, and wrong siblings beside it."""
     num_nodes = shape.num_draft_tokens - 1
     history, ids, parents, above = list(tokens), [], [], 0
     for _ in range(shape.num_steps):
@@ -151,19 +151,19 @@ def perfect(tokens: list[int], shape: DraftShape, vocab_size: int) -> tuple[list
 
 
 def useless(tokens: list[int], shape: DraftShape, vocab_size: int) -> tuple[list[int], list[int]]:
-    """Never right."""
+    """Drafts that are never right."""
     ids, parents = perfect(tokens, shape, vocab_size)
     right = next_token(tokens, vocab_size)
     return [(right + 1) % vocab_size if above == 0 else i for i, above in zip(ids, parents)], parents
 
 
 def silent(tokens: list[int], shape: DraftShape, vocab_size: int) -> tuple[list[int], list[int]]:
-    """Just the root."""
+    """Trees of the root alone."""
     return [], []
 
 
 def right_for(num_accepted: int) -> Guess:
-    """The true continuation so far, and wrong from there on."""
+    """Drafts that are right up to a depth and wrong behind it."""
 
     def guess(tokens: list[int], shape: DraftShape, vocab_size: int) -> tuple[list[int], list[int]]:
         ids, parents = perfect(tokens, shape, vocab_size)
@@ -181,8 +181,8 @@ def right_for(num_accepted: int) -> Guess:
 
 
 def erratic(seed: int, is_spread: bool = False) -> Guess:
-    """Random trees of random sizes, right at random nodes; now and then a draft stands among its siblings
-    twice. `is_spread`: right is what is likeliest where nothing is certain."""
+    """Random trees of random sizes, right at random nodes; occasionally two siblings have the same token.
+    `is_spread`: the right token is the likeliest by `spread_logits`."""
     right = likeliest_token if is_spread else next_token
 
     def guess(tokens: list[int], shape: DraftShape, vocab_size: int) -> tuple[list[int], list[int]]:

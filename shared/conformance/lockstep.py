@@ -1,4 +1,4 @@
-"""Two engines on the same prompts, step by step: where is the first result that is not the same?"""
+"""Runs two engines in lockstep on the same prompts and finds the first result that differs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from shared.types import SamplingParams
 
 
 class Lockstep:
-    """Runs A and B on the same prompts and compares what both compute for the same token of the same
-    request, whatever batch, chunk or step it is in: input ids and every op as soon as both sides have it,
-    then logits within the table's tolerance, then sampled ids exactly.
+    """Runs A and B on the same prompts and compares what both compute for the same token of the same request,
+    in whatever batch, chunk or step. Input ids and ops are compared as soon as both sides have them, then
+    logits within the table's tolerance, then sampled ids exactly.
 
     Where the sampled ids differ although the logits are close, and the gap between the two tokens in A's
     logits is below NEAR_TIE, both are correct: the request is not compared further. The same holds if a
-    token's experts differ although the router's logits are close. With `teacher_forced`, B continues with
-    A's tokens and A's experts, and everything after a tie is compared with the same strictness.
-    `strict_schedule`: other batches are a divergence too. `graphs`: CUDA graphs stay on, and of the steps
-    that they replay only logits and ids are compared; there no expert is seen or forced.
+    token's experts differ although the router's logits are close. With `teacher_forced`, B continues with A's
+    tokens and A's experts, and everything after a tie is compared with the same strictness.
+    `strict_schedule`: different batches are a divergence too. `graphs`: CUDA graphs stay on; of replayed
+    steps only logits and ids are compared, and experts are neither recorded nor forced.
 
-    Two engines of one panel in deterministic mode compare bit for bit, and nothing is a near tie.
+    Two engines of one panel in deterministic mode are compared bit for bit, and near ties are not accepted.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Lockstep:
         max_steps: int | None = None,
         on_step: Callable[[Outcome], None] = lambda outcome: None,
     ) -> Outcome:
-        """Until something diverges, both have finished, or one has run `max_steps` batches."""
+        """Run until a result diverges, both sides have finished, or one has run `max_steps` batches."""
         try:
             for side in (self.a, self.b):
                 for i, prompt in enumerate(prompts):
@@ -76,7 +76,7 @@ class Lockstep:
         return self.outcome
 
     def _steps(self, max_steps: int | None) -> Iterator[Side]:
-        """Step A, then B, and so on; gives the side that has just stepped."""
+        """Step A and B in turn; yields the side that has just stepped."""
         while self.a.has_work() or self.b.has_work():
             for side in (self.a, self.b):
                 if side.has_work():
@@ -160,7 +160,8 @@ class Lockstep:
         self, records: tuple[StepRecord, StepRecord], op: str, keys: list[Key],
         rows: tuple[list[int], list[int]], chosen: tuple[torch.Tensor, torch.Tensor],
     ) -> None:  # fmt: skip
-        """Where experts [len(keys), k] part at a near tie: notes it, and writes A's over B's."""
+        """Note the tokens whose experts [len(keys), k] differ at a near tie, and replace B's experts by
+        A's."""
         gate = f"{op.rpartition('.')[0]}.gate"
         for i in (chosen[0] != chosen[1]).any(dim=1).nonzero().flatten().tolist():
             logits = [record.tokens.tensors.get(gate) for record in records]
@@ -197,8 +198,8 @@ class Lockstep:
         return self._compare_rows(records, SAMPLED_IDS, both, *ids)
 
     def _gap(self, a: torch.Tensor, b: torch.Tensor, id_a: int, id_b: int) -> float | None:
-        """How far apart two tokens are in A's logits, when so little that either may be taken. Of equal
-        logits both sides must take the same."""
+        """The difference of two tokens in A's logits if it is a near tie. With equal logits both sides must
+        take the same token."""
         if self.is_exact or min(id_a, id_b) < 0 or torch.equal(a, b):
             return None
         gap = abs(float(a[id_a] - a[id_b]))
@@ -208,7 +209,7 @@ class Lockstep:
         self, records: tuple[StepRecord, StepRecord], op: str, keys: list[Key], a: torch.Tensor,
         b: torch.Tensor,
     ) -> Divergence | None:  # fmt: skip
-        """a, b [len(keys), ...]: what the two sides gave for the same tokens."""
+        """Compare a, b [len(keys), ...], the results of the two sides for the same tokens."""
         kind = records[0].kinds[op]
         limit_kind = kind if kind != "embedding" or self.a.dtype == self.b.dtype else "elementwise"
         limit = EXACT if self.is_exact else allowed_between(limit_kind, self.dtype, self.inherited)
@@ -260,7 +261,8 @@ class Lockstep:
             only.update(own.tokens.tensors.keys() - other.tokens.tensors.keys())
 
     def _ends(self, side: Side) -> Divergence | None:
-        """Requests that ended in an error, or otherwise than on the other side; a side that is stuck."""
+        """Requests that ended in an error or with different reasons on the two sides; a side that is
+        stuck."""
         if side.is_stuck:
             return Divergence.of_run(
                 self.outcome.labels,

@@ -21,7 +21,7 @@ PLAIN_SIZES = 512, 64
 
 @dataclass(frozen=True)
 class MLACase(AttentionCase):
-    """num_kv_heads, head_dim, windows, caps and sinks do not apply."""
+    """An attention case for latent rows: num_kv_heads, head_dim, windows, caps and sinks do not apply."""
 
     num_qo_heads: int = 4
     num_kv_heads: int = 1
@@ -89,7 +89,8 @@ class MLABatch(AttentionBatch):
         )
 
     def expected(self) -> torch.Tensor:
-        """Keys and values of every head, and dense attention, a request and a head at a time."""
+        """Dense attention over the expanded keys and values of every head, one request and one head at a
+        time."""
         layer, start = cast(MLALayer, self.layer), 0
         rows = self.kv_pool.k_buffer(layer.layer_id)[:, 0].cpu().double()
         q, output = self.q.cpu().double(), self.output_like().cpu().double()

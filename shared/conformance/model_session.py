@@ -1,4 +1,4 @@
-"""A model with pools and attention of the reference, stepped by hand."""
+"""Runs a model step by step, with the reference's pools and attention and without a scheduler."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shared.types import ForwardBatch, ForwardMode
 
 
 class ModelSession:
-    """`num_reqs` requests whose tokens are computed on call, on the model's device and in its dtype. Slots
-    that were never written hold NaN."""
+    """`num_reqs` requests; each call computes some of their tokens, on the model's device and in its dtype.
+    Slots that were never written hold NaN."""
 
     def __init__(self, model: CausalLM, num_reqs: int = 1, max_len: int = 256, page_size: int = 1) -> None:
         config, pools = self.layers_of(model), registry.load("memory_pool", "reference")
@@ -43,7 +43,7 @@ class ModelSession:
         self.last_locs = [-1] * num_reqs
 
     def layers_of(self, model: CausalLM) -> ModelConfig:
-        """Describes the layers that have KV."""
+        """The config of the layers that have KV."""
         return model.config
 
     def kv_buffers(self) -> list[torch.Tensor]:
@@ -55,7 +55,8 @@ class ModelSession:
         ]
 
     def step(self, new_ids: dict[int, Sequence[int]]) -> list[torch.Tensor]:
-        """Append tokens to some requests, in one batch. The logits of all these tokens, by request."""
+        """Append tokens to some requests, in one batch. Returns the logits of all these tokens, by
+        request."""
         batch = self.forward_batch(new_ids)
         with torch.inference_mode():
             logits = self.model.compute_logits(self.hidden_states(batch))
@@ -74,7 +75,8 @@ class ModelSession:
             return self.model(batch.input_ids, batch.positions, attention, *more)
 
     def forward_batch(self, new_ids: dict[int, Sequence[int]], **fields: Any) -> ForwardBatch:
-        """Allocates the new tokens' slots. `fields`: what is not as in a plain extension or decode step."""
+        """Allocates the new tokens' slots. `fields`: the fields that differ from a plain extend or decode
+        step."""
         reqs = list(new_ids)
         extend_lens = [len(new_ids[i]) for i in reqs]
         prefix_lens = [self.lens[i] for i in reqs]

@@ -1,4 +1,4 @@
-"""What a comparison of two engines found."""
+"""The results of a comparison of two engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.conformance.tolerance import Tolerance
 
 
 class NearTie(NamedTuple):
-    """A choice that either side may make, given errors that are allowed."""
+    """A choice on which both sides are correct, because allowed errors can change it."""
 
     steps: tuple[int, int]  # A's, B's
     key: Key
@@ -23,7 +23,7 @@ class NearTie(NamedTuple):
 
 
 class SchedulesPart(NamedTuple):
-    """The first batches, of the same number, that are not the same."""
+    """The first step at which the two sides' batches differ."""
 
     step: int
     what: str
@@ -42,8 +42,8 @@ class WorstError(NamedTuple):
 
 @dataclass
 class Divergence:
-    """The first result that the two sides do not share. `found` is None where no tensors were compared: a
-    schedule that differs, a request that ended otherwise, a side that is stuck; `what` says which."""
+    """The first result that differs between the two sides. `found` is None if no tensors were compared:
+    schedules differ, a request ended differently, or a side is stuck; `what` says which."""
 
     labels: tuple[str, str]
     op: str
@@ -82,7 +82,7 @@ class Divergence:
         return self.key[1]
 
     def rows(self) -> list[tuple[str, str]]:
-        """(label, text) for people, in the order in which they ask."""
+        """(label, text) for people, the most important first."""
         rows: list[tuple[str, str]] = []
         if self.steps is not None:
             a, b = self.steps
@@ -121,7 +121,7 @@ class Divergence:
 
 @dataclass
 class Outcome:
-    """How far the comparison came and what it saw. The sets name ops that one side alone had."""
+    """How far the comparison got and what it found. The sets name ops that only one side has."""
 
     labels: tuple[str, str]
     dtype: torch.dtype
@@ -131,7 +131,7 @@ class Outcome:
     finished: bool = False  # all requests on both sides
     num_steps: tuple[int, int] = (0, 0)
     num_tokens: int = 0  # compared: tokens that both sides computed
-    num_one_sided: tuple[int, int] = (0, 0)  # tokens that one side alone computed (the other had them cached)
+    num_one_sided: tuple[int, int] = (0, 0)  # tokens that only one side computed (the other had them cached)
     worst: dict[str, WorstError] = field(default_factory=dict)  # kind of op -> its largest error
     errors: dict[str, float] = field(default_factory=dict)  # op -> its largest error, as executed
     only: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
@@ -142,7 +142,7 @@ class Outcome:
             self.worst[kind] = WorstError(ratio, op, key, limit)
 
     def one_sided_ops(self) -> tuple[list[str], list[str]]:
-        """Ops of one side alone, all layers as one: layers.*.mlp.gate_up_proj."""
+        """The ops that only one side has, with all layers as one name: layers.*.mlp.gate_up_proj."""
         a, b = (sorted({re.sub(r"\blayers\.\d+", "layers.*", op) for op in ops}) for ops in self.only)
         return a, b
 

@@ -1,4 +1,4 @@
-"""Memory that must not be read before it is written, filled with what shows when it is."""
+"""Fills memory that must not be read before it is written with values that expose such a read."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def amid_poison(tensor: torch.Tensor, margin: int = 3) -> torch.Tensor:
 
 
 def guarded(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense copy with poison before and after it: writes outside of it are found by `memory_of`. The margin
-    keeps an alignment of 64 bytes or more."""
+    """A dense copy with poison before and after it: `memory_of` finds writes outside of it. The margin keeps
+    an alignment of 64 bytes or more."""
     return amid_poison(tensor.flatten(), margin=64).view(tensor.shape)
 
 
 def memory_of(tensor: torch.Tensor, *, without_it: bool = False) -> torch.Tensor:
-    """A copy of the bytes of the whole memory that a tensor is a view of: uint8 [elements, itemsize].
-    `without_it`: without the tensor's own elements."""
+    """A copy of the bytes of the whole storage of a tensor: uint8 [elements, itemsize]. `without_it`: without
+    the tensor's own elements."""
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
     rows = whole.view(torch.uint8).view(-1, tensor.element_size())
     if not without_it:
@@ -57,12 +57,12 @@ def memory_of(tensor: torch.Tensor, *, without_it: bool = False) -> torch.Tensor
 
 @contextlib.contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Within, torch.empty and its like hold NaN or the largest integer: what an implementation forgets to
-    write is found."""
+    """Within the block, torch.empty and similar functions return NaN or the largest integer, which exposes
+    elements that an implementation does not write."""
     mode = torch.get_deterministic_debug_mode()
     fills = torch.utils.deterministic.fill_uninitialized_memory
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operations without a deterministic twin: they may run
+        warnings.simplefilter("ignore")  # of operations without a deterministic variant: they may run
         torch.set_deterministic_debug_mode("warn")  # `use_deterministic_algorithms` imports a compiler
         torch.utils.deterministic.fill_uninitialized_memory = True
         try:

@@ -1,9 +1,9 @@
-"""What another precision or checkpoint of one model shape changes: errors of layers, ops and logits.
+"""Measures how another precision or checkpoint of the same model shape changes layers, ops and logits.
 
-Both engines compute the same texts: prompts with A's greedy answers. B computes each text three times.
-On its own, errors accumulate from layer to layer. With the output of every layer replaced by A's, each
-layer has A's input, and the error of its output is its own. With the output of every op replaced by A's, the
-same holds for each op inside a layer. So a loss has a place."""
+Both engines compute the same texts: prompts with A's greedy answers. B computes each text three times. First
+without changes: errors accumulate from layer to layer. Then with the output of every layer replaced by A's:
+each layer gets A's input, so the error of its output is its own. Then with the output of every op replaced by
+A's, which does the same for each op inside a layer. So a loss is attributed to a layer and an op."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMPOSITE = ("layer", EXPERTS, "ids")  # made of other ops, or no floats
 
 @dataclass
 class Mean:
-    """Of the relative errors ‖a - b‖ / ‖a‖ of tokens."""
+    """The mean of the relative errors ‖a - b‖ / ‖a‖ of tokens."""
 
     total: float = 0.0
     count: int = 0
@@ -65,7 +65,7 @@ class Precision:
         return _largest({op: mean for op, mean in self.own_ops.items() if op.startswith(f"{layer}.")})
 
     def sentence(self) -> str:
-        """What loses most."""
+        """One sentence: the layer and op with the largest loss."""
         layer, outside = self.worst_layer, _largest(
             {op: mean for op, mean in self.own_ops.items() if layer_of(op) is None}
         )  # fmt: skip
@@ -88,7 +88,7 @@ class Precision:
 
 @dataclass
 class Run:
-    """One text through one engine: op -> [num_tokens, ...], on the engine's device."""
+    """The results of one text in one engine: op -> [num_tokens, ...], on the engine's device."""
 
     tensors: dict[str, torch.Tensor]
     kinds: dict[str, str]
@@ -96,7 +96,7 @@ class Run:
 
 
 def check_same_shape(a: LLM, b: LLM) -> None:
-    """Raises `ValueError` for models of which no two layers or tokens correspond."""
+    """Raises `ValueError` unless the layers and tokens of the two models correspond."""
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
         of_a, of_b = getattr(a.model_config, name), getattr(b.model_config, name)
         if of_a != of_b:
@@ -114,7 +114,7 @@ def measure(
     on_text: Callable[[int], None] = lambda num_texts: None,
 ) -> Precision:
     """A answers the prompts with `params`, then both compute prompts and answers. Both engines need
-    `disable_radix_cache`. Raises `ValueError` for models of two shapes."""
+    `disable_radix_cache`. Raises `ValueError` for models of different shapes."""
     check_same_shape(a, b)
     answers = a.generate(list(prompts), params, progress=False)
     assert isinstance(answers, list)
@@ -144,7 +144,8 @@ def run_text(
     teacher: Run | None = None,
     is_forced: Callable[[str], bool] = lambda kind: False,
 ) -> Run:
-    """Every op's results for one text. Ops of a kind that `is_forced` continue with the teacher's."""
+    """The results of every op for one text. Ops whose kind `is_forced` continue with the teacher's
+    results."""
 
     def force(op: str, kind: str, keys: list[Key | None]) -> torch.Tensor | None:
         if teacher is None or not is_forced(kind) or op not in teacher.tensors:
@@ -174,7 +175,7 @@ def _add_text(found: Precision, a: Run, free: Run, by_layer: Run, by_op: Run) ->
     below = a.tensors.get(EMBEDDING)
     for op, tensor in a.tensors.items():
         if op not in free.tensors or tensor[0].numel() != free.tensors[op][0].numel():
-            continue  # one side fuses it, or splits it over ranks
+            continue  # one side fuses the op, or splits it over ranks
         kind = a.kinds[op]
         if kind == EXPERTS:
             differ = (tensor != free.tensors[op]).any(dim=1)

@@ -1,4 +1,4 @@
-"""A comparison of two precisions, as sentences, rows of tables and a page."""
+"""Reports a comparison of two precisions: sentences, table rows and an HTML page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class ChoiceTable(NamedTuple):
     heading: str
     place: str
     before: str  # the end of the text so far
-    # Token, A's and B's probability (None: not reported), whose best it is: "A", "B", "A, B" or "".
+    # Token, A's and B's probability (None: not reported), the sides of which it is the best token: "A", "B",
+    # "A, B" or "".
     rows: list[tuple[str, float | None, float | None, str]]
 
 
@@ -54,7 +55,7 @@ def layer_rows(found: Precision) -> list[LayerRow]:
 
 
 def token_rows(tokens: TokenErrors) -> list[tuple[str, str]]:
-    """(label, text): what the errors of the logits amount to."""
+    """(label, text): a summary of the errors of the logits."""
     of_a, of_b = tokens.perplexity
     count = len(tokens.choices)
     rows = [
@@ -102,7 +103,7 @@ def _choice_table(
 def write_precision_report(
     found: Precision, folder: Path, facts: Mapping[str, str], choices: Sequence[ChoiceTable]
 ) -> Path:
-    """Write the page; returns it. `facts`: what was compared, for the page's head."""
+    """Write the page and return its path. `facts`: what was compared, for the page's head."""
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / PAGE
     page.write_text(render(found, facts, choices), encoding="utf-8")
@@ -131,7 +132,7 @@ def render(found: Precision, facts: Mapping[str, str], choices: Sequence[ChoiceT
 
 
 def _heat(found: Precision) -> tuple[list[str], list[tuple[str, list[tuple[float, float]]]]]:
-    """Ops that lose anything, and for each layer (error, its share of the largest)."""
+    """The ops with an error, and for each layer (error, its share of the largest)."""
     inside = {op: mean.value for op, mean in found.own_ops.items() if layer_of(op) is not None}
     patterns = list(dict.fromkeys(pattern_of(op) for op, error in inside.items() if error > 0))
     largest = max(inside.values(), default=0.0) or 1.0

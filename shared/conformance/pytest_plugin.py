@@ -5,7 +5,7 @@
     [tool.pytest.ini_options]  # checked by plain `pytest`
     diptych = ["radix_cache my_cache.py:MyRadixCache 1.0"]
 
-pytest loads this module at every start where Diptych is installed, so it imports torch and the contracts
+Where Diptych is installed, pytest loads this module at every start. So it imports torch and the contracts
 only when a component is collected.
 """
 
@@ -27,7 +27,7 @@ class Checked(NamedTuple):
     component: str
     target: str
     contract: str  # the version that the target was written for; empty: not given
-    folder: str  # where a file is looked for
+    folder: str  # the folder of relative file names
 
 
 CHECKED = pytest.StashKey[list[Checked]]()
@@ -135,7 +135,7 @@ class Contract(pytest.Collector):
         self.late: set[str] = set()  # clauses that ran into the time limit: each case could take as long
 
     def collect(self) -> Iterator[Case]:
-        """The interface first; if that fails, nothing else can be run."""
+        """The clause of the interface first; if it fails, no other clause can run."""
         from shared import registry
         from shared.commands.check import chosen_clauses
         from shared.conformance import suite
@@ -221,7 +221,7 @@ class ClauseFails(Exception):
 
 
 def _absolute(target: str, folder: str) -> str:
-    """A file relative to the folder; a module is also looked for in the folder."""
+    """The target with an absolute file name; a module is also searched for in the folder."""
     module, colon, name = target.partition(":")
     if module.endswith(".py"):
         return f"{Path(folder, module)}{colon}{name}"

@@ -1,7 +1,8 @@
-"""A prefix cache without a tree: flat dictionaries of prefixes, all searched by brute force.
+"""A model of the prefix cache without a tree: flat dictionaries of prefixes, searched by brute force.
 
-The model keeps the slots of every cached page under the page's whole prefix, and for every node the prefix
-at which it ends. A prefix begins where the longest shorter one ends; a leaf is one that none extends.
+The model keeps the slots of every cached page under the page's whole prefix, and for every node the prefix at
+which it ends. A node begins where the longest shorter prefix ends. It is a leaf if no other prefix extends
+it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Prefix = tuple[str | None, tuple[Any, ...]]  # namespace, tokens or bigrams
 
 @dataclass
 class End:
-    """What the model knows of the node that ends at some prefix."""
+    """The model's data of the node that ends at a prefix."""
 
     created: int
     accessed: int
@@ -27,7 +28,7 @@ def extends(longer: Prefix, shorter: Prefix) -> bool:
 
 
 class FlatCache:
-    """Says what any `PrefixCache` answers. Nodes are named by the prefixes at which they end."""
+    """Predicts the results of a `PrefixCache`. A node is identified by the prefix at which it ends."""
 
     def __init__(self, page_size: int, policy: str) -> None:
         self.page_size, self.policy = page_size, policy
@@ -42,7 +43,7 @@ class FlatCache:
         return [(space, entries[:end]) for end in range(p, len(entries) // p * p + 1, p)]
 
     def match(self, key: Prefix) -> Prefix:
-        """The longest cached prefix; a node ends there from now on."""
+        """The longest cached prefix. From then on a node ends there."""
         self.now += 1
         matched: Prefix = (key[0], ())
         for page in self.pages(key):
@@ -77,7 +78,7 @@ class FlatCache:
         return sum(extends(lock, prefix) for lock in self.locks)
 
     def evict(self, num_tokens: int) -> list[int]:
-        """The slots that come back."""
+        """The slots that are freed."""
         freed: list[int] = []
         while len(freed) < num_tokens:
             leaves = [
@@ -96,7 +97,7 @@ class FlatCache:
         return freed
 
     def discard(self, key: Prefix, start: int) -> list[int]:
-        """The slots that come back."""
+        """The slots that are freed."""
         matched = self.match(key)
         path = sorted((end for end in self.ends if extends(matched, end)), key=lambda end: len(end[1]))
         for end in path:
@@ -112,7 +113,7 @@ class FlatCache:
         return (len(self.page_slots) - locked) * self.page_size, locked * self.page_size
 
     def _is_at_or_below(self, page: Prefix, end: Prefix) -> bool:
-        """Whether the page is of the node that ends there, or of one below it."""
+        """Whether the page is in the node that ends there, or in one below it."""
         return extends(page, end) or (extends(end, page) and len(page[1]) > self._start(end))
 
     def _start(self, end: Prefix) -> int:

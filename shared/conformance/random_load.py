@@ -1,4 +1,5 @@
-"""Random load for a whole engine: flags, requests and what becomes of them, all from a seed."""
+"""Random load for a whole engine, all from a seed: flags, requests, and which of them are aborted or
+dropped."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ TREE = {"speculative_num_steps": 4, "speculative_topk": 2, "speculative_num_draf
 
 
 def random_flags(rng: random.Random, model: str) -> dict[str, Any]:
-    """Of an engine whose memory is short, or is not; in some rounds with drafts."""
+    """Flags of an engine with scarce or ample memory, in some rounds with speculation."""
     page_size = rng.choice([1, 1, 4, 16])
     policy = rng.choice(["fcfs", "fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"])
     drafts = [NGRAM, STANDALONE, {**STANDALONE, **TREE}]
@@ -63,7 +64,8 @@ class Question:
 
 
 def random_question(rng: random.Random, rid: str, tokenizer: Tokenizer, is_greedy: bool) -> Question:
-    """Prompts begin alike often. Everything that a request may ask of the sampler is asked by some."""
+    """A random request. Prompts often share a beginning, and every sampling parameter is used by some
+    request."""
     text = tokenizer.encode(rng.choice(TEXTS))
     start = rng.choice([0, 0, 0, rng.randrange(len(text))])
     prompt = text[start : start + rng.randint(1, MAX_PROMPT_LEN)]

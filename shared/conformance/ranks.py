@@ -1,4 +1,4 @@
-"""Ranks as threads of this process, which start much faster than processes."""
+"""Runs ranks as threads of this process, which start much faster than processes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ def on_ranks(
     *,
     ends_together: bool = True,
 ) -> list[T]:
-    """What `function` returns on each of `size` ranks, in their order. The first error of a rank is raised:
-    its group ends, which raises on the other ranks too. `impl`: the reference if None. `ends_together`: a
-    rank that has returned stays connected until all have; else its group ends at once."""
+    """Run `function` on each of `size` ranks and return the results in the order of ranks. The first error of
+    a rank is raised: its group ends, which raises on the other ranks too. `impl`: the reference if None.
+    `ends_together`: a rank that has returned stays connected until all have; otherwise its group ends
+    immediately."""
     from torch.distributed import HashStore
 
     store, chosen = HashStore(), impl or registry.load("collectives", "reference")
     errors: list[BaseException] = []
-    connected = Barrier(size)  # a rank that ended earlier would break the group of those that still connect
+    connected = Barrier(size)  # a rank that ends early would break the group of ranks that still connect
     kept: list[Collectives] = []
 
     def use(rank: int) -> T:

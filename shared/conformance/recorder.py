@@ -1,4 +1,4 @@
-"""Watches an engine at work, from outside: what every layer and op of every step gave, token by token."""
+"""Records the results of every layer and op of a running engine, token by token."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ EXPERTS = "experts"  # a kind of op: ids, the choice of a router
 
 @dataclass
 class Rows:
-    """Tensors with one row for each key; None is a row that is no request's token: padding, or a draft that
-    was not accepted."""
+    """Tensors with one row for each key; None: a row that is not a token of a request, either padding or a
+    rejected draft."""
 
     keys: list[Key | None]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # op -> [len(keys), ...], as executed
@@ -57,11 +57,11 @@ class StepRecord:
     seq_lens: tuple[int, ...]
     tokens: Rows  # of every token: input id, layers, ops
     heads: Rows  # of every request's last token: logits, sampled id
-    kinds: dict[str, str]  # op -> kind of op: which row of the tolerance table it is held to
+    kinds: dict[str, str]  # op -> kind of op: its row in the tolerance table
 
     @property
     def schedule(self) -> dict[str, object]:
-        """What the scheduler decided, slots aside."""
+        """The scheduler's decisions, except for slots."""
         return {
             "forward mode": self.forward_mode.name,
             "requests": self.rids,
@@ -75,16 +75,15 @@ class Recorder:
     """Attached to an engine until `close`. Forward hooks see the model's modules; attention and sampler are
     wrapped. Names are the model's own without the leading "model.": layers.3.mlp, norm, embed_tokens.
 
-    Beside the modules, for layer i: layers.i.self_attn.rotated_q (what attention is asked), .stored_k and
-    .stored_v (what the pool holds for the new tokens), .attention (what it answers), and of a mixture of
-    experts layers.i.mlp.topk_ids, ascending. A module's result is taken when it has one row for each token; a
-    decoder layer that returns (x, residual) counts as their sum, x perhaps in parts [parts, num_tokens,
-    hidden_size], a MergedLinear as its parts.
+    It also records for layer i: layers.i.self_attn.rotated_q (the queries of attention), .stored_k and
+    .stored_v (K and V of the new tokens in the pool), .attention (the output of attention), and of a mixture
+    of experts layers.i.mlp.topk_ids, ascending. A module's result is recorded if it has one row for each
+    token. For a decoder layer that returns (x, residual) it is their sum; x may be split-K partial sums
+    [splits, num_tokens, hidden_size]. A MergedLinear is recorded as its parts.
 
-    A decode batch may be padded behind its requests: those rows are not looked at. A step may take several
-    passes of the model, over its tokens in order. While attached, the model
-    runner replays nothing, so that every op is seen; with `graphs` it goes on doing so, and a step that it
-    replays leaves only logits and sampled ids.
+    A decode batch may end in padding rows, which are not recorded. A step may take several passes of the
+    model, over its tokens in order. While attached, the model runner replays no graphs, so that every op is
+    recorded. With `graphs` it replays them, and records only logits and sampled ids of a replayed step.
     """
 
     def __init__(self, llm: LLM, graphs: bool = False) -> None:
@@ -118,7 +117,8 @@ class Recorder:
             self._watch(name.removeprefix("model."), module)
 
     def take(self) -> list[StepRecord]:
-        """The batches since the last call, computed: a scheduler may launch them on a stream of its own."""
+        """The batches since the last call, after their computation has ended: a scheduler may use its own
+        stream."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         records, self._records = self._records, []
@@ -129,10 +129,10 @@ class Recorder:
             undo()
         self._undo.clear()
 
-    # ---- what is put around what ----
+    # ---- wrappers ----
 
     def _hide(self, target: Any, name: str, instead: Any) -> Any:
-        """An attribute of the instance hides the class's until it is deleted again."""
+        """Hide a method of the class behind an attribute of the instance, until the attribute is deleted."""
         hidden = getattr(target, name)
         setattr(target, name, instead)
         self._undo.append(lambda: delattr(target, name))
@@ -197,7 +197,7 @@ class Recorder:
             if forced is not None:
                 _overwrite(own, forced)
 
-    # ---- what happens in a step ----
+    # ---- events of a step ----
 
     def _watched_add_request(self, req: Req) -> None:
         self._add_request(req)
@@ -226,7 +226,7 @@ class Recorder:
         num_before = self._num_steps
         logits, sampled = self._forward_and_sample(forward_batch, *args, **more)
         if self._num_steps == num_before and forward_batch.forward_mode is not ForwardMode.IDLE:
-            self._note_logits(self._new_record(forward_batch), logits)  # it was not done by `forward`
+            self._note_logits(self._new_record(forward_batch), logits)  # `forward` did not do it
         return logits, self._note_sampled(sampled)
 
     def _note_logits(self, record: StepRecord, output: LogitsOutput) -> None:
@@ -238,7 +238,7 @@ class Recorder:
     def _note_sampled(self, output: SampleOutput) -> SampleOutput:
         record = self._last
         if record is None or len(record.heads.keys) != len(output.next_token_ids):
-            return output  # seen already
+            return output  # recorded already
         self._last = None
         record.heads.tensors[SAMPLED_IDS] = output.next_token_ids.detach().clone()
         record.kinds[SAMPLED_IDS] = "ids"
@@ -247,7 +247,7 @@ class Recorder:
         return output
 
     def _watched_accept(self, *args: Any, **more: Any) -> Accepted:
-        """Of the batch that was verified last, what is not kept was computed behind other tokens."""
+        """Mark the rejected drafts of the last verified batch: they were computed behind other tokens."""
         accepted = self._accept(*args, **more)
         record, paths = self._records[-1], accepted.node_indices.tolist()
         num_nodes = len(record.tokens.keys) // max(len(paths), 1)
@@ -259,7 +259,7 @@ class Recorder:
     def _before_model(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The model sees attention through a handle: hand it one whose backend is watched."""
+        """Give the model an attention handle whose backend is recorded."""
         self._num_rows = len(kwargs["input_ids"] if "input_ids" in kwargs else args[0])
 
         def watched(value: Any) -> Any:
@@ -292,7 +292,8 @@ class Recorder:
 
 
 def _overwrite(output: Any, value: torch.Tensor) -> None:
-    """In place: a fused op's parts are views. Of a layer's (x, residual) the sum becomes `value`."""
+    """Overwrite a result in place, because the parts of a fused op are views. For a layer's (x, residual) the
+    sum becomes `value`."""
     if isinstance(output, tuple):
         x, residual = output
         if residual is not None:
@@ -302,7 +303,7 @@ def _overwrite(output: Any, value: torch.Tensor) -> None:
 
 
 class _WatchedBackend:
-    """An attention backend whose `run` is seen; everything else is the backend's own."""
+    """Wraps an attention backend: records `run` and passes on everything else."""
 
     def __init__(self, attention: BatchAttention, see: Callable[[str, str, Any], None]) -> None:
         self._attention = attention
@@ -332,12 +333,12 @@ class _WatchedBackend:
 
 
 def _kind_of(name: str, module: nn.Module) -> str | None:
-    """The kind of op that a module is; None for one that is not looked at."""
+    """The kind of op of a module; None if it is not recorded."""
     parts = name.split(".")
     if not name or isinstance(module, (nn.ModuleList, interfaces.RotaryEmbedding)):
-        return None  # a rotary embedding is shared by all layers: rotated_q and stored_k tell its result
+        return None  # all layers share one rotary embedding: rotated_q and stored_k contain its result
     if "experts" in parts[:-1]:
-        return None  # a single expert sees some of the tokens, in an order of its own
+        return None  # a single expert gets some of the tokens, in another order
     if isinstance(module, interfaces.RMSNorm):
         return "norm"
     if isinstance(module, (interfaces.SiluAndMul, interfaces.GeluTanhAndMul)):
@@ -349,5 +350,5 @@ def _kind_of(name: str, module: nn.Module) -> str | None:
     if parts[-1] in ("mlp", "experts", "shared_experts"):
         return "mlp"
     if parts[-1] == "self_attn":
-        return None  # what it gives is up to the panel: the heads' values, or their product with o_proj
+        return None  # its result differs by panel: the values of the heads, or the output of o_proj
     return "linear" if not list(module.children()) else None

@@ -1,4 +1,5 @@
-"""Attention for checking model runners that replay: right only where each step was planned for."""
+"""An attention backend for checking model runners that replay graphs: it fails unless each step was
+planned."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from shared.types import ForwardBatch
 
 
 def attention_for_graphs(dtype: torch.dtype) -> type[AttentionBackend]:
-    """On a GPU a backend that can be captured, if there is one for the type. Elsewhere the reference's, with
-    the protocol of one that can, so that a runner's side of it is checked without a GPU."""
+    """On a GPU, a backend that can be captured, if there is one for the type. Elsewhere the reference's
+    backend with the protocol of a capturable one, which checks the runner's calls without a GPU."""
     on_gpu = check_device().type == "cuda" and dtype is not torch.float64
     if on_gpu and "triton" in registry.choices("attention"):
         return registry.load("attention", "triton")
@@ -35,7 +36,7 @@ class RaggedPlan:
     buffers: ForwardBatch
 
     def live(self) -> tuple[ForwardBatch, torch.Tensor]:
-        """The batch without padding rows, from the present buffers, and its rows of q."""
+        """The batch without padding rows, from the current buffers, and its rows of q."""
         fb = self.buffers
         num_new = (fb.seq_lens > 0).long() if fb.forward_mode.is_decode else fb.extend_seq_lens
         who = num_new.nonzero().flatten()
@@ -59,8 +60,8 @@ class RaggedPlan:
 
 def _replanned(base: type[AttentionBackend]) -> type[AttentionBackend]:
     class ReplannedAttention(base):  # type: ignore[misc,valid-type]
-        """A plan for a graph remembers the batch of its last `replan`, and takes no other buffers. A ragged
-        one looks at its buffers when it is run."""
+        """Its plan for a graph keeps the batch of the last `replan` and accepts no other buffers. A ragged
+        plan reads its buffers when it runs."""
 
         supports_cuda_graph = True
         supports_ragged_graphs = True

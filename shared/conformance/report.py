@@ -1,4 +1,4 @@
-"""What a comparison found, as files: one page to read, and the two tensors that part."""
+"""Writes the result of a comparison: an HTML page, and the two tensors that differ."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PAGE, TENSORS = "report.html", "divergence.safetensors"
 
 
 def write_report(outcome: Outcome, folder: Path, facts: Mapping[str, str]) -> list[Path]:
-    """Write the page and, where tensors diverged, the tensors; returns the files. `facts`: what was
-    compared, for the page's head. A tensors file of an earlier comparison is removed."""
+    """Write the page and, if tensors diverged, the tensors. Returns the files. `facts`: what was compared,
+    for the page's head. A tensors file of an earlier comparison is removed."""
     folder.mkdir(parents=True, exist_ok=True)
     page, tensors = folder / PAGE, folder / TENSORS
     page.write_text(render(outcome, facts), encoding="utf-8")
@@ -29,8 +29,8 @@ def write_report(outcome: Outcome, folder: Path, facts: Mapping[str, str]) -> li
 
 
 def save_tensors(divergence: Divergence, file: Path) -> None:
-    """Tensors "a" and "b" [tokens, ...], and the metadata to know them by: op, steps, index; "row" is the one
-    that diverged, "tokens" says which (request, position) each row is."""
+    """Tensors "a" and "b" [tokens, ...] with metadata: op, steps and index; "row" is the row that diverged,
+    "tokens" has the (request, position) of each row."""
     assert divergence.tensors is not None
     assert divergence.found is not None
     a, b = (tensor.contiguous().clone() for tensor in divergence.tensors)
@@ -45,7 +45,7 @@ def save_tensors(divergence: Divergence, file: Path) -> None:
 
 
 def summary(outcome: Outcome) -> list[str]:
-    """Sentences beside the divergence: how far it went, and what was not compared."""
+    """Sentences about the comparison: how far it got, and what was not compared."""
     a, b = outcome.num_steps
     lines = [f"{outcome.num_tokens} tokens compared, in {a} steps of A and {b} of B"]
     if not outcome.finished and outcome.divergence is None:

@@ -1,5 +1,5 @@
-"""A router's near ties: which experts a token goes to may flip on an allowed error of its logits. From there
-on the two sides compute different things, and rightly; so B can be made to take A's experts instead."""
+"""Near ties of a router: an allowed error of its logits can change the experts of a token. Both sides are
+then correct and differ from there on, so B can be made to use A's experts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def experts_part(
     gates: tuple[torch.Tensor | None, torch.Tensor | None],
     chosen: tuple[torch.Tensor, torch.Tensor],
 ) -> str | None:
-    """Why a token's experts [k] differ on the two sides: each side chose the best by its own router logits
-    [num_experts], and that these are close was checked before. None: one of them chose otherwise, or there is
-    another rule by which the model routes."""
+    """Why a token's experts [k] differ: each side chose the best by its own router logits [num_experts],
+    which were already found to be close. None: a side did not choose the best, or the model routes by another
+    rule."""
     if config.moe is None or config.moe.routing != "softmax":
         return None
     for gate, ids in zip(gates, chosen):
@@ -41,8 +41,8 @@ def experts_part(
 def take_experts(
     config: MoEConfig, router_logits: torch.Tensor, own: TopKOutput, ids: torch.Tensor
 ) -> TopKOutput:
-    """Routing with the given experts [n, k] (-1: none given) for the first n tokens. A token whose own are
-    the same ones keeps them as they are; the others' weights come from the token's own logits."""
+    """Routing with the given experts [n, k] (-1: none given) for the first n tokens. A token whose own
+    experts are the same keeps its weights; for other tokens they are computed from the token's own logits."""
     n = len(ids)
     ids = ids.to(device=own.topk_ids.device, dtype=own.topk_ids.dtype)
     parts = (ids >= 0).all(dim=1) & (ids != own.topk_ids[:n].sort(dim=1).values).any(dim=1)
@@ -65,8 +65,8 @@ def _are_best(gate: torch.Tensor, ids: list[int]) -> bool:
 
 
 class ChosenExperts:
-    """The experts that one side chose for each token. What it found in its prefix cache it computed for
-    another request of the same text; those experts count."""
+    """The experts that one side chose for each token. A token in its prefix cache was computed for another
+    request with the same text; the experts of that computation count."""
 
     def __init__(self, reqs: Mapping[str, Req]) -> None:
         self._reqs = reqs
@@ -86,7 +86,7 @@ class ChosenExperts:
                     self._of_text.setdefault(text, key)
 
     def is_decided(self, key: Key) -> bool:
-        """The token was computed, or passed over: it was in the cache."""
+        """Whether the token was computed, or skipped because it was in the cache."""
         return self._reached.get(key[0], -1) >= key[1]
 
     def of(self, op: str, key: Key | None) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""What sampling must give, by the contract's words in float64 loops; and how to ask a sampler."""
+"""Expected results of sampling, by the contract in float64 loops, and calls of a sampler under check."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shared.types import Req, SampleOutput, SamplingBatchInfo, SamplingParams
 
 @dataclass(frozen=True)
 class Ask:
-    """What one request asks for, and the text so far."""
+    """The sampling parameters of one request, and its tokens so far."""
 
     name: str
     temperature: float = 1.0
@@ -77,7 +77,7 @@ ADJUSTED = (
 
 
 def adjusted(logits: Sequence[float], req: Req) -> list[float]:
-    """Steps 1 to 3 of the contract."""
+    """The logits after steps 1 to 3 of the contract."""
     params = req.sampling_params
     seen = set(req.origin_input_ids) | set(req.output_ids)
     result = []
@@ -104,7 +104,7 @@ class Filtered:
 
 
 def filtered(logits: Sequence[float], req: Req) -> Filtered:
-    """Step 5 of the contract, on logits adjusted already."""
+    """Step 5 of the contract, on adjusted logits."""
     params = req.sampling_params
     highest = max(logits)
     weights = [math.exp((x - highest) / params.temperature) for x in logits]
@@ -133,7 +133,7 @@ def exact_distribution(logits: Sequence[float], req: Req) -> list[float]:
 
 
 def exact_token(logits: Sequence[float], req: Req, position: int) -> tuple[int, float]:
-    """The token, and a margin: how far rounding would have to go to make it another one."""
+    """The token, and a margin: the error that would change it."""
     logits = adjusted(logits, req)
     if req.sampling_params.is_greedy:
         best = sorted(set(logits), reverse=True)
@@ -157,7 +157,7 @@ def run_sampler(
     info: SamplingBatchInfo,
     positions: Sequence[int] | torch.Tensor,
 ) -> SampleOutput:
-    """A sampler's output, after a look at what it must not modify."""
+    """A sampler's output; checks that the inputs are not modified."""
     device = check_device()
     logits, positions = logits.to(device), torch.as_tensor(positions, dtype=torch.int64, device=device)
     given = {field.name: getattr(info, field.name) for field in fields(info)} | {"positions": positions}
@@ -192,7 +192,7 @@ def repeat_row(info: SamplingBatchInfo, seeds: torch.Tensor) -> SamplingBatchInf
 
 
 def draw_many(impl: type[Sampler], logits: Sequence[float], req: Req, num_draws: int) -> torch.Tensor:
-    """`num_draws` tokens, with consecutive seeds and positions that repeat: the hash must part them."""
+    """`num_draws` tokens, with consecutive seeds and repeating positions, which the hash must keep apart."""
     rows = torch.arange(num_draws)
     info = repeat_row(make_info([req], len(logits)), seeds=rows // 4)
     batch = torch.tensor(logits, dtype=torch.float32).repeat(num_draws, 1)

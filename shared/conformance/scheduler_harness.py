@@ -1,4 +1,4 @@
-"""A scheduler on the ledger model, with every invariant checked after every step."""
+"""Runs a scheduler on the ledger model and checks every invariant after every step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FakeClock:
 
 
 def model_config(context_len: int) -> ModelConfig:
-    """Shapes mean nothing here: the ledger model has no weights."""
+    """A config with arbitrary shapes: the ledger model has no weights."""
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=VOCAB_SIZE,
@@ -54,7 +54,7 @@ def model_config(context_len: int) -> ModelConfig:
 
 
 def shape_flags(shape: DraftShape) -> dict[str, Any]:
-    """As flags of the engine. (The ledger drafter stands for every algorithm.)"""
+    """The flags of the engine for a draft shape. (The ledger drafter stands for every algorithm.)"""
     return {
         "speculative": "ngram",
         "speculative_num_steps": shape.num_steps,
@@ -65,8 +65,8 @@ def shape_flags(shape: DraftShape) -> dict[str, Any]:
 
 class SchedulerHarness:
     """Drives one scheduler and collects its outputs. `replace`: component -> class (memory_pool: module) to
-    use in place of the reference's. `guess`: speculate with the drafts that it returns; `runs_ahead`: before
-    the CPU has the text."""
+    use in place of the reference's. `guess`: speculate with the drafts that it returns. `runs_ahead`: draft
+    before the CPU has the tokens."""
 
     def __init__(
         self,
@@ -194,12 +194,13 @@ class SchedulerHarness:
         raise Mismatch(f"all work ends within {max_steps} steps", "an end", self.scheduler.state())
 
     def expect(self, rid: str, num_tokens: int) -> None:
-        """The request produced exactly the tokens that its prompt implies."""
+        """Check that the request produced exactly the tokens that its prompt implies."""
         prompt = self.reqs[rid].origin_input_ids
         expect_equal(f"{rid}'s tokens", self.tokens[rid], expected_tokens(prompt, num_tokens, VOCAB_SIZE))
 
     def expect_what_it_gets_alone(self, rid: str, may_be_aborted: bool = False) -> None:
-        """The same tokens, log-probabilities and end, or the first of them until it was aborted."""
+        """Check that the request has the tokens, log-probabilities and finish reason that it gets alone; if
+        it was aborted, the first of them."""
         req, reason = self.reqs[rid], self.ended.get(rid)
         sampler = registry.load("sampler", "reference")()
         alone = answer_alone(req, self.model_runner.logits_after, sampler, decode_text, VOCAB_SIZE)
@@ -214,7 +215,7 @@ class SchedulerHarness:
         expect_equal(f"logprobs of {rid}'s prompt", req.input_logprobs, wanted)
 
     def expect_idle(self) -> None:
-        """Everything came back: what is not free is in the tree, and evictable."""
+        """Check that no slot is lost: a slot that is not free is in the tree and evictable."""
         expect_true("no work is left", not self.scheduler.has_work())
         check_idle(self.allocator, self.req_to_token_pool, self.tree_cache)
         expect_true("the cache can be flushed when idle", self.scheduler.flush_cache())

@@ -1,8 +1,8 @@
-"""Random schedules: arrivals, aborts, retractions and the configuration.
+"""Random schedules for schedulers: arrivals, aborts, retractions and the configuration.
 
-Any correct scheduler gives every request the tokens that its prompt implies, whatever the schedule; where
-they sample, penalise, stop, or return log-probabilities, what each gets alone. A schedule is a value, so a
-failing one can be made smaller.
+Any correct scheduler gives every request the tokens that its prompt implies, under any schedule. With
+sampling, penalties, stops or log-probabilities each request gets what it gets alone. A schedule is a value,
+so a failing one can be shrunk.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MAX_PROMPT_LEN = 40
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that happens. `which` counts the requests submitted so far, modulo their number; of a fault
-    ("spoil") it is the token that is hit, the next time that one like it is computed."""
+    """One event of a schedule. `which` counts the requests submitted so far, modulo their number. For a fault
+    ("spoil") it is the token whose KV becomes NaN when it is next computed."""
 
     kind: Literal["submit", "step", "abort", "retract", "flush", "spoil"]
     prompt: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Speculation with trees of this shape; `seed` makes them."""
+    """Speculation with random trees of this shape, from `seed`."""
 
     shape: DraftShape
     seed: int
@@ -75,7 +75,7 @@ class Schedule:
     in_batch_prefix_check_threshold: int = 32
     in_batch_prefix_deprioritize_threshold: int = 32
     drafts: Drafts | None = None  # None: no speculation
-    is_spread: bool = False  # logits close together: what requests ask of the sampler matters
+    is_spread: bool = False  # logits close together, so that sampling parameters matter
     nan_token: int | None = None
 
     def __post_init__(self) -> None:
@@ -89,8 +89,8 @@ class Schedule:
 
 
 def random_schedule(seed: int, num_actions: int = 40, is_spread: bool = False) -> Schedule:
-    """Prompts of three different tokens, so that prefixes are shared often. `is_spread`: requests ask all
-    that can be asked."""
+    """Prompts of three different tokens, so that prefixes are shared often. `is_spread`: requests use all
+    sampling parameters."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 1, 4, 16])
     policy = rng.choice(POLICIES)
@@ -116,7 +116,7 @@ def random_schedule(seed: int, num_actions: int = 40, is_spread: bool = False) -
 
 
 def random_speculation(seed: int, runs_ahead: bool = False, is_spread: bool = False) -> Schedule:
-    """The same with drafts: random trees, of which random nodes are right."""
+    """A random schedule with speculation: random trees with random right nodes."""
     rng = random.Random(f"drafts {seed}")
     num_steps, top_k = rng.choice([1, 3, 5]), rng.choice([1, 2, 4])
     most = DraftShape(num_steps, top_k, 0).max_nodes
@@ -130,8 +130,8 @@ def random_speculation(seed: int, runs_ahead: bool = False, is_spread: bool = Fa
 
 
 def random_faults(seed: int) -> Schedule:
-    """KV is spoilt now and then. (Of whole prompts: what is found of a chunk before the last one is known
-    takes others along.)"""
+    """A random schedule in which KV sometimes becomes NaN. (Prompts are not cut: a chunk that another request
+    finds before the last one is known affects that request too.)"""
     rng = random.Random(f"faults {seed}")
     schedule = random_schedule(seed)
     actions: list[Action] = []
@@ -159,7 +159,8 @@ def _random_action(rng: random.Random, is_spread: bool) -> Action:
 
 
 def _random_wishes(rng: random.Random) -> dict[str, Any]:
-    """Of a request with a prompt of at least one token and up to 30 output tokens."""
+    """Random sampling parameters of a request with a prompt of at least one token and up to 30 output
+    tokens."""
     params: dict[str, Any] = {"temperature": rng.choice([0.0, 0.7, 1.5])}
     params["seed"] = rng.randrange(2**40)
     params["top_k"] = rng.choice([-1, -1, 5])
@@ -181,7 +182,8 @@ def _random_wishes(rng: random.Random) -> dict[str, Any]:
 
 
 def run_schedule(schedule: Schedule, replace: Mapping[str, Any] | None = None) -> None:
-    """Play it to the end, with all invariants after every step; raise `Mismatch` or `InvariantViolation`."""
+    """Run the schedule to its end and check all invariants after every step. Raises `Mismatch` or
+    `InvariantViolation`."""
     harness = SchedulerHarness(
         replace=replace,
         context_len=CONTEXT_LEN,
@@ -192,7 +194,8 @@ def run_schedule(schedule: Schedule, replace: Mapping[str, Any] | None = None) -
     aborted: set[str] = set()
     for action in schedule.actions:
         _play(action, harness, aborted)
-    # A request takes at most one step a chunk's token and one an output token, some more for retractions.
+    # A request takes at most one step per prompt token, one per output token, and some more after
+    # retractions.
     harness.run(max_steps=200 + 300 * len(harness.reqs))
     for rid, req in harness.reqs.items():
         reason = harness.ended.get(rid)

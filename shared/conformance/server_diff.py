@@ -1,5 +1,5 @@
-"""Two servers, or a server and a panel, on the same prompts: errors of log-probabilities by position, and the
-first token that one of them chooses otherwise."""
+"""Compares two servers, or a server and a panel, on the same prompts: errors of log-probabilities by
+position, and the first token at which their choices differ."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from shared.text.tokenizer import Tokenizer
 from shared.types import SamplingParams
 
 NUM_TOP = 20
-BOTH_ERR = 2.0  # the tolerance is of one side against exact values
+BOTH_ERR = 2.0  # the tolerance is that of one side against exact values
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What a side gives for the next token at one position."""
+    """The log-probabilities that a side reports at one position."""
 
     logprob: float | None  # of the text's own next token; None: not in the side's list
     top: dict[int, float]  # the best tokens' log-probabilities
@@ -43,7 +43,7 @@ class ScoringSide(Protocol):
         """The greedy answer."""
 
     def score(self, ids: list[int]) -> dict[int, Scored]:
-        """By position: what follows the tokens up to it. The last one has no next token and is left out."""
+        """The `Scored` of every position but the last: log-probabilities of its next token."""
 
 
 class PanelSide:
@@ -115,7 +115,7 @@ class ServerSide:
 
 
 def _known(top: Top | None) -> dict[int, float]:
-    """Without tokens whose id is not known."""
+    """The entries whose token id is known."""
     return {token: value for token, value in (top or {}).items() if isinstance(token, int)}
 
 
@@ -171,14 +171,14 @@ class ServerDiff:
 
     @property
     def first_other(self) -> Compared | None:
-        """The first position of A's answers whose best token is another, and no near tie; else of the
-        prompts."""
+        """The first position of A's answers at which the best tokens differ and are no near tie; otherwise
+        the first of the prompts."""
         others = [one for one in self.positions if one.choice == "other"]
         return min(others, key=lambda one: (not one.is_answer, one.text, one.position), default=None)
 
     @property
     def is_same(self) -> bool:
-        """Whether errors of numbers explain every difference."""
+        """Whether rounding errors explain every difference."""
         allowed = BOTH_ERR * self.tolerance.mean_error
         few = len(self.beyond) <= self.tolerance.outliers * len(self.positions)
         return bool(self.positions) and few and self.mean_error <= allowed and self.first_other is None
@@ -230,7 +230,7 @@ def compare(text: int, position: int, a: Scored, b: Scored, tolerance: Tolerance
     allowed = BOTH_ERR * tolerance.allowed(0.0 if a.logprob is None else a.logprob)
     choice: Literal["same", "near tie", "other"] = "same"
     if a.best != b.best:
-        tie = 2 * BOTH_ERR * tolerance.allowed(a.top[a.best])  # both tokens err
+        tie = 2 * BOTH_ERR * tolerance.allowed(a.top[a.best])  # both tokens have an error
         gaps = [
             side.top[side.best] - side.top.get(other.best, min(side.top.values()))
             for side, other in ((a, b), (b, a))

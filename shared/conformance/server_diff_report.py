@@ -1,4 +1,4 @@
-"""A comparison of two servers, as rows of tables and a page."""
+"""Reports a comparison of two servers: table rows and an HTML page."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _table(heading: str, one: Compared, found: ServerDiff, tokenizer: Any) -> Ch
 def write_server_report(
     found: ServerDiff, folder: Path, facts: Mapping[str, str], choices: list[ChoiceTable]
 ) -> Path:
-    """Write the page; returns it."""
+    """Write the page and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     curves = [
         Curve("error", "first", [one.error or 0.0 for one in found.positions]),

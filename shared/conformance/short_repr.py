@@ -1,4 +1,4 @@
-"""Values that stand in sequences, written so that a sequence can be read."""
+"""A short repr for dataclasses, so that a sequence of them stays readable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a case that fails to the smallest one nearby that still fails."""
+"""Shrinks a failing case to a smaller one that still fails."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ MAX_TRIES = 300
 
 
 def shrink(case: Any, still_fails: Callable[[Any], bool], max_tries: int = MAX_TRIES) -> Any:
-    """Greedy: replace the case by the first smaller candidate that still fails, until none does. A candidate
-    that is no valid case (making it raises `ValueError` or `AssertionError`) is passed over."""
+    """A smallest failing case, found greedily: the first smaller candidate that still fails replaces the
+    case, until none fails. Invalid candidates (making one raises `ValueError` or `AssertionError`) are
+    skipped."""
     tries = 0
     found = True
     while found:

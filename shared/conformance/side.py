@@ -1,4 +1,4 @@
-"""One engine of a comparison: its requests, and what it has computed that the other has not yet."""
+"""One engine of a comparison: its requests, and the results that the other engine does not have yet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Side:
     llm: LLM
     recorder: Recorder
     collectors: list[OutputCollector] = field(default_factory=list)
-    history: list[StepRecord] = field(default_factory=list)  # not yet looked at as schedules
+    history: list[StepRecord] = field(default_factory=list)  # schedules not compared yet
     pending: dict[Key, tuple[StepRecord, int]] = field(default_factory=dict)  # -> record, row of its tokens
     seen: set[Key] = field(default_factory=set)
     sampled: dict[Key, int] = field(default_factory=dict)
@@ -63,5 +63,5 @@ class Side:
                         self.sampled.setdefault(key, token_id)
 
     def is_sampled_for_real(self, key: Key) -> bool:
-        """False inside a prompt that was cut: what is sampled there means nothing."""
+        """False inside a chunked prompt: the token sampled there has no meaning."""
         return key[1] >= len(self.recorder.reqs[key[0]].origin_input_ids) - 1

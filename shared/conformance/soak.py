@@ -1,9 +1,8 @@
-"""A whole engine under random load, round after round: no wrong text, no leak, no stall.
+"""Soak test: a whole engine under random load, with no wrong text, no leak and no stall.
 
-In each round an engine is built with random flags; requests are streamed, aborted, dropped and
-retracted; all invariants are checked after every step. Then each answer is compared with what the same
-request gets alone, from an engine of the reference panel that does nothing but that. In float32 the two are
-equal to the token, but for near ties: those are counted.
+In each round an engine is built with random flags; requests are streamed, aborted, dropped and retracted; all
+invariants are checked after every step. Then each answer is compared with that of the same request alone, on
+an idle engine of the reference panel. In float32 the tokens are equal except at near ties, which are counted.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MAX_STEPS_PER_REQUEST = 400
 
 @dataclass
 class Asked:
-    """A question, and what came of it."""
+    """A request and its results."""
 
     question: Question
     reader: Iterator[GenerateOutput] | None  # of a stream; None: submitted without one
@@ -42,7 +41,7 @@ class Asked:
     may_be_cut: bool = False  # aborted or dropped
 
     def answers(self) -> list[GenerateOutput]:
-        """Of each sample of which something came. A stream's pieces are joined."""
+        """The answers of all samples with output. The pieces of a stream are joined."""
         if self.reader is None:
             return [collector.whole() for collector in self.collectors]
         by_index: dict[int, list[GenerateOutput]] = {}
@@ -64,7 +63,7 @@ class Tally(NamedTuple):
     num_requests: int = 0
     num_steps: int = 0
     num_retractions: int = 0
-    num_cut: int = 0  # aborted, dropped or turned away
+    num_cut: int = 0  # aborted, dropped or refused
     num_near_ties: int = 0
     num_uncompared: int = 0  # answers of a round that reached its deadline
 
@@ -73,7 +72,7 @@ class Tally(NamedTuple):
 
 
 class Soak:
-    """`flags` hold in every round: what to run, and whatever shall not be random."""
+    """`flags` apply in every round: what to run, and the flags that are not random."""
 
     def __init__(self, flags: dict[str, Any], num_acts: int = NUM_ACTS) -> None:
         if flags.get("dtype", DTYPE) != DTYPE:
@@ -96,8 +95,9 @@ class Soak:
         self, seed: int, deadline: float = math.inf, on_progress: Callable[[str], None] = lambda what: None
     ) -> Tally:
         """Raises `Mismatch` or `InvariantViolation`. `deadline`: the value of `time.monotonic()` at which the
-        round ends: half of the time is for requests, and those that still run are aborted; the other half is
-        for comparisons. At least one answer is compared. `on_progress` is called often, with what is done."""
+        round ends: the first half is for requests, after which running ones are aborted; the second half is
+        for comparisons. At least one answer is compared. `on_progress` is called often, with the round's
+        counts."""
         rng = random.Random(seed)
         flags = {**random_flags(rng, self.alone.config.model), **self.flags}
         llm = LLM(**flags)
@@ -127,7 +127,7 @@ class Soak:
         )
 
     def _compare(self, asked: Asked, answers: list[GenerateOutput]) -> int:
-        """Returns how many answers departed at a near tie."""
+        """Compare the answers. Returns how many diverged at a near tie."""
         if not answers:
             return 0
         alone = self._answers_alone(asked.question, asked.question.params)
@@ -155,7 +155,7 @@ class Soak:
         return found if isinstance(found, list) else [found]
 
     def _expect_near_tie(self, question: Question, got: GenerateOutput, alone: GenerateOutput) -> None:
-        """With a logit raised by what is allowed, it would have been sampled alone as well."""
+        """Check a near tie: with its logit raised by the tolerance, the token is sampled alone too."""
         pairs = zip(got.output_ids, alone.output_ids)
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if place is None:
@@ -218,7 +218,7 @@ class Round:
             self.asked.append(Asked(question, None, collectors))
 
     def run_to_end(self) -> None:
-        """No request starves, and all memory is freed."""
+        """Run all requests to their end: none starves, and all memory is freed."""
         most = MAX_STEPS_PER_REQUEST * sum(asked.question.params.n for asked in self.asked)
         num_steps = 0
         while self.llm.step():

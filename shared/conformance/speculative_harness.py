@@ -1,4 +1,4 @@
-"""Schedulers with the ledger drafter: what the clauses about speculation have in common."""
+"""Helpers of the clauses about speculation: schedulers with the ledger drafter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(5, 2, 11)
 
 
 def shape_of(num_steps: int, top_k: int, num_draft_tokens: int) -> DraftShape:
-    """With as many nodes, as far as the other two numbers allow: a chain's follow from its depth."""
+    """A draft shape with at most `num_draft_tokens` nodes; for a chain the number follows from its depth."""
     most = DraftShape(num_steps, top_k, 0).max_nodes
     return DraftShape(num_steps, top_k, most if top_k == 1 else min(num_draft_tokens, most))
 
@@ -22,7 +22,7 @@ def shape_of(num_steps: int, top_k: int, num_draft_tokens: int) -> DraftShape:
 def harness_for(
     impl: type[Scheduler], guess: Guess, shape: DraftShape, **options: Any
 ) -> SchedulerHarness | None:
-    """None: the scheduler does not speculate, and says so."""
+    """A harness with speculation; None if the scheduler refuses to speculate."""
     try:
         return SchedulerHarness(
             replace={"scheduler": impl}, guess=guess, **{"pool_tokens": 640, **options, **shape_flags(shape)}

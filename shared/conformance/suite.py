@@ -1,4 +1,4 @@
-"""Runs a component's clauses against an implementation and says what held."""
+"""Runs a component's clauses against an implementation and gives a verdict for each case."""
 
 from __future__ import annotations
 
@@ -135,9 +135,9 @@ def check_component(
     time_limit: float | None = TIME_LIMIT,
 ) -> Iterator[Verdict]:
     """Every clause (or only `clauses`) and case of a component against `target`: a panel, a backend's name,
-    package.module:Class or file.py:Class. A target that cannot be found or loaded, or not run on this
-    machine, raises `ValueError`, at the call. One that does not implement the interface fails that, and
-    nothing else is tried."""
+    package.module:Class or file.py:Class. A target that cannot be found or loaded, or cannot run on this
+    machine, raises `ValueError` at the call. A target that does not implement the interface fails the clause
+    of the interface; no other clause is run."""
     chosen = clauses_of(component) if clauses is None else list(clauses)
     registry.check_choice(component, target)
     registry.check_device({component: target}, check_device().type)
@@ -154,9 +154,9 @@ def check_implementation(
     shrink_failures: bool = True,
     time_limit: float | None = TIME_LIMIT,
 ) -> Iterator[Verdict]:
-    """One verdict for each case, clause by clause, as they are reached. A clause's first failing case is made
-    smaller. A case takes at most `time_limit` seconds (see there), and so does making one smaller. A clause
-    that has run into the limit is not tried on its other cases: each would take as long."""
+    """Yields one verdict for each case, clause by clause. The first failing case of a clause is shrunk. A
+    case takes at most `time_limit` seconds (see there), and so does shrinking. After a clause has reached the
+    limit, its other cases are skipped, as each could take as long."""
     for clause in clauses:
         is_first = True
         for case in clause.cases:
@@ -192,11 +192,12 @@ def _check_surface_first(
 
 
 def _smallest(clause: Clause, impl: Any, case: Any, reference: Any, seconds: float | None) -> Any:
-    """The smallest failing case near `case` that can be found in so many seconds."""
+    """The smallest failing case near `case` that is found within `seconds`."""
     end = None if seconds is None else time.monotonic() + seconds
 
     def fails_here_only(candidate: Any) -> bool:
-        """A smaller case that the reference fails too makes no sense as a case."""
+        """Whether the implementation fails and the reference does not: a case that both fail is
+        meaningless."""
         left = None if end is None else end - time.monotonic()
         if left is not None and left <= 0:
             return False
@@ -214,7 +215,7 @@ def _error_of(
     try:
         with limit_time(seconds):
             clause.run(impl, case, reference)
-    # Whatever an implementation raises where it should not is its failure, also a wish to end the program.
+    # Any unexpected exception is a failure of the implementation, SystemExit included.
     except (Exception, SystemExit, TimeLimitExceeded) as error:
         return error
     return None
@@ -229,6 +230,6 @@ def _failure(error: BaseException, case: Any, seconds: float | None) -> Failure:
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised: the innermost line of Python."""
+    """Where an exception was raised: the innermost line of Python."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}:{frame.lineno}, in {frame.name}"

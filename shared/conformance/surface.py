@@ -1,4 +1,4 @@
-"""What an implementation must be before its behaviour can be checked, as a clause."""
+"""The clause that an implementation has the interface of its component."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.engine.component_check import interface_of, problem_with
 
 
 def surface_clause(component: str) -> Clause:
-    """The clause that `problem_with` is about: a verdict on it reads like any other."""
+    """`problem_with` as a clause, so that its verdict is reported like any other."""
 
     def check(impl: Any, case: Case) -> None:
         problem = problem_with(component, impl)

@@ -1,7 +1,7 @@
-"""Level L3: the engine's switches. Whatever they are set to, the answers are the same.
+"""Level L3: the answers are the same for every setting of the engine's switches.
 
 Real text on the built-in models, greedy, with the invariants checked after every step. In float32 the answers
-are equal to the token; in a half type they may depart where two tokens are nearly as likely.
+are equal to the token; in a half type they may differ where two tokens are nearly equally likely.
 """
 
 from __future__ import annotations
@@ -98,29 +98,32 @@ def prompts(llm: LLM) -> list[list[int]]:
 
 @cache
 def answers_alone(model: str, **flags: Any) -> list[list[int]]:
-    """Each prompt on its own, nothing cached, nothing cut: what every setting must give. Computed once."""
+    """The answer of each prompt alone, without cache and chunks, which every setting must give. Computed
+    once."""
     plain = {"disable_radix_cache": True, "chunked_prefill_size": None, "dtype": "float32"}
     llm = LLM(model=model, **{**plain, **flags})
     return [llm.generate(prompt, GREEDY, progress=False).output_ids for prompt in prompts(llm)]  # type: ignore[union-attr]
 
 
 def expect_answers(model: str, expected: list[list[int]], **flags: Any) -> None:
-    """All prompts at once under these flags: raise `Mismatch` unless each has its expected output ids."""
+    """Answer all prompts concurrently under these flags. Raises `Mismatch` unless each has its expected
+    output ids."""
     for i, (ids, wanted) in enumerate(zip(_answers(model, flags), expected)):
         expect_equal(f"prompt {i} with {flags}", ids, wanted)
 
 
 def answers_with_alternatives(model: str, **flags: Any) -> list[GenerateOutput]:
-    """All prompts at once, each token with its logprob and those of the likeliest others."""
+    """Answer all prompts concurrently; each token with its logprob and those of the likeliest
+    alternatives."""
     llm = LLM(model=model, **flags)
     params = replace(GREEDY, return_logprob=True, top_logprobs_num=NUM_ALTERNATIVES)
     return llm.generate(prompts(llm), params, progress=False)  # type: ignore[return-value]
 
 
 def expect_near_answers(model: str, expected: list[GenerateOutput], dtype: str, **flags: Any) -> int:
-    """Like `expect_answers`, in a half type: where an answer departs from what is expected
-    (`answers_with_alternatives`), the token taken instead was nearly as likely there. The rest of that
-    answer is not looked at. Returns how many answers departed. In deterministic mode none may."""
+    """Like `expect_answers`, in a half type: where an answer differs from the expected one
+    (`answers_with_alternatives`), its token must be nearly as likely. The rest of that answer is not
+    compared. Returns how many answers differ. In deterministic mode none may."""
     num_near_ties = 0
     for i, (ids, wanted) in enumerate(zip(_answers(model, {**flags, "dtype": dtype}), expected)):
         if ids == wanted.output_ids:
@@ -137,7 +140,7 @@ def expect_near_answers(model: str, expected: list[GenerateOutput], dtype: str, 
 
 
 def _answers(model: str, flags: dict[str, Any]) -> list[list[int]]:
-    """Of all prompts at once."""
+    """The answers of all prompts, run concurrently."""
     plain = {"max_total_tokens": 8192, "check_invariants": True, "dtype": "float32"}
     llm = LLM(model=model, **{**plain, **flags})
     outputs = llm.generate(prompts(llm), GREEDY, progress=False)

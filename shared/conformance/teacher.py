@@ -1,4 +1,4 @@
-"""Makes B go on with what A chose, so that a near tie is no end of the comparison."""
+"""Makes B continue with A's choices, so that a near tie does not end the comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.interfaces import TopKOutput
 
 
 class Teacher:
-    """A is stepped until it has what B needs: its batches may be others."""
+    """Steps A until it has the results that B needs, as A's batches may differ from B's."""
 
     def __init__(self, a: Side, b: Side) -> None:
         self.a = a

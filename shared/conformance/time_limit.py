@@ -1,4 +1,4 @@
-"""An alarm for code that may never return."""
+"""A time limit for code that may never return."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ REPEAT = 1.0  # seconds between alarms once the time is up: code may swallow one
 
 
 class TimeLimitExceeded(BaseException):
-    """No `Exception`: an implementation that catches those must not catch this."""
+    """Not an `Exception`, so that an implementation that catches those does not catch it."""
 
 
 class DoesNotReturn(Mismatch):
-    """Code under check has used up its time. `who`: a rank, or ""."""
+    """Code under check has reached its time limit. `who`: a rank, or ""."""
 
     def __init__(self, who: str, seconds: float) -> None:
         super().__init__("the call", f"a return within {seconds:g} s", f"none {who}".strip())
@@ -27,11 +27,11 @@ class DoesNotReturn(Mismatch):
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Within the block, `TimeLimitExceeded` is raised once so many seconds have passed; None: never.
+    """Raises `TimeLimitExceeded` within the block after `seconds`; None: never.
 
-    Made of a signal, so it works where signals do: in the main thread, on Linux and macOS. Elsewhere there
-    is no limit. A call into C that does not return to Python is not interrupted. Timers nest: one that was
-    running before goes on afterwards.
+    It uses a signal, so it works only in the main thread, on Linux and macOS; elsewhere there is no limit. A
+    call into C that does not return to Python is not interrupted. Timers nest: an outer timer continues after
+    the block.
     """
     if seconds is None or not can_limit_time():
         yield

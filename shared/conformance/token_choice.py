@@ -1,4 +1,4 @@
-"""How two models of one vocabulary choose the next token of the same text: KL divergence, best tokens,
+"""Compares two models of one vocabulary on the next tokens of a text: KL divergence, best tokens,
 perplexity."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TokenRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """What follows the tokens up to `position` of one text."""
+    """The two models' predictions of the token behind `position` of one text."""
 
     text: int  # number of the prompt, from 0
     position: int
@@ -41,7 +41,7 @@ class Choice:
 
 @dataclass
 class TokenErrors:
-    """Over all positions of all texts; logprobs are of each text's own next token."""
+    """Errors over all positions of all texts; logprobs are of each text's own next token."""
 
     choices: list[Choice] = field(default_factory=list)
 
@@ -64,7 +64,8 @@ class TokenErrors:
 
     @property
     def first_other(self) -> Choice | None:
-        """The first position of A's answers at which B's best token is another, else of the prompts."""
+        """The first position of A's answers at which the best tokens differ; otherwise the first of the
+        prompts."""
         others = [choice for choice in self.choices if not choice.same_best]
         return min(others, key=lambda c: (not c.is_answer, c.text, c.position), default=None)
 
@@ -98,7 +99,7 @@ def compare_logits(
                 position=position,
                 is_answer=position + 1 >= num_prompt_tokens,
                 next_id=next_id,
-                kl=max(kl, 0.0),  # a sum of both signs: rounding may leave it just below zero
+                kl=max(kl, 0.0),  # terms of both signs: rounding may leave the sum just below zero
                 best=(int(log_a.argmax()), int(log_b.argmax())),
                 logprobs=(float(log_a[next_id]), float(log_b[next_id])),
                 top=tuple(sorted(rows, key=lambda row: -row.a)),

@@ -1,4 +1,4 @@
-"""A small vocabulary in which every token is known: single bytes, words, and special tokens."""
+"""A small tokenizer for checks: single bytes, words, and special tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ REPLACEMENT = "\ufffd"
 
 
 class SmallTokenizer:
-    """Ids below 256 are bytes, then words, then special tokens. `is_fallback`: as with byte fallback, a
-    run of bytes that ends inside a character is given up as a whole, and the first space of a text is
-    dropped. `num_decoded` counts ids."""
+    """Ids below 256 are bytes, then words, then special tokens. `is_fallback`: as with byte fallback, a run
+    of bytes that ends inside a character is replaced as a whole, and the first space of a text is dropped.
+    `num_decoded` counts ids."""
 
     def __init__(self, is_fallback: bool = False) -> None:
         self.is_fallback = is_fallback
@@ -62,7 +62,7 @@ def byte_ids(text: str) -> list[int]:
 
 
 def word_ids(text: str) -> list[int]:
-    """The longest word of the vocabulary that fits, else a byte, from left to right."""
+    """Ids of a text, from left to right: the longest matching word of the vocabulary, otherwise a byte."""
     ids, rest = [], text
     while rest:
         fitting = [word for word in WORDS if rest.startswith(word)]
@@ -85,7 +85,7 @@ def stream(
     prompt: Sequence[int] = (),
     finished_len: int | None = None,
 ) -> list[str]:
-    """The piece of each step; `reason` ends the last one."""
+    """The text piece of each step; the last step has finish reason `reason`."""
     detokenizer = impl(tokenizer, params or SamplingParams(), prompt)
     pieces = [detokenizer.append(ids) for ids in steps[:-1]]
     pieces.append(detokenizer.append(steps[-1], reason, finished_len))

@@ -1,4 +1,4 @@
-"""The one table of tolerances. Every row says where its numbers come from."""
+"""The table of tolerances. Every row says where its numbers come from."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TABLE: dict[str, dict[torch.dtype, Tolerance]] = {
     },
     "norm": {
         torch.float32: Tolerance(1e-6, 1e-5, 1e-6, _SUM),
-        # The normalised value is rounded before the weight multiplies it, and the product again.
+        # The normalised value is rounded, and again after the multiplication by the weight.
         torch.float16: Tolerance(1e-5, 3 * _EPS[torch.float16], 2e-3, _ELEMENTWISE),
         torch.bfloat16: Tolerance(1e-5, 3 * _EPS[torch.bfloat16], 1.5e-2, _ELEMENTWISE),
     },
@@ -123,6 +123,6 @@ rounded up."""
 
 
 def tolerance(kind: str, dtype: torch.dtype) -> Tolerance:
-    """The row for a kind of operation; float64 results are held to the float32 row."""
+    """The row for a kind of operation; float64 results use the float32 row."""
     rows = TABLE[kind]
     return rows[torch.float32 if dtype == torch.float64 else dtype]

@@ -1,7 +1,7 @@
-"""Twin files face each other: `optimized/x.py` has the classes of `reference/x.py` and their methods, with
-the same names and parameters, in the same order. (A constructor may take more parameters behind the same
-ones.) Module-level functions may differ; those of the same name have the same parameters. The sources are
-read, not imported."""
+"""Checks twin files: `optimized/x.py` has the classes of `reference/x.py` and their methods, with the same
+names and parameters, in the same order. (A constructor may take more parameters behind the same ones.)
+Module-level functions may differ; functions of the same name have the same parameters. The sources are
+parsed, not imported."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def public_surface(source: str) -> Surface:
 
 
 def twin_differences(reference: str, optimized: str) -> list[str]:
-    """What keeps two sources from facing each other. The optimized one may have names of its own (a kernel's
-    launcher, a helper). It has the reference's classes and methods too, with the same parameters, in the same
-    order. A class may come from another file of the panel."""
+    """The differences that keep two sources from being twins. The optimized one may have names of its own (a
+    kernel's launcher, a helper). It has the reference's classes and methods too, with the same parameters, in
+    the same order. A class may come from another file of the panel."""
     ours, theirs = public_surface(reference), public_surface(optimized)
     required = {name for name in _of_classes(reference) if name.partition(".")[0] not in _imported(optimized)}
     problems = [f"{name} is missing" for name in ours if name in required and name not in theirs]

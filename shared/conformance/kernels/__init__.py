@@ -1,1 +1,1 @@
-"""`diptych check kernel`: a bare function held to the truth of one operation in float64."""
+"""`diptych check kernel`: compares a bare function with the exact result of one operation in float64."""

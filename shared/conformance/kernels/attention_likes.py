@@ -89,7 +89,8 @@ def typed(batches: tuple[AttentionCase, ...], dtypes: tuple[torch.dtype, ...]) -
 
 
 def timed(device: str, is_extend: bool) -> tuple[AttentionCase, ...]:
-    """Decode batches of growing sequences, or one prompt whose first half is cached; on a CPU small ones."""
+    """The timed problems: decode batches with growing sequences, or one prompt whose first half is cached.
+    They are small on a CPU."""
     on_gpu = device == "cuda"
     heads = (32, 8, 128) if on_gpu else (8, 2, 64)
     lens = (256, 1024, 4096, 8192) if on_gpu else (128, 512, 2048)
@@ -176,7 +177,7 @@ def make_mla(case: MLACase, takes_scale: bool) -> Problem:
 
 def _ours(batch: AttentionBatch) -> object:
     name = "optimized" if batch.q.is_cuda else "reference"
-    if not hasattr(batch, "backend_and_plan"):  # planned once a step, run in every layer
+    if not hasattr(batch, "backend_and_plan"):  # planned once per step, run in every layer
         backend = batch.backend(registry.load("attention", name))
         vars(batch)["backend_and_plan"] = backend, backend.plan(batch.forward_batch)
     backend, plan = vars(batch)["backend_and_plan"]
@@ -212,7 +213,7 @@ def dense(problem: Problem, **change: Any) -> dict[str, torch.Tensor]:
                 end = min(-(-seen // page_size) * page_size, len(keys))
             begin = max(change.get("begin", 0), seen - 1 - window if has_window else 0)
             row = starts[i] + t
-            if end <= begin:  # nothing is seen: what a kernel gives there is open
+            if end <= begin:  # no key is visible: any output of a kernel is allowed
                 output[row] = torch.nan
                 continue
             scores = torch.einsum("hd,nhd->hn", q[row], keys[begin:end]) * scale

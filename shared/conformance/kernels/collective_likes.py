@@ -1,4 +1,4 @@
-"""Sums over ranks: each rank is a process, and calls follow one another without a pause."""
+"""All-reduce: each rank is a process, and successive calls follow without a pause."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def timed_sums(device: str) -> tuple[Case, ...]:
 
 
 def make_all_reduce(case: Case, takes_scale: bool, num_ranks: int) -> Problem:
-    """x, out [num_ranks, num_calls, num_tokens, size], on the CPU: of each rank and call. The sums have about
-    the same variance whatever the number of ranks is."""
+    """x, out [num_ranks, num_calls, num_tokens, size], on the CPU. The variance of the sums is about the same
+    for any number of ranks."""
     generator = torch.Generator().manual_seed(11)
     shape = (num_ranks, case.num_calls, case.num_tokens, case.size)
     x = (torch.randn(shape, generator=generator) * (DEFAULT_RANKS / num_ranks) ** 0.5).to(case.dtype)
@@ -94,7 +94,8 @@ def in_order(problem: Problem) -> torch.Tensor:
 
 
 def expect_same_sums(what: str, out: torch.Tensor, of_first_variant: torch.Tensor) -> None:
-    """`Mismatch` where a rank has other bits than rank 0, or than before, when another rank was late."""
+    """Raises `Mismatch` if a rank's bits differ from rank 0's, or from those of a run in which another rank
+    was late."""
     for rank in range(1, len(out)):
         if num := _num_other(out[rank], out[0]):
             wrong = f"other bits in {num} of {out[0].numel()} elements"

@@ -1,4 +1,4 @@
-"""Calling conventions: how libraries pass the inputs of an operation, and where the results are then."""
+"""Calling conventions: how libraries pass the inputs of an operation and return its results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIKES = {
 
 
 def unwritten(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """An output amid memory that must not be written."""
+    """An output tensor with memory around it that must not be written."""
     return guarded(poisoned(shape, like.dtype, like.device))
 
 
@@ -37,7 +37,7 @@ def csr_pages(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def _window(problem: Problem, name: str = "window_left") -> dict[str, Any]:
-    """The keyword of a window, only where the case has one."""
+    """The keyword argument of a sliding window, if the case has one."""
     window = problem.constants["window"]
     if window < 0:
         return {}
@@ -230,7 +230,7 @@ def gemm_torch(p: Problem) -> Call:
 
 
 def reduce_with(form: str) -> Callable[[Problem], Call]:
-    """Of a function over ranks: the tensors of all ranks go to their processes."""
+    """The call of a function over ranks: each rank's tensors go to its process."""
     return lambda p: Call((p["x"], form, p.constants["layout"], p.constants["late"]))
 
 

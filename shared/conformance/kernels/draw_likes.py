@@ -1,4 +1,4 @@
-"""Sampling and verification of drafts: many draws of one distribution, whose frequencies are compared."""
+"""Sampling and verification of drafts: the frequencies of many draws are compared with one distribution."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FEW_DRAWS = Tolerance(1.0, 0.0, math.inf, "frequencies of few draws say nothing:
 
 
 def limit_of_draws(expected: torch.Tensor, num_draws: int) -> Tolerance:
-    """For frequencies among so many draws: less than one draw of what cannot be drawn."""
+    """The tolerance of frequencies among `num_draws` draws: an impossible token must not be drawn once."""
     if num_draws < NUM_DRAWS:
         return FEW_DRAWS
     smallest = float(expected[expected > 0].min())
@@ -64,8 +64,8 @@ def timed_draws(device: str) -> tuple[Case, ...]:
 
 def make_sampler(case: Case, takes_scale: bool) -> Problem:
     """logits float32 [num_rows, vocab_size], equal rows; temperature, top_p float32, top_k int32 [num_rows],
-    where vocab_size means no top-k. top_p is of the whole distribution, also with a top-k. The result is the
-    frequency of each token."""
+    where vocab_size means no top-k. top_p applies to the whole distribution, also with a top-k. The result is
+    the frequency of each token."""
     logits = Inputs(3).normal(case.vocab_size)
     ask = Ask("", case.temperature, case.top_k, case.top_p)
     kept = filtered(logits.tolist(), ask.req()).kept
@@ -86,7 +86,7 @@ def make_sampler(case: Case, takes_scale: bool) -> Problem:
 
 
 def _drawn(problem: Problem, **change: Any) -> dict[str, torch.Tensor]:
-    """A change of one number; top_k "off by one" is one more."""
+    """The frequencies after a change of one parameter; top_k "off by one" is one more."""
     logits = problem["logits"][0].tolist()
     given = {name: problem[name][0].item() for name in ("temperature", "top_k", "top_p")}
     asked: dict[str, Any] = {**given, **change}
@@ -158,8 +158,8 @@ def _verified(tokens: torch.Tensor, q: torch.Tensor, accepted: torch.Tensor) -> 
 
 
 def walk_results(ids: Any, vocab_size: int) -> dict[str, torch.Tensor]:
-    """output_token_ids [num_rows, num_drafts + 1], -1 after the last token -> frequencies. Accepted is the
-    share of rows that go on, among those that reach the place."""
+    """output_token_ids [num_rows, num_drafts + 1], -1 after the last token -> frequencies. The acceptance
+    rate of a place is the share of rows that continue, among the rows that reach it."""
     ids = ids[0] if isinstance(ids, tuple) else ids
     has = ids >= 0
     counts = has.sum(0).float()

@@ -1,4 +1,4 @@
-"""Norms, rotary embedding, activation, experts and 8-bit GEMM, with truths of their contracts."""
+"""Norms, rotary embedding, activation, experts and 8-bit GEMM, with exact results by their contracts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROWS: tuple[Case, ...] = table(
 
 
 def panel() -> str:
-    """The implementation to be compared with in speed: on a CPU the reference."""
+    """The implementation whose speed is compared; on a CPU the reference."""
     return "optimized" if check_device().type == "cuda" else "reference"
 
 

@@ -1,4 +1,4 @@
-"""Names the mistake of a function, from the results of its smallest failing cases."""
+"""Finds the mistake of a function from the results of its smallest failing cases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STRIDES_IGNORED = "strides are ignored: rows that are slices of wider ones give 
 def name_mistakes(
     function: Callable[..., Any], like: Like, convention: Convention, failing: list[Problem]
 ) -> list[str]:
-    """What explains the failures of the smallest failing cases: mistakes that explain all of them first, then
+    """The known mistakes that explain the smallest failing cases: first those that explain all cases, then
     those that explain some. The cases are run again with random numbers in place of NaN."""
     smallest = sorted(failing, key=lambda problem: problem.size)[:MAX_DIAGNOSED]
     explained = [_mistakes_in(function, like, convention, problem) for problem in smallest]
@@ -78,7 +78,7 @@ def _mistakes_in(
 def _layout_mistakes(
     function: Callable[..., Any], like: Like, convention: Convention, problem: Problem
 ) -> list[str]:
-    """The plain layout is right: which other one is not?"""
+    """The layout that the function gets wrong, given that the plain layout is right."""
     if like.ranks:
         return []  # the verdict says which bits differ
     variants = {}
@@ -93,7 +93,8 @@ def _layout_mistakes(
 
 
 def explains(problem: Problem, wrong: Results, results: Results) -> bool:
-    """Whether results are those of a mistake, where it has any (not NaN), and those are not the truth."""
+    """Whether the results equal those of a mistake wherever it has any (not NaN), and differ from the exact
+    ones."""
 
     def where_defined(tensors: Tensors) -> Results:
         return {

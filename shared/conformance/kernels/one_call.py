@@ -1,4 +1,5 @@
-"""One call of a function: within a time limit, amid poison, with unmodified inputs; and its results."""
+"""Runs one call of a function: within a time limit, with poison around its memory, and with unmodified
+inputs."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ Results = dict[str, torch.Tensor]
 
 
 def limited(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """Raises `DoesNotReturn` once the time is up, where it can be interrupted; waits for a GPU, whose errors
-    then belong to this call."""
+    """Raises `DoesNotReturn` at the time limit, if the function can be interrupted. Waits for the GPU, so
+    that its errors are raised here."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -37,7 +38,7 @@ def limited(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 
 def device_works() -> bool:
-    """False after an illegal access of a GPU kernel: every later call fails."""
+    """False after an illegal memory access of a GPU kernel, after which every call fails."""
     try:
         torch.empty(1, device=check_device()).fill_(1.0).cpu()
     except RuntimeError:
@@ -54,8 +55,8 @@ def sentence(mismatch: Mismatch) -> str:
 
 
 def call(function: Callable[..., Any], convention: Convention, problem: Problem) -> Results:
-    """The results, under the names of the operation; `Mismatch` where an input is modified, or memory beside
-    a tensor that is written."""
+    """The results, under the names of the operation. Raises `Mismatch` if an input, or memory beside an
+    output, is modified."""
     made = convention.build(problem)
     inputs = [(name, each) for name, each in tensors_of(made) if not any(each is out for out in made.written)]
     before = [memory_of(each) for _, each in inputs]
@@ -84,7 +85,7 @@ def tensors_of(made: Call) -> list[tuple[str, torch.Tensor]]:
 
 
 def check_form(problem: Problem, results: Results, what: str) -> None:
-    """`Mismatch` where a result has another shape, dtype or device."""
+    """Raises `Mismatch` if a result has a wrong shape, dtype or device."""
     for name, expected in problem.expected.items():
         result = results[name]
         if not isinstance(result, torch.Tensor):
@@ -98,14 +99,14 @@ def check_form(problem: Problem, results: Results, what: str) -> None:
 
 
 def check_values(problem: Problem, results: Results, what: str) -> None:
-    """`Mismatch` where a result is not the truth within the tolerance."""
+    """Raises `Mismatch` if the error of a result exceeds the tolerance."""
     limit = problem.tolerance
     for name, expected in problem.expected.items():
         expect_close(f"{what}: {name}", results[name], expected, limit)
 
 
 def largest_error(problem: Problem, results: Results) -> float:
-    """Norm of the error over that of the truth, of the worst result."""
+    """The norm of the error over the norm of the exact result, for the worst result."""
     return max(error_rms(results[name], expected) for name, expected in problem.expected.items())
 
 

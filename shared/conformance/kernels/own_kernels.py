@@ -1,4 +1,4 @@
-"""This project's kernels of operations whose components take other arguments. They need a GPU."""
+"""This project's kernels for operations whose components have another interface. They need a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Call = Callable[[], torch.Tensor]
 
 
 def on_gpu(make: Callable[..., Call], *args: object) -> Call | None:
-    """The call on a CUDA GPU; elsewhere None."""
+    """The function on a CUDA GPU; elsewhere None."""
     return make(*args) if check_device().type == "cuda" else None
 
 
@@ -82,7 +82,7 @@ def verify(draft_token_ids: torch.Tensor, target_probs: torch.Tensor) -> Call:
     logits = target_probs.log().flatten(0, 1)
     ones = torch.ones(len(logits), device=logits.device)
     sample = sampler(logits, ones, (ones * vocab_size).int(), ones)
-    token_ids = torch.nn.functional.pad(draft_token_ids.long(), (1, 0))  # the root's is not looked at
+    token_ids = torch.nn.functional.pad(draft_token_ids.long(), (1, 0))  # the root's is not read
     places = torch.arange(num_places, device=logits.device)
     parents = (places - 1).repeat(num_rows, 1)
     tree = tree_ops.from_parents(token_ids, parents, torch.full_like(token_ids[:, 0], num_places))

@@ -1,4 +1,4 @@
-"""One operation with inputs, and how a function is called with them."""
+"""Problems (one operation with inputs), operations, and calling conventions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ Suspect = Callable[["Problem"], dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Problem:
-    """`tensors`: the inputs under the names of the operation, on the device under check; memory that must
-    not be read holds NaN. `expected`: the results in float64 on the CPU. `kind`: the row of the tolerance
-    table, if there is no `limit`. `size`: what the plots have on their x axis. `num_bytes`, `flops`: of the
-    roofline bound. `ours`: the same operation by an implementation of this project."""
+    """One operation with its inputs and expected results.
+
+    `tensors`: the inputs under the names of the operation, on the device under check; memory that must not be
+    read holds NaN. `expected`: the results in float64 on the CPU. `kind`: the row of the tolerance table, if
+    there is no `limit`. `size`: the x value in plots. `num_bytes`, `flops`: for the roofline bound. `ours`:
+    the same operation by an implementation of this project."""
 
     name: str
     tensors: Tensors
@@ -53,11 +55,12 @@ class Problem:
         return replace(self, constants={**self.constants, **constants})
 
     def strided(self, names: tuple[str, ...]) -> Problem:
-        """These tensors as slices of wider rows, as a fused projection gives them, with NaN beside them."""
+        """The problem with these tensors as slices of wider rows, as after a fused projection, with NaN
+        beside them."""
         return self.with_tensors(**{name: beside_poison(self[name]) for name in names})
 
     def with_other_pages(self, names: tuple[str, ...]) -> Problem:
-        """The same KV on other pages; pages that are not live hold NaN in both."""
+        """The problem with the same KV on other pages; pages that are not live hold NaN in both."""
         num_pages = self[names[0]].shape[0]
         target = torch.arange(num_pages, device=self["page_table"].device).flip(0).roll(3)
         moved = {}
@@ -67,7 +70,7 @@ class Problem:
         return self.with_tensors(page_table=target[self["page_table"].long()].to(torch.int32), **moved)
 
     def with_finite_memory(self) -> Problem:
-        """Random numbers in place of NaN: wrong results can be compared."""
+        """The problem with random numbers in place of NaN, so that wrong results can be compared."""
         inputs = Inputs(97)
         finite = {
             name: torch.where(
@@ -79,19 +82,20 @@ class Problem:
         return self.with_tensors(**finite)
 
     def row(self, i: int, names: tuple[str, ...]) -> Problem:
-        """Row i of the batch alone."""
+        """The problem with row i of the batch alone."""
         alone = self.with_tensors(**{name: self[name][i : i + 1].clone() for name in names})
         return replace(alone, expected={name: each[i : i + 1] for name, each in self.expected.items()})
 
 
 @dataclass(frozen=True)
 class Like:
-    """An operation that a kernel may be like. `cases` have awkward sizes; `timed` returns those for a kind of
-    device. `make(case, takes_scale)` draws the inputs: a convention without a scale gets it within q.
-    `paged`: tensors [num_pages, ...]; `rows`: tensors with one row for each member of the batch.
-    `more_cases`: of features that a kernel may lack, under their names; checked where asked for.
-    `suspects`: name of a known mistake -> its results, to name what a wrong kernel does. `ranks`: over so
-    many processes; 0: a plain function. `beside`: what is timed beside the function."""
+    """An operation of `--like`.
+
+    `cases` have awkward sizes; `timed` returns the timed cases for a kind of device. `make(case,
+    takes_scale)` draws the inputs; for a convention without a scale, q is scaled. `paged`: tensors
+    [num_pages, ...]; `rows`: tensors with one row for each member of the batch. `more_cases`: feature ->
+    cases that are checked on request. `suspects`: name of a known mistake -> its results. `ranks`: the number
+    of processes; 0: a plain function. `beside`: the function whose time is compared."""
 
     name: str
     what: str
@@ -109,8 +113,8 @@ class Like:
 
 @dataclass
 class Call:
-    """One call: the arguments; `written`: those that the function may modify; `results`: its return value ->
-    the results under the names of the operation."""
+    """One call. `written`: the arguments that the function may modify. `results`: return value -> the results
+    under the names of the operation."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -120,8 +124,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Convention:
-    """`signature`: how the function is called. `shapes`: of its arguments. `strided`: inputs whose rows may
-    be slices of wider ones; their last dimension is always dense."""
+    """A calling convention. `signature`: how the function is called. `shapes`: of its arguments. `strided`:
+    inputs whose rows may be slices of wider rows; their last dimension is always dense."""
 
     library: str
     signature: str
@@ -132,8 +136,8 @@ class Convention:
 
 
 def beside_poison(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with wider rows of NaN around them; a row's own elements stay dense. The margin keeps
-    the alignment of 16 bytes that vector loads need."""
+    """The same values as slices of wider rows of NaN; the elements of a row stay dense. The margin keeps the
+    alignment of 16 bytes that vector loads need."""
     flat = amid_poison(tensor.flatten(1), margin=16)
     return flat.view(tensor.shape)
 

@@ -1,4 +1,4 @@
-"""A function over several processes as one function: inputs of all ranks in, results of all ranks out."""
+"""Calls a function on several rank processes: takes the inputs of all ranks and returns all results."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ START_SECONDS = 120.0
 
 
 class RankProcesses:
-    """`num_ranks` processes in one group: over NCCL with a GPU each if there are as many, else over gloo on
-    the CPU. They are started by the first call. After a failure they are ended, and the next call starts
-    others: a group is broken once its ranks disagree."""
+    """`num_ranks` processes in one group: over NCCL if each can have a GPU, otherwise over gloo on the CPU.
+    The first call starts them. After a failure they are ended and the next call starts new ones, because a
+    group is broken once its ranks disagree."""
 
     def __init__(self, target: str, num_ranks: int, seconds: float = 30.0) -> None:
         self.target = target
@@ -47,10 +47,11 @@ class RankProcesses:
         return f"{name}, {self.num_ranks} processes over {library}"
 
     def __call__(self, x: torch.Tensor, form: str, layout: str = "", late: int | None = None) -> torch.Tensor:
-        """x [num_ranks, num_calls, ...] on the CPU -> results of the same shape: of each rank and call.
-        `late`: a rank that waits before each call.
+        """x [num_ranks, num_calls, ...] on the CPU -> results of the same shape. `late`: a rank that waits
+        before each call.
 
-        Raises `ValueError` where every rank refuses, `Mismatch` where one fails, and `DoesNotReturn`.
+        Raises `ValueError` if every rank refuses, `Mismatch` if a rank fails, and `DoesNotReturn` at the time
+        limit.
         """
         tasks = [
             Task(self.target, form, tuple(calls.contiguous() for calls in x[rank]), layout, rank == late)
@@ -59,7 +60,8 @@ class RankProcesses:
         return torch.stack([torch.stack(each.results) for each in self._ask(tasks)])
 
     def time(self, x: torch.Tensor, form: str, target: str = "") -> float:
-        """Seconds of one call, of the slowest rank. `target`: another function than the one under check."""
+        """Seconds of one call on the slowest rank. `target`: another function instead of the one under
+        check."""
         tasks = [
             Task(target or self.target, form, (x[rank, 0].contiguous(),), is_timed=True)
             for rank in range(self.num_ranks)
@@ -87,7 +89,7 @@ class RankProcesses:
         methods = multiprocessing.get_all_start_methods()
         is_forked = "forkserver" in methods and self.device_type == "cpu"
         context = multiprocessing.get_context("forkserver" if is_forked else "spawn")
-        if is_forked:  # torch is imported once, not by each rank
+        if is_forked:  # so that torch is imported once, not by each rank
             context.set_forkserver_preload([serve.__module__])
         self._num_starts += 1
         store = str(Path(self._folder.name) / f"store-{self._num_starts}")
@@ -121,7 +123,7 @@ class RankProcesses:
             raise ValueError(answers[0].refusal)
         ended_first = sorted(
             answers.items(), key=lambda item: not item[1].has_ended
-        )  # others lose their peer
+        )  # the others lose their peer
         for rank, answer in ended_first:
             if answer.error or answer.wrong or answer.refusal:
                 self.end()
@@ -135,7 +137,8 @@ class RankProcesses:
         return [answers[rank] for rank in range(self.num_ranks)]
 
     def _collect(self) -> dict[int, Answer]:
-        """By rank, until all have answered, the time is up, or a rank has failed and the others wait."""
+        """The answers by rank; returns when all have answered, at the time limit, or when a rank has failed
+        and the others wait."""
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + self.seconds
         while len(answers) < self.num_ranks and (left := deadline - time.monotonic()) > 0:

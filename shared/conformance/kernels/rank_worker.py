@@ -1,4 +1,4 @@
-"""One rank of a function over several processes: joins the group, and runs the calls that come in."""
+"""One rank process: joins the group and runs the calls that it receives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYOUTS = ("", "slices of wider rows", "transposed", "begins at an odd element")
 
 @dataclass(frozen=True)
 class Form:
-    """How the function is called with a tensor and the group, and whether the tensor becomes the sum."""
+    """How the function is called with a tensor and the group, and whether it sums in place."""
 
     arguments: Callable[[Any, Any], tuple[tuple[Any, ...], dict[str, Any]]]
     is_in_place: bool = False
@@ -40,8 +40,9 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Task:
-    """`calls`: this rank's tensor of each call, which follow one another without a pause. `layout`: one of
-    `LAYOUTS`. `is_late`: whether this rank waits before each call. `is_timed`: seconds are the answer."""
+    """Work for a rank. `calls`: this rank's tensor for each of the successive calls. `layout`: one of
+    `LAYOUTS`. `is_late`: whether this rank waits before each call. `is_timed`: the answer is a time in
+    seconds."""
 
     target: str
     form: str
@@ -53,8 +54,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """`results`: what each call gives, on the CPU. `refusal`, `error`: why there are none. `wrong`: what is
-    wrong beside the numbers. `has_ended`: the process has."""
+    """A rank's answer. `results`: of each call, on the CPU. `refusal`, `error`: why there are none. `wrong`:
+    what is wrong apart from the values. `has_ended`: whether the process has ended."""
 
     results: tuple[torch.Tensor, ...] = ()
     seconds: float = 0.0
@@ -65,7 +66,7 @@ class Answer:
 
 
 def serve(rank: int, size: int, store: str, device_type: str, seconds: float, pipe: Connection) -> None:
-    """The main function of the process: ends with its parent."""
+    """The main function of the process, which ends when its parent ends."""
     torch.set_num_threads(1)
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -83,7 +84,7 @@ def serve(rank: int, size: int, store: str, device_type: str, seconds: float, pi
         try:
             task: Task = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
-            os._exit(0)  # the group of other ranks may be broken: nothing is left to be closed
+            os._exit(0)  # the group may be broken on other ranks, so it is not closed
         pipe.send_bytes(pickle.dumps(answer(task, functions, device)))
 
 
@@ -96,7 +97,7 @@ def answer(task: Task, functions: dict[str, Callable[..., Any]], device: torch.d
         return _run(task, functions[task.target], device)
     except (ValueError, NotImplementedError) as error:
         return Answer(refusal=f"{type(error).__name__}: {error}")
-    except Exception as error:  # whatever a function raises is its failure
+    except Exception as error:  # any exception is a failure of the function
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return Answer(error=f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})")
 

@@ -1,4 +1,4 @@
-"""What a check of a function has found: verdicts of cases, times, names of mistakes."""
+"""The report of a kernel check: verdicts of cases, times, names of mistakes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from shared.conformance.kernels.problem import Convention, Like
 
 @dataclass
 class Verdict:
-    """One case. `error`: the norm of the error over that of the truth, `allowed` the largest one. `failure`:
-    what is wrong, None where nothing is. `refusal`: why the function does not support the case. `reports`:
-    what is observed and not required. `ends_check`: no other case can be run after it."""
+    """The verdict on one case. `error`: the norm of the error over the norm of the exact result; `allowed`:
+    its limit. `failure`: what is wrong, or None. `refusal`: why the function does not support the case.
+    `reports`: observations that are not required. `ends_check`: no further case can be run."""
 
     case: str
     dtype: str
@@ -26,8 +26,8 @@ class Verdict:
 
 @dataclass
 class Timing:
-    """Seconds of one call. `ours`: of what is timed beside it; `bound`: bytes over bandwidth or FLOPs over
-    rate, the larger."""
+    """Seconds of one call. `ours`: of the function it is compared with. `bound`: bytes over bandwidth or
+    FLOPs over rate, whichever is larger."""
 
     case: str
     size: int
@@ -64,7 +64,7 @@ class Report:
 
     @property
     def timing_notes(self) -> list[str]:
-        """What must be known to read the times."""
+        """Notes on the times."""
         if not self.timings:
             return []
         notes = []

@@ -18,7 +18,7 @@ Points = Sequence[tuple[float, float, str]]  # x, y, what is shown at the point
 
 
 def render(report: Report) -> str:
-    """A page without any other file."""
+    """The HTML page, in one file."""
     errors: dict[str, list[tuple[float, float, str]]] = {}
     for verdict in report.verdicts:
         if verdict.refusal is None and verdict.error > 0 and math.isfinite(verdict.allowed):
@@ -47,7 +47,7 @@ def render(report: Report) -> str:
 
 
 def observed(report: Report) -> list[str]:
-    """How often each observation that is not required holds."""
+    """How often each optional observation holds."""
     names = list(dict.fromkeys(name for verdict in report.verdicts for name in verdict.reports))
     lines = []
     for name in names:
@@ -64,7 +64,7 @@ def plot(
     line: float | None = None,
     is_line: bool = True,
 ) -> str:
-    """Both axes logarithmic. `line`: a horizontal line, the limit."""
+    """A plot with logarithmic axes. `line`: a horizontal line, the limit."""
     points = [point for each in series.values() for point in each if math.isfinite(point[1])]
     if not points:
         return ""

@@ -1,4 +1,4 @@
-"""Runs a function on every case of an operation, and names what is wrong with it."""
+"""Runs a function on every case of an operation and names its mistakes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SECONDS = 60.0
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """package.module:function or file.py:function. Raises `ValueError` where there is none."""
+    """Load package.module:function or file.py:function. Raises `ValueError` if there is none."""
     if ":" not in target:
         raise ValueError(f"{target!r} names no function: write file.py:function or package.module:function")
     function: Callable[..., Any] = registry.load("the kernel", target)
@@ -50,7 +50,8 @@ def load_function(target: str) -> Callable[..., Any]:
 
 @contextmanager
 def running(target: str, like: Like, seconds: float = SECONDS) -> Iterator[Callable[..., Any]]:
-    """The function, within the time limit; one over ranks with its processes, which end with the block."""
+    """The function with a time limit. A function over ranks has its own processes, which end with the
+    block."""
     function = load_function(target)
     if like.ranks:
         with RankProcesses(target, like.ranks, seconds) as ranks:
@@ -60,7 +61,7 @@ def running(target: str, like: Like, seconds: float = SECONDS) -> Iterator[Calla
 
 
 def check_arguments(target: str, like: Like, convention: Convention, cases: tuple[Any, ...]) -> None:
-    """`ValueError` where the function cannot take the arguments of the convention at all."""
+    """Raises `ValueError` if the function cannot take the arguments of the convention."""
     function = load_function(target)
     try:
         signature = inspect.signature(function)
@@ -128,7 +129,8 @@ def check_problem(
 def observations(
     function: Callable[..., Any], like: Like, convention: Convention, problem: Problem, outputs: list[Results]
 ) -> dict[str, bool]:
-    """What is not required. `outputs`: the results of the problem, and of the same on other pages."""
+    """Observations that are not required. `outputs`: the results of the problem, and of the problem with
+    other pages."""
     if like.ranks:
         ordered = {"out": in_order(problem)}
         return {"the bits are those of a float32 sum in the order of ranks": same_bits(outputs[0], ordered)}
@@ -153,8 +155,8 @@ def check_kernel(
     cases: tuple[Any, ...] | None = None,
     seconds: float = SECONDS,
 ) -> Report:
-    """Every case (or only `cases`), and the names of mistakes; `seconds`: that one call may take. Timings are
-    added by the caller."""
+    """Check every case (or only `cases`) and name the mistakes. `seconds`: the time limit of one call. The
+    caller adds timings."""
     chosen = like.cases if cases is None else cases
     device = function.device_name if isinstance(function, RankProcesses) else device_name()
     report = Report(like, convention, target, device, [], [], [])

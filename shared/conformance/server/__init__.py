@@ -1,1 +1,1 @@
-"""`diptych check server`: hold a server with OpenAI's API to the reference in float32."""
+"""`diptych check server`: compares a server with OpenAI's API with the reference in float32."""

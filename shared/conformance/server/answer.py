@@ -1,4 +1,4 @@
-"""One choice of a response, the same for every server: vLLM, SGLang, llama.cpp, transformers, ours."""
+"""One choice of a response, in a common form for vLLM, SGLang, llama.cpp, transformers and this project."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class Malformed(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """`token_ids`, `tokens`, `logprobs` and `top_logprobs` have one entry for each generated token, fields
-    named prompt_ one for each prompt token. None: the server does not report it. `text` includes the prompt
-    if the request asked for `echo`. `raw`: the response, or the list of chunks of a stream."""
+    """One choice of a response. `token_ids`, `tokens`, `logprobs` and `top_logprobs` have one entry for each
+    generated token; fields named prompt_ have one for each prompt token. None: the server does not report it.
+    `text` includes the prompt if the request asked for `echo`. `raw`: the response, or the list of chunks of
+    a stream."""
 
     token_ids: tuple[int, ...] | None
     tokens: tuple[str, ...]
@@ -36,7 +37,7 @@ class Answer:
     raw: Any
     prompt_tokens: tuple[str, ...] = ()
     prompt_top_logprobs: tuple[Top | None, ...] | None = None
-    prompt_token_ids: tuple[int | None, ...] = ()  # of the entries that `echo` gives
+    prompt_token_ids: tuple[int | None, ...] = ()  # of the entries that `echo` adds
     index: int = 0
 
 
@@ -58,8 +59,8 @@ def read_answer(
     echo: bool,
     ids: Mapping[str, int],
 ) -> Answer:
-    """`num_prompt`: prompt tokens, the entries that `echo` puts in front. `ids`: token text -> id, for
-    servers that report no ids. Raises `Malformed`."""
+    """Read one choice. `num_prompt`: the number of prompt tokens, whose entries `echo` puts in front. `ids`:
+    token text -> id, for servers that report no ids. Raises `Malformed`."""
     try:
         entries = read_entries(choice.get("logprobs"), ids)
         text = choice["message"].get("content") or "" if "message" in choice else choice["text"]
@@ -92,7 +93,7 @@ def read_answer(
 
 
 def read_entries(logprobs: Any, ids: Mapping[str, int]) -> list[Entry] | None:
-    """Either shape of `logprobs`: `content`, a list of entries (chat; llama.cpp also in completions), or
+    """Read either form of `logprobs`: `content`, a list of entries (chat; llama.cpp also in completions), or
     parallel lists of tokens and values (completions)."""
     if not logprobs:
         return None
@@ -159,6 +160,6 @@ def _key(token: str, ids: Mapping[str, int], token_id: Any = None) -> int | str:
 
 
 def _number(value: Any) -> float:
-    """Raises `TypeError` or `ValueError` for what is no number."""
+    """Convert to a number. Raises `TypeError` or `ValueError` for anything else."""
     number = float(value)
     return -math.inf if number <= LOWEST else number

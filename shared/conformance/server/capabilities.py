@@ -1,4 +1,5 @@
-"""What a server offers, found by asking once. A check that needs more is "not offered", not a failure."""
+"""Probes which features a server offers. A check that needs a missing feature is "not offered", not a
+failure."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ ID_PARAMS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Offers:
-    """`reasons`: name of a field that is False or 0 -> one line that says why."""
+    """The features of a server. `reasons`: name of a field that is False or 0 -> the reason, in one line."""
 
     kind: str = ""  # `owned_by` of the model: vllm, sglang, llamacpp ...
     token_id_prompts: bool = False
     echo_logprobs: bool = False
     prompt_logprobs: bool = False  # vLLM's
-    num_top_logprobs: int = 0  # of generated tokens: the most of 20, 5, 1 that the server answers
+    num_top_logprobs: int = 0  # for generated tokens: the largest of 20, 5, 1 that the server accepts
     completion_logprobs: bool = False
     chat: bool = False
     chat_logprobs: bool = False
@@ -64,8 +65,8 @@ class Offers:
         return tuple(name for name, is_offered in ways.items() if is_offered)
 
     def prompt_params(self, num_top: int) -> dict[str, Any]:
-        """Fields of a request whose answer has the prompt's log-probabilities too, beside `logprobs`; none
-        where the server scores no prompts."""
+        """The request fields, in addition to `logprobs`, that return the prompt's log-probabilities; empty if
+        the server scores no prompts."""
         if self.echo_logprobs:
             return {"echo": True}
         return {"prompt_logprobs": max(num_top, 1)} if self.prompt_logprobs else {}
@@ -86,8 +87,9 @@ EXTRAS: dict[str, Any] = {
 
 
 def probe(server: Server, prompt: Sequence[int], text: str) -> Offers:
-    """`prompt` and `text` are the same. Sets what the server's client needs to read token ids. Raises
-    `ValueError` for a server that cannot be scored, and what the client raises where nothing answers."""
+    """Probe a server. `text` is the text of `prompt`. Sets the fields of the client that are needed to read
+    token ids. Raises `ValueError` for a server that cannot be scored, and the client's error if nothing
+    answers."""
     found: dict[str, Any] = {"kind": _kind(server)}
     reasons: dict[str, str] = {}
 
@@ -141,7 +143,7 @@ def probe(server: Server, prompt: Sequence[int], text: str) -> Offers:
 def _find_ids(
     server: Server, asked: str | Sequence[int], answer: Answer, note: Any, base: dict[str, Any]
 ) -> None:
-    """Sets the first of ID_PARAMS with which the ids come from the server and not from a table of texts."""
+    """Sets the first of ID_PARAMS with which the server reports ids, so that no table of texts is needed."""
     table, server.token_ids = server.token_ids, {}
     for params in ID_PARAMS:
         server.id_params = dict(params)
@@ -176,7 +178,8 @@ def _try(
     streamed: bool = False,
     **params: Any,
 ) -> Probed:
-    """The first answer, or why there is none. A server that is gone raises `Unreachable`."""
+    """The first choice, or the reason why there is none. Raises `Unreachable` for a server that has
+    stopped."""
     try:
         if prompt is None:
             return server.chat(**params)[0], ""
@@ -184,7 +187,7 @@ def _try(
     except (Refused, Malformed) as error:
         return None, str(error)[:200]
     except Unreachable as error:
-        server.get("/v1/models")  # raises where the server is gone
+        server.get("/v1/models")  # raises if the server has stopped
         return None, str(error)[:200]
 
 

@@ -1,4 +1,4 @@
-"""The registry of checks, and their run against a server."""
+"""The registry of checks, and running them against a server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """`evidence`: what a report shows beside it; only JSON values."""
+    """One finding of a check. `evidence`: data for the report; only JSON values."""
 
     status: Status
     what: str = ""
@@ -44,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is tried."""
+    """The amounts of requests and tokens of a run."""
 
     num_prompts: int = 8
     prompt_len: int = 48  # tokens of an ordinary prompt
@@ -62,8 +62,8 @@ THOROUGH = Limits(
 
 @dataclass
 class Context:
-    """What a check works with. `prompts`: token ids. `progress` takes a line of text. `dtype`: the format
-    that names the `tolerance`."""
+    """The inputs of a check. `prompts`: token ids. `progress` takes a line of text. `dtype`: the format that
+    selects the `tolerance`."""
 
     server: Server
     offers: Offers
@@ -74,10 +74,10 @@ class Context:
     progress: Callable[[str], None] = lambda text: None
     tolerance: Tolerance = TABLE["float32"]
     dtype: str = "float32"
-    answers: list[Answer] = field(default_factory=list)  # of the prompts, greedily, once asked for
+    answers: list[Answer] = field(default_factory=list)  # greedy answers to the prompts, once computed
 
     def prompt_of(self, ids: Sequence[int]) -> str | list[int]:
-        """A prompt as this server takes it: token ids where it offers them, otherwise their text."""
+        """A prompt in the form that this server takes: token ids if it accepts them, otherwise their text."""
         return list(ids) if self.offers.token_id_prompts else self.oracle.tokenizer.decode(ids)
 
 
@@ -88,7 +88,7 @@ Run = Callable[[Context], "Iterable[Finding] | Finding"]
 class Check:
     name: str  # group.name
     sentence: str  # what must hold
-    why: str  # what goes wrong for users where it does not
+    why: str  # what goes wrong for users if it does not
     run: Run
 
     @property
@@ -105,7 +105,7 @@ class Result:
 
     @property
     def status(self) -> Status:
-        """The worst of its findings: fails, near tie, holds; not offered only if nothing else was found."""
+        """The worst status of its findings: fails, near tie, holds; not offered only if there is no other."""
         found = {finding.status for finding in self.findings}
         order: tuple[Status, ...] = ("fails", "near tie", "holds")
         return next((status for status in order if status in found), "not offered")
@@ -119,7 +119,7 @@ CHECKS: list[Check] = []
 
 
 def check(name: str, sentence: str, why: str = "") -> Callable[[Run], Run]:
-    """Registers a function as a check. Raises `ValueError` for a name without a known group or twice used."""
+    """Registers a function as a check. Raises `ValueError` for an unknown group, or a name used twice."""
     if name.partition(".")[0] not in GROUPS or any(each.name == name for each in CHECKS):
         raise ValueError(f"{name!r} must be GROUP.NAME, used once, with a group of {', '.join(GROUPS)}")
 
@@ -153,7 +153,8 @@ def chosen(only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[Check]:
 
 
 def run_checks(context: Context, checks: Sequence[Check]) -> Iterator[Result]:
-    """One result for each check. When the server is gone, its check fails and the run ends."""
+    """Run the checks; one result for each. If the server stops answering, the current check fails and the run
+    ends."""
     for each in checks:
         context.progress(each.name)
         findings, is_gone = run_check(context, each)
@@ -163,14 +164,14 @@ def run_checks(context: Context, checks: Sequence[Check]) -> Iterator[Result]:
 
 
 def run_check(context: Context, each: Check) -> tuple[tuple[Finding, ...], bool]:
-    """The findings, and whether the server is gone. What the client raises becomes a finding."""
+    """The findings, and whether the server has stopped. Errors of the client become findings."""
     findings: list[Finding] = []
     try:
         outcome = each.run(context)
         if isinstance(outcome, Finding):
             outcome = [outcome]
         for finding in outcome:
-            findings.append(finding)  # one by one: what was found before an exception is kept
+            findings.append(finding)  # one by one, so that findings before an exception are kept
     except (Refused, Malformed) as error:
         findings.append(Finding("fails", f"the server's answer cannot be used: {error}"))
     except Unreachable as error:

@@ -34,8 +34,9 @@ class Unreachable(Exception):
 
 @dataclass
 class Server:
-    """`model`: the name for requests; found by `find_model` when it is empty. `token_ids`: token text -> id.
-    `id_params`: what makes this server report token ids; sent with every request for logprobs."""
+    """A server's URL and how to call it. `model`: the name for requests; `find_model` finds it if it is
+    empty. `token_ids`: token text -> id. `id_params`: the request fields with which this server reports token
+    ids; sent with every request for logprobs."""
 
     url: str
     api_key: str | None = None
@@ -47,7 +48,7 @@ class Server:
     def __post_init__(self) -> None:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         self.url = self.url.rstrip("/").removesuffix("/v1")
-        # A new connection for each request: some servers close one that they have promised to keep.
+        # A new connection for each request: some servers close connections that they announced to keep.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         try:
             self.http = httpx.Client(
@@ -60,7 +61,8 @@ class Server:
         self.http.close()
 
     def find_model(self) -> str:
-        """The given model, or the first one that the server lists. Raises `ValueError` for neither."""
+        """The given model, or the first one that the server lists. Raises `ValueError` if there is
+        neither."""
         if self.model:
             return self.model
         status, _, body = self.get("/v1/models")
@@ -73,11 +75,11 @@ class Server:
         return self.model
 
     def get(self, path: str) -> tuple[int, Mapping[str, str], Any]:
-        """Status, headers, and JSON, or text where it is no JSON."""
+        """Status, headers, and the body: JSON if it can be parsed, otherwise text."""
         return self._send("GET", path, None)
 
     def post(self, path: str, body: Any) -> tuple[int, Mapping[str, str], Any]:
-        """The same. A body that is bytes is sent as it is."""
+        """As `get`. A body of bytes is sent unchanged."""
         return self._send("POST", path, body)
 
     def complete(self, prompt: Prompt, **params: Any) -> list[Answer]:
@@ -85,7 +87,7 @@ class Server:
         return self._answers("/v1/completions", self._completion(prompt, params), prompt)
 
     def stream(self, prompt: Prompt, **params: Any) -> list[Answer]:
-        """The same, streamed, with the chunks of each choice put together."""
+        """As `complete`, streamed; the chunks of each choice are joined."""
         body = {"stream": True, "stream_options": {"include_usage": True}} | self._completion(prompt, params)
         return self._streamed("/v1/completions", body, prompt)
 

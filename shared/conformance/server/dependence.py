@@ -1,4 +1,4 @@
-"""An answer depends on nothing but its request: not on batch, cache, load or chunks."""
+"""Checks that an answer depends on its request alone, not on batch, cache, load or chunks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ WHY_CACHE = "A page of another text in the prefix cache gives fluent answers to 
 
 
 def fresh(context: Context, length: int) -> list[int]:
-    """Random tokens. The first ones do not follow from the run's seed, so that a server that was checked
-    before has nothing of them in its cache."""
+    """Random tokens. The first ones are not seeded, so that a server that was checked before has no cached
+    prefix of them."""
     oracle = context.oracle
     ids: list[int] = []
     while len(ids) < length:
@@ -33,7 +33,8 @@ def fresh(context: Context, length: int) -> list[int]:
 
 
 def hot(context: Context, prompt: Sequence[int], seed: int) -> dict[str, Any]:
-    """Parameters of a batch-mate that samples, with what the server offers beside."""
+    """Parameters of a sampling request in the same batch, with the penalties and filters that the server
+    offers."""
     offers = context.offers
     extras: dict[str, Any] = {
         "seed": seed,

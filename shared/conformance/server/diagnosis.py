@@ -1,4 +1,4 @@
-"""What kind of fault explains log-probabilities that are wrong: the pattern of the errors often tells."""
+"""Diagnoses wrong log-probabilities: the pattern of the errors often indicates the kind of fault."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LEAST = 5  # positions that a pattern must explain
 
 
 def diagnose(text: Scored, rows: np.ndarray, tolerance: Tolerance) -> str:
-    """One sentence about all values, or nothing where no pattern fits. `rows`: the reference's
+    """One sentence about all values, or an empty one if no pattern fits. `rows`: the reference's
     log-probabilities of `text.ids`, [len, vocab_size]."""
     if len(text.positions) < LEAST:
         return ""
@@ -51,14 +51,14 @@ def diagnose(text: Scored, rows: np.ndarray, tolerance: Tolerance) -> str:
 
 
 def is_other_model(texts: Sequence[Scored]) -> bool:
-    """Errors of this size in most tokens, without a pattern."""
+    """Whether most tokens have large errors without a pattern, as with another model."""
     return bool(np.median(np.concatenate([text.errors for text in texts])) > 0.5)
 
 
 def _explains(
     text: Scored, values: np.ndarray, tolerance: Tolerance, where: np.ndarray | None = None
 ) -> bool:
-    """Whether the server's values are these and not the reference's: as exactly as the format allows, or
+    """Whether the server's values equal these and not the reference's: within the format's tolerance, or
     nearly, with a twentieth of the errors."""
     where = np.ones(len(values), dtype=bool) if where is None else where
     if where.sum() < LEAST:
@@ -126,7 +126,8 @@ def _digits(text: Scored) -> str:
 
 
 def wrong_region(text: Scored, tolerance: Tolerance) -> str:
-    """Right up to a position and wrong behind it: K and V of earlier tokens are wrong from there."""
+    """Whether values are right up to a position and wrong behind it: K and V of earlier tokens are wrong from
+    there."""
     positions = np.unique(text.positions)
     beyond = np.unique(np.array(text.positions)[text.beyond(tolerance)])
     if not len(beyond):

@@ -1,4 +1,4 @@
-"""Sampling against the exact distribution: temperature, filters, logit_bias."""
+"""Checks of sampling against the exact distribution: temperature, filters, logit_bias."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHY_FILTER = "Answers of a filter that is not applied, or wrongly, look right on
 
 
 def body_of(context: Context, asked: Asked) -> dict[str, Any]:
-    """Fields of a request, with this server's names, and without filters that it has by default."""
+    """The fields of a request with this server's names, with its default filters disabled."""
     offers, body = context.offers, {"logprobs": 1, **asked.body()}
     if offers.top_k and not asked.top_k:
         body["top_k"] = -1  # llama.cpp keeps 40 by default, vLLM what the model's generation_config has
@@ -38,8 +38,8 @@ def body_of(context: Context, asked: Asked) -> dict[str, Any]:
 def drawn(
     context: Context, asked: Asked, rivals: Mapping[str, Asked], first: Sequence[list[int]] = ()
 ) -> tuple[Draws, list[Text]]:
-    """Draws of several answers, and the answers. `first`: prompts of which only one token is drawn, beside
-    the others. Raises `Refused`."""
+    """Draws of several answers, and the answers. `first`: additional prompts for which only one token is
+    drawn. Raises `Refused`."""
     body = body_of(context, asked)
 
     def ask(prompt: list[int], max_tokens: int, seed: int) -> list[int]:
@@ -68,12 +68,13 @@ def drawn(
 def follows(
     context: Context, asked: Asked, others: Mapping[str, Asked], first: Sequence[list[int]] = ()
 ) -> Finding:
-    """Whether a server's draws follow the distribution. `others`: by name, what else they may follow; it is
-    named if they do not. `first`: as in `drawn`."""
+    """Whether a server's draws follow the distribution. `others`: rules, by name, that they may follow
+    instead; the finding names the rule that fits. `first`: as in `drawn`."""
     if not (context.offers.generated_ids and context.offers.token_id_prompts):
         return Finding("not offered", "it needs prompts of token ids, and ids of generated tokens")
     try:
-        # Where few tokens change, a test against each other rule finds more than tests of all tokens.
+        # If few tokens change, a test against each alternative rule is more sensitive than tests of all
+        # tokens.
         draws, texts = drawn(context, asked, others if asked.changes_logits else {}, first)
     except Refused as error:
         if error.status >= 500:
@@ -136,7 +137,8 @@ def min_p(context: Context) -> Finding:
 
 
 def raised(context: Context, odds: float) -> dict[int, float]:
-    """A bias that gives ten tokens together these odds against all others, behind the first prompt."""
+    """A logit bias with which ten tokens together have these odds against all others, behind the first
+    prompt."""
     first = context.oracle.logprobs(context.prompts[0])[-1]
     order = [int(token) for token in np.argsort(-first) if int(token) not in context.oracle.eos_token_ids]
     tokens = order[10:30:2]

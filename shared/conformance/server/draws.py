@@ -1,5 +1,5 @@
-"""Whether sampled tokens follow the exact distribution, from few requests: every position of every answer is
-one draw from its own distribution, given the tokens before it."""
+"""Tests with few requests whether sampled tokens follow the exact distribution: every position of every
+answer is one draw from its own distribution, given the tokens before it."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ outliers: tokens at the border of a filter have little of the probability, and f
 
 @dataclass(frozen=True)
 class Asked:
-    """The sampling of a request, by the names of the API. `counted`: whose tokens penalties count; empty: the
-    generated ones, as in OpenAI's formula, and for repetition_penalty the prompt's too, as in Hugging Face
-    transformers."""
+    """The sampling parameters of a request, with the names of the API. `counted`: the tokens that penalties
+    count. Empty: the generated ones, as in OpenAI's formula, and for repetition_penalty also the prompt's, as
+    in Hugging Face transformers."""
 
     temperature: float = 1.0
     top_k: int = 0  # 0 keeps all
@@ -56,7 +56,8 @@ class Asked:
         return bool(is_penalized or self.logit_bias)
 
     def body(self) -> dict[str, Any]:
-        """Fields that differ from the default; temperature and top_p always, as servers have other ones."""
+        """The fields that differ from the default; always temperature and top_p, as servers have other
+        defaults."""
         found: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
         for name in ("top_k", "min_p", "presence_penalty", "frequency_penalty"):
             if getattr(self, name):
@@ -70,8 +71,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Choice:
-    """What one position may give, with log-probabilities off by the tolerance. `share`: probability before
-    any filter. `sure`: kept by every filter in any case. `possible`: kept in some case."""
+    """The possible tokens of one position if log-probabilities may be off by the tolerance. `share`:
+    probability before any filter. `sure`: kept by every filter for all errors within the tolerance.
+    `possible`: kept for some of them."""
 
     share: Floats
     sure: Bools
@@ -100,7 +102,7 @@ def changed_logits(
 def choice_at(
     logits: Floats, asked: Asked, prompt: Sequence[int], output: Sequence[int], tol: float
 ) -> Choice:
-    """`logits`: [vocab], of the model. `tol`: by how much a server's may differ."""
+    """The choice at one position. `logits`: [vocab], of the model. `tol`: the allowed error of a server's."""
     size = len(logits)
     scores, changed = changed_logits(logits, asked, prompt, output)
     scores = scores / asked.temperature
@@ -147,15 +149,15 @@ def _likeliness(share: Floats) -> Floats:
 
 @dataclass
 class Draws:
-    """Places in [0, 1) of the drawn tokens within their distributions: uniform if the server samples from
-    them. Tokens are ordered by probability, those that a penalty or bias changes first. The weight of a token
-    is 1 if a penalty or bias changes it, otherwise 0; where nothing changes logits, it is larger for likelier
-    tokens, so that the surplus shows a wrong temperature. `rivals`: by name, rules that a wrong server is
-    likely to follow; `log_ratios` has how much likelier the draws are under each."""
+    """The quantiles in [0, 1) of the drawn tokens within their distributions, which are uniform if the server
+    samples correctly. Tokens are ordered by probability, those that a penalty or bias changes first. The
+    weight of a token is 1 if a penalty or bias changes it, otherwise 0. Without penalty and bias it is larger
+    for likelier tokens, so that the surplus shows a wrong temperature. `rivals`: rules, by name, that a wrong
+    server is likely to follow. `log_ratios`: how much likelier the draws are under each rule."""
 
     rng: random.Random
     tolerance: Tolerance
-    excluded: frozenset[int] = frozenset()  # end tokens: an answer that ends does not report them
+    excluded: frozenset[int] = frozenset()  # end-of-sequence tokens, which servers do not report
     rivals: Mapping[str, Asked] = field(default_factory=dict)
     log_ratios: dict[str, float] = field(default_factory=dict)
     places: list[float] = field(default_factory=list)
@@ -166,7 +168,7 @@ class Draws:
 
     @property
     def tol(self) -> float:
-        """Of one log-probability."""
+        """The tolerance of one log-probability."""
         return self.tolerance.typical_error if self.tolerance.outliers else self.tolerance.max_error
 
     @property
@@ -175,7 +177,7 @@ class Draws:
         return len(self.impossible) > share * (len(self.places) + len(self.impossible) + self.num_left_out)
 
     def add(self, logits: Floats, asked: Asked, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """All tokens of an answer. `logits`: [len(output), vocab], row i before output[i]."""
+        """Add all tokens of an answer. `logits`: [len(output), vocab]; output[i] is drawn from row i."""
         for i, token in enumerate(output):
             choice = choice_at(logits[i], asked, prompt, output[:i], self.tol)
             if not choice.possible[token]:
@@ -191,7 +193,7 @@ class Draws:
             sure = choice.sure.copy()
             sure[list(self.excluded)] = False
             if not sure[token]:
-                self.num_left_out += 1  # an end token, or one on the border of a filter
+                self.num_left_out += 1  # an end-of-sequence token, or one at the threshold of a filter
                 continue
             share = np.where(sure, choice.share, 0.0)
             share /= share.sum()
@@ -224,7 +226,7 @@ class Draws:
 
     def rival_p_value(self) -> float:
         """An upper bound, by Ville's inequality: if the server follows the rule, the likelihood ratio of a
-        rival has the mean 1, and reaches x with a probability of 1 / x at most."""
+        rival has mean 1, and reaches x with a probability of at most 1 / x."""
         largest = max(self.log_ratios.values(), default=0.0)
         return min(1.0, len(self.log_ratios) * math.exp(-largest)) if largest > 0.0 else 1.0
 
@@ -238,7 +240,7 @@ class Draws:
         return min(1.0, 20 * bound)
 
     def uniform_p_value(self) -> float:
-        """Of the chi-square test, TAIL times: its counts are whole numbers, and few."""
+        """The p-value of the chi-square test, times TAIL, because the counts are small integers."""
         import torch
 
         from shared.conformance.chi_square import p_value
@@ -247,5 +249,5 @@ class Draws:
         return min(1.0, TAIL * p_value(bins, [1 / NUM_BINS] * NUM_BINS))
 
     def counts(self) -> list[int]:
-        """Draws in each bin."""
+        """The number of draws in each bin."""
         return [int(num) for num in np.histogram(self.places, NUM_BINS, (0.0, 1.0))[0]]

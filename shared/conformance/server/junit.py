@@ -1,4 +1,4 @@
-"""What a run found as JUnit XML, which CI systems read."""
+"""Writes the results of a run as JUnit XML, which CI systems read."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def junit_xml(report: Report) -> str:
 
 
 def _clean(text: str) -> str:
-    """Without characters that XML cannot hold; answers of a server may have any."""
+    """The text without characters that XML cannot hold; answers of a server may contain any."""
     return _NOT_XML.sub("\ufffd", text)

@@ -1,4 +1,4 @@
-"""The reference panel's model in float32, computed plainly: what a correct server's log-probabilities are."""
+"""The oracle: the reference panel's model in float32, which gives the expected log-probabilities."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ NUM_CACHED = 64
 
 
 class Oracle:
-    """`model`: what the server serves: a folder in Hugging Face format, a built-in model or an id. Raises
-    `ValueError` where there is no model or no tokenizer.
+    """Computes expected logits. `model`: the model that the server serves: a folder in Hugging Face format, a
+    built-in model or an id. Raises `ValueError` if there is no model or no tokenizer.
 
-    `vocab_size`: ids that have a token. `num_rows`: rows of the LM head under the softmax: as many (this
-    project's engine), or also the padding rows behind them (vLLM, llama.cpp). `find_rows` decides."""
+    `vocab_size`: the number of ids with a token. `num_rows`: the rows of the LM head in the softmax: equally
+    many (this project's engine), or also the padding rows behind them (vLLM, llama.cpp). `find_rows`
+    decides."""
 
     def __init__(self, model: str | Path) -> None:
         self.folder = resolve_model_path(str(model))
@@ -52,8 +53,8 @@ class Oracle:
         self._known: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """float32 [len(ids), num_rows]; row i is of the token behind ids[: i + 1]. Cached by text. Raises
-        `ValueError` for ids that the model does not have."""
+        """float32 [len(ids), num_rows]; row i has the logits of the token behind ids[: i + 1]. Cached by
+        text. Raises `ValueError` for ids that the model does not have."""
         key = tuple(int(token_id) for token_id in ids)
         if not key or any(not 0 <= token_id < self.vocab_size for token_id in key):
             raise ValueError(f"token ids must be in [0, {self.vocab_size}), and at least one: {key!s:.80}")
@@ -86,7 +87,7 @@ class Oracle:
         return np.array(exact_distribution(row, req))
 
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], list[float]]:
-        """The greedy continuation, and by how much the best logit leads the second at each of its tokens."""
+        """The greedy continuation, and the gap between the two best logits at each of its tokens."""
         output: list[int] = []
         leads: list[float] = []
         session = ModelSession(self.model, max_len=len(prompt) + max_tokens)
@@ -101,7 +102,8 @@ class Oracle:
 
     @cached_property
     def text_of_token(self) -> list[str]:
-        """Each token as servers write it alone: its bytes, with U+FFFD for what is no character."""
+        """The text of each token alone, as servers write it: its bytes, with U+FFFD for incomplete
+        characters."""
         table = TokenBytes(self.tokenizer)
         return [table.of(i).decode("utf-8", errors="replace") for i in range(self.vocab_size)]
 

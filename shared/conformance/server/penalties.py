@@ -1,4 +1,4 @@
-"""Penalties: samples against the exact distribution, and greedy choices that a penalty changes."""
+"""Checks of penalties: samples against the exact distribution, and greedy choices that a penalty changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PENALTIES = ("frequency_penalty", "presence_penalty")
 LARGEST = 2.0  # of OpenAI's range
 NUM_GREEDY = 32  # tokens of a greedy answer: enough for repetitions
 LEAST_PROMPT = 6
-NUM_TELLING = 8  # prompts whose first token depends on whether the prompt counts
+NUM_TELLING = 8  # prompts whose first token depends on whether prompt tokens are counted
 NUM_REPEATS = 6
 NO_PENALTY = "no penalty"
 PROMPT_TOO = "tokens of the prompt count too"
@@ -29,7 +29,8 @@ OUTPUT_ONLY = "only generated tokens count"
 
 
 def other_rules(asked: Asked) -> dict[str, Asked]:
-    """What servers do instead. OpenAI's formula counts how often a token was sampled, so not the prompt's."""
+    """The rules of other servers. OpenAI's formula counts how often a token was sampled, so not in the
+    prompt."""
     return {NO_PENALTY: Asked(), PROMPT_TOO: replace(asked, counted="prompt and output")}
 
 
@@ -93,8 +94,8 @@ def greedy_penalties(context: Context) -> Iterator[Finding]:
 def best_tokens(
     tolerance: Tolerance, rows: Floats, asked: Asked, prompt: list[int], output: list[int]
 ) -> tuple[NDArray[np.int64], Floats]:
-    """The best token of each row of log-probabilities, and by how much more than the tolerance each token is
-    worse: [num], [num, vocab]. `rows`: [num, vocab], the first one behind the prompt."""
+    """The best token of each row, [num], and the gap of each token to it beyond the tolerance, [num, vocab].
+    `rows`: log-probabilities [num, vocab], the first row behind the prompt."""
     scores = np.empty_like(rows)
     for i, row in enumerate(rows):
         scores[i], _ = changed_logits(row, asked, prompt, output[:i])
@@ -106,9 +107,9 @@ def best_tokens(
 
 @dataclass
 class Choices:
-    """Tokens of greedy answers, counted. By rule: `wrong`, those that are surely not its choice; `telling`,
-    those where the asked rule's choice is surely not its own; `followed`, those that are its choice, and
-    surely not the asked rule's."""
+    """Counts of tokens of greedy answers, by rule. `wrong`: surely not the rule's choice. `telling`: the
+    rule's choice surely differs from that of the requested rule. `followed`: the rule's choice, and surely
+    not that of the requested rule."""
 
     num: int = 0
     wrong: Counter[str] = field(default_factory=Counter)
@@ -116,7 +117,7 @@ class Choices:
     followed: Counter[str] = field(default_factory=Counter)
 
     def add(self, context: Context, prompt: list[int], output: list[int], rules: dict[str, Asked]) -> None:
-        """`rules`: the asked one first."""
+        """Count the tokens of an answer. `rules`: the requested one first."""
         rows = context.oracle.logprobs([*prompt, *output])[len(prompt) - 1 : -1]
         at = np.arange(len(output))
         self.num += len(output)
@@ -153,10 +154,10 @@ class Choices:
 def repetition_penalty(context: Context) -> Finding:
     if not context.offers.repetition_penalty:
         return Finding("not offered", context.offers.reason("repetition_penalty"))
-    value = 0.6  # below one, repetitions are likely, so that there is something to count
+    value = 0.6  # below one, repetitions are likely, so that counts matter
     output_only = Asked(repetition_penalty=value, counted="output")
     found = follows(context, Asked(repetition_penalty=value), {NO_PENALTY: Asked(), OUTPUT_ONLY: output_only})
-    # No document of OpenAI has this parameter: SGLang's rule is as good as that of Hugging Face.
+    # OpenAI does not define this parameter, so SGLang's rule is accepted as well as Hugging Face's.
     return (
         replace(found, status="holds", what=f"{found.what}: {OUTPUT_ONLY}")
         if found.actual == OUTPUT_ONLY

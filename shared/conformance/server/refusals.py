@@ -1,4 +1,4 @@
-"""Requests that cannot be served: refused with a status and an error that clients understand."""
+"""Checks that invalid requests are refused with a status and an error that clients understand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BAD_STATUS = "Clients send a request again after a status of 500 or more, and ta
 
 
 def refusal(what: str, answer: tuple[int, Any, Any], allowed: tuple[int, ...] = (400, 422)) -> Finding:
-    """One of the statuses, with OpenAI's error object."""
+    """Check a refusal: one of the statuses, with OpenAI's error object."""
     status, _, body = answer
     if status not in allowed:
         return Finding("fails", f"{what}: status", allowed, status, {"body": str(body)[:300]})

@@ -1,4 +1,4 @@
-"""What a run found as one HTML file: no script, no other file, light and dark, plots as SVG."""
+"""Writes the results of a run as one HTML file: no script, no other file, light and dark, plots as SVG."""
 
 from __future__ import annotations
 

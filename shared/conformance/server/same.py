@@ -1,4 +1,4 @@
-"""Whether two greedy answers of a server are the same, as far as a correct server's must be."""
+"""Compares two greedy answers of a server, which may differ only at near ties."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NUM_TOP = 5
 
 
 def ask_prompt(context: Context, prompt: Sequence[int] | None = None) -> str | list[int]:
-    """A prompt as the server takes it: token ids, or their text."""
+    """A prompt in the form that the server takes: token ids, or their text."""
     return context.prompt_of(context.prompts[0] if prompt is None else prompt)
 
 
 def greedy(context: Context, prompt: Sequence[int], max_tokens: int, **params: Any) -> Answer:
-    """The greedy answer, with log-probabilities where the server has them."""
+    """The greedy answer, with log-probabilities if the server reports them."""
     return context.server.complete(
         ask_prompt(context, prompt), **greedy_params(context, max_tokens), **params
     )[0]
@@ -34,13 +34,14 @@ def greedy_params(context: Context, max_tokens: int) -> dict[str, Any]:
 
 
 def num_outliers(tolerance: Tolerance, num: int) -> float:
-    """How many of `num` tokens of one text may be beyond the tolerance."""
+    """The number of tokens, of `num` in a text, that may exceed the tolerance."""
     return max(2.0, 4 * tolerance.outliers * num) if tolerance.outliers else 0.0
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two answers part. `is_tie`: both tokens are as good as each other there, within the tolerance."""
+    """The position at which two answers diverge. `is_tie`: both tokens are equally likely within the
+    tolerance."""
 
     position: int
     what: str
@@ -50,7 +51,7 @@ class Difference:
 
 
 def difference(expected: Answer, actual: Answer, tolerance: Tolerance) -> Difference | None:
-    """The first one. Two answers may each be off by the tolerance."""
+    """The first difference. Each of the two answers may be off by the tolerance."""
     first: Sequence[int | str] = expected.token_ids or expected.tokens
     second: Sequence[int | str] = actual.token_ids or actual.tokens
     if not first or not second or expected.logprobs is None or actual.logprobs is None:
@@ -68,7 +69,7 @@ def difference(expected: Answer, actual: Answer, tolerance: Tolerance) -> Differ
             if num_left < 0:
                 return Difference(i, "the log-probabilities differ", _at(expected, i), _at(actual, i))
     if len(first) != len(second):
-        # One ended by an end token, which is not reported: whether that is a tie cannot be seen.
+        # One answer ended with an end-of-sequence token, which is not reported, so a tie cannot be detected.
         at = min(len(first), len(second))
         return Difference(
             at, "the lengths differ", len(first), len(second), "stop" in _reasons(expected, actual)
@@ -90,7 +91,7 @@ def _at(answer: Answer, i: int) -> dict[str, Any]:
 
 
 def _is_tie(answer: Answer, other: int | str, i: int, limit: float) -> bool:
-    """Whether the other answer's token is within the limit of this one's, as far as the list goes."""
+    """Whether the other answer's token is within the limit of this one's, if this answer lists it."""
     if answer.top_logprobs is None or answer.logprobs is None:
         return True
     top: Top = answer.top_logprobs[i]
@@ -99,7 +100,7 @@ def _is_tie(answer: Answer, other: int | str, i: int, limit: float) -> bool:
 
 
 def same_answer(context: Context, expected: Answer, actual: Answer, what: str) -> Finding:
-    """`what`: in which two conditions the answers were given."""
+    """One finding about two answers. `what`: the two conditions under which they were generated."""
     found = difference(expected, actual, context.tolerance)
     if found is None:
         return Finding("holds", what)

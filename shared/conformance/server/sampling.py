@@ -1,4 +1,4 @@
-"""Seeds, greedy choices, and consistent log-probabilities."""
+"""Checks of seeds, greedy choices, and consistent log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SURELY_DIFFERENT = math.log(1e-9)
 
 
 def sampled(context: Context, **params: Any) -> list[Answer]:
-    """Answers of much entropy: two of them are the same by chance less than once in 1e9, see `distinct`."""
+    """Answers with high entropy: two are equal by chance with a probability below 1e-9; see `distinct`."""
     prompt = context.prompts[min(2, len(context.prompts) - 1)]
     fields = {"temperature": 1.5, "top_p": 1.0, "max_tokens": 24, "logprobs": 1, **params}
     if context.offers.ignore_eos:
@@ -49,7 +49,7 @@ def same_seed(context: Context) -> Finding:
     if num_same == len(pairs):
         return Finding("holds", "the same seed twice", evidence=evidence, num_cases=len(pairs))
     first, second = next(pair for pair in pairs if pair[0] != pair[1])
-    # One draw near the border of two tokens may fall on either side.
+    # A draw near the boundary between two tokens may give either.
     status: Status = "near tie" if num_same == len(pairs) - 1 else "fails"
     return Finding(status, "the same seed gives another text", first, second, evidence, len(pairs))
 

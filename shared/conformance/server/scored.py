@@ -1,4 +1,4 @@
-"""Log-probabilities of a server beside the reference's, and whether the errors are within tolerance."""
+"""Compares log-probabilities of a server with the reference's, and judges the errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Scored:
 
     @property
     def errors(self) -> np.ndarray:
-        """float64 [n]; inf for a NaN or an infinity that stands alone."""
+        """float64 [n]; inf for a NaN or an infinity on one side only."""
         errors: np.ndarray = np.nan_to_num(np.abs(self.actual - self.expected), nan=np.inf)
         return errors
 
@@ -40,7 +40,7 @@ class Scored:
 
 def score(rows: np.ndarray, ids: Sequence[int], entries: Sequence[tuple[int, int, float]]) -> Scored:
     """`rows`: the reference's log-probabilities [len(ids), vocab_size]; `entries`: position, token id and the
-    server's value. Ids outside the vocabulary are left out: rows of padding have no reference."""
+    server's value. Ids outside the vocabulary are left out: padding rows have no reference."""
     known = [entry for entry in entries if 0 <= entry[1] < rows.shape[1]]
     positions = tuple(position for position, _, _ in known)
     token_ids = tuple(token_id for _, token_id, _ in known)
@@ -50,7 +50,8 @@ def score(rows: np.ndarray, ids: Sequence[int], entries: Sequence[tuple[int, int
 
 @dataclass(frozen=True)
 class Verdict:
-    """`reasons`: why the errors are beyond tolerance; empty: they are not. `worst`: the text to look at."""
+    """The verdict on several texts. `reasons`: why the errors exceed the tolerance; empty: they do not.
+    `worst`: the text with the worst errors."""
 
     reasons: tuple[str, ...]
     worst: Scored | None
@@ -59,7 +60,8 @@ class Verdict:
 
 
 def judge(texts: Sequence[Scored], tolerance: Tolerance) -> Verdict:
-    """Each text by its tokens beyond tolerance, all together by mean, median and share of outliers."""
+    """Judge each text by its number of outliers, and all texts together by mean, median and share of
+    outliers."""
     texts = [text for text in texts if len(text.positions)]
     if not texts:
         return Verdict(("the answers have no log-probability to compare",), None, 0, {})
@@ -72,7 +74,8 @@ def judge(texts: Sequence[Scored], tolerance: Tolerance) -> Verdict:
         share = 4 * tolerance.outliers * len(text.positions)
         if tolerance.outliers and count > max(MOST_OF_ONE_TEXT, share) and not reasons:
             reasons.append(f"{count} of {len(text.positions)} of one text are beyond tolerance")
-    # As tolerance.allowed: an unlikely token, of which lists of alternatives are full, errs by more.
+    # As in tolerance.allowed: unlikely tokens, which are frequent in lists of alternatives, have larger
+    # errors.
     scales = np.concatenate([1.0 + np.abs(text.expected) / 3.0 for text in texts])
     mean, median = float(errors.mean()), float(np.median(errors / scales))
     if mean > tolerance.mean_error:
@@ -127,5 +130,5 @@ def _decades(errors: np.ndarray) -> list[list[float]]:
 
 
 def _finite(value: Any) -> float:
-    """For JSON, which has no infinity."""
+    """A number for JSON, which has no infinity."""
     return float(np.nan_to_num(float(value), nan=1e9, posinf=1e9, neginf=-1e9))

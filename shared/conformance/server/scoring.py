@@ -14,7 +14,7 @@ from shared.conformance.server.tolerance import TABLE
 
 NUM_TOP = 5
 HALF_FORMATS = ("float16", "bfloat16")
-NUM_PREFIXES = 12  # of one prompt, where each position costs a request
+NUM_PREFIXES = 12  # of one prompt, if each position costs a request
 
 
 @check(
@@ -98,7 +98,7 @@ def prompt_scores(context: Context) -> Finding:
 
 
 def _by_prefixes(context: Context, prompt: Sequence[int]) -> Scored:
-    """The likeliest tokens behind beginnings of the prompt, where the server scores no prompts."""
+    """The likeliest tokens behind prefixes of the prompt, for a server that scores no prompts."""
     step = max(len(prompt) // NUM_PREFIXES, 1)
     lens = list(range(1, len(prompt) + 1, step))
     calls = [partial(_ask, context, prompt[:length], 1) for length in lens]
@@ -110,7 +110,7 @@ def _by_prefixes(context: Context, prompt: Sequence[int]) -> Scored:
         for token_id, value in top.items()
         if isinstance(token_id, int)
     ]
-    # A row for the token behind the last one: any id may stand there, it is not read.
+    # A row for the token behind the last one; its id is arbitrary, because it is not read.
     return score(context.oracle.logprobs(prompt), [*prompt, 0], entries)
 
 
@@ -171,8 +171,8 @@ def verdict(context: Context, texts: Sequence[Scored], what: str) -> Finding:
 
 
 def _why(texts: Sequence[Scored], worst: Scored, context: Context) -> str:
-    """The diagnosis of the worst text, or of another one with a pattern. Errors as a half format has them are
-    likelier to come from it than from a wrong page, which makes large ones."""
+    """The diagnosis of the worst text, or of another one with a pattern. Errors of the size of a half format
+    are more likely caused by the format than by a wrong page, which causes large errors."""
     wrong = [text for text in texts if len(text.positions) and text.beyond(context.tolerance).any()]
     for text in (worst, *wrong):
         if why := diagnose(text, context.oracle.logprobs(text.ids), context.tolerance):
@@ -198,8 +198,8 @@ def _format(texts: Sequence[Scored], context: Context, names: Sequence[str]) -> 
 
 
 def answers(context: Context) -> Iterator[tuple[list[int], Answer]]:
-    """Each prompt with its greedy answer, one request at a time: what depends on other requests is checked
-    elsewhere. Answers are kept for the other checks of this file."""
+    """Each prompt with its greedy answer, one request at a time; other checks cover dependence on other
+    requests. The other checks of this file reuse the answers."""
     if not context.answers:
         for prompt in context.prompts:
             context.answers.append(_ask(context, prompt, context.limits.max_tokens, with_prompt=True))

@@ -1,4 +1,5 @@
-"""What OpenAI's documents promise and public clients rely on: shapes, counts, stops, echo and errors."""
+"""Checks of API semantics that OpenAI documents and public clients rely on: shapes, counts, stops, echo,
+errors."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ JSON = dict[str, Any]
 
 
 def post(context: Context, path: str, **fields: Any) -> JSON:
-    """The response as it is. Raises `Refused`, and `Malformed` for a response without choices."""
+    """The unchanged response. Raises `Refused`, and `Malformed` for a response without choices."""
     status, _, body = context.server.post(path, {"model": context.server.model, "temperature": 0, **fields})
     if not 200 <= status < 300:
         raise Refused(status, body)
@@ -86,7 +87,7 @@ def max_tokens(context: Context) -> Iterator[Finding]:
         num = len(answer.tokens) if answer.tokens else (answer.usage or {}).get("completion_tokens", limit)
         if num > limit:
             yield Finding("fails", "more tokens than max_tokens", limit, num, {"text": answer.text})
-        # An answer of fewer tokens ended by itself; an end token may count as the last one.
+        # An answer of fewer tokens ended by itself; an end-of-sequence token may count as the last one.
         allowed: tuple[str, ...] = ("stop",) if num < limit else ("length", "stop")
         if num == limit and answer.token_ids and answer.token_ids[-1] not in context.oracle.eos_token_ids:
             allowed = ("length",)
@@ -119,7 +120,8 @@ def stop(context: Context) -> Iterator[Finding]:
 
 
 def _stops_in(text: str) -> list[str]:
-    """One of one character and one of several, each at its first occurrence and not at the start."""
+    """Two stop strings, of one character and of several, each at its first occurrence and not at the
+    start."""
     found: list[str] = []
     for width, start in ((1, 1), (4, 2)):
         for at in range(start, len(text) - width):
@@ -327,5 +329,6 @@ def chat_logprobs(context: Context) -> Iterator[Finding]:
 
 
 def _bytes_of(token: str, given: Any) -> Any:
-    """The bytes of a token's text; a token that is part of a character may have any, and null is allowed."""
+    """Check the bytes of a token's text. A token that is part of a character may have any bytes, and null is
+    allowed."""
     return given if given is None or "\ufffd" in token or not token else list(token.encode())

@@ -1,4 +1,4 @@
-"""A server, what it offers, and the prompts of a run."""
+"""The session of a check: a server, its features, and the prompts of the run."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def connect(
     progress: Callable[[str], None] = lambda text: None,
     oracle: Oracle | None = None,
 ) -> Context:
-    """Probes the server and makes the prompts. `oracle`: of the same model, loaded before. Raises
-    `ValueError` for a server that does not answer or cannot be scored, and for a model that is not there."""
+    """Probes the server and makes the prompts. `oracle`: an already loaded oracle of the same model. Raises
+    `ValueError` for a server that does not answer or cannot be scored, and for a model that is not found."""
     limits = limits or Limits()
     oracle = oracle or Oracle(model)
     name, tolerance = tolerance_of(dtype, oracle.folder)
@@ -84,7 +84,7 @@ def find_rows(server: Server, offers: Offers, oracle: Oracle, rng: random.Random
 
 
 def texts(oracle: Oracle, rng: random.Random, lens: Sequence[int]) -> list[list[int]]:
-    """Token ids of plain English of these lengths. Their text has the same ids again."""
+    """Token ids of plain English of these lengths, whose text is tokenized to the same ids."""
     found = []
     for length in lens:
         ids: list[int] = []
@@ -97,7 +97,7 @@ def texts(oracle: Oracle, rng: random.Random, lens: Sequence[int]) -> list[list[
 
 
 def random_ids(oracle: Oracle, rng: random.Random, length: int) -> list[int]:
-    """Any tokens but the special ones: nothing about their order can be guessed."""
+    """Random token ids without special tokens."""
     special = oracle.tokenizer.special_ids | oracle.eos_token_ids
     ids = [token_id for token_id in range(oracle.vocab_size) if token_id not in special]
     return [rng.choice(ids) for _ in range(length)]
@@ -109,7 +109,8 @@ def _story(rng: random.Random) -> str:
 
 
 def _stable(oracle: Oracle, ids: list[int]) -> list[int]:
-    """A text cut between two tokens may be tokenized in another way: what comes back has at most as many."""
+    """Ids that survive decoding and tokenizing. A text cut between two tokens may be tokenized differently,
+    so the result may be shorter."""
     text = oracle.tokenizer.decode(ids)
     again = oracle.tokenizer.encode(text, add_special_tokens=False)
     return again if 0 < len(again) <= len(ids) else ids

@@ -1,4 +1,4 @@
-"""Streams: the same answers as whole responses, in chunks that public clients can read."""
+"""Checks of streams: the same answers as whole responses, in chunks that public clients can read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ JSON = dict[str, Any]
 
 
 def chunks_of(context: Context, path: str, **fields: Any) -> tuple[list[JSON], list[str]]:
-    """The chunks of a stream, and what in its form breaks clients. Raises `Refused`, and `Malformed` for a
-    chunk that is no JSON object."""
+    """The chunks of a stream, and defects of its form that break clients. Raises `Refused`, and `Malformed`
+    for a chunk that is no JSON object."""
     body = {"model": context.server.model, "temperature": 0, "stream": True, **fields}
     status, headers, text = context.server.post(path, body)
     if not 200 <= status < 300:

@@ -1,4 +1,4 @@
-"""How far a correct server's log-probabilities may be from the float32 reference, by its number format."""
+"""Tolerances of a server's log-probabilities against the float32 reference, by number format."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MEASURED_PEER = (
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Of absolute errors of log-probabilities, in nats. A token may err by max_error * (1 + |logprob| / 3):
-    an unlikely token has the error of its own logit as well. `outliers`: share of tokens that may exceed
+    """Limits of absolute errors of log-probabilities, in nats. A token may err by max_error * (1 + |logprob|
+    / 3): for an unlikely token the error of its own logit adds. `outliers`: share of tokens that may exceed
     it."""
 
     max_error: float

@@ -1,4 +1,5 @@
-"""What a run found, on a terminal and as JSON: one verdict, a table by group, failures with evidence."""
+"""Prints the results of a run on a terminal and as JSON: one verdict, a table by group, failures with
+evidence."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ CURVE = "_.:-=+*#%@"
 
 @dataclass(frozen=True)
 class Report:
-    """`facts`: what was checked, how. `num_chosen`: checks that should run; fewer ran if the server died."""
+    """The results of a run. `facts`: what was checked, and how. `num_chosen`: the selected checks; fewer ran
+    if the server stopped."""
 
     facts: dict[str, str]
     offers: Offers
@@ -45,7 +47,7 @@ class Report:
 
     @property
     def exit_status(self) -> int:
-        """0: every check holds; 1: one fails, or the server died; 2: nothing could be checked."""
+        """0: every check holds; 1: one fails, or the server stopped; 2: nothing could be checked."""
         if self.failing or self.num_chosen > len(self.results):
             return 1
         return 0 if any(result.status != "not offered" for result in self.results) else 2
@@ -111,7 +113,7 @@ def print_report(report: Report) -> None:
 
 
 def failure_rows(finding: Finding) -> list[tuple[str, str]]:
-    """(label, text) of what a reader needs of a failing finding."""
+    """(label, text) for the evidence of a failing finding."""
     rows = [("what", finding.what)]
     if finding.expected is not None or finding.actual is not None:
         rows += [("expected", short(finding.expected)), ("got", short(finding.actual))]
@@ -155,5 +157,5 @@ def _characters(curve: Sequence[Sequence[float]], width: int = 24) -> str:
             level = round((math.log10(max(largest[column], 1e-12)) + 6) * levels / 6)
             characters.append(CURVE[min(max(level, 0), levels)])
         else:
-            characters.append(characters[-1])  # no position falls in this range
+            characters.append(characters[-1])  # no position is in this range
     return "".join(characters)

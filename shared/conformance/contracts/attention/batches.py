@@ -1,4 +1,4 @@
-"""Clauses of attention, first part: the batches that a step is made of, against dense attention."""
+"""Clauses of attention, first part: every kind of batch, compared with dense attention."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def head_dims(impl: type[AttentionBackend], case: AttentionCase) -> None:
     ),
 )
 def accumulated_in_float32(impl: type[AttentionBackend], case: AttentionCase) -> None:
-    """Half-precision scores of magnitude 20 are off by up to a tenth, and so are their weights; a
-    half-precision sum of 1100 ones stops at 256 (bfloat16), or rounds (float16)."""
+    """In half precision, scores of magnitude 20 and their weights are off by up to a tenth, and a sum of 1100
+    ones stops at 256 (bfloat16) or rounds (float16)."""
     expect_attention(impl, case)
 
 

@@ -1,4 +1,4 @@
-"""Clauses of attention, second part: what a layer may ask for besides plain causal attention."""
+"""Clauses of attention, second part: features of a layer beyond plain causal attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared.conformance.tolerance import tolerance
 from shared.interfaces import AttentionBackend
 
 LONG = AttentionCase("long prompt", ((40, 260),))
-SPLIT = AttentionCase("decode, long", ((400, 1), (700, 1)))  # several CTAs share a request's keys
+SPLIT = AttentionCase("decode, long", ((400, 1), (700, 1)))  # several CTAs process a request's keys
 SINKS = (-30.0, 0.3, 2.0, 12.0)
 
 

@@ -1,4 +1,4 @@
-"""Clauses of attention, third part: masks of the batch, as speculative decoding verifies trees of drafts."""
+"""Clauses of attention, third part: masks, with which speculative decoding verifies draft trees."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BLIND = AttentionCase("blind rows", ((3, 4), (7, 2), (0, 3)), mask="blind")
 
 
 def extras(case: AttentionCase) -> tuple[AttentionCase, ...]:
-    """Plain, with a window and with sinks, on pages; each in float32 and once in bfloat16."""
+    """Cases with pages: plain, with a window and with sinks, in float32; once in bfloat16."""
     return (
         case,
         replace(case, name=f"{case.name}, page 4", page_size=4),

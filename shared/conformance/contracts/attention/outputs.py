@@ -39,7 +39,7 @@ MARGIN = 3
 
 
 def amid_others(batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """A larger tensor of 7s, and in it the rows for the output, full of NaN."""
+    """A larger tensor of 7s, and the rows for the output in it, filled with NaN."""
     num_tokens = batch.q.shape[0]
     whole = batch.output_like(num_tokens + 2 * MARGIN).fill_(7.0)
     return whole, whole[MARGIN : MARGIN + num_tokens].fill_(torch.nan)
@@ -120,7 +120,7 @@ WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     ),
 )
 def wrong_output(impl: type[AttentionBackend], case: Case) -> None:
-    assert not case.batch.unusual  # what is refused is out
+    assert not case.batch.unusual  # refused cases are left out
     batch = case.batch.make()
     backend = batch.backend(impl)
     plan = backend.plan(batch.forward_batch)

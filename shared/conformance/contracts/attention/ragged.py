@@ -1,4 +1,4 @@
-"""Clauses of attention, sixth part: plans for graphs of batches that need not have the same shape again."""
+"""Clauses of attention, sixth part: ragged plans for graphs, whose batches change shape between replays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FRONT = 2
 
 
 class Buffers:
-    """A step of more tokens, and of more requests, than the case has; they never move."""
+    """Fixed buffers of a step, for more tokens and more requests than the case has."""
 
     def __init__(self, batch: AttentionBatch) -> None:
         num_tokens, *heads = batch.q.shape
@@ -62,7 +62,7 @@ class Buffers:
         )
 
     def load(self, q: torch.Tensor, batch: ForwardBatch) -> slice:
-        """Fills the buffers; returns the live rows."""
+        """Fill the buffers and return the live rows."""
         step, n = self.step, batch.batch_size
         rows = slice(FRONT, FRONT + len(q))
         first = FRONT if self.is_decode else 0

@@ -1,4 +1,4 @@
-"""Clauses of attention, fourth part: planning a step, and what one step leaves for the next."""
+"""Clauses of attention, fourth part: planning a step, and KV that a step reads from earlier steps."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def plans_follow_one_another(impl: type[AttentionBackend], case: AttentionCase) 
 
 
 def _expect_spans(impl: type[AttentionBackend], batch: AttentionBatch, steps: list[list[Any]]) -> None:
-    """Step after step on one backend, each of some positions of the batch's requests."""
+    """Run successive steps on one backend, each with some positions of the batch's requests."""
     expected, q = batch.expected(), batch.q
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Clauses of collectives: groups, their log, and their end."""
+"""Clauses of collectives: groups, their log, and how they end."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _differ(group: Collectives) -> None:
     try:
         group.all_reduce(x) if group.rank == 0 else group.broadcast(x, 1)
     except RuntimeError:
-        return  # the library may notice
+        return  # the library may detect it
 
 
 @contract("A rank that ends makes operations of the others raise RuntimeError: the group is broken.", EXAMPLE)

@@ -11,7 +11,7 @@ from shared.conformance.ranks import on_ranks
 from shared.conformance.tolerance import EXACT, tolerance
 from shared.interfaces import Collectives
 
-LIMIT = 10.0  # seconds of a group
+LIMIT = 10.0  # time limit of a group in seconds
 SIZES = (2, 3)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 EACH_SIZE = grid("{size} ranks", size=SIZES)
@@ -19,7 +19,7 @@ EACH_DTYPE = grid("{size} ranks, {dtype}", size=SIZES, dtype=DTYPES)
 
 
 def parts_of(case: Case, *shape: int) -> list[torch.Tensor]:
-    """A tensor for each rank."""
+    """One tensor for each rank."""
     dtype = getattr(case, "dtype", torch.float32)
     scale = 1 if dtype.is_floating_point else 2**40
     generator = torch.Generator().manual_seed(case.size)

@@ -1,4 +1,4 @@
-"""Clauses of draft models: what they guess, from the target's hidden states and from their own."""
+"""Clauses of draft models: drafts from the target's hidden states, and from their own."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Head(Case):
-    """A draft model of `HEADS`; a prompt cut into chunks of these lengths; then so many drafted tokens."""
+    """A draft model of `HEADS`, a prompt cut into chunks of these lengths, and the number of drafted
+    tokens."""
 
     chunks: tuple[int, ...] = (20,)
     num_drafted: int = 3
@@ -107,14 +108,14 @@ HEADS_HALF = tuple(
     Head(f"{name}, {type_name(dtype)}", head=name, dtype=dtype)
     for name in HEADS
     for dtype in HALF_TYPES
-    if "experts" not in name  # there a rounded router logit may choose another expert
+    if "experts" not in name  # a rounded router logit may choose another expert
 )
 
 
 def new_draft(
     impl: DraftModels, config: DraftConfig, dtype: torch.dtype = torch.float32, device: str | None = None
 ) -> DraftModel:
-    """Without weights, with the reference's layers and experts."""
+    """A draft model without weights, with the reference's layers and experts."""
     layers, moe = registry.load("layers", "reference"), registry.load("moe", "reference")
     with building(dtype, device):
         return impl.draft_model_class(config.draft_format)(config, layers, moe)
@@ -133,7 +134,7 @@ def make_draft(impl: DraftModels, case: Head, target: CausalLM) -> DraftModel:
 
 
 class DraftSession(ModelSession):
-    """Its model is a draft model."""
+    """A session of a draft model."""
 
     def layers_of(self, model: Any) -> ModelConfig:
         return model.config.model
@@ -148,7 +149,7 @@ class DraftSession(ModelSession):
 
 
 def drafted(session: DraftSession, case: Head) -> dict[str, torch.Tensor]:
-    """A prompt with hidden states of the target, then tokens with the model's own."""
+    """Drafts for a prompt with the target's hidden states, then for tokens with the draft model's own."""
     inputs, config = Inputs(case.seed), case.config()
     dtype = next(session.model.parameters()).dtype
     results: dict[str, torch.Tensor] = {}
@@ -169,7 +170,8 @@ def drafted(session: DraftSession, case: Head) -> dict[str, torch.Tensor]:
 
 
 def expect_same_drafts(impl: DraftModels, case: Head, reference: DraftModels) -> None:
-    """The reference has the same weights (rounded to the case's type) and computes in float64."""
+    """Compare with the reference, which has the same weights (rounded to the case's type) and computes in
+    float64."""
     actual_session = DraftSession(make_draft(impl, case, make_target(case)))
     expected_session = DraftSession(make_draft(reference, case, make_target(case).double()).double())
     actual, expected = drafted(actual_session, case), drafted(expected_session, case)

@@ -1,4 +1,4 @@
-"""Clauses of loading weights into a draft model, and of what it shares with its target."""
+"""Clauses of loading weights into a draft model, and of weights that it shares with its target."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def weights_of(case: Head) -> dict[str, torch.Tensor]:
 
 
 def expect_loaded(draft: DraftModel, impl: DraftModels, case: Head) -> None:
-    """It works like one that was loaded the plain way, to the last bit."""
+    """Check that the draft model equals a plainly loaded one, bit for bit."""
     target = make_target(case)
     draft.share(target)
     expected = drafted(DraftSession(make_draft(impl, case, target)), case)
@@ -95,7 +95,7 @@ def bias(impl: DraftModels, case: Head) -> None:
     draft.share(target)
     plain = drafted(DraftSession(make_draft(impl, case, target)), case)["step 0: next hidden states"]
     biased = drafted(DraftSession(draft.eval()), case)["step 0: next hidden states"]
-    # It enters the residual stream of both formats: outputs move by it, and by what the layer makes of it.
+    # In both formats it enters the residual stream: outputs change by it and by its effect in the layer.
     expect_true("the bias counts", bool((biased - plain).mean() > 0.5), float((biased - plain).mean()))
 
 

@@ -1,4 +1,4 @@
-"""Clauses of drafting: which tokens, which beams, which nodes."""
+"""Clauses of drafting: the choice of tokens, beams and nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shared.types import TopTokens
 
 
 class Logits(Case):
-    """Random logits; with ties: whole numbers. NaN surrounds them in memory."""
+    """Random logits with NaN around them in memory; with ties they are integers."""
 
     has_ties: bool = False
     dtype: torch.dtype = torch.float32

@@ -1,4 +1,4 @@
-"""Clauses of draft trees: links, masks, and what is accepted."""
+"""Clauses of draft trees: links, masks and acceptance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shared.types import DraftTree
 
 
 class Trees(Case):
-    """Random trees of up to num_draft_tokens nodes, over few tokens; what stands in padding is nonsense."""
+    """Random trees of up to num_draft_tokens nodes over few token ids; padding has meaningless values."""
 
     batch_size: int = 3
     num_draft_tokens: int = 8
@@ -140,8 +140,8 @@ def max_depth(impl: type[DraftTreeOps], case: Trees) -> None:
 
 
 def _perfect(tree: DraftTree) -> torch.Tensor:
-    """Samples for which the way to the deepest node of each tree (the first of these) is accepted, if no
-    sibling of the same token comes before."""
+    """Samples that accept the path to the (first) deepest node of each tree, unless an earlier sibling has
+    the same token."""
     targets = torch.full_like(tree.token_ids, 10**6)
     for b in range(tree.batch_size):
         path = path_to_root(tree.parents[b].tolist(), int(tree.depths[b].argmax()))

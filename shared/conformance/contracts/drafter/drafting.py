@@ -1,4 +1,4 @@
-"""Clauses of drafters: on the built-in model, what they guess are trees, and answers stay what they are."""
+"""Clauses of drafters, on the built-in model: drafts are trees, and answers do not change."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def branches_of(reqs: Sequence[Req], tree: DraftTree) -> Branches:
 
 
 def watched(impl: type[Drafter]) -> type[Drafter]:
-    """The same drafter, with what its contract says about trees checked at every call."""
+    """A subclass of the drafter that checks the contract about trees at every call."""
 
     class Watched(impl):  # type: ignore[misc, valid-type]
         def extend(
@@ -128,7 +128,7 @@ def watched(impl: type[Drafter]) -> type[Drafter]:
 
 
 def world(impl: Any, setting: Setting | None, **flags: Any) -> Assembly:
-    """The built-in model on a CPU, with or without speculation."""
+    """An engine with the built-in model on a CPU, with or without speculation."""
     config = EngineConfig(
         model="tiny-dense", panel="reference", device="cpu", max_total_tokens=1024, context_len=256
     )
@@ -141,7 +141,7 @@ def world(impl: Any, setting: Setting | None, **flags: Any) -> Assembly:
 
 
 def answers(assembly: Assembly, max_new_tokens: int, **params: Any) -> dict[str, list[int]]:
-    """Of all prompts, answered twice: the second time prefixes come from the cache."""
+    """The answers to all prompts, computed twice: the second time prefixes come from the cache."""
     scheduler, parts = assembly.scheduler, assembly.parts
     assert assembly.tokenizer is not None
     outputs: list[StepOutput] = []
@@ -190,7 +190,7 @@ LOWEST_ACCEPTANCE = 3.0
 
 
 def guesses_of(impl: Any) -> tuple[float, Branches]:
-    """Tokens per verification, and all that was drafted."""
+    """Tokens per verification, and all drafts."""
     assembly = world(impl, TRAINED)
     answers(assembly, TRAINED.max_new_tokens, ignore_eos=False)
     drafter: Any = assembly.parts.drafter
@@ -247,7 +247,7 @@ def target_as_draft(impl: Any, case: Setting) -> None:
     expect_true("something was drafted", stats.num_drafted_tokens > 0)
     if case.shape.top_k == 1 or case.shape.num_steps == 1:
         expect_equal("accepted drafts", stats.num_accepted_tokens, stats.num_drafted_tokens)
-    else:  # where the next token is uncertain, the likeliest whole continuation may start with another one
+    else:  # where the next token is uncertain, the likeliest continuation may start with another token
         expect_true("nine in ten are accepted", stats.acceptance_rate >= 0.9, stats)
 
 

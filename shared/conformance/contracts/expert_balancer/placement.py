@@ -17,7 +17,8 @@ NUM_LAYERS = 3
 
 
 class Placement(Case):
-    """Integer loads of a distribution. `num_redundant`: physical experts beyond one for each logical."""
+    """A placement problem with random integer loads. `num_redundant`: physical experts beyond one for each
+    logical expert."""
 
     num_logical = 16
     num_redundant = 8
@@ -32,7 +33,7 @@ class Placement(Case):
 
     @property
     def num_parts(self) -> int:
-        """Nodes that are balanced each on its own; 1: the placement is global."""
+        """The number of nodes that are balanced separately; 1: the placement is global."""
         return self.num_nodes if self.num_groups % self.num_nodes == 0 else 1
 
     def load(self) -> torch.Tensor:

@@ -13,7 +13,7 @@ from shared.conformance.ranks import on_ranks
 from shared.conformance.tolerance import tolerance
 from shared.interfaces import Collectives, ExpertDispatch, FusedExperts, TopKOutput
 
-LIMIT = 10.0  # seconds of a group
+LIMIT = 10.0  # time limit of a group in seconds
 NUM_LOCAL, HIDDEN, INTERMEDIATE, TOPK = 3, 8, 8, 2
 
 
@@ -28,7 +28,7 @@ class Tokens(Case):
         return NUM_LOCAL * self.ep
 
     def all_experts(self) -> FusedExperts:
-        """Those of all parts, as one rank would have them."""
+        """The experts of all parts, as on a single rank."""
         generator = torch.Generator().manual_seed(self.ep)
         experts = fused_experts(self.num_physical, INTERMEDIATE, self.dtype)
         for weight in (experts.w13, experts.w2):
@@ -47,7 +47,7 @@ class Tokens(Case):
         return x, TopKOutput(weights, ids.to(torch.int32))
 
     def local_experts(self, rank: int) -> FusedExperts:
-        """A part's experts, and of each a piece of its intermediate size."""
+        """A rank's experts: those of its part, each with a slice of its intermediate size."""
         size = self.ranks // self.ep
         part, piece = divmod(rank, size)
         whole, num_rows = self.all_experts(), INTERMEDIATE // size

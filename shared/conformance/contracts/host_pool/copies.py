@@ -1,4 +1,4 @@
-"""Clauses of a host pool: what is loaded has the bits of what was stored."""
+"""Clauses of a host pool: loaded KV has the bits of the stored KV."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_LAYERS, NUM_PAGES = 3, 7
 
 
 def make_kv_pool(impl: type[HostPool], dtype: torch.dtype = torch.float32, seed: int = 0) -> TokenToKVPool:
-    """Full of random bits, NaN among them."""
+    """A KV pool of random bits, which include NaN."""
     pool_class = registry.load("memory_pool", impl.pools).TokenToKVPool
     pool: TokenToKVPool = pool_class(60, 1, NUM_LAYERS, 2, 5, dtype, check_device())
     for i, rows in enumerate(all_rows(pool)):
@@ -30,7 +30,7 @@ def all_rows(pool: TokenToKVPool) -> list[torch.Tensor]:
 
 
 def bits(pool: TokenToKVPool, slots: torch.Tensor) -> list[list[list[int]]]:
-    """Of these slots, in each buffer of each layer."""
+    """The bits of these slots, in each buffer of each layer."""
     return [rows[slots.to(rows.device)].tolist() for rows in all_rows(pool)]
 
 

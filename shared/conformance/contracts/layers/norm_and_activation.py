@@ -17,7 +17,7 @@ EPS = 1e-5
 
 
 class Rows(Case):
-    """num_tokens rows; `num_heads` > 0: of so many heads each."""
+    """The shape of an input: num_tokens rows; with `num_heads` > 0 each row has that many heads."""
 
     seed = 0
 
@@ -172,7 +172,7 @@ def silu_and_mul(impl: Layers, case: Rows) -> None:
 def gelu_tanh_and_mul(impl: Layers, case: Rows) -> None:
     if not hasattr(impl, "GeluTanhAndMul"):
         return
-    x = case.draw(Inputs(case.seed), 2 * case.size)  # far on the left 1 + tanh cancels
+    x = case.draw(Inputs(case.seed), 2 * case.size)  # for large negative values 1 + tanh cancels
     if x.numel():
         x[0, ..., 0], x[-1, ..., case.size - 1] = -1e4, 1e4
     with building(case.dtype):

@@ -55,7 +55,7 @@ SHAPE = "dtype rope head_dim rotary_dim num_qo_heads num_kv_heads"
 
 
 def heads(rope: str, head_dim: int, num_qo_heads: int, num_kv_heads: int, **fields: Any) -> Heads:
-    """In float32; all dimensions rotate."""
+    """Random heads in float32; all dimensions rotate."""
     row = (torch.float32, rope, head_dim, head_dim, num_qo_heads, num_kv_heads)
     return table(SHAPE, row, name=NAME_OF_HEADS, of=Heads, **fields)[0]
 
@@ -86,7 +86,8 @@ def make_rotary(impl: Layers, case: Heads, context_len: int = CONTEXT_LEN) -> Ro
 
 
 def rotate64(rope: RopeConfig, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Each pair (i, i + rotary_dim / 2) as a complex number, times factor * e^(i angle)."""
+    """Rotate in float64: each pair (i, i + rotary_dim / 2) as a complex number, times factor * e^(i
+    angle)."""
     half = rope.rotary_dim // 2
     angles, factor = rope_angles(rope, positions.cpu())
     x = x.double().cpu()

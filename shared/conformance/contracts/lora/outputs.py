@@ -30,7 +30,7 @@ EVERY, SOME = ("_proj",), ("k_proj", "o_proj", "up_proj")
 def make_adapter(
     config: ModelConfig, rank: int, targets: Sequence[str] = EVERY, seed: int = 0, scale: float = 0.7
 ) -> LoraAdapter:
-    """Random, so strong that logits change by several units."""
+    """A random adapter that changes logits by several units."""
     inputs = Inputs(seed)
     modules = {
         name: LoraWeights(inputs.normal(rank, size_in) * size_in**-0.5, inputs.normal(size_out, rank), scale)
@@ -62,7 +62,8 @@ class Session(ModelSession):
 def merged_logits(
     config: ModelConfig, adapter: LoraAdapter | None, pieces: Sequence[list[int]]
 ) -> torch.Tensor:
-    """Of every token, in float64, of the reference's model with the adapter added to its weights."""
+    """The logits of every token, in float64, of the reference's model with the adapter added to its
+    weights."""
     model = make_model(registry.load("models", "reference"), config).double()
     weights = {name: tensor.double() for name, tensor in dummy_weights(config, 0)}
     for name, change in (adapter.modules if adapter is not None else {}).items():
@@ -73,13 +74,13 @@ def merged_logits(
 
 
 def tokens(config: ModelConfig, num_reqs: int) -> list[list[list[int]]]:
-    """For each request a prompt and a single token."""
+    """A prompt and a single token for each request."""
     ids = Inputs(5).integers(config.vocab_size, num_reqs, 12).tolist()
     return [[each[: 4 + i], each[-1:]] for i, each in enumerate(ids)]
 
 
 def expect_merged(session: Session, adapters: Sequence[LoraAdapter | None]) -> None:
-    """Runs all requests together, and compares each with the model that has its adapter."""
+    """Run all requests in one batch, and compare each with the model merged with its adapter."""
     config = session.model.config
     pieces = tokens(config, len(adapters))
     steps = [session.step({i: own[k] for i, own in enumerate(pieces)}) for k in range(2)]

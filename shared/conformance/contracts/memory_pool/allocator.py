@@ -27,7 +27,7 @@ def slots(*ids: int) -> torch.Tensor:
 
 
 def expect_slots(what: str, given: Any, num_tokens: int) -> list[int]:
-    """So many distinct slots, as an int64 tensor."""
+    """Check that `given` is an int64 tensor of `num_tokens` distinct slots."""
     expect_true(f"{what} gives a tensor", isinstance(given, torch.Tensor), given)
     form = (tuple(given.shape), given.dtype)
     expect_equal(f"{what}, form", form, ((num_tokens,), torch.int64))
@@ -37,7 +37,8 @@ def expect_slots(what: str, given: Any, num_tokens: int) -> list[int]:
 
 
 def expect_page_order(what: str, sequence: list[int], page_size: int, start: int = 0) -> None:
-    """sequence[i] is the slot of position start + i: consecutive positions of a page, consecutive slots."""
+    """Check that consecutive positions of a page have consecutive slots; sequence[i] is the slot of position
+    start + i."""
     for i, slot in enumerate(sequence):
         expect_equal(
             f"{what}, position {start + i}'s place in its page", slot % page_size, (start + i) % page_size

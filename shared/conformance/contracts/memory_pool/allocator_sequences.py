@@ -1,4 +1,5 @@
-"""Clauses of TokenToKVPoolAllocator: any sequence of calls, compared with a set of free pages."""
+"""Clauses of TokenToKVPoolAllocator: random sequences of calls, compared with a model, a set of free
+pages."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ Kind = Literal["extend", "decode", "finish", "group begin", "group end", "roll b
 
 @dataclass(frozen=True, repr=False)
 class Call:
-    """`which` counts the live requests, modulo their number; one more stands for a new request.
-    "extend": by num_tokens, and the request after it too if `is_pair`. "decode": one token for all.
-    "roll back": extend and finish, then take both back."""
+    """One call. `which` counts the live requests, modulo their number; one more is a new request. "extend":
+    by num_tokens, with `is_pair` also the next request. "decode": one token for all. "roll back": extend and
+    finish, then undo both."""
 
     kind: Kind
     which: int = 0
@@ -52,14 +53,16 @@ def random_calls(seed: int, num_calls: int = 30) -> Case:
 
 @dataclass
 class Run:
-    """An allocator, and beside it the model: pages are free, waiting in an open group, or a request's."""
+    """An allocator and its model: a page is free, pending in an open free group, or owned by a request."""
 
     impl: Any
     case: Case
     free: set[int] = field(default_factory=set)
     waiting: set[int] | None = None
     requests: list[list[int]] = field(default_factory=list)  # slots by position
-    trace: list[Any] = field(default_factory=list)  # what every right implementation does alike
+    trace: list[Any] = field(
+        default_factory=list
+    )  # results that are the same in every correct implementation
 
     def __post_init__(self) -> None:
         self.allocator = allocator_of(self.impl, self.case.num_pages, self.case.page_size)
@@ -73,7 +76,7 @@ class Run:
         return self.trace
 
     def _grow(self, chosen: list[int], num_tokens: int, is_decode: bool = False) -> bool:
-        """requests[i] for i in chosen, by num_tokens each. False: rightly refused."""
+        """Extend requests[i] for i in chosen by num_tokens each. False: correctly refused."""
         page_size, old = self.case.page_size, [list(self.requests[i]) for i in chosen]
         lens = [len(request) for request in old]
         new_lens = [n + num_tokens for n in lens]

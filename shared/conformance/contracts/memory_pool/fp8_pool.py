@@ -26,7 +26,7 @@ NON_NEGATIVE = torch.arange(127, dtype=torch.uint8).view(FP8).to(torch.float64)
 
 
 def nearest_fp8(x: torch.Tensor) -> torch.Tensor:
-    """float64 x -> the nearest value of float8_e4m3fn, of two equally near the even one."""
+    """float64 x -> the nearest value of float8_e4m3fn, ties to even."""
     size = x.abs().clamp(max=FP8_MAX)
     above = torch.searchsorted(NON_NEGATIVE, size).clamp(1, 126)
     low, high = NON_NEGATIVE[above - 1], NON_NEGATIVE[above]
@@ -35,8 +35,8 @@ def nearest_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 def awkward(num_tokens: int, dtype: torch.dtype, scale: float, seed: int) -> torch.Tensor:
-    """[num_tokens, heads, head_dim]: values that a scale brings into the range of FP8, on and between its
-    values, below the smallest and beyond the largest."""
+    """[num_tokens, heads, head_dim]: values that, divided by the scale, lie on and between the values of FP8,
+    below the smallest and beyond the largest."""
     values = Inputs(seed).normal(num_tokens, NUM_KV_HEADS, HEAD_DIM).cpu()
     values *= 10.0 ** torch.linspace(-3.0, 4.0, values.numel()).view(values.shape)
     ties = (NON_NEGATIVE[1:] + NON_NEGATIVE[:-1]) / 2

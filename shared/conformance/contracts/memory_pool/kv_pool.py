@@ -25,7 +25,7 @@ POOL_TYPES = grid("{dtype}", dtype=FLOAT_TYPES)
 def kv_pool(
     impl: Any, dtype: torch.dtype = torch.float32, kv_scales: list[KVScales] | None = None
 ) -> TokenToKVPool:
-    """Every slot of every layer holds numbers of its own."""
+    """A pool with distinct numbers in every slot of every layer."""
     pool: TokenToKVPool = impl.TokenToKVPool(
         SIZE, PAGE_SIZE, NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, dtype, check_device(), kv_scales
     )

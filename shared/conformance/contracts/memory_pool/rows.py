@@ -62,7 +62,7 @@ def _random_calls(seed: int) -> Case:
 def rows_first_in_first_out(impl: Any, case: Case) -> None:
     """`calls`: n > 0 allocates n rows, n <= 0 frees the (-n)th of those in use (modulo their number)."""
     pool = rows_of(impl, case.size)
-    fresh, returned = set(range(1, case.size + 1)), deque[int]()  # in which order fresh rows go is free
+    fresh, returned = set(range(1, case.size + 1)), deque[int]()  # the order of fresh rows is not specified
     used: list[int] = []
     for i, n in enumerate(case.calls):
         if n > 0:

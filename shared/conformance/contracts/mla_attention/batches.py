@@ -1,4 +1,4 @@
-"""Clauses of multi-head latent attention: those of attention that apply, over latent rows."""
+"""Clauses of multi-head latent attention: the applicable clauses of attention, over latent rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = {"kv_lora_rank": 24, "qk_nope_head_dim": 20, "qk_rope_head_dim": 12, "v_
 
 
 def grid(*cases: MLACase) -> tuple[MLACase, ...]:
-    """Every case in 32 and 16 bits, each with another page size."""
+    """Every case in 32 and 16 bits, with different page sizes."""
     pages = 1, 4, 16
     return tuple(
         replace(

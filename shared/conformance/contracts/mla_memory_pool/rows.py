@@ -1,4 +1,4 @@
-"""Clauses of MLATokenToKVPool: one row for each slot, of which V is a part."""
+"""Clauses of MLATokenToKVPool: one row for each slot, which includes V."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POOL_TYPES = grid("{dtype}", dtype=FLOAT_TYPES)
 
 
 def mla_pool(impl: Any, dtype: torch.dtype = torch.float32) -> MLATokenToKVPool:
-    """Every slot of every layer holds numbers of its own."""
+    """A pool with distinct numbers in every slot of every layer."""
     sizes = SIZE, PAGE_SIZE, NUM_LAYERS, KV_LORA_RANK, ROPE_HEAD_DIM
     pool: MLATokenToKVPool = impl(*sizes, dtype, check_device())
     inputs = Inputs(seed=0)

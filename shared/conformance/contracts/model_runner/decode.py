@@ -1,4 +1,4 @@
-"""Clauses of a prepared model runner: decode steps of every batch size, one after the other, and sampling."""
+"""Clauses of a prepared model runner: successive decode steps of every batch size, and sampling."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NUM_TOKEN_IDS = 300  # of a head of 331 rows
 
 
 class Decoding(Case):
-    """Requests that have a prompt, then steps that decode so many of them, others each time. `sizes`: those
-    captured, where graphs are used at all; `max_tokens`: of a captured prefill step."""
+    """A prefill of all requests, then steps that each decode another subset of them. `sizes`: the captured
+    batch sizes, if graphs are used; `max_tokens`: of a captured prefill step."""
 
     sizes: tuple[int, ...] = (1, 2, 4, 8)
     page_size: int = 1
@@ -49,17 +49,17 @@ class Decoding(Case):
         return max(self.batch_sizes)
 
     def flags(self) -> dict[str, Any]:
-        """Of the engine's configuration, beside what follows from the fields."""
+        """The engine flags, in addition to those that follow from the fields."""
         return {}
 
     def prompts(self) -> dict[int, list[int]]:
-        """A long one, one of a token, and what lies between."""
+        """Prompts from one token to a long one."""
         dice = random.Random(self.seed)
         lens = [150, 1, *(dice.randint(1, 70) for _ in range(self.num_reqs))][: self.num_reqs]
         return {i: [dice.randrange(331) for _ in range(n)] for i, n in enumerate(lens)}
 
     def steps(self) -> Iterator[dict[int, list[int]]]:
-        """The new token of each request that takes part: in another order, and in other rows, every time."""
+        """The new token of each participating request; order and rows differ in every step."""
         dice = random.Random(self.seed + 1)
         for bs in self.batch_sizes:
             yield {i: [dice.randrange(331)] for i in dice.sample(range(self.num_reqs), bs)}
@@ -77,7 +77,7 @@ CASES = (
 
 
 class PreparedSession(ModelSession):
-    """A runner in the state in which an engine uses it. `graphs`: as far as it knows any."""
+    """A runner prepared as in an engine. `graphs`: with CUDA graphs, if it supports them."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class PreparedSession(ModelSession):
         return self.run(self.forward_batch(case.prompts(), forward_mode=ForwardMode.EXTEND)).next_token_logits
 
     def run(self, batch: ForwardBatch) -> LogitsOutput:
-        """With a dummy page that holds nothing of use."""
+        """Run a step whose dummy page has meaningless values."""
         for buffer in self.kv_buffers():
             poison_(buffer[: self.kv_pool.page_size])
         return run_poisoned(self.runner.forward, batch)
@@ -159,7 +159,7 @@ KINDS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def requests(kind: str, bs: int, dice: random.Random) -> list[Req]:
-    """Their parameters in turn, from another one on each time, and seeds of their own."""
+    """Requests with different parameters, rotated in each step, and with distinct seeds."""
     start = dice.randrange(6)
     params = [SamplingParams(**KINDS[kind][(start + i) % len(KINDS[kind])]) for i in range(bs)]
     return [
@@ -169,7 +169,7 @@ def requests(kind: str, bs: int, dice: random.Random) -> list[Req]:
 
 
 class Sampling(Decoding):
-    """Each step samples in one of these ways, in turn."""
+    """Steps that sample in each of these ways, in turn."""
 
     kinds: tuple[str, ...] = tuple(KINDS)
 

@@ -1,4 +1,4 @@
-"""Clauses of a prepared model runner: prefill steps of every number of tokens, one after the other."""
+"""Clauses of a prepared model runner: successive prefill steps of every number of tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shared.types import ForwardBatch, ForwardMode
 
 
 class Extending(Decoding):
-    """Prefill steps of `token_counts` new tokens, divided at random; every third is mixed. After each, a
-    decode step, which reads the KV that was written."""
+    """Prefill steps of `token_counts` new tokens, divided at random; every third is mixed. Each is followed
+    by a decode step, which reads the written KV."""
 
     token_counts: tuple[int, ...] = ()
     capture_hidden: tuple[int, ...] | None = None
@@ -55,7 +55,8 @@ class Extending(Decoding):
             yield ForwardMode.DECODE, {i: [dice.randrange(331)] for i in lens}
 
     def decoding(self, dice: random.Random, room: list[int], num_tokens: int) -> list[int]:
-        """Requests with cached tokens that leave a token of the step to another request."""
+        """The requests that decode in a mixed step: they have cached tokens, and leave at least one token of
+        the step to another request."""
         begun = [i for i in range(self.num_reqs) if 0 < room[i] < 200]
         chosen = dice.sample(begun, min(len(begun), self.num_reqs // 2, num_tokens - 1))
         for i in chosen:

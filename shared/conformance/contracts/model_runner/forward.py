@@ -1,4 +1,4 @@
-"""Clauses of the model runner: which rows of logits come out, and what is written."""
+"""Clauses of the model runner: the rows of logits that it returns, and the KV that it writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODES = {"extend": ForwardMode.EXTEND, "decode": ForwardMode.DECODE, "mixed": Fo
 
 
 def model_for(config: str = CONFIG, dtype: torch.dtype = torch.float32) -> CausalLM:
-    """The reference's: it is the runner that is under check."""
+    """The reference's model, because the runner is under check."""
     return make_model(registry.load("models", "reference"), ModelConfig.from_dict(CONFIGS[config]), dtype)
 
 
@@ -41,7 +41,7 @@ class RunnerSession(ModelSession):
 
 
 class Steps(Case):
-    """Each step: its mode, and how many new tokens it has for each request (0: the request sits out)."""
+    """Steps: the mode of each, and its number of new tokens for each request (0: not in the step)."""
 
     config: str = CONFIG
     page_size: int = 1
@@ -120,8 +120,8 @@ def rows_belong_to_requests(impl: type[ModelRunner], case: Steps) -> None:
 
 
 class PromptLogprobs(Case):
-    """Prompts of these lengths; of each the log-probabilities of its tokens from `start` on. The head has 331
-    rows, the first `num_token_ids` of them have a token."""
+    """Prompts of these lengths, with log-probabilities of their tokens from `start` on. The head has 331
+    rows; the first `num_token_ids` have a token."""
 
     seed: int = 0
     num_token_ids: int = 331
@@ -174,7 +174,7 @@ def input_logprobs(impl: type[ModelRunner], case: PromptLogprobs) -> None:
     best = logprobs.sort(dim=-1, descending=True).values[:, : case.num_top]
     expect_form("top_logprobs", top_logprobs, like=best.to(top_logprobs))
     expect_close("top_logprobs", top_logprobs, best, LOGITS)
-    # By value: which of two that are nearly equal comes first is a matter of rounding.
+    # Sorted by value, as rounding decides the order of two nearly equal ones.
     expect_equal("type of top_ids", top_ids.dtype, torch.int64)
     expect_close("log-probability of top_ids", logprobs.gather(1, top_ids.cpu()), best, LOGITS)
     num_distinct = [len(set(row)) for row in top_ids.tolist()]
@@ -182,7 +182,7 @@ def input_logprobs(impl: type[ModelRunner], case: PromptLogprobs) -> None:
 
 
 class Trees(Case):
-    """Requests: how long the prefix is, and of the tree drafted after it each node's parent (-1: the
+    """Requests: the length of the prefix, and each node's parent in the tree drafted after it (-1: the
     prefix)."""
 
     seed: int = 0
@@ -196,7 +196,7 @@ class Trees(Case):
 
 
 def path_to(parents: tuple[int, ...], node: int) -> list[int]:
-    """From the root to the node, both included."""
+    """The path from the root to the node, both included."""
     return [*(path_to(parents, parents[node]) if parents[node] >= 0 else ()), node]
 
 

@@ -28,11 +28,11 @@ NUM_NODES = 6
 
 
 class Verifying(Decoding):
-    """Steps that each verify a tree for so many requests; every third one decodes instead. `top_k` 1: it is a
-    chain."""
+    """Steps that verify trees of different numbers of requests; every third step decodes. `top_k` 1: trees
+    are chains."""
 
     top_k: int = 2
-    num_nodes: int = NUM_NODES  # of the trees; other than the configured ones where it is not NUM_NODES
+    num_nodes: int = NUM_NODES  # of the trees; NUM_NODES is the configured number
 
     def flags(self) -> dict[str, Any]:
         num_steps = NUM_NODES - 1 if self.top_k == 1 else 3
@@ -44,7 +44,7 @@ class Verifying(Decoding):
         }
 
     def batches(self, *sessions: PreparedSession) -> list[tuple[ForwardBatch, ...]]:
-        """Of each step one for every session. Requests keep all nodes, as if they were a text."""
+        """For each step one batch per session. Requests keep all nodes, as if they were text."""
         dice = random.Random(self.seed + 2)
         batches = []
         for number, new_ids in enumerate(self.steps()):

@@ -1,4 +1,4 @@
-"""Clauses of the models: logits of every family, however the tokens come."""
+"""Clauses of the models: logits of every family, for any split of the tokens into steps."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Models = Any
 
 
 class Text(Case):
-    """A family's small model with random weights, and random tokens: a prompt, cut into chunks of these
-    lengths and the rest, then so many tokens one by one."""
+    """A family's small model with random weights, and random tokens: a prompt in chunks of these lengths and
+    the rest, then `num_decode` tokens one by one."""
 
     chunks: tuple[int, ...] = ()
     num_decode: int = 0
@@ -65,8 +65,8 @@ def make_model(
 def new_model(
     impl: Models, config: ModelConfig, dtype: torch.dtype = torch.float32, device: str | None = None
 ) -> CausalLM:
-    """Without weights, with the reference's experts, and its layers unless the module names those that its
-    models fuse."""
+    """A model without weights, with the reference's experts, and the reference's layers unless the module
+    names fused ones."""
     layers = registry.load("layers", getattr(impl, "LAYERS", "reference"))
     moe = registry.load("moe", "reference")
     with building(dtype, device):
@@ -74,13 +74,14 @@ def new_model(
 
 
 def logits_of(model: CausalLM, case: Text) -> torch.Tensor:
-    """Of every token, in order."""
+    """The logits of every token, in order."""
     session = ModelSession(model, max_len=case.num_prompt + case.num_decode, page_size=case.page_size)
     return torch.cat([run_poisoned(session.step, {0: piece})[0] for piece in case.pieces()])
 
 
 def expect_same_logits(impl: Models, case: Text, reference: Models) -> None:
-    """The reference has the same weights (rounded to the case's type) and computes in float64."""
+    """Compare with the reference, which has the same weights (rounded to the case's type) and computes in
+    float64."""
     config = case.model_config()
     actual = logits_of(make_model(impl, config, case.dtype, case.seed), case)
     expected = logits_of(make_model(reference, config, case.dtype, case.seed).double(), case)
@@ -125,7 +126,8 @@ def decode(impl: Models, case: Text, reference: Models) -> None:
     ),
 )
 def half_types(impl: Models, case: Text, reference: Models) -> None:
-    """Dense families only: in the others a rounded router logit may choose another expert."""
+    """Cases in half types, of dense families only: in MoE models a rounded router logit may choose another
+    expert."""
     expect_same_logits(impl, case, reference)
 
 
@@ -212,7 +214,7 @@ def embeddings(impl: Models, case: Text) -> None:
 
 
 class Mates(Case):
-    """Requests: how long the prompt is, and its first chunk."""
+    """Requests in one batch: the lengths of the prompt and of its first chunk."""
 
     requests: tuple[tuple[int, int], ...] = ((80, 50), (1, 1), (37, 36))
     page_size: int = 1

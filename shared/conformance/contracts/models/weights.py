@@ -34,7 +34,7 @@ FAMILIES = tuple(Family(name) for name in CONFIGS)
 
 
 def expect_loaded(model: CausalLM, impl: Models, case: Family) -> None:
-    """The model works like one that was loaded the plain way, to the last bit."""
+    """Check that the model equals a plainly loaded one, bit for bit."""
     expected = logits_of(make_model(impl, case.model_config()), case.text())
     expect_close("logits", logits_of(model.eval(), case.text()), expected, EXACT)
 
@@ -122,7 +122,7 @@ def harmless_tensors(impl: Models, case: Case) -> None:
 
 
 def expect_refused(what: str, load: Callable[[], None], *parts: str) -> None:
-    """A `ValueError` whose message holds every part."""
+    """Check for a `ValueError` whose message contains every part."""
     try:
         load()
     except ValueError as error:

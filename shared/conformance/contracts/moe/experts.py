@@ -93,7 +93,7 @@ def experts64(
     b2: torch.Tensor | None = None,
     swiglu_limit: float = 0.0,
 ) -> torch.Tensor:
-    """Token by token, choice by choice."""
+    """The expected output in float64, token by token and choice by choice."""
     x, w13, w2 = x.double().cpu(), w13.double().cpu(), w2.double().cpu()
     b13, b2 = (
         torch.zeros(w.shape[:2], dtype=w.dtype) if b is None else b.double().cpu()
@@ -154,7 +154,7 @@ def fused_experts(impl: type[MoE], case: Experts) -> None:
     ),
 )
 def biases_and_clamps(impl: type[MoE], case: Experts) -> None:
-    """A padding choice in every third token: its expert's bias does not count either."""
+    """Every third token has a padding choice, for which the bias must not be added either."""
     inputs = Inputs(case.seed)
     try:
         module = case.make(impl, inputs)
@@ -180,7 +180,7 @@ def biases_and_clamps(impl: type[MoE], case: Experts) -> None:
     ),
 )
 def padding(impl: type[MoE], case: Experts) -> None:
-    """The last expert holds NaN: an id that wraps around finds it."""
+    """The last expert holds NaN, which an id of -1 that wraps around would read."""
     inputs = Inputs(case.seed)
     module, topk = case.make(impl, inputs), case.topk(inputs)
     for token in range(case.num_tokens):
@@ -219,7 +219,7 @@ def one_expert(impl: type[MoE], case: Experts) -> None:
 )
 def weights_in_float32(impl: type[MoE], case: Experts) -> None:
     """Weights of 100,000 (float16 ends at 65,504) and of 1e-6 (where it has four bits left), with experts
-    scaled so that y stays of size one."""
+    scaled so that y stays near one."""
     for scale in (1e5, 1e-6):
         inputs = Inputs(case.seed)
         module, topk = case.make(impl, inputs), case.topk(inputs)
@@ -244,7 +244,8 @@ def tokens_are_independent(impl: type[MoE], case: Case) -> None:
 
 
 class Layer(Case):
-    """A whole layer. Half types choose all experts: a rounded logit must not change who is chosen."""
+    """A whole MoE layer. In half types every expert is chosen, so that a rounded logit cannot change the
+    choice."""
 
     shared_intermediate_size = 0
     shared_expert_gate = False
@@ -321,7 +322,7 @@ def parameter_shapes(config: MoEConfig, hidden_size: int) -> dict[str, tuple[int
 
 
 def named_weights(moe: MoE) -> dict[str, torch.Tensor]:
-    """Its parameters, but for merged ones the parts that a checkpoint has."""
+    """The layer's parameters; merged ones as the parts that a checkpoint has."""
     weights: dict[str, torch.Tensor] = dict(moe.named_parameters())
     for prefix, module in moe.named_modules():
         if isinstance(module, MergedLinear):
@@ -333,7 +334,7 @@ def named_weights(moe: MoE) -> dict[str, torch.Tensor]:
 
 
 def moe_or_refusal(impl: type[MoE], case: Layer) -> MoE | None:
-    """None: the implementation has no biases and clamped SwiGLU."""
+    """The implementation's MoE; None if it refuses biases and clamped SwiGLU."""
     try:
         return make_moe(impl, case.config(), case.hidden_size, case.dtype)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Clauses of routing: who goes where, and how much each counts."""
+"""Clauses of routing: the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared.interfaces import MoE, TopKOutput
 
 
 class Routing(Case):
-    """A MoEConfig, and how many tokens to route."""
+    """A MoEConfig and the number of tokens to route."""
 
     num_experts = 7
     num_experts_per_tok = 3
@@ -86,7 +86,7 @@ def make_moe(impl: type[MoE], config: MoEConfig, hidden_size: int, dtype: torch.
 
 
 def route64(config: MoEConfig, logits: list[float], bias: list[float]) -> list[tuple[int, float]]:
-    """One token's (expert, weight), best first, in loops, as the contract words it."""
+    """One token's (expert, weight), best first, computed in loops as in the contract."""
     experts = range(config.num_experts)
     if config.routing == "sigmoid":
         scores, choice = [1 / (1 + math.exp(-x)) for x in logits], logits
@@ -110,7 +110,7 @@ def route64(config: MoEConfig, logits: list[float], bias: list[float]) -> list[t
 
 
 def route_all64(config: MoEConfig, logits: torch.Tensor, bias: torch.Tensor | None) -> TopKOutput:
-    """float64 weights and int32 ids on the CPU."""
+    """Route all tokens: float64 weights and int32 ids on the CPU."""
     bias_list = [0.0] * config.num_experts if bias is None else bias.double().tolist()
     routes = [route64(config, row, bias_list) for row in logits.double().tolist()]
     shape = (len(routes), config.num_experts_per_tok)

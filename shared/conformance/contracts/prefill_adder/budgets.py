@@ -13,7 +13,7 @@ from shared.types import Req, SamplingParams
 
 
 class Setup:
-    """Pools and a tree, and an adder over them."""
+    """Pools, a radix tree, and a prefill adder."""
 
     def __init__(self, impl: type[PrefillAdder], pool: int = 1024, page_size: int = 1) -> None:
         self.impl = impl

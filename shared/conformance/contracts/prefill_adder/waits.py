@@ -1,4 +1,4 @@
-"""Clauses of the prefill adder: requests that wait for a prefix that this step computes."""
+"""Clauses of the prefill adder: requests that wait because this step computes their prefix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.types import Req, SamplingParams
 
 
 class Shared(Case):
-    """First a request of 100 tokens, of which `num_cached` are in the cache, then another one."""
+    """Two requests with a shared prefix. The first has 100 tokens, of which `num_cached` are in the cache."""
 
     num_shared = 50
     num_own = 20  # behind the shared ones
@@ -51,7 +51,7 @@ def prefixes_computed_now_are_waited_for(impl: type[PrefillAdder], case: Shared)
         setup.cache(list(range(1, case.num_cached + 1)))
     adder = setup.adder(in_batch_prefix_threshold=case.threshold, chunked_prefill_size=case.chunk)
     adder.add_one_req(req(100, rid="first"))
-    adder.rem_chunk_tokens = None  # so that nothing but the prefix stops the second one
+    adder.rem_chunk_tokens = None  # so that only the prefix stops the second one
     prompt = [*range(1, case.num_shared + 1), *range(200, 200 + case.num_own)]
     params = SamplingParams(
         return_logprob=case.logprob_start_len >= 0, logprob_start_len=case.logprob_start_len

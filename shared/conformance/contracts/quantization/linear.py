@@ -1,4 +1,4 @@
-"""Clauses of quantized linear layers: what weight and input mean, and what their product is."""
+"""Clauses of quantized linear layers: dequantized weight and input, and the output."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Layer(Case):
         return SCHEMES[self.kind]
 
     def make(self, impl: Quantization) -> QuantizedLinear:
-        """ŵ has about unit variance over the square root of the inputs."""
+        """A layer whose ŵ has a standard deviation of about in_features^-0.5."""
         inputs, scheme = Inputs(self.seed), self.scheme
         with building(self.dtype):
             layer = impl.QuantizedLinear(self.size, self.out, scheme, self.has_bias)
@@ -73,7 +73,7 @@ class Layer(Case):
         return layer
 
     def draw(self, num_tokens: int | None = None) -> torch.Tensor:
-        """Tokens of different magnitudes, in a view into a larger tensor of NaN."""
+        """Random tokens of different magnitudes, as a view into a larger tensor of NaN."""
         inputs = Inputs(self.seed + 1)
         num_tokens = self.num_tokens if num_tokens is None else num_tokens
         x = inputs.normal(num_tokens, self.size) * (0.2 + inputs.uniform(num_tokens, 1))
@@ -117,7 +117,7 @@ WITH_INPUTS = [case for case in EVERY_KIND if case.scheme.inputs != "none"]
 
 
 def expected_weight(layer: QuantizedLinear) -> torch.Tensor:
-    """ŵ value by value, float64."""
+    """ŵ in float64, value by value."""
     scheme, size = layer.scheme, layer.in_features
     scale = layer.weight_scale.double()
     if scheme.weight_type == "int4":
@@ -134,7 +134,7 @@ def expected_weight(layer: QuantizedLinear) -> torch.Tensor:
 
 
 def expected_input(layer: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
-    """x̂ group by group, float64; the quotient of x and its scale is a float32."""
+    """x̂ in float64, group by group; the quotient of x and its scale is a float32."""
     scheme, x = layer.scheme, x.float()
     if scheme.inputs == "none":
         return x.double()

@@ -1,1 +1,1 @@
-"""Clauses of the contract of `quantization`."""
+"""Clauses of the contract of `quantized_experts`."""

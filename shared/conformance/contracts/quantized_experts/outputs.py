@@ -78,8 +78,8 @@ class Experts(Case):
 
 
 def expected(case: Experts, experts: QuantizedExperts, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
-    """Expert by expert over dequantized weights, float64. What lies between the GEMMs is rounded to the type
-    of x."""
+    """The expected output in float64, expert by expert over dequantized weights. Intermediate values are
+    rounded to the type of x."""
     y = torch.zeros_like(x, dtype=torch.float64)
     for e in range(case.num_used):
         rows, choices = (topk.topk_ids == e).nonzero(as_tuple=True)
@@ -103,7 +103,7 @@ def expected(case: Experts, experts: QuantizedExperts, x: torch.Tensor, topk: To
 
 
 def _mxfp4_weight(layer: Any) -> torch.Tensor:
-    """ŵ value by value, float64."""
+    """ŵ in float64, value by value."""
     k = torch.arange(layer.in_features, device=layer.weight.device)
     column = layer.weight[:, k // 32 * 16 + k % 16].to(torch.int64)
     code = torch.where(k % 32 < 16, column % 16, column // 16)

@@ -17,7 +17,7 @@ POLICIES = get_args(EvictionPolicyName)
 
 
 class Tree:
-    """A cache whose slots come from an allocator, so that freed slots are known."""
+    """A cache whose slots come from an allocator, which records freed slots."""
 
     def __init__(self, impl: type[PrefixCache], eviction_policy: str = "lru", page_size: int = 1) -> None:
         world = CacheWorld(impl, page_size, num_pages=64, eviction_policy=eviction_policy)
@@ -40,7 +40,7 @@ class Tree:
         return sorted(node.key for node in self.cache.nodes())
 
     def eviction_order(self) -> list[list[int]]:
-        """The edges in the order in which they go, one leaf at a time."""
+        """The edges in the order of eviction, one leaf at a time."""
         order = []
         while before := self.keys():
             self.cache.evict(1)
@@ -72,7 +72,7 @@ def whole_leaves_go(impl: type[PrefixCache], case: Case) -> None:
     tree.insert([6])
     expect_equal(
         "evict(4)", tree.cache.evict(4), 5
-    )  # 3 do not suffice, and 1 of the next 2 does not go alone
+    )  # 3 do not suffice, and 1 of the next 2 cannot be evicted alone
     expect_equal("edges", tree.keys(), [[6]])
     expect_equal("evict(100) of 1", tree.cache.evict(100), 1)
     expect_equal("evict(1) of nothing", tree.cache.evict(1), 0)

@@ -16,12 +16,12 @@ LARGE_PAGES = page_sizes(2, 4, 16)
 
 
 def slots(start: int, count: int) -> torch.Tensor:
-    """A cache without pools stands on no device: values are whatever the caller passes."""
+    """Slots for a cache without pools; its values may be on any device."""
     return torch.arange(start, start + count)
 
 
 def insert(cache: PrefixCache, tokens: Sequence[int], start: int, priority: int = 0) -> int:
-    """Insert tokens with slots start, start + 1, ...; how many were there before."""
+    """Insert tokens with slots start, start + 1, ...; returns how many were already cached."""
     return cache.insert(RadixKey(list(tokens)), slots(start, len(tokens)), priority).prefix_len
 
 
@@ -199,7 +199,7 @@ def bigrams(impl: type[PrefixCache], case: Case) -> None:
     for tokens, num_entries in (
         ([1, 2, 3, 4, 5, 6], 4),
         ([1, 2, 3, 4, 5], 4),
-        ([1, 2, 3, 4, 9], 3),  # token 4 is followed by another one
+        ([1, 2, 3, 4, 9], 3),  # token 4 has another successor
         ([1, 2, 3], 2),
         ([1], 0),
         ([], 0),

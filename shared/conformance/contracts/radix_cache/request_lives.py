@@ -1,4 +1,4 @@
-"""Clauses of any prefix cache: requests are admitted, computed, retracted and ended in little memory."""
+"""Clauses of all prefix caches: requests are admitted, computed, retracted and ended with scarce memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ POLICIES = ("lru", "lfu", "fifo", "priority")
 
 @dataclass(frozen=True, repr=False)
 class Event:
-    """`which` counts the live (readmit: the retracted) requests, modulo their number. `chunk` 0: the whole
-    prompt. `is_cached_at_once`: several requests may compute before the first of them is cached."""
+    """One event. `which` counts the live (for readmit: the retracted) requests, modulo their number. `chunk`
+    0: the whole prompt. `is_cached_at_once` False: several requests may compute before the first of them is
+    cached."""
 
     kind: Kind
     which: int = 0
@@ -40,7 +41,7 @@ class Event:
 
 
 def random_lives(seed: int, num_events: int = 40) -> Case:
-    """Prompts of two different tokens, so that prefixes are shared often."""
+    """Random events. Prompts consist of two different tokens, so that prefixes are often shared."""
     rng = random.Random(seed)
     policy, page_size = POLICIES[seed % len(POLICIES)], (1, 2, 4)[seed // len(POLICIES) % 3]
     name = f"random lives {seed}, {policy}, page {page_size}"
@@ -137,7 +138,7 @@ OVER_ALLOCATIONS = grid(
     "Slots that were allocated and never committed are freed when the request ends, once.", OVER_ALLOCATIONS
 )
 def over_allocated_slots(impl: type[PrefixCache], case: Case) -> None:
-    """A step in flight, or rejected drafts, leave them."""
+    """A step in flight or rejected drafts leave over-allocated slots."""
     world = CacheWorld(impl, case.page_size)
     req = world.prefill(range(7))
     world.over_allocate(req, case.num_extra)

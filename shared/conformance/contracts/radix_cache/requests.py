@@ -69,8 +69,8 @@ def chunk_after_chunk(impl: type[PrefixCache], case: Case) -> None:
 
 @contract("A row is remapped to the tree's slots before the request's duplicates are freed.", PAGE_SIZES)
 def remapped_before_freed(impl: type[PrefixCache], case: Case) -> None:
-    """Two requests compute the same prompt, and the second one lost the race: while its row still names the
-    slots being freed, another request could overwrite what it reads."""
+    """Two requests compute the same prompt, and the second is cached later. While its row names the slots
+    being freed, another request could overwrite the KV that it reads."""
     world = CacheWorld(impl, case.page_size)
     length = 3 * case.page_size + 1
     whole = length // case.page_size * case.page_size

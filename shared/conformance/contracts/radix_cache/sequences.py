@@ -1,4 +1,4 @@
-"""Clauses of the radix cache: any sequence of calls, compared with a cache without a tree."""
+"""Clauses of the radix cache: random sequences of calls, compared with a model without a tree."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Kind = Literal["insert", "match", "lock", "unlock", "evict", "discard"]
 
 @dataclass(frozen=True, repr=False)
 class Call:
-    """`number`: an insert's priority, the tokens to evict, where to discard from, or which lock to give up
-    (modulo their number)."""
+    """One call. `number`: the priority of an insert, the number of tokens to evict, the position to discard
+    from, or the lock to release (modulo their number)."""
 
     kind: Kind
     tokens: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class Call:
 
 
 def random_calls(seed: int, num_calls: int = 80) -> Case:
-    """Few different tokens: keys share prefixes and part in all places."""
+    """Random calls over few different tokens, so that keys share prefixes and diverge everywhere."""
     rng = random.Random(seed)
     policy, page_size = POLICIES[seed % len(POLICIES)], (1, 2, 4)[seed // len(POLICIES) % 3]
     name = f"random calls {seed}, {policy}, page {page_size}"
@@ -66,7 +66,7 @@ def _random_call(rng: random.Random, page_size: int) -> Call:
 
 
 class Run:
-    """One cache and one model through the same calls."""
+    """Makes the same calls on a cache and its model."""
 
     def __init__(self, impl: type[PrefixCache], case: Case) -> None:
         self.case = case
@@ -76,7 +76,7 @@ class Run:
         self.cache, self.allocator = world.cache, world.allocator
         self.model = FlatCache(case.page_size, case.policy)
         self.locked: list[Any] = []
-        self.trace: list[Any] = []  # what every right implementation answers alike
+        self.trace: list[Any] = []  # results that are the same in every correct implementation
 
     def play(self) -> list[Any]:
         for i, call in enumerate(self.case.calls):
@@ -151,7 +151,7 @@ class Run:
         expect_equal(f"{self.what}: slots freed from {call.number} on", sorted(freed), sorted(expected))
 
     def _check(self) -> None:
-        """Edges, slots and locks of all nodes, and the totals."""
+        """Compare edges, slots and locks of all nodes, and the totals."""
         prefixes: dict[int, tuple[Any, ...]] = {0: ()}
         ends = {}
         for node in self.cache.nodes():

@@ -1,4 +1,4 @@
-"""Clauses of the sampler: what is drawn follows the exact distribution, whatever the parameters."""
+"""Clauses of the sampler: samples follow the exact distribution for all parameters."""
 
 from __future__ import annotations
 

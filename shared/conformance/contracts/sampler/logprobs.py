@@ -28,7 +28,7 @@ class Asked(Case):
 
 
 def logprobs64(row: torch.Tensor, req: Req) -> torch.Tensor:
-    """Log softmax after step 3, over temperature unless greedy."""
+    """Log softmax after step 3, divided by the temperature unless greedy."""
     params = req.sampling_params
     logits = torch.tensor(adjusted(row.tolist(), req), dtype=torch.float64)
     return (logits / (1.0 if params.is_greedy else params.temperature)).log_softmax(dim=-1)

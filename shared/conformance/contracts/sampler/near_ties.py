@@ -1,4 +1,4 @@
-"""Clauses of the sampler: decisions that are closer than float32 can tell."""
+"""Clauses of the sampler: decisions that are closer than float32 can resolve."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ EXACT = 1e-10  # float64 sums in another order differ by less
 
 
 class NearTies(Case):
-    """`num_rows` rows, each with one decision closer than float32 tells. "score": the best token and the next
-    best `where`. "top-p", "min-p": whether the filter keeps the best token; in half of the rows it does.
-    "score after min-p": min-p drops the best token, and the next two are a near tie. `std`: of the logits;
-    where it is small, many tokens share the probability. `height`: added to all logits. `is_steep`: only
-    tokens with little noise have a chance."""
+    """`num_rows` rows, each with one decision closer than float32 can resolve. "score": the best token and
+    the next best `where`. "top-p", "min-p": whether the filter keeps the best token; in half of the rows it
+    does. "score after min-p": min-p drops the best token, and the next two are a near tie. `std`: of the
+    logits; if it is small, the probability is spread over many tokens. `height`: added to all logits.
+    `is_steep`: only tokens with small noise can be sampled."""
 
     decision = "score"
     where = "anywhere"
@@ -70,7 +70,7 @@ class NearTies(Case):
         ]
 
     def _tie(self, logits: torch.Tensor, scores: torch.Tensor) -> None:
-        """Raises the logits of the next best tokens until their scores are about the best one."""
+        """Raise the logits of the next best tokens until their scores nearly equal the best score."""
         ids, best = torch.arange(self.vocab_size), int(scores.argmax())
         is_near = ids // SLICE == best // SLICE
         places = {
@@ -85,7 +85,7 @@ class NearTies(Case):
 
 
 def _beside(number: float, is_above: bool) -> float:
-    """The float32 next to a number, at least EXACT away from it. 0.5 where the decision needs no sum: the
+    """The nearest float32 at least EXACT away from a number; 0.5 if the decision needs no sum, because the
     best token is the likeliest."""
     if not 1e-3 < number < 1.0:
         return 0.5

@@ -48,7 +48,7 @@ def noise_belongs_to_the_token(impl: type[Sampler], case: Case) -> None:
     plain = sample(impl, logits, [Ask("").req(seed=i) for i in range(64)])
     for ask in (Ask("", min_p=1e-9), Ask("", top_k=199), Ask("", top_p=0.999999)):
         expect_equal(f"{ask}", sample(impl, logits, [ask.req(seed=i) for i in range(64)]), plain)
-    # Tokens in another order: each keeps its noise, so of equal logits the same token wins.
+    # Tokens in another order: each keeps its noise, so among equal logits the same token is sampled.
     expect_equal(
         "of equal logits",
         sample(impl, torch.zeros(64, 200), [Ask("", top_k=200).req(seed=i) for i in range(64)]),

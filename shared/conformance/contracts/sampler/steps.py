@@ -1,4 +1,4 @@
-"""Clauses of the sampler: its steps, in their order."""
+"""Clauses of the sampler: its steps and their order."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ QUARTERS = (0.25, 0.25, 0.25, 0.25)
 )
 def filters_keep(impl: type[Sampler], case: Case) -> None:
     found = draw_many(impl, [math.log(p) for p in case.p], case.ask.req(), num_draws=4_000)
-    # A token of probability 0.1 is missed by 4,000 draws with a probability of 1e-183.
+    # 4,000 draws miss a token of probability 0.1 with a probability of 1e-183.
     expect_equal("tokens that come", sorted(set(found.tolist())), list(case.expected))
 
 
@@ -179,7 +179,7 @@ def same_tokens(impl: type[Sampler], case: Batch, reference: type[Sampler]) -> N
 
 
 class Unfiltered(Case):
-    """Rows that a temperature alone decides, some greedy: flat, steep and tied ones, at any height."""
+    """Rows with a temperature and no filter, some greedy: flat, steep and tied logits, with any offset."""
 
     seed: int = 0
 
@@ -234,7 +234,7 @@ def vocab_mask(impl: type[Sampler], case: Case) -> None:
     logits[1::2, 33] = 1.0
     info = replace(make_info(reqs, vocab_size), vocab_mask=mask)
     ids = run_sampler(impl, logits, info, [0] * 400).next_token_ids.tolist()
-    # One of five is missed by 200 draws with a probability of 1e-18.
+    # 200 draws miss one of five tokens with a probability of 1e-18.
     expect_equal("tokens of the masked rows", set(ids[::2]), allowed)
     expect_equal("tokens of the others", set(ids[1::2]), {33})
 

@@ -1,4 +1,4 @@
-"""Clauses of the scheduling policy: each order against its definition."""
+"""Clauses of the scheduling policy: each order, compared with its definition."""
 
 from __future__ import annotations
 

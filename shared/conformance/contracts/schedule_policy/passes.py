@@ -24,8 +24,9 @@ PREFIX_LENS = (0, 3, 8, 12, 40)
 
 
 class Policy(Case):
-    """`by_priority`: with priority scheduling. `tree`: whose radix cache; one can be watched, one cannot.
-    `is_bigram`: it holds pairs of tokens, for a draft model."""
+    """The configuration of a policy. `by_priority`: with priority scheduling. `tree`: the panel of the radix
+    cache; one supports watching, one does not. `is_bigram`: the tree holds pairs of tokens, for a draft
+    model."""
 
     by_priority = False
     page_size = 1
@@ -42,7 +43,7 @@ class Policy(Case):
         )
 
     def make_tree(self) -> PrefixCache:
-        """What is evicted first does not depend on who was matched: a policy may match or not."""
+        """A tree whose eviction order does not depend on matches, because a policy may match or not."""
         implementation = registry.load("radix_cache", self.tree)
         tree: PrefixCache = implementation(self.page_size, eviction_policy="fifo", is_bigram=self.is_bigram)
         return tree
@@ -96,7 +97,8 @@ Kind = Literal["join", "leave", "come back", "cache", "evict", "flush", "pass"]
 
 @dataclass(frozen=True, repr=False)
 class Event:
-    """`which`: of those who wait, who have left, or of all prompts. "pass": order, and admit so many."""
+    """One event. `which`: the index among waiting requests, requests that have left, or all prompts. "pass":
+    order the queue, and admit `num_admitted` requests."""
 
     kind: Kind
     which: int = 0
@@ -121,7 +123,7 @@ def random_passes(policy: Policy, seed: int, num_events: int = 120) -> Case:
 
 
 def random_req(rng: random.Random, number: int) -> Req:
-    """Prompts share prefixes of several lengths; ties are frequent in whatever is sorted by."""
+    """A random request. Prompts share prefixes of several lengths; ties are frequent in all sort keys."""
     family = rng.randrange(4)
     shared_len = rng.choice(PREFIX_LENS)
     tokens = [family + 1] * shared_len + [rng.randint(5, 6) for _ in range(rng.randint(1, 20))]
@@ -138,7 +140,7 @@ def random_req(rng: random.Random, number: int) -> Req:
 
 @dataclass
 class Run:
-    """A policy over a tree and a queue of its own. `as_list`: it gets the queue as a list each time."""
+    """A policy with its own tree and queue. `as_list`: it gets the queue as a list in each pass."""
 
     impl: Any
     case: Case
@@ -165,7 +167,7 @@ class Run:
             self.queue.remove(self.gone[-1])
 
     def _come_back(self, event: Event) -> None:
-        """As after a retraction: with more tokens, and newly queued."""
+        """Queue a request again, as after a retraction: with more tokens."""
         if self.gone:
             back = self.gone.pop(event.which % len(self.gone))
             back.output_ids.append(5)

@@ -1,4 +1,4 @@
-"""Clauses of the scheduler: what requests ask of the sampler, each gets as if it were alone."""
+"""Clauses of the scheduler: each request gets the sampling results that it gets alone."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def min_new_tokens_after_retraction(impl: type[Scheduler], case: Case) -> None:
 
 
 class Asked(EveryThird):
-    """Remembers what it was asked about."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.questions: list[list[int]] = []

@@ -1,4 +1,5 @@
-"""Clauses of the scheduler: grammars with a state, and logit processors, beside requests without either."""
+"""Clauses of the scheduler: stateful grammars and logit processors, in batches with requests without
+either."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def harness_for(impl: type[Scheduler], case: Case) -> SchedulerHarness | None:
 
 
 class OneOfThree(Grammar):
-    """Allows the tokens of one residue. The batch's rows must not be exchanged."""
+    """Allows the tokens of one residue class, which detects exchanged rows of a batch."""
 
     def __init__(self, residue: int) -> None:
         self.residue = residue
@@ -51,7 +52,7 @@ class OneOfThree(Grammar):
 
 
 def sum_of_outputs(output_ids: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
-    """Favours a token that all tokens before decide."""
+    """Favours a token that depends on all previous tokens."""
     for row, ids in enumerate(output_ids):
         logits[row, sum((i + 1) * token_id for i, token_id in enumerate(ids)) % VOCAB_SIZE] += 3.0
     return logits
@@ -62,7 +63,7 @@ def no_odd_tokens(output_ids: Sequence[Sequence[int]], logits: torch.Tensor) -> 
 
 
 def constraints() -> list[dict[str, Any]]:
-    """One of each, those of one kind beside each other."""
+    """Constraints of each kind, grouped by kind."""
     return [
         {"grammar": OneOfThree(0)},
         {"grammar": OneOfThree(1), "temperature": 1.0},
@@ -125,7 +126,7 @@ def constrained_and_retracted(impl: type[Scheduler], case: Case) -> None:
 
 
 class EndsAfter(Grammar):
-    """Any tokens, but no more than so many."""
+    """Allows any tokens, up to a maximum number."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens

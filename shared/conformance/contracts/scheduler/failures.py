@@ -1,4 +1,4 @@
-"""Clauses of the scheduler: what is left behind when a request, a model or a user ends things early."""
+"""Clauses of the scheduler: aborts and failures of requests and models leave no memory behind."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def failing_sampler(impl: type[Scheduler], case: Case) -> None:
 
 
 class Refuses(EveryThird):
-    """Fails the first time that it is asked about so many tokens."""
+    """Fails at its first call with this number of tokens."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -173,7 +173,7 @@ ERRORS = table(
 
 
 class FailsOnce:
-    """decode_text that raises the error of `case` after `num_texts` calls."""
+    """A decode_text that raises the error of `case` after `num_texts` calls."""
 
     def __init__(self, case: Case) -> None:
         self.case = case

@@ -1,4 +1,4 @@
-"""Clauses of the scheduler: KV that is NaN once, for no fault of the request's, does not live on."""
+"""Clauses of the scheduler: KV that becomes NaN by a transient fault does not stay in the cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def expect_error(harness: SchedulerHarness, rid: str) -> None:
 
 
 def expect_forgotten(harness: SchedulerHarness, num_cached: int) -> None:
-    """The same prompt once more finds what was there before, and gets its right answer."""
+    """Check that the same prompt finds the prefix that was cached before, and gets its right answer."""
     rid = harness.submit(PROMPT, 4)
     harness.run()
     expect_equal("num_cached_tokens", harness.reqs[rid].num_cached_tokens, num_cached)
@@ -87,7 +87,7 @@ def spoilt_without_output(impl: type[Scheduler], case: Case) -> None:
     ),
 )
 def found_by_others(impl: type[Scheduler], case: Case) -> None:
-    """`together`: the others come with the one that is spoilt; else in the step after it."""
+    """`together`: the other requests arrive with the faulty one; otherwise in the step after it."""
     harness = harness_for(impl, page_size=case.page_size)
     harness.submit([*BEFORE, 2, 2], 1)
     harness.run()

@@ -1,4 +1,4 @@
-"""Clauses of the scheduler: what is refused, clamped, turned away or timed out."""
+"""Clauses of the scheduler: invalid requests, clamped lengths, a full queue, and timeouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clauses of the scheduler: every request gets its own right tokens, under any schedule."""
+"""Clauses of the scheduler: every request gets its right tokens under any schedule."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Clauses of the scheduler, third part: with a drafter, every request still gets its own right tokens.
+"""Clauses of the scheduler, third part: with a drafter, every request still gets its right tokens.
 
-The ledger drafter keeps KV of its own and asserts, whenever it is called, that all of it is there and belongs
-to the requests' tokens.
+The ledger drafter has its own KV. At every call it asserts that this KV is complete and that of the requests'
+tokens.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Clauses of the scheduler, fourth part: where speculation ends. Inside an accepted run, at the end of the
-context or of the pool, and when something fails."""
+"""Clauses of the scheduler, fourth part: limits of speculation. A request ends among accepted drafts, the
+context or the pool is full, or a call fails."""
 
 from __future__ import annotations
 

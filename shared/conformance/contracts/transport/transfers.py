@@ -21,7 +21,7 @@ from shared.conformance.compare import expect_equal, expect_raises, expect_true
 from shared.interfaces import Transport
 from shared.types.attention import FP8
 
-LIMIT = 5.0  # seconds until a room must have ended
+LIMIT = 5.0  # time limit of a room in seconds
 NUM_PAGES, NUM_LAYERS, PAGE_SIZE = 12, 3, 4
 SOURCE, TARGET = [7, 2, 5], [1, 9, 4]
 EVERY = grid(
@@ -30,7 +30,7 @@ EVERY = grid(
 
 
 class Pool:
-    """A pool whose buffers are only handed out while the gate is open: so a copy can be held up."""
+    """A pool that returns its buffers only while the gate is open, so that a copy can be delayed."""
 
     def __init__(self, page_size: int, dtype: torch.dtype, seed: int, path: Path) -> None:
         pool = registry.load("transport", "reference.transport:SharedTokenToKVPool")
@@ -78,7 +78,7 @@ class Ends:
         self.sender.open_sender(room)
 
     def final(self, end: Transport, room: str = "room") -> str:
-        """The status that is not `open`."""
+        """Wait for the room's final status; `open` at the time limit."""
         limit = time.monotonic() + LIMIT
         while time.monotonic() < limit:
             status = end.poll(room)
@@ -88,7 +88,7 @@ class Ends:
         return "open"
 
     def message(self) -> None:
-        """A message from the sender has arrived: so has what it wrote before."""
+        """Wait for a message from the sender; everything that it wrote before has then arrived too."""
         self.sender.post(b"x")
         wait_for("a message", lambda: bool(self.receiver.messages()))
 
@@ -202,7 +202,7 @@ def aborted(impl: type[Transport], case: Case) -> None:
         ends.message()
         for found, expected in zip(ends.target.pages(TARGET), kept):
             expect_equal("pages after the end", found, expected)
-        ends.open()  # the name is free
+        ends.open()  # the name can be used again
         ends.sender.send("room", SOURCE, TARGET)
         expect_equal("the next room", (ends.final(ends.receiver), ends.final(ends.sender)), ("done", "done"))
 
