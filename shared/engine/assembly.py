@@ -42,6 +42,7 @@ from shared.loading.stages import layers_of
 from shared.modeling.forward import attention_layers
 from shared.modeling.kv_pool import attention_component, build_kv_pool
 from shared.parallel.agreement import AgreedDrafter, AgreedSampler
+from shared.parallel.alone import ALONE
 from shared.parallel.dp_attention import PassDispatch, in_lockstep
 from shared.parallel.expert_manager import ExpertManager
 from shared.scheduling.host_cache import tiered
@@ -69,6 +70,7 @@ class Assembly:
     experts: ExpertManager | None = None  # with expert parallelism
     lora: LoraAdapters | None = None  # None: the engine takes no adapters
     vision: Any = None  # reference.vision.VisionTower; None: the engine takes no images
+    tp: Collectives = ALONE  # the ranks of tensor parallelism
 
 
 class Phases:
@@ -247,7 +249,7 @@ def assemble(
     grammars = GrammarCompiler(tokenizer, num_token_ids, eos_token_ids)
     return Assembly(
         config, model_config, dtype, selection, model, kv_pool, memory, tokenizer, component("detokenizer"),
-        parts, scheduler, grammars, eos_token_ids, phases.seconds, experts, adapters, vision,
+        parts, scheduler, grammars, eos_token_ids, phases.seconds, experts, adapters, vision, tp or ALONE,
     )  # fmt: skip
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from shared import registry
 from shared.interfaces import Scheduler
 from shared.types import Req, SamplingParams
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from shared.engine.assembly import Assembly
     from shared.grammar.compiler import GrammarCompiler
 
-Method = Literal["add_request", "abort", "retract", "step", "flush_cache", "report"]
+Method = Literal["add_request", "abort", "retract", "step", "flush_cache", "report", "run"]
 
 
 class Request(msgspec.Struct):
@@ -44,6 +45,8 @@ class Call(msgspec.Struct):
     now: float
     rid: str = ""  # of abort and retract
     request: Request | None = None  # of add_request
+    function: str = ""  # of run: module:function, called with the assembly and
+    arguments: list[Any] = []
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -96,7 +99,10 @@ def apply(call: Call, scheduler: Scheduler, assembly: Assembly) -> Req | None:
         with contextlib.suppress(ValueError):  # the caller refuses it too
             scheduler.add_request(req)
         return req
-    if call.method in ("abort", "retract"):
+    if call.method == "run":
+        with contextlib.suppress(ValueError):  # the caller raises it too
+            registry.load("the function", call.function)(assembly, *call.arguments)
+    elif call.method in ("abort", "retract"):
         getattr(scheduler, call.method)(call.rid)
     else:
         getattr(scheduler, call.method)()

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.engine.input_log import Call, CallClock, decode, encode
+from shared.engine.input_log import Call, CallClock, apply, decode, encode
 from shared.engine.ranks import LeadScheduler
 
 
@@ -48,3 +48,20 @@ def test_each_call_of_the_first_rank_is_sent_and_made() -> None:
     assert found[-1].now == lead.clock.now
     with pytest.raises(ValueError, match="no custom logit processors"):
         lead.add_request(SimpleNamespace(logit_processor=print))
+    with pytest.raises(ValueError, match="only 3"):
+        lead.run(choose, assembly, 3, [4])
+    assert lead.run(choose, assembly, 4, [4]) == (assembly, 4)
+    for call in map(decode, sent[-2:]):  # on another rank, which does not end by what rank 0 raises
+        made.clear()
+        apply(call, Scheduler(), assembly)
+        assert made == [call.arguments[0]]
+
+
+made: list[int] = []
+
+
+def choose(assembly: Any, number: int, allowed: list[int]) -> tuple[Any, int]:
+    made.append(number)
+    if number not in allowed:
+        raise ValueError(f"only {number}")
+    return assembly, number
