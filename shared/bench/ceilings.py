@@ -1,4 +1,4 @@
-"""The device's two ceilings, measured: how fast its memory is read, how fast it multiplies matrices."""
+"""Measures the device's two ceilings: memory bandwidth and GEMM rate."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from shared.engine.assembly import default_device
 
 MIB = 2**20
 READ_BYTES = {"cuda": 4096 * MIB, "cpu": 256 * MIB, "mps": 512 * MIB}
-"""Many times any cache."""
+"""Many times the size of any cache."""
 MATRIX_SIZE = {"cuda": 8192, "cpu": 1024, "mps": 4096}
 NUM_RUNS = 10
 
 
 def device_and_dtype(flags: dict[str, Any], config: ModelConfig) -> tuple[torch.device, torch.dtype]:
-    """What an engine with these flags will use: ceilings are measured before it takes the memory."""
+    """The device and dtype of an engine with these flags. Ceilings are measured before the engine takes the
+    memory."""
     device = torch.device(flags.get("device") or default_device())
     name = flags.get("dtype", "auto")
     if name != "auto":
@@ -32,7 +33,7 @@ def device_and_dtype(flags: dict[str, Any], config: ModelConfig) -> tuple[torch.
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Ceilings of this device, for GEMM of this dtype."""
+    """Measure the ceilings of this device, with GEMM in this dtype."""
     ceilings = Ceilings(_bandwidth(device), _matrix_rate(device, dtype))
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -56,7 +57,7 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def median_time(call: Callable[[], object], device: torch.device, num_runs: int = NUM_RUNS) -> float:
-    """Seconds of one call, after two to warm up."""
+    """Median seconds of one call, after two warm-up calls."""
     for _ in range(2):
         call()
     return statistics.median(call_times(call, device, num_runs))
@@ -68,8 +69,8 @@ def call_times(
     num_runs: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Seconds from the end of one call to the end of the next, without a pause between calls. On a GPU the
-    CPU runs ahead, so its work is hidden unless it is slower than the device."""
+    """Seconds from the end of one call to the end of the next, without pauses. On a GPU the CPU runs ahead,
+    so CPU time is hidden unless it exceeds the device's."""
     if device.type != "cuda":
         marks = [clock()]
         for _ in range(num_runs):

@@ -1,4 +1,4 @@
-"""Decode attention by backend: microseconds of one layer in a CUDA graph, against the bytes of K and V.
+"""Times decode attention by backend: microseconds of one layer in a CUDA graph, against the bytes of K and V.
 
     python -m shared.bench.decode_attention --backends triton,flashinfer,fa3 --batch 1,8,64,256 --context 1024
 
@@ -29,7 +29,7 @@ NUM_RUNS = 20
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """An 8B shape by default."""
+    """The shape of a decode batch; the default is an 8B model's."""
 
     batch_size: int
     context_len: int
@@ -43,7 +43,7 @@ class DecodeCase:
 
 
 def decode_batch(case: DecodeCase, mode: ForwardMode, device: torch.device) -> ForwardBatch:
-    """One new token for each of the requests, whose rows are 1, 2, 3 ..."""
+    """A decode batch of the requests in rows 1, 2, 3 ..."""
     bs, length = case.batch_size, case.context_len
     numbers = torch.arange(bs, device=device)
     return ForwardBatch(
@@ -84,7 +84,7 @@ def measure(case: DecodeCase, name: str, mode: ForwardMode) -> float:
         for i in range(NUM_RUNS):
             backend.run(q, layers[i % NUM_LAYERS], plan)
 
-    run()  # compiles, and plans what is planned at the first run
+    run()  # compiles, and makes plans that are made at the first run
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

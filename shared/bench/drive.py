@@ -1,4 +1,4 @@
-"""Requests through the whole engine, from an empty cache to the last token."""
+"""Runs requests through the whole engine, from an empty cache to the last token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sampling(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One run of a case. Seconds from the submission of all requests to the last token."""
+    """One run of a case, in seconds from the submission of all requests to the last token."""
 
     total_time: float
     num_output_tokens: int
@@ -59,7 +59,8 @@ def run_to_end(
     clock: Clock = time.perf_counter,
     on_tokens: OnTokens | None = None,
 ) -> Run:
-    """All at once. The prefix cache is flushed before, and answers go to their full length."""
+    """Run all requests concurrently. The prefix cache is flushed first, and answers have their full
+    length."""
     check_fits(llm, requests)
     with submitted(llm, requests, sampling, clock) as (collectors, start):
         before = llm.stats()
@@ -121,7 +122,7 @@ def flush(llm: LLM) -> None:
 
 
 def check_fits(llm: LLM, requests: Sequence[Request]) -> None:
-    """The engine would cut answers that do not fit; a measurement needs all of them."""
+    """Raises `ValueError` for a request that does not fit: the engine would cut its answer."""
     context_len = llm.config.context_len or llm.model_config.context_len
     pool_size = llm.assembly.parts.allocator.size
     for number, request in enumerate(requests, start=1):

@@ -1,4 +1,4 @@
-"""Balance of experts over ranks: placements for a simulated load, without a model."""
+"""Simulates the balance of experts over ranks for several placements, without a model."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class ExpertsResult:
 
 
 def placements(case: ExpertsCase, balancer: str = "reference") -> list[ExpertsResult]:
-    """Experts in order, balanced, and balanced with redundant experts. Raises `ValueError` for numbers that
-    the balancer refuses."""
+    """The placements to compare: experts in order, balanced, and balanced with redundant experts. Raises
+    `ValueError` for numbers that the balancer refuses."""
     load, place = case.load(), registry.load("expert_balancer", balancer)().balance
     num_physical = case.num_experts + case.num_redundant
     if case.num_experts % case.num_ranks != 0:

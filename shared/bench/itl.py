@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the two nearest ranks, like numpy."""
+    """A percentile, with linear interpolation between the two nearest values, as in numpy."""
     if not values:
         raise ValueError(f"the {percent}th percentile of nothing")
     ordered = sorted(values)
@@ -26,7 +26,7 @@ class Interval(NamedTuple):
 
     start: float
     end: float
-    num_tokens: int  # of the second output: more than one with speculation
+    num_tokens: int  # tokens of the second output; more than one with speculation
 
     @property
     def seconds(self) -> float:
@@ -34,7 +34,7 @@ class Interval(NamedTuple):
 
 
 class ItlMeter:
-    """Looks at requests after each step."""
+    """Records the outputs of requests after each step."""
 
     def __init__(self, collectors: Sequence[OutputCollector] = ()) -> None:
         self.collectors: list[OutputCollector] = []
@@ -64,14 +64,14 @@ class ItlMeter:
             self.num_seen[i] += num_new
 
     def steady_intervals(self) -> list[Interval]:
-        """While all requests decode: from the last one's first token to the first one's last."""
+        """The intervals while all requests decode: from the latest first token to the earliest last token."""
         begin = max(time for time in self.first_times if time is not None)
         end = min(self.last_times)
         return [interval for interval in self.intervals if interval.start >= begin and interval.end <= end]
 
 
 class ItlSummary(NamedTuple):
-    """Of intervals, in seconds. `per_token` divides their sum by the tokens that came."""
+    """Statistics of intervals, in seconds. `per_token` divides their sum by the number of tokens."""
 
     num_intervals: int
     per_token: float

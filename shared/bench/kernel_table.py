@@ -1,4 +1,4 @@
-"""Where a step's time goes: the kernels that a GPU ran, or on a CPU the operators, under readable names."""
+"""Breaks down the time of a step: by kernel on a GPU, by operator on a CPU, with readable names."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _CUBLAS = re.compile(r"nvjet_|sm\d+_xmma_|gemm|gemv|cublas|splitK")
 
 
 class KernelTime(NamedTuple):
-    """`seconds` and `num_calls` of one step. IDLE: no kernel ran. A kernel that starts while another still
-    runs (many are launched early, and wait) counts from that one's end: all rows together are the step."""
+    """`seconds` and `num_calls` in one step. IDLE: no kernel ran. A kernel that starts while another runs
+    (many start early and wait) counts from the end of the other, so the rows add up to the step."""
 
     name: str
     num_calls: float
@@ -34,7 +34,8 @@ class KernelTime(NamedTuple):
 
 
 def profile_kernels(step: Callable[[], object], device: torch.device) -> list[KernelTime]:
-    """A row for each name, the longest first, then idle time. Kernels launched by a CUDA graph count too."""
+    """One row for each name, the longest time first, then idle time. Kernels launched by a CUDA graph count
+    too."""
     if device.type != "cuda":
         return _profile_operators(step)
     _run(step, device, ProfilerActivity.CUDA, 1)  # the first use of the profiler is slow
@@ -51,7 +52,8 @@ def profile_kernels(step: Callable[[], object], device: torch.device) -> list[Ke
 
 
 def kernel_table(spans: Iterable[tuple[str, float, float]], num_steps: int) -> list[KernelTime]:
-    """(name, start, end) of everything that ran in so many steps, in microseconds -> rows for one step."""
+    """(name, start, end) of everything that ran in `num_steps` steps, in microseconds -> rows for one
+    step."""
     spans = sorted(spans, key=lambda span: span[1])
     if not spans:
         return []
@@ -71,8 +73,8 @@ def kernel_table(spans: Iterable[tuple[str, float, float]], num_steps: int) -> l
 
 
 def readable_name(kernel: str) -> str:
-    """A kernel's name without types and template arguments; what is inside a generic kernel of torch instead
-    of that kernel's own name."""
+    """A kernel's name without types and template arguments. A generic kernel of torch gets the name of the
+    operation inside it."""
     if kernel.startswith(("Memcpy", "Memset")):
         return kernel
     inner = re.findall(r"at::native::(?:\(anonymous namespace\)::)?(\w+)", kernel)
@@ -97,8 +99,8 @@ def _run(step: Callable[[], object], device: torch.device, activity: ProfilerAct
 
 
 def _profile_operators(step: Callable[[], object]) -> list[KernelTime]:
-    """By each operator's own time, without that of the operators it calls; IDLE is what Python takes, and the
-    profiler itself."""
+    """Rows by each operator's own time, without the operators that it calls. IDLE is the time of Python and
+    of the profiler."""
     times: list[float] = []
 
     def timed() -> None:

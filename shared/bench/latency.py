@@ -1,5 +1,5 @@
-"""A few streams through the whole engine: TTFT, inter-token latency, and what the engine
-adds to the time of a bare step."""
+"""Measures a few streams through the whole engine: TTFT, inter-token latency, and the engine's overhead over
+a bare step."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class Streams:
         check_least(self, concurrency=1, input_len=1, output_len=3)
 
     def requests(self, vocab_size: int) -> list[Request]:
-        """Without a common prefix."""
+        """The requests, without a common prefix."""
         lens = (self.input_len, self.input_len), (self.output_len, self.output_len)
         return Uniform((self.concurrency,), *lens, self.temperature, self.seed).cases(vocab_size)[0].requests
 
     @property
     def mean_context_len(self) -> int:
-        """Tokens of a request after a decode step, on average over the steps."""
+        """The mean number of tokens of a request after a decode step."""
         return self.input_len + self.output_len // 2
 
 
 class StreamRun(NamedTuple):
-    """Seconds. Intervals are those while all requests decode."""
+    """One run, in seconds. Intervals are those while all requests decode."""
 
     times_to_first_token: list[float]
     intervals: list[Interval]
@@ -58,7 +58,7 @@ class StreamRun(NamedTuple):
 
 @dataclass
 class LatencyResult(Traced):
-    """Grows while it is measured: an interrupt leaves what was complete."""
+    """Results of all runs. It grows during the measurement, so an interrupt keeps the complete runs."""
 
     streams: Streams
     runs: list[StreamRun] = field(default_factory=list)
@@ -76,7 +76,7 @@ class LatencyResult(Traced):
         return statistics.median(percentile(run.times_to_first_token, 50) for run in self.runs)
 
     def itl(self, name: str) -> float:
-        """A field of `ItlSummary`, median of the runs."""
+        """The median over the runs of a field of `ItlSummary`."""
         return statistics.median([float(run.itl._asdict()[name]) for run in self.runs])
 
     @property
@@ -117,7 +117,7 @@ def measure(
     on_run: OnRun = lambda what, num_tokens: None,
     clock: Clock = time.perf_counter,
 ) -> None:
-    """Fills in the runs. The one with the timeline comes last, and its times do not count."""
+    """Measure the runs. The run with the timeline comes last, and its times do not count."""
     streams = result.streams
     requests = streams.requests(llm.model_config.vocab_size)
 

@@ -1,4 +1,4 @@
-"""What long prompts do to requests that decode meanwhile: their inter-token latency, with and without."""
+"""Measures how long prompts affect decoding requests: their inter-token latency with and without arrivals."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class Window(NamedTuple):
-    """Some seconds of decoding. Shorter than asked for if a decoding request came to its end."""
+    """Some seconds of decoding; shorter than requested if a decoding request ended."""
 
     seconds: float
     intervals: list[Interval]
     num_arrivals: int
-    times_to_first_token: list[float]  # of the long prompts that got that far
+    times_to_first_token: list[float]  # of the long prompts with a first token
 
     @property
     def itl(self) -> ItlSummary:
@@ -41,7 +41,7 @@ class Repeat(NamedTuple):
 
 @dataclass
 class LongPromptsResult(Traced):
-    """Grows while it is measured."""
+    """The results, which grow during the measurement."""
 
     repeats: list[Repeat] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)  # of the engine
@@ -82,8 +82,7 @@ def measure(
     on_run: Callable[[str], object] = lambda what: None,
     clock: Clock = time.perf_counter,
 ) -> None:
-    """Fills in the result. Each window has fresh requests; the last one, with the timeline on, does not
-    count."""
+    """Measure all windows. Each has new requests; the last one, with the timeline on, does not count."""
     running, long = (case.requests for case in workload.cases(llm.model_config.vocab_size))
     check_fits(llm, [*running, *long])
 
@@ -104,12 +103,12 @@ def measure(
 def run_window(
     llm: LLM, workload: LongPrompts, running: Sequence[Request], arriving: Sequence[Request], clock: Clock
 ) -> Window:
-    """`arriving` come one each `interval`, the first at the beginning. The time to a token that comes after
-    the end counts."""
+    """Measure one window. One of `arriving` is submitted every `interval`, the first at the start. The
+    interval that is open at the end counts."""
     sampling = Sampling(workload.temperature, workload.seed)
     with submitted(llm, running, sampling, clock) as (collectors, _):
         meter = ItlMeter(collectors)
-        while min(meter.num_seen) < 2:  # the first token came while other prompts were computed
+        while min(meter.num_seen) < 2:  # the first token arrived while other prompts were computed
             if not llm.step():
                 check_whole(collectors, running)  # raises with the request that failed
             meter.look(clock())

@@ -1,4 +1,4 @@
-"""Throughput of the whole engine: a warm-up, repeats, and one more run with the timeline on."""
+"""Measures throughput of the whole engine: a warm-up, repeats, and one more run with the timeline on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class CaseResult(Traced):
-    """What is known about one case. It grows while it is measured: an interrupt leaves what was complete."""
+    """The results of one case. They grow during the measurement, so an interrupt keeps the complete runs."""
 
     case: Case
     label: str
@@ -88,7 +88,7 @@ def measure(
     on_run: OnRun = lambda what, num_tokens: None,
     clock: Clock = time.perf_counter,
 ) -> None:
-    """Fills in the result. The run with the timeline comes last, and its speed does not count."""
+    """Measure one case. The run with the timeline comes last, and its speed does not count."""
 
     def run(what: str) -> Run:
         num_tokens = sum(request.output_len for request in result.case.requests)

@@ -36,11 +36,11 @@ class Comparison(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One shape. In the order of ENGINES; None: not measured."""
+    """The measurements of one shape, in the order of ENGINES; None: not measured."""
 
     offline: tuple[float | None, ...]  # tokens/s of offline-256
     offline_bound: float
-    stream: tuple[float | None, ...]  # ms for a token of the single stream
+    stream: tuple[float | None, ...]  # ms per output token of the single stream
     stream_bound: float
 
     def best_offline(self) -> tuple[str, float]:
@@ -61,7 +61,7 @@ class Row(NamedTuple):
         )
 
     def compare_stream(self, milliseconds: float) -> Comparison:
-        """In speed: above 1 is better than the other engine."""
+        """Speed ratios; above 1: faster than the other engine."""
         engine, best = self.best_stream()
         return Comparison(
             self.stream_bound / milliseconds, self.stream_bound, best / milliseconds, best, engine, "ms"
@@ -78,7 +78,8 @@ ROWS = {
 
 
 def row_for(model: str, dtype: str, gpus: Sequence[str] | None = None) -> Row | None:
-    """The row to compare with: of this shape, in bfloat16, on that GPU. `gpus`: default, this computer's."""
+    """The row of this shape, for an engine in bfloat16 on the measured GPU. `gpus`: default, this
+    computer's."""
     if gpus is None:
         gpus = cast("Sequence[str]", hardware.facts()["gpus"])
     if dtype != "bfloat16" or not gpus or GPU not in gpus[0]:

@@ -1,4 +1,4 @@
-"""Drawings of results, with matplotlib, which is optional."""
+"""Plots of results, with matplotlib, which is optional."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def require_matplotlib(file: Path) -> None:
-    """Asked before something is measured, not after: is it there, and does it draw such files?"""
+    """Check before the measurement that matplotlib is installed and can write this file format."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -61,7 +61,7 @@ def plot_growth(
     file: Path, title: str, points: Iterable[tuple[str, float, float]], what: str, cost: str
 ) -> None:
     """A line for each name of the points (name, x, y), both axes logarithmic: equal slopes are equal powers.
-    Where x has a 0, which a logarithmic axis lacks, its end is linear."""
+    If x includes 0, the x axis is linear near 0."""
     figure, axes = new_figure(title)
     lines: dict[str, list[tuple[float, float]]] = {}
     for label, *point in points:
@@ -95,7 +95,7 @@ def plot_losses(file: Path, title: str, losses: Mapping[str, Mapping[str, float 
 
 
 def new_figure(title: str) -> tuple[Any, Axes]:
-    # Not pyplot: no window, no state of the process.
+    # Not pyplot, which opens windows and changes global state.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

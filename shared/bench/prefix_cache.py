@@ -1,4 +1,4 @@
-"""What a call of the prefix cache costs, by what is in the tree: cached tokens, depth, page size."""
+"""Times calls of the prefix cache, by cached tokens, depth and page size of the tree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.bench.workloads import check_least
 from shared.interfaces import PrefixCache, RadixKey
 
 CLOCK = time.thread_time
-"""The processor's time: what others do on the machine counts only by what they push out of its caches."""
+"""CPU time of this thread: other work on the machine counts only through cache misses."""
 
 OPERATIONS = ("match", "insert", "evict")
 
@@ -26,8 +26,8 @@ TOKENS = range(1000, 2000)
 
 @dataclass(frozen=True)
 class CacheCase:
-    """A tree of so many tokens or a few more: whole sequences of `sequence_len`, `depth` nodes each, with
-    nothing in common."""
+    """A tree of at least `num_tokens` tokens: whole sequences of `sequence_len` tokens and `depth` nodes
+    without a common prefix."""
 
     panel: str
     num_tokens: int
@@ -53,14 +53,14 @@ class CacheCase:
 
     @property
     def num_cached_tokens(self) -> int:
-        """What the tree holds: sequences are whole."""
+        """The number of tokens in the tree, a multiple of sequence_len."""
         return self.num_sequences * self.sequence_len
 
 
 @dataclass(frozen=True)
 class CacheResult:
-    """Seconds of each call. match: a whole sequence, with a token behind it. insert: a sequence of which the
-    last node is new. evict: one node, the one that was used last the longest ago."""
+    """Seconds of each call. match: a whole sequence and one more token. insert: a sequence whose last node is
+    new. evict: the least recently used node."""
 
     case: CacheCase
     times: dict[str, tuple[float, ...]]
@@ -74,7 +74,7 @@ class CacheResult:
 
 
 class FullCache:
-    """A tree of the case's size. The size stays the same under all calls."""
+    """A tree of the case's size, which the calls keep constant."""
 
     def __init__(self, case: CacheCase, seed: int = 0) -> None:
         self.rng = random.Random(seed)
@@ -83,13 +83,13 @@ class FullCache:
         self.slots = torch.arange(case.sequence_len)
         self.num_made = 0
         self.case = case
-        self.by_last_use: deque[list[int]] = deque()  # the sequences in the tree, the one to evict first
+        self.by_last_use: deque[list[int]] = deque()  # the sequences in the tree, the next to evict first
         for _ in range(case.num_sequences):
             self.insert_upper_nodes(self.new_sequence())
             self.insert(self.by_last_use[-1])
 
     def new_sequence(self) -> list[int]:
-        """Unlike all others from its first token on."""
+        """A sequence that differs from all others in its first token."""
         self.num_made += 1
         sequence = [self.num_made, *self.rng.choices(TOKENS, k=self.case.sequence_len - 1)]
         self.by_last_use.append(sequence)
@@ -123,7 +123,7 @@ class FullCache:
 
 
 def as_another_request_has_it(tokens: list[int]) -> list[int]:
-    """Equal numbers, and other objects: Python compares an object with itself without looking at it."""
+    """Equal numbers as new objects, because Python does not compare an object with itself by value."""
     copied: list[int] = torch.tensor(tokens).tolist()
     return copied
 

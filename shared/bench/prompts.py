@@ -1,5 +1,5 @@
-"""Prompts with something in them, for what depends on the text: a file of them, or questions that the
-built-in models were not trained on."""
+"""Meaningful prompts, for measurements that depend on the text: from a file, or held-out questions of the
+built-in models."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Asked = str | list[Mapping[str, Any]]
 
 
 def held_out(num: int) -> list[Asked]:
-    """Those that the acceptance of the built-in head is measured on."""
+    """The held-out questions on which the acceptance of the built-in head is measured."""
     from shared.tiny.corpus import held_out_questions
 
     return [[dict(message) for message in question.messages] for question in held_out_questions(num)]
 
 
 def read_prompts(file: Path) -> list[Asked]:
-    """One a line: a chat in JSON, [{"role": ..., "content": ...}, ...], or else a text. In JSON, "..." is a
-    text that may have several lines. Empty lines are left out."""
+    """Read prompts, one per line: a chat in JSON, [{"role": ..., "content": ...}, ...], or a text. In JSON,
+    "..." is a text that may have several lines. Empty lines are left out."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -48,7 +48,8 @@ def _parse(line: str, where: str) -> Asked:
 
 
 def encode(llm: LLM, prompts: Sequence[Asked], is_raw: bool = False) -> list[list[int]]:
-    """By the model's chat template, a text as a user's message; `is_raw`: texts as they are."""
+    """Token ids by the model's chat template, with a text as a user's message; `is_raw`: texts without the
+    template."""
     tokenizer = llm.tokenizer
     if tokenizer is None:
         raise ValueError(f"{llm.config.model} has no tokenizer: name one with --tokenizer")

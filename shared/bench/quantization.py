@@ -1,4 +1,4 @@
-"""Times of quantized linear layers, each alone, beside the unquantized one. Weights are random."""
+"""Times quantized linear layers, each alone, against the unquantized one. Weights are random."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shared.types.quantization import QuantScheme
 
 PLAIN = "16 bits"
 L2_BYTES = 64 * 2**20
-"""More than the L2 cache of any GPU but for a B200's 126 MB, which three times this exceeds too."""
+"""More than the L2 cache of any GPU except for a B200's 126 MB, which is less than three times this."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ class LinearTimes:
         return LinearResult(case, times)
 
     def _copies(self, case: LinearCase, scheme: QuantScheme | None) -> list[torch.nn.Module]:
-        """Layers of the same random weight, so many that their weights come from memory."""
+        """Enough layers of the same random weight that their weights come from memory and not from a
+        cache."""
         shape = (case.out_features, case.in_features)
         weight = (torch.randn(shape, device=self.device) * case.in_features**-0.5).to(self.dtype)
         tensors = {"weight": weight} if scheme is None else quantize_weight(weight, scheme)
@@ -114,8 +115,8 @@ class LinearTimes:
 
 
 def microseconds(run: Callable[[int], object], num_layers: int, device: torch.device) -> float:
-    """Of run(layer): the median over replays of a CUDA graph that goes round the layers; on a CPU over
-    calls."""
+    """Microseconds of run(layer): the median over replays of a CUDA graph that cycles through the layers; on
+    a CPU over calls."""
     run(0)
     if device.type != "cuda":
         times = []

@@ -1,4 +1,4 @@
-"""What result files have in common: where and with what something was measured."""
+"""The common part of result files: hardware, versions and engine of a measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def header(benchmark: str) -> dict[str, Any]:
 
 
 def engine_facts(llm: LLM) -> dict[str, Any]:
-    """What a result must say about the engine that gave it."""
+    """The facts about an engine that a result must include."""
     return {
         "flags": asdict(llm.config) | {"use": dict(llm.config.use)},
         "components": llm.describe(),

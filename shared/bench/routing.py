@@ -1,7 +1,7 @@
-"""Simulation of the router: hit rate and balance of its policies on conversations, without a model.
+"""Simulates the router: hit rate and balance of its policies on conversations, without a model.
 
-Each replica has a prefix cache of limited size and computes what it does not find in it. Time is simulated:
-a request takes PREFILL_SECONDS for each character that is computed and DECODE_SECONDS for its answer.
+Each replica has a prefix cache of limited size and computes the rest of a prompt. Time is simulated: a
+request takes PREFILL_SECONDS for each character that is computed and DECODE_SECONDS for its answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Policy(Protocol):
 
 
 class RoundRobinPolicy:
-    """One replica after the other."""
+    """Sends requests to the replicas in turn."""
 
     def __init__(self) -> None:
         self._turns = itertools.count()
@@ -37,7 +37,7 @@ class RoundRobinPolicy:
 
 @dataclass(frozen=True)
 class RoutingCase:
-    """Conversations of several turns; a group of them shares its system prompt."""
+    """Conversations of several turns; those of a group share a system prompt."""
 
     num_replicas: int = 4
     num_conversations: int = 400
@@ -46,7 +46,7 @@ class RoutingCase:
     system_chars: int = 4000
     turn_chars: int = 400
     cache_chars: int = 100_000  # of one replica's prefix cache
-    rate: float = 20.0  # conversations that begin in a second
+    rate: float = 20.0  # conversations that start per second
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ def prompts(case: RoutingCase) -> Iterator[tuple[float, str]]:
 
 
 def simulate(case: RoutingCase, name: str, policy: Policy) -> RoutingResult:
-    """Route all turns."""
+    """Route all turns and return hit rate and balance."""
     replicas = [Replica(f"http://replica-{i}") for i in range(case.num_replicas)]
     caches = {replica: PrefixTree() for replica in replicas}
     ends: list[tuple[float, int, Replica]] = []

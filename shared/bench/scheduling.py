@@ -1,5 +1,5 @@
-"""CPU time of scheduling one step, by number of waiting requests: policy, prefill adder and queue. No model
-runs."""
+"""Measures the CPU time of scheduling one step, by number of waiting requests: policy, prefill adder and
+queue. No model runs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from shared.types import Req, SamplingParams
 
 POLICIES = ("fcfs", "fcfs by priority", "lof", "random", "routing-key", "lpm", "dfs-weight")
 CLOCK = time.thread_time
-"""The processor's time: what others do on the machine counts only by what they push out of its caches."""
+"""CPU time of this thread: other work on the machine counts only through cache misses."""
 
 STEPS_PER_BLOCK = 20
 MIN_STEPS = 5
-"""Of a case whose steps are too slow for a block within its time."""
+"""Steps of a case whose steps are too slow for a block within the time."""
 
 PREFIX_LEN, OWN_LEN, MAX_NEW_TOKENS, NUM_GROUPS = 64, 64, 256, 64
 """A request's prompt: the prefix of its group, and tokens of its own."""
@@ -31,7 +31,7 @@ PREFIX_LEN, OWN_LEN, MAX_NEW_TOKENS, NUM_GROUPS = 64, 64, 256, 64
 
 @dataclass(frozen=True)
 class SchedulingCase:
-    """In every step one running request ends and one arrives, so that the numbers stay."""
+    """One running request ends and one arrives in every step, so that the numbers stay constant."""
 
     panel: str
     policy: str
@@ -49,8 +49,8 @@ class SchedulingCase:
 @dataclass(frozen=True)
 class SchedulingResult:
     case: SchedulingCase
-    first_pass: float  # seconds: the first step, in which all waiting requests are new
-    blocks: tuple[float, ...]  # seconds a step, each the mean of so many steps one after the other
+    first_pass: float  # seconds of the first step, in which all waiting requests are new
+    blocks: tuple[float, ...]  # seconds per step, each the mean of a block of successive steps
 
     @property
     def least(self) -> float:
@@ -63,7 +63,7 @@ class SchedulingResult:
 
 
 class Rehearsal:
-    """A scheduler's admission, with its parts, and everything around it that makes requests come and go."""
+    """The admission of a scheduler, and a simulation of arriving and ending requests around it."""
 
     def __init__(self, case: SchedulingCase, seed: int = 0) -> None:
         by_priority = case.policy == "fcfs by priority"
@@ -102,12 +102,12 @@ class Rehearsal:
         )
 
     def fill(self) -> None:
-        """Until the running set is as large as it may be."""
+        """Admit requests until the running set is full."""
         while len(self.running) < self.case.num_running:
             self.begin(self.admit())
 
     def step(self) -> float:
-        """Seconds of what is measured: an arrival, the pass, admission."""
+        """Run one step; returns the seconds of the measured part: an arrival, the pass, admission."""
         self.end_one()
         req = self.new_req()
         start = CLOCK()
@@ -119,7 +119,7 @@ class Rehearsal:
         return seconds
 
     def admit(self) -> Sequence[Req]:
-        """As a scheduler does it in each step."""
+        """Admit requests as a scheduler does in each step."""
         adder = self.adder_class(
             PrefillBudget(
                 page_size=self.case.page_size,
@@ -148,7 +148,7 @@ class Rehearsal:
         return admitted
 
     def begin(self, reqs: Sequence[Req]) -> None:
-        """Memory for whom was admitted, and their prompts into the tree, as if computed."""
+        """Allocate memory for admitted requests and insert their prompts into the tree, as if computed."""
         for req in reqs:
             self.tree.evict(len(req.fill_ids) + self.case.page_size - self.allocator.available_size())
             prefix_len, seq_len = len(req.prefix_indices), len(req.fill_ids)
@@ -166,7 +166,7 @@ class Rehearsal:
 
 
 def measure(case: SchedulingCase, seconds: float) -> SchedulingResult:
-    """Blocks of steps for so long, and at least one."""
+    """Measure blocks of steps for `seconds`, at least one block."""
     rehearsal = Rehearsal(case)
     start = CLOCK()
     admitted = rehearsal.admit()

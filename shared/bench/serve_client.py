@@ -21,11 +21,11 @@ TIMEOUT_SECONDS = 600.0
 
 @dataclass
 class Outcome:
-    """One request as its client saw it. Times are seconds of `time.perf_counter`."""
+    """The outcome of one request at the client. Times are seconds of `time.perf_counter`."""
 
     start: float
     end: float = 0.0
-    chunk_times: list[float] = field(default_factory=list)  # of chunks that give output
+    chunk_times: list[float] = field(default_factory=list)  # of chunks with output
     text: str = ""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Mean over the tokens behind the first; None for an answer of one token."""
+        """Mean over the tokens after the first; None for an answer of one token."""
         if self.num_output_tokens < 2:
             return None
         return (self.chunk_times[-1] - self.chunk_times[0]) / (self.num_output_tokens - 1)
@@ -92,7 +92,7 @@ class Client:
             raise ValueError(f"{self.http.base_url}/v1/models does not answer as expected: {error}") from None
 
     async def vocab_size(self) -> int:
-        """As /model_info says; a server without it is taken to have the usual number of random ids."""
+        """The vocabulary size from /model_info; without it, the usual number of random ids."""
         try:
             size = (await self.http.get("/model_info")).json().get("vocab_size")
         except (httpx.HTTPError, ValueError, AttributeError):
@@ -108,7 +108,7 @@ class Client:
         return answer.status_code == 200
 
     async def run(self, conversation: Conversation) -> AsyncIterator[Outcome]:
-        """One outcome for each turn, up to the first failure."""
+        """Run a conversation; one outcome for each turn, up to the first failure."""
         messages: list[dict[str, str]] = []
         for turn in conversation:
             if isinstance(turn.prompt, str):
@@ -120,7 +120,7 @@ class Client:
             messages.append({"role": "assistant", "content": outcome.text})
 
     async def request(self, turn: Turn, messages: list[dict[str, str]]) -> Outcome:
-        """One turn; `messages` ends in its question. A failure is in the outcome, not raised."""
+        """Send one turn; `messages` ends with its question. A failure is in the outcome, not raised."""
         body = {**self.fields, "model": self.model, "max_tokens": turn.output_len}
         if isinstance(turn.prompt, str):
             path = "/v1/chat/completions"

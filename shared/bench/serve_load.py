@@ -1,4 +1,4 @@
-"""How requests arrive at a server, and the figures of what came back."""
+"""Generates load for a server and computes statistics of the outcomes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ METRICS = ("ttft", "itl", "tpot", "e2e")
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Open loop: conversations start at `rate` a second, with exponential intervals (a Poisson process);
-    infinity: all at once. Closed loop: `concurrency` conversations run at every moment."""
+    """How conversations start. Open loop: `rate` per second, with exponential intervals (a Poisson process);
+    infinity: all at the start. Closed loop: `concurrency` conversations run at any time."""
 
     rate: float | None = None
     concurrency: int | None = None
@@ -40,7 +40,7 @@ class Arrivals:
         return f"rate {self.rate:g}" if self.rate is not None else f"concurrency {self.concurrency}"
 
     def intervals(self, seed: int) -> Iterator[float]:
-        """Seconds before each start of an open loop."""
+        """The seconds before each start of an open loop."""
         assert self.rate is not None
         dice = random.Random(f"{seed}-arrivals")
         while True:
@@ -49,7 +49,7 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Targets:
-    """Milliseconds that a request may take to count for the goodput; None: no limit."""
+    """Limits in milliseconds within which a request counts for goodput; None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -83,7 +83,7 @@ class LoadResult:
         return [outcome for outcome in self.outcomes if outcome.error is None]
 
     def values(self, metric: str) -> list[float]:
-        """Seconds, of all requests (TTFT, TPOT, E2E) or of all intervals (ITL)."""
+        """The values of a metric in seconds, of all requests (TTFT, TPOT, E2E) or all intervals (ITL)."""
         if metric == "ttft":
             return [outcome.time_to_first_token for outcome in self.good]
         if metric == "itl":
@@ -93,7 +93,7 @@ class LoadResult:
         return [outcome.total_time for outcome in self.good]
 
     def summary(self, metric: str) -> dict[str, float] | None:
-        """Milliseconds: mean, percentiles and maximum. None: nothing was measured."""
+        """Mean, percentiles and maximum in milliseconds. None: nothing was measured."""
         values = [1000 * value for value in self.values(metric)]
         if not values:
             return None
@@ -150,7 +150,7 @@ async def run_load(
     seed: int = 0,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> None:
-    """Send everything and wait for the last answer. The result grows meanwhile."""
+    """Send all requests and wait for the last answer. The result grows meanwhile."""
     arrivals, start = result.arrivals, time.perf_counter()
 
     async def run(conversation: Conversation) -> None:
@@ -171,7 +171,7 @@ async def run_load(
         else:
             due = start
             for conversation, interval in zip(conversations, arrivals.intervals(seed)):
-                due += interval  # times of their own: a late start does not delay the later ones
+                due += interval  # absolute times, so that a late start does not delay later ones
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
                 tasks.append(asyncio.create_task(run(conversation)))
         await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""A plot of a server under several loads."""
+"""Plots the results of a server under several loads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shared.bench.serve_load import LoadResult
 
 
 def plot_loads(file: Path, title: str, results: Sequence[LoadResult]) -> None:
-    """Requests per second that were complete, and within the targets, over the load; ITL and TTFT beside
-    them. A rate of infinity stands at the right of the others."""
+    """Plot complete requests per second and goodput over the load, and ITL and TTFT. An infinite rate is
+    drawn at the right end."""
     figure, axes = new_figure(title)
     is_open = results[0].arrivals.rate is not None
     loads = [result.arrivals.rate or result.arrivals.concurrency or 0 for result in results]

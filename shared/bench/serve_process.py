@@ -1,4 +1,4 @@
-"""A server of its own for a measurement: `diptych serve` on a free port."""
+"""Starts a server for a measurement: `diptych serve` on a free port."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ STOP_SECONDS = 30.0
 
 @contextlib.contextmanager
 def own_server(arguments: Sequence[str], start_seconds: float = START_SECONDS) -> Iterator[str]:
-    """The URL of a server that runs while the context is open. Raises `ValueError` with what the server
-    printed when it does not start."""
+    """The URL of a server that runs while the context is open. If it does not start, raises `ValueError` with
+    the server's output."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-c", "from shared.cli import main; main()", "serve", "--port", "0"]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What clients send in `diptych bench serve`: conversations of one or more turns."""
+"""The workloads of `diptych bench serve`: conversations of one or more turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Turn(NamedTuple):
 
 
 Conversation = list[Turn]
-"""Turns of one client. Each is sent after the answer to the one before, with the history before it."""
+"""The turns of one client. Each is sent after the previous answer, with the history."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SharedPrefixes:
     groups: int = 8
     group_size: int = 8
     shared_len: int = 512
-    input_len: Range = (64, 64)  # tokens of its own, behind the shared ones
+    input_len: Range = (64, 64)  # tokens behind the shared ones
     output_len: Range = (64, 64)
     seed: int = 0
 
@@ -96,7 +96,8 @@ class MultiTurn:
 
 @dataclass(frozen=True)
 class ShareGpt:
-    """First questions of recorded chats in ShareGPT's format; answers as long as the recorded ones."""
+    """The first questions of recorded chats in ShareGPT's format; answers are as long as the recorded
+    ones."""
 
     name: ClassVar[str] = "sharegpt"
     file: Path | None = None

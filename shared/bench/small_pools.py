@@ -1,4 +1,4 @@
-"""What a small KV pool costs: steps, and tokens computed again after a retraction. Counted, not timed.
+"""Counts the cost of a small KV pool: steps, and tokens that are recomputed after a retraction.
 
     python -m shared.bench.small_pools docs/lab/small-pools.svg
 
@@ -24,8 +24,8 @@ CONTEXT_LEN = 256
 
 @dataclass(frozen=True)
 class Load:
-    """Concurrent requests of uniform lengths. `used_share`: how much of max_new_tokens they use; a stop
-    token cuts off the rest."""
+    """Concurrent requests of uniform lengths. `used_share`: the share of max_new_tokens that they use; a stop
+    token ends them there."""
 
     name: str
     used_share: float
@@ -43,12 +43,12 @@ class Count:
     load: str
     scheduler: str
     conservativeness: float
-    percentage: int  # of the slots that all requests would fill at once
+    percentage: int  # of the slots that all requests would fill together
     num_slots: int
     num_steps: int
     num_retractions: int
     num_computed_tokens: int
-    num_useful_tokens: int  # computed if nothing is computed twice and nothing too much
+    num_useful_tokens: int  # computed if no token is computed twice or in vain
 
     @property
     def useful_share(self) -> float:
@@ -56,7 +56,7 @@ class Count:
 
 
 def requests_of(load: Load) -> list[tuple[list[int], int, frozenset[int], int]]:
-    """prompt, max_new_tokens, stop tokens, and how many tokens come out."""
+    """For each request: prompt, max_new_tokens, stop tokens, and the number of output tokens."""
     rng = random.Random(load.seed)
     reqs = []
     for i in range(load.num_reqs):
@@ -84,7 +84,7 @@ def count(load: Load, scheduler: str, percentage: int, conservativeness: float) 
         context_len=CONTEXT_LEN,
         max_running_requests=load.num_reqs,
         schedule_conservativeness=conservativeness,
-        disable_radix_cache=True,  # what is computed again is seen, not found
+        disable_radix_cache=True,  # so that recomputed tokens are counted, not found in the cache
     )
     for prompt, max_new, eos, _ in reqs:
         harness.submit(prompt, max_new, eos=eos)

@@ -1,7 +1,8 @@
-"""What speculation brings end to end: the same greedy requests with and without it, compared token by token.
+"""Measures the gain of speculation end to end: the same greedy requests with and without it, compared token
+by token.
 
-Unlike a round's price (shared/bench/round.py), what it brings depends on the model, the draft model and the
-text. Answers end where the model ends them: behind that point there is nothing worth guessing.
+Unlike the cost of a round (shared/bench/round.py), the gain depends on the model, the draft model and the
+text. Answers end where the model ends them, because text behind an end of sequence is not representative.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
     from shared.engine.output_collector import OutputCollector
 
 NUM_ALTERNATIVES = 20
-"""Among so many of the likeliest tokens the two are looked for where texts part."""
+"""The number of likeliest tokens among which the two differing ones are searched for."""
 NO_TOKEN = -1
-"""Where one of them has ended."""
+"""The token where one of the answers has ended."""
 
 
 class Pass(NamedTuple):
-    """All requests answered once. Seconds from the first one's submission to the last token."""
+    """One pass over all requests, in seconds from the first submission to the last token."""
 
     total_time: float
     num_steps: int
@@ -56,16 +57,19 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Departure:
-    """Where an answer parts from what it is without speculation."""
+    """The position at which an answer differs from the one without speculation."""
 
     request: int
     position: int  # of the first token that differs
-    distance: float | None  # in log-probability, of the two tokens there; None: one is not among the likely
+    distance: (
+        float | None
+    )  # difference in log-probability of the two tokens there; None: one is not among the likeliest
 
 
 @dataclass
 class Comparison:
-    """One batch size. Grows while it is measured: an interrupt leaves what was complete."""
+    """The results of one batch size. They grow during the measurement, so an interrupt keeps the complete
+    passes."""
 
     batch_size: int
     speculative: list[Pass] = field(default_factory=list)
@@ -109,7 +113,7 @@ def measure(
     on_run: Callable[[str, int | None], OnTokens | None] = lambda what, num_tokens: None,
     clock: Clock = time.perf_counter,
 ) -> None:
-    """Fills in the runs."""
+    """Measure the passes."""
     params = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens)
     num_tokens: int | None = None
     for i in range(-num_warm_ups, num_repeats):
@@ -130,7 +134,7 @@ def answer_all(
     clock: Clock = time.perf_counter,
     on_tokens: OnTokens | None = None,
 ) -> Pass:
-    """From an empty cache, `batch_size` concurrent requests as long as there are so many."""
+    """Answer all requests from an empty cache, with up to `batch_size` concurrent requests."""
     flush(llm)
     collectors: list[OutputCollector] = []
     alive: list[OutputCollector] = []
@@ -165,8 +169,8 @@ def answer_all(
 
 
 def departures(llm: LLM, prompts: Sequence[list[int]], plain: Pass, speculative: Pass) -> list[Departure]:
-    """The answers that differ. In a short type a near tie may fall either way, as steps of another shape add
-    in another order: the engine is asked how far the two tokens are apart."""
+    """The answers that differ. In a half type, near ties may be decided either way, because steps of another
+    shape add in another order. So the engine computes the gap between the two tokens."""
     found = []
     for request, (expected, got) in enumerate(zip(plain.output_ids, speculative.output_ids)):
         if expected != got:

@@ -1,4 +1,4 @@
-"""The time of one step of the real model runner, sampling included, against the least that it could take."""
+"""Times one step of the engine's model runner, sampling included, against its roofline bound."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 NUM_WARM_UP = 3
 WARM_UP_SECONDS = 0.5
-"""Of steps on a GPU, so that a case does not depend on what the GPU did before: idle, it lowers its clock."""
+"""Seconds of warm-up steps on a GPU: an idle GPU lowers its clock, which would affect a case."""
 SECONDS_PER_CASE = 3.0
-"""After so long a case has enough repeats, however many were asked for (at least MIN_REPEATS)."""
+"""Seconds after which a case has enough repeats, for any requested number (at least MIN_REPEATS)."""
 MIN_REPEATS = 5
 MAX_LAUNCHES = 10
 
@@ -49,7 +49,7 @@ class StepResult:
     cost: StepCost
     ceilings: Ceilings
     num_experts_hit: float | None  # distinct experts of a layer, on average; None: no experts
-    is_routing_counted: bool  # False: num_experts_hit is what uniform routing leads one to expect
+    is_routing_counted: bool  # False: num_experts_hit is the expected value for uniform routing
     num_layers: int
     is_replayed: bool  # from a CUDA graph
     kernels: tuple[KernelTime, ...] = ()
@@ -75,8 +75,8 @@ class StepResult:
 def engine_flags(
     model: str, cases: Sequence[StepCase], flags: dict[str, Any], context_len_of_model: int
 ) -> dict[str, Any]:
-    """What an engine that runs these cases needs: room for the largest batch, and CUDA graphs for what is
-    asked for alone. `flags` that the user gave win."""
+    """The flags of an engine that runs these cases: room for the largest batch, and CUDA graphs for these
+    cases only. The user's `flags` take precedence."""
     longest = max(max(case.seq_lens) for case in cases)
     if longest > context_len_of_model:
         raise ValueError(
@@ -94,7 +94,7 @@ def engine_flags(
     if all(case.mode == "decode" for case in cases):
         wanted["cuda_graph_max_tokens"] = 0
     mixed = [case.num_tokens for case in cases if case.mode == "mixed"]
-    if mixed:  # the largest as a chunk is: not padded
+    if mixed:  # the largest prefill step as one chunk, without padding
         wanted |= {"enable_mixed_chunk": True, "chunked_prefill_size": max(mixed)}
     return wanted | flags
 
@@ -111,7 +111,7 @@ def measure(
     seed: int = 0,
     on_case: Callable[[str], object] = lambda what: None,
 ) -> list[StepResult]:
-    """Every case that fits into the KV pool, on an engine that is idle. The prefix cache is forgotten, the
+    """Measure every case that fits into the KV pool, on an idle engine. The prefix cache is flushed and the
     pool overwritten."""
     if not llm.flush_cache():
         raise ValueError("the engine is busy: a benchmark needs it for itself")
@@ -145,7 +145,7 @@ def measure(
 
 @contextmanager
 def step_of(llm: LLM, case: StepCase, temperature: float, seed: int) -> Iterator[Callable[[], object]]:
-    """The case's step, as something to call; the same step each time. Its slots' KV is written anew."""
+    """A function that runs the case's step, the same in each call. The KV of its slots is overwritten."""
     parts = llm.assembly.parts
     rows = place_requests(llm, case, seed)
     batch = make_forward_batch(llm, case, rows, seed)
@@ -159,7 +159,7 @@ def step_of(llm: LLM, case: StepCase, temperature: float, seed: int) -> Iterator
 def time_step(
     step: Callable[[], object], device: torch.device, num_repeats: int
 ) -> tuple[list[float], list[float]]:
-    """(seconds of each step when they follow each other, CPU seconds to launch each)."""
+    """(seconds of each of successive steps, CPU seconds to launch each)."""
     for _ in range(NUM_WARM_UP):
         step()
     once = max(call_times(step, device, 1)[0], 1e-9)
@@ -170,8 +170,8 @@ def time_step(
 
 
 def num_experts_hit(llm: LLM, case: StepCase, step: Callable[[], object]) -> tuple[float | None, bool]:
-    """(distinct experts that a layer's tokens go to, on average, whether that was counted). Counted by
-    looking on while the step runs eagerly; where the experts are not called as modules, expected."""
+    """(mean number of distinct experts that a layer's tokens use, whether it was counted). It is counted
+    during an eager step; if the experts are not called as modules, it is the expected number."""
     config = llm.model_config
     if config.moe is None:
         return None, False
@@ -201,13 +201,13 @@ def num_experts_hit(llm: LLM, case: StepCase, step: Callable[[], object]) -> tup
 
 
 def num_graph_replays(llm: LLM) -> int:
-    """Of a model runner that counts them; any other replays nothing that we know of."""
+    """The replays that a model runner has counted; 0 for a runner without a counter."""
     runner = llm.assembly.parts.model_runner
     return sum(int(getattr(runner, name, 0)) for name in ("num_graph_replays", "num_extend_replays"))
 
 
 def free_memory(device: torch.device) -> None:
-    """Of an engine that was dropped: it lies in cycles of objects, and its tensors in torch's cache."""
+    """Free the memory of a dropped engine, which is in reference cycles and in torch's cache."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -246,7 +246,7 @@ def result_as_json(llm_facts: dict[str, Any], result: StepResult) -> dict[str, A
 
 
 def report(ceilings: Mapping[str, Ceilings], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Everything that is needed to judge, repeat or compare the measurement; JSON-compatible."""
+    """The facts needed to judge, repeat or compare the measurement; JSON-compatible."""
     return {
         **header("step"),
         "ceilings": {dtype: ceilings_as_json(each) for dtype, each in ceilings.items()},

@@ -1,4 +1,4 @@
-"""What one step must move and compute at least: weights, live KV, multiplications. Counted, not measured."""
+"""Counts the bytes and FLOPs that one step needs at least: weights, live KV, multiplications."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ GROUPS = {
     "down_proj": "down_proj",
     "gate": "router",
     "lm_head": "lm_head",
-    "embed_tokens": "lm_head",  # only a tied one comes that far
+    "embed_tokens": "lm_head",  # only a tied embedding reaches this line
 }
-"""module of a weight -> the phase that reads it; everything else is a norm"""
+"""module of a weight -> the phase that reads it; all others are norms"""
 
 
 class Phase(NamedTuple):
-    """One kind of work of a step, all layers together."""
+    """The work of one kind in a step, over all layers."""
 
     name: str
     num_bytes: float
@@ -42,7 +42,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device can do, measured in the same run: bytes/s of its memory, FLOP/s of its matrix units."""
+    """The device's measured ceilings: bytes/s of its memory, FLOP/s of its GEMMs."""
 
     bandwidth: float
     matrix_rate: float
@@ -50,10 +50,10 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Bytes: every weight once (of an untied embedding no table, of experts only those that are hit), and the
-    KV of all visible tokens once, the new ones' written. FLOPs: two for each multiplication of GEMMs and
-    attention; one where both sides have 8 bits, which tensor cores multiply at twice the rate. Activations,
-    logits and norms are not counted."""
+    """The least bytes and FLOPs of a step. Bytes: every weight once (without an untied embedding, and only
+    the experts that are hit), the KV of all visible tokens read once, and that of new tokens written. FLOPs:
+    two for each multiplication of GEMMs and attention; one if both operands have 8 bits, which tensor cores
+    multiply at twice the rate. Activations, logits and norms are not counted."""
 
     phases: tuple[Phase, ...]
 
@@ -74,11 +74,11 @@ class StepCost:
         return sum(phase.flops for phase in self.phases)
 
     def bound(self, ceilings: Ceilings) -> float:
-        """Roofline bound in seconds: the larger of the time of the bytes and of the operations."""
+        """Roofline bound in seconds: the larger of the times for bytes and for FLOPs."""
         return max(self.num_bytes / ceilings.bandwidth, self.flops / ceilings.matrix_rate)
 
     def roofline(self, ceilings: Ceilings) -> float:
-        """Seconds, when one phase must end before the next starts: the sum of their bounds."""
+        """The sum of the phases' bounds in seconds, as each phase must end before the next starts."""
         return sum(
             max(phase.num_bytes / ceilings.bandwidth, phase.flops / ceilings.matrix_rate)
             for phase in self.phases
@@ -93,9 +93,9 @@ def step_cost(
     num_experts_hit: float | None = None,
     kv_dtype: torch.dtype | None = None,
 ) -> StepCost:
-    """Requests of seq_lens[i] tokens after the step, of which extend_seq_lens[i] are computed in it.
-    `num_experts_hit`: distinct experts of a layer that some token goes to, on average over the layers;
-    default: what uniform routing leads one to expect. `kv_dtype`: of the KV pool, if it is not `dtype`."""
+    """The cost of a step. Request i has seq_lens[i] tokens after the step, of which extend_seq_lens[i] are
+    computed in it. `num_experts_hit`: distinct experts used in a layer, on average over the layers; default:
+    the expected number for uniform routing. `kv_dtype`: of the KV pool, if it is not `dtype`."""
     num_tokens, num_heads = sum(extend_seq_lens), len(seq_lens)
     sums: dict[str, list[float]] = {}
 
@@ -133,15 +133,16 @@ def step_cost(
 
 
 def expected_experts_hit(config: ModelConfig, num_tokens: int) -> float:
-    """Distinct experts of a layer that so many tokens go to, when each goes to a random choice."""
+    """The expected number of distinct experts that `num_tokens` tokens use, if each chooses at random."""
     assert config.moe is not None
     num_experts, per_token = config.moe.num_experts, config.moe.num_experts_per_tok
     return num_experts * (1 - (1 - per_token / num_experts) ** num_tokens)
 
 
 def _num_pairs(seq_len: int, extend_len: int, window: int) -> int:
-    """(token, visible token) pairs: the token at position p sees p + 1, or its window and itself."""
-    first = seq_len - extend_len + 1  # what the first new token sees of a causal layer
+    """The number of (token, visible token) pairs: the token at position p sees p + 1 tokens, or at most its
+    window and itself."""
+    first = seq_len - extend_len + 1  # tokens that the first new token sees in a causal layer
 
     def triangle(n: int) -> int:
         return n * (n + 1) // 2

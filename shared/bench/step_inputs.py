@@ -1,4 +1,4 @@
-"""A step's batch as the scheduler would make it, of any size, without running what came before it."""
+"""Makes a step's batch of any size as the scheduler would, without running earlier steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.types import ForwardBatch, ForwardMode, Req, SamplingBatchInfo, Samp
 from shared.types.attention import FP8
 
 if TYPE_CHECKING:
-    from shared.engine.llm import LLM
+    from shared.engine.assembly import Assembly
 
 Mode = Literal["decode", "prefill", "mixed"]
 
@@ -28,8 +28,8 @@ FORWARD_MODES: dict[Mode, ForwardMode] = {
 @dataclass(frozen=True)
 class StepCase:
     """The shape of a step. Decode: every request computes its token number `context_len`. Prefill:
-    `num_tokens` new tokens, divided evenly, after `context_len` cached ones of each request. Mixed:
-    `batch_size` requests decode and one more begins its prompt; `num_tokens` in all."""
+    `num_tokens` new tokens, divided evenly among the requests, after `context_len` cached tokens of each.
+    Mixed: `batch_size` requests decode and one more starts its prompt; `num_tokens` in total."""
 
     mode: Mode
     batch_size: int
@@ -79,15 +79,16 @@ class StepCase:
         return tuple(self.context_len + n for n in self.extend_seq_lens)
 
     def num_pool_tokens(self, page_size: int) -> int:
-        """Slots, in whole pages, that the requests take."""
+        """The slots that the requests take, in whole pages."""
         return sum(round_up_to_page(n, page_size) for n in self.seq_lens)
 
 
-def fill_pool(llm: LLM, seed: int = 0) -> None:
-    """Random finite KV in every slot, the dummy page's too: zeros would multiply faster."""
-    pool = llm.assembly.kv_pool
+def fill_pool(assembly: Assembly, seed: int = 0) -> None:
+    """Fill every slot, the dummy page included, with random finite KV, because zeros would multiply
+    faster."""
+    pool = assembly.kv_pool
     generator = torch.Generator(pool.device).manual_seed(seed)
-    for layer_id in range(llm.model_config.num_hidden_layers):
+    for layer_id in range(assembly.model_config.num_hidden_layers):
         for buffer in (pool.k_buffer(layer_id), pool.v_buffer(layer_id)):
             if buffer.dtype == FP8:
                 buffer.copy_(torch.empty_like(buffer, dtype=torch.bfloat16).normal_(generator=generator))
@@ -95,11 +96,11 @@ def fill_pool(llm: LLM, seed: int = 0) -> None:
                 buffer.normal_(generator=generator)
 
 
-def place_requests(llm: LLM, case: StepCase, seed: int = 0) -> list[int]:
-    """Rows of req_to_token whose slots are pages drawn from all over the pool, as after long use. The rows
-    are the caller's to free; the allocator is left as it was."""
-    parts = llm.assembly.parts
-    needed, free = case.num_pool_tokens(llm.config.page_size), parts.allocator.available_size()
+def place_requests(assembly: Assembly, case: StepCase, seed: int = 0) -> list[int]:
+    """Allocate rows of req_to_token whose pages are scattered over the pool, as after long use. The caller
+    frees the rows; the allocator does not change."""
+    parts = assembly.parts
+    needed, free = case.num_pool_tokens(assembly.config.page_size), parts.allocator.available_size()
     if needed > free:
         raise ValueError(
             f"{case.num_requests} requests of up to {max(case.seq_lens)} tokens need {needed} slots; the KV "
@@ -110,26 +111,26 @@ def place_requests(llm: LLM, case: StepCase, seed: int = 0) -> list[int]:
             f"a request of {max(case.seq_lens)} tokens exceeds context_len "
             f"({parts.req_to_token_pool.max_len})"
         )
-    if case.num_requests > llm.config.max_running_requests:
+    if case.num_requests > assembly.config.max_running_requests:
         raise ValueError(
-            f"batch {case.num_requests} exceeds max_running_requests ({llm.config.max_running_requests})"
+            f"batch {case.num_requests} exceeds max_running_requests ({assembly.config.max_running_requests})"
         )
     rows = parts.req_to_token_pool.alloc(case.num_requests)
     assert rows is not None, "a row for each that may run"
-    pages = parts.allocator.free_slots().view(-1, llm.config.page_size)
+    pages = parts.allocator.free_slots().view(-1, assembly.config.page_size)
     order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(seed))
     start = 0
     for row, seq_len in zip(rows, case.seq_lens):
-        end = start + num_pages_of(seq_len, llm.config.page_size)
+        end = start + num_pages_of(seq_len, assembly.config.page_size)
         chosen = order[start:end].to(pages.device)
         parts.req_to_token_pool.write(row, 0, pages[chosen].flatten()[:seq_len])
         start = end
     return rows
 
 
-def make_forward_batch(llm: LLM, case: StepCase, rows: list[int], seed: int = 0) -> ForwardBatch:
+def make_forward_batch(assembly: Assembly, case: StepCase, rows: list[int], seed: int = 0) -> ForwardBatch:
     """The step of these requests, with random token ids."""
-    parts = llm.assembly.parts
+    parts = assembly.parts
     device = parts.allocator.device
     seq_lens, extend_seq_lens = case.seq_lens, case.extend_seq_lens
 
@@ -153,8 +154,10 @@ def make_forward_batch(llm: LLM, case: StepCase, rows: list[int], seed: int = 0)
     )
 
 
-def make_sampling_info(llm: LLM, case: StepCase, temperature: float, seed: int = 0) -> SamplingBatchInfo:
+def make_sampling_info(
+    assembly: Assembly, case: StepCase, temperature: float, seed: int = 0
+) -> SamplingBatchInfo:
     params = SamplingParams(temperature=temperature, max_new_tokens=1, ignore_eos=True)
     reqs = [Req(f"step-{i}", [0], params, seed + i) for i in range(case.num_requests)]
-    parts = llm.assembly.parts
+    parts = assembly.parts
     return make_sampling_batch_info(reqs, parts.num_token_ids, parts.allocator.device)

@@ -1,4 +1,4 @@
-"""A recorded timeline as a file that Perfetto opens, and the share of it that the device idled."""
+"""Writes a recorded timeline for Perfetto, and computes the device's idle share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from shared.engine.llm import LLM
 
 HOST, DEVICE = 1, 2
-"""Rows of the drawing, as ids of threads."""
+"""The rows of the timeline, as thread ids."""
 
 
 class Idle(NamedTuple):
-    """Of the time from the first step's start on the device to the last one's end, what lay between steps. A
-    step starts when the device's stream gets to it: what the device waits for inside a step is not seen."""
+    """The device's time between steps, from the start of the first step to the end of the last. A step starts
+    when the device's stream reaches it; waits inside a step are not included."""
 
     num_steps: int
     busy: float  # seconds
@@ -35,14 +35,14 @@ class Idle(NamedTuple):
 
 @dataclass(kw_only=True)
 class Traced:
-    """A result that holds a recording of the engine at work."""
+    """A result with a recorded timeline of the engine."""
 
     idle: Idle | None = None
     recording: Recording | None = None
 
     @contextmanager
     def record(self, llm: LLM) -> Iterator[None]:
-        """The timeline is on within the block. An interrupt leaves what was recorded until then."""
+        """Record the timeline within the block. An interrupt keeps what was recorded."""
         llm.timeline.start(llm.assembly.parts.allocator.device)
         try:
             yield
@@ -53,7 +53,7 @@ class Traced:
     def repeat(
         self, llm: LLM, run: Callable[[str], Any], runs: list[Any], num_repeats: int, num_warm_ups: int
     ) -> None:
-        """Runs to warm up, runs to keep, and one with the timeline on."""
+        """Make warm-up runs, measured runs, and one run with the timeline on."""
         for _ in range(num_warm_ups):
             run("warm-up")
         runs += (run(f"{number + 1} of {num_repeats}") for number in range(num_repeats))
@@ -91,7 +91,7 @@ def chrome_trace(recording: Recording) -> dict[str, Any]:
         for name, value in count.values.items():
             moment = {"ph": "C", "pid": 0, "tid": HOST, "name": name, "ts": _us(count.time)}
             events.append(moment | {"args": {name: value}})
-    # Of two that start at once the longer one lies around the other.
+    # Of two events with the same start, the longer one encloses the other.
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
     names = [_name(0, "process_name", "Diptych")]
     names += [_name(HOST, "thread_name", "CPU: scheduler"), _name(DEVICE, "thread_name", device)]

@@ -1,4 +1,4 @@
-"""Roofline bound of a whole workload: the least time that bandwidth and matrix rate allow."""
+"""Computes the roofline bound of a whole workload: the least time that bandwidth and GEMM rate allow."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shared.config import ModelConfig
 
 @dataclass(frozen=True)
 class WorkloadBound:
-    """Seconds. Prefill: the GEMMs of all prompts at the matrix rate. Decode: in each step all weights (of
-    experts the expected number under uniform routing) and the KV of all running requests once, at the
-    bandwidth. All requests run together: at lower concurrency weights are read more often."""
+    """The bound in seconds. Prefill: the GEMMs of all prompts at the GEMM rate. Decode: each step reads all
+    weights (the expected number of experts under uniform routing) and the KV of all running requests once, at
+    the bandwidth. All requests run concurrently; at lower concurrency weights are read more often."""
 
     prefill: float
     decode: float
@@ -35,7 +35,7 @@ def workload_bound(
     ceilings: Ceilings,
     kv_dtype: torch.dtype | None = None,
 ) -> WorkloadBound:
-    """Of prompts that share nothing. `kv_dtype`: of the KV pool, if it is not `dtype`."""
+    """The bound for prompts without a common prefix. `kv_dtype`: of the KV pool, if it is not `dtype`."""
     prompt_lens = [len(request.prompt) for request in requests]
     prefill = step_cost(config, prompt_lens, prompt_lens, dtype).flops
     weights = _WeightBytes(config, dtype)
@@ -43,7 +43,7 @@ def workload_bound(
     ends = Counter(request.output_len for request in requests)
     num_running, num_bytes = len(requests), 0.0
     live = sorted(requests, key=lambda request: request.output_len)
-    # The prompt's own step gives the first token; step n, from 1 on, gives the one behind it.
+    # The prefill step gives the first token; decode step n, counted from 1, gives token n + 1.
     for n in range(1, max(ends)):
         num_running -= ends[n]
         running = live[len(live) - num_running :]
@@ -63,14 +63,15 @@ def stream_bound(
     ceilings: Ceilings,
     kv_dtype: torch.dtype | None = None,
 ) -> float:
-    """Seconds for a token of each of so many requests: a step's bytes at the bandwidth."""
+    """Seconds of a decode step of `batch_size` requests: its bytes at the bandwidth."""
     lens = [context_len] * batch_size
     cost = step_cost(config, lens, [1] * batch_size, dtype, kv_dtype=kv_dtype)
     return cost.num_bytes / ceilings.bandwidth
 
 
 class _WeightBytes:
-    """By batch size. The experts that are hit enter linearly, so two costs tell all."""
+    """Bytes of weights by batch size. They are linear in the number of experts hit, so two costs determine
+    them."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         def at(num_experts: float) -> float:
@@ -86,7 +87,7 @@ class _WeightBytes:
 
 
 class _KvBytes:
-    """Of one step, all layers together, for requests of these lengths after it."""
+    """Bytes of KV in one step, over all layers, for requests of these lengths after the step."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, max_len: int) -> None:
         windows = Counter(config.sliding_window(layer_id) for layer_id in range(config.num_hidden_layers))

@@ -1,4 +1,4 @@
-"""What the engine is asked in a measurement: prompts of random token ids and the lengths of their answers."""
+"""Workloads of the engine benchmarks: prompts of random token ids, and output lengths."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 Range = tuple[int, int]
-"""Least and greatest, both possible."""
+"""Minimum and maximum, both included."""
 
 NUM_RANDOM_IDS = 10_001
-"""Ids are drawn below this, whatever the vocabulary: lengths do not depend on the model."""
+"""Ids are drawn below this for any vocabulary, so that lengths do not depend on the model."""
 
 
 def check_least(case: object, **least: int) -> None:
@@ -62,7 +62,7 @@ class Offline256:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Requests of equal shape at each concurrency, without a common prefix."""
+    """Requests of equal lengths at each concurrency, without a common prefix."""
 
     name: ClassVar[str] = "uniform"
     concurrency: tuple[int, ...] = (1, 16)
@@ -111,20 +111,20 @@ class SharedPrefix:
         return [Case(f"{self.groups} groups of {self.group_size}", requests)]
 
     def ideal_hit_rate(self, requests: list[Request], page_size: int) -> float:
-        """Share of all prompt tokens that a cache can provide: in each group all requests but one find the
-        shared prefix, as far as it fills whole pages."""
+        """The share of prompt tokens that a cache can provide: in each group all requests but one find the
+        whole pages of the shared prefix."""
         cached = self.groups * (self.group_size - 1) * (self.shared_len // page_size * page_size)
         return cached / sum(len(request.prompt) for request in requests)
 
 
 @dataclass(frozen=True)
 class LongPrompts:
-    """Requests that decode, and long prompts that arrive meanwhile."""
+    """Requests that decode while long prompts arrive."""
 
     name: ClassVar[str] = "long-prompts"
     num_requests: int = 32
     input_len: Range = (512, 512)
-    output_len: Range = (16_384, 16_384)  # long enough to go on to the end
+    output_len: Range = (16_384, 16_384)  # long enough to last to the end
     long_len: int = 8192
     long_output_len: int = 16
     interval: float = 1.0  # seconds from one long prompt to the next
@@ -158,13 +158,13 @@ def _ids(dice: random.Random, length: int, vocab_size: int) -> list[int]:
 def _request(
     dice: random.Random, start: list[int], workload: Uniform | SharedPrefix | LongPrompts, vocab_size: int
 ) -> Request:
-    """A prompt that begins with `start`; its last token is the first of its own."""
+    """A prompt that begins with `start`, whose last token distinguishes it from other prompts."""
     own_len = dice.randint(*workload.input_len)
     return Request(start + _ids(dice, own_len - 1, vocab_size), dice.randint(*workload.output_len))
 
 
 def _distinct(dice: random.Random, count: int, vocab_size: int) -> list[int]:
-    """First tokens of prompts that are to part there."""
+    """Distinct first tokens for prompts that must differ there."""
     if count > vocab_size:
         raise ValueError(f"{count} prompts that differ in one token need a vocabulary of that size")
     return dice.sample(range(vocab_size), count)

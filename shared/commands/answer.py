@@ -1,4 +1,4 @@
-"""An answer as the terminal sees it: its text while it arrives, then how long it took and what was reused."""
+"""An answer on the terminal: its text while it arrives, then its times and the number of cached tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Answer:
-    """Grows by `add`, one piece of a stream after the other. Times are in seconds since the request."""
+    """An answer that grows by `add`, which takes the next piece of a stream. Times are in seconds since the
+    request."""
 
     text: str = ""
     output_ids: list[int] = field(default_factory=list)
@@ -24,7 +25,7 @@ class Answer:
     num_cached_tokens: int = 0
     num_retractions: int = 0
     speculation: SpeculationStats | None = None
-    num_first_tokens: int = 0  # tokens of the piece that came first
+    num_first_tokens: int = 0  # tokens of the first piece
     time_to_first_token: float | None = None
     total_time: float = 0.0
 
@@ -75,7 +76,7 @@ class Answer:
         return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for programs."""
+        """The answer as a dict for programs."""
         values: dict[str, Any] = {
             "text": self.text,
             "output_ids": self.output_ids,

@@ -87,7 +87,7 @@ class LatencyBenchmark(Benchmark):
         self, cases: list[Streams], flags: dict[str, Any], num_repeats: int, num_warm_ups: int,
         has_step: bool | None, has_bound: bool,
     ) -> None:  # fmt: skip
-        """`has_step`: measure the bare step too; None: on a GPU."""
+        """`has_step`: measure the bare step too; None: only on a GPU."""
         super().__init__(cases)
         self.flags = flags
         self.has_step = has_step

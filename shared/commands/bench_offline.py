@@ -1,4 +1,4 @@
-"""`diptych bench offline`: how many tokens a second the whole engine gives, by workload."""
+"""`diptych bench offline`: throughput of the whole engine, by workload."""
 
 from __future__ import annotations
 

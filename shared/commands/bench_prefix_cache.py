@@ -1,4 +1,4 @@
-"""`diptych bench prefix-cache`: what a match, an insert and an eviction cost, by what is in the tree."""
+"""`diptych bench prefix-cache`: time of a match, an insert and an eviction, by content of the tree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prefix_cache(
     plot: Plot = None,
     output: Output = None,
 ) -> None:
-    """Processor time of a call of the prefix cache, in trees of the given sizes: all combinations."""
+    """CPU time of calls of the prefix cache, in trees of all combinations of the given sizes."""
     from shared import registry
     from shared.bench.prefix_cache import CacheCase, measure
 
@@ -40,7 +40,7 @@ def prefix_cache(
         integers("--tokens", tokens),
         panels,
     )
-    cases = [  # all of them before the first is measured: each is checked when it is made
+    cases = [  # make all cases before measuring, because making a case checks it
         CacheCase(side, number, length, num_nodes, page) for page, num_nodes, length, number, side in sizes
     ]
     run(PrefixCacheBenchmark(cases, lambda case: measure(case, repeats)), output=output, plot=plot)

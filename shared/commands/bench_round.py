@@ -1,4 +1,4 @@
-"""`diptych bench round`: what a round of speculation costs, piece by piece, in plain decode steps."""
+"""`diptych bench round`: the cost of a round of speculation, piece by piece, in plain decode steps."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def round_(
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; the table has their median.")] = 30,
     output: Output = None,
 ) -> None:
-    """The time of a round of speculation - draft, verify, accept, extend the drafter - and of a plain
-    decode step. Speculate where more tokens are accepted in a round than it costs steps.
+    """The time of a round of speculation - draft, verify, accept, extend the drafter - and of a plain decode
+    step. Speculation pays if a round accepts more tokens than it costs steps.
 
     For example: --model Qwen3-8B --speculative eagle3 --speculative-draft-model Qwen3-8B-eagle3
     """

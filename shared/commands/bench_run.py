@@ -1,4 +1,4 @@
-"""What the benchmarks of the whole engine share: their flags, a bar, and the end of a run."""
+"""Shared code of the engine benchmarks: flags, a progress bar, and the end of a run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 _Workload = TypeVar("_Workload")
 
 WIDTH = 120
-"""Columns of what is written to a file or a pipe."""
+"""The width of tables that are written to a file or a pipe."""
 
 
 def check_files(plot: Path | None, *others: Path | None) -> None:
-    """Before something is measured: can the results be kept?"""
+    """Check before the measurement that the result files can be written."""
     for file in (plot, *others):
         if file is not None:
             _check_file(file)
@@ -47,14 +47,14 @@ def _check_file(file: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """As `check_files`, for a folder that need not be there yet. It is not made: what fails before there are
-    results leaves nothing behind."""
+    """As `check_files`, for a folder that need not exist. It is not made, so that a failure before the
+    results leaves no folder."""
     path = folder.absolute()
     _try_to_write(next(each for each in (path, *path.parents) if each.exists()))
 
 
 def _try_to_write(folder: Path) -> None:
-    """The permissions do not say it all: of a read-only file system, of /proc, of who is root."""
+    """Write a test file: permissions do not cover read-only file systems, /proc, or root."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -63,14 +63,14 @@ def _try_to_write(folder: Path) -> None:
 
 
 def with_dummy_weights(flags: dict[str, Any]) -> dict[str, Any]:
-    """A name of shared/assets/configs stands for random weights of that shape."""
+    """The flags, with random weights if the model is a shape of shared/assets/configs."""
     from shared.loading.model_path import is_shape
 
     return ({"load_format": "dummy"} if is_shape(str(flags.get("model", ""))) else {}) | flags
 
 
 def ceilings_of(flags: dict[str, Any]) -> Ceilings:
-    """Measured now, for the device and the type that an engine with these flags will use."""
+    """Measure the ceilings for the device and dtype of an engine with these flags."""
     from shared.bench.ceilings import device_and_dtype, measure_ceilings
     from shared.config import EngineConfig, ModelConfig
     from shared.loading.model_path import resolve_model_path
@@ -82,8 +82,8 @@ def ceilings_of(flags: dict[str, Any]) -> Ceilings:
 
 
 class Progress:
-    """On a terminal a bar, elsewhere a line for each run. Around the measuring: Ctrl-C ends that, not the
-    program, so that what was complete can be reported."""
+    """Shows progress: a bar on a terminal, elsewhere one line for each run. Within the block, Ctrl-C ends the
+    measurement and not the program, so that complete results are reported."""
 
     def __init__(self) -> None:
         self.bar: Any = None
@@ -114,7 +114,7 @@ class Progress:
 
 
 def make_workload(known: Mapping[str, type[_Workload]], name: str, numbers: dict[str, Any]) -> _Workload:
-    """The dataclass of that name, with the numbers that were given (not None) in place of its own."""
+    """The workload of that name; given numbers (not None) replace its defaults."""
     if name not in known:
         raise ValueError(f"--workload must be one of {', '.join(known)}, got {name!r}")
     given = {field: value for field, value in numbers.items() if value is not None}

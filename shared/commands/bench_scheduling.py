@@ -30,8 +30,8 @@ def scheduling(
     plot: Plot = None,
     output: Output = None,
 ) -> None:
-    """Processor time of a step's pass over the queue: the policy, the prefill adder, the queue. In each step
-    one request arrives and one is admitted; no model runs."""
+    """CPU time of a step's pass over the queue: the policy, the prefill adder, the queue. In each step one
+    request arrives and one is admitted; no model runs."""
     from shared import registry
     from shared.bench.scheduling import POLICIES, SchedulingCase, measure
 
@@ -39,7 +39,7 @@ def scheduling(
     panels = names_among("--panel", panel, registry.PANELS)
     if not 0 < seconds < math.inf:
         raise ValueError(f"--seconds must be finite and more than 0, got {seconds}")
-    cases = [  # all of them before the first is measured: each is checked when it is made
+    cases = [  # make all cases before measuring, because making a case checks it
         SchedulingCase(side, name, number, running, page_size)
         for number in integers("--waiting", waiting)
         for name in policies

@@ -133,14 +133,14 @@ def serve(
 
 
 def is_shape_name(model: str | None) -> bool:
-    """A name of shared/assets/configs: it gets random weights."""
+    """Whether it is a shape of shared/assets/configs, which gets random weights."""
     from shared.loading.model_path import is_shape
 
     return is_shape(model or "")
 
 
 def parse_arrivals(request_rate: str | None, concurrency: str | None) -> list[Arrivals]:
-    """One for each number of the option that was given."""
+    """One `Arrivals` for each number of the given option."""
     from shared.bench.serve_load import Arrivals
 
     if request_rate is not None and concurrency is not None:
@@ -154,10 +154,10 @@ def parse_arrivals(request_rate: str | None, concurrency: str | None) -> list[Ar
 
 
 class ServeBenchmark(Benchmark):
-    """A result for each load, each from an empty prefix cache where the server allows it."""
+    """One result for each load, each from an empty prefix cache if the server allows it."""
 
     name = "serve"
-    server_arguments: list[str]  # of a server that is started where `facts` has no url
+    server_arguments: list[str]  # of the server to start, if `facts` has no url
     model: str | None
 
     def __init__(
@@ -207,7 +207,7 @@ class ServeBenchmark(Benchmark):
         return [result for result in self.results if result.outcomes]
 
     def table(self, results: list[LoadResult]) -> Table:
-        """A column for each load."""
+        """A table with one column for each load."""
         from shared.bench.serve_load import METRICS
 
         columns = [Column("", lambda row: row[0], is_text=True), *map(load_column, results)]

@@ -1,4 +1,4 @@
-"""`diptych bench speculation`: whether speculation pays for a model, a draft model and some prompts."""
+"""`diptych bench speculation`: the gain of speculation for a model, a draft model and some prompts."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def speculation(
     warm_ups: WarmUps = 1,
     output: Output = None,
 ) -> None:
-    """Greedy answers to the same prompts with speculation and without, one engine after the other: speed,
-    tokens a verification, and whether the texts are the same.
+    """Greedy answers to the same prompts with and without speculation, one engine after the other: speed,
+    tokens per verification, and whether the texts are the same.
 
     For example: --speculative eagle3 --speculative-draft-model tiny-dense-eagle3
     """
@@ -113,13 +113,13 @@ class SpeculationBenchmark(Benchmark):
         self.results = [Comparison(batch_size) for batch_size in batches]
 
     def measure(self, progress: bench_run.Progress) -> None:
-        """The one that speculates first: what is wrong with its flags shows at once."""
+        """Measure the engine with speculation first, which finds errors in its flags early."""
         plain = {name: flag for name, flag in self.flags.items() if not name.startswith("speculative")}
         self.measure_engine(self.flags, progress)
         self.measure_engine(plain, progress)
 
     def measure_engine(self, flags: dict[str, Any], progress: bench_run.Progress) -> None:
-        """The engine lives no longer than this call: the next one needs the memory."""
+        """Measure one engine. It is freed at the end of this call, because the next one needs the memory."""
         from shared.bench import speculation as bench
         from shared.bench.drive import check_fits
         from shared.bench.prompts import encode
@@ -181,7 +181,7 @@ def choose_batches(text: str | None, num_prompts: int) -> tuple[int, ...]:
 
 
 def departures_text(case: Comparison) -> str:
-    """Whether the texts that differ may: where two tokens are nearly tied, rounding decides."""
+    """A sentence on texts that differ: at a near tie of two tokens, rounding decides."""
     distances = [departure.distance for departure in case.departures]
     near = [distance for distance in distances if distance is not None]
     text = f"{len(distances)} texts part"

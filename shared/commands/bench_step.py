@@ -1,4 +1,4 @@
-"""`diptych bench step`: the time of one step against its roofline bound, and where it goes."""
+"""`diptych bench step`: the time of one step against its roofline bound, and its breakdown."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def step(
 
 
 def make_cases(mode: str, batch: str, context: str | None, prefill_tokens: str | None) -> list[StepCase]:
-    """All combinations, in the order given."""
+    """The cases: all combinations, in the given order."""
     from shared.bench.step_inputs import StepCase
 
     if mode not in DEFAULTS:
@@ -107,7 +107,8 @@ class StepBenchmark(Benchmark):
             self.measure_model(model, progress)
 
     def measure_model(self, model: str, progress: bench_run.Progress) -> None:
-        """The model's engine lives no longer than this call: the next one needs the memory."""
+        """Measure one model. Its engine is freed at the end of this call, because the next one needs the
+        memory."""
         from shared.bench import step as bench
         from shared.bench.ceilings import device_and_dtype, measure_ceilings
         from shared.bench.report import ceilings_as_json, engine_facts
@@ -132,7 +133,7 @@ class StepBenchmark(Benchmark):
             bench.free_memory(device)
 
     def table(self, results: list[StepResult]) -> Group:
-        """A table for each model, and one for each profile."""
+        """One table for each model, and one for each profile."""
         from rich.console import Group
 
         ceilings = results[0].ceilings
@@ -157,7 +158,7 @@ class StepBenchmark(Benchmark):
 
 
 def columns(mode: str) -> list[Column]:
-    """Of the table of a model."""
+    """The columns of a model's table."""
     new_tokens = Column("new tokens", lambda result: str(result.case.num_tokens))
     if mode == "decode":
         rates = [Column("tokens/s", lambda result: f"{result.case.batch_size / result.time:,.0f}")]
@@ -189,7 +190,7 @@ def experts_text(result: StepResult) -> str | None:
 
 
 def kernel_table(result: StepResult) -> Table:
-    """The longest rows; what is left in one."""
+    """The table of the longest kernels; the rest is one row."""
     case = result.case
     new = f", {case.num_tokens} new tokens" * (case.mode != "decode")
     title = f"{result.model}: {case.mode}, batch {case.batch_size}, context {case.context_len}{new}"
@@ -205,7 +206,7 @@ def kernel_table(result: StepResult) -> Table:
 
 
 def shortened(kernels: tuple[KernelTime, ...], num_rows: int) -> list[KernelTime]:
-    """At most so many kernels, those behind them as one row; idle time stays."""
+    """At most `num_rows` kernels, the others as one row; idle time stays."""
     from shared.bench.kernel_table import IDLE, KernelTime
 
     idle = [row for row in kernels if row.name == IDLE]

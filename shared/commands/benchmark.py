@@ -1,4 +1,4 @@
-"""What every `diptych bench` command does with its results: a table, a JSON file, a timeline and a plot."""
+"""The output of every `diptych bench` command: a table, a JSON file, a timeline and a plot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _option(text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=PANEL, **more)
 
 
-# Options that several of the commands have.
+# Options shared by several commands.
 Repeats = Annotated[int, _option("Measurements of each case; the table shows medians.", min=1)]
 WarmUps = Annotated[int, _option("Runs before, which do not count.", min=0)]
 Bound = Annotated[
@@ -51,8 +51,8 @@ def bound_note(label: str, share: float, bound: str) -> str:
 
 
 class Benchmark:
-    """Cases, what is measured of each, and columns of the results. Results grow while they are measured: an
-    interrupt leaves those that are complete."""
+    """Base class of a benchmark: cases, their measurement, and columns of the results. Results grow during
+    the measurement, so an interrupt keeps the complete ones."""
 
     name: str
     columns: Sequence[Column] = ()
@@ -62,7 +62,7 @@ class Benchmark:
         self.cases = cases
         self.measure_case = measure_case
         self.results: list[Any] = []
-        self.facts: dict[str, Any] = {}  # of the JSON file, beside versions and results
+        self.facts: dict[str, Any] = {}  # in the JSON file, in addition to versions and results
 
     def measure(self, progress: bench_run.Progress) -> None:
         """Fill in the results."""
@@ -94,8 +94,8 @@ class Benchmark:
 def run(
     benchmark: Benchmark, *, output: Path | None = None, plot: Path | None = None, trace: Path | None = None
 ) -> None:
-    """Measure, then print, write and draw, also what is complete when an error or Ctrl-C ends it. Raises that
-    error, or after Ctrl-C `typer.Exit`."""
+    """Measure, then print, write and plot. After an error or Ctrl-C this reports the complete results, then
+    raises that error or `typer.Exit`."""
     bench_run.check_files(plot, trace, output)
 
     from shared.bench import report

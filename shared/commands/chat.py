@@ -25,7 +25,7 @@ HELP = """\
 Ctrl-C ends an answer, not the program."""
 
 MIN_ANSWER_LEN = 16
-"""Tokens of the context kept free for an answer, at least: a shorter one would not be worth a turn."""
+"""The least number of tokens of the context that are kept free for an answer."""
 
 
 @spread
@@ -35,7 +35,7 @@ def chat(
     sampling: SamplingOptions,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
 ) -> None:
-    """Talk with a model. Each turn shows how much of the prompt the prefix cache already held."""
+    """Talk with a model. Each turn shows how much of the prompt was in the prefix cache."""
     params = sampling.to_params()
     llm = launch.start_engine(engine.to_flags())
 
@@ -65,7 +65,7 @@ class Chat:
         self.messages: list[dict[str, str]] = []
 
     def run(self, read: Callable[[str], str]) -> None:
-        """Until /exit or the end of the input. `read` shows a prompt and gives a line."""
+        """Run until /exit or the end of the input. `read` shows a prompt and returns a line."""
         while True:
             try:
                 line = read("\nyou: ").strip()
@@ -128,7 +128,7 @@ class Chat:
         return prompt_ids
 
     def _max_len(self) -> int:
-        """Longest prompt and answer together."""
+        """The maximum length of prompt and answer together."""
         config = self.llm.config
         limits = [config.context_len, config.max_total_tokens, self.llm.model_config.context_len]
         return min(limit for limit in limits if limit is not None)

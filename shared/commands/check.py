@@ -1,4 +1,4 @@
-"""`diptych check`: hold an implementation to every clause of its component's contract."""
+"""`diptych check`: checks an implementation against every clause of its component's contract."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class WhatIsChecked(TyperGroup):
-    """`diptych check server URL` and the like; what names no subcommand is a component or a stage."""
+    """Dispatches `diptych check server URL` and the like. An argument that is not a subcommand is a component
+    or a stage."""
 
     def with_subcommand(self, args: list[str]) -> list[str]:
         is_named = bool(args) and args[0] in {*self.commands, "--help", "-h"}
@@ -144,7 +145,7 @@ class Result:
 
     clause: Clause
     verdicts: list[Verdict] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)  # of cases that hold: what was refused, and why
+    refusals: list[str] = field(default_factory=list)  # of cases that hold: refused features, and why
 
     @property
     def failures(self) -> list[Verdict]:
@@ -160,7 +161,7 @@ class Result:
 
 
 def refusals_beside(verdicts: Iterator[Verdict]) -> Iterator[tuple[Verdict, list[str]]]:
-    """Each verdict with the refusals warned about on the way to it; other warnings are given again."""
+    """Yields each verdict with the refusals that were warned about; other warnings are emitted again."""
     from shared.conformance.attention_batches import RefusalWarning
 
     others: list[warnings.WarningMessage] = []
@@ -180,7 +181,7 @@ def gather(verdicts: Iterable[tuple[Verdict, list[str]]]) -> list[Result]:
         if not results or results[-1].clause is not verdict.clause:
             results.append(Result(verdict.clause))
         results[-1].verdicts.append(verdict)
-        if verdict.holds:  # a failing case is run again and again while it is made smaller
+        if verdict.holds:  # shrinking runs a failing case many times
             results[-1].refusals += refusals
     return results
 
@@ -231,7 +232,7 @@ def chosen_clauses(clauses: list[Clause], names: list[str]) -> list[Clause]:
 
 
 def _with_progress(verdicts: Iterator[Verdict], total: int) -> Iterator[Verdict]:
-    """A bar on a terminal's stderr while the verdicts come; it is gone when they are printed."""
+    """Shows a progress bar on a terminal's stderr, which disappears before the results are printed."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -258,7 +259,7 @@ def print_clauses(clauses: list[Clause]) -> None:
 
 
 def print_results(results: list[Result], title: str) -> None:
-    """The summary, a table of all clauses, and the failures."""
+    """Print the summary, a table of all clauses, and the failures."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -290,7 +291,7 @@ def print_results(results: list[Result], title: str) -> None:
 
 
 def _print_refusals(console: Any, results: list[Result]) -> None:
-    """A refused case holds, as the contract allows it; but it does not run."""
+    """Print the refused cases, which count as holding but did not run."""
     from rich.text import Text
 
     refusals = [refusal for result in results for refusal in result.refusals]
@@ -303,7 +304,7 @@ def _print_refusals(console: Any, results: list[Result]) -> None:
 
 
 def print_failure(console: Any, result: Result) -> None:
-    """One failing clause: what it says, and the first of the cases in which it does not hold."""
+    """Print a failing clause: its sentence, and the first failing case."""
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -341,7 +342,7 @@ def print_failure(console: Any, result: Result) -> None:
 
 
 def _input_lines(case: Any) -> list[str]:
-    """A case field by field, its name aside; calls and the like one on each line."""
+    """The lines of a case: its fields except the name; sequences have one element per line."""
     from shared.conformance.case import fields_of
 
     lines: list[str] = []
@@ -354,5 +355,5 @@ def _input_lines(case: Any) -> list[str]:
 
 
 def _readable(value: object) -> str:
-    """A sentence as it is; anything else as Python writes it."""
+    """Strings unchanged; any other value as its repr."""
     return value if isinstance(value, str) else repr(value)

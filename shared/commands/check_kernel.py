@@ -1,4 +1,4 @@
-"""`diptych check kernel`: hold a bare function to the truth of one operation, and time it."""
+"""`diptych check kernel`: compares a bare function with the exact result of one operation, and times it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def check_kernel(
 
 
 def chosen_cases(like: Like, texts: list[str], features: list[str]) -> tuple[Any, ...]:
-    """All cases of the operation and of the features, or those that have every text in their name."""
+    """The cases of the operation and of the features; with `texts`, those whose name contains every text."""
     for feature in features:
         if feature not in like.more_cases:
             known = ", ".join(like.more_cases) or "none"
@@ -118,7 +118,7 @@ def chosen_cases(like: Like, texts: list[str], features: list[str]) -> tuple[Any
 
 def as_json(report: Report) -> dict[str, Any]:
     def finite(fields: dict[str, Any]) -> dict[str, Any]:
-        """An error of NaN has no form in JSON."""
+        """None for NaN, which JSON cannot represent."""
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in fields.items()

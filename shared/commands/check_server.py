@@ -1,4 +1,4 @@
-"""`diptych check server`: hold a server with OpenAI's API to the reference in float32."""
+"""`diptych check server`: compares a server with OpenAI's API with the reference in float32."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def check_server(
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal's stderr that names what runs now."""
+    """A progress bar on a terminal's stderr that names the current check."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

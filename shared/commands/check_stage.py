@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Grade:
-    """How far a file got."""
+    """The grade of a file: groups that hold, and the first failure."""
 
     passed: list[Group]
     failed: Group | None = None  # None: every group holds, or the interface is not implemented
@@ -22,8 +22,8 @@ class Grade:
 
 
 def grade(stage: Stage, file: str, *, shrink: bool = True, time_limit: float = 30.0) -> Grade:
-    """Run the groups in order; the rest of a group, and the groups behind it, are not run after a failure.
-    A file without the class of the stage raises `ValueError`."""
+    """Run the groups in order, up to the first failing clause. A file without the class of the stage raises
+    `ValueError`."""
     from shared.conformance import suite
 
     known = {clause.name: clause for clause in suite.clauses_of(stage.component)}
@@ -44,7 +44,7 @@ def grade(stage: Stage, file: str, *, shrink: bool = True, time_limit: float = 3
 
 
 def _by_clause(verdicts: Iterator[Verdict]) -> Iterator[tuple[Clause, Verdict | None]]:
-    """Each clause when it has ended or failed, with its first failing case."""
+    """Yields each clause after it has ended or failed, with its first failing case."""
     current: Clause | None = None
     for verdict in verdicts:
         if current is not None and verdict.clause is not current:
@@ -58,7 +58,7 @@ def _by_clause(verdicts: Iterator[Verdict]) -> Iterator[tuple[Clause, Verdict | 
 
 
 def print_grade(stage: Stage, file: str, grade: Grade) -> None:
-    """The progress line, and the first failing group with its hint and one failing case."""
+    """Print the progress line, and the first failing group with its hint and one failing case."""
     from rich.console import Console
     from rich.text import Text
 
@@ -86,7 +86,7 @@ def print_grade(stage: Stage, file: str, grade: Grade) -> None:
 
 
 def print_instructions(stage: Stage) -> None:
-    """What to do for a stage: copy, complete, check."""
+    """Print the instructions of a stage: copy, complete, check."""
     from rich.console import Console
     from rich.text import Text
 

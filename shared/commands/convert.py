@@ -1,4 +1,4 @@
-"""`diptych convert`: write a checkpoint as a GGUF file."""
+"""`diptych convert`: writes a checkpoint as a GGUF file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`diptych diff`: two configurations in lockstep on the same prompts; where do they part first?"""
+"""`diptych diff`: runs two configurations in lockstep on the same prompts and finds where they diverge
+first."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ QUESTIONS = (
 )
 RANDOM_PROMPT_LENS = (5, 17, 40)  # for a model without a tokenizer
 MAX_TOTAL_TOKENS = 8192
-"""KV pool of each side unless a flag says otherwise: two engines share the machine."""
+"""The default KV pool of each side, because two engines share the machine."""
 
 BOTH_SIDES = ("model", "tokenizer", "load_format", "random_seed", "panel", "use")
 
@@ -210,7 +211,7 @@ def parse_side(text: str) -> dict[str, Any]:
 
 
 def runnable_components(device: str | None) -> str:
-    """A side with the optimized components of the device: all on a GPU, elsewhere those without Triton
+    """The optimized components that the device can run: all on a GPU, elsewhere those without Triton
     kernels."""
     from shared.engine.assembly import default_device
 
@@ -224,7 +225,7 @@ def runnable_components(device: str | None) -> str:
 
 
 def parse_flags(text: str) -> dict[str, Any]:
-    """ "page_size=16,enable_mixed_chunk=true" -> engine flags, each of its field's type."""
+    """ "page_size=16,enable_mixed_chunk=true" -> engine flags, converted to their types."""
     flags: dict[str, Any] = {}
     for piece in filter(None, (piece.strip() for piece in text.split(","))):
         name, equals, value = piece.partition("=")
@@ -265,7 +266,8 @@ def _value(name: str, text: str) -> Any:
 
 
 def make_prompts(llm: LLM, texts: list[str] | None, raw: bool, seed: int) -> list[list[int]]:
-    """Token ids: of the texts, else of the built-in questions; random ones for a model without tokenizer."""
+    """Token ids of the texts or, without texts, of the built-in questions; random ids for a model without
+    tokenizer."""
     if llm.tokenizer is None:
         if texts:
             raise ValueError(f"{llm.config.model} has no tokenizer: it takes no --prompt")
@@ -278,7 +280,7 @@ def make_prompts(llm: LLM, texts: list[str] | None, raw: bool, seed: int) -> lis
 
 
 def encode_prompts(tokenizer: Any, texts: list[str] | None, raw: bool) -> list[list[int]]:
-    """Token ids of the texts, else of the built-in questions."""
+    """Token ids of the texts or, without texts, of the built-in questions."""
     texts = texts or list(QUESTIONS)
     if raw:
         return [tokenizer.encode(text) for text in texts]

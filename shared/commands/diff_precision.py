@@ -1,4 +1,4 @@
-"""`diptych diff` between two precisions or checkpoints of one model shape: how much is lost, and where?"""
+"""`diptych diff` between two precisions or checkpoints of one model shape: size and place of the errors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from shared.conformance.precision_report import ChoiceTable
 
 NUMBERS = ("model", "dtype", "quantization", "kv_cache_dtype")
-"""Flags with which two correct engines compute other values: no tolerance of a kernel applies."""
+"""Flags that change the values that a correct engine computes, so that kernel tolerances do not apply."""
 
 
 def is_precision(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether two sides, all flags of an engine, have other numbers."""
+    """Whether two sides, given by all engine flags, compute in different precisions or with different
+    weights."""
     return any(a.get(name) != b.get(name) for name in NUMBERS)
 
 

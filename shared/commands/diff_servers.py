@@ -20,8 +20,8 @@ def diff_servers(
     api_key: str | None,
     out: Path | None,
 ) -> int:
-    """Compare, print, and write the page into `out`. `flags`: of a side that is a panel. Returns the exit
-    status."""
+    """Compare, print, and write the page into `out`. `flags`: engine flags of a side that is a panel. Returns
+    the exit status."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

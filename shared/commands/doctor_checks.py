@@ -1,4 +1,4 @@
-"""What this machine can run, and why not: the checks behind `diptych doctor`."""
+"""The checks of `diptych doctor`: what this machine can run, and why not."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shared.loading.model_path import builtin_draft_models, builtin_models
 if TYPE_CHECKING:
     import torch
 
-State = Literal["ok", "absent", "problem"]  # absent: can be done without; problem: something will not work
+State = Literal["ok", "absent", "problem"]  # absent: optional; problem: something will not work
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row: what was looked at, what was found, and what to do where that is not enough."""
+    """One row of the table: the subject, the finding, and a remedy if needed."""
 
     area: str
     name: str
@@ -31,13 +31,13 @@ class Check:
 
 
 def examine() -> list[Check]:
-    """All checks, in the order of a person's questions. A check that fails unexpectedly says so in its row:
-    the doctor must work on the machine where nothing else does."""
+    """Run all checks. An unexpected error of a check is reported in its row, because the doctor must work on
+    a machine with a broken installation."""
     checks: list[Check] = []
     for probe in PROBES:
         try:
             checks += probe()
-        except Exception as error:  # whatever a broken installation raises
+        except Exception as error:  # a broken installation may raise anything
             name = probe.__name__.strip("_")
             checks.append(Check(name, name, "problem", f"{type(error).__name__}: {error}"))
     return checks
@@ -159,7 +159,7 @@ def _panels() -> list[Check]:
 
 
 def _components() -> list[Check]:
-    """What would be chosen for each component with no flag given, imported to see that it can be."""
+    """The default choice for each component, imported as a test."""
     import torch
 
     panel = "optimized" if registry.has_optimized() and torch.cuda.is_available() else "reference"
@@ -177,7 +177,7 @@ def _component(name: str, choice: str, load: Callable[[str, str], object]) -> Ch
 
 
 def _attention() -> list[Check]:
-    """The optimized panel's backends, and which it takes where none is named."""
+    """The optimized panel's attention backends, and its default."""
     import torch
 
     names = [name for name in registry.choices("attention") if name not in registry.PANELS]
@@ -208,7 +208,7 @@ def _attention_backend(name: str, device: torch.device, load: Callable[[str, str
 
 
 def _gpu_table() -> list[Check]:
-    """What was measured on this GPU."""
+    """The kernel choices measured on this GPU."""
     import torch
 
     if not (registry.has_optimized() and torch.cuda.is_available()):

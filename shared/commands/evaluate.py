@@ -61,10 +61,10 @@ def evaluate(
     plot: Plot = None,
 ) -> None:
     """Measure exact match on held-out questions and perplexity of a text, for each format and for the
-    unquantized model. Flags of the engine hold for all of them.
+    unquantized model. Engine flags apply to all of them.
 
-    Exit status 0: every format is within its limits; 1: one loses more; 2: nothing could be measured.
-    Limits by format are those of the built-in models on their own questions; others have those given here.
+    Exit status 0: every format is within its limits; 1: one loses more; 2: nothing could be measured. Each
+    format has limits for the built-in models on their own questions; otherwise give limits here.
     """
     bench_run.check_files(plot, output)
     flags = engine.to_flags()
@@ -148,7 +148,7 @@ def limits_of(
 
 
 class Evaluation(Benchmark):
-    """The first case is the unquantized model."""
+    """The cases of `diptych eval`, of which the first is the unquantized model."""
 
     name = "eval"
 

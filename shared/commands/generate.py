@@ -62,7 +62,8 @@ def generate(
 
 @contextmanager
 def tracing(llm: LLM, file: Path | None) -> Iterator[None]:
-    """The file is written at the end, whatever ends it; what it shows is said on standard error."""
+    """Record a trace within the block. The file is always written at the end; a summary goes to standard
+    error."""
     if file is None:
         yield
         return
@@ -82,7 +83,7 @@ def answer_all(
     llm: LLM, texts: list[str], params: dict[str, Any], *, system: str | None, raw: bool, stream: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """One text after the other. Raises `typer.Exit` when an answer was interrupted or failed."""
+    """Answer the texts one after the other. Raises `typer.Exit` if an answer was interrupted or failed."""
     from shared.types import SamplingParams
 
     for index, text in enumerate(texts):
@@ -126,7 +127,7 @@ def run(llm: LLM, prompt: str | list[int], params: SamplingParams, *, streamed: 
 
 
 def report(llm: LLM, answer: Answer, *, streamed: bool) -> None:
-    """The text, unless it was streamed, and what is to be said about it."""
+    """Print the text, unless it was streamed, and its summary."""
     print("" if streamed else answer.text)
     if answer.output_logprobs:
         print_logprobs(llm, answer)

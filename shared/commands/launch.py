@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from shared.engine.llm import LLM
 
 SMALL_MODEL = 50_000_000
-"""Parameters below which one CPU thread is best: threads wait for each other at the end of every product, and
-products this small take less time than the wait, far less when other programs use the cores too."""
+"""The number of parameters below which one CPU thread is best. Threads synchronize at the end of every GEMM.
+Small GEMMs take less time than that, and far less when other programs use the cores too."""
 
 
 def start_engine(flags: dict[str, Any]) -> LLM:
-    """`LLM(**flags)`. Importing torch and loading a model take a while: a terminal shows that they go on."""
+    """`LLM(**flags)`, with a progress display on a terminal, because importing torch and loading a model take
+    a while."""
     if not sys.stderr.isatty():
         return _start(flags)
     from rich.console import Console
@@ -33,7 +34,8 @@ def _start(flags: dict[str, Any]) -> LLM:
 
 
 def use_one_thread_for_a_small_model(llm: LLM) -> None:
-    """The process is ours here, so its settings are; OMP_NUM_THREADS says otherwise."""
+    """Use one CPU thread for a small model, unless OMP_NUM_THREADS is set. A command owns its process, so it
+    may change this setting."""
     import torch
 
     num_parameters = sum(parameter.numel() for parameter in llm.assembly.model.parameters())

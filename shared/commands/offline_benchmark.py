@@ -1,4 +1,4 @@
-"""What `diptych bench offline` measures and shows: each case of a workload, on one engine after another."""
+"""The benchmarks of `diptych bench offline`: each case of a workload, on one engine after another."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EnginesBenchmark(Benchmark):
             self.measure_engine(self.flags | changes, progress)
 
     def measure_engine(self, flags: dict[str, Any], progress: bench_run.Progress) -> None:
-        """The engine lives no longer than this call: the next one needs the memory."""
+        """Measure one engine. It is freed at the end of this call, because the next one needs the memory."""
         from shared.bench.report import engine_facts
         from shared.bench.step import free_memory
 
@@ -61,14 +61,14 @@ class EnginesBenchmark(Benchmark):
 
 
 def engines_for(workload: Workload, flags: dict[str, Any]) -> list[dict[str, Any]]:
-    """Changes to the flags, one for each engine. shared-prefix: without the prefix cache, then with it."""
+    """Changes of the flags for each engine. shared-prefix: without the prefix cache, then with it."""
     if workload.name == "shared-prefix" and not flags.get("disable_radix_cache"):
         return [{"disable_radix_cache": True}, {}]
     return [{}]
 
 
 class OfflineBenchmark(EnginesBenchmark):
-    """Throughput."""
+    """Measures throughput."""
 
     workload: Offline256 | SharedPrefix | Uniform
     columns = (
@@ -137,7 +137,7 @@ class OfflineBenchmark(EnginesBenchmark):
             yield str(comparison)
 
     def peers(self, result: CaseResult) -> Any:
-        """The row to compare with, where workload, shape, type and GPU are the table's."""
+        """The measurements of other engines, if workload, shape, dtype and GPU are those of the table."""
         from shared.bench.peers import row_for
         from shared.bench.workloads import Offline256
 
@@ -178,7 +178,7 @@ def ttft_of(row: tuple[str, list[Window]]) -> str | None:
 
 
 class LongPromptsBenchmark(EnginesBenchmark):
-    """Inter-token latency with and without arrivals."""
+    """Measures inter-token latency with and without arrivals of long prompts."""
 
     workload: LongPrompts
     columns = (

@@ -233,7 +233,7 @@ class EngineOptions:
     ] = None
 
     def to_flags(self) -> dict[str, Any]:
-        """What was given, as keyword arguments of `LLM`."""
+        """The given options as keyword arguments of `LLM`."""
         flags = _given(self)
         if "use" in flags:
             flags["use"] = registry.parse_use(",".join(flags["use"]))
@@ -246,7 +246,7 @@ class EngineOptions:
         return flags
 
     def to_arguments(self) -> list[str]:
-        """What was given, as arguments of another `diptych` command."""
+        """The given options as arguments of another `diptych` command."""
         arguments = []
         for name, value in _given(self).items():
             option = "--" + name.replace("_", "-")
@@ -282,13 +282,14 @@ class SamplingOptions:
     )
 
     def to_params(self) -> dict[str, Any]:
-        """What was given, as keyword arguments of `SamplingParams`."""
+        """The given options as keyword arguments of `SamplingParams`."""
         params = _given(self)
         return {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """For typer: a parameter of one of the classes above becomes one option per field of it."""
+    """Expand a command's parameters for typer: a parameter of one of the classes above becomes one option per
+    field."""
     signature = inspect.signature(command, eval_str=True)
     groups = {
         name: parameter.annotation
@@ -344,7 +345,7 @@ def named_folders(text: str) -> dict[str, str]:
 
 
 def chunk_size(number: int | None) -> int | None:
-    """-1, as other engines write it, for the `None` that a command line has no word for."""
+    """Convert -1, the notation of other engines, to None, which a command line cannot express."""
     if number is not None and number < 1 and number != -1:
         raise ValueError(
             f"chunked_prefill_size must be an integer >= 1, or -1 to never cut a prompt, got {number}"
@@ -362,5 +363,5 @@ def names_among(option: str, text: str, allowed: Sequence[str]) -> list[str]:
 
 def _given(options: EngineOptions | SamplingOptions) -> dict[str, Any]:
     values = {field.name: getattr(options, field.name) for field in fields(options)}
-    # typer gives an empty list for an option that may be repeated and was not given.
+    # typer gives an empty list for a repeatable option that was not given.
     return {name: value for name, value in values.items() if value is not None and value != []}

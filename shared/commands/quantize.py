@@ -1,4 +1,4 @@
-"""`diptych quantize`: write a quantized checkpoint."""
+"""`diptych quantize`: writes a quantized checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`diptych soak`: a whole engine under random load, for as long as one likes."""
+"""`diptych soak`: a whole engine under random load, for a given time."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def soak(
         int, typer.Option(min=1, help="What happens in a round, aside from its end.", rich_help_panel="Load")
     ] = 120,
 ) -> None:
-    """Rounds of random flags and random requests, streamed, aborted, dropped and retracted. All invariants
-    are checked after every step, and each answer is compared with that of the request alone. In float32;
-    flags given here hold in every round.
+    """Run rounds with random flags and random requests, streamed, aborted, dropped and retracted. All
+    invariants are checked after every step, and each answer is compared with that of the request alone.
+    Computes in float32; flags given here apply in every round.
 
     Exit status 0: no failure; 1: a round failed; 2: nothing could be compared.
     `--seed N --seconds 0` repeats round N.
@@ -57,12 +57,12 @@ def soak(
     except KeyboardInterrupt:
         print(f"interrupted after {number - seed} rounds: {sentence(total)}")
         raise typer.Exit(130) from None
-    except AssertionError as error:  # of a comparison, an invariant, or the engine's own
+    except AssertionError as error:  # from a comparison, an invariant, or the engine
         print(f"round {number} failed after {number - seed} good ones", file=sys.stderr)
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         print(f"repeat it with --seed {number} --seconds 0", file=sys.stderr)
         raise typer.Exit(1) from None
-    if total.num_requests == 0:  # nothing was wrong, as nothing was asked
+    if total.num_requests == 0:  # no failure, because there were no requests
         raise ValueError(
             f"nothing was compared: no round of {acts} acts had an answer; raise --acts or --seconds"
         )
@@ -79,7 +79,7 @@ def sentence(tally: Any) -> str:
 
 
 class Progress:
-    """What the current round does: a status line on a terminal, else lines on standard error."""
+    """Shows what the current round does: a status line on a terminal, otherwise lines on standard error."""
 
     def __init__(self) -> None:
         from rich.console import Console

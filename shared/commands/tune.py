@@ -1,4 +1,4 @@
-"""`diptych tune`: measure kernels on this GPU."""
+"""`diptych tune`: measures kernels on this GPU."""
 
 from __future__ import annotations
 
