@@ -51,7 +51,7 @@ from shared.text.tokenizer import TOKENIZER_FILES, Tokenizer
 
 @dataclass(frozen=True)
 class Assembly:
-    """An engine's parts. `config` is resolved: no field that matters is None any more."""
+    """The parts of an engine. `config` is resolved: no relevant field is None."""
 
     config: EngineConfig
     model_config: ModelConfig
@@ -60,12 +60,12 @@ class Assembly:
     model: CausalLM
     kv_pool: TokenToKVPool
     memory: MemoryPlan
-    tokenizer: Tokenizer | None  # None: the model has none, and serves token ids
+    tokenizer: Tokenizer | None  # None: the model has none; the engine takes and gives token ids
     detokenizer: type[Detokenizer]
     parts: SchedulerParts
     scheduler: Scheduler
     grammars: GrammarCompiler
-    eos_token_ids: frozenset[int]  # tokens that end an answer: the model's and the tokenizer's
+    eos_token_ids: frozenset[int]  # tokens that end an answer, of the model and of the tokenizer
     seconds: dict[str, float]  # phase of the start -> how long it took
     experts: ExpertManager | None = None  # with expert parallelism
     lora: LoraAdapters | None = None  # None: the engine takes no adapters
@@ -74,14 +74,14 @@ class Assembly:
 
 
 class Phases:
-    """Seconds of the phases of a start, one behind the other."""
+    """Seconds of the successive phases of a start."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """What has passed since the last call was the phase `name`."""
+        """Record the time since the last call as the phase `name`."""
         now = time.perf_counter()
         self.seconds[name], self._last = now - self._last, now
 
@@ -92,12 +92,12 @@ def assemble(
     replace: Mapping[str, Any] | None = None,
     tp: Collectives | None = None,
 ) -> Assembly:
-    """`replace`: component -> what to take for it in place of what the registry has. `tp`: the group in which
-    this is one rank, with config.num_ranks > 1 or config.dp_attention: of tensor parallelism, the stages of a
-    pipeline, or replicas that share the experts.
+    """Assemble an engine. `replace`: component -> the implementation to use in place of the registry's. `tp`:
+    the group of this rank, with config.num_ranks > 1 or config.dp_attention: tensor-parallel ranks, pipeline
+    stages, or replicas that share the experts.
 
-    Everything that can be wrong with the configuration, the model's files or the tokenizer is found, and
-    raised as `ValueError`, before memory for weights or pools is taken."""
+    Raises `ValueError` for errors of the configuration, the model's files or the tokenizer, before memory for
+    weights or pools is allocated."""
     phases = Phases()
     folder = resolve_model_path(config.model, config.load_format)
     model_config = with_quantization(ModelConfig.from_pretrained(folder), config.quantization)
@@ -173,14 +173,14 @@ def assemble(
             drafter = AgreedDrafter(drafter, tp)
     phases.end("weights")
     pools = component("memory_pool")
-    free_gpu_memory(device)  # what loading took for a while is not the weights'
+    free_gpu_memory(device)  # temporary memory of loading does not count as weights
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     draft_bytes = drafter.num_kv_bytes_per_token if drafter is not None else 0
     memory = plan_memory(
         config, local_config, dtype, device, free_before, weight_bytes, draft_bytes, kv_dtype
     )
     num_tokens = memory.num_tokens
-    if ranks is not None:  # every rank has as many slots as the one with the least memory
+    if ranks is not None:  # every rank has the slots of the rank with the least memory
         num_tokens = int(ranks.all_gather(torch.tensor([num_tokens])).min())
     if device.type == "cuda":
         print_memory(memory)
@@ -254,7 +254,7 @@ def assemble(
 
 
 def check_parallel(config: EngineConfig) -> None:
-    """Raise `ValueError` for what does not work with several ranks."""
+    """Raise `ValueError` for settings that do not work with several ranks."""
     if str(config.device) != "cpu":
         raise ValueError(
             f"tp={config.tp}, pp={config.pp} run over gloo on device=cpu; the device is {config.device}"
@@ -267,7 +267,7 @@ def check_parallel(config: EngineConfig) -> None:
 
 
 def check_dp_attention(config: EngineConfig, model_config: ModelConfig, selection: Mapping[str, str]) -> None:
-    """Raise `ValueError` for what does not work with data-parallel attention."""
+    """Raise `ValueError` for settings that do not work with data-parallel attention."""
     if model_config.moe is None:
         raise ValueError(f"dp_attention shares experts, and {model_config.architecture} has none")
     if str(config.device) != "cpu" or selection["models"] != "reference":
@@ -278,7 +278,7 @@ def check_dp_attention(config: EngineConfig, model_config: ModelConfig, selectio
 
 
 def print_memory(memory: MemoryPlan) -> None:
-    """Prints the use of GPU memory when an engine starts."""
+    """Print the use of GPU memory when an engine starts."""
     from rich.console import Console
     from rich.table import Table
 
@@ -289,7 +289,7 @@ def print_memory(memory: MemoryPlan) -> None:
 
 
 def resolve_config(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
-    """Fill in what "None" leaves to the model and the machine."""
+    """Replace None in flags by values that follow from the model and the machine."""
     device = config.device or default_device()
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device={device}: this torch ({torch.__version__}) sees no CUDA GPU")
@@ -321,8 +321,8 @@ def default_panel(device: str) -> str:
 
 
 def _load_user_components(selection: Mapping[str, str]) -> dict[str, Any]:
-    """User-provided components. Raises `ValueError` for one that does not implement its interface, with the
-    message of `diptych check`."""
+    """Load user-provided components. Raises `ValueError` for one that does not implement its interface, with
+    the message of `diptych check`."""
     theirs: dict[str, Any] = {}
     for name, choice in selection.items():
         if not registry.is_target(choice):
@@ -351,8 +351,7 @@ def _dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
 
 
 def load_tokenizer(config: EngineConfig, folder: Any) -> Tokenizer | None:
-    """The model's tokenizer, or the one that the flag names; None for a model without one, which serves
-    token ids."""
+    """The model's tokenizer, or the one that the flag names; None for a model without one."""
     if config.tokenizer is not None:
         tokenizer_folder = Path(config.tokenizer).expanduser()
         if not tokenizer_folder.is_dir():

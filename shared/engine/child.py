@@ -1,4 +1,4 @@
-"""Another process of the engine, a rank or a replica: how it is started, called, asked and ended."""
+"""Starts, calls and ends another process of the engine: a rank or a replica."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from shared.engine.input_log import Call, decode, encode
 from shared.parallel.collective_log import first_difference
 
 REPORT_SECONDS = 5.0
-"""That a process takes to report, or to end after its connections are closed."""
+"""Time limit in seconds for a process to report, or to end after its connections are closed."""
 
 
 class EngineProcessEnded(RuntimeError):
-    """A process of the engine has ended, so the engine cannot go on. It cannot be used any more."""
+    """A process of the engine has ended. The engine cannot be used any more."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a process says about itself when something is wrong."""
+    """The report of a process about itself, for error messages."""
 
     stacks: str  # of all its threads
     error: str = ""  # the one that ends it, with its place
@@ -39,19 +39,19 @@ class Report:
 
 
 class Child:
-    """The other end of a pipe. `process`: None for one that this process has not started."""
+    """A handle of another process, over a pipe. `process`: None if this process has not started it."""
 
     def __init__(self, name: str, pipe: Connection, process: BaseProcess | None = None) -> None:
         self.name = name
         self.pipe = pipe
         self.process = process
-        # When this object goes, or this process ends: no child stays, and none is waited for.
+        # End the child, without waiting, when this object is deleted or this process ends.
         self._finalizer = weakref.finalize(self, _end, pipe, process)
 
     @classmethod
     def spawn(cls, name: str, main: Callable[..., None], *args: object) -> Child:
         """Start `main(*args, pipe)` in a new process."""
-        spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        spawn = multiprocessing.get_context("spawn")  # CUDA does not work in a forked process
         pipe, theirs = spawn.Pipe()
         process = spawn.Process(target=main, args=(*args, theirs), name=name)
         process.start()
@@ -59,7 +59,7 @@ class Child:
         return cls(name, pipe, process)
 
     def next_message(self, seconds: float) -> Any:
-        """While it starts. Raises `EngineProcessEnded` when it cannot."""
+        """Receive a message while the process starts. Raises `EngineProcessEnded` if it cannot start."""
         with contextlib.suppress(EOFError, OSError):
             if self.pipe.poll(seconds):
                 message = self.pipe.recv()
@@ -69,12 +69,12 @@ class Child:
         raise EngineProcessEnded(self.describe_end())
 
     def call(self, data: bytes) -> None:
-        """Send a call. An end of the process is found by those who read the pipe."""
+        """Send a call. If the process has ended, the reader of the pipe detects it."""
         with contextlib.suppress(OSError):
             self.pipe.send_bytes(data)
 
     def report(self) -> Report | None:
-        """What it says about itself; None: it has ended without a word, or does not answer."""
+        """The process's report; None: it has ended without one, or does not answer."""
         self.call(encode(Call("report", 0.0)))
         end = time.monotonic() + REPORT_SECONDS
         with contextlib.suppress(EOFError, OSError):
@@ -85,7 +85,7 @@ class Child:
         return None
 
     def describe_end(self) -> str:
-        """How it ended, for people."""
+        """A description of how it ended."""
         if self.process is None:
             return f"{self.name} has closed its connection, or does not answer"
         self.process.join(REPORT_SECONDS)  # it closes its connections before it has ended
@@ -96,7 +96,7 @@ class Child:
         return f"{self.name} has ended with {how}"
 
     def end(self) -> None:
-        """Now, whatever it does."""
+        """End the process immediately."""
         self._finalizer()
 
 
@@ -108,8 +108,8 @@ def _end(pipe: Connection, process: BaseProcess | None) -> None:
 
 
 class Inbox:
-    """In the other process: the calls of its parent, which a thread reads. So it reports while it computes,
-    and ends as soon as the parent has ended, whatever it does."""
+    """In the child process: receives the parent's calls in a thread. So the process can report while it
+    computes, and ends as soon as the parent has ended."""
 
     def __init__(
         self, pipe: Connection, log: Callable[[], list[Any]], leave: Callable[[int], object] = os._exit
@@ -132,7 +132,7 @@ class Inbox:
             self.pipe.send(message)
 
     def calls(self, is_busy: bool) -> Iterator[Call]:
-        """Those that have come; a process that is not busy waits for one."""
+        """The received calls; an idle process waits for one."""
         if not is_busy:
             yield self._calls.get()
         while not self._calls.empty():
@@ -149,19 +149,19 @@ class Inbox:
                     self.send(self.report())
                 else:
                     self._calls.put(call)
-        self.leave(0)  # the parent has ended, or has dropped this process
+        self.leave(0)  # the parent has ended, or has closed this process's pipe
 
 
 @contextlib.contextmanager
 def reported_end(inbox: Inbox) -> Iterator[None]:
-    """Ends the process when the block ends, with a last report for an error."""
+    """End the process at the end of the block, after an error with a last report."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     code = 0
     try:
         yield
     except BaseException as error:
         code = 1
-        if inbox.is_ready:  # else the parent says what is wrong
+        if inbox.is_ready:  # otherwise the parent reports the error
             traceback.print_exc()
         with contextlib.suppress(OSError):
             last = traceback.extract_tb(error.__traceback__)[-1]
@@ -169,12 +169,12 @@ def reported_end(inbox: Inbox) -> Iterator[None]:
             inbox.send(inbox.report(f"{type(error).__name__}: {error} ({place})"))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # no library may keep it alive
+    os._exit(code)  # threads of libraries must not keep it alive
 
 
 @contextlib.contextmanager
 def started(children: Sequence[Child]) -> Iterator[None]:
-    """Their start and that of this process: an error ends them."""
+    """A block in which the children and this process start; an error ends the children."""
     try:
         yield
     except BaseException as error:
@@ -189,7 +189,7 @@ def started(children: Sequence[Child]) -> Iterator[None]:
 
 
 def first_end(children: Sequence[Child]) -> str | None:
-    """How the first of them has ended that has; None: all go on, as far as is known."""
+    """How the first child that has ended did so; None: none is known to have ended."""
     by_pipe: dict[Any, Child] = {child.pipe: child for child in children}
     for pipe in wait(list(by_pipe), REPORT_SECONDS):
         try:
@@ -202,8 +202,7 @@ def first_end(children: Sequence[Child]) -> str | None:
 
 
 def describe_all(children: Sequence[Child], log: Sequence[Any]) -> str:
-    """What processes say about themselves, and where their collectives differ from those in `log`, the
-    parent's; for people."""
+    """The reports of processes as text, and where their collectives differ from the parent's `log`."""
     reports = {child.name: child.report() for child in children}
     lines = [f"{name}: {report.error}\n{report.stacks}" for name, report in reports.items() if report]
     if len(lines) == len(children):
@@ -213,7 +212,7 @@ def describe_all(children: Sequence[Child], log: Sequence[Any]) -> str:
 
 
 def stacks_of_all_threads() -> str:
-    """Where each thread of this process is, for people."""
+    """The stacks of all threads of this process as text."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"

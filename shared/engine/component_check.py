@@ -1,4 +1,5 @@
-"""What can stand behind a component at all: a class of its interface, complete, or a module of such."""
+"""Checks that an object can implement a component: a complete class of its interface, or a module of such
+classes."""
 
 from __future__ import annotations
 
@@ -56,12 +57,12 @@ _FINDERS: dict[str, str] = {
 
 
 def interface_of(component: str) -> type | tuple[type, ...]:
-    """The interface of a component; of one that is a module of classes: all of theirs."""
+    """The interface of a component; for a module of classes, all of their interfaces."""
     return _CLASSES[component] if component in _CLASSES else _MODULES[component]
 
 
 def problem_with(component: str, impl: Any) -> str | None:
-    """One sentence on why `impl` cannot stand behind the component at all; None when it can."""
+    """The reason, in one sentence, why `impl` cannot implement the component; None if it can."""
     if component in _CLASSES:
         return _problem_with_class(impl, _CLASSES[component])
     if component == "drafter" and isclass(impl):

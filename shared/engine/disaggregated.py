@@ -20,12 +20,12 @@ from shared.engine.child import Child, Inbox, reported_end
 from shared.interfaces import Transport
 
 START_SECONDS = 1800.0
-"""Until the prefill engine must be ready: it reads the weights."""
+"""Time limit in seconds for the start of the prefill engine, which reads the weights."""
 
 
 def assemble_disaggregated(config: EngineConfig) -> Assembly:
-    """The decode engine of `config`, with a prefill engine started. Raises `ValueError` as `assemble` does,
-    and `EngineProcessEnded` when the prefill engine cannot start."""
+    """Start a prefill engine and return the decode engine of `config`. Raises `ValueError` as `assemble`
+    does, and `EngineProcessEnded` if the prefill engine cannot start."""
     device = config.device or default_device()
     if device != "cpu":
         raise ValueError(f"disaggregation=True runs on device=cpu; the device is {device}")
@@ -52,14 +52,14 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
 
 
 def transport_of(config: EngineConfig) -> type[Transport]:
-    """The implementation that the configuration chooses."""
+    """The transport that the configuration chooses."""
     panel = config.panel or default_panel("cpu")
     chosen: type[Transport] = registry.load("transport", registry.select(panel, config.use)["transport"])
     return chosen
 
 
 def assemble_decode(config: EngineConfig, transport_class: type[Transport]) -> Assembly:
-    """The decode engine, with its pool in a file if the transport needs that."""
+    """Assemble the decode engine, with its pool in a file if the transport needs that."""
     pool_class: Any = getattr(transport_class, "pool_class", None)
     if pool_class is None:
         return assemble(config)
@@ -84,7 +84,7 @@ def decode_side(assembly: Assembly, transport: Transport) -> Any:
 
 
 def _prefill(config: EngineConfig, port: int, pipe: Connection) -> None:
-    """The process of the prefill engine: it ends with the other one."""
+    """The main function of the prefill engine's process, which ends with the decode engine."""
     inbox = Inbox(pipe, list)
     with reported_end(inbox):
         assembly = assemble(config)

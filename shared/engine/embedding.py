@@ -16,7 +16,7 @@ from shared.types import SamplingParams
 
 HEAD = "score.weight"
 NO_TOKENS = SamplingParams(max_new_tokens=0)
-"""Of a request that ends with its prompt."""
+"""The finish reason of a request that ends with its prompt."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class EmbedOutput:
 
 
 def check_pooling(is_pooling: bool, config: EngineConfig, model_config: ModelConfig) -> None:
-    """Raise `ValueError` where a request asks for an embedding or an answer that the engine cannot give."""
+    """Raise `ValueError` if a request needs an embedding or an answer that the engine cannot give."""
     if not is_pooling:
         if model_config.num_labels:
             raise ValueError("this is a reward model: it gives scores and no tokens")
@@ -43,7 +43,8 @@ def check_pooling(is_pooling: bool, config: EngineConfig, model_config: ModelCon
 def finish_embedding(
     vector: Sequence[float], dimensions: int | None = None, is_normalized: bool = True
 ) -> list[float]:
-    """The first `dimensions` numbers (default: all), then divided by their L2 norm."""
+    """Keep the first `dimensions` numbers (default: all) and divide them by their L2
+    norm."""
     cut = list(vector[:dimensions])
     length = math.sqrt(sum(x * x for x in cut)) if is_normalized else 1.0
     return [x / max(length, 1e-12) for x in cut]
@@ -55,7 +56,7 @@ def finish_embedding(
 def embed_outputs(
     collectors: Sequence[OutputCollector], dimensions: int | None, num_labels: int
 ) -> list[EmbedOutput]:
-    """Of requests that have ended. Raises `RuntimeError` for one without an embedding."""
+    """The outputs of requests that have ended. Raises `RuntimeError` for one without an embedding."""
     outputs = []
     for collector in collectors:
         if collector.embedding is None:
@@ -73,7 +74,7 @@ def check_dimensions(dimensions: int | None, model_config_size: int) -> None:
 
 
 def read_reward_head(folder: Path, config: ModelConfig, is_dummy: bool) -> torch.Tensor | None:
-    """[num_labels, hidden_size] float32 on the CPU; None for a model that is no reward model. Raises
+    """The head of a reward model, [num_labels, hidden_size] float32 on the CPU; None for other models. Raises
     `ValueError` for a checkpoint without it, or with another shape."""
     from safetensors import safe_open
 

@@ -1,4 +1,4 @@
-"""The tiers of the prefix cache below the device: sizes, and what their pages are keyed by."""
+"""The tiers of the prefix cache below the device: their sizes, and the keys of their pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.scheduling.host_cache import HostCache, NextTier
 from shared.scheduling.pages import round_up_to_page
 
 MIN_PAGE_LEN = 16
-"""Tokens of a host page, at least: each has a digest and a copy of its own."""
+"""The least number of tokens of a host page, because each page has a digest and a separate copy."""
 
 
 def make_host_cache(
@@ -24,7 +24,8 @@ def make_host_cache(
     kv_pool: TokenToKVPool,
     drafter: Drafter | None,
 ) -> HostCache:
-    """Raises `ValueError` for what does not fit or is not supported."""
+    """Make the host tier. Raises `ValueError` for sizes that do not fit and settings that are not
+    supported."""
     assert config.hicache_tokens is not None
     if drafter is not None and drafter.num_kv_bytes_per_token:
         raise ValueError(
@@ -52,7 +53,8 @@ def make_host_cache(
 
 
 def model_digest(folder: Path, config: EngineConfig) -> str:
-    """Of what decides KV: the config, names, sizes and times of the files of weights, and the types."""
+    """A digest of everything that determines KV: the config, names, sizes and times of the weight files, and
+    dtypes."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         stat = path.stat()

@@ -1,4 +1,4 @@
-"""Images of a prompt: decoded, cut to the model's size, and given as rows in place of placeholders."""
+"""Images in prompts: decodes and crops them, and computes the rows that replace placeholder tokens."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ MAX_IMAGES = 16
 MAX_IMAGE_BYTES = 20 * 2**20
 """Of one file."""
 MAX_PIXELS = 50_000_000
-"""Of one image, by its header: a small file can stand for a huge one."""
+"""The limit of one image's pixels, checked by its header, because a small file can expand to a huge image."""
 MAX_ASPECT_RATIO = 50
 NEEDS_PILLOW = "images need Pillow: pip install 'diptych[images]'"
 
 
 @dataclass(frozen=True)
 class ImagesPrompt:
-    """A text or token ids with one placeholder token for each image, and the images in their order: Pillow
-    images, bytes of files, paths, or texts that are `data:` URLs."""
+    """A text or token ids with one placeholder token for each image, and the images in that order: Pillow
+    images, file bytes, paths, or `data:` URLs."""
 
     prompt: Any
     images: Sequence[Any]
@@ -51,8 +51,8 @@ def takes_images(config: EngineConfig) -> bool:
 
 
 def images_prompt(prompt_ids: list[int], images: Sequence[Any], assembly: EngineFacts) -> Any:
-    """Token ids and `PromptEmbeds` of a prompt with one placeholder for each image. Raises `ValueError` where
-    the engine takes none, for another number of placeholders, and for what is no image."""
+    """Token ids and `PromptEmbeds` of a prompt with one placeholder for each image. Raises `ValueError` if
+    the engine takes no images, for a wrong number of placeholders, and for an invalid image."""
     check_supported("images", assembly.config)
     if assembly.vision is None:
         raise ValueError(f"{assembly.model_config.architecture} takes no images: it has no vision tower")
@@ -70,7 +70,7 @@ def images_prompt(prompt_ids: list[int], images: Sequence[Any], assembly: Engine
 
 # --8<-- [start:expand-placeholders]
 def expand_placeholders(prompt_ids: list[int], num_images: int, config: VisionConfig) -> list[int]:
-    """Each placeholder becomes as many as an image has rows."""
+    """Repeat each placeholder once for each row of its image."""
     found = prompt_ids.count(config.image_token_id)
     if found != num_images:
         raise ValueError(
@@ -91,8 +91,8 @@ def expand_placeholders(prompt_ids: list[int], num_images: int, config: VisionCo
 def image_embeds(
     prompt_ids: list[int], images: Sequence[torch.Tensor], assembly: EngineFacts
 ) -> PromptEmbeds:
-    """images: uint8 [3, image_size, image_size] each. prompt_ids have num_tokens
-    placeholders for each."""
+    """The `PromptEmbeds` of images, each uint8 [3, image_size, image_size]. prompt_ids
+    have num_tokens placeholders for each."""
     vision, key_ids = assembly.vision, list(prompt_ids)
     is_image = torch.tensor(prompt_ids) == vision.config.image_token_id
     positions = is_image.nonzero()[:, 0]
@@ -109,7 +109,7 @@ def image_embeds(
 
 
 def received_images(prompt_ids: list[int], images: Sequence[bytes], assembly: EngineFacts) -> PromptEmbeds:
-    """`image_embeds` of bytes, in which the engine's process gets `pixels_of`."""
+    """`image_embeds` of the bytes in which the engine's process receives the results of `pixels_of`."""
     if assembly.vision is None:
         raise ValueError("this engine takes no images")
     size = assembly.vision.config.image_size
@@ -118,8 +118,8 @@ def received_images(prompt_ids: list[int], images: Sequence[bytes], assembly: En
 
 
 def pixels_of(image: Any, config: VisionConfig) -> torch.Tensor:
-    """uint8 [3, image_size, image_size]: the shorter side resized, the middle cut out, as CLIP's images are
-    prepared. Raises `ValueError` for what is no image, or too large a one."""
+    """The pixels of an image, uint8 [3, image_size, image_size]: the shorter side is resized and the centre
+    cropped, as for CLIP. Raises `ValueError` for an invalid or too large image."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -157,10 +157,10 @@ def pixels_of(image: Any, config: VisionConfig) -> torch.Tensor:
 
 
 def _opened(data: bytes, pillow: Any) -> Any:
-    """Reads the header only."""
+    """Open an image, reading the header only."""
     try:
         return pillow.open(BytesIO(data), formats=FORMATS)
-    except Exception:  # a decoder may raise anything on bytes of strangers
+    except Exception:  # a decoder may raise anything on untrusted bytes
         raise ValueError(f"these {len(data)} bytes are no image of {', '.join(FORMATS)}") from None
 
 
@@ -174,7 +174,7 @@ def _read(path: Path) -> bytes:
 
 
 def bytes_of_data_url(url: str) -> bytes:
-    """The file in `data:image/png;base64,...`. Raises `ValueError` for any other URL: nothing is fetched."""
+    """The file in `data:image/png;base64,...`. Raises `ValueError` for any other URL; no URL is fetched."""
     head, comma, data = url.partition(",")
     if not head.startswith("data:image/") or not head.endswith(";base64") or not comma:
         raise ValueError(f"an image URL must be data:image/...;base64,..., got {url[:40]!r}")
@@ -219,7 +219,7 @@ def _image_of(part: Mapping[str, Any], kind: str) -> Any:
 
 
 def with_images(prompts: Any, images: Sequence[Any], is_single: bool) -> Any:
-    """Prompts with what `LLM.generate` takes as `images`: a list for one prompt, or a list of lists."""
+    """Combine prompts with the `images` of `LLM.generate`: a list for one prompt, or a list of lists."""
     if is_single:
         return ImagesPrompt(prompts, images)
     if len(images) != len(prompts) or not all(isinstance(each, (list, tuple)) for each in images):

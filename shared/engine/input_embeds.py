@@ -1,4 +1,5 @@
-"""Prompts that bring rows for layer 0 in place of token ids: what is accepted, and their keys in a cache."""
+"""Prompts that give rows for layer 0 in place of token ids: their checks, and their keys in the prefix
+cache."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from shared.config import EngineConfig, ModelConfig
 
 PLACEHOLDER = 0
-"""The token id of a position whose row is given."""
+"""The placeholder token id of a position whose row is given."""
 WORKS_WITH: tuple[tuple[str, Any], ...] = (
     ("panel", "reference"),
     ("use", {}),
@@ -44,13 +45,13 @@ class EngineFacts(Protocol):
 
 @dataclass(frozen=True)
 class EmbedsPrompt:
-    """A prompt of rows alone, [num_tokens, hidden_size] of any floating dtype."""
+    """A prompt of rows only, [num_tokens, hidden_size] of any floating dtype."""
 
     rows: torch.Tensor
 
 
 def check_supported(what: str, config: EngineConfig) -> None:
-    """Raise `ValueError` in an engine that takes token ids only."""
+    """Raise `ValueError` if the engine takes token ids only."""
     for name, only in WORKS_WITH:
         value = getattr(config, name)
         if (dict(value) if name == "use" else value) != only:
@@ -60,7 +61,7 @@ def check_supported(what: str, config: EngineConfig) -> None:
 def embeds_prompt(rows: Any, params: SamplingParams, assembly: EngineFacts) -> tuple[list[int], PromptEmbeds]:
     """Token ids (placeholders) and rows of a prompt. Raises `ValueError` for anything but a finite tensor
     [num_tokens, hidden_size] of a floating dtype that fits the context, for parameters that need token ids,
-    and where the engine takes nothing else."""
+    and if the engine takes token ids only."""
     config, hidden_size, dtype = assembly.config, assembly.model_config.hidden_size, assembly.dtype
     check_supported("input_embeds", config)
     if params.logprob_start_len >= 0:
@@ -98,12 +99,12 @@ def embeds_prompt(rows: Any, params: SamplingParams, assembly: EngineFacts) -> t
 
 # --8<-- [start:row-keys]
 def row_keys(rows: torch.Tensor) -> list[int]:
-    """Of each row [n, hidden_size] its key in the prefix cache: a digest."""
+    """The prefix-cache key of each row [n, hidden_size], a digest."""
     return [digest_key(b"row", row) for row in rows.view(torch.uint8).numpy()]
 
 
 def digest_key(kind: bytes, content: Any) -> int:
-    """256 bits, so that no other content has this key, and no token id."""
+    """A key of 256 bits, so that no other content and no token id has the same key."""
     return int.from_bytes(sha256(kind + bytes(content)).digest(), "little")
 
 
@@ -111,16 +112,16 @@ def digest_key(kind: bytes, content: Any) -> int:
 
 
 def rows_of_bytes(data: bytes, num_tokens: int) -> torch.Tensor:
-    """[num_tokens, hidden_size] float32 from its bytes, in which the engine's process gets it. Raises
-    `ValueError` for bytes that are no whole rows."""
+    """Rows [num_tokens, hidden_size] float32 from the bytes that the engine's process receives. Raises
+    `ValueError` for bytes that are not whole rows."""
     if len(data) % (4 * num_tokens):
         raise ValueError(f"{len(data)} bytes of input_embeds are not {num_tokens} rows of float32")
     return torch.frombuffer(bytearray(data), dtype=torch.float32).view(num_tokens, -1)
 
 
 def as_prompts(prompts: Any, input_embeds: Any) -> Any:
-    """What `LLM.generate` takes as `input_embeds`, one tensor or several, as prompts. Raises `ValueError`
-    unless it is the only one of the two."""
+    """The prompts of `input_embeds` of `LLM.generate`, one tensor or several. Raises `ValueError` if prompts
+    are given too."""
     if prompts is not None or input_embeds is None:
         raise ValueError("give either prompts or input_embeds")
     if isinstance(input_embeds, Sequence) and not isinstance(input_embeds, str):

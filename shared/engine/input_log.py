@@ -1,7 +1,7 @@
-"""The input log: what rank 0 does to its scheduler, as messages for the other ranks.
+"""The input log: the calls of rank 0's scheduler, as messages for the other ranks.
 
-Every rank runs the whole engine and comes to the same decisions, because its scheduler gets the same calls in
-the same order, with the same time. Rank 0 alone reads sockets and clocks, and compiles grammars.
+Every rank runs the whole engine and makes the same decisions, because its scheduler gets the same calls in
+the same order, with the same time. Only rank 0 reads sockets and clocks, and compiles grammars.
 """
 
 from __future__ import annotations
@@ -92,11 +92,12 @@ def request_of(req: Req, grammars: GrammarCompiler) -> Request:
 
 
 def apply(call: Call, scheduler: Scheduler, assembly: Assembly) -> Req | None:
-    """Make the call in another process, on the scheduler of `assembly`. The request, if it adds one."""
+    """Make the call in another process, on the scheduler of `assembly`. Returns the request, if the call adds
+    one."""
     if call.method == "add_request":
         assert call.request is not None
         req = _req(call.request, assembly)
-        with contextlib.suppress(ValueError):  # the caller refuses it too
+        with contextlib.suppress(ValueError):  # rank 0 refuses it too
             scheduler.add_request(req)
         return req
     if call.method == "run":

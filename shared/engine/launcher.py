@@ -1,9 +1,9 @@
-"""Ranks that a launcher has started: torchrun, or one task per rank with the same environment variables.
+"""Ranks started by a launcher: torchrun, or one task per rank with the same environment variables.
 
     torchrun --nproc-per-node 2 --no-python diptych serve --tp 2
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where the ranks meet. Every process has the same command.
-Rank 0 runs it. The others connect to rank 0, get its configuration, and make its calls until it ends.
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT define the rendezvous. Every process has the same command. Rank
+0 runs it. The others connect to rank 0, get its configuration, and repeat its calls until it ends.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started several ranks, of which this process is one."""
+    """Whether this process is one of several ranks started by a launcher."""
     return all(name in os.environ for name in VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
 
 
 def follow_if_launched() -> None:
-    """In another rank than 0 this does not return."""
+    """Follow rank 0. Returns only on rank 0, or without a launcher."""
     if is_launched() and int(os.environ["RANK"]) > 0:
         _follow_rank_0()
 
@@ -53,7 +53,7 @@ def assemble_launched(config: EngineConfig) -> Assembly:
 
 
 def _accept(listener: Listener, store: Store, rank: int, config: EngineConfig) -> Child:
-    """The connection of another rank: one after the other, so that each has its turn."""
+    """Accept the connection of a rank; ranks connect one after the other."""
     store.set(f"turn of {rank}", "")
     store.wait([f"{rank} connects"], timedelta(seconds=TIME_LIMIT))
     pipe = listener.accept()

@@ -154,7 +154,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **keywords: Any
     ) -> Iterator[GenerateOutput]:
-        """Answer one prompt piece by piece; with n > 1 the pieces of all samples, told apart by `index`.
+        """Answer one prompt piece by piece; with n > 1 the pieces of all samples, distinguished by `index`.
 
         Keywords as in `generate`. The request is submitted (and bad input raised) at the call. Dropping the
         iterator aborts the request."""
@@ -162,7 +162,7 @@ class LLM:
         params = (sampling_params or SamplingParams()).updated(**keywords)
         with deferred_interrupts():
             pieces = self._stream(self.submit(prompt, params, **request))
-            next(pieces)  # a generator that was never begun would not clean up when it is dropped
+            next(pieces)  # a generator that was never started would not clean up when it is dropped
         return pieces
 
     # ---- requests ----
@@ -199,7 +199,7 @@ class LLM:
         grammars = self.assembly.grammars
         compiled = grammars.submit(sampling_params) if sampling_params.given_grammars else None
         if compiled is not None:
-            compiled.result()  # before the engine is taken: other threads go on
+            compiled.result()  # before the lock is taken, so that other threads continue
         text_ids = prompt_ids if embeds is None or embeds.has_token_ids else []
         with self._exclusive():
             if rid is not None and any(c.submitted_as == rid for c in self._collectors.values()):
@@ -240,7 +240,7 @@ class LLM:
                     self._collectors[req.rid] = collectors[-1]
                     # --8<-- [end:make-req]
             except ValueError:
-                self._seeds.setstate(seeds_before)  # a refused request changes no later one
+                self._seeds.setstate(seeds_before)  # a refused request must not affect later ones
                 for collector in collectors:
                     self._abort(collector)
                 raise
@@ -248,7 +248,7 @@ class LLM:
 
     def load_lora(self, name: str, path: str) -> None:
         """Load a LoRA adapter from a folder in PEFT's format; requests may then name it. It may replace one
-        of the same name that no request uses. Raises `ValueError` for one that cannot be used."""
+        of the same name that no request uses. Raises `ValueError` for an invalid adapter."""
         with self._exclusive():
             adapters_of(self.assembly.lora).load(name, path, self.scheduler)
 
@@ -258,14 +258,15 @@ class LLM:
             adapters_of(self.assembly.lora).unload(name, self.scheduler)
 
     def _unused_rid(self, rid: str) -> str:
-        """A request keeps its id in the scheduler until its end is reported; one that reuses the id before
-        gets another there."""
+        """A scheduler id for a request. A request keeps its id in the scheduler until its end is reported, so
+        a request that reuses the id earlier gets another one there."""
         candidates = chain([rid], (f"{rid}:{i}" for i in count()))
         return next(name for name in candidates if name not in self._collectors)
 
     # --8<-- [start:step-in-process]
     def step(self) -> bool:
-        """Run one batch; its outputs go to the collectors. False: there was none to run."""
+        """Run one batch; its outputs go to the collectors. False: there was no batch to
+        run."""
         with self._exclusive():
             if not self.scheduler.has_work():
                 return False
@@ -285,7 +286,7 @@ class LLM:
     # --8<-- [end:step-in-process]
 
     def abort(self, rid: str) -> bool:
-        """End a request (with n > 1: all its samples). False when it has ended or never was."""
+        """End a request (with n > 1: all its samples). False if it has ended or is unknown."""
         found = [c for c in list(self._collectors.values()) if rid in (c.rid, c.submitted_as)]
         were_alive = [self._abort(collector) for collector in found]  # a list: each of them is to end
         return any(were_alive)
@@ -299,7 +300,7 @@ class LLM:
             return True
 
     def describe(self) -> dict[str, str]:
-        """Which implementation stands behind each component, and where the memory went."""
+        """The implementation of each component, and the use of memory."""
         return {**self.assembly.selection, **self.assembly.memory.rows()}
 
     def stats(self) -> Any:
@@ -308,7 +309,7 @@ class LLM:
     def _answer(
         self, requests: Iterable[tuple[Prompt, SamplingParams, Mapping[str, Any]]], progress: bool
     ) -> list[OutputCollector]:
-        """Submit requests, with these keywords, and run them to their ends; on an error none is left."""
+        """Submit requests with these keywords and run them to their ends; after an error none is left."""
         collectors: list[OutputCollector] = []
         try:
             with gc_freeze():
@@ -334,7 +335,7 @@ class LLM:
                 bar.set_postfix(tokens=sum(c.num_output_tokens for c in collectors))
 
     def _stream(self, collectors: list[OutputCollector]) -> Iterator[GenerateOutput]:
-        """Gives one piece that means nothing before the others."""
+        """Yields one meaningless piece before the others, which starts the generator."""
         try:
             yield collectors[0].whole()
             # --8<-- [start:stream-loop]
@@ -355,8 +356,8 @@ class LLM:
                 self._abort(collector)
 
     def _abort(self, collector: OutputCollector) -> bool:
-        """End one sample. Inside a step, where the garbage collector may close a forgotten stream, the abort
-        waits for the end of the step: nothing is removed from a batch that runs."""
+        """End one sample. Inside a step, when the garbage collector may close a forgotten stream, the abort
+        is deferred to the end of the step, so that no request is removed from a running batch."""
         with deferred_interrupts(), self._lock:
             rid = collector.scheduler_rid
             if rid not in self._collectors:
@@ -368,7 +369,8 @@ class LLM:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Work on the engine alone; aborts and interrupts that came meanwhile follow at the end."""
+        """Exclusive work on the engine; aborts and interrupts that arrive meanwhile are processed at the
+        end."""
         with deferred_interrupts(), self._lock:
             self._depth += 1
             try:

@@ -12,7 +12,7 @@ DEFAULT_MAX_RANK = 16
 
 
 class LoraAdapters:
-    """All loaded adapters; the pool has those of the running requests."""
+    """All loaded adapters; the LoRA pool holds those of the running requests."""
 
     def __init__(self, pool: LoraPool, shapes: dict[str, tuple[int, ...]]) -> None:
         self.pool = pool
@@ -23,7 +23,7 @@ class LoraAdapters:
     def of_engine(
         config: EngineConfig, model: CausalLM, pool_class: type[LoraPool], models: str
     ) -> LoraAdapters:
-        """With the adapters of `lora_paths`. models: the implementation that the model is of."""
+        """The adapters of `lora_paths` for an engine. models: the implementation of the model."""
         if pool_class.models != models:
             raise ValueError(
                 f"LoRA adapters: {pool_class.__module__} changes models={pool_class.models}, and the engine "
@@ -48,8 +48,8 @@ class LoraAdapters:
         return self.by_name[name]
 
     def load(self, name: str, path: str, scheduler: Scheduler) -> None:
-        """Also in place of one with this name that no request uses. Its content decides which cached KV its
-        requests share, so nothing of another content is found."""
+        """Load an adapter, also in place of one of this name that no request uses. The prefix cache is keyed
+        by the adapter's content, so KV of another content is not found."""
         adapter = read_adapter(path, name)
         check_modules(adapter, self.shapes, self.pool.max_rank)
         if name in self.by_name:
@@ -70,20 +70,20 @@ class LoraAdapters:
 
 
 def adapters_of(adapters: LoraAdapters | None) -> LoraAdapters:
-    """Raises `ValueError` for an engine without."""
+    """The adapters of an engine. Raises `ValueError` if it takes none."""
     if adapters is None:
         raise ValueError("this engine takes no LoRA adapters: give lora_paths or max_loras_per_batch")
     return adapters
 
 
 def cache_namespace(extra_key: str | None, adapter: LoraAdapter) -> tuple[str | None, str]:
-    """`Req.extra_key` of a request with an adapter: its KV depends on what the adapter contains. A tuple:
-    no text that a client gives can equal it."""
+    """`Req.extra_key` of a request with an adapter, whose KV depends on the adapter's content. It is a tuple,
+    which cannot equal a text from a client."""
     return extra_key, adapter.content_id
 
 
 def _max_step_tokens(config: EngineConfig) -> int:
-    """Tokens of the largest step: prompts and those that decode, or the nodes of all trees."""
+    """The tokens of the largest step: prompts and decoding requests, or the nodes of all trees."""
     assert config.context_len is not None
     largest = max(config.chunked_prefill_size or 0, config.max_prefill_tokens, config.context_len)
     nodes = draft_shape(config).num_draft_tokens if config.speculative is not None else 0

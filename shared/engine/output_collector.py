@@ -7,7 +7,7 @@ from shared.types import FinishReason, GenerateOutput, Req, SpeculationStats, St
 
 
 class OutputCollector:
-    """One request as its submitter sees it. Without a detokenizer the text stays empty."""
+    """The outputs of one request. Without a detokenizer the text stays empty."""
 
     def __init__(self, req: Req, index: int, detokenizer: Detokenizer | None, submitted_as: str) -> None:
         self.scheduler_rid = req.rid
@@ -52,7 +52,7 @@ class OutputCollector:
             self.text += self.detokenizer.append(output.new_token_ids, output.finished_reason)
 
     def take(self) -> GenerateOutput | None:
-        """What has come since the last call, or None."""
+        """The output since the last call, or None."""
         new_ids, new_text = self.output_ids[self._num_taken :], self.text[self._num_text_taken :]
         if not new_ids and not new_text and (not self.is_finished or self._finish_taken):
             return None

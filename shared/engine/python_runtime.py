@@ -1,4 +1,4 @@
-"""What Python does on its own, kept out of a step: collection of garbage, and Ctrl-C."""
+"""Keeps garbage collection and Ctrl-C out of a step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from types import FrameType
 
 @contextmanager
 def gc_freeze() -> Iterator[None]:
-    """What is there at the beginning is not searched for garbage until the end of the block.
+    """Exclude objects that exist at the start of the block from garbage collection until its end.
 
-    A full collection looks at every object: 72 ms once torch is imported, 205 ms with its compiler, and no
-    batch is formed meanwhile. It comes after some hundred thousand new objects, so in the middle of a long
-    run. Garbage that the block itself makes is collected as before, and freezing and thawing take a
-    microsecond. Only for a block, so that nothing of the caller's lives for ever: an engine that is dropped
-    gives its memory back. Objects frozen by the caller stay frozen, and so do those of a block
-    around this one.
+    A full collection visits every object: 72 ms once torch is imported, 205 ms with its compiler, and no
+    batch is formed meanwhile. It happens after some hundred thousand new objects, so in the middle of a long
+    run. Garbage of the block itself is collected as before; freezing and unfreezing take a microsecond. It
+    ends with the block, so that the memory of a dropped engine is freed. Objects that the caller or an outer
+    block has frozen stay frozen.
     """
     is_ours = gc.get_freeze_count() == 0
     if is_ours:
@@ -34,7 +33,7 @@ def gc_freeze() -> Iterator[None]:
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
     """SIGINT inside the block raises KeyboardInterrupt at its end; a second SIGINT raises where it arrives.
-    A batch that is half formed or half processed has slots that nothing owns.
+    An interrupt in the middle of a batch would leak its slots.
 
     Applies to the main thread, which alone receives signals, and only where Python's own handler is
     installed. A program with its own handler keeps it; a nested block does nothing."""

@@ -1,4 +1,4 @@
-"""Several ranks in step: rank 0 takes the calls, and the others get the same ones.
+"""Runs several ranks in step: rank 0 takes the calls and sends them to the others.
 
 Rank 0 starts the other ranks, or a launcher such as torchrun has started all of them (`launcher.py`).
 """
@@ -39,8 +39,8 @@ TIME_LIMIT = 120.0
 
 
 def assemble_ranks(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Assembly:
-    """The engine of `config`, with the other ranks started; the assembly's scheduler keeps them in step.
-    Raises `ValueError` as `assemble` does, and `EngineProcessEnded` when a rank cannot start."""
+    """Start the other ranks and return the engine of `config`, whose scheduler keeps the ranks in step.
+    Raises `ValueError` as `assemble` does, and `EngineProcessEnded` if a rank cannot start."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, config.num_ranks, True, wait_for_workers=False)
@@ -54,10 +54,10 @@ def assemble_ranks(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Asse
 def assemble_lead(
     config: EngineConfig, store: Store, followers: Sequence[Child], time_limit: float
 ) -> Assembly:
-    """Rank 0, when the others have been started."""
+    """The engine on rank 0, after the other ranks have been started."""
     with started(followers):
         for follower in followers:
-            follower.next_message(time_limit)  # it is there: the group waits long for a rank that is not
+            follower.next_message(time_limit)  # ready: the group would wait long for a missing rank
         tp = collectives_of(config)(store, 0, config.num_ranks, time_limit)
         clock = CallClock()
         assembly = assemble(config, clock, tp=tp)
@@ -67,7 +67,7 @@ def assemble_lead(
 
 
 def collectives_of(config: EngineConfig) -> type[Collectives]:
-    """The implementation that the configuration chooses."""
+    """The collectives that the configuration chooses."""
     panel = config.panel or default_panel(config.device or default_device())
     choice = registry.select(panel, config.use)["collectives"]
     chosen: type[Collectives] = registry.load("collectives", choice)
@@ -104,7 +104,7 @@ class LeadScheduler(Scheduler):
         return self.scheduler.retract(rid)
 
     def step(self) -> list[StepOutput]:
-        """Raises `EngineProcessEnded` when another rank has ended; it does so in every later call."""
+        """Raises `EngineProcessEnded`, now and in every later call, if another rank has ended."""
         self._tell("step")
         with self.watchdog.working():
             outputs = self.scheduler.step()
@@ -126,7 +126,7 @@ class LeadScheduler(Scheduler):
             self._check()
 
     def has_work(self) -> bool:
-        """Also when a rank has ended: then `step` raises."""
+        """True also if a rank has ended, so that `step` is called and raises."""
         return self.scheduler.has_work() or self.problem is not None or bool(self._readable(0))
 
     def state(self) -> SchedulerState:
@@ -146,11 +146,11 @@ class LeadScheduler(Scheduler):
         self._check()
 
     def _readable(self, seconds: float) -> list[Any]:
-        """Pipes on which something has come: a last report, or their end. Ranks that work say nothing."""
+        """The pipes with a last report or an end of file. Running ranks send nothing."""
         return wait([follower.pipe for follower in self.followers], seconds)
 
     def _check(self) -> None:
-        """Raise `EngineProcessEnded` if another rank has ended, or does not take part any more."""
+        """Raise `EngineProcessEnded` if another rank has ended or has stopped following."""
         readable = self._readable(REPORT_SECONDS if self.tp.is_broken else 0)
         if not readable and not self.tp.is_broken:
             return
@@ -162,7 +162,7 @@ class LeadScheduler(Scheduler):
         raise EngineProcessEnded(problem)
 
     def end(self, problem: str) -> None:
-        """The other ranks end, and every later call raises `EngineProcessEnded`."""
+        """End the other ranks. Every later call raises `EngineProcessEnded`."""
         self.problem = problem
         for follower in self.followers:
             follower.end()
@@ -172,14 +172,14 @@ class LeadScheduler(Scheduler):
 
 
 def _follow_parent(config: EngineConfig, rank: int, port: int, time_limit: float, pipe: Connection) -> None:
-    """The process of another rank."""
+    """The main function of another rank's process."""
     from torch.distributed import TCPStore
 
     follow(config, rank, lambda: TCPStore("127.0.0.1", port, config.num_ranks, False), time_limit, pipe)
 
 
 def follow(config: EngineConfig, rank: int, connect: Any, time_limit: float, pipe: Connection) -> None:
-    """Make the calls of rank 0 until it ends, and this process with it. `connect`: gives the store."""
+    """Repeat the calls of rank 0 until it ends, then end this process. `connect` returns the store."""
     log: list[Any] = []
     inbox = Inbox(pipe, lambda: list(log.copy()))
     with reported_end(inbox):

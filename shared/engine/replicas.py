@@ -1,4 +1,4 @@
-"""Data parallelism: replicas of the whole model, and a controller that gives each request to one of them.
+"""Data parallelism: replicas of the whole model, and a controller that assigns each request to a replica.
 
 The first replica works in this process, the others in processes of their own. Each may have several ranks.
 """
@@ -21,22 +21,22 @@ from shared.scheduling.admission import admit
 from shared.types import Req, SpeculationStats, StepOutput
 
 START_SECONDS = 1800.0
-"""Until a replica must be ready: it reads its weights."""
+"""Time limit in seconds for the start of a replica, which reads its weights."""
 POLL_SECONDS = 0.005
-"""That a step waits for outputs of the other replicas when this process has no work."""
+"""Seconds that a step waits for outputs of other replicas if this process has no work."""
 
 
 @dataclass
 class Load:
-    """What a replica has to do, as the controller knows it. A request counts from `add_request` to the output
-    that ends it, so a burst of requests counts at once, before any report."""
+    """The controller's estimate of a replica's load. A request counts from `add_request` to the output that
+    ends it, so a burst of requests counts before the replica reports it."""
 
     num_tokens: dict[str, int] = field(default_factory=dict)  # of each live request, prompt and output
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a replica sends after a step."""
+    """The report of a replica after a step."""
 
     outputs: list[StepOutput]
     stats: SchedulerStats
@@ -45,9 +45,9 @@ class StepReport:
 
 # --8<-- [start:choose-replica]
 def choose_replica(policy: str, loads: Sequence[Load], last: int) -> int:
-    """The replica for the next request, `last` being that of the previous one. Ties go
-    round robin: else the first replica would get every request that comes when all are
-    idle."""
+    """The replica for the next request; `last` is that of the previous one. Ties are
+    broken round robin, otherwise the first replica would get every request that arrives
+    while all are idle."""
     in_turn = [(last + 1 + i) % len(loads) for i in range(len(loads))]
     if policy == "round-robin":
         return in_turn[0]
@@ -60,8 +60,8 @@ def choose_replica(policy: str, loads: Sequence[Load], last: int) -> int:
 
 
 class Controller(Scheduler):
-    """The scheduler of all replicas. A step is one of the first replica, and gives what has come from the
-    others meanwhile. The end of a replica is the end of all."""
+    """The scheduler of all replicas. Its step runs a step of the first replica and returns also the outputs
+    received from the others. If one replica ends, all end."""
 
     def __init__(
         self, config: EngineConfig, assembly: Assembly, others: Sequence[Child], pool_sizes: Sequence[int]
@@ -101,21 +101,21 @@ class Controller(Scheduler):
         return self._call_home("retract", rid)
 
     def step(self) -> list[StepOutput]:
-        """Raises `EngineProcessEnded` when a replica has ended; it does so in every later call."""
+        """Raises `EngineProcessEnded`, now and in every later call, if a replica has ended."""
         if self.problem is not None:
             raise EngineProcessEnded(self.problem)
         is_busy = self.scheduler.has_work()
         outputs = self.first(self.scheduler.step) if is_busy else []
         others: dict[Any, Child] = {other.pipe: other for other in self.others}
         ready = wait(list(others), 0 if is_busy else POLL_SECONDS)
-        while ready:  # several steps, if they are shorter than the first replica's
+        while ready:  # of several steps, if they are shorter than the first replica's
             for pipe in ready:
                 outputs += self.receive(others[pipe])
             ready = wait(list(others), 0)
         return self.counted(outputs)
 
     def counted(self, outputs: list[StepOutput]) -> list[StepOutput]:
-        """The same, with the loads as they are now."""
+        """The same outputs; updates the loads."""
         for output in outputs:
             load = self.loads[self.replica_of[output.rid]]
             load.num_tokens[output.rid] += len(output.new_token_ids)
@@ -125,7 +125,7 @@ class Controller(Scheduler):
         return outputs
 
     def has_work(self) -> bool:
-        """Also when a replica has ended: then `step` raises."""
+        """True also if a replica has ended, so that `step` is called and raises."""
         if self.replica_of or self.problem is not None or self.scheduler.has_work():
             return True
         return bool(wait([other.pipe for other in self.others], 0))
@@ -138,11 +138,11 @@ class Controller(Scheduler):
         return True
 
     def state(self) -> SchedulerState:
-        """Of the first replica."""
+        """The state of the first replica."""
         return self.scheduler.state()
 
     def stats(self) -> SchedulerStats:
-        """Sums over replicas; new_token_ratio is that of the first."""
+        """Statistics summed over replicas; new_token_ratio is that of the first."""
         each = [self.scheduler.stats(), *self._stats]
         sums: dict[str, Any] = {
             name: sum(getattr(stats, name) for stats in each)
@@ -159,7 +159,7 @@ class Controller(Scheduler):
         return self.call(replica, method, rid)
 
     def call(self, replica: int, method: Method, rid: str = "", req: Req | None = None) -> bool:
-        """True: the first replica did it, or it is sent to another."""
+        """Make a call. True: the first replica made it, or it was sent to another."""
         if replica > 0:
             request = request_of(req, self.assembly.grammars) if req is not None else None
             self.others[replica - 1].call(encode(Call(method, time.monotonic(), rid, request)))
@@ -170,7 +170,7 @@ class Controller(Scheduler):
         return bool(self.first(getattr(self.scheduler, method), rid))
 
     def first(self, method: Callable[..., Any], *args: object) -> Any:
-        """A call of the first replica, of which a rank may have ended."""
+        """Make a call of the first replica, one of whose ranks may have ended."""
         try:
             return method(*args)
         except EngineProcessEnded as error:
@@ -193,7 +193,7 @@ class Controller(Scheduler):
         raise self.ended(f"{problem}: {report.error}" if isinstance(report, Report) else problem)
 
     def ended(self, problem: str) -> EngineProcessEnded:
-        """No replica goes on without the others."""
+        """End all replicas."""
         self.problem = problem
         for other in self.others:
             other.end()
@@ -203,8 +203,8 @@ class Controller(Scheduler):
 
 
 def assemble_replicas(config: EngineConfig) -> Assembly:
-    """The engine of `config`, with config.dp replicas. Raises `ValueError` as `assemble` does, and
-    `EngineProcessEnded` when a replica cannot start."""
+    """Start config.dp replicas and return the engine of `config`. Raises `ValueError` as `assemble` does, and
+    `EngineProcessEnded` if a replica cannot start."""
     from shared.engine.start import start_engine
 
     others = [
@@ -220,7 +220,8 @@ def assemble_replicas(config: EngineConfig) -> Assembly:
 
 
 def config_of_replica(config: EngineConfig, replica: int) -> EngineConfig:
-    """Its own GPU, where the device is one. Raises `ValueError` where there are too few."""
+    """The config of a replica, with its own GPU if the device is a GPU. Raises `ValueError` if there are too
+    few."""
     device = config.device or default_device()
     if device.startswith("cuda"):
         import torch
@@ -235,7 +236,7 @@ def config_of_replica(config: EngineConfig, replica: int) -> EngineConfig:
 
 
 def _run_replica(config: EngineConfig, pipe: Connection) -> None:
-    """The process of another replica."""
+    """The main function of another replica's process."""
     from shared.engine.start import start_engine
 
     inbox = Inbox(pipe, list)
@@ -246,14 +247,14 @@ def _run_replica(config: EngineConfig, pipe: Connection) -> None:
 
 
 def serve_calls(assembly: Assembly, inbox: Inbox, steps_when_called: bool = False) -> None:
-    """Make the calls of the controller, and steps while there is work, or when the controller says so."""
+    """Make the controller's calls, and run steps while there is work or when the controller requests one."""
     scheduler = assembly.scheduler
     new: dict[str, Req] = {}
     while True:
         is_called = False
         for call in inbox.calls(is_busy=scheduler.has_work() and not steps_when_called):
             if call.method == "step":
-                is_called = True  # the last call that has come: the controller waits for its report
+                is_called = True  # the latest call, for whose report the controller waits
                 continue
             req = apply(call, scheduler, assembly)
             if req is not None:

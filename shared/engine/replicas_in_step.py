@@ -1,7 +1,7 @@
-"""Data-parallel attention: replicas that share the experts, so each step is a step of all of them.
+"""Data-parallel attention: replicas that share the experts, and therefore step together.
 
-The controller says when: all replicas step while one has work. A replica without a batch in a step takes part
-with an IDLE batch (`shared.parallel.dp_attention`).
+The controller starts a step on all replicas while any has work. A replica without a batch takes part with an
+IDLE batch (`shared.parallel.dp_attention`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from shared.types import Req, StepOutput
 
 
 class ScheduleInStep(Scheduler):
-    """The scheduler of one replica. Each step has exactly one forward pass: without a batch an IDLE one."""
+    """The scheduler of one replica. Each step has exactly one forward pass, of an IDLE batch if there is no
+    other."""
 
     def __init__(self, assembly: Assembly, dp: Collectives) -> None:
         self.scheduler = assembly.scheduler
@@ -41,7 +42,7 @@ class ScheduleInStep(Scheduler):
         self.dp = dp
 
     def step(self) -> list[StepOutput]:
-        """Raises `EngineProcessEnded` where the replicas are not in step any more."""
+        """Raises `EngineProcessEnded` if the replicas are out of step."""
         # --8<-- [start:step-in-step]
         num_before = self.runner.num_passes
         outputs = self.scheduler.step() if self.scheduler.has_work() else []
@@ -75,7 +76,7 @@ class ScheduleInStep(Scheduler):
 
 
 class ControllerInStep(Controller):
-    """All replicas step together."""
+    """A controller whose replicas step together."""
 
     def __init__(
         self, config: EngineConfig, assembly: Assembly, others: Sequence[Child], pool_sizes: Sequence[int]
@@ -97,7 +98,7 @@ class ControllerInStep(Controller):
         return self.counted(outputs)
 
     def first(self, method: Any, *args: object) -> Any:
-        """Says which replica has ended, if one has."""
+        """Make a call of the first replica; an error names the replica that has ended."""
         try:
             return method(*args)
         except EngineProcessEnded as error:
@@ -108,8 +109,8 @@ class ControllerInStep(Controller):
 
 
 def assemble_in_step(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Assembly:
-    """The engine of `config`, with config.dp replicas. Raises `ValueError` as `assemble` does, and
-    `EngineProcessEnded` when a replica cannot start."""
+    """Start config.dp replicas and return the engine of `config`. Raises `ValueError` as `assemble` does, and
+    `EngineProcessEnded` if a replica cannot start."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, config.dp, True, wait_for_workers=False)
@@ -126,14 +127,14 @@ def assemble_in_step(config: EngineConfig, time_limit: float = TIME_LIMIT) -> As
 
 
 def assemble_replica(config: EngineConfig, store: Any, rank: int, time_limit: float) -> Assembly:
-    """One of the replicas."""
+    """Assemble one replica."""
     dp = collectives_of(config)(store, rank, config.dp, time_limit, "dp")
     assembly = assemble(config, time.monotonic, tp=dp)
     return replace(assembly, scheduler=ScheduleInStep(assembly, dp))
 
 
 def _run_replica(config: EngineConfig, rank: int, port: int, time_limit: float, pipe: Connection) -> None:
-    """The process of another replica."""
+    """The main function of another replica's process."""
     from torch.distributed import TCPStore
 
     log: Any = []

@@ -7,8 +7,8 @@ from shared.engine.assembly import Assembly, assemble
 
 
 def start_engine(config: EngineConfig) -> Assembly:
-    """Raises `ValueError` for a configuration that cannot run. In a process that a launcher has started as
-    another rank it does not return: the process ends with rank 0."""
+    """Start the engine. Raises `ValueError` for a configuration that cannot run. On a launched rank other
+    than 0 it does not return; the process ends with rank 0."""
     if config.disaggregation:
         from shared.engine.disaggregated import assemble_disaggregated
 

@@ -12,23 +12,23 @@ from collections.abc import Callable, Iterator
 from shared.engine.child import stacks_of_all_threads
 
 LIMIT = 300.0
-"""Seconds of one step: longer than any time limit of a collective."""
+"""Time limit of one step in seconds, longer than that of any collective."""
 EXIT_HANGS = 70
 """EX_SOFTWARE: never 0, so that a supervisor starts the process again."""
 
 
 class Watchdog:
-    """`describe`: what else to print when the process hangs."""
+    """Ends the process if a step hangs. `describe` returns further text to print."""
 
     def __init__(self, describe: Callable[[], str], limit: float = LIMIT) -> None:
         self.describe = describe
         self.limit = limit
-        self._start: float | None = None  # of the work that goes on
+        self._start: float | None = None  # of the current work
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Work that has to end within the limit."""
+        """A block of work that must end within the limit."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()

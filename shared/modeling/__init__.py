@@ -1,1 +1,1 @@
-"""What the models of both panels share."""
+"""Functions that the models of both panels share."""

@@ -1,4 +1,4 @@
-"""What the models, attention backends and model runners of both panels share."""
+"""Functions that models, attention backends and model runners of both panels share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shared.types.attention import AttentionLayer
 def run_model(
     model: CausalLM, batch: ForwardBatch, attention: BatchAttention, layers: tuple[int, ...] | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Hidden states after the final norm [num_tokens, hidden_size], and the hidden states that
-    `ModelRunner.capture_hidden` = `layers` asks for."""
+    """Run a model: hidden states after the final norm [num_tokens, hidden_size], and those of `layers`, as in
+    `ModelRunner.capture_hidden`."""
     more = {} if batch.embeds is None else {"input_embeds": _input_embeds(model, batch)}
     if not layers:
         hidden_states = model(batch.input_ids, batch.positions, attention, **more)
@@ -28,7 +28,8 @@ def run_model(
 
 
 def _input_embeds(model: CausalLM, batch: ForwardBatch) -> torch.Tensor:
-    """[num_tokens, hidden_size]: embeddings of the batch's token ids, and the rows that requests give."""
+    """The rows for layer 0, [num_tokens, hidden_size]: embeddings of the batch's token ids, or rows that
+    requests give."""
     assert batch.embed_rows is not None
     assert batch.embeds is not None
     # --8<-- [start:input-embeds]
@@ -46,7 +47,7 @@ def no_hidden_states(model: CausalLM, layers: tuple[int, ...] | None) -> torch.T
 
 
 def attention_layers(model: CausalLM) -> list[AttentionLayer]:
-    """Those of a model: the `layer` of its attention modules, with their `sinks`."""
+    """The attention layers of a model: the `layer` of its attention modules, with their `sinks`."""
     modules = [
         module for module in model.modules() if isinstance(getattr(module, "layer", None), AttentionLayer)
     ]
@@ -54,13 +55,13 @@ def attention_layers(model: CausalLM) -> list[AttentionLayer]:
 
 
 def temperature(tuning: AttnTemperature, positions: torch.Tensor) -> torch.Tensor:
-    """By how much q grows at each position, float32 [num_tokens]."""
+    """The factor of q at each position, float32 [num_tokens]."""
     steps = torch.floor((positions.to(torch.float32) + 1.0) / tuning.floor_scale)
     return torch.log1p(steps) * tuning.scale + 1.0
 
 
 def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """cap * tanh(logits / cap): at most `cap` on either side. 0: no cap."""
+    """cap * tanh(logits / cap), which lies within ±cap. 0: no cap."""
     return logits if cap == 0.0 else cap * torch.tanh(logits / cap)
 
 

@@ -1,4 +1,4 @@
-"""Which norm and which activation of a `layers` module a model is built from."""
+"""Chooses the norm and the activation of a `layers` module for a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def act_fn_class(config: ModelConfig, layers: Layers) -> type[nn.Module]:
 
 
 def _find(layers: Any, name: str, config: ModelConfig) -> Any:
-    """A class that a user-provided module may lack."""
+    """Find a class, which a user-provided module may lack."""
     if not hasattr(layers, name):
         raise ValueError(
             f"the layers of {getattr(layers, '__name__', layers)} have no {name}, which a "

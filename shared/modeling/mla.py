@@ -1,4 +1,4 @@
-"""Multi-head latent attention: its two forms as changes of what attention reads, and its scale."""
+"""Multi-head latent attention: its scale, and the operations of its expanded and absorbed forms."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shared.types.attention import MLALayer
 
 
 def mla_scale(config: ModelConfig) -> float:
-    """head_dim ** -0.5, not row_size ** -0.5. YaRN's mscale_all_dim multiplies q and k alike, so the scores
-    twice."""
+    """The scale of scores: head_dim ** -0.5, not row_size ** -0.5. YaRN's mscale_all_dim multiplies both q
+    and k, so its square multiplies the scores."""
     scale, rope = config.head_dim**-0.5, config.rope
     if rope.rope_type == "yarn" and rope.mscale_all_dim and rope.factor > 1.0:
         scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
@@ -34,8 +34,8 @@ def expand(rows: torch.Tensor, layer: MLALayer) -> tuple[torch.Tensor, torch.Ten
 
 # --8<-- [start:mla-absorb]
 def absorb(q: torch.Tensor, layer: MLALayer) -> torch.Tensor:
-    """q [n, num_qo_heads, head_dim] -> [n, num_qo_heads, row_size], which multiplied by
-    rows gives the scores: q_nope (W_k c) = (q_nope W_k) c."""
+    """q [n, num_qo_heads, head_dim] -> absorbed q [n, num_qo_heads, row_size], whose
+    dot products with rows are the scores: q_nope (W_k c) = (q_nope W_k) c."""
     q_nope, q_rope = q.split([layer.qk_nope_head_dim, q.shape[-1] - layer.qk_nope_head_dim], dim=-1)
     latent = torch.einsum("nhd,hdl->nhl", q_nope, layer.w_k.to(q.dtype))
     return torch.cat((latent, q_rope), dim=-1)

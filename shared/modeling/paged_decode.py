@@ -1,4 +1,4 @@
-"""An attention backend over one function: paged decode attention, as kernels are usually written."""
+"""An attention backend from a single function, paged decode attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RoPE frequencies: how fast each pair of dimensions turns, under every scaling type."""
+"""RoPE frequencies of each pair of dimensions, for every scaling type."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def rope_frequencies(rope: RopeConfig, seq_len: int = 0) -> tuple[torch.Tensor, 
     """The inverse frequencies, float32 [rotary_dim / 2] on the CPU (angle = position * inverse frequency),
     and a factor for cos and sin. `seq_len`, the longest sequence so far, only matters to "dynamic".
 
-    Computed in float32 on purpose: that is what checkpoints were trained with, and at position 100,000 a
-    relative difference of 1e-7 is a hundredth of a radian.
+    They are computed in float32, as in training: at position 100,000 a relative difference of 1e-7 is a
+    hundredth of a radian.
     """
     if rope.rope_type == "default":
         return _unscaled(rope, rope.theta), 1.0
@@ -29,7 +29,7 @@ def rope_frequencies(rope: RopeConfig, seq_len: int = 0) -> tuple[torch.Tensor, 
 
 def rope_angles(rope: RopeConfig, positions: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Angles, float32 [num_positions, rotary_dim / 2] on the positions' device, and the factor for cos and
-    sin. An angle depends on nothing but its position."""
+    sin. An angle depends on its position only."""
     inv_freq, factor = rope_frequencies(rope)
     angles = positions[:, None].to(torch.float32) * inv_freq.to(positions.device)
     if rope.rope_type == "dynamic":
@@ -55,8 +55,8 @@ def _dynamic(rope: RopeConfig, seq_len: int) -> torch.Tensor:
 
 
 def _llama3(rope: RopeConfig) -> torch.Tensor:
-    """Dimensions that turn more than high_freq_factor times within the trained length stay, those that turn
-    less than low_freq_factor times slow down by `factor`, a linear blend in between."""
+    """Dimensions that turn more than high_freq_factor times within the trained length are unchanged; those
+    that turn less than low_freq_factor times slow down by `factor`; between them the blend is linear."""
     inv_freq = _unscaled(rope, rope.theta)
     turns = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)
     blend = max(rope.high_freq_factor - rope.low_freq_factor, 1e-6)  # equal factors: a step
@@ -85,7 +85,8 @@ def _yarn(rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
-    """Slower angles flatten attention; a factor on cos and sin, hence on q and k, sharpens it."""
+    """The factor of cos and sin, and so of q and k, which compensates for the flatter attention of slower
+    angles."""
     if rope.attention_factor is not None:
         return rope.attention_factor
 

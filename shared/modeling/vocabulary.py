@@ -1,4 +1,4 @@
-"""Embedding and head with several ranks: each has some rows of the vocabulary."""
+"""Embedding and head on several ranks: each rank has some rows of the vocabulary."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def vocabulary_rows(vocab_size: int, rank: int, size: int) -> slice:
 def embed_rows(
     embed_tokens: nn.Embedding, vocab_size: int, input_ids: torch.Tensor, tp: Collectives
 ) -> torch.Tensor:
-    """input_ids of any shape -> [..., hidden_size]. `embed_tokens`: this rank's rows. An id has its row on
-    one rank, and zeros on the others, so the sum is exact."""
+    """Embed input_ids of any shape -> [..., hidden_size]. `embed_tokens`: this rank's rows. An id has its row
+    on one rank and zeros on the others, so the sum is exact."""
     rows = vocabulary_rows(vocab_size, tp.rank, tp.size)
     is_here = (input_ids >= rows.start) & (input_ids < rows.stop)
     x = embed_tokens((input_ids - rows.start) * is_here)
@@ -27,7 +27,7 @@ def embed_rows(
 
 
 def gather_logits(logits: torch.Tensor, vocab_size: int, tp: Collectives) -> torch.Tensor:
-    """[n, this rank's rows] -> [n, vocab_size], on every rank."""
+    """Gather logits: [n, this rank's rows] -> [n, vocab_size], on every rank."""
     num_missing = -(-vocab_size // tp.size) - logits.shape[1]  # in the last rank
     by_token_id = tp.all_gather(F.pad(logits, (0, num_missing)).T)
     return by_token_id[:vocab_size].T.contiguous()

@@ -1,1 +1,1 @@
-"""What collectives of both panels share."""
+"""Parallelism: code that both panels share."""

@@ -1,9 +1,9 @@
-"""Rank 0's tokens on every rank.
+"""Makes every rank use the tokens of rank 0.
 
 All ranks compute the same logits and sample from them, so they agree without these broadcasts. But a rank
-that differs in a last bit samples another token at a tie: its next batch differs, and collectives do not
-match. The engine reads tokens in two places: the sampler's ids and the drafter's trees. Which drafts are
-accepted, what a grammar allows and when a request ends follow from them.
+whose logits differ in the last bit can sample another token at a tie. Then its next batch differs, and
+collectives do not match. Tokens enter the engine in two places: the sampler's ids and the drafter's trees.
+Accepted drafts, grammar masks and ends of requests follow from them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AgreedSampler(Sampler):
 
 class AgreedDrafter(Drafter):
     """Drafts on each rank, and takes the trees of rank 0. Each rank has the whole draft model, which is
-    small: with a part of it, every layer of every draft step would need two sums over ranks."""
+    small: if it were divided, every layer of every draft step would need two sums over ranks."""
 
     def __init__(self, drafter: Drafter, tp: Collectives) -> None:
         self.drafter = drafter

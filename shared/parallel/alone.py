@@ -1,4 +1,4 @@
-"""The group of one rank."""
+"""Collectives of a group of one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.parallel.collective_log import CollectiveLog
 
 
 class Alone(Collectives):
-    """Every result is the argument."""
+    """Each operation returns its argument."""
 
     rank = 0
     size = 1

@@ -1,7 +1,7 @@
 """A log of collectives, and the first place where the logs of two ranks differ.
 
-Ranks that call different collectives wait for each other until a time limit. The logs say which call was
-different: each entry has the operation, its shape and dtype, and the line of code that called it.
+Ranks that call different collectives wait for each other until a time limit. The logs show which call
+differs: each entry has the operation, its shape and dtype, and the calling line of code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from shared.interfaces import Collectives
 
 LENGTH = 1000
-"""Entries that are kept."""
+"""The number of entries kept."""
 
 
 class Entry(NamedTuple):
@@ -42,7 +42,7 @@ class CollectiveLog:
         self._number = 0
 
     def add(self, op: str, group: str, x: torch.Tensor, any_rows: bool = False) -> None:
-        """Called before the operation. `any_rows`: the number of rows may differ by rank."""
+        """Add an entry, before the operation. `any_rows`: the number of rows may differ by rank."""
         self._number += 1
         shape = tuple(x.shape[1:]) if any_rows else tuple(x.shape)
         dtype = str(x.dtype).removeprefix("torch.")
@@ -50,7 +50,7 @@ class CollectiveLog:
 
 
 def _caller() -> str:
-    """Where the operation was called: the first frame that is no method of collectives."""
+    """The caller of the operation: the first frame outside of collectives."""
     frame = sys._getframe(2)
     while frame.f_back is not None and isinstance(frame.f_locals.get("self"), Collectives):
         frame = frame.f_back
@@ -58,8 +58,8 @@ def _caller() -> str:
 
 
 def first_difference(logs: Sequence[Sequence[Entry]]) -> str | None:
-    """Where the logs of the ranks (in their order) first differ, for people; None: they agree as far as all
-    of them go, and end with the same call."""
+    """A text about the first difference of the ranks' logs (in the order of ranks); None: the logs agree and
+    end with the same call."""
     by_number = [{entry.number: entry for entry in log} for log in logs]
     starts = [min(entries, default=1) for entries in by_number]
     ends = [max(entries, default=0) for entries in by_number]

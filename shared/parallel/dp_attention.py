@@ -1,8 +1,8 @@
-"""Data-parallel attention: each rank computes attention for requests of its own, and all ranks together
-compute the experts for the tokens of all of them.
+"""Data-parallel attention: each rank computes attention for its own requests, and all ranks together compute
+the experts for all tokens.
 
-Every rank takes part in every forward pass. One without a batch runs an IDLE batch: its experts, for the
-tokens of the others. Before a pass the ranks gather one small tensor, and decide by nothing else.
+Every rank takes part in every forward pass. A rank without a batch runs an IDLE batch: its experts, for the
+tokens of the others. Before a pass the ranks gather one small tensor, from which they make all decisions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, 
 
 @dataclass(frozen=True)
 class PassTokens:
-    """What all ranks know of a forward pass."""
+    """The facts about a forward pass that all ranks know."""
 
     num_tokens: tuple[int, ...]  # of each rank
     is_extend: bool  # whether a rank prefills
@@ -28,17 +28,17 @@ class PassTokens:
     # --8<-- [start:choose-padding]
     @property
     def pads_to_longest(self) -> bool:
-        """MAX_LEN: each rank pads its tokens to the longest of all, and one all-gather
-        brings them together. Decode steps of about equal sizes: the shapes repeat. Else
-        SUM_LEN: the tokens stand one behind the other, without padding, in a sum over ranks
-        of mostly zeros."""
+        """True: MAX_LEN. Each rank pads its tokens to the largest number of any rank,
+        and one all-gather collects them. It suits decode steps of similar sizes, whose
+        shapes repeat. False: SUM_LEN. The tokens are concatenated without padding, by a
+        sum over ranks of mostly zeros."""
         return not self.is_extend and 2 * sum(self.num_tokens) >= max(self.num_tokens) * len(self.num_tokens)
 
     # --8<-- [end:choose-padding]
 
 
 class PassDispatch(ExpertDispatch):
-    """Expert dispatch with the numbers of tokens known: `begin` once for each forward pass."""
+    """Expert dispatch with known numbers of tokens; call `begin` once for each forward pass."""
 
     def __init__(self, ranks: Collectives, ep: int) -> None:
         self.ranks = ranks
@@ -46,7 +46,7 @@ class PassDispatch(ExpertDispatch):
         self.tokens: PassTokens | None = None
 
     def begin(self, num_tokens: int, is_extend: bool, device: torch.device) -> PassTokens:
-        """A forward pass of all ranks; 0 tokens: this one has no batch."""
+        """Begin a forward pass of all ranks; 0 tokens: this rank has no batch."""
         own = torch.tensor([[num_tokens, is_extend]], device=device)
         each = self.ranks.all_gather(own).tolist()
         self.tokens = PassTokens(tuple(num for num, _ in each), any(extends for _, extends in each))
@@ -57,14 +57,14 @@ class PassDispatch(ExpertDispatch):
         # --8<-- [start:gather-and-scatter]
         all_x, weights = self._gather(x), self._gather(topk.topk_weights)
         ids = self._gather(topk.topk_ids + 1)
-        local_ids = ids - 1 - self.part * num_local  # rows of padding have the id -1, gathered as 0
+        local_ids = ids - 1 - self.part * num_local  # padding rows have the id -1, gathered as 0
         is_here = (ids > 0) & (local_ids >= 0) & (local_ids < num_local)
         summands = experts(all_x, TopKOutput(weights, torch.where(is_here, local_ids, -1)))
         return self._scatter(summands)
         # --8<-- [end:gather-and-scatter]
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, rank by rank; rows of padding are 0."""
+        """The rows of all ranks, rank by rank; padding rows are 0."""
         tokens = self._tokens
         assert x.shape[0] == tokens.num_tokens[self.ranks.rank], f"{x.shape[0]} rows; the pass has {tokens}"
         if tokens.pads_to_longest:
@@ -72,7 +72,7 @@ class PassDispatch(ExpertDispatch):
         return self.ranks.all_reduce(F.pad(x, (0, 0, self._start, sum(tokens.num_tokens) - self._end)))
 
     def _scatter(self, summands: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, of which each rank takes its own rows."""
+        """This rank's rows of the sum over ranks."""
         if self._tokens.pads_to_longest:
             return self.ranks.reduce_scatter(summands)[: self._end - self._start]
         return self.ranks.all_reduce(summands)[self._start : self._end]
@@ -92,7 +92,7 @@ class PassDispatch(ExpertDispatch):
 
 
 def in_lockstep(runner: type[ModelRunner], dispatch: PassDispatch) -> type[ModelRunner]:
-    """A model runner each of whose passes is one of all ranks; `num_passes` counts them."""
+    """A model runner that runs each pass together with all ranks; `num_passes` counts passes."""
 
     class LockstepRunner(runner):  # type: ignore[misc, valid-type]
         num_passes = 0
@@ -117,11 +117,11 @@ def in_lockstep(runner: type[ModelRunner], dispatch: PassDispatch) -> type[Model
             if batch.forward_mode is ForwardMode.IDLE and sum(tokens.num_tokens) > 0:
                 self._run_experts()
             result = function(batch, *args)
-            self._is_inside = False  # an error leaves it: the ranks are not in step any more
+            self._is_inside = False  # after an error it stays set: the ranks are out of step
             return result
 
         def _run_experts(self) -> None:
-            """The part of an IDLE rank in a forward pass."""
+            """Run the experts of an IDLE rank in a forward pass."""
             like = next(self.model.parameters())
             no_tokens = like.new_empty(0, self.model.config.hidden_size)
             for module in self.model.modules():
@@ -136,7 +136,7 @@ def in_lockstep(runner: type[ModelRunner], dispatch: PassDispatch) -> type[Model
 
 
 def idle_batch(device: torch.device) -> ForwardBatch:
-    """A batch of no tokens."""
+    """A batch without tokens."""
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     return ForwardBatch(
         forward_mode=ForwardMode.IDLE,

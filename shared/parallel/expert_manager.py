@@ -1,7 +1,7 @@
 """Moves experts between ranks while the engine runs: to balance their load, and after a loss.
 
-All ranks call the same methods between the same forward passes, and come to the same maps: what a rank sends
-and receives follows from the old and the new map.
+All ranks call the same methods between the same forward passes and compute the same maps. A rank's sends and
+receives follow from the old and the new map.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from shared.parallel.expert_parallel import ExpertParallel, ExpertsLost
 
 
 class ExpertManager:
-    """Gives every MoE of the model its `expert_parallel`, and stands between the callers of the model's
-    `forward` and the model. `interval`: forward passes between two rebalances; None: none. `reload`: reads
-    the experts of a placement that this rank has (-1: none) from the checkpoint into the model, and returns
-    the number of tensors."""
+    """Gives every MoE of the model its `expert_parallel`, and wraps the model's `forward`. `interval`:
+    forward passes between two rebalances; None: no rebalancing. `reload`: reads the experts of a placement
+    that this rank has (-1: none) from the checkpoint into the model, and returns the number of tensors."""
 
     def __init__(
         self,
@@ -66,14 +65,14 @@ class ExpertManager:
         while True:
             try:
                 return self._forward(*args, **kwargs)
-            except ExpertsLost as lost:  # what the pass has written, the next one overwrites
+            except ExpertsLost as lost:  # the repeated pass overwrites what the failed pass has written
                 self.live.remove(lost.part)
                 self.rebalance()
 
     # --8<-- [end:rerun-the-step]
 
     def lose(self, part: int, layer: int) -> None:
-        """The experts of a part are lost in the next forward pass, when it reaches a layer: for tests."""
+        """For tests: lose the experts of a part in the next forward pass, when it reaches a layer."""
         if self.ranks.rank * self.ep // self.ranks.size == part:
             for moe in self.layers:
                 for parameter in moe.experts.parameters():
@@ -81,7 +80,7 @@ class ExpertManager:
         self.parallel[layer].lost_part = part
 
     def rebalance(self) -> None:
-        """Place the experts on the live parts by the load since the last call."""
+        """Place the experts on the live parts according to the load since the last call."""
         load = self.ranks.all_reduce(torch.stack([each.load for each in self.parallel]))
         self.move(self._balanced(load))
         for each in self.parallel:
@@ -101,7 +100,7 @@ class ExpertManager:
         return map_of(rows.flatten(1), num_logical)
 
     def move(self, experts: ExpertMap) -> None:
-        """Bring the weights to their new places: from the nearest live replica, or from the checkpoint."""
+        """Move the weights to their new places, from the nearest live replica or from the checkpoint."""
         missing = torch.full_like(experts.physical_to_logical, -1)
         for i, moe in enumerate(self.layers):
             old, new = (
@@ -117,7 +116,8 @@ class ExpertManager:
     def _move_layer(
         self, experts: FusedExperts, old: list[list[int]], new: list[list[int]]
     ) -> list[list[int]]:
-        """Logical experts of `new` that no live part of `old` has, or -1."""
+        """Move the weights of one layer. Returns the logical experts of `new` that no
+        live part of `old` has, or -1."""
         group = self.ranks.size // self.ep
         own, index = divmod(self.ranks.rank, group)
         sources = [[self._source(e, part, old) for e in row] for part, row in enumerate(new)]
@@ -131,13 +131,13 @@ class ExpertManager:
             receive_counts[part * group + index] = sources[own].count(part)
         for parameter in experts.parameters():
             weight = parameter.data.view(torch.uint8)  # of any type; scales too
-            # Indexing copies: all weights are on their way before one is overwritten.
+            # Indexing copies, so all weights are sent before one is overwritten.
             weight[received] = self.ranks.all_to_all(weight[sent], send_counts, receive_counts)
         self.num_moved += len(received) - sources[own].count(own)
         return [[e if s < 0 else -1 for e, s in zip(row, from_)] for row, from_ in zip(new, sources)]
         # --8<-- [end:move-experts]
 
     def _source(self, expert: int, part: int, old: list[list[int]]) -> int:
-        """The live part from which `part` gets an expert: itself if it can; -1: there is none."""
+        """The live part from which `part` gets an expert, itself if possible; -1: none has it."""
         having = [p for p in self.live if expert in old[p]]
         return part if part in having else min(having, default=-1)

@@ -8,7 +8,7 @@ from shared.interfaces.expert_balancer import ExpertMap
 
 
 def map_of(physical_to_logical: torch.Tensor, num_logical: int) -> ExpertMap:
-    """The map of a placement [num_layers, num_physical]. Raises `ValueError` if an expert is nowhere."""
+    """The map of a placement [num_layers, num_physical]. Raises `ValueError` if an expert has no place."""
     layers = [[(row == e).nonzero()[:, 0] for e in range(num_logical)] for row in physical_to_logical]
     missing = [(i, e) for i, layer in enumerate(layers) for e, found in enumerate(layer) if not len(found)]
     if missing:
@@ -29,6 +29,6 @@ def in_order(num_layers: int, num_logical: int, num_physical: int) -> ExpertMap:
 
 
 def rank_loads(load: torch.Tensor, experts: ExpertMap, num_ranks: int) -> torch.Tensor:
-    """[num_layers, num_ranks] float64: the load of each rank, if replicas share a load equally."""
+    """The load of each rank if replicas share it equally, [num_layers, num_ranks] float64."""
     share = load.to(torch.float64) / experts.num_replicas
     return share.gather(1, experts.physical_to_logical).unflatten(1, (num_ranks, -1)).sum(-1)

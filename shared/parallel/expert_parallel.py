@@ -15,7 +15,7 @@ from shared.interfaces.moe import FusedExperts, TopKOutput
 
 
 class ExpertsLost(RuntimeError):
-    """The experts of a part are gone. All ranks raise it in the same layer."""
+    """The experts of a part are lost. All ranks raise it in the same layer."""
 
     def __init__(self, part: int) -> None:
         super().__init__(f"the experts of part {part} are lost")
@@ -35,13 +35,14 @@ class ExpertParallel:
         self.use(experts)
 
     def use(self, experts: ExpertMap) -> None:
-        """Another placement from now on."""
+        """Use another placement from now on."""
         self.logical_to_physical = experts.logical_to_physical[self.layer]
         self.num_replicas = experts.num_replicas[self.layer]
 
     # --8<-- [start:choose-replicas]
     def run(self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts) -> torch.Tensor:
-        """x: tokens, topk: their logical experts, experts: those of this rank."""
+        """Compute the experts of tokens x. topk: their logical experts; experts: those
+        of this rank."""
         if self.lost_part is not None:
             lost, self.lost_part = self.lost_part, None
             raise ExpertsLost(lost)
@@ -58,7 +59,7 @@ class ExpertParallel:
 def by_rows(
     ranks: Collectives, layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
 ) -> torch.Tensor:
-    """layer(x), x [n, ...] being the same on every rank: each rank computes some of the rows."""
+    """layer(x) for x [n, ...] that is the same on every rank: each rank computes some of the rows."""
     num_rows = -(-x.shape[0] // ranks.size)
     y = layer(x[ranks.rank * num_rows : (ranks.rank + 1) * num_rows])
     padded = F.pad(y, (0, 0, 0, num_rows - y.shape[0]))
