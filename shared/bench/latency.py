@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shared.bench.drive import Clock, OnTokens, Sampling, check_fits, check_whole, flush, submitted
 from shared.bench.itl import Interval, ItlMeter, ItlSummary, percentile, summarize
 from shared.bench.offline import OnRun
-from shared.bench.step import step_of, time_step
+from shared.bench.step import on_every_rank, step_of, time_step
 from shared.bench.step_inputs import StepCase, fill_pool
 from shared.bench.trace import Traced
 from shared.bench.workloads import Request, Uniform, check_least
 
 if TYPE_CHECKING:
+    from shared.engine.assembly import Assembly
     from shared.engine.llm import LLM
 
 
@@ -148,8 +150,14 @@ def run_streams(
 def measure_step(llm: LLM, streams: Streams, num_repeats: int = 30) -> float:
     """Seconds of the bare step of the same batch at the mean context, median. Overwrites the pool."""
     flush(llm)
-    fill_pool(llm, streams.seed)
+    return on_every_rank(llm, time_bare_step, astuple(streams), num_repeats)
+
+
+def time_bare_step(assembly: Assembly, fields: Sequence[Any], num_repeats: int) -> float:
+    """Measure the step of `Streams(*fields)`. All ranks call it."""
+    streams = Streams(*fields)
+    fill_pool(assembly, streams.seed)
     case = StepCase("decode", streams.concurrency, streams.mean_context_len)
-    with step_of(llm, case, streams.temperature, streams.seed) as step:
-        times, _ = time_step(step, llm.assembly.parts.allocator.device, num_repeats)
+    with step_of(assembly, case, streams.temperature, streams.seed) as step:
+        times, _ = time_step(step, assembly, num_repeats)
     return statistics.median(times)

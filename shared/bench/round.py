@@ -1,9 +1,9 @@
-"""The time of a round of speculation - draft, verify, accept, extend the drafter - against a plain decode
-step.
+"""Times a round of speculation - draft, verify, accept, extend the drafter - against a plain decode step.
 
-The pieces are those that a scheduler calls, on the engine's own components, for requests of a given length;
-what the scheduler itself does for a round is not in here. With random weights next to nothing is accepted: a
-round takes as long whatever it accepts, so its price is measured here, and what it brings elsewhere.
+The pieces are the calls that a scheduler makes, on the engine's own components, for requests of a given
+length. The scheduler's own work is not included. With random weights almost nothing is accepted. The time of
+a round does not depend on what it accepts, so this measures only the cost; shared/bench/speculation.py
+measures the gain.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shared.bench.step import step_of, time_step
+from shared.bench.step import check_flags, on_every_rank, step_of, time_step
 from shared.bench.step_inputs import StepCase, fill_pool, make_sampling_info, place_requests
 from shared.config import draft_shape
 from shared.speculation.node_sampling import expand_to_nodes
@@ -32,12 +32,13 @@ from shared.types import (
 )
 
 if TYPE_CHECKING:
+    from shared.engine.assembly import Assembly
     from shared.engine.llm import LLM
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """One measured case. Seconds, medians; the device's unless said otherwise."""
+    """One measured case. Times are medians in seconds, on the device unless noted."""
 
     batch_size: int
     context_len: int  # tokens with KV before the round
@@ -49,12 +50,13 @@ class RoundResult:
 
     @property
     def ratio(self) -> float:
-        """Plain steps that a round costs: accept more tokens than this, or do not speculate."""
+        """The cost of a round in plain steps. Speculation pays if more tokens than this are accepted."""
         return self.round / self.decode
 
 
 def engine_flags(batches: Sequence[int], flags: dict[str, Any]) -> dict[str, Any]:
-    """What an engine that runs these cases needs; `flags` that the user gave win."""
+    """The flags of an engine that runs these cases; the user's `flags` take precedence."""
+    check_flags(flags)
     graphs = {} if "cuda_graph_max_bs" in flags else {"cuda_graph_bs": tuple(sorted(set(batches)))}
     return {"max_running_requests": max(batches), **graphs, **flags}
 
@@ -66,45 +68,52 @@ def check_case(batch_size: int, context_len: int) -> None:
 
 
 def measure_round(llm: LLM, batch_size: int, context_len: int, num_repeats: int = 30) -> RoundResult:
-    """On an engine that speculates and is idle. The KV pool is overwritten."""
+    """Measure a round on an idle engine that speculates. The KV pool is overwritten."""
     check_case(batch_size, context_len)
     if not llm.flush_cache():
         raise ValueError("the engine is busy: a benchmark needs it for itself")
     if llm.assembly.parts.drafter is None:
         raise ValueError("the engine does not speculate: set speculative=eagle3 or another algorithm")
-    fill_pool(llm)
-    device = llm.assembly.parts.allocator.device
-    with step_of(llm, StepCase("decode", batch_size, context_len + 1), 0.0, 0) as step:
-        decode = statistics.median(time_step(step, device, num_repeats)[0])
-    with pieces_of(llm, batch_size, context_len) as pieces:
+    return on_every_rank(llm, time_round, batch_size, context_len, num_repeats)
+
+
+def time_round(assembly: Assembly, batch_size: int, context_len: int, num_repeats: int) -> RoundResult:
+    """Measure a round. All ranks call it."""
+    fill_pool(assembly)
+    with step_of(assembly, StepCase("decode", batch_size, context_len + 1), 0.0, 0) as step:
+        decode = statistics.median(time_step(step, assembly, num_repeats)[0])
+    with pieces_of(assembly, batch_size, context_len) as pieces:
         times = {
-            name: statistics.median(time_step(call, device, num_repeats)[0]) for name, call in pieces.items()
+            name: statistics.median(time_step(call, assembly, num_repeats)[0])
+            for name, call in pieces.items()
         }
 
         def whole() -> None:
             for call in pieces.values():
                 call()
 
-        rounds, hosts = time_step(whole, device, num_repeats)
-    shape = draft_shape(llm.config)
+        rounds, hosts = time_step(whole, assembly, num_repeats)
+    shape = draft_shape(assembly.config)
     whole_time, host_time = statistics.median(rounds), statistics.median(hosts)
     return RoundResult(batch_size, context_len, shape, decode, times, whole_time, host_time)
 
 
 @contextmanager
-def pieces_of(llm: LLM, batch_size: int, context_len: int) -> Iterator[dict[str, Callable[[], object]]]:
-    """The pieces of a round of greedy requests, in their order, each as something to call again and again."""
-    parts, shape = llm.assembly.parts, draft_shape(llm.config)
+def pieces_of(
+    assembly: Assembly, batch_size: int, context_len: int
+) -> Iterator[dict[str, Callable[[], object]]]:
+    """The pieces of a round of greedy requests, in order; each can be called repeatedly."""
+    parts, shape = assembly.parts, draft_shape(assembly.config)
     drafter, draft_tree = parts.drafter, parts.draft_tree
     assert drafter is not None
     assert draft_tree is not None
     num_nodes, num_kept = shape.num_draft_tokens, min(shape.num_steps + 1, shape.num_draft_tokens)
     num_slots = max(drafter.num_slots(shape), num_nodes)
     case = StepCase("decode", batch_size, context_len + num_slots)
-    rows = place_requests(llm, case)
-    batch = _draft_batch(llm, rows, context_len, num_slots)
+    rows = place_requests(assembly, case)
+    batch = _draft_batch(assembly, rows, context_len, num_slots)
     try:
-        before = _draft_batch(llm, rows, context_len - 1, 1)
+        before = _draft_batch(assembly, rows, context_len - 1, 1)
         newest = _tokens(ForwardMode.EXTEND, before, before.root_ids[:, None], before.seq_lens)
         told = parts.model_runner.forward(newest).hidden_states
         drafter.extend(batch.reqs, newest, told, batch.root_ids)
@@ -113,7 +122,7 @@ def pieces_of(llm: LLM, batch_size: int, context_len: int) -> Iterator[dict[str,
         tree_mask = tree.visible.clone() if shape.top_k > 1 else None
         nodes = _tokens(ForwardMode.TARGET_VERIFY, batch, tree.token_ids.clone(), positions)
         verified = replace(nodes, tree_mask=tree_mask)
-        info = expand_to_nodes(make_sampling_info(llm, case, 0.0), tree)
+        info = expand_to_nodes(make_sampling_info(assembly, case, 0.0), tree)
 
         def verify() -> tuple[LogitsOutput, SampleOutput]:
             return parts.model_runner.forward_and_sample(verified, parts.sampler, info, parts.num_token_ids)
@@ -139,15 +148,17 @@ def pieces_of(llm: LLM, batch_size: int, context_len: int) -> Iterator[dict[str,
         parts.req_to_token_pool.free(rows)
 
 
-def _draft_batch(llm: LLM, rows: list[int], context_len: int, num_slots: int) -> DraftBatch:
-    """Requests of so many tokens with KV, and slots behind them."""
-    parts = llm.assembly.parts
+def _draft_batch(assembly: Assembly, rows: list[int], context_len: int, num_slots: int) -> DraftBatch:
+    """A draft batch of requests with `context_len` tokens of KV and `num_slots` slots behind them."""
+    parts = assembly.parts
     bs, pool, device = len(rows), parts.req_to_token_pool, parts.allocator.device
     slots = torch.stack([pool.read(row, context_len, context_len + num_slots) for row in rows])
     params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
     return DraftBatch(
         reqs=[Req(f"round-{i}", [0], params, i) for i in range(bs)],
-        root_ids=torch.randint(parts.num_token_ids, (bs,), device=device),
+        root_ids=torch.randint(parts.num_token_ids, (bs,), generator=torch.Generator().manual_seed(0)).to(
+            device
+        ),
         req_pool_indices=torch.tensor(rows, device=device),
         seq_lens=torch.full((bs,), context_len, device=device),
         seq_lens_cpu=(context_len,) * bs,
@@ -158,7 +169,7 @@ def _draft_batch(llm: LLM, rows: list[int], context_len: int, num_slots: int) ->
 def _tokens(
     mode: ForwardMode, batch: DraftBatch, input_ids: torch.Tensor, positions: torch.Tensor
 ) -> ForwardBatch:
-    """The step that computes input_ids [bs, n], at the first n slots behind each request."""
+    """The step that computes input_ids [bs, n] in the first n slots behind each request."""
     bs, num_each = input_ids.shape
     return ForwardBatch(
         forward_mode=mode,

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from shared.bench.ceilings import call_times, launch_times
 from shared.bench.kernel_table import KernelTime, profile_kernels
-from shared.bench.report import ceilings_as_json, header
-from shared.bench.step_cost import Ceilings, StepCost, expected_experts_hit, step_cost
+from shared.bench.step_cost import (
+    Ceilings,
+    StepCost,
+    expected_experts_hit,
+    is_one_engine,
+    of_rank,
+    step_cost,
+)
 from shared.bench.step_inputs import (
     StepCase,
     fill_pool,
@@ -23,11 +29,15 @@ from shared.bench.step_inputs import (
     make_sampling_info,
     place_requests,
 )
+from shared.config import EngineConfig
 from shared.interfaces.moe import FusedExperts, TopKOutput
 from shared.loading.model_path import is_shape
 
 if TYPE_CHECKING:
+    from shared.engine.assembly import Assembly
     from shared.engine.llm import LLM
+
+T = TypeVar("T")
 
 NUM_WARM_UP = 3
 WARM_UP_SECONDS = 0.5
@@ -77,6 +87,7 @@ def engine_flags(
 ) -> dict[str, Any]:
     """The flags of an engine that runs these cases: room for the largest batch, and CUDA graphs for these
     cases only. The user's `flags` take precedence."""
+    check_flags(flags)
     longest = max(max(case.seq_lens) for case in cases)
     if longest > context_len_of_model:
         raise ValueError(
@@ -99,6 +110,37 @@ def engine_flags(
     return wanted | flags
 
 
+def check_flags(flags: dict[str, Any]) -> None:
+    """Raise `ValueError` for an engine whose step is not one call of a model runner."""
+    config = EngineConfig().updated(**flags)
+    if not is_one_engine(config):
+        raise ValueError(
+            f"pp={config.pp}, dp={config.dp}, disaggregation={config.disaggregation}: a step alone is "
+            "measured with tp only; `diptych bench offline` and `bench latency` measure the whole engine"
+        )
+
+
+def on_every_rank(llm: LLM, function: Callable[..., T], *arguments: Any) -> T:
+    """`function(assembly, *arguments)` on every rank of an idle engine; the result of rank 0. `arguments`:
+    what JSON has."""
+    if llm.config.num_ranks == 1:
+        return function(llm.assembly, *arguments)
+    scheduler: Any = llm.scheduler
+    found: T = scheduler.run(function, llm.assembly, *arguments)
+    return found
+
+
+class CaseTimes(NamedTuple):
+    """What a rank measures of a case. Times in seconds."""
+
+    steps: list[float]
+    hosts: list[float]  # CPU time to launch a step on an idle device
+    num_experts_hit: float | None
+    is_routing_counted: bool
+    is_replayed: bool
+    kernels: Sequence[KernelTime]
+
+
 def measure(
     llm: LLM,
     model: str,
@@ -115,7 +157,8 @@ def measure(
     pool overwritten."""
     if not llm.flush_cache():
         raise ValueError("the engine is busy: a benchmark needs it for itself")
-    fill_pool(llm, seed)
+    on_every_rank(llm, fill_pool, seed)
+    config, ceilings = of_rank(llm.config, llm.model_config, ceilings)
     results = []
     num_slots = llm.assembly.parts.allocator.available_size()
     fitting = [case for case in cases if case.num_pool_tokens(llm.config.page_size) <= num_slots]
@@ -125,31 +168,41 @@ def measure(
             on_case(f"{model}: left out, {needed} slots and the KV pool has {num_slots}: {case}")
             continue
         on_case(f"{model}: {case.mode}, batch {case.batch_size}, context {case.context_len}")
-        with step_of(llm, case, temperature, seed) as step:
-            hit, is_counted = num_experts_hit(llm, case, step)
-            num_before = num_graph_replays(llm)
-            times, host_times = time_step(step, llm.assembly.parts.allocator.device, num_repeats)
-            is_replayed = num_graph_replays(llm) > num_before
-            kernels = profile_kernels(step, llm.assembly.parts.allocator.device) if profile else ()
-        config = llm.model_config
-        dtypes = llm.assembly.dtype, llm.assembly.kv_pool.dtype
+        found = on_every_rank(llm, time_case, astuple(case), num_repeats, temperature, profile, seed)
+        dtypes, hit = (llm.assembly.dtype, llm.assembly.kv_pool.dtype), found.num_experts_hit
         cost = step_cost(config, case.seq_lens, case.extend_seq_lens, dtypes[0], hit, dtypes[1])
         results.append(
             StepResult(
-                model, case, tuple(times), statistics.median(host_times), cost, ceilings, hit, is_counted,
-                config.num_hidden_layers, is_replayed, tuple(kernels),
+                model, case, tuple(found.steps), statistics.median(found.hosts), cost, ceilings, hit,
+                found.is_routing_counted, config.num_hidden_layers, found.is_replayed, tuple(found.kernels),
             )
         )  # fmt: skip
     return results
 
 
+def time_case(
+    assembly: Assembly, case: Sequence[Any], num_repeats: int, temperature: float, profile: bool, seed: int
+) -> CaseTimes:
+    """Measure one case, given by the fields of its `StepCase`. All ranks call it."""
+    of_case, device = StepCase(*case), assembly.parts.allocator.device
+    with step_of(assembly, of_case, temperature, seed) as step:
+        hit, is_counted = num_experts_hit(assembly, of_case, step)
+        num_before = num_graph_replays(assembly)
+        times, host_times = time_step(step, assembly, num_repeats)
+        is_replayed = num_graph_replays(assembly) > num_before
+        kernels = profile_kernels(step, device) if profile else ()
+    return CaseTimes(times, host_times, hit, is_counted, is_replayed, kernels)
+
+
 @contextmanager
-def step_of(llm: LLM, case: StepCase, temperature: float, seed: int) -> Iterator[Callable[[], object]]:
+def step_of(
+    assembly: Assembly, case: StepCase, temperature: float, seed: int
+) -> Iterator[Callable[[], object]]:
     """A function that runs the case's step, the same in each call. The KV of its slots is overwritten."""
-    parts = llm.assembly.parts
-    rows = place_requests(llm, case, seed)
-    batch = make_forward_batch(llm, case, rows, seed)
-    info = make_sampling_info(llm, case, temperature, seed)
+    parts = assembly.parts
+    rows = place_requests(assembly, case, seed)
+    batch = make_forward_batch(assembly, case, rows, seed)
+    info = make_sampling_info(assembly, case, temperature, seed)
     try:
         yield lambda: parts.model_runner.forward_and_sample(batch, parts.sampler, info, parts.num_token_ids)
     finally:
@@ -157,24 +210,31 @@ def step_of(llm: LLM, case: StepCase, temperature: float, seed: int) -> Iterator
 
 
 def time_step(
-    step: Callable[[], object], device: torch.device, num_repeats: int
+    step: Callable[[], object], assembly: Assembly, num_repeats: int
 ) -> tuple[list[float], list[float]]:
     """(seconds of each of successive steps, CPU seconds to launch each)."""
+    device = assembly.parts.allocator.device
     for _ in range(NUM_WARM_UP):
         step()
     once = max(call_times(step, device, 1)[0], 1e-9)
+    # All ranks repeat as often as rank 0.
+    once = float(assembly.tp.broadcast(torch.tensor([once], dtype=torch.float64)))
     if device.type == "cuda":
         call_times(step, device, int(WARM_UP_SECONDS / once) + 1)
     num_repeats = min(num_repeats, max(MIN_REPEATS, int(SECONDS_PER_CASE / once)))
     return call_times(step, device, num_repeats), launch_times(step, device, min(num_repeats, MAX_LAUNCHES))
 
 
-def num_experts_hit(llm: LLM, case: StepCase, step: Callable[[], object]) -> tuple[float | None, bool]:
+def num_experts_hit(
+    assembly: Assembly, case: StepCase, step: Callable[[], object]
+) -> tuple[float | None, bool]:
     """(mean number of distinct experts that a layer's tokens use, whether it was counted). It is counted
     during an eager step; if the experts are not called as modules, it is the expected number."""
-    config = llm.model_config
+    config = assembly.model_config
     if config.moe is None:
         return None, False
+    if assembly.config.ep > 1:  # a rank has some of the experts
+        return expected_experts_hit(config, sum(case.extend_seq_lens)), False
     counts: list[int] = []
 
     def look(module: nn.Module, args: tuple[torch.Tensor, TopKOutput]) -> None:
@@ -183,10 +243,10 @@ def num_experts_hit(llm: LLM, case: StepCase, step: Callable[[], object]) -> tup
 
     handles = [
         module.register_forward_pre_hook(look)
-        for module in llm.assembly.model.modules()
+        for module in assembly.model.modules()
         if isinstance(module, FusedExperts)
     ]
-    runner = llm.assembly.parts.model_runner
+    runner = assembly.parts.model_runner
     before = runner.is_watched
     runner.is_watched = True
     try:
@@ -200,9 +260,9 @@ def num_experts_hit(llm: LLM, case: StepCase, step: Callable[[], object]) -> tup
     return statistics.mean(counts), True
 
 
-def num_graph_replays(llm: LLM) -> int:
+def num_graph_replays(assembly: Assembly) -> int:
     """The replays that a model runner has counted; 0 for a runner without a counter."""
-    runner = llm.assembly.parts.model_runner
+    runner = assembly.parts.model_runner
     return sum(int(getattr(runner, name, 0)) for name in ("num_graph_replays", "num_extend_replays"))
 
 
@@ -242,13 +302,4 @@ def result_as_json(llm_facts: dict[str, Any], result: StepResult) -> dict[str, A
         "is_replayed": result.is_replayed,
         "kernels": [kernel._asdict() for kernel in result.kernels],
         **llm_facts,
-    }
-
-
-def report(ceilings: Mapping[str, Ceilings], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The facts needed to judge, repeat or compare the measurement; JSON-compatible."""
-    return {
-        **header("step"),
-        "ceilings": {dtype: ceilings_as_json(each) for dtype, each in ceilings.items()},
-        "results": results,
     }

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from shared.config import ModelConfig
+from shared.config import EngineConfig, ModelConfig
 from shared.loading.quantize import num_weight_bytes, scheme_of_weight
+from shared.loading.shards import shard_config
 from shared.loading.weight_names import expected_shapes
+from shared.modeling.vocabulary import vocabulary_rows
 
 GROUPS = {
     "q_proj": "qkv_proj",
@@ -83,6 +85,28 @@ class StepCost:
             max(phase.num_bytes / ceilings.bandwidth, phase.flops / ceilings.matrix_rate)
             for phase in self.phases
         )
+
+
+def is_one_engine(config: EngineConfig) -> bool:
+    """Whether a step is one call of a model runner, on each rank. Others have no roofline bound here."""
+    return config.pp == config.dp == 1 and not (config.dp_attention or config.disaggregation)
+
+
+def of_rank(
+    config: EngineConfig, model_config: ModelConfig, ceilings: Ceilings
+) -> tuple[ModelConfig, Ceilings]:
+    """The model of one of `config.tp` ranks, and what the rank has of the device: on a CPU all ranks share
+    it. The rank is the first, which has the most rows of the vocabulary."""
+    if config.tp == 1:
+        return model_config, ceilings
+    local = shard_config(model_config, config.tp, config.ep, config.ep_num_redundant_experts)
+    rows = vocabulary_rows(model_config.vocab_size, 0, config.tp)
+    moe = local.moe
+    if moe is not None and config.ep > 1:  # replicas divide the tokens of an expert
+        moe = replace(moe, num_local_experts=max(moe.num_experts // config.ep, 1))
+    if config.device == "cpu":
+        ceilings = Ceilings(ceilings.bandwidth / config.tp, ceilings.matrix_rate / config.tp)
+    return replace(local, vocab_size=rows.stop - rows.start, moe=moe), ceilings
 
 
 def step_cost(

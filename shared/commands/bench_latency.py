@@ -101,10 +101,16 @@ class LatencyBenchmark(Benchmark):
 
     def measure(self, progress: bench_run.Progress) -> None:
         from shared.bench import latency, report
+        from shared.bench.step import check_flags
+        from shared.bench.step_cost import is_one_engine, of_rank
         from shared.bench.workload_bound import stream_bound
 
+        if self.has_step:
+            check_flags(self.flags)
         ceilings = bench_run.ceilings_of(self.flags) if self.has_bound else None
         llm = launch.start_engine(self.flags)
+        if self.has_step is None:
+            self.has_step = llm.config.device != "cpu" and is_one_engine(llm.config)
         repeats = {name: self.facts[name] for name in ("num_repeats", "num_warm_ups")}
         self.facts |= report.engine_facts(llm)
         if ceilings is not None:
@@ -115,9 +121,10 @@ class LatencyBenchmark(Benchmark):
             if ceilings is not None:
                 dtype, kv_dtype = llm.assembly.dtype, llm.assembly.kv_pool.dtype
                 sizes = case.concurrency, case.mean_context_len
-                result.bound = stream_bound(llm.model_config, *sizes, dtype, ceilings, kv_dtype)
+                config, rates = of_rank(llm.config, llm.model_config, ceilings)
+                result.bound = stream_bound(config, *sizes, dtype, rates, kv_dtype)
             latency.measure(llm, result, on_run=progress.on_run, **repeats)
-            if self.has_step or (self.has_step is None and llm.config.device != "cpu"):
+            if self.has_step:
                 progress.on_run(f"concurrency {case.concurrency}: the bare step")
                 result.step_time = latency.measure_step(llm, case)
 
@@ -134,7 +141,8 @@ class LatencyBenchmark(Benchmark):
                 yield bound_note(label, share, f"{result.bound * 1000:.3f} ms")
         streams = results[0].streams
         shape = (streams.concurrency, streams.input_len, streams.output_len)
-        if shape == (1, peers.STREAM_INPUT_LEN, peers.STREAM_OUTPUT_LEN):
+        one_gpu = self.facts["flags"]["tp"] == self.facts["flags"]["dp"] == 1
+        if one_gpu and shape == (1, peers.STREAM_INPUT_LEN, peers.STREAM_OUTPUT_LEN):
             row = peers.row_for(self.facts["flags"]["model"], self.facts["dtype"])
             if row is not None:
                 comparison = row.compare_stream(results[0].time_per_token * 1000)

@@ -69,13 +69,17 @@ def with_dummy_weights(flags: dict[str, Any]) -> dict[str, Any]:
     return ({"load_format": "dummy"} if is_shape(str(flags.get("model", ""))) else {}) | flags
 
 
-def ceilings_of(flags: dict[str, Any]) -> Ceilings:
+def ceilings_of(flags: dict[str, Any]) -> Ceilings | None:
     """Measure the ceilings for the device and dtype of an engine with these flags."""
     from shared.bench.ceilings import device_and_dtype, measure_ceilings
+    from shared.bench.step_cost import is_one_engine
     from shared.config import EngineConfig, ModelConfig
     from shared.loading.model_path import resolve_model_path
 
     config = EngineConfig().updated(**flags)
+    if not is_one_engine(config):
+        print("no roofline bound: it is counted for one replica without pp", file=sys.stderr)
+        return None
     print("measuring what the device can do", file=sys.stderr)
     model_config = ModelConfig.from_pretrained(resolve_model_path(config.model, config.load_format))
     return measure_ceilings(*device_and_dtype(flags, model_config))

@@ -91,12 +91,14 @@ class OfflineBenchmark(EnginesBenchmark):
 
         if self.has_bound:
             self.ceilings = bench_run.ceilings_of(self.flags)
+        if self.ceilings is not None:
             self.facts["ceilings"] = ceilings_as_json(self.ceilings)
         super().measure(progress)
 
     def measure_cases(self, llm: LLM, facts: dict[str, Any], progress: bench_run.Progress) -> None:
         from shared.bench import offline
         from shared.bench.drive import Sampling
+        from shared.bench.step_cost import of_rank
         from shared.bench.workload_bound import workload_bound
         from shared.bench.workloads import SharedPrefix
 
@@ -111,7 +113,8 @@ class OfflineBenchmark(EnginesBenchmark):
                 result.ideal_hit_rate = ideal if has_cache else 0.0
             if self.ceilings is not None:
                 dtype, kv_dtype = llm.assembly.dtype, llm.assembly.kv_pool.dtype
-                result.bound = workload_bound(llm.model_config, case.requests, dtype, self.ceilings, kv_dtype)
+                config, ceilings = of_rank(llm.config, llm.model_config, self.ceilings)
+                result.bound = workload_bound(config, case.requests, dtype, ceilings, kv_dtype)
             sampling = Sampling(workload.temperature, workload.seed)
             offline.measure(llm, result, sampling, on_run=progress.on_run, **self.repeats)
 
@@ -141,9 +144,10 @@ class OfflineBenchmark(EnginesBenchmark):
         from shared.bench.peers import row_for
         from shared.bench.workloads import Offline256
 
-        if self.workload != Offline256():
+        flags = result.facts["flags"]
+        if self.workload != Offline256() or not flags["tp"] == flags["dp"] == 1:
             return None
-        return row_for(result.facts["flags"]["model"], result.facts["dtype"])
+        return row_for(flags["model"], result.facts["dtype"])
 
     def draw(self, file: Path, results: list[CaseResult]) -> None:
         from shared.bench import plots

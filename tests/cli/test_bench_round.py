@@ -30,7 +30,7 @@ def test_pieces_are_those_of_a_round(drafter: str) -> None:
     llm = engine(**EAGLE, use={"drafter": drafter})
     pool = llm.assembly.parts.req_to_token_pool
     num_rows = pool.available_size()
-    with pieces_of(llm, 3, 20) as pieces:
+    with pieces_of(llm.assembly, 3, 20) as pieces:
         assert list(pieces) == ["draft", "verify", "accept", "extend"]
         tree, (output, sampled), accepted = (pieces[name]() for name in ("draft", "verify", "accept"))
         assert tree.token_ids.shape == (3, 5)

@@ -34,8 +34,8 @@ CASES = (StepCase("decode", 3, 40), StepCase("prefill", 3, 17, 50), StepCase("mi
 def test_a_batch_as_the_scheduler_makes_it(case: StepCase, page_size: int) -> None:
     llm = engine(page_size=page_size)
     pool, allocator = llm.assembly.parts.req_to_token_pool, llm.assembly.parts.allocator
-    rows = place_requests(llm, case)
-    batch = make_forward_batch(llm, case, rows)
+    rows = place_requests(llm.assembly, case)
+    batch = make_forward_batch(llm.assembly, case, rows)
     assert allocator.available_size() == 1024
     modes = {"decode": ForwardMode.DECODE, "prefill": ForwardMode.EXTEND, "mixed": ForwardMode.MIXED}
     assert batch.forward_mode is modes[case.mode]
@@ -58,10 +58,10 @@ def test_a_batch_as_the_scheduler_makes_it(case: StepCase, page_size: int) -> No
 
 def test_steps_give_finite_logits_and_give_their_rows_back() -> None:
     llm = engine()
-    fill_pool(llm)
+    fill_pool(llm.assembly)
     assert (llm.assembly.kv_pool.k_buffer(3) != 0).all()
     before = llm.assembly.parts.req_to_token_pool.available_size()
-    with step_of(llm, StepCase("decode", 2, 30), 0.6, 0) as step:
+    with step_of(llm.assembly, StepCase("decode", 2, 30), 0.6, 0) as step:
         logits, sampled = step()  # type: ignore[misc]
         assert torch.isfinite(logits.next_token_logits).all()
         assert (sampled.next_token_ids >= 0).all()

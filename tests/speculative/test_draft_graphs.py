@@ -82,22 +82,15 @@ def states(drafter: EagleDrafter) -> tuple[torch.Tensor, ...]:
     return *(values[1:].clone() for values in drafter.last_rows), *(values[1:].clone() for values in kv)
 
 
-class Engine:
-    """What benchmarks look at."""
-
-    def __init__(self, assembly: Assembly) -> None:
-        self.assembly, self.config, self.model_config = assembly, assembly.config, assembly.model_config
-
-
 def test_replays_are_what_is_launched() -> None:
     """At every batch size, one after the other, so that padding finds what was there before."""
     assembly = engine(FakeGraphsDrafter)
     drafter: Any = assembly.parts.drafter
-    fill_pool(Engine(assembly))
+    fill_pool(assembly)
     for values in drafter.last_rows:
         values.normal_()
     for bs in (4, 1, 3, 2, 5):
-        with pieces_of(Engine(assembly), bs, 40) as pieces:
+        with pieces_of(assembly, bs, 40) as pieces:
             num_before = drafter.graphs[0].num_replays
             tree = {name: values.clone() for name, values in vars(pieces["draft"]()).items()}
             drafted = states(drafter)
@@ -145,7 +138,7 @@ def test_every_shape_that_may_be_drafted_is_captured(monkeypatch: pytest.MonkeyP
 def test_another_shape_is_launched() -> None:
     assembly = engine(FakeGraphsDrafter)
     drafter: Any = assembly.parts.drafter
-    with pieces_of(Engine(assembly), 2, 40):
+    with pieces_of(assembly, 2, 40):
         num_before = drafter.graphs[0].num_replays
         assert drafter.graphs[0].draft(_batch(drafter, 2), DraftShape(2, 2, 5)) is None
         assert drafter.graphs[0].draft(_batch(drafter, 5), SHAPE) is None
