@@ -1,4 +1,4 @@
-"""Block diffusion: an answer block by block, the tokens of a block in any order.
+"""Block diffusion: generates an answer block by block, the tokens of a block in any order.
 
 A model for it (SDAR, LLaDA2) was trained to fill in masked tokens. Inside a block every token sees every
 other one; blocks before are seen as in any causal model, so their KV is computed once and kept. Logits at a
@@ -18,14 +18,14 @@ from shared.types import ForwardBatch, ForwardMode
 
 @dataclass(frozen=True)
 class DiffusionParams:
-    mask_id: int  # the token that stands for one that is not known yet
+    mask_id: int  # stands for a token that is not known yet
     block_len: int = 4  # as in training: 4 in SDAR, 32 in LLaDA2
     threshold: float = 0.95  # tokens that are more likely are filled in; and at least one
     eos_token_ids: frozenset[int] = frozenset()
 
 
 class BlockDiffusion:
-    """One request at a time, in the pools of an engine that has no other work. Tokens are the likeliest."""
+    """Generates greedily, one request at a time, in the pools of an idle engine."""
 
     def __init__(self, parts: SchedulerParts, params: DiffusionParams) -> None:
         self.parts = parts
@@ -33,8 +33,8 @@ class BlockDiffusion:
         self.num_passes = 0
 
     def generate(self, prompt: list[int], num_new: int) -> list[int]:
-        """At most num_new tokens; they end with an end-of-sequence token, if there is one. Raises
-        `ValueError` for an empty prompt, and where the KV pool is too small."""
+        """Generate at most num_new tokens, up to an end-of-sequence token. Raises `ValueError` for an empty
+        prompt, and if the KV pool is too small."""
         if not prompt or num_new < 1:
             raise ValueError(f"a prompt and a new token are needed: {len(prompt)} and {num_new} were given")
         parts, size = self.parts, self.params.block_len
@@ -70,7 +70,7 @@ class BlockDiffusion:
             while (ids[start:end] == mask_id).any():
                 logits = self._forward(row, slots, ids, start, end)
                 ids[start:end] = fill_in(ids[start:end], logits, self.params)
-            self._forward(row, slots, ids, start, end)  # its KV is that of the final tokens
+            self._forward(row, slots, ids, start, end)  # so that the KV is that of the final tokens
             new = ids[len(prompt) : min(end, len(prompt) + num_new)].tolist()
             ends = [i for i, token_id in enumerate(new) if token_id in self.params.eos_token_ids]
             if ends:
@@ -82,7 +82,8 @@ class BlockDiffusion:
     def _forward(
         self, row: int, slots: torch.Tensor, ids: torch.Tensor, start: int, end: int
     ) -> torch.Tensor:
-        """Computes the blocks in [start, end), behind the KV of those before: logits of each token."""
+        """Compute the blocks in [start, end) behind the KV of earlier blocks. Returns the logits of each
+        token."""
         self.num_passes += 1
         device, size = ids.device, self.params.block_len
         positions = torch.arange(end, device=device)
@@ -106,8 +107,8 @@ class BlockDiffusion:
 
 # --8<-- [start:fill-in]
 def fill_in(ids: torch.Tensor, logits: torch.Tensor, params: DiffusionParams) -> torch.Tensor:
-    """ids [block_len], logits [block_len, vocab] -> ids with some masks replaced: where
-    a token is more likely than the threshold, and in any case the likeliest."""
+    """ids [block_len], logits [block_len, vocab] -> ids with some masks replaced: each
+    token whose probability exceeds the threshold, and always the likeliest one."""
     logits = logits.clone()
     logits[:, params.mask_id] = -torch.inf
     probs, tokens = logits.softmax(dim=-1).max(dim=-1)

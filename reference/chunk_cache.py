@@ -1,4 +1,4 @@
-"""The prefix cache of `--disable-radix-cache`: no prefix is found, and KV is freed with its request."""
+"""The prefix cache of `--disable-radix-cache`: it finds no prefix and frees KV when its request ends."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Collectives(interface.Collectives):
     def _sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
         dtype = parts[0].dtype
         total = parts[0].to(torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype)
-        for part in parts[1:]:  # in the order of ranks: the same bits everywhere
+        for part in parts[1:]:  # in the order of ranks, so that all ranks get the same bits
             total = total + part
         return total.to(dtype)
 
@@ -75,7 +75,7 @@ class Collectives(interface.Collectives):
         return parts
 
     def _finish(self, operation: Callable[..., Work], *args: object) -> None:
-        """Run it to its end."""
+        """Run the operation to its end."""
         try:
             operation(*args).wait()
         except RuntimeError:

@@ -1,4 +1,5 @@
-"""One token for each running request in a step. (Several, with drafts: reference/speculative/decoding.py.)"""
+"""Plain decoding: one token for each running request in a step. (With drafts several:
+reference/speculative/decoding.py.)"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class PlainDecoding:
         self.parts = parts
 
     def num_reserved(self, reqs: Sequence[Req]) -> int:
-        return 0  # one more token for each is reserved by the prefill adder
+        return 0  # the prefill adder reserves one more token for each
 
     def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
         parts = self.parts
@@ -26,13 +27,14 @@ class PlainDecoding:
 
     # --8<-- [start:run-batch]
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> BatchResult:
-        """chunked_req: the request whose prompt goes on in the next step."""
+        """Run a batch. chunked_req: the request whose prompt continues in the next
+        step."""
         parts, device = self.parts, self.parts.allocator.device
         with parts.timeline.span("prepare"):
             forward_batch = make_forward_batch(batch, parts.num_token_ids, device)
             info = make_sampling_batch_info(batch.reqs, parts.num_token_ids, device)
         is_pooling = any(req.is_pooling for req in batch.reqs)
-        if parts.drafter is None:  # else hidden states are the drafter's
+        if parts.drafter is None:  # otherwise hidden states are for the drafter
             parts.model_runner.capture_hidden = () if is_pooling else None
         with parts.timeline.forward(forward_batch):
             logits_output, sample_output = parts.model_runner.forward_and_sample(
@@ -52,7 +54,7 @@ class PlainDecoding:
         # --8<-- [end:run-batch]
 
     def drop(self, req: Req) -> None:
-        pass  # nothing is kept from step to step
+        pass  # nothing to drop: no state is kept between steps
 
     def stats(self, num_accepted_tokens: int) -> SpeculationStats:
         return SpeculationStats()

@@ -1,9 +1,9 @@
 """Deterministic mode: the bits of an answer depend on the request alone.
 
-A matrix multiplication of one row may add in another order than one of sixteen rows, and a softmax over 40
-keys in another than one over 64. So the same token can get other bits in a larger batch, in a chunk, or
-behind a cached prefix. Here the model computes one token at a time, as if it were a decode step of its own.
-Then shapes follow from the token's position alone, and so do the bits.
+A GEMM of one row may add in another order than one of sixteen rows, and so may a softmax over 40 keys and one
+over 64. So the same token can get other bits in a larger batch, in a chunk, or behind a cached prefix. Here
+the model computes one token at a time, as a separate decode step. Then shapes, and so the bits, follow from
+the token's position alone.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class DeterministicModelRunner(ModelRunner):
 
 
 def each_token_alone(batch: ForwardBatch) -> list[ForwardBatch]:
-    """A decode batch of one token for each token, those of a request in order: a token's KV is written before
-    the next token reads it. Raises `ValueError` for a mask: its order of keys is not that of positions."""
+    """One decode batch of a single token for each token of the batch, those of a request in order, so that a
+    token's KV is written before the next token reads it. Raises `ValueError` for a mask, whose order of keys
+    is not that of positions."""
     if batch.custom_mask is not None or batch.tree_mask is not None:
         raise ValueError("a mask is not supported: deterministic=True supports causal attention")
     one = torch.ones(1, dtype=torch.int64, device=batch.input_ids.device)
@@ -105,7 +106,7 @@ class DeterministicSampler(Sampler):
 
 
 def row_of(info: SamplingBatchInfo, row: int) -> SamplingBatchInfo:
-    """The parameters of one row."""
+    """The sampling parameters of one row."""
     tensors: dict[str, Any] = {
         field.name: value[row : row + 1]
         for field in fields(info)

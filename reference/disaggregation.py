@@ -11,8 +11,8 @@ and at the prefill engine:
     prefill    in the ordinary scheduler, for one token
     in flight  a lock on its prompt in the prefix cache, until the transport has ended the room
 
-Pages change hands only when `poll` has given a final status, whatever has happened: an abort, an error, or
-the end of the other engine.
+Pages change owner only after `poll` has returned a final status, also after an abort, an error, or the end of
+the other engine.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from shared.scheduling.pages import evict_for, num_pages_of
 from shared.types import FinishAbort, FinishError, FinishReason, Req, SamplingParams, StepOutput
 
 TIME_LIMIT = 300.0
-"""Seconds of a transfer. After them the other engine is taken for dead, and the connection is closed."""
+"""Time limit of a transfer in seconds, after which the connection to the other engine is closed."""
 POLL_SECONDS = 0.001
-"""That a turn waits when there is nothing to compute."""
+"""Seconds that a turn waits if there is nothing to compute."""
 
 
 class Start(msgspec.Struct, tag=True):
-    """Compute a prompt, and send its KV from page `first_page` on to these pages."""
+    """A message: compute a prompt, and send its KV from page `first_page` on to these pages."""
 
     room: str
     input_ids: list[int]
@@ -47,7 +47,7 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """Why the prefill engine has aborted a room."""
+    """A message: why the prefill engine has aborted a room."""
 
     room: str
     reason: str
@@ -58,7 +58,7 @@ _decode = msgspec.msgpack.Decoder(Start | Failed).decode
 
 
 class PrefillSide:
-    """Computes prompts for the other engine: call `turn` until `is_done`."""
+    """The prefill engine: computes prompts for the decode engine. Call `turn` until `is_done`."""
 
     def __init__(self, scheduler: Scheduler, parts: SchedulerParts, transport: Transport) -> None:
         self.scheduler = scheduler
@@ -74,7 +74,7 @@ class PrefillSide:
 
     # --8<-- [start:prefill-turn]
     def turn(self) -> bool:
-        """One step. False: there was nothing to compute."""
+        """Run one step. False: there was nothing to compute."""
         for message in self.transport.messages():
             self._start(_decode(message))
         for room in [room for room in self.prefill if self.transport.poll(room) != "open"]:
@@ -119,7 +119,7 @@ class PrefillSide:
 
 @dataclass
 class Transfer:
-    """A room at the decode engine. `locked`: the node of the `prefix` that was cached before."""
+    """A room at the decode engine. `locked`: the node of the already cached `prefix`."""
 
     req: Req
     prefix: torch.Tensor
@@ -131,7 +131,7 @@ class Transfer:
 
 
 class DecodeSide(Scheduler):
-    """The scheduler of the decode engine: its prompts are computed by the other one."""
+    """The scheduler of the decode engine, whose prompts the prefill engine computes."""
 
     def __init__(self, scheduler: Scheduler, parts: SchedulerParts, vocab_size: int, context_len: int,
                  transport: Transport) -> None:  # fmt: skip
@@ -164,7 +164,7 @@ class DecodeSide(Scheduler):
                 return True
         for room, transfer in self.transfers.items():
             if transfer.req.rid == rid and transfer.is_wanted:
-                transfer.is_wanted = False  # its pages stay: they may be written to
+                transfer.is_wanted = False  # its pages stay allocated: they may still be written to
                 self.transport.abort(room)
                 self._end(transfer.req, FinishAbort("aborted"))
                 return True
@@ -231,7 +231,7 @@ class DecodeSide(Scheduler):
         return True
 
     def _take(self, room: str, transfer: Transfer, is_done: bool) -> None:
-        """The transport has ended the room: its pages are this engine's alone."""
+        """Take the pages of a room that the transport has ended; this engine alone owns them."""
         tree, req, slots = self.parts.tree_cache, transfer.req, transfer.slots
         num_unused = len(slots)
         if is_done:

@@ -1,4 +1,4 @@
-"""KV pages in files, one for each page: they survive the engine."""
+"""The disk tier: KV pages in files, one for each page, which outlive the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DiskTier:
         self._used: OrderedDict[str, None] = OrderedDict((path.stem, None) for path in found)  # oldest first
 
     def write(self, key: str, data: bytes) -> None:
-        """A file appears under its name when it is whole."""
+        """Write a page. A file gets its name only when it is complete."""
         handle, path = tempfile.mkstemp(dir=self.folder)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -31,7 +31,7 @@ class DiskTier:
             self._path(self._used.popitem(last=False)[0]).unlink(missing_ok=True)
 
     def read(self, key: str) -> bytes | None:
-        """None for a page that is not there, or is no page of this size."""
+        """Read a page; None if it does not exist or has another size."""
         try:
             data = self._path(key).read_bytes()
         except OSError:

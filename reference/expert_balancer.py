@@ -2,9 +2,9 @@
 
 Two greedy steps. `replicate` gives each spare physical expert to the logical expert whose replicas have the
 largest load. `pack` assigns replicas to ranks in rounds, in which every rank gets one, the heaviest replica
-going to the lightest rank. In one round two ranks gain at most (heaviest - lightest replica of the round) in
-difference, and rounds are in descending order: so all ranks end within one replica's load of each other. Then
-the heaviest and the lightest rank exchange replicas, while that makes them more alike.
+going to the lightest rank. In one round the difference of two ranks grows by at most (heaviest - lightest
+replica of the round), and rounds are in descending order, so all ranks end within one replica's load of each
+other. Then the heaviest and the lightest rank exchange replicas while that reduces their difference.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def replicate(load: Sequence[float], num_physical: int, most: int) -> list[int]:
 
 # --8<-- [start:pack-experts]
 def pack(items: Sequence[int], loads: Sequence[float], num_bins: int) -> list[list[int]]:
-    """Items into bins of the same number of items. An item that comes n <= num_bins
-    times, with one load, is in n bins."""
+    """Pack items into bins with equally many items. An item that occurs n <= num_bins
+    times, with equal loads, is in n bins."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     totals = [0.0] * num_bins
     order = sorted(range(len(items)), key=lambda i: (-loads[i], items[i]))  # replicas follow each other
@@ -98,8 +98,8 @@ def pack(items: Sequence[int], loads: Sequence[float], num_bins: int) -> list[li
 def _best_swap(
     bins: list[list[int]], totals: list[float], load_of: dict[int, float]
 ) -> tuple[int, int, int, int] | None:
-    """Heaviest and lightest bin, and the places of the items whose exchange makes them most alike. None: no
-    exchange makes them more alike by a thousandth."""
+    """The heaviest and the lightest bin, and the places of the items whose exchange reduces their difference
+    most. None: no exchange reduces it by a thousandth."""
     high, low = totals.index(max(totals)), totals.index(min(totals))
     gap = totals[high] - totals[low]
     best, least = None, 0.999 * gap

@@ -1,4 +1,4 @@
-"""Two ways to bring tokens and experts together.
+"""Expert dispatch: two ways to send tokens to the ranks of their experts.
 
 `AllGather`: every rank gets all tokens and computes what its own experts add to each; sums over ranks go back
 to the ranks of the tokens. The traffic does not depend on the routing, nor do the shapes.
@@ -53,7 +53,7 @@ class AllToAll(interface.ExpertDispatch):
         token, slot, copy = (index[order] for index in is_sent.nonzero(as_tuple=True))
         sent = target[is_sent].bincount(minlength=self.ranks.size)
         ones = [1] * self.ranks.size
-        received = self.ranks.all_to_all(sent, ones, ones)  # first the numbers of rows
+        received = self.ranks.all_to_all(sent, ones, ones)  # the numbers of rows first
         there, back = (sent.tolist(), received.tolist()), (received.tolist(), sent.tolist())
         local_ids = (topk.topk_ids[token, slot] % num_local)[:, None]
         ids = self.ranks.all_to_all(local_ids, *there)

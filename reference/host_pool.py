@@ -1,4 +1,4 @@
-"""KV pages in the computer's memory, copied layer by layer."""
+"""The host pool: KV pages in the CPU's memory, copied layer by layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HostPool(interface.HostPool):
     # --8<-- [end:host-pool-copies]
 
     def before_pass(self) -> None:
-        """Copies were made at once."""
+        """Nothing to wait for: copies are synchronous."""
 
     def page_bytes(self, page: int) -> bytes:
         return b"".join(buffer[:, page].numpy().tobytes() for buffer in self.buffers)

@@ -1,4 +1,4 @@
-"""Rows that requests give in place of embeddings: the part of them that a step computes."""
+"""Rows that requests give in place of embeddings: selects the rows of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers that models are built from, as in the papers."""
+"""The layers of models, as defined in the papers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.modeling.rope import rope_angles
 
 
 class Linear(nn.Module):
-    """y = x @ weightᵀ + bias. The parameters hold nothing until weights are loaded."""
+    """y = x @ weightᵀ + bias. The parameters are uninitialized until weights are loaded."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class GemmaRMSNorm(RMSNorm, interface.GemmaRMSNorm):
 
 
 class RotaryEmbedding(interface.RotaryEmbedding):
-    """One object serves all layers of a model: cos and sin of every position are computed once."""
+    """RoPE. All layers of a model share one object, so cos and sin of every position are computed once."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, context_len: int) -> None:
         super().__init__(rope, head_dim, context_len)

@@ -18,7 +18,7 @@ from shared.types.lora import LoraAdapter
 
 
 class _LoraLinear(nn.Module):
-    """A linear layer, and what the adapters of a step's requests add to it."""
+    """A linear layer with the adapters of a step's requests."""
 
     def __init__(self, name: str, base: nn.Module, pool: LoraPool) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class LoraPool(interface.LoraPool):
         self.shapes = adaptable_modules(model.config)
         self.adapters: dict[int, LoraAdapter] = {}  # by slot
         self.slot_of_row = [NO_ADAPTER] * (num_rows + 1)
-        self.requests: list[tuple[slice, LoraAdapter]] = []  # of this step: a request's tokens, its adapter
+        self.requests: list[tuple[slice, LoraAdapter]] = []  # in this step: a request's tokens, its adapter
         for name in self.shapes:
             parent, _, attribute = name.rpartition(".")
             module = model.get_submodule(parent)

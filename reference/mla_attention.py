@@ -14,7 +14,8 @@ from shared.types.attention import AttentionLayer, MLALayer
 
 
 class ExpandedMLA(TorchAttention, MLAAttentionBackend):
-    """The definition: gather the rows of a request, make keys and values of every head from them, attend."""
+    """The expanded form: gather the rows of a request, compute keys and values of every head from them, and
+    attend."""
 
     def _keys_and_values(
         self, layer: AttentionLayer, slots: torch.Tensor
@@ -24,8 +25,9 @@ class ExpandedMLA(TorchAttention, MLAAttentionBackend):
 
 
 class AbsorbedMLA(TorchAttention, MLAAttentionBackend):
-    """Attention over the rows themselves: keys of one KV head, whose values are their first numbers. Per
-    cached token it reads kv_lora_rank + qk_rope_head_dim numbers once for all heads."""
+    """The absorbed form: attention over the rows themselves, as the keys of one KV head, whose values are the
+    first numbers of a row. Per cached token it reads kv_lora_rank + qk_rope_head_dim numbers once for all
+    heads."""
 
     def run(
         self,

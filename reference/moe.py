@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, a loop over experts, and the experts that every token shares."""
+"""Mixture of experts: a router, a loop over routed experts, and shared experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TopK(interface.TopK):
         logits = router_logits.to(torch.float32)
         has_sigmoid = config.routing in ("biased-grouped", "sigmoid")
         scores = logits.sigmoid() if has_sigmoid else logits.softmax(dim=-1)
-        # `choice` decides who is chosen, `scores` how much they weigh.
+        # `choice` selects the experts, `scores` are their weights.
         choice = logits if config.routing == "sigmoid" else scores
         if correction_bias is not None:
             choice = scores + correction_bias.to(torch.float32)
@@ -41,7 +41,7 @@ class TopK(interface.TopK):
         return TopKOutput(topk_weights, topk_ids.to(torch.int32))
 
     def _mask_groups(self, choice: torch.Tensor) -> torch.Tensor:
-        """-inf for the experts outside the topk_group best groups."""
+        """Set the scores of experts outside the topk_group best groups to -inf."""
         config = self.config
         grouped = choice.unflatten(-1, (config.num_expert_groups, -1))  # [num_tokens, groups, experts]
         num_best = 2 if config.routing == "biased-grouped" else 1

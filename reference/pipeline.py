@@ -1,11 +1,11 @@
-"""Pipeline parallelism: each rank has some of the layers, and several micro-batches are under way.
+"""Pipeline parallelism: each rank has some of the layers, and several micro-batches are in flight.
 
 Every rank runs the same scheduler. Launching a batch computes this rank's layers: the first rank embeds the
-tokens, every rank passes the hidden states on, the last one samples and sends the tokens to all. So a rank
-knows the tokens of a batch only when the last rank has computed it. Until then it launches batches of other
-requests, as many as there are ranks: then all ranks compute. Each rank makes the same decisions, at different
-times. A rank's own launches are in order, so memory may be freed as soon as the scheduler decides it: what
-was launched before has already been computed on this rank.
+tokens, every rank sends the hidden states to the next, and the last one samples and sends the tokens to all.
+So a rank knows the tokens of a batch only after the last rank has computed it. Until then it launches batches
+of other requests. With as many batches as ranks, all ranks are busy. Each rank makes the same decisions, at
+different times. A rank's own launches are in order, so memory may be freed as soon as the scheduler decides:
+earlier launches have already been computed on this rank.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Stage:
     # --8<-- [start:stage-launch]
     @torch.inference_mode()
     def launch(self, batch: ForwardBatch, info: SamplingBatchInfo, parts: SchedulerParts) -> None:
-        """Compute this rank's layers. `finish` gives the results, in order of launches."""
+        """Compute this rank's layers. `finish` returns the results, in order of
+        launches."""
         model: Any = self.model.model
         plan = self.attention.plan(batch)
         attention = BatchAttention(self.attention, plan, self.kv_pool, batch.out_cache_loc)
@@ -95,7 +96,7 @@ class Stage:
             self._send(torch.frombuffer(bytearray(result), dtype=torch.uint8), rank)
 
     def finish(self) -> tuple[SampleOutput, LogprobsOutput | None]:
-        """Tokens and prompt log-probabilities of the oldest batch whose results were not taken."""
+        """Tokens and prompt log-probabilities of the oldest unfinished batch."""
         if self.is_last:
             result = self._results.popleft()
         else:
@@ -106,7 +107,8 @@ class Stage:
         return results
 
     def _send(self, x: torch.Tensor, to: int) -> None:
-        """Send, and go on: the receiver may still compute. What was sent some launches ago is waited for."""
+        """Send without waiting, because the receiver may still compute. Waits for sends of earlier
+        launches."""
         self._sent.append((x, self._start_send(x, to)))
         while len(self._sent) > 4 * self.ranks.size:
             self._sent.popleft()[1].wait()
@@ -117,7 +119,7 @@ class Stage:
 
 
 class Launched(NamedTuple):
-    """A micro-batch under way."""
+    """A micro-batch in flight."""
 
     batch: ScheduleBatch
     forward_batch: ForwardBatch
@@ -126,7 +128,7 @@ class Launched(NamedTuple):
 
 
 class PipelineScheduler(Scheduler):
-    """As many batches are under way as there are stages. No request is in two of them."""
+    """Keeps as many batches in flight as there are stages. No request is in two of them."""
 
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts, stage: Stage
@@ -161,11 +163,11 @@ class PipelineScheduler(Scheduler):
         return not self.under_way and super().flush_cache()
 
     def _busy(self) -> list[Req]:
-        """The requests that are in a batch under way, and have not left it."""
+        """The requests of batches in flight, without those that have left."""
         return [req for launched in self.under_way for req in self._staying(launched) if req is not None]
 
     def _staying(self, launched: Launched) -> list[Req | None]:
-        """The requests of a batch; None: it has ended or was retracted since the launch."""
+        """The requests of a batch; None for one that has ended or was retracted since the launch."""
         return [
             req if self.live.get(req.rid) is req and req.num_retractions == epoch else None
             for req, epoch in zip(launched.batch.reqs, launched.epochs)
@@ -173,7 +175,7 @@ class PipelineScheduler(Scheduler):
 
     def _get_new_batch_prefill(self) -> ScheduleBatch | None:
         if self.chunked_req is not None and any(req is self.chunked_req for req in self._busy()):
-            return None  # the next chunk follows when this one is known to be computed
+            return None  # the next chunk follows after this one is computed
         return super()._get_new_batch_prefill()
 
     def _get_batch_decode(self) -> ScheduleBatch | None:
@@ -207,7 +209,7 @@ class PipelineScheduler(Scheduler):
         for i, req in enumerate(reqs):
             if req is None:
                 continue
-            if req is self.chunked_req:  # its prompt is not complete: the sampled token means nothing
+            if req is self.chunked_req:  # its prompt is not complete, so the sampled token has no meaning
                 self.parts.tree_cache.cache_unfinished_req(req)
                 continue
             self._append_tokens(req, [token_ids[i]], logprobs[i : i + 1])

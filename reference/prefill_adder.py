@@ -52,7 +52,7 @@ class PrefillAdder(interface.PrefillAdder):
 
     @property
     def rem_total_tokens(self) -> int:
-        """Computed at each call: locking a prefix makes it not evictable."""
+        """Free tokens, computed at each call because a locked prefix is not evictable."""
         return self._num_free() - self.reserved_tokens
 
     def add_chunked_req(self, req: Req) -> Req | None:
@@ -108,7 +108,7 @@ class PrefillAdder(interface.PrefillAdder):
             if victims and missing <= 0:
                 break
             victims.append(victim)
-            # What only the victim owns. Its prefix in the cache may be shared.
+            # Only the victim's own slots; its cached prefix may be shared.
             missing -= victim.kv_allocated_len - victim.cache_protected_len + self._reservation(victim)
         if missing > 0:
             return []
@@ -138,7 +138,7 @@ class PrefillAdder(interface.PrefillAdder):
 
     def _fits(self, req: Req, extend_len: int) -> bool:
         if not self.running and not self.can_run_list:
-            # Alone it may use all memory: submission checked that it fits.
+            # A request alone may use all memory; it was checked to fit when it was submitted.
             return round_up_to_page(extend_len, self.page_size) <= self.rem_total_tokens
         return round_up_to_page(extend_len, self.page_size) + _clipped_max_new(req) < self.rem_total_tokens
 
@@ -149,7 +149,8 @@ class PrefillAdder(interface.PrefillAdder):
         return max(round_down_to_page(limit, self.page_size), 0)
 
     def _add(self, req: Req, extend_len: int) -> None:
-        """The request computes so many tokens in this step. Its last chunk also reserves its output."""
+        """Add a request that computes `extend_len` tokens in this step. Its last chunk also reserves its
+        output."""
         prefix_len = len(req.prefix_indices)
         req.fill_ids = (req.origin_input_ids + req.output_ids)[: prefix_len + extend_len]
         req.extend_input_len = extend_len

@@ -1,4 +1,4 @@
-"""The prefix cache as a radix tree: Python objects, lists of tokens, a search for leaves at each eviction."""
+"""The prefix cache as a radix tree of Python objects and token lists; each eviction searches for leaves."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class RadixCache(interface.PrefixCache):
     def evict(self, num_tokens: int) -> int:
         if num_tokens <= 0:
             return 0
-        # The node id breaks ties: nodes are never compared.
+        # The node id breaks ties, because nodes cannot be compared.
         leaves = [
             (self.eviction_order(node), node.node_id, node)
             for node in self._all_nodes()
@@ -112,7 +112,7 @@ class RadixCache(interface.PrefixCache):
 
     def discard(self, key: RadixKey, start: int) -> None:
         node, end = self._walk(key)
-        highest = None  # the highest node on the path that goes; all nodes below it go too
+        highest = None  # the highest removed node on the path; all nodes below it are removed too
         for ancestor in self._path(node):
             end -= len(ancestor.key)
             if end < start or ancestor.lock_ref > 0:
@@ -189,14 +189,14 @@ class RadixCache(interface.PrefixCache):
         return entries[: round_down_to_page(len(entries), self.page_size)]
 
     def _child_key(self, entries: list[Any], start: int, extra_key: Hashable) -> Hashable:
-        """The page at `start`, by which a node finds the child that begins with it."""
+        """The page at `start`: the key of a child in its parent."""
         return extra_key, *entries[start : start + self.page_size]
 
     # --8<-- [start:radix-walk]
     def _walk(self, key: RadixKey) -> tuple[TreeNode, int]:
         """Descend from the root as far as whole pages of `key` match. A node that they
-        match in part is split. Returns the deepest node and the matched length. Every node
-        on the way gets a hit."""
+        match in part is split. Returns the deepest node and the matched length. Every
+        node on the path gets a hit."""
         entries = self._whole_pages(key)
         self._time += 1
         node, start = self.root, 0
@@ -222,9 +222,9 @@ class RadixCache(interface.PrefixCache):
 
     # --8<-- [start:radix-split]
     def _split(self, child: TreeNode, upper_len: int) -> TreeNode:
-        """Cut a node in two and return the new upper half. `child` stays the lower half, so
-        that requests that hold it keep all of their path. Both halves have the node's age,
-        hits, locks and priority."""
+        """Cut a node in two and return the new upper half. `child` stays the lower
+        half, so that requests that lock it keep their whole path. Both halves have the
+        node's age, hits, locks and priority."""
         key, value = child.key[:upper_len], child.value[:upper_len]
         upper = self._new_node(child.parent, key, value, child.extra_key, child.creation_time, child.priority)
         upper.hit_count = child.hit_count

@@ -1,4 +1,4 @@
-"""Logits to tokens, one plain function for each step of the contract."""
+"""The sampler: one plain function for each step of the contract."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Sampler(contract.Sampler):
 
         max_logits = logits.amax(dim=-1)
         scaled = scale(logits, max_logits, info.temperatures)
-        # Greedy rows look at unscaled logits: two that differ can be equal once scaled.
+        # Greedy rows use unscaled logits, because two different logits can be equal
+        # after scaling.
         next_token_ids = logits.argmax(dim=-1)
         if not info.is_all_greedy:
             drawn = draw(scaled, info, positions)
@@ -72,8 +73,8 @@ def apply_masks(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
 
 
 def scale(logits: torch.Tensor, max_logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """(logits - max) / temperature. The softmax ignores the shift, and with it no temperature overflows. A
-    maximum of +inf gives 0 to the tokens that have it and -inf to all others."""
+    """(logits - max) / temperature. The shift does not change the softmax and avoids overflow. A maximum of
+    +inf gives 0 to the tokens that have it and -inf to all others."""
     max_logits = max_logits[:, None]
     return ((logits - max_logits) / temperatures[:, None]).masked_fill(logits == max_logits, 0.0)
 

@@ -1,4 +1,4 @@
-"""The order in which waiting requests are tried, as plain sorts."""
+"""The order of waiting requests, by plain sorts."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class SchedulePolicy(interface.SchedulePolicy):
         return -req.priority if by_priority else 0, second.get(policy, 0)
 
     def _shuffled(self, reqs: list[Req]) -> Iterator[Req]:
-        """Each place draws from the remaining requests, so a caller that stops early draws only what it
-        needs."""
+        """A random order. Each place draws from the remaining requests, so a caller that stops early makes
+        few draws."""
         for i in range(len(reqs)):
             j = self.rng.randrange(i, len(reqs))
             reqs[i], reqs[j] = reqs[j], reqs[i]
@@ -102,7 +102,7 @@ def _depth_first(last_nodes: dict[Req, int], parents: dict[int, int]) -> list[Re
     """Requests of one subtree next to each other, so that they run while its prefix is cached. `last_nodes`:
     the node at which the match of each request ends, in the order of the queue."""
     weight: Counter[int] = Counter()  # waiting requests in a node's subtree
-    first: dict[int, int] = {}  # place in the queue of the first of them
+    first: dict[int, int] = {}  # queue position of the first of them
     own: dict[int, list[Req]] = {}
     for place, (req, last_node) in enumerate(last_nodes.items()):
         own.setdefault(last_node, []).append(req)

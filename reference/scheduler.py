@@ -1,4 +1,4 @@
-"""Continuous batching as a plain loop: schedule, forward, process, in sequence."""
+"""Continuous batching as a plain loop: schedule, forward, process results."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Scheduler(BaseScheduler):
         if any(req.next_input_logprob is not None for req in extending):
             collect_input_logprobs(extending, result.forward_batch, result.logits_output.input_logprobs)
         for i, (req, token_ids, logprobs) in enumerate(zip(batch.reqs, result.token_ids, result.logprobs)):
-            if req is self.chunked_req:  # its prompt is not complete: the sampled token means nothing
+            if req is self.chunked_req:  # its prompt is not complete, so the sampled token has no meaning
                 self.parts.tree_cache.cache_unfinished_req(req)
                 continue
             self._append_tokens(req, token_ids, logprobs)
@@ -65,7 +65,7 @@ class Scheduler(BaseScheduler):
         for req, token_ids in zip(extending, result.token_ids):
             if (
                 req.finished and token_ids[0] < 0
-            ):  # its logits were NaN: so may the KV be of its earlier chunks
+            ):  # its logits were NaN, so the KV of its earlier chunks may be NaN too
                 self._discard(req)
 
     def _discard(self, req: Req) -> None:

@@ -1,8 +1,8 @@
-"""KV pages from one pool to another: through a TCP connection, or straight into memory that both map.
+"""Transfers KV pages from one pool to another: through a TCP connection, or into shared memory.
 
-Each end has two threads. The writer takes frames from a queue in their order, so that what follows a room's
-pages is after them at the other end too. The reader applies what arrives. A room ends at an end only when its
-threads are past it:
+Each end has two threads. The writer sends frames from a queue in order, so that a frame queued after a room's
+pages also arrives after them. The reader applies what arrives. A room ends at an end only when its threads
+are past it:
 
 - done: the receiver has read `end`, and answers `ack`; the sender has read `ack`;
 - failed: the receiver has sent `abort`, by itself or because of the sender's `ask`. The sender then drops
@@ -31,7 +31,7 @@ from shared.interfaces.transport import TransferStatus
 
 _SIZES = struct.Struct("!II")  # of header and payload
 CLOSE_SECONDS = 5.0
-"""That the writer has for what is under way when an end closes."""
+"""Seconds for the writer to send the rest when an end closes."""
 
 
 class Frame(msgspec.Struct):
@@ -52,7 +52,7 @@ class Room:
 
 
 class Transport(interface.Transport):
-    """Through the connection."""
+    """A transport through the connection."""
 
     def __init__(self, connection: socket.socket, kv_pool: Any) -> None:
         self.connection = connection
@@ -87,7 +87,7 @@ class Transport(interface.Transport):
         self._outgoing.put(lambda: None if self._is_aborted(room) else self._put_frame(Frame("end", room)))
 
     def _copy(self, room: str, layer: int, source: list[int], target: list[int]) -> None:
-        """In the writer: one layer."""
+        """Copy one layer, in the writer thread."""
         if not self._is_aborted(room):
             k, v = (self._pages_of(buffer)[source] for buffer in self._buffers(layer))
             self._put_frame(Frame("pages", room, layer, target), _bytes_of(k) + _bytes_of(v))
@@ -119,7 +119,8 @@ class Transport(interface.Transport):
             return found
 
     def close(self) -> None:
-        """The writer ends before the connection does: then the other end knows that nothing is written."""
+        """Close the transport. The writer ends before the connection, so the other end knows that no more is
+        written."""
         self.is_lost = True
         self._outgoing.put(None)
         self._writer.join(CLOSE_SECONDS)
@@ -145,7 +146,7 @@ class Transport(interface.Transport):
                 self._rooms[room].status = status
 
     def _abort_sender(self, room: str) -> None:
-        """The receiver has aborted, or agrees."""
+        """End the sender's side of a room that the receiver has aborted."""
         with self._lock:
             if room not in self._rooms:
                 self._early_aborts.add(room)
@@ -154,7 +155,7 @@ class Transport(interface.Transport):
         self._outgoing.put(lambda: self._end_aborted(room))
 
     def _end_aborted(self, room: str) -> None:
-        """In the writer of the sender, past everything that it had for the room."""
+        """Send `aborted`, in the sender's writer, after all frames of the room."""
         self._put_frame(Frame("aborted", room))
         self._end(room, "failed")
 
@@ -174,7 +175,7 @@ class Transport(interface.Transport):
 
     def _write(self) -> None:
         while (task := self._outgoing.get()) is not None:
-            with contextlib.suppress(OSError):  # the reader finds it
+            with contextlib.suppress(OSError):  # the reader detects it
                 task()
 
     def _read(self) -> None:
@@ -190,7 +191,7 @@ class Transport(interface.Transport):
                     room.status = "failed"
 
     def _apply(self, frame: Frame, payload: bytearray) -> None:
-        """In the reader."""
+        """Apply a frame, in the reader thread."""
         if frame.kind == "message":
             with self._lock:
                 self._messages.append(bytes(payload))
@@ -241,12 +242,12 @@ class Transport(interface.Transport):
 
 
 class SharedTokenToKVPool(TokenToKVPool):
-    """A pool in a file that other processes map: in /dev/shm it is memory."""
+    """A pool in a file that other processes map; a file in /dev/shm is in memory."""
 
     path: Path
 
     def share(self, path: Path) -> None:
-        """Move the KV there."""
+        """Move the KV to the file."""
         self.path = path
         both = _map(path, torch.stack([self._k, self._v]).shape, self.dtype)
         both.copy_(torch.stack([self._k, self._v]))
@@ -254,7 +255,8 @@ class SharedTokenToKVPool(TokenToKVPool):
 
 
 class SharedMemoryTransport(Transport):
-    """Into the other end's pool, which is a `SharedTokenToKVPool` there; the connection has the rest."""
+    """A transport that writes to the other end's pool, a `SharedTokenToKVPool`; other frames use the
+    connection."""
 
     pool_class = SharedTokenToKVPool
     _other: torch.Tensor | None = None
@@ -273,7 +275,7 @@ class SharedMemoryTransport(Transport):
         self._take_frame()
         own = getattr(self.kv_pool, "path", None)
         if own is not None:
-            own.unlink()  # both ends have it now, and it goes with them
+            own.unlink()  # both ends have mapped it, so it is deleted with them
 
     # --8<-- [start:copy-into-shared-memory]
     def _copy(self, room: str, layer: int, source: list[int], target: list[int]) -> None:

@@ -1,4 +1,5 @@
-"""Images to rows of the prompt, as in LLaVA: CLIP's vision transformer, then two layers."""
+"""The vision tower: images to rows of the prompt, as in LLaVA, by CLIP's vision transformer and two
+layers."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from shared.config.vision import VisionConfig
 from shared.loading.safetensors_file import read_checkpoint
 
 PREFIXES = ("model.", "vision_tower.", "vision_model.")
-"""Of a weight's name, in this order, as far as a checkpoint has them."""
+"""Prefixes of a weight's name, removed in this order if present."""
 
 
 class VisionLayer(nn.Module):
-    """Every patch attends to every patch of its image: no mask, no cache."""
+    """A layer of the vision transformer. Every patch attends to every patch of its image, without mask or
+    cache."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -86,7 +88,7 @@ def load_vision(
     folder: Path, config: VisionConfig, text_hidden_size: int, device: torch.device, dtype: torch.dtype
 ) -> VisionTower:
     """The tower and the projector of a checkpoint. Raises `ValueError` for weights that are missing or of
-    another shape. Layers behind the features are not read."""
+    another shape. Layers after the used features are not read."""
     tower = VisionTower(config, text_hidden_size)
     wanted, found = tower.state_dict(), {}
     for name, info in read_checkpoint(folder).items():
@@ -107,7 +109,7 @@ def load_vision(
 
 
 def _own_name(name: str) -> str | None:
-    """The name of a checkpoint's weight in `VisionTower`; None: of another part."""
+    """The name in `VisionTower` of a checkpoint's weight; None: it is of another part."""
     is_vision = "vision_tower." in name or "multi_modal_projector." in name
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)

@@ -1,7 +1,7 @@
-"""The decoder that all dense families share, and that takes an MoE for its MLP.
+"""The decoder of all dense families; with an MoE in place of the MLP also of MoE families.
 
-What a family adds is a field of ModelConfig: biases, norms on the heads of q and k, sliding windows, experts.
-The other files of this folder name what their family uses.
+The features of a family are fields of ModelConfig: biases, norms on the heads of q and k, sliding windows,
+experts. The other files of this folder list the features of their family.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class LlamaDecoderLayer(nn.Module):
         positions: torch.Tensor,
         attention: BatchAttention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's input is x + residual (x alone in the first layer), and so is its output: each sum is
-        left to the norm that follows it."""
+        """The layer's input is x + residual (x alone in the first layer), and so is its output: the norm that
+        follows computes the sum."""
         # --8<-- [start:decoder-layer]
         if residual is None:
             x, residual = self.input_layernorm(x), x
@@ -122,7 +122,7 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Everything but the head. With several ranks each has some rows of the embedding."""
+    """The model without the head. With several ranks each has some rows of the embedding."""
 
     layer_class: type[nn.Module] = LlamaDecoderLayer
 

@@ -16,7 +16,7 @@ DRAFTERS = {
 
 
 def drafter_class(algorithm: str) -> type[Drafter]:
-    """The class for an algorithm; one that is missing raises `ValueError` listing what there is."""
+    """The class for an algorithm; an unknown one raises `ValueError` listing the known ones."""
     if algorithm not in DRAFTERS:
         raise ValueError(f"no drafter for speculative={algorithm}; there are {', '.join(DRAFTERS)}")
     module, name = DRAFTERS[algorithm].split(":")

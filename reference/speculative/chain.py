@@ -1,4 +1,4 @@
-"""Speculation with chains: draft tokens, verify all of them in one forward pass, keep those that agree."""
+"""Speculation with chains: draft tokens, verify them in one forward pass, keep the accepted ones."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from shared.types import (
 
 
 class ChainRound:
-    """A round is one step of all running requests.
+    """A round of speculation with chains: one step of all running requests.
 
-    A request's chain is its newest token, node 0, and the drafts behind it. The target samples its own token
-    behind every node, with the parameters and the noise of that position. A draft is accepted if it equals
-    the token sampled before it, and all drafts before it are accepted. So the output is, token by token, that
-    of plain decoding, at any temperature.
+    A request's chain is its newest token, node 0, and the drafts behind it. The target samples a token behind
+    every node, with the parameters and the noise of that position. A draft is accepted if it equals the token
+    sampled behind its predecessor, and all drafts before it are accepted. So the output is, token by token,
+    that of plain decoding, at any temperature.
 
     Node n has its KV at position kv_committed_len + n, in slots that the request owns for the round.
     """
@@ -43,11 +43,11 @@ class ChainRound:
 
     # --8<-- [start:speculative-step]
     def run(self, batch: DraftBatch, shape: DraftShape) -> tuple[BatchResult, list[int]]:
-        """Each request's accepted tokens and one behind them, and the depth of its drafts.
-        Commits the KV of what is accepted, and frees other slots."""
+        """Run a round: each request's accepted tokens and one more, and the depth of
+        its drafts. Commits the KV of accepted tokens and frees the other slots."""
         with self.parts.timeline.span("draft"):
             tree = self.drafter.draft(batch, shape)
-        depths = tree.depths.amax(dim=1).tolist()  # now: the tree is valid until the drafter is called again
+        depths = tree.depths.amax(dim=1).tolist()  # the next call of the drafter overwrites the tree
         forward_batch = self._verify_batch(batch, tree)
         info = self._node_sampling_info(batch.reqs, tree)
         with self.parts.timeline.forward(forward_batch):
@@ -74,7 +74,8 @@ class ChainRound:
         return BatchResult(token_ids, found, forward_batch, logits_output), depths
 
     def _verify_batch(self, batch: DraftBatch, tree: DraftTree) -> ForwardBatch:
-        """All nodes as an extension of their request: in a chain, causal attention is right."""
+        """A batch with all nodes as an extension of their request. Causal attention is correct for a
+        chain."""
         bs, num_nodes = tree.token_ids.shape
         positions = tree.positions(batch.seq_lens)
         return ForwardBatch(

@@ -1,4 +1,4 @@
-"""Speculation as a decode strategy: a round where there is memory for drafts, otherwise a plain step."""
+"""Speculation as a decode strategy: a round if there is memory for drafts, otherwise a plain step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shared.types import BatchResult, DraftBatch, ForwardMode, Req, ScheduleBatc
 
 class SpeculativeDecoding(PlainDecoding):
     """Between steps a request owns no slot beyond its committed ones (to the end of a page). During a round
-    it owns `num_slots` more: the drafter works in them, then the nodes have their KV there. What is not
-    accepted is freed before the round ends."""
+    it owns `num_slots` more, first for the drafter, then for the KV of the nodes. Slots of rejected nodes are
+    freed before the round ends."""
 
     def __init__(self, config: EngineConfig, context_len: int, parts: SchedulerParts) -> None:
         super().__init__(parts)
@@ -32,11 +32,11 @@ class SpeculativeDecoding(PlainDecoding):
         self.round = (ChainRound if is_chain else TreeRound)(context_len, parts)
 
     def num_reserved(self, reqs: Sequence[Req]) -> int:
-        """Tokens that admitting others should leave free, so that those who run can go on speculating."""
+        """Tokens that admission should leave free, so that running requests can continue to speculate."""
         return self.num_slots * len(reqs)
 
     def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
-        """A plain step where there is no room for drafts: they cause no retraction."""
+        """Prepare a round, or a plain step if there is no room for drafts, which cause no retraction."""
         return self._prepare_round(reqs) if self.can_speculate(reqs) else super().prepare(reqs)
 
     def can_speculate(self, reqs: Sequence[Req]) -> bool:
@@ -51,13 +51,13 @@ class SpeculativeDecoding(PlainDecoding):
             - round_up_to_page(req.kv_committed_len, page_size)
             for req in reqs
         )
-        # What cannot suffice must not cost the cached prefixes.
+        # Do not evict cached prefixes if eviction cannot suffice.
         if num_tokens > allocator.available_size() + tree_cache.evictable_size():
             return False
         return evict_for(num_tokens, tree_cache, allocator)
 
     def _prepare_round(self, reqs: list[Req]) -> ScheduleBatch:
-        """Slots behind each request's committed ones."""
+        """Allocate slots behind each request's committed ones."""
         pool = self.parts.req_to_token_pool
         starts = [req.kv_committed_len for req in reqs]
         rows = rows_of(reqs)
@@ -94,8 +94,8 @@ class SpeculativeDecoding(PlainDecoding):
         """Call the drafter's `extend` for KV that stays, after a prefill or a decode step."""
         next_token_ids = [
             max(token_ids[-1], 0) for token_ids in result.token_ids
-        ]  # of a NaN: its request ends
-        if chunked_req in reqs:  # what was sampled is no token of this prompt
+        ]  # after a NaN: its request ends
+        if chunked_req in reqs:  # the sampled token has no meaning
             next_token_ids[reqs.index(chunked_req)] = chunked_req.all_ids[len(chunked_req.fill_ids)]
         ids = torch.tensor(next_token_ids, device=self.parts.allocator.device)
         self.drafter.extend(reqs, result.forward_batch, result.logits_output.hidden_states, ids)

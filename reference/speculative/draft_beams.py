@@ -1,4 +1,4 @@
-"""A model's drafting steps, K beams of a request at once, each seeing just its own ancestors."""
+"""Drafting steps of a draft model: K concurrent beams per request, each of which sees only its ancestors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from shared.types import Beams, DraftBatch, ForwardBatch, ForwardMode
 
 
 class BeamSteps:
-    """Makes the ForwardBatch of one step after the other.
+    """Makes the ForwardBatches of successive drafting steps.
 
-    A request's drafts stand in its row behind its seq_len tokens with KV: first `num_before` that the drafter
-    has computed already (a language model has, its newest token: 1), then the K beams of each step. So slots
-    follow one another step by step, and say nothing about positions: all beams of a step share one.
+    A request's drafts are in its row behind its seq_len tokens with KV: first `num_before` tokens that the
+    drafter has already computed (1, the newest token, for a language model; otherwise 0), then the K beams of
+    each step. So slots are in the order of steps and are not positions: all beams of a step have the same
+    position.
     """
 
     def __init__(
@@ -22,13 +23,13 @@ class BeamSteps:
         self.batch = batch
         self.req_to_token_pool = req_to_token_pool
         self.context_len = context_len
-        self.num_visible = num_before  # behind seq_len, by every beam
+        self.num_visible = num_before  # behind seq_len, visible to every beam
         self.num_steps = 0
         # [bs, K, K * num_steps]: which earlier beams, and itself, each beam of the last step sees
         self.visible = torch.empty(batch.batch_size, 0, 0, dtype=torch.bool, device=batch.seq_lens.device)
 
     def next(self, beams: Beams) -> ForwardBatch:
-        """The step that computes `beams`, the latest. Its tokens are request by request, K each."""
+        """The step that computes `beams`, the latest ones. Its tokens are request by request, K each."""
         bs, k = beams.token_ids.shape
         device = beams.token_ids.device
         starts = self.batch.seq_lens + self.num_visible + self.num_steps * k
@@ -45,7 +46,7 @@ class BeamSteps:
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             input_ids=beams.token_ids.flatten(),
-            # Drafts behind the context's end are never kept.
+            # Drafts beyond the context's end are never kept.
             positions=positions.clamp(max=self.context_len - 1).repeat_interleave(k),
             req_pool_indices=self.batch.req_pool_indices,
             seq_lens=starts + k,
@@ -54,7 +55,7 @@ class BeamSteps:
             extend_start_loc=torch.arange(bs, device=device) * k,
             seq_lens_cpu=seq_lens_cpu,
             extend_seq_lens_cpu=(k,) * bs,
-            custom_mask=self._mask(k, seq_lens_cpu) if k > 1 else None,  # a chain is causal as it is
+            custom_mask=self._mask(k, seq_lens_cpu) if k > 1 else None,  # a chain needs only causal attention
         )
 
     def _mask(self, k: int, seq_lens_cpu: tuple[int, ...]) -> torch.Tensor:

@@ -70,13 +70,13 @@ class DraftTreeOps(contract.DraftTreeOps):
         parents = torch.where(is_node & (nodes > 0), parents, nobody)
         visible = torch.zeros(bs, num + 1, num, dtype=torch.bool, device=token_ids.device)
         depths = torch.full((bs, num + 1), -1, device=token_ids.device)
-        for n in range(num):  # parents come first: what they see is known
+        for n in range(num):  # parents come first, so their row is complete
             visible[:, n] = visible[requests, parents[:, n]]
             visible[:, n, n] = True
             depths[:, n] = depths[requests, parents[:, n]] + 1
 
         next_token, next_sibling = torch.full_like(depths, -1), torch.full_like(parents, -1)
-        for n in reversed(range(1, num)):  # each goes in front of its later siblings
+        for n in reversed(range(1, num)):  # each is linked before its later siblings
             next_sibling[:, n] = next_token[requests, parents[:, n]]
             next_token[requests, parents[:, n]] = n
         # --8<-- [end:link-tree]
@@ -137,11 +137,12 @@ def candidate_parents(steps: Sequence[Beams]) -> torch.Tensor:
 def accept_by_rejection(
     tree: DraftTree, probs: torch.Tensor, coins: torch.Tensor, bonus_coins: torch.Tensor
 ) -> Accepted:
-    """The usual walk, to compare with: it gets the target's distribution at every node, not a sample.
+    """The usual rejection sampling, for comparison: it uses the target's distribution at every node, not a
+    sample.
 
-    probs [bs, N, V] sum to 1; coins [bs, N] and bonus_coins [bs] are uniform in [0, 1). At each node its coin
-    falls on one of the children, each as wide as its probability, or beside all of them. Then the bonus token
-    is drawn from what they leave.
+    probs [bs, N, V] sum to 1; coins [bs, N] and bonus_coins [bs] are uniform in [0, 1). At each node the coin
+    selects a child with the child's probability, or none. Then the bonus token is drawn from the remaining
+    distribution.
     """
     first_child, sibling = tree.next_token.tolist(), tree.next_sibling.tolist()
     drafts, target, coin = tree.token_ids.tolist(), probs.tolist(), coins.tolist()
@@ -155,7 +156,7 @@ def accept_by_rejection(
                 reached += left[drafts[b][child]]
                 if coin[b][node] < reached:
                     break
-                left[drafts[b][child]] = 0.0  # refused: not the bonus token either
+                left[drafts[b][child]] = 0.0  # rejected, so it cannot be the bonus token either
                 child = sibling[b][child]
             if child < 0:
                 break

@@ -20,17 +20,17 @@ from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req, T
 
 
 class LastRow(NamedTuple):
-    """What the draft model gave for the newest KV of a request: drafting begins there."""
+    """The draft model's results for the newest KV of a request, from which drafting starts."""
 
     hidden_states: torch.Tensor  # [hidden_size], for logits
     next_hidden_states: torch.Tensor  # [hidden_size], for the token that comes next
 
 
 class EagleDrafter(interface.Drafter):
-    """The draft model reads every token together with the target's hidden state before it. So slot j of its
-    pool holds token j + 1 and hidden state j, at position j: when the target has KV for n tokens, it has too,
-    and has seen the newest token. What it drafts from its own hidden states stands behind, and `extend`
-    overwrites what of that was accepted, from the target's."""
+    """Drafts with a model whose input is a token and the target's hidden state of the previous token. So slot
+    j of its pool holds token j + 1 and hidden state j, at position j. When the target has KV for n tokens,
+    the draft model has KV for n tokens too and has processed the newest token. KV of drafts, computed from
+    its own hidden states, follows. `extend` recomputes the accepted part from the target's hidden states."""
 
     is_bigram = True
 
@@ -54,7 +54,7 @@ class EagleDrafter(interface.Drafter):
         self.attention = component(attention_component(model_config))(req_to_token_pool, self.kv_pool)
 
     def num_slots(self, shape: DraftShape) -> int:
-        return (shape.num_steps - 1) * shape.top_k  # no step follows the last beams
+        return (shape.num_steps - 1) * shape.top_k  # no step is needed for the last beams
 
     # --8<-- [start:eagle-extend]
     def extend(

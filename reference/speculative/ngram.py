@@ -1,4 +1,5 @@
-"""Drafting without a model: what followed the same tokens before, in this request or in an earlier one."""
+"""N-gram drafting, without a model: the tokens that followed the same tokens earlier, in any recent
+request."""
 
 from __future__ import annotations
 
@@ -14,23 +15,23 @@ from shared.interfaces import DrafterParts
 from shared.interfaces import drafter as interface
 from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req
 
-MAX_MATCH_LEN = 8  # tokens to find again; a longer match says hardly more
+MAX_MATCH_LEN = 8  # longest suffix to match; longer matches add little
 MAX_NODES = 1_000_000  # of the trie: some hundred megabytes
 
 Edge = tuple[float, int, int, "TrieNode", int]
-"""What may be added to a tree: minus its probability, a tie-break, a token id, its run, the parent node."""
+"""A candidate node: minus its probability, a tie-break, a token id, its run, the parent node."""
 
 
 @dataclass(slots=True, eq=False)
 class TrieNode:
-    """Stands for the tokens on the way to it."""
+    """A node of the trie, for the tokens on its path."""
 
     count: int = 0  # how often these tokens were seen in a row
     children: dict[int, TrieNode] = field(default_factory=dict)
 
 
 class NgramTrie:
-    """Every run of at most `max_len` tokens that was seen, and how often."""
+    """A trie of all seen runs of at most `max_len` tokens, with their counts."""
 
     def __init__(self, max_len: int, max_nodes: int = MAX_NODES) -> None:
         self.max_len = max_len
@@ -47,8 +48,8 @@ class NgramTrie:
 
     # --8<-- [start:ngram-append]
     def append(self, token_id: int, open_runs: list[TrieNode]) -> list[TrieNode]:
-        """A sequence goes on with one token. open_runs: the runs that end at its last
-        token, shortest first; returns those that end at this one."""
+        """Append a token to a sequence. open_runs: the runs that end at the previous
+        token, shortest first. Returns the runs that end at this token."""
         runs: list[TrieNode] = []
         for run in (self.root, *open_runs[: self.max_len - 1]):
             child = run.children.get(token_id)
@@ -70,15 +71,15 @@ class NgramTrie:
 
 @dataclass
 class _Sequence:
-    """How far a request's tokens are in the trie, and its runs that may go on."""
+    """The number of a request's tokens in the trie, and its open runs."""
 
     num_tokens: int = 0
     open_runs: list[TrieNode] = field(default_factory=list)
 
 
 class NgramDrafter(interface.Drafter):
-    """A trie of all tokens of recent requests, prompts included. When it is full, it is emptied, and filled
-    again with the requests that are alive. (One that is retracted and comes back counts twice.)"""
+    """Drafts from a trie of all tokens of recent requests, prompts included. When it is full, it is rebuilt
+    from the live requests. (A request that is retracted and readmitted counts twice.)"""
 
     def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
         self.device = parts.device
@@ -131,7 +132,7 @@ class NgramDrafter(interface.Drafter):
 
 def continue_tokens(trie: NgramTrie, tokens: list[int], shape: DraftShape) -> tuple[list[int], list[int]]:
     """Ids and parents of a tree below the last of `tokens`, which is node 0: the likeliest continuations of
-    the longest end of `tokens` that was seen before; while there is room, those of shorter ends too."""
+    the longest suffix of `tokens` that was seen before and, while there is room, of shorter suffixes."""
     ids, parents, depths = [tokens[-1]], [0], [0]
     children: list[dict[int, int]] = [{}]  # of each node: token id -> node
     ties = count()
@@ -159,7 +160,7 @@ def continue_tokens(trie: NgramTrie, tokens: list[int], shape: DraftShape) -> tu
 
 
 def _edges(run: TrieNode, probability: float, parent: int, ties: Iterator[int]) -> list[Edge]:
-    """What followed a run, the most frequent first, each with its share of `probability`."""
+    """The continuations of a run, the most frequent first, each with its share of `probability`."""
     followers = sorted(run.children.items(), key=lambda item: (-item[1].count, item[0]))
     total = sum(child.count for _, child in followers)
     return [

@@ -28,8 +28,8 @@ from shared.types import (
 
 
 class StandaloneDrafter(interface.Drafter):
-    """The draft model reads what the target reads, at the same positions and into the same slots of its own
-    pool. It needs nothing of the target but its tokens."""
+    """Drafts with a language model that computes the target's tokens at the same positions, into the same
+    slots of its own pool. It needs only the target's tokens."""
 
     def __init__(self, config: EngineConfig, parts: DrafterParts) -> None:
         assert config.speculative_draft_model is not None
@@ -67,8 +67,8 @@ class StandaloneDrafter(interface.Drafter):
         hidden_states: torch.Tensor | None,
         next_token_ids: torch.Tensor,
     ) -> None:
-        # What was drafted and accepted is computed again: it may have moved to another slot, and a plain step
-        # or a prefill has drafted nothing.
+        # Accepted drafts are computed again, because they may have moved to another slot, and a plain step or
+        # a prefill has no drafts.
         self.model_runner.forward(replace(forward_batch, input_logprob_rows=None, input_logprob_ids=None))
 
     # --8<-- [start:standalone-draft]
@@ -91,7 +91,7 @@ class StandaloneDrafter(interface.Drafter):
         return top
 
     def _root_step(self, batch: DraftBatch) -> ForwardBatch:
-        """The newest tokens, whose KV the target has not computed either."""
+        """The step of the newest tokens, whose KV the target has not computed either."""
         bs = batch.batch_size
         rows = batch.req_pool_indices
         ones = torch.ones_like(batch.seq_lens)

@@ -1,4 +1,4 @@
-"""Speculation with trees: several drafts for one position, of which verification keeps at most one."""
+"""Speculation with trees: several drafts per position, of which verification keeps at most one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shared.types import DraftBatch, DraftTree, ForwardBatch, Req
 
 
 class TreeRound(ChainRound):
-    """Differs from a chain: a node sees its ancestors only, the walk may follow any child, and the accepted
-    nodes are not the first ones. So they get their KV into order."""
+    """A round with trees. It differs from chains: a node sees only its ancestors, the walk may follow any
+    child, and accepted nodes are not the first ones, so their KV is moved."""
 
     def _verify_batch(self, batch: DraftBatch, tree: DraftTree) -> ForwardBatch:
         forward_batch = super()._verify_batch(batch, tree)
@@ -27,8 +27,8 @@ class TreeRound(ChainRound):
         return [nodes[:num] for nodes, num in zip(accepted.node_indices.tolist(), lens)]
 
     def _keep_slots(self, reqs: list[Req], paths: list[list[int]]) -> list[torch.Tensor]:
-        """With pages of one token, the slots of the nodes become the row's next ones. Slots of a larger page
-        must stay in order: KV is moved to the first slots, and the pages behind them are freed."""
+        """With pages of one token, the slots of accepted nodes become the row's next ones. Slots of a larger
+        page must stay in order, so KV is moved to the first slots, and the pages behind them are freed."""
         pool, page_size = self.parts.req_to_token_pool, self.parts.allocator.page_size
         kept, unused, targets, sources = [], [], [], []
         # --8<-- [start:keep-accepted-slots]

@@ -1,1 +1,1 @@
-"""From a model folder to weights on a device, and the size of the pools."""
+"""Loads a model folder to a device, and sizes the pools."""

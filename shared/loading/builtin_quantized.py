@@ -1,7 +1,8 @@
 """Quantized versions of the built-in models: "tiny-dense-int4" and the like.
 
-One is written when it is first named, in less than a second, into the user's cache. The name of its folder
-has a hash of the model's weights and of the code that quantizes, so a change of either makes a new one."""
+A version is written to the user's cache when it is first used, in less than a second. Its folder name
+includes a hash of the model's weights and of the quantizing code, so a change of either makes a new
+version."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from shared.loading.safetensors_file import SINGLE_FILE
 
 
 def quantized_folder(source: Path, method: str) -> Path:
-    """The folder of the built-in model in `source`, quantized. Raises `OSError` for a cache that cannot be
-    written."""
+    """The folder of the quantized version of the built-in model in `source`. Raises `OSError` if the cache
+    cannot be written."""
     digest = hashlib.blake2b(digest_size=8)
     for file in (source / SINGLE_FILE, source / "config.json", quantize.__file__, save_quantized.__file__):
         digest.update(Path(file).read_bytes())
@@ -25,14 +26,14 @@ def quantized_folder(source: Path, method: str) -> Path:
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Written elsewhere and renamed: other processes find a whole checkpoint or none.
+    # Written elsewhere and then renamed, so that other processes find a whole checkpoint or none.
     temporary = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         save_quantized.save_quantized(source, temporary, method)
         temporary.chmod(0o755)
         temporary.rename(folder)
     except OSError:
-        if not folder.is_dir():  # else another process was faster
+        if not folder.is_dir():  # otherwise another process was faster
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Weights of draft models: streamed from a checkpoint, or made up."""
+"""Weights of draft models: streamed from a checkpoint, or random."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared.loading.weight_names import expected_shapes
 from shared.loading.weights import Weights, dummy_tensors, stream
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-# What the layer is called that takes the target's hidden states, and the draft model that has it.
+# The name of the layer that takes the target's hidden states, and the draft model that has it.
 _MARKS: dict[DraftFormat, tuple[str, str]] = {
     "eagle": ("fc", "an EAGLE head"),
     "eagle3": ("fc", "an EAGLE-3 head"),
@@ -25,8 +25,8 @@ _MARKS: dict[DraftFormat, tuple[str, str]] = {
 
 
 def refuse_language_model(folder: Path, draft_format: DraftFormat, name: str) -> None:
-    """Raise `ValueError` for a folder with a model of its own in a draft model's place. Many heads have the
-    name of a plain family under "architectures", too: among these the names of the weights tell."""
+    """Raise `ValueError` if the folder of a draft model holds a language model. Many heads have the name of a
+    plain family under "architectures", so the names of the weights decide."""
     config = read_json(config_path(folder))
     architectures = config.get("architectures") if isinstance(config, dict) else None
     if architectures not in [[family] for family in FAMILIES]:
@@ -43,9 +43,9 @@ def refuse_language_model(folder: Path, draft_format: DraftFormat, name: str) ->
 def iterate_draft_weights(
     folder: str | Path, on_progress: Callable[[int, int], None] | None = None
 ) -> Weights:
-    """Everything in a draft model's folder, on the CPU, one tensor at a time: weights, and tables of indices.
-    Of a language model's checkpoint that has a NEXTN layer, that layer alone. Which names are right is for
-    `DraftModel.load_weights` to say. Errors are `ValueError`s."""
+    """The tensors of a draft model's folder, on the CPU, one at a time: weights, and tables of indices. For a
+    language model's checkpoint with a NEXTN layer, the tensors of that layer only. `DraftModel.load_weights`
+    checks the names. Errors are `ValueError`s."""
     tensors = read_checkpoint(Path(folder), SUPPORTED_DTYPES + INDEX_DTYPES)
     layers = {match[0]: int(match[1]) for name in tensors if (match := _LAYER.match(name))}
     nextn = [layer for layer in layers if f"{layer}eh_proj.weight" in tensors]
@@ -57,7 +57,7 @@ def iterate_draft_weights(
 
 def dummy_draft_weights(config: DraftConfig, seed: int = 0, device: torch.device | str = "cpu") -> Weights:
     """Seeded random weights, as `shared.loading.weights.dummy_weights`, under the names of public
-    checkpoints. A draft vocabulary that is a part of the target's is spread evenly over it."""
+    checkpoints. A draft vocabulary smaller than the target's is spread evenly over it."""
     yield from dummy_tensors(draft_shapes(config), config.model.dtype, seed, device)
     vocab_size, target_vocab_size = config.model.vocab_size, config.target.vocab_size
     if vocab_size != target_vocab_size:

@@ -18,11 +18,11 @@ from shared.config.hf_config import read_json
 from shared.loading.weights import Weights, iterate_weights
 
 ARCHITECTURES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3moe"}
-"""By architecture of config.json: its name in GGUF. These families rotate halves of a head, as the checkpoint
-does; llama.cpp rotates neighbours in a Llama model, whose rows would have to be permuted."""
+"""Architecture in config.json -> its name in GGUF. For these families llama.cpp rotates halves of a head, as
+the checkpoint does. In a Llama model it rotates neighbours, so rows would have to be permuted."""
 
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-"""By format of the matrices: the file type in the metadata."""
+"""Format of the matrices -> the file type in the metadata."""
 
 QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -30,10 +30,10 @@ QWEN_SPLIT = (
 )
 BUILTIN_SPLIT = r"[ ]?\p{L}+|\p{N}|[ ]?[^\s\p{L}\p{N}]+|[\r\n]+|\s+"
 PRE_TOKENIZERS = {QWEN_SPLIT: "qwen2", BUILTIN_SPLIT: "deepseek-v3"}
-"""By regex of tokenizer.json: the pre-tokenizer of llama.cpp, which has a fixed list of them and cannot be
-given a regex. None of the list is that of the built-in models. The one named here keeps groups together that
-the regex separates, which changes no id, because no merge of the vocabulary joins them. It separates one case
-that the regex keeps together: of several spaces before a word, the last belongs to the word."""
+"""Regex of tokenizer.json -> the pre-tokenizer of llama.cpp, which has a fixed list and takes no regex. The
+list does not include that of the built-in models. The one named here keeps groups together that the regex
+separates, which changes no id, because no merge of the vocabulary joins them. It separates one case that the
+regex keeps together: the last of several spaces before a word is part of the word."""
 
 _EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)(\.\w+\.weight)")
 
@@ -82,7 +82,7 @@ def write_gguf(
 
 
 def _add_shape(writer: Any, description: dict[str, Any]) -> None:
-    """The numbers of config.json under GGUF's names."""
+    """Add the numbers of config.json under GGUF's names."""
     rope = description.get("rope_parameters") or description.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ValueError(f"no GGUF of a model whose RoPE is scaled: {rope}")
@@ -156,7 +156,8 @@ def _add_tokenizer(writer: Any, tokenizer: dict[str, Any], source: Path) -> None
 
 
 def _add_tensors(writer: Any, weights: Weights, arch: str, description: dict[str, Any], dtype: str) -> None:
-    """Every weight under GGUF's name. The experts of a layer and matrix are one tensor [experts, out, in]."""
+    """Add every weight under GGUF's name. The experts of a layer and matrix are one tensor [experts, out,
+    in]."""
     import gguf
 
     of_arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)

@@ -1,4 +1,4 @@
-"""The dtype of the KV pool, and the scales of an FP8 pool as a checkpoint has them.
+"""The dtype of the KV pool, and the scales of an FP8 pool, read from a checkpoint.
 
 Checkpoints name the scales of a layer in four ways: `self_attn.k_scale` and `v_scale`, the same behind
 `k_proj.` and `v_proj.`, `k_proj.output_scale` and `v_proj.output_scale`, and, in old ones, `kv_scale` for

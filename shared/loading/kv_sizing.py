@@ -1,4 +1,4 @@
-"""How many tokens the KV pool holds: what is free once the weights are there, less what steps need."""
+"""Sizes the KV pool: the memory that is free after loading, minus the memory of steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.interfaces import Drafter
 from shared.sampling.logprobs import LOGPROB_ROWS
 
 MAX_CPU_TOKENS = 65_536
-"""Enough for a laptop's worth of requests; more only on request (max_total_tokens)."""
+"""Enough for the requests of a laptop; set max_total_tokens for more."""
 
 CPU_MEMORY_FRACTION = 0.25
 GIB = 2**30
@@ -24,15 +24,16 @@ LIBRARIES = 1 * GIB
 BYTES_PER_LOGIT = 24
 """Per row and token id: the head's output, its float32 copy, and the sampler's buffers (float64 sums)."""
 BYTES_PER_GRAPH = 16 * 2**20
-"""What CUDA keeps for the kernels of a captured step, beside the tensors that all graphs share."""
+"""The memory that CUDA keeps for the kernels of a captured step, in addition to the tensors that all graphs
+share."""
 NUM_GRAPHS = 36
 EXTEND_GRAPHS = 512 * 2**20
-"""Of prompts, for as many tokens as are captured by default: the larger a model, the fewer."""
+"""Prefill graphs, for the numbers of tokens that are captured by default: the larger a model, the fewer."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes, and what they are for. On a CPU there is only the pool."""
+    """A memory plan in bytes. On a CPU it has only the pool."""
 
     num_tokens: int
     bytes_per_token: int
@@ -44,7 +45,7 @@ class MemoryPlan:
     reason: str = ""  # why not more tokens
 
     def rows(self) -> dict[str, str]:
-        """The arithmetic, for people."""
+        """The plan as (label, text) rows."""
         pool = self.num_tokens * self.bytes_per_token
         rows = {}
         if self.total:
@@ -60,15 +61,14 @@ class MemoryPlan:
 
 
 def num_rows(config: EngineConfig) -> int:
-    """Rows of req_to_token: for all that run, for the prompt that is being computed, and as many again. They
-    are handed out first in, first out, so a request's row is not another's before the batch is done that was
-    under way when it left."""
+    """The number of rows of req_to_token: one for each running request and the chunked prompt, twice. They
+    are allocated first in, first out, so a freed row is not reused until the batch in flight has ended."""
     return 2 * (config.max_running_requests + 1)
 
 
 def num_speculative_slots(config: EngineConfig, drafter: Drafter | None) -> int:
-    """Slots that a request takes behind its committed ones while it speculates: for drafting, then for the
-    tree. A row of req_to_token is so much longer than the context."""
+    """The slots that a request takes behind its committed ones while it speculates: for drafting, then for
+    the tree. A row of req_to_token is longer than the context by this number."""
     if drafter is None:
         return 0
     shape = draft_shape(config)
@@ -80,7 +80,7 @@ def kv_bytes_per_token(model_config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def free_gpu_memory(device: torch.device) -> int:
-    """Bytes, after giving back what is only cached; 0 for what is no GPU."""
+    """Free bytes of a GPU, after emptying torch's cache; 0 for other devices."""
     if device.type != "cuda":
         return 0
     gc.collect()
@@ -89,7 +89,7 @@ def free_gpu_memory(device: torch.device) -> int:
 
 
 def check_memory(what: str, num_bytes: int, device: torch.device) -> None:
-    """Raise `ValueError` if `what` needs more memory than is free: nothing of it is allocated."""
+    """Raise `ValueError`, before any allocation, if `what` needs more memory than is free."""
     is_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if is_gpu else psutil.virtual_memory().available
     if num_bytes > free:
@@ -109,10 +109,10 @@ def plan_memory(
     draft_bytes_per_token: int = 0,
     kv_dtype: torch.dtype | None = None,
 ) -> MemoryPlan:
-    """The flag if given, else what fits *after* the weights are loaded, at most what all running requests
-    can fill; in whole pages. `free_before`: of the GPU, before the weights came; `weights`: their bytes;
-    `draft_bytes_per_token`: what a slot takes in a drafter's own pool; `kv_dtype`: of the KV pool, if it is
-    not `dtype`."""
+    """The size of the KV pool in whole pages: the flag if given, otherwise what fits *after* the weights are
+    loaded, at most what all running requests can fill. `free_before`: free memory of the GPU before the
+    weights; `weights`: their bytes; `draft_bytes_per_token`: bytes of a slot in a drafter's own pool;
+    `kv_dtype`: of the KV pool, if it is not `dtype`."""
     bytes_per_token = kv_bytes_per_token(model_config, kv_dtype or dtype) + draft_bytes_per_token
     free, total, reserved = 0, 0, {}
     if device.type == "cuda":
@@ -142,7 +142,7 @@ def plan_memory(
 
 
 def _budget(config: EngineConfig, free: int, total: int, reserved: int) -> tuple[int, str]:
-    """Bytes for the pool, and how that number came about."""
+    """Bytes for the pool, and the reason for that number."""
     if not total:
         available = psutil.virtual_memory().available
         budget = int(available * CPU_MEMORY_FRACTION)
@@ -157,7 +157,7 @@ def _budget(config: EngineConfig, free: int, total: int, reserved: int) -> tuple
 
 
 def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes that the largest step takes beside weights and KV, by what takes them."""
+    """The bytes that the largest step takes in addition to weights and KV, by purpose."""
     context_len = config.context_len or model.context_len
     num_tokens = config.chunked_prefill_size or max(config.max_prefill_tokens, context_len)
     num_tokens = max(num_tokens, 1) + config.max_running_requests  # a mixed step decodes too
@@ -168,7 +168,8 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
         expert = 3 * model.moe.intermediate_size + model.hidden_size
         routed = model.moe.num_experts_per_tok * expert + 3 * model.moe.shared_intermediate_size
         mlp = max(routed, mlp if len(model.moe_layers) < model.num_hidden_layers else 0)
-    # Residual, norm, result, and a norm's float32; of attention and MLP the larger: never both at once.
+    # Residual, norm, result, and a norm's float32; the larger of attention and MLP, which are never live
+    # together.
     per_token = (3 * model.hidden_size + max(attention, mlp)) * dtype.itemsize + 8 * model.hidden_size
     num_nodes = draft_shape(config).num_draft_tokens if config.speculative is not None else 1
     num_logit_rows = max(config.max_running_requests * num_nodes, LOGPROB_ROWS)
@@ -176,7 +177,7 @@ def reserve_for_steps(config: EngineConfig, model: ModelConfig, dtype: torch.dty
     if not config.disable_cuda_graph:
         graphs = len(config.cuda_graph_bs or range(NUM_GRAPHS)) * BYTES_PER_GRAPH
         if config.speculative is not None:
-            # Decoding; and for each shape verifying, drafting, telling the drafter.
+            # Decoding; and for each shape verifying, drafting, extending the drafter.
             graphs *= 1 + 3 * len(possible_shapes(config))
         if config.cuda_graph_max_tokens != 0:
             graphs += max(min(config.cuda_graph_max_tokens or 0, num_tokens) * per_token, EXTEND_GRAPHS)

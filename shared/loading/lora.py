@@ -74,8 +74,8 @@ def check_modules(adapter: LoraAdapter, shapes: Mapping[str, tuple[int, ...]], m
 
 
 def read_adapter(folder: str | Path, name: str) -> LoraAdapter:
-    """The adapter of a folder. Raises `ValueError` for files that cannot be read, and for what is not
-    supported, with the field's name."""
+    """The adapter of a folder. Raises `ValueError` for files that cannot be read, and for unsupported
+    settings, with the field's name."""
     from safetensors.torch import load_file
 
     folder = Path(folder).expanduser()
@@ -105,8 +105,8 @@ def read_adapter(folder: str | Path, name: str) -> LoraAdapter:
 
 
 def scale_of(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """alpha / rank, or alpha / sqrt(rank) for rsLoRA. `alpha_pattern` may have another alpha for the module,
-    and `rank_pattern` another rank: that is the one of its weights."""
+    """alpha / rank, or alpha / sqrt(rank) for rsLoRA. `alpha_pattern` may have another alpha for the module.
+    `rank_pattern` may have another rank, which is that of its weights."""
     alpha = config["lora_alpha"]
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):  # PEFT's rule: the first that matches the end

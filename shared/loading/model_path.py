@@ -22,14 +22,15 @@ def builtin_draft_models() -> list[str]:
 
 
 def is_shape(model: str) -> bool:
-    """Whether it names a shape of assets/configs, which can only have random weights."""
+    """Whether the name is a shape of assets/configs, which can only have random weights."""
     return (ASSETS / "configs" / model / "config.json").is_file()
 
 
 def resolve_model_path(model: str, load_format: str = "auto") -> Path:
-    """The folder that holds `model`'s config.json. Raises `ValueError` saying what was looked for, and where.
+    """The folder that holds `model`'s config.json. Raises `ValueError` with the searched names and places.
 
-    With load_format="dummy" also the names of the shapes in assets/configs, which have no weights.
+    With load_format="dummy" the names of the shapes in assets/configs, which have no weights, are accepted
+    too.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():

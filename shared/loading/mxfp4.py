@@ -29,7 +29,7 @@ _SUFFIX = {"blocks": "weight", "scales": "weight_scale"}
 
 
 class Packed(NamedTuple):
-    """A tensor of all experts of a layer, and the rows of it that each matrix has."""
+    """A tensor of all experts of a layer, and its rows for each matrix."""
 
     name: str
     info: TensorInfo
@@ -39,8 +39,8 @@ class Packed(NamedTuple):
 
 
 def take_mxfp4(tensors: dict[str, TensorInfo], layers: dict[str, Layer], where: str) -> list[Packed]:
-    """Remove the experts of `layers` from the tensors of a checkpoint. Raises `ValueError` for those that are
-    missing or of the wrong shape."""
+    """Remove the experts of `layers` from the tensors of a checkpoint. Raises `ValueError` for missing ones
+    and wrong shapes."""
     experts: dict[str, dict[str, list[Layer]]] = {}
     for layer in layers.values():  # in order of experts
         prefix, _, proj = layer.name.rpartition(".")

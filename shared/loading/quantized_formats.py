@@ -1,8 +1,8 @@
 """How checkpoints store the tensors of a quantized linear layer: their names, shapes and packing.
 
-A table gives what a layer of `out` outputs and `size` inputs has in a checkpoint. `decode` turns a stored
-tensor, or a rank's slice of it, into a matrix with one row for each output: int4 values one by one, scales
-and zero points one for each group of inputs.
+A table lists the tensors in a checkpoint of a layer with `out` outputs and `size` inputs. `decode` turns a
+stored tensor, or a rank's slice of it, into a matrix with one row for each output: one int4 value per input,
+one scale and zero point per group of inputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Axis:
-    """Where outputs or inputs are in a stored tensor: a dimension, and how many of them an entry is for."""
+    """The dimension of outputs or inputs in a stored tensor, and the number of them per entry."""
 
     dim: int
     unit: int = 1
@@ -41,7 +41,7 @@ class Stored:
     optional: bool = False
 
     def shapes(self, out: int, size: int) -> list[tuple[int, ...]]:
-        """The shapes that it may have in a layer of these sizes; []: any."""
+        """The allowed shapes in a layer of these sizes; []: any."""
         if not self.target:
             return []
         if self.out is None and self.inputs is None:
@@ -84,8 +84,8 @@ def stored_tensors(storage: str, scheme: QuantScheme) -> dict[str, Stored]:
             return found
         zeros = by_column or Axis(0, 2**31)  # a channel is one group
         order = AWQ_ORDER if storage == "awq" else None
-        # Version 1 of GPTQ stores the zero point less 1. Symmetric ones are only checked, because files
-        # of version 2 are often labelled as version 1.
+        # Version 1 of GPTQ stores the zero point less 1. Symmetric zero points are only checked, because
+        # files of version 2 are often labelled as version 1.
         added = 1 if storage == "gptq" and not scheme.symmetric else 0
         qweight = (
             Stored("weight", ("I32",), Axis(1, 8), Axis(0), lambda t: unpack(t, 1, order).T)

@@ -1,4 +1,4 @@
-"""Weights of quantized models: read from a checkpoint that has them, or quantized while they are read.
+"""Weights of quantized models: read from a quantized checkpoint, or quantized while they are read.
 
 Both give the tensors of `QuantScheme.tensors` under canonical names, or a rank's parts of them:
 model.layers.0.self_attn.q_proj.weight, ...q_proj.weight_scale.
@@ -34,8 +34,8 @@ class Layer(NamedTuple):
     size: int  # inputs
 
     def part(self, shards: Shards | None) -> tuple[slice, slice]:
-        """The outputs and the inputs that a rank has. Raises `ValueError` if a group of inputs with one scale
-        is cut."""
+        """The outputs and the inputs of a rank. Raises `ValueError` if a group of inputs with one scale would
+        be cut."""
         outs, inputs = slice(0, self.out), slice(0, self.size)
         if shards is None:
             return outs, inputs
@@ -80,8 +80,8 @@ def quantized_layers(config: ModelConfig) -> dict[str, Layer]:
 def take_quantized(
     tensors: dict[str, TensorInfo], layers: dict[str, Layer], model: ModelConfig, where: str
 ) -> list[Entry]:
-    """Remove the tensors of quantized layers from those of a checkpoint. Raises `ValueError` for those that
-    are missing, unknown or of the wrong shape or type."""
+    """Remove the tensors of quantized layers from those of a checkpoint. Raises `ValueError` for missing or
+    unknown tensors and wrong shapes or types."""
     assert model.quantization is not None
     storage, architecture = model.quantization.storage, model.architecture
     found: dict[str, dict[str, str]] = {name: {} for name in layers}
@@ -125,7 +125,7 @@ def read_quantized(
     `shared.loading.weights.iterate_weights`."""
     num_bytes, num_bytes_read = sum(entry.info.num_bytes for entry in entries), 0
     for layer in {entry.layer.name: entry.layer for entry in entries}.values():
-        layer.part(shards)  # refuses before anything is read
+        layer.part(shards)  # raises before any tensor is read
     for path in dict.fromkeys(entry.info.path for entry in entries):
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
@@ -201,7 +201,7 @@ def _refuse_bad(entry: Entry, tensor: torch.Tensor) -> None:
 
 
 def _check(entry: Entry, tensor: torch.Tensor) -> None:
-    """Tensors that only describe others."""
+    """Check the tensors that only describe others."""
     layer, scheme = entry.layer, entry.layer.scheme
     where = f"{entry.info.path}: {entry.name}"
     if entry.name.endswith("weight_shape"):
@@ -220,7 +220,8 @@ def _check(entry: Entry, tensor: torch.Tensor) -> None:
 
 
 def dequantize_some(weights: Weights, config: ModelConfig) -> Weights:
-    """Weights of layers that are dequantized when loaded, in place of their quantized tensors."""
+    """Dequantize the layers that are dequantized when loaded; yields their weights in place of the quantized
+    tensors."""
     schemes = {layer.scheme for name, layer in quantized_layers(config).items() if name.endswith(DEQUANTIZED)}
     if len(schemes) > 1:
         different = ", ".join(map(str, schemes))
@@ -243,8 +244,8 @@ def dequantize_some(weights: Weights, config: ModelConfig) -> Weights:
 def quantize_while_reading(
     weights: Weights, config: ModelConfig, device: torch.device | str, shards: Shards | None
 ) -> Weights:
-    """Quantize the whole weights that are linear layers. A rank gets its parts of the results, so that they
-    are the same with any number of ranks."""
+    """Quantize the unsplit weights of linear layers. A rank gets its parts of the results, so that they are
+    the same with any number of ranks."""
     layers = quantized_layers(config)
     for layer in layers.values():
         layer.part(shards)

@@ -1,4 +1,4 @@
-"""The headers of a checkpoint's safetensors files: what is in them, and whether they are whole."""
+"""Reads and checks the headers of a checkpoint's safetensors files."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class TensorInfo(NamedTuple):
 
 
 def read_checkpoint(folder: Path, dtypes: tuple[str, ...] = SUPPORTED_DTYPES) -> dict[str, TensorInfo]:
-    """The tensors of model.safetensors, or of all the files that model.safetensors.index.json names, in the
-    order in which they lie on disk. Reads headers only; whatever is wrong with a file raises `ValueError`."""
+    """The tensors of model.safetensors, or of all files named by model.safetensors.index.json, in their order
+    on disk. Reads headers only. Raises `ValueError` for any defect of a file."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; a model is a folder with config.json and *.safetensors")
     if (folder / SINGLE_FILE).is_file():
@@ -82,7 +82,8 @@ def _read_shards(folder: Path, supported: tuple[str, ...]) -> dict[str, TensorIn
 
 
 def read_header(path: Path, supported: tuple[str, ...] = SUPPORTED_DTYPES) -> dict[str, TensorInfo]:
-    """A safetensors file is the header's length (8 bytes, little-endian), a JSON header, and the data."""
+    """Read the header. A safetensors file has the header's length (8 bytes, little-endian), a JSON header,
+    and the data."""
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         header_len = int.from_bytes(file.read(8), "little")

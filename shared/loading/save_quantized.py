@@ -31,10 +31,10 @@ SCHEMES: dict[str, tuple[dict[str, Any], bool, str]] = {
     "int8": ({"num_bits": 8, "type": "int", "strategy": "channel"}, True, "int-quantized"),
     "int4": ({"num_bits": 4, "type": "int", "strategy": "group"}, False, "pack-quantized"),
 }
-"""By format: what compressed-tensors calls its weights, whether inputs are quantized too, and `format`."""
+"""Format -> compressed-tensors' name of its weights, whether inputs are quantized too, and `format`."""
 
 FILE_BYTES = 4 * 10**9
-"""Tensors are collected up to this size for one file: so much memory is needed."""
+"""The size in bytes up to which tensors are collected for one file, which is also the memory needed."""
 
 
 def save_quantized(
@@ -44,7 +44,7 @@ def save_quantized(
     device: torch.device | str = "cpu",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Quantize the checkpoint in `source` as the flag `quantization` would, and write it to `output`. Raises
+    """Quantize the checkpoint in `source` as with the flag `quantization`, and write it to `output`. Raises
     `ValueError` for a source that is quantized or damaged, and for an `output` that is not empty."""
     if method not in SCHEMES:
         raise ValueError(f"no format {method!r} of a checkpoint; there are {', '.join(SCHEMES)}")
@@ -104,8 +104,8 @@ def pack_int32(weight: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
 
 
 def _kept(source: Path, config: ModelConfig) -> Weights:
-    """Tensors that the model itself does not load: scales of KV, layers for drafting, the head of a reward
-    model."""
+    """The tensors that the model itself does not load: scales of KV, layers for drafting, the head of a
+    reward model."""
     for name, info in read_checkpoint(source).items():
         if is_harmless(name, config) and name != HEAD:
             with safe_open(info.path, framework="pt", device="cpu") as file:
@@ -113,7 +113,7 @@ def _kept(source: Path, config: ModelConfig) -> Weights:
 
 
 def _write_files(weights: Weights, kept: Weights, output: Path) -> None:
-    """One file, or several and their index."""
+    """Write one file, or several files and their index."""
     files: list[str] = []
     where: dict[str, str] = {}
     batch: dict[str, torch.Tensor] = {}

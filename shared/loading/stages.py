@@ -1,4 +1,4 @@
-"""Pipeline parallelism: which layers a rank has."""
+"""Pipeline parallelism: the layers of each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ EMBEDDING, LAST = "model.embed_tokens.weight", ("model.norm.weight", "lm_head.we
 
 
 def layers_of(num_layers: int, rank: int, size: int) -> range:
-    """The layers of a rank: as many as the others have, or one more. Raises `ValueError` if one has none."""
+    """The layers of a rank. Ranks have equally many layers, or one more. Raises `ValueError` if a rank would
+    have none."""
     if size > num_layers:
         raise ValueError(f"pp={size}: a model of {num_layers} layers has none for some ranks")
     return range(num_layers * rank // size, num_layers * (rank + 1) // size)
@@ -37,8 +38,8 @@ def stage_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
 
 
 def remove_foreign(model: nn.Module, config: ModelConfig, rank: int, size: int) -> None:
-    """Remove what only other stages use: the embedding, except on the first rank and, where the head is tied
-    to it, on the last; norm and head, except on the last."""
+    """Remove the modules that only other stages use: the embedding, except on the first rank and, if the head
+    is tied to it, on the last; norm and head, except on the last."""
     parts: Any = model
     if rank > 0 and not (config.tie_word_embeddings and rank == size - 1):
         parts.model.embed_tokens = None
@@ -49,7 +50,7 @@ def remove_foreign(model: nn.Module, config: ModelConfig, rank: int, size: int) 
 
 @dataclass(frozen=True)
 class Stage(Shards):
-    """The layers of one rank, under the names of its model."""
+    """A stage: the layers of one rank, with the names of its model."""
 
     def __post_init__(self) -> None:
         layers = layers_of(self.config.num_hidden_layers, self.rank, self.size)

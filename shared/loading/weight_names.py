@@ -1,9 +1,9 @@
-"""Which weights a model has, and one name for each.
+"""The weights of a model, and a canonical name for each.
 
 Checkpoints name experts in several ways: one tensor per expert and matrix (Qwen3-MoE's
 `mlp.experts.3.up_proj`, Mixtral's `block_sparse_moe.experts.3.w3`), or all experts of a layer in one
 (`mlp.experts.gate_up_proj`: as transformers 5 holds them in memory, or transposed, as in GPT-OSS). The first
-is the canonical one, for every family.
+form is the canonical one for every family.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_pr
 
 
 class WeightPart(NamedTuple):
-    """A canonical weight within a tensor of a checkpoint."""
+    """The place of a canonical weight in a tensor of a checkpoint."""
 
     name: str
     index: tuple[int | slice, ...]  # where in the tensor; (): all of it
@@ -40,7 +40,7 @@ class WeightPart(NamedTuple):
 
 
 def canonical_parts(name: str, shape: tuple[int, ...], architecture: str = "") -> list[WeightPart]:
-    """The canonical weights in a tensor of this name and shape: itself, or many, of packed experts.
+    """The canonical weights in a tensor of this name and shape: the tensor itself, or many in packed experts.
     `architecture`: of the language model; without one (a draft model) names get no prefix."""
     name = name.removeprefix("language_model.")  # of a multimodal checkpoint
     if architecture and name.startswith(("embed_tokens.", "layers.", "norm.")):
@@ -78,8 +78,9 @@ def canonical_parts(name: str, shape: tuple[int, ...], architecture: str = "") -
 
 
 def _transposed_parts(name: str, shape: tuple[int, ...], rows_take_turns: bool) -> list[WeightPart]:
-    """Experts are packed and transposed: gate_up_proj [num_experts, hidden, 2 * intermediate], gate before up
-    or row by row in turns, and down_proj [num_experts, intermediate, hidden]; and their biases."""
+    """The canonical weights in packed and transposed experts: gate_up_proj [num_experts, hidden, 2 *
+    intermediate], gate before up or interleaved, and down_proj [num_experts, intermediate, hidden]; and their
+    biases."""
     match = _PACKED_WITH_BIAS.fullmatch(name)
     if match is None or len(shape) != (2 if match[3] else 3):
         return [WeightPart(name, (), shape)]
@@ -102,9 +103,9 @@ def _transposed_parts(name: str, shape: tuple[int, ...], rows_take_turns: bool) 
 
 
 def is_harmless(name: str, config: ModelConfig) -> bool:
-    """Tensors that some checkpoints carry and no model needs: RoPE's frequencies, the copy of the embedding
-    that a tied head is, scales of KV, which the pool takes (`shared.loading.kv_scales`), the head of a
-    reward model, which is read apart, layers for drafting, which a drafter loads, and those for images."""
+    """Whether a tensor may be in a checkpoint though the model does not load it: RoPE frequencies, a tied
+    head, scales of KV (`shared.loading.kv_scales`), the head of a reward model, layers for drafting, and
+    those for images."""
     if name.endswith(".rotary_emb.inv_freq") or is_kv_scale(name) or name.startswith(VISION):
         return True
     name = name.removeprefix("language_model.")
@@ -184,8 +185,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], config: ModelConfig, where: str) -> None:
-    """Compare the weights found, by canonical name, with those expected: one `ValueError` for all that is
-    missing, unknown or of another shape."""
+    """Compare the weights found, by canonical name, with those expected: one `ValueError` for all missing and
+    unknown weights and wrong shapes."""
     expected = expected_shapes(config)
     missing = [name for name in expected if name not in found]
     unknown = [name for name in found if name not in expected and not is_harmless(name, config)]

@@ -1,4 +1,4 @@
-"""Weights: streamed from a checkpoint or made up, and copied into a model. Names are the canonical ones of
+"""Weights: streamed from a checkpoint or random, and copied into a model. Names are the canonical ones of
 `shared.loading.weight_names`."""
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from shared.loading.weight_names import (
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 PIECE_BYTES = 64 * 2**20
-"""Weights are cast and moved in pieces of this size: that much room a device needs beside the model."""
+"""Weights are cast and moved in pieces of this size, which a device needs in addition to the model."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 LARGE_BYTES = 512 * 2**20
-"""A made-up tensor beyond this size is collected on the CPU: an embedding would need its memory twice."""
+"""A random tensor beyond this size is collected on the CPU, because on the device an embedding would need its
+memory twice."""
 
 
 def iterate_weights(
@@ -54,13 +55,13 @@ def iterate_weights(
     shards: Shards | None = None,
     device: torch.device | str = "cpu",
 ) -> Weights:
-    """The weights of a Hugging Face folder on the CPU, one tensor at a time. `device`: where weights are
-    quantized that the checkpoint has unquantized.
+    """The weights of a Hugging Face folder on the CPU, one tensor at a time. `device`: the device that
+    quantizes weights of an unquantized checkpoint.
 
-    Everything that headers and sizes can tell is checked here and now, before any tensor is read; a NaN or an
-    infinity, or a tied head that is no copy, when its tensor's turn comes. All errors are `ValueError`.
-    `config` defaults to the folder's own. `on_progress` is called with (bytes read so far, bytes in all).
-    `shards`: read only the parts of one rank.
+    Headers and sizes are checked at the call, before any tensor is read. A NaN, an infinity, or a tied head
+    that is not a copy is found when its tensor is read. All errors are `ValueError`. `config` defaults to the
+    folder's own. `on_progress` is called with (bytes read so far, bytes in all). `shards`: read only the
+    parts of one rank.
     """
     folder = Path(folder)
     if config is None:
@@ -98,12 +99,13 @@ def iterate_weights(
 def _later(
     on_progress: Callable[[int, int], None] | None, before: int, num_bytes: int
 ) -> Callable[[int, int], None] | None:
-    """For one of several sources that are read one after the other: so many bytes before it, and in all."""
+    """The progress callback of one of several successive sources, given the bytes before it and in all."""
     return None if on_progress is None else lambda done, _: on_progress(before + done, num_bytes)
 
 
 def _with_tied_head(weights: Weights, head: TensorInfo) -> Weights:
-    """A tied head that a checkpoint holds all the same is a copy of the embedding, or the config is wrong."""
+    """Check a tied head that a checkpoint contains: if it is not a copy of the embedding, the config is
+    wrong."""
     for name, tensor in weights:
         if name == EMBEDDING and not _is_copy(head, tensor):
             raise ValueError(
@@ -130,7 +132,8 @@ def stream(
     shards: Shards | None = None,
     architecture: str = "",
 ) -> Weights:
-    """Tensors of a checkpoint, or the parts of one rank, file by file; those of packed experts one by one."""
+    """Yields the tensors of a checkpoint, or the parts of one rank, file by file; packed experts one by
+    one."""
     num_bytes, num_bytes_read = sum(info.num_bytes for info in tensors.values()), 0
     for path in dict.fromkeys(info.path for info in tensors.values()):
         try:
@@ -166,7 +169,7 @@ def stream(
 def _refuse_non_finite(name: str, tensor: torch.Tensor, path: Path) -> None:
     if tensor.numel() == 0:
         return
-    # The quickest look at all numbers: NaN is passed on as minimum and maximum.
+    # The fastest check of all values: minimum and maximum propagate NaN.
     if all(torch.isfinite(extreme) for extreme in tensor.aminmax()):
         return
     num_bad = int((~torch.isfinite(tensor)).sum())
@@ -182,9 +185,9 @@ def dummy_weights(
     device: torch.device | str = "cpu",
     shards: Shards | None = None,
 ) -> Weights:
-    """Seeded random weights of the model's shapes and dtype, with which activations neither vanish nor blow
-    up. A tensor depends on seed, name, shape, dtype and kind of device only, not on the others. `shards`:
-    the parts of one rank, cut from the same tensors."""
+    """Seeded random weights of the model's shapes and dtype, with which activations neither vanish nor
+    diverge. A tensor depends only on seed, name, shape, dtype and kind of device, not on other tensors.
+    `shards`: the parts of one rank, cut from the same tensors."""
     if config.quantization is not None:
         whole = dummy_weights(replace(config, quantization=None), seed, device)
         yield from dequantize_some(quantize_while_reading(whole, config, device, shards), config)
@@ -228,13 +231,14 @@ def _normal(
 
 
 def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views of runs of rows, about PIECE_BYTES of float32 each: alike for tensors of one shape."""
+    """Views of successive rows, about PIECE_BYTES of float32 each. They are the same for tensors of one
+    shape."""
     row_bytes = 4 * tensor[:1].numel()
     return tensor.split(max(PIECE_BYTES // max(row_bytes, 1), 1))
 
 
 def named_targets(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Where each weight of a model goes: its parameters by name, those of FusedExperts by expert, those of a
+    """The targets of a model's weights by name: its parameters; those of FusedExperts by expert, those of a
     MergedLinear by part."""
     targets: dict[str, torch.Tensor] = dict(model.named_parameters())
     for prefix, module in model.named_modules():
@@ -263,8 +267,8 @@ def named_targets(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_weights(
     weights: Iterable[tuple[str, torch.Tensor]], targets: Mapping[str, torch.Tensor], config: ModelConfig
 ) -> None:
-    """Copy each weight into its target, which casts and moves it. Takes canonical and Hugging Face's names.
-    Raises `ValueError` for a name that is unknown, comes twice or never, and for a wrong shape."""
+    """Copy each weight into its target, cast to its dtype and device. Takes canonical and Hugging Face names.
+    Raises `ValueError` for unknown, repeated and missing names, and for wrong shapes."""
     remaining = dict(targets)
     for checkpoint_name, tensor in weights:
         shape = tuple(tensor.shape)

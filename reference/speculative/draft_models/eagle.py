@@ -1,6 +1,6 @@
 """EAGLE and EAGLE-2: one decoder layer that continues the target's last hidden states.
 
-EAGLE-2 has the same weights; what is new there is the shape of the drafted tree.
+EAGLE-2 has the same weights; only the shape of the drafted tree is new.
 
 Checkpoints hold fc, layers.0.* without an input norm, perhaps fc.bias, and often a copy of the target's
 embedding. There is no final norm: the layer learns to give what the target's final norm would.

@@ -20,7 +20,8 @@ from shared.speculation.draft_model_base import BaseDraftModel
 
 
 class Eagle3Attention(LlamaAttention):
-    """Its queries, keys and values look at the token and at the hidden state, side by side."""
+    """Attention whose queries, keys and values are computed from the concatenation of token embedding and
+    hidden state."""
 
     def __init__(
         self, config: ModelConfig, layer_id: int, layers: Layers, rotary_emb: RotaryEmbedding
@@ -49,8 +50,8 @@ class Eagle3DecoderLayer(nn.Module):
         positions: torch.Tensor,
         attention: BatchAttention,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two tensors whose sum is the output: adding is left to the norm that follows. `hidden_states` may
-        be overwritten."""
+        """Two tensors whose sum is the output; the next norm adds them. `hidden_states` may be
+        overwritten."""
         normed = self.hidden_norm(hidden_states)
         x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
         x = self.self_attn(x, positions, attention)
@@ -86,9 +87,10 @@ class Eagle3Model(BaseDraftModel):
         if hidden_states.shape[-1] == self.config.target_hidden_size:
             hidden_states = self.fc(hidden_states)
         else:
-            hidden_states = hidden_states.clone()  # the caller's, and norms may overwrite what they add to
+            hidden_states = hidden_states.clone()  # owned by the caller; norms may overwrite their residual
         x, residual = self.midlayer(self.embed(input_ids), hidden_states, positions, attention)
         x, residual = self.norm.add_and_norm(x, residual)
-        # Drafting continues from states without the norm: again a sum of what layers gave.
+        # Drafting continues from states before the norm, like those of the target's
+        # layers.
         return DraftOutput(hidden_states=x, next_hidden_states=residual)
         # --8<-- [end:eagle3-forward]

@@ -1,4 +1,5 @@
-"""NEXTN, also called MTP: the layer for the token after next that some models are trained and published with.
+"""NEXTN, also called MTP (multi-token prediction): a layer that predicts the token after next, published with
+some models.
 
 Checkpoints name it as DeepSeek's do: layers.N.* with enorm, hnorm, eh_proj, one decoder layer,
 shared_head.norm, and perhaps copies of the target's embedding (embed_tokens) and head (shared_head.head).
