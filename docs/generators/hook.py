@@ -38,6 +38,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "server-checks": tables.server_checks,
     "families": tables.families,
     "draft-shapes": tables.draft_shapes,
+    "cache-calls": tables.cache_calls,
     "command": commands.command,
     "sampling-options": commands.sampling_options,
     "endpoints": http.endpoints,

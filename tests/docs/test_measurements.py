@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.generators import hook
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "measurements"
 HEADINGS = ["Idea", "Before and after", "When it loses", "Command"]
@@ -20,7 +22,7 @@ def test_idea_figures_limits_command(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == HEADINGS
     assert len(text.split()) <= MAX_WORDS
-    assert "\n|" in text.partition("## Before and after")[2].partition("\n## ")[0]
+    assert "\n|" in hook.expand(text.partition("## Before and after")[2].partition("\n## ")[0])
     assert "```bash\ndiptych " in text.partition("## Command")[2]
 
 
