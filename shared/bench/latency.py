@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shared.bench.drive import Clock, OnTokens, Sampling, check_fits, check_whole, flush, submitted
 from shared.bench.itl import Interval, ItlMeter, ItlSummary, percentile, summarize
 from shared.bench.offline import OnRun
-from shared.bench.step import on_every_rank, step_of, time_step
+from shared.bench.step import step_of, time_step
 from shared.bench.step_inputs import StepCase, fill_pool
 from shared.bench.trace import Traced
 from shared.bench.workloads import Request, Uniform, check_least
+from shared.engine.start import on_every_rank
 
 if TYPE_CHECKING:
     from shared.engine.assembly import Assembly
@@ -150,7 +151,7 @@ def run_streams(
 def measure_step(llm: LLM, streams: Streams, num_repeats: int = 30) -> float:
     """Seconds of the bare step of the same batch at the mean context, median. Overwrites the pool."""
     flush(llm)
-    return on_every_rank(llm, time_bare_step, astuple(streams), num_repeats)
+    return on_every_rank(llm.assembly, time_bare_step, astuple(streams), num_repeats)
 
 
 def time_bare_step(assembly: Assembly, fields: Sequence[Any], num_repeats: int) -> float:

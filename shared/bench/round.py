@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shared.bench.step import check_flags, on_every_rank, step_of, time_step
+from shared.bench.step import check_flags, step_of, time_step
 from shared.bench.step_inputs import StepCase, fill_pool, make_sampling_info, place_requests
 from shared.config import draft_shape
+from shared.engine.start import on_every_rank
 from shared.speculation.node_sampling import expand_to_nodes
 from shared.types import (
     DraftBatch,
@@ -74,7 +75,7 @@ def measure_round(llm: LLM, batch_size: int, context_len: int, num_repeats: int 
         raise ValueError("the engine is busy: a benchmark needs it for itself")
     if llm.assembly.parts.drafter is None:
         raise ValueError("the engine does not speculate: set speculative=eagle3 or another algorithm")
-    return on_every_rank(llm, time_round, batch_size, context_len, num_repeats)
+    return on_every_rank(llm.assembly, time_round, batch_size, context_len, num_repeats)
 
 
 def time_round(assembly: Assembly, batch_size: int, context_len: int, num_repeats: int) -> RoundResult:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,14 +30,13 @@ from shared.bench.step_inputs import (
     place_requests,
 )
 from shared.config import EngineConfig
+from shared.engine.start import on_every_rank
 from shared.interfaces.moe import FusedExperts, TopKOutput
 from shared.loading.model_path import is_shape
 
 if TYPE_CHECKING:
     from shared.engine.assembly import Assembly
     from shared.engine.llm import LLM
-
-T = TypeVar("T")
 
 NUM_WARM_UP = 3
 WARM_UP_SECONDS = 0.5
@@ -120,16 +119,6 @@ def check_flags(flags: dict[str, Any]) -> None:
         )
 
 
-def on_every_rank(llm: LLM, function: Callable[..., T], *arguments: Any) -> T:
-    """`function(assembly, *arguments)` on every rank of an idle engine; the result of rank 0. `arguments`:
-    what JSON has."""
-    if llm.config.num_ranks == 1:
-        return function(llm.assembly, *arguments)
-    scheduler: Any = llm.scheduler
-    found: T = scheduler.run(function, llm.assembly, *arguments)
-    return found
-
-
 class CaseTimes(NamedTuple):
     """What a rank measures of a case. Times in seconds."""
 
@@ -157,7 +146,7 @@ def measure(
     pool overwritten."""
     if not llm.flush_cache():
         raise ValueError("the engine is busy: a benchmark needs it for itself")
-    on_every_rank(llm, fill_pool, seed)
+    on_every_rank(llm.assembly, fill_pool, seed)
     config, ceilings = of_rank(llm.config, llm.model_config, ceilings)
     results = []
     num_slots = llm.assembly.parts.allocator.available_size()
@@ -168,7 +157,7 @@ def measure(
             on_case(f"{model}: left out, {needed} slots and the KV pool has {num_slots}: {case}")
             continue
         on_case(f"{model}: {case.mode}, batch {case.batch_size}, context {case.context_len}")
-        found = on_every_rank(llm, time_case, astuple(case), num_repeats, temperature, profile, seed)
+        found = on_every_rank(llm.assembly, time_case, astuple(case), num_repeats, temperature, profile, seed)
         dtypes, hit = (llm.assembly.dtype, llm.assembly.kv_pool.dtype), found.num_experts_hit
         cost = step_cost(config, case.seq_lens, case.extend_seq_lens, dtypes[0], hit, dtypes[1])
         results.append(

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shared.engine.assembly import Assembly
     from shared.engine.llm import LLM
 
 SMALL_MODEL = 50_000_000
@@ -34,10 +35,19 @@ def _start(flags: dict[str, Any]) -> LLM:
 
 
 def use_one_thread_for_a_small_model(llm: LLM) -> None:
-    """Use one CPU thread for a small model, unless OMP_NUM_THREADS is set. A command owns its process, so it
-    may change this setting."""
+    """Use one CPU thread for a small model, and with several ranks a rank's share of the cores, unless
+    OMP_NUM_THREADS is set. A command owns its process, so it may change this setting."""
+    from shared.engine.start import on_every_rank
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        on_every_rank(llm.assembly, set_num_threads)
+
+
+def set_num_threads(assembly: Assembly) -> None:
     import torch
 
-    num_parameters = sum(parameter.numel() for parameter in llm.assembly.model.parameters())
-    if num_parameters < SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ:
+    num_parameters = sum(parameter.numel() for parameter in assembly.model.parameters())
+    if num_parameters < SMALL_MODEL:
         torch.set_num_threads(1)
+    elif assembly.config.num_ranks > 1:
+        torch.set_num_threads(max((os.cpu_count() or 1) // assembly.config.num_ranks, 1))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from shared.config import EngineConfig
 from shared.engine.assembly import Assembly, assemble
+
+T = TypeVar("T")
 
 
 def start_engine(config: EngineConfig) -> Assembly:
@@ -29,3 +34,13 @@ def start_engine(config: EngineConfig) -> Assembly:
     if config.dp > 1:
         return assemble_replicas(config)
     return assemble_launched(config) if is_launched() else assemble_ranks(config)
+
+
+def on_every_rank(assembly: Assembly, function: Callable[..., T], *arguments: Any) -> T:
+    """`function(assembly, *arguments)` on every rank of an idle engine; the result of rank 0. Of replicas
+    only the first calls it. `function`: of a module. `arguments`: what JSON has."""
+    if assembly.config.num_ranks == 1 or assembly.config.dp > 1:
+        return function(assembly, *arguments)
+    scheduler: Any = assembly.scheduler
+    result: T = scheduler.run(function, assembly, *arguments)
+    return result

@@ -75,6 +75,7 @@ def test_ctrl_c_keeps_what_was_complete(
     ("options", "message"),
     [
         (["--concurrency", "1;2"], "--concurrency takes numbers separated by ',', got '1;2'"),
+        (["--disaggregation", "--step"], "a step alone is measured with tp only"),
         (["--concurrency", "0"], "concurrency must be at least 1, got 0"),
         (["--output-len", "2"], "output_len must be at least 3, got 2"),
         (["--output-len", "5000", "--no-limit"], "must fit into the context (2048)"),

@@ -224,6 +224,8 @@ def test_bench_step_measures_a_mixed_step(diptych: Callable[..., Result]) -> Non
         (("--json", "no/such/folder/x.json"), "for x.json"),
         (("--json", "."), ". is a folder: name a file in it"),
         (("--model", ","), "--model names no model"),
+        (("--dp", "2"), "dp=2, disaggregation=False: a step alone is measured with tp only"),
+        (("--pp", "2"), "`diptych bench offline` and `bench latency` measure the whole engine"),
         (("--model", "no-such-model"), "no model 'no-such-model'"),
     ],
 )
