@@ -1,7 +1,7 @@
 """Nodes of a radix tree whose tokens are int64 arrays: 8 bytes a token, compared and cut as arrays.
 
-A key stays a list. It becomes arrays piece by piece, and only as far as it matches an edge. Bigrams are
-stored as tokens, one more than there are bigrams.
+A key stays a list. It is converted to arrays piece by piece, only as far as it matches an edge. n bigrams are
+stored as n + 1 tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TreeNode:
 
 
 def child_key(page: Sequence[int], extra_key: Hashable) -> Hashable:
-    """`page`: the tokens of one page, for bigrams one more: so bigrams and tokens never meet."""
+    """`page`: the tokens of one page, for bigrams one more, so that keys of bigrams and of tokens differ."""
     return extra_key, *page
 
 
@@ -69,14 +69,14 @@ def matched_len(key: RadixKey, start: int, end: int, node: TreeNode, page_size: 
 
 
 def part_of(node: TreeNode, start: int, end: int) -> tuple[Array, torch.Tensor]:
-    """Key and value of the entries [start, end) of a node. They are views, unless a view would keep an array
-    of twice their size alive: then they are copies. So the tree holds at most twice the memory that it
-    needs, and the cost of copies is bounded by that of the matches before."""
+    """Key and value of the entries [start, end) of a node. They are views, or copies if a view would keep an
+    array of twice their size alive. So the tree holds at most twice the memory that it needs, and the cost of
+    copies is bounded by that of previous matches."""
     key, value = node.key[start : end + node.is_bigram], node.value[start:end]
     owner = node.key if node.key.base is None else node.key.base
     return (key.copy(), value.clone()) if 2 * (end - start) <= len(owner) else (key, value)
 
 
 def as_array(tokens: list[int]) -> Array:
-    """Twice as fast as numpy.array for lists."""
+    """Convert a list to an array, twice as fast as numpy.array."""
     return np.fromiter(tokens, np.int64, len(tokens))

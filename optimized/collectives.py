@@ -1,9 +1,9 @@
 """Collectives of CUDA tensors over NCCL, of CPU tensors over gloo.
 
 Differs from reference: one operation of the library instead of a gather and a sum. A sum is rounded to the
-tensor's dtype at each addition. NCCL's operations are queued on the current stream, and a CUDA graph may hold
-them. A group's NCCL part is made by its first CUDA tensor, which takes time and memory: use each group once
-before memory is measured. It has not run on two GPUs yet.
+tensor's dtype at each addition. NCCL's operations are queued on the current stream, and a CUDA graph may
+contain them. A group's NCCL communicator is made at its first CUDA tensor, which takes time and memory, so
+use each group once before memory is measured. It has not run on two GPUs yet.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Collectives(interface.Collectives):
         return received
 
     def _finish(self, x: torch.Tensor, operation: str, *args: object) -> None:
-        """Run it: on a CPU to its end; on a GPU, what the current stream does next comes after it."""
+        """Run the operation: on a CPU to its end; on a GPU, later work of the current stream waits for it."""
         run: Callable[..., Work] = getattr(self._group(x.device.type), operation)
         try:
             run(*args).wait()

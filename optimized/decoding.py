@@ -1,9 +1,10 @@
-"""One token for each running request in a step, launched before the CPU has the tokens of the step before.
+"""Plain decoding: one token for each running request in a step, launched before the CPU has the previous
+step's tokens.
 
 Differs from reference: `run` launches a batch and returns; `finish` is called when its results have arrived.
 A request decodes from a token that exists on the device only (optimized/overlap/future_map.py). Assumes that
-the end of a request by its length is known ahead. Loses the sampler's overlap where a grammar needs the token
-before (see `Pipeline.sample`), and one row of work for a request that a stop token ends. (Drafts:
+the end of a request by its length is known ahead. Loses the sampler's overlap where a grammar needs the
+previous token (see `Pipeline.sample`), and one row of work for a request that a stop token ends. (Drafts:
 optimized/speculative/decoding.py.)
 """
 
@@ -27,7 +28,7 @@ from shared.types import (
 )
 
 Tokens = tuple[Req, list[int], list[TokenLogprob]]
-"""What a batch gives a request, and the log-probabilities if it asks for them."""
+"""The tokens that a batch gives a request, and their log-probabilities if requested."""
 
 
 class PlainDecoding:
@@ -40,19 +41,19 @@ class PlainDecoding:
         return 1
 
     def num_reserved(self, reqs: Sequence[Req]) -> int:
-        return 0  # one more token for each is reserved by the prefill adder
+        return 0  # the prefill adder reserves one more token for each
 
     def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
         parts = self.parts
         return prepare_for_decode(reqs, parts.req_to_token_pool, parts.allocator, parts.tree_cache)
 
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:
-        """chunked_req: the request whose prompt goes on in the next step."""
+        """Run a batch. chunked_req: the request whose prompt continues in the next step."""
         self.pipeline.launch(batch, chunked_req)
 
     def finish(self, launched: InFlight, result: Any) -> Iterator[Tokens]:
-        """What each request got, also one that has left the batch. In the order of the batch: a request may
-        leave it while those before are processed."""
+        """The results of each request, also of those that have left the batch, in the order of the batch. A
+        request may leave it while earlier ones are processed."""
         assert isinstance(launched, BatchInFlight)
         logits_output: LogitsOutput = result[0]
         sample_output: SampleOutput = result[1]
@@ -64,7 +65,7 @@ class PlainDecoding:
             reqs, head = launched.batch.reqs, self.parts.reward_head
             keep_embeddings(reqs, launched.chunked_req, logits_output.hidden_states, head)
         for row, req in enumerate(launched.batch.reqs):
-            if req is not launched.chunked_req:  # its prompt is not complete: the sampled token means nothing
+            if req is not launched.chunked_req:  # in a chunked prompt: the sampled token has no meaning
                 yield req, next_token_ids[row : row + 1], logprobs[row : row + 1]
 
     def drop(self, req: Req) -> None:

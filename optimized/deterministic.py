@@ -30,16 +30,16 @@ class DeterministicModelRunner(ModelRunner):
         # --8<-- [end:fixed-order-model]
 
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
-        """Raises `ValueError` for a mask: its order of keys is not that of positions."""
+        """Raises `ValueError` for a mask, whose order of keys is not that of positions."""
         if forward_batch.custom_mask is not None or forward_batch.tree_mask is not None:
             raise ValueError("a mask is not supported: deterministic=True supports causal attention")
         return super().forward(forward_batch)
 
 
 class DeterministicSampler(Sampler):
-    """Tokens never depend on the batch. Log-probabilities do in their last bit: the kernels that a batch of
-    greedy rows uses add up in another order than those of sampled and filtered rows. Here a batch has the
-    kernels of both."""
+    """A sampler whose log-probabilities do not depend on the batch. In the other sampler they do in the last
+    bit, because greedy rows and rows with sampling or filters use kernels with different orders of summation.
+    Here every batch runs both. Tokens never depend on the batch."""
 
     def sample(self, logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> SampleOutput:
         if info.return_logprob:

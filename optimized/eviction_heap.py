@@ -1,9 +1,9 @@
 """The leaves of a tree in eviction order, kept between evictions.
 
-A leaf's entry stays as it is while the leaf is used, locked, or grows children. It is corrected when it comes
-to the top. That suffices for policies whose order value only grows with use: an entry made earlier then comes
-no later than it should. Under mru the value falls with use. So each use adds an entry, which comes before the
-older entries of the same leaf.
+A leaf's entry does not change while the leaf is used, locked, or grows children. It is corrected when it
+reaches the top. That suffices for policies whose order value only grows with use, because an older entry is
+then never too late in the order. Under mru the value falls with use, so each use adds an entry, which
+precedes the older entries of the same leaf.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EvictionHeap:
             self._push(node)
 
     def used(self, node: TreeNode) -> None:
-        """To be called after each access of a leaf."""
+        """Call it after each access of a leaf."""
         if self.falls_with_use and node.is_queued:
             self._push(node)
             if len(self.entries) > self._limit:

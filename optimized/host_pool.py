@@ -1,9 +1,9 @@
-"""KV pages in the computer's memory, copied beside the passes.
+"""The host pool: KV pages in the CPU's memory, copied concurrently with forward passes.
 
-Differs from reference: copies are queued, and made on a stream of their own, while the GPU computes. What is
-stored is first gathered on the GPU, on the stream of the passes: later passes may overwrite the slots at
-once. What is loaded arrives layer by layer; a pass waits for a layer's KV where it first reads that layer
-(`TokenToKVPool.on_read`), so it computes the first layers while the others are on their way. Steps that are
+Differs from reference: copies are queued on a separate stream while the GPU computes. A store first gathers
+its pages on the GPU, on the stream of the passes, so later passes may overwrite the slots immediately. A load
+arrives layer by layer; a pass waits for a layer's KV where it first reads that layer
+(`TokenToKVPool.on_read`), so it computes the first layers while the others are being copied. Steps that are
 one CUDA graph wait for all layers. Assumes that `before_pass` is called on the stream of the passes. Loses
 where a store is larger than the staging memory: the passes wait for the copy.
 """
@@ -51,7 +51,7 @@ class HostPool(interface.HostPool):
         self._stream: Any = torch.cuda.Stream(self.device) if self.is_cuda else None
         self._is_staged: Any = (
             torch.cuda.Event() if self.is_cuda else None
-        )  # the staging memory is free again
+        )  # recorded when the staging memory is free again
         self._is_loaded: list[Any] = [torch.cuda.Event() for _ in self.rows] if self.is_cuda else []
         self._is_asked = hasattr(kv_pool, "on_read")  # for each layer, where it is read
         if self._is_asked:
@@ -75,7 +75,7 @@ class HostPool(interface.HostPool):
             self.wait_for_all()
 
     def wait(self, layer_id: int) -> None:
-        """The current stream goes on once a layer's KV is there."""
+        """Let the current stream wait for a layer's KV."""
         if self._has_loads and self.is_cuda:
             torch.cuda.current_stream(self.device).wait_event(self._is_loaded[layer_id])
 
@@ -137,7 +137,7 @@ class HostPool(interface.HostPool):
         self._has_loads = True
 
     def _beside(self) -> Any:
-        """Work on the stream of copies, behind what the current stream has so far."""
+        """Queue work on the copy stream, after the present work of the current stream."""
         if not self.is_cuda:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -145,7 +145,7 @@ class HostPool(interface.HostPool):
 
 
 def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Neighbouring pages: (index of the first, the first, how many)."""
+    """Runs of adjacent pages: (index of the first, the first, how many)."""
     start = 0
     for i in range(1, len(pages) + 1):
         if i == len(pages) or pages[i] != pages[i - 1] + 1:

@@ -1,7 +1,7 @@
 """The layers of the models as kernels, with merged weights and fusion.
 
 Differs from reference: weights that multiply the same input are one matrix (q, k and v; gate and up). A norm,
-an activation or a residual sum is computed by the GEMM or kernel beside it, which saves one pass over the
+an activation or a residual sum is fused with a neighbouring GEMM or kernel, which saves one pass over the
 hidden states. For a few tokens the GEMMs are GEMVs that include norm and sum; for dozens of tokens they are
 Triton kernels where these are faster, otherwise cuBLAS. Assumes that Triton runs, on a GPU or in its
 interpreter; refuses float64.
@@ -27,10 +27,10 @@ from shared.types.attention import AttentionLayer
 
 
 class Linear(nn.Module):
-    """y = x @ weightᵀ + bias, x [num_tokens, in_features]. The parameters hold nothing until weights are
+    """y = x @ weightᵀ + bias, x [num_tokens, in_features]. The parameters are uninitialized until weights are
     loaded. Every GEMM with a weight of a model uses this class."""
 
-    is_deterministic = False  # one kernel for any number of tokens, and no fusion that depends on it
+    is_deterministic = False  # one kernel for any number of tokens, and no fusion that depends on that number
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
@@ -45,7 +45,8 @@ class Linear(nn.Module):
         return cublas_linear.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + forward(x), rounded once where a kernel of ours adds. May be written over residual."""
+        """residual + forward(x), rounded once if a kernel of this project adds. May be written over
+        residual."""
         if self.is_deterministic:
             return fixed_order_gemm.linear_add(x, self.weight, residual, self.bias)
         if use_gemv(x):
@@ -53,8 +54,8 @@ class Linear(nn.Module):
         return cublas_linear.linear_add(x, self.weight, residual, self.bias)
 
     def add_later(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(add_to(residual, x), None), or where that is faster (forward(x) in parts, residual): float32
-        [parts, num_tokens, out_features], for `add_and_norm` to add."""
+        """(add_to(residual, x), None) or, if faster, (split-K partial sums of forward(x), residual): float32
+        [parts, num_tokens, out_features], which `add_and_norm` adds."""
         parts = (
             small_batch_linear.linear_partial_sums(x, self.weight)
             if self.uses_gemv(x) and self.bias is None
@@ -80,13 +81,14 @@ class RMSNorm(interface.RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x may be in parts, float32 [parts, num_tokens, hidden_size]: they are added up as well."""
+        """x may be split-K partial sums, float32 [parts, num_tokens, hidden_size], which are added up as
+        well."""
         add = add_rms_norm if x.dim() == residual.dim() else add_partial_sums_rms_norm
         return add(x, residual, self.weight, self.eps)
 
 
 class GemmaRMSNorm(RMSNorm, interface.GemmaRMSNorm):
-    """Not fused with GEMMs."""
+    """A norm that is not fused with GEMMs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps, unit_offset=True)
@@ -97,9 +99,9 @@ class GemmaRMSNorm(RMSNorm, interface.GemmaRMSNorm):
 
 
 class RotaryEmbedding(interface.RotaryEmbedding):
-    """One object serves all layers of a model: cos and sin of every position are computed once."""
+    """RoPE. All layers of a model share one object, so cos and sin of every position are computed once."""
 
-    is_deterministic = False  # a CTA takes as many tokens whatever their number
+    is_deterministic = False  # a CTA takes the same number of tokens for any batch
 
     def __init__(self, rope: RopeConfig, head_dim: int, context_len: int) -> None:
         super().__init__(rope, head_dim, context_len)
@@ -172,7 +174,7 @@ class GeluTanhAndMul(interface.GeluTanhAndMul):
 
 
 class MergedLinear(interface.MergedLinear, Linear):
-    """Several Linears of one input as one: their weights one below the other, their results side by side."""
+    """Several Linears with the same input as one: weights are concatenated by rows, results by columns."""
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
         super().__init__(in_features, sum(parts.values()), bias)
@@ -215,7 +217,7 @@ class MLP(nn.Module):
         return self.down_proj(self.activate(x))
 
     def activate(self, x: torch.Tensor, norm: interface.RMSNorm | None = None) -> torch.Tensor:
-        """act_fn of gate and up of x, or of norm(x): what down_proj takes."""
+        """The input of down_proj: act_fn of gate and up of x, or of norm(x)."""
         is_plain = (
             is_builtin_layer(self.gate_up_proj, MergedLinear)
             and self.gate_up_proj.bias is None
@@ -231,7 +233,7 @@ class MLP(nn.Module):
 def add_and_norm(
     norm: interface.RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of the sum, the sum) of what `Linear.add_later` left."""
+    """(norm of the sum, the sum) of the result of `Linear.add_later`."""
     if (
         residual is not None
         and x.dim() > residual.dim()
@@ -247,8 +249,8 @@ def use_gemv(x: torch.Tensor) -> bool:
 
 
 def is_builtin_layer(module: nn.Module | None, layer: type[nn.Module]) -> bool:
-    """Whether a kernel may do what a module does: it is of `layer`, a class of this file, or inherits from it
-    without a forward of its own."""
+    """Whether a kernel may replace a module: its class is `layer`, a class of this file, or a subclass
+    without its own forward."""
     return isinstance(module, layer) and type(module).forward is layer.forward
 
 

@@ -1,11 +1,12 @@
 """LoRA adapters: y += scale * B (A x), by two kernels for all requests of a step.
 
 Differs from reference: the weights of every slot are in one tensor for each layer, zero where an adapter has
-a lower rank or does not change the layer, so a step needs no look at its adapters. `prepare` sorts the step's
-tokens by slot into blocks at a fixed address, and CUDA graphs read them there. q, k and v are one layer here,
-and so are gate and up. Assumes that kernels of other passes read a slot only before the pass that loads it:
-passes run in order on one stream. Loses the fusion of norms, activations and residual sums with the GEMMs of
-adapted layers, and two short kernels in each of them, also where no request of a step has an adapter.
+a lower rank or does not change the layer, so a step does not depend on its adapters. `prepare` sorts the
+step's tokens by slot into blocks at a fixed address, and CUDA graphs read them there. q, k and v are one
+layer here, and so are gate and up. Assumes that kernels of other passes read a slot only before the pass that
+loads it: passes run in order on one stream. Loses the fusion of norms, activations and residual sums with the
+GEMMs of adapted layers, and two short kernels in each of them, also where no request of a step has an
+adapter.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shared.types.lora import LoraAdapter
 
 
 class _LoraLinear(nn.Module):
-    """A linear layer, or several merged ones, and what the adapters of a step's requests add to it."""
+    """A linear layer, or several merged ones, with the adapters of a step's requests."""
 
     def __init__(self, base: nn.Module, pool: LoraPool, parts: dict[str, tuple[int, ...]]) -> None:
         """parts: the name of each linear layer -> (out_features, in_features)."""
@@ -66,7 +67,7 @@ class _LoraLinear(nn.Module):
         return y, residual_later
 
     def activated(self, act_fn: nn.Module, gate_up: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = act_fn(gate_up)  # not quantized: the adapter multiplies it too
+        y: torch.Tensor = act_fn(gate_up)  # not quantized, because the adapter multiplies it too
         return y
 
     def split(self, y: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -74,7 +75,8 @@ class _LoraLinear(nn.Module):
         return parts
 
     def load(self, slot: int, adapter: LoraAdapter) -> None:
-        """Also zeros, where the adapter has nothing: the slot may have had another one."""
+        """Load an adapter into a slot; parts that it lacks become zeros, because the slot may have had
+        another adapter."""
         for buffer in (self.a, self.b, self.scales):
             buffer[slot].zero_()
         first = 0
@@ -96,7 +98,7 @@ class LoraPool(interface.LoraPool):
     ) -> None:
         self.num_slots = num_slots
         self.max_rank = max_rank
-        self.padded_rank = max(triton.next_power_of_2(max_rank), 16)  # the least that tensor cores take
+        self.padded_rank = max(triton.next_power_of_2(max_rank), 16)  # the minimum of tensor cores
         self.like = next(model.parameters())
         self.shapes = adaptable_modules(model.config)
         device = self.like.device
@@ -129,7 +131,7 @@ class LoraPool(interface.LoraPool):
     # --8<-- [end:lora-prepare]
 
     def _sorted(self) -> Blocks:
-        """Always in the same memory."""
+        """Tokens sorted by slot, always in the same memory."""
         return align(self.token_slots, self.num_slots, BLOCK_M, out=self._blocks_memory)
 
     def _wrap(self, model: CausalLM) -> list[_LoraLinear]:

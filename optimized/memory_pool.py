@@ -214,7 +214,7 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
 
 
 class TokenToKVPool(interface.TokenToKVPool):
-    on_read: Callable[[int], None] | None = None  # called with a layer before its buffers are used
+    on_read: Callable[[int], None] | None = None  # called with a layer before its buffers are read
 
     def __init__(
         self,
@@ -278,7 +278,7 @@ def _array(values: Sequence[int]) -> Array:
 
 
 def _on_cpu(slots: torch.Tensor) -> npt.NDArray[Any]:
-    """Slots of this allocator are on the CPU. Slots on a device are waited for."""
+    """Slots on the CPU. Slots on a device are copied, which waits for the device."""
     return slots.cpu().numpy()
 
 

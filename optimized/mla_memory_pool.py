@@ -13,7 +13,7 @@ from shared.types.attention import KVScales
 
 
 class MLATokenToKVPool(interface.MLATokenToKVPool):
-    """One tensor: V is not stored a second time."""
+    """A pool of one tensor for K and V: V is part of a row."""
 
     def __init__(
         self,

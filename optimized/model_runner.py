@@ -1,4 +1,4 @@
-"""Runs one ForwardBatch; a batch that decodes or verifies drafts by replaying a CUDA graph.
+"""Runs one ForwardBatch; decode and verify batches replay a CUDA graph.
 
 Differs from reference: such batches are padded to one of a list of sizes; for each size the model is
 captured in a graph, and the sampler in one more for each kind of sampling. A step is then one copy of the
@@ -43,7 +43,7 @@ class DecodeStep:
 
     batch: ForwardBatch
     buffers: DecodeBuffers | VerifyBuffers
-    plan: Any = None  # None: attention plans anew in each step
+    plan: Any = None  # None: attention plans in each step
     replay_model: CapturedCall | None = None
     replay_sampler: dict[SamplingKind, CapturedCall] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ class ModelRunner(interface.ModelRunner):
         self.attention = attention
         self.accepts_seq_len_upper_bounds = attention.accepts_seq_len_upper_bounds
         self.kv_pool = kv_pool
-        self.batch_sizes: tuple[int, ...] = ()  # to which decode batches are padded
+        self.batch_sizes: tuple[int, ...] = ()  # padded sizes of decode batches
         self.num_graph_replays = 0  # of the model
         self.num_sampler_replays = 0
         self._steps: dict[int, DecodeStep] = {}  # by batch size
@@ -112,7 +112,7 @@ class ModelRunner(interface.ModelRunner):
         if self.host_pool is not None:
             self.host_pool.before_pass()
             if forward_batch.forward_mode is not ForwardMode.EXTEND and isinstance(self.host_pool, HostPool):
-                self.host_pool.wait_for_all()  # a graph does not ask for each layer
+                self.host_pool.wait_for_all()  # a graph does not wait for each layer
 
     @property
     def num_extend_replays(self) -> int:
@@ -121,7 +121,8 @@ class ModelRunner(interface.ModelRunner):
     def _launch(
         self, forward_batch: ForwardBatch, rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Kernel by kernel: hidden states of `rows` or of all tokens, and the captured ones if requested."""
+        """Run the model without graphs: hidden states of `rows` or of all tokens, and the captured ones if
+        requested."""
         plan = self.attention.plan(forward_batch)
         attention = BatchAttention(self.attention, plan, self.kv_pool, forward_batch.out_cache_loc, rows)
         return run_model(self.model, forward_batch, attention, self.capture_hidden)
@@ -179,7 +180,7 @@ class ModelRunner(interface.ModelRunner):
     # ---- one decode step ----
 
     def _step_for(self, forward_batch: ForwardBatch) -> DecodeStep | None:
-        """The step that the batch fits into; None when it is to run as it is."""
+        """The captured step for the batch; None if it runs without padding."""
         fb = forward_batch
         if fb.input_logprob_rows is not None:
             return None
@@ -207,7 +208,7 @@ class ModelRunner(interface.ModelRunner):
     def _decode(
         self, step: DecodeStep, forward_batch: ForwardBatch, info: SamplingBatchInfo | None = None
     ) -> LogitsOutput:
-        """The output of a batch; the rows of padding are cut off."""
+        """The output of a batch, without padding rows."""
         assert not (self._check_lent and self._last is not None and self._last.is_lent), (
             "the logits of an earlier step are still referenced, and the next step overwrites them: copy them"
         )
@@ -244,7 +245,7 @@ class ModelRunner(interface.ModelRunner):
 
     @torch.inference_mode()
     def _capture_all(self, graphs: CudaGraphs, sampler: Sampler, num_token_ids: int) -> None:
-        """The largest first: those that verify drafts have more tokens."""
+        """Capture all steps, largest first: verify steps have more tokens."""
         self._captured_hidden = self.capture_hidden
         self._hidden = no_hidden_states(self.model, self.capture_hidden)
         wanted = [(buffers, size) for buffers in self._verify_buffers for size in buffers.batch_sizes[::-1]]
@@ -271,7 +272,8 @@ class ModelRunner(interface.ModelRunner):
         sampler: Sampler,
         num_token_ids: int,
     ) -> bool:
-        """Whether the model could be captured. `kinds` loses those of sampling that could not."""
+        """Capture a step. False if the model could not be captured. Kinds of sampling that could not are
+        removed from `kinds`."""
 
         def run() -> torch.Tensor:
             logits, hidden_states = self._run(step.batch, step.plan)
@@ -298,13 +300,13 @@ class ModelRunner(interface.ModelRunner):
                 kinds.remove(kind)
             else:
                 step.replay_sampler[kind] = sampled
-        # Now logits may overwrite each other: they are the widest tensors of all.
+        # From here on logits may share memory, because they are the widest tensors.
         replay.give_up_output(track=self._check_lent)
         step.replay_model = replay
         return True
 
 
 def _size_for(batch_size: int, sizes: tuple[int, ...]) -> int | None:
-    """The smallest that is large enough."""
+    """The smallest captured size that is large enough."""
     place = bisect_left(sizes, batch_size)
     return sizes[place] if place < len(sizes) else None

@@ -32,7 +32,7 @@ class PageRing:
         self._stamps = np.zeros(num_pages + 1, np.int64)  # scratch memory of one call
 
     def take(self, num_pages: int) -> Array | None:
-        """The next pages; None, without allocating any, if fewer are free."""
+        """Allocate the next pages; None if fewer are free."""
         if num_pages > self.num_free:
             return None
         pages = self._first(num_pages)
@@ -42,7 +42,7 @@ class PageRing:
         return pages
 
     def free(self, pages: Array) -> None:
-        """Pages may be repeated. All must be allocated (`AssertionError`)."""
+        """Free pages, which may be repeated. All must be allocated (`AssertionError`)."""
         is_first_of_run = np.concatenate([[True], pages[1:] != pages[:-1]])
         pages = pages[is_first_of_run]  # most repeated pages are adjacent
         is_page = (pages >= 1) & (pages <= self.num_pages)
@@ -96,5 +96,5 @@ class PageRing:
     def _first_of_each(self, pages: Array) -> Array:
         """Distinct pages, in the order of their first occurrence."""
         order = np.arange(len(pages))
-        self._stamps[pages[::-1]] = order[::-1]  # of several values for one index the last one stays
+        self._stamps[pages[::-1]] = order[::-1]  # with several values for one index, the last one remains
         return pages[self._stamps[pages] == order]

@@ -3,7 +3,7 @@
 Differs from reference: the reservations of running requests are summed as an array, and only when a request
 is to be added. Memory is not checked again after a request without a cached prefix is locked: that lock
 changes nothing. A dictionary finds the requests that compute a prefix in this step. Assumes that prompts and
-outputs do not change during a step. It gains nothing with a few running requests, and never loses.
+outputs do not change during a step. With few running requests it gains nothing; it never loses.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PrefillAdder(interface.PrefillAdder):
 
     @property
     def rem_total_tokens(self) -> int:
-        """Computed at each call: locking a prefix makes it not evictable."""
+        """Free tokens, computed at each call because a locked prefix is not evictable."""
         if self._reserved_by_running is None:
             self._reserved_by_running = self._sum_reservations()
         return self._num_free() - self.reserved_tokens - self._reserved_by_running
@@ -120,7 +120,7 @@ class PrefillAdder(interface.PrefillAdder):
             if victims and missing <= 0:
                 break
             victims.append(victim)
-            # What only the victim owns. Its prefix in the cache may be shared.
+            # Only the victim's own slots; its cached prefix may be shared.
             missing -= victim.kv_allocated_len - victim.cache_protected_len + self._reservation(victim)
         if missing > 0:
             return []
@@ -139,7 +139,8 @@ class PrefillAdder(interface.PrefillAdder):
         return any(other.fill_ids[:matched_len] == before for other in self._computing.get(first, ()))
 
     def _first_computed(self, token_ids: list[int], extra_key: Hashable, start: int) -> Hashable:
-        """Equal for requests with the same tokens after `start`; None if they are too few to wait for."""
+        """A key, equal for requests with the same tokens after `start`; None if these are too few to wait
+        for."""
         if self.min_shared_len is None:
             return None
         end = start + self.min_shared_len + self.tree_cache.is_bigram
@@ -157,7 +158,7 @@ class PrefillAdder(interface.PrefillAdder):
 
     def _fits(self, req: Req, extend_len: int) -> bool:
         if not self.running and not self.can_run_list:
-            # Alone it may use all memory: submission checked that it fits.
+            # A request alone may use all memory; it was checked to fit when it was submitted.
             return round_up_to_page(extend_len, self.page_size) <= self.rem_total_tokens
         return round_up_to_page(extend_len, self.page_size) + _clipped_max_new(req) < self.rem_total_tokens
 
@@ -168,7 +169,8 @@ class PrefillAdder(interface.PrefillAdder):
         return max(round_down_to_page(limit, self.page_size), 0)
 
     def _add(self, req: Req, extend_len: int) -> None:
-        """The request computes so many tokens in this step. Its last chunk also reserves its output."""
+        """Add a request that computes `extend_len` tokens in this step. Its last chunk also reserves its
+        output."""
         prefix_len = len(req.prefix_indices)
         req.fill_ids = req.all_ids[: prefix_len + extend_len]
         req.extend_input_len = extend_len

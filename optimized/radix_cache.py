@@ -1,4 +1,4 @@
-"""The prefix cache as a radix tree whose operations cost what they match, not the size of the tree.
+"""The prefix cache as a radix tree whose operations cost time in proportion to the match, not to the tree.
 
 Differs from reference: tokens are arrays (optimized/array_tree.py). The leaves stay in a heap between
 evictions (optimized/eviction_heap.py). A request that caches its next chunk is not compared again with the
@@ -57,7 +57,7 @@ class RadixCache(interface.WatchablePrefixCache):
     def _insert_below(
         self, node: TreeNode, start: int, key: RadixKey, value: torch.Tensor, priority: int
     ) -> InsertResult:
-        """`insert`, beginning at `node`, whose path holds the key's first `start` entries."""
+        """`insert`, starting at `node`, whose path has the key's first `start` entries."""
         num_cached = round_down_to_page(len(key), self.page_size)
         assert len(value) >= num_cached, f"{len(value)} slots for {num_cached} tokens"
         node, prefix_len = self._walk(key, node, start)
@@ -68,7 +68,7 @@ class RadixCache(interface.WatchablePrefixCache):
         return InsertResult(prefix_len, node)
 
     def _insert_of(self, req: Req, key: RadixKey, slots: torch.Tensor) -> InsertResult:
-        """`insert`, beginning at the end of the path that the request locks."""
+        """`insert`, starting at the end of the path that the request locks."""
         node, start = req.last_node, req.cache_protected_len
         if node is None or start > round_down_to_page(len(key), self.page_size):
             node, start = self.root, 0
@@ -109,7 +109,7 @@ class RadixCache(interface.WatchablePrefixCache):
 
     def discard(self, key: RadixKey, start: int) -> None:
         node, end = self._walk(key, self.root, 0)
-        highest = None  # the highest node on the path that goes; all nodes below it go too
+        highest = None  # the highest removed node on the path; all nodes below it are removed too
         for ancestor in self._path(node):
             end -= ancestor.num_slots
             if end < start or ancestor.lock_ref > 0:
@@ -196,9 +196,9 @@ class RadixCache(interface.WatchablePrefixCache):
 
     # --8<-- [start:radix-walk]
     def _walk(self, key: RadixKey, node: TreeNode, start: int) -> tuple[TreeNode, int]:
-        """Descend from `node`, whose path holds the key's first `start` entries, as far as
-        whole pages of `key` match. A node that they match in part is split. Returns the
-        deepest node and the matched length. Every node on the way gets a hit."""
+        """Descend from `node`, whose path holds the key's first `start` entries, as far
+        as whole pages of `key` match. A node that they match in part is split. Returns
+        the deepest node and the matched length. Every node on the path gets a hit."""
         self._time += 1
         for ancestor in self._path(node):
             self._touch(ancestor)
@@ -223,10 +223,10 @@ class RadixCache(interface.WatchablePrefixCache):
 
     # --8<-- [start:radix-split]
     def _split(self, child: TreeNode, upper_len: int) -> TreeNode:
-        """Cut a node in two and return the new upper half. `child` stays the lower half, so
-        that requests that hold it keep all of their path. Both halves have the node's age,
-        hits, locks and priority. The heap's entry stays that of `child`; the upper half has
-        a child and needs none."""
+        """Cut a node in two and return the new upper half. `child` stays the lower
+        half, so that requests that lock it keep their whole path. Both halves have the
+        node's age, hits, locks and priority. The heap's entry stays that of `child`;
+        the upper half has a child and needs none."""
         key, value = part_of(child, 0, upper_len)
         upper = self._new_node(
             child.parent, key, value, child.extra_key, child.is_bigram, child.creation_time, child.priority

@@ -1,12 +1,13 @@
-"""Logits to tokens without sorting them: one read of the logits, then the few that can still win.
+"""The sampler without sorting: one read of the logits, then only the tokens that can still win.
 
 Differs from reference: a token is drawn first and checked afterwards. The best score of all is the answer if
 top-k, top-p and min-p keep its token, which depends on the tokens before it alone; if not, the best of those
 before it is next. So no row is sorted, and only what reaches a bound found on the way is looked at again.
 Sums and noise are float32 with known errors; where a decision is closer than these, float64 makes it anew, so
-tokens equal the reference's. What remains: a sum of float64 terms that meets top_p to the last bits may round
-to the other side, for it is added up in another order. Needs Triton. Loses to the reference for no batch that
-was measured; rows that keep tens of thousands of tokens pay a pass over them for each one that top_p drops.
+tokens equal the reference's. One difference remains: a float64 sum that equals top_p to the last bits may
+round to the other side, because it is added in another order. Needs Triton. Loses to the reference for no
+batch that was measured; rows that keep tens of thousands of tokens pay a pass over them for each one that
+top_p drops.
 """
 
 from __future__ import annotations

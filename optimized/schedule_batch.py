@@ -71,7 +71,8 @@ def name_tokens(
 
 
 def _decode_batch(batch: ScheduleBatch, names: Sequence[int | None], device: torch.device) -> ForwardBatch:
-    """Everything in one copy: the CPU has only the time of a step of a small model."""
+    """A decode batch with all tensors in one copy, because a step of a small model leaves the CPU little
+    time."""
     bs, slots = batch.batch_size, batch.out_cache_loc
     assert slots is not None
     seq_lens = [req.kv_committed_len for req in batch.reqs]

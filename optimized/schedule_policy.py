@@ -1,11 +1,11 @@
-"""The order in which waiting requests are tried, updated as requests come and go.
+"""The order of waiting requests, updated as requests come and go.
 
 Differs from reference: a pass does not visit every waiting request. The policy follows the queue and applies
 its changes since the last pass. Sorted orders are sorted lists; cache-aware orders keep the match of each
-request until the tree reports that it changes. What still grows with the queue is moving pointers in a list,
-some nanoseconds a request. Assumes a `WaitingQueue` (another sequence is ordered from scratch, with the same
-result) and, for lpm and dfs-weight, a `WatchablePrefixCache`. It loses on short queues of requests that come
-and go at once. A waiting request is not matched again in each pass, so its prefix ages in the cache.
+request until the tree reports that it changes. Only moving pointers in a list still grows with the queue, by
+some nanoseconds per request. Assumes a `WaitingQueue` (another sequence is ordered from scratch, with the
+same result) and, for lpm and dfs-weight, a `WatchablePrefixCache`. It loses on short queues of requests that
+come and go immediately. A waiting request is not matched again in each pass, so its prefix ages in the cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SchedulePolicy(interface.SchedulePolicy):
         self._follower: Follower | None = None
 
     def order(self, waiting_queue: Sequence[Req], running: Sequence[Req]) -> PolicyResult:
-        """The result reads the lists of this object. They change in the next call, not before."""
+        """The result refers to lists of this object, which do not change until the next call."""
         policy = self._effective_policy(len(waiting_queue))
         if policy in ("lpm", "dfs-weight"):
             return self._cache_aware_order(policy, waiting_queue)
@@ -140,7 +140,7 @@ class RoutedQueue:
         self._all.update(changes)
         for req in changes.left:
             del self._waiting[req.routing_key][req]
-        for req in changes.joined:  # at the end: their tickets are the newest
+        for req in changes.joined:  # appended, because their tickets are the newest
             self._waiting.setdefault(req.routing_key, {})[req] = None
 
     def order(self, counts: Counter[str | None]) -> Iterator[Req]:

@@ -50,8 +50,8 @@ class Scheduler(BaseScheduler):
     # --8<-- [end:scheduler-step]
 
     def _catch_up(self, num_left: int) -> None:
-        """Process batches until at most so many are in flight, the oldest first. Between two steps one is; an
-        interrupt while waiting can leave two."""
+        """Process the oldest batches until at most `num_left` are in flight. Between two steps there is one;
+        an interrupt while waiting can leave two."""
         while len(self.pipeline) > num_left:
             oldest = self.pipeline.batches[0]
             if oldest.results is None:
@@ -79,14 +79,14 @@ class Scheduler(BaseScheduler):
         batch = self.decoding.prepare(decodable)
         if batch is not None:
             self.new_token_ratio.decay()
-        elif not self.pipeline:  # else it may end requests: process it before any is retracted
+        elif not self.pipeline:  # otherwise it may end requests, so it is processed before any retraction
             batch = self._retract_to_decode()
         return batch
 
     # ---- run it ----
 
     def _launch(self, batch: ScheduleBatch) -> bool:
-        """False when the model refuses it."""
+        """Launch a batch. False if the model refuses it."""
         self.num_steps += 1
         try:
             self.run_batch(batch)
@@ -111,7 +111,7 @@ class Scheduler(BaseScheduler):
             self._fail(batch.batch, error)
 
     def process_batch_result(self, batch: InFlight, result: Any) -> None:
-        """Of the requests that are still in the batch."""
+        """Process the results of the requests that are still in the batch."""
         for req, token_ids, logprobs in self.decoding.finish(batch, result):
             if batch.rows.pop(req, None) is not None:
                 self._append_tokens(req, token_ids, logprobs)
@@ -120,8 +120,9 @@ class Scheduler(BaseScheduler):
 
     # --8<-- [start:discard-a-prompt]
     def _discard(self, prompt: CachedPrompt, launched: InFlight) -> None:
-        """Its logits were NaN, so its KV may be NaN, and what other requests computed from
-        its cached prefix. They start again."""
+        """Discard the KV of a request whose logits were NaN. Its KV may be NaN, and so
+        may the KV that other requests computed from its cached prefix; they start
+        again."""
         batches = (launched, *self.pipeline.batches)
         new = {req for each in batches for req in each.prompts if req in each.rows}
         for req in list(self.live.values()):
@@ -134,9 +135,9 @@ class Scheduler(BaseScheduler):
     # ---- failures ----
 
     def _fail(self, batch: ScheduleBatch, error: BaseException) -> None:
-        """The model refused the batch. The batch before is processed first: requests that it ends have ended
-        well, but nothing of this batch's KV may be found."""
-        self.pipeline.streams.synchronize()  # what the batch has launched may still write to its slots
+        """Handle a batch that the model refused. The previous batch is processed first, and the requests that
+        it ends have ended regularly. No KV of the failed batch may stay in the cache."""
+        self.pipeline.streams.synchronize()  # launched work of the batch may still write to its slots
         decoding = batch.reqs[batch.num_extend_reqs :]
         for req in decoding if batch.forward_mode is not ForwardMode.TARGET_VERIFY else []:
             if req.req_pool_idx is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 NO_NODE = -1
-"""In place of the number of a node when the tree was reset since."""
+"""The number of a node of a tree that was reset since."""
 
 
 @dataclass(eq=False, slots=True)
@@ -22,7 +22,7 @@ class Subtree:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Sorts siblings: the heaviest first, then the one with the longest waiting request."""
+        """The sort key of siblings: the heaviest first, then the one with the longest waiting request."""
         return -len(self.tickets), self.tickets[0]
 
 
@@ -75,7 +75,8 @@ class Forest:
         self._list(lower)
 
     def walk(self) -> Iterator[int]:
-        """The tickets in order. Lists are copied when entered: nodes may be split during the walk."""
+        """Yields the tickets in order. Lists are copied when entered, because nodes may be split during the
+        walk."""
         stack = [(self.root, iter(list(self.root.children)))]
         while stack:
             subtree, children = stack[-1]

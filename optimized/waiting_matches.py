@@ -5,7 +5,8 @@ queue, and again only when its match changes: the tree reports that (`CacheWatch
 report changes, all requests are matched again in each pass.
 
 Shared prefixes are found without a tree. Two requests share n tokens exactly if their first n tokens are
-equal, so a dictionary by these tokens holds all requests with one prefix. The first of them computes it.
+equal, so a dictionary with these tokens as keys groups the requests with the same prefix. The first of them
+computes it.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class WaitingMatches(CacheWatcher):
             self._stale |= reqs
 
     def reset(self) -> None:
-        self.forest = Forest()  # a reset tree numbers its nodes from 0
+        self.forest = Forest()  # a reset tree numbers its nodes from 0 again
         for match in self.by_req.values():
             match.node_id = NO_NODE
         self._ending_at = {}

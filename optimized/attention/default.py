@@ -1,9 +1,9 @@
-"""The backends that are used when none is named, by what was measured on each architecture.
+"""The default attention backends, chosen by measurements on each GPU architecture.
 
 Differs from reference: it chooses and computes nothing. Assumes that the backend measured as fastest
 (docs/lab/attention.md) is fastest on other GPUs of the architecture. Chooses by the pool's dtype and
-head_dim, and for each batch by its tokens per request. Loses where a workload is unlike the measured ones:
-then name a backend.
+head_dim, and for each batch by its tokens per request. Loses for workloads unlike the measured ones; name a
+backend for them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shared.types import ForwardBatch
 from shared.types.attention import FP8, AttentionLayer
 
 MIN_TOKENS_PER_REQUEST = 64
-"""New tokens a request, on average, from which a batch of prompts is a matter for their backend. Below, it is
-more like decoding: FlashAttention 3 fills a tile of 128 rows with one request's tokens of one query head, and
+"""The mean number of new tokens per request from which the prefill backend is used. Smaller batches are more
+like decoding: FlashAttention 3 fills a tile of 128 rows with one request's tokens of one query head, and
 reads its keys once for each query head. (Measured: 32 tokens are slower, 128 faster.)"""
 
 
@@ -48,11 +48,12 @@ def can_compile() -> bool:
 
 
 class DefaultAttention(HybridAttention):
-    """Supports what TritonAttention does: it computes the layers that the other backend refuses."""
+    """The default backend. It supports every layer that TritonAttention supports, which computes the layers
+    that the other backend refuses."""
 
     @staticmethod
     def choose(device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> Choice:
-        """What suits a KV pool on a device."""
+        """Choose the backends for a KV pool on a device."""
         if device.type != "cuda":
             return Choice("triton", "triton", "no CUDA GPU: Triton's interpreter")
         if importlib.util.find_spec("flashinfer") is None:
@@ -77,7 +78,7 @@ class DefaultAttention(HybridAttention):
         super().__init__(req_to_token_pool, kv_pool)
 
     def check_layer(self, layer: AttentionLayer) -> None:
-        self.decode_backend.check_layer(layer)  # which computes what the other one refuses
+        self.decode_backend.check_layer(layer)  # which computes the layers that the other one refuses
 
     def _backend_for(self, forward_batch: ForwardBatch) -> interface.AttentionBackend:
         if forward_batch.num_tokens < MIN_TOKENS_PER_REQUEST * forward_batch.batch_size:

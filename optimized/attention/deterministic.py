@@ -1,4 +1,4 @@
-"""Attention of deterministic mode: keys are added up in the order of their positions, cut at fixed ones.
+"""Attention of deterministic mode: keys are summed in the order of positions, in splits at fixed positions.
 
 Differs from reference: it computes all tokens of a batch together, and a row's bits still depend on its own
 keys alone. Slower than the default backend: one size of tile for prefill and decode. Batches with a mask,
@@ -19,8 +19,9 @@ from shared.types.attention import AttentionLayer
 
 
 class DeterministicAttention(TritonAttention):
-    """Supports what TritonAttention does. Without a mask, a row of the output depends on its query and its
-    keys, not on the batch, the split of its request into steps, or CUDA graphs."""
+    """Supports every layer and batch that TritonAttention supports. Without a mask, a row of the output
+    depends on its query and its keys, not on the batch, the split of its request into steps, or CUDA
+    graphs."""
 
     is_deterministic = True
 

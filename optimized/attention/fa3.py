@@ -14,7 +14,7 @@ from shared.types.attention import FP8
 
 
 class FA3Attention(FlashInferAttention):
-    """Supports what FlashInferAttention does, on Hopper GPUs, but no FP8 pools: these kernels would take q in
+    """Supports what FlashInferAttention supports, on Hopper GPUs, except FP8 pools: these kernels need q in
     FP8 too, without a scale."""
 
     kernels = "fa3"

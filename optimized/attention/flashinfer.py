@@ -1,13 +1,14 @@
 """Attention by FlashInfer's kernels over the paged pool: FlashAttention 2, on any NVIDIA GPU from Ampere on.
 
-Differs from reference: a step is planned on the CPU, from the batch's lengths alone. FlashInfer cuts the
-work into pieces that fill the GPU, once for each kind of layer (window, soft-cap, scale), when the first such
+Differs from reference: a step is planned on the CPU, from the batch's lengths alone. FlashInfer cuts the work
+into pieces that fill the GPU, once for each kind of layer (window, soft-cap, scale), when the first such
 layer runs. Page tables are written on the device. Assumes a CUDA GPU, float16 or bfloat16, and a compiler
-(nvcc) the first time that a kind is met. Loses where planning on the CPU shows: small models, few requests.
+(nvcc) the first time that a kind is met. Loses where planning on the CPU takes a noticeable share: small
+models, few requests.
 
-K and V are read from the pool also where `run` is given them. FlashInfer's kernels for that (ragged) are a
-tenth faster, but fused layers hand over no K and V, and those of FlashAttention 3 let a NaN of one request
-reach its neighbours: they load whole tiles, and 0 * NaN is NaN.
+K and V are always read from the pool, even if `run` gets them. FlashInfer's ragged kernels, which take K and
+V, are a tenth faster. But fused layers give no K and V, and the ragged kernels of FlashAttention 3 spread a
+NaN of one request to its neighbours, because they load whole tiles and 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ HEAD_DIMS = (64, 128, 256)
 
 @dataclass
 class Tables:
-    """What layers with one window read, planned or to be."""
+    """The page tables and wrappers of layers with the same window."""
 
     host: HostTable
     device: PageTable
@@ -47,7 +48,7 @@ class Tables:
 
 @dataclass
 class FlashInferPlan:
-    """One step. What FlashInfer plans is added when the first layer of its kind runs."""
+    """The plan of one step. FlashInfer's plan for a kind of layer is added when its first layer runs."""
 
     forward_batch: ForwardBatch
     max_seq_len: int | None = None  # in a CUDA graph; None: for this batch only
@@ -65,7 +66,7 @@ class FlashInferAttention(interface.AttentionBackend):
 
     supports_cuda_graph = True
     kernels: Kernels = "fa2"
-    """for what is no decoding"""
+    """for batches other than decoding"""
 
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
         self.check_device(kv_pool.device)
@@ -81,7 +82,7 @@ class FlashInferAttention(interface.AttentionBackend):
 
     @staticmethod
     def check_device(device: torch.device) -> None:
-        """Raise `ValueError` for one that these kernels do not run on."""
+        """Raise `ValueError` for a device that these kernels do not support."""
         if device.type != "cuda":
             raise ValueError(f"device {device.type}: not supported; FlashInfer supports cuda")
 
@@ -94,12 +95,14 @@ class FlashInferAttention(interface.AttentionBackend):
         return FlashInferPlan(forward_batch)
 
     def plan_for_graph(self, forward_batch: ForwardBatch, max_seq_len: int) -> FlashInferPlan:
-        """Layers are planned for when they run outside of a capture: so run once before it."""
+        """Plan for a graph. Layers are planned when they run outside of a capture, so run once before
+        capturing."""
         self._refuse_unless(forward_batch.tree_mask is None, "tree_mask in a CUDA graph", "custom_mask")
         return FlashInferPlan(forward_batch, max_seq_len)
 
     def replan(self, plan: FlashInferPlan, forward_batch: ForwardBatch) -> None:
-        """The page ids of all graphs lie in one buffer: what is replayed is what was replanned last."""
+        """The page ids of all graphs are in one buffer, so only the graph of the last `replan` may be
+        replayed."""
         plan.forward_batch = forward_batch
         for window, tables in plan.tables.items():
             tables.host = HostTable.of(forward_batch, self.kv_pool.page_size, window)
@@ -168,7 +171,7 @@ class FlashInferAttention(interface.AttentionBackend):
 
     @staticmethod
     def _table_window(plan: FlashInferPlan, kind: Kind) -> int:
-        """A mask has a column for every position, also for those that a window hides."""
+        """The window of the page table: with a mask none, because a mask has a column for every position."""
         return -1 if plan.forward_batch.custom_mask is not None else kind.window
 
     def _tables(self, plan: FlashInferPlan, window: int) -> Tables:
@@ -188,7 +191,7 @@ class FlashInferAttention(interface.AttentionBackend):
         tables.device.fill(tables.host, self.req_to_token_pool, batch, self.kv_pool.page_size, window)
 
     def _indices_for_graph(self, window: int, num_pages: int) -> torch.Tensor:
-        """Shared: a buffer for each of fifty sizes of batches would take gigabytes."""
+        """The shared buffer of page ids. Separate ones for fifty batch sizes would take gigabytes."""
         if window not in self._graph_indices or num_pages > len(self._graph_indices[window]):
             self._graph_indices[window] = self._new_indices(num_pages)
         return self._graph_indices[window][:num_pages]

@@ -1,5 +1,5 @@
-"""FlashInfer's wrappers as attention backends use them: what to plan for, memory to split work in, and plans
-made without waiting for the device. The only file that calls FlashInfer, and by public names only."""
+"""FlashInfer's wrappers for attention backends: kinds of plans, workspace memory, and planning without
+waiting for the device. It uses only public names of FlashInfer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOTHING_SEEN = -4e4
 
 
 class Kind(NamedTuple):
-    """What a plan depends on, of a layer and of the pool."""
+    """The properties of a layer and of the pool on which a plan depends."""
 
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -57,7 +57,8 @@ class Kind(NamedTuple):
 
     @property
     def decodes_on_tensor_cores(self) -> bool:
-        """By the kernels for prompts, with the query heads of a KV head in place of several tokens."""
+        """Whether decoding uses the prefill kernels, with the query heads of a KV head in place of several
+        tokens."""
         return self.group_size not in CUDA_CORE_GROUP_SIZES
 
     def plan_arguments(self) -> dict[str, Any]:
@@ -83,9 +84,9 @@ class Workspace:
         self.buffer = torch.zeros(0, dtype=torch.uint8, device=device)
 
     def for_batches(self, kernels: Kernels, kind: Kind, captured: ForwardBatch | None) -> torch.Tensor:
-        """As much as a plan can ask for. Work is split into at most two CTAs per multiprocessor; in a graph,
-        for batches like `captured`, the split is always made, for as many tiles of queries as there may
-        be."""
+        """A workspace for the largest plan. Work is split into at most two CTAs per multiprocessor. In a
+        graph, for batches like `captured`, work is always split, for the largest possible number of query
+        tiles."""
         group_size = kind.group_size
         tile = 16 if kernels == "decode" and group_size <= 16 else 128  # queries times query heads
         tiles = 2 * self.num_sms // kind.num_kv_heads + 1
@@ -121,7 +122,7 @@ class PackedMask:
 
 
 class PlannedWrapper:
-    """One wrapper, planned again for each batch.
+    """One wrapper, which is planned again for each batch.
 
     A plan is written to page-locked memory and copied from there to the device in stream order. So the CPU
     may run ahead by one plan of the same wrapper; before it writes the next one, it waits for that copy.
@@ -200,8 +201,8 @@ def make_wrapper(
     table: PageTable | None = None,
     mask: PackedMask | None = None,
 ) -> PlannedWrapper:
-    """With a table, for batches of its size, in CUDA graphs too: the wrapper reads its buffers, and the
-    mask's, for its whole life. Without, for any batch, unless it has a mask."""
+    """Make a wrapper. With a table: for batches of its size, also in CUDA graphs; the wrapper reads the
+    table's and the mask's buffers as long as it lives. Without: for any batch without a mask."""
     _announce_compilation(kernels, kind)
     if kernels == "decode":
         return PlannedWrapper(_decode_wrapper(kind, workspace, table), kind)
@@ -239,8 +240,8 @@ def _decode_wrapper(kind: Kind, workspace: torch.Tensor, table: PageTable | None
 
 @functools.cache
 def _announce_compilation(kernels: Kernels, kind: Kind) -> None:
-    """FlashInfer compiles what a kind needs when it is first planned, and keeps it on disk: tens of seconds
-    without a word, so say one."""
+    """Print a message before FlashInfer compiles a kind's kernels at its first plan, which takes tens of
+    seconds. It caches them on disk."""
     types = kind.q_dtype, kind.kv_dtype, kind.q_dtype, torch.int32
     variant = kind.head_dim, kind.head_dim, 0, kind.window >= 0, kind.logit_cap > 0
     if kernels == "decode" and not kind.decodes_on_tensor_cores:

@@ -28,7 +28,7 @@ from shared.types.attention import AttentionLayer
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-# On a CPU that is what is wanted.
+# On a CPU this is intended.
 warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
 
 
@@ -92,7 +92,7 @@ class FlexAttention(interface.AttentionBackend):
         max_queries = max(batch.extend_seq_lens_cpu, default=0)
         return FlexPlan(
             tokens=(requests, numbers),
-            slots=slots.to(torch.int64) * is_key,  # padding reads the dummy page, and is set to zero
+            slots=slots.to(torch.int64) * is_key,  # padding reads the dummy page and is set to zero
             is_key=is_key,
             seq_lens=seq_lens,
             prefix_lens=seq_lens - lens,
@@ -146,12 +146,12 @@ def _soft_cap(cap: float) -> Callable[..., torch.Tensor]:
 
 @cache
 def _attend(device_type: str) -> Callable[..., Any]:
-    """Compiled on a GPU, for any lengths; elsewhere evaluated as it is."""
+    """Call flex_attention: compiled on a GPU, for any lengths; elsewhere evaluated eagerly."""
     return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
 
 
 def _visible(batch: ForwardBatch, max_queries: int, max_keys: int) -> torch.Tensor | None:
-    """The mask of the batch, each request's padded."""
+    """The mask of the batch, padded per request."""
     shapes = list(zip(batch.extend_seq_lens_cpu, batch.seq_lens.tolist()))
     if batch.custom_mask is not None:
         flat = batch.custom_mask.split([n * m for n, m in shapes])

@@ -37,7 +37,7 @@ class HybridPlan:
 
 
 class HybridAttention(interface.AttentionBackend):
-    """Supports, of each kind of batch, what the backend for it does. `prefill` and `decode` are names of the
+    """Supports for each kind of batch what its backend supports. `prefill` and `decode` are names of the
     registry; `hybrid_of` makes a class of two."""
 
     prefill: str
@@ -95,7 +95,7 @@ class HybridAttention(interface.AttentionBackend):
         part.backend.replan(part.plan, forward_batch)
 
     def plan_ragged(self, forward_batch: ForwardBatch) -> HybridPlan:
-        """Prompts too: beside requests that decode they are short."""
+        """The decode backend plans prompts too, because prompts beside decoding requests are short."""
         backend = self.decode_backend
         plan = backend.plan_ragged(forward_batch)
         return HybridPlan(forward_batch, (Part(forward_batch.num_tokens, backend, plan),))
@@ -106,7 +106,7 @@ class HybridAttention(interface.AttentionBackend):
         )
 
     def _num_decoding(self, forward_batch: ForwardBatch) -> int:
-        """The last so many requests of a mixed batch are for the second backend."""
+        """The number of last requests of a mixed batch for the second backend."""
         is_mixed = forward_batch.forward_mode is ForwardMode.MIXED and forward_batch.custom_mask is None
         # One object may hold one plan only.
         if not is_mixed or self.prefill_backend is self.decode_backend:
@@ -116,7 +116,7 @@ class HybridAttention(interface.AttentionBackend):
     def _backends(
         self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool
     ) -> tuple[interface.AttentionBackend, interface.AttentionBackend]:
-        """One object for both where both names are the same."""
+        """The two backends; one object if both names are the same."""
         made = {
             name: registry.load("attention", name)(req_to_token_pool, kv_pool)
             for name in (self.prefill, self.decode)
@@ -134,14 +134,17 @@ def hybrid_of(prefill: str, decode: str) -> type[HybridAttention]:
 
 
 def num_decoding(batch: ForwardBatch) -> int:
-    """The last so many requests of a mixed batch have one new token each: they are as if they decoded."""
+    """The number of last requests of a mixed batch with one new token each, which run as decoding
+    requests."""
     return sum(1 for _ in takewhile(lambda n: n == 1, reversed(batch.extend_seq_lens_cpu)))
 
 
 def split_mixed(batch: ForwardBatch, num_decoding: int) -> tuple[ForwardBatch, ForwardBatch]:
-    """The last so many requests, of one new token each, as a batch that decodes, and those before them.
+    """Split a mixed batch: the last requests, of one new token each, as a decode batch, and the requests
+    before them.
 
-    Decoding gets copies: its kernels are compiled for aligned tensors, and a slice may begin anywhere."""
+    The decode batch gets copies, because its kernels are compiled for aligned tensors, and slices may be
+    unaligned."""
     bs, n = batch.batch_size - num_decoding, batch.num_tokens - num_decoding
     kinds = (ForwardMode.EXTEND, slice(bs), slice(n)), (ForwardMode.DECODE, slice(bs, None), slice(n, None))
     prompts, decoding = (

@@ -49,7 +49,7 @@ class FlashInferMLA(MLAAttentionBackend):
 
     @staticmethod
     def check_device(device: torch.device) -> None:
-        """Raise `ValueError` for one that these kernels do not run on."""
+        """Raise `ValueError` for a device that these kernels do not support."""
         _refuse_unless(device.type == "cuda", f"device {device.type}", "cuda")
 
     def plan(self, forward_batch: ForwardBatch) -> FlashInferMLAPlan:

@@ -29,11 +29,12 @@ from shared.types.attention import AttentionLayer, MLALayer
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 EXPAND_FROM = 256
-"""New tokens a request, on average, from which expanding is cheaper. Expanding a key takes 2 * 512 * 256
-operations a head, and saves 1,536 for each query that sees it: it pays from 170 queries on, and a token of a
-prompt is seen by half of the others."""
+"""The mean number of new tokens per request from which expanding is cheaper. Expanding a key takes 2 * 512 *
+256 operations per head and saves 1,536 for each query that sees it. So it pays from 170 queries on; a token
+of a prompt is seen by half of the others."""
 CHUNK_KEYS = 8192
-"""Keys of cached prefixes, of all requests together, that are expanded at once: 67 MB with 16 heads."""
+"""The number of keys of cached prefixes, over all requests, that are expanded together: 67 MB with 16
+heads."""
 MAX_GROUPS = 128
 
 
@@ -45,7 +46,7 @@ class Keys(NamedTuple):
 
 
 class Expansion(NamedTuple):
-    """The keys of a batch of prompts: chunks of what is cached, then the tokens themselves."""
+    """The keys of a batch of prompts: chunks of cached prefixes, then the new tokens."""
 
     prefix: list[Keys]
     own: Keys
@@ -144,7 +145,7 @@ class TritonMLA(MLAAttentionBackend):
         return Expansion(prefix, own)
 
     def _prefix_keys(self, batch: ForwardBatch, start: int, lens: list[int]) -> Keys:
-        """The keys of each request from position `start` on, so many."""
+        """lens[i] keys of request i, from position `start` on."""
         num_keys, device = to_device(lens, torch.int64, self.kv_pool.device), self.kv_pool.device
         indptr = _indptr(num_keys)
         requests = torch.arange(len(lens), device=device)
@@ -164,7 +165,7 @@ class TritonMLA(MLAAttentionBackend):
         for keys in (*expansion.prefix, expansion.own):
             rows = self.kv_pool.k_buffer(layer.layer_id)[keys.slots, 0].to(q.dtype)
             c, k_rope = rows.tensor_split([layer.kv_lora_rank], dim=1)
-            is_last = keys is expansion.own  # the tokens themselves
+            is_last = keys is expansion.own  # the new tokens
             expanded_attention(
                 q,
                 layer.kv_b_proj(c),
@@ -220,7 +221,7 @@ def _indptr(lens: torch.Tensor) -> torch.Tensor:
 
 
 def _live_rows(batch: ForwardBatch) -> torch.Tensor:
-    """bool [num_tokens]: rows of a ragged batch that are a token."""
+    """bool [num_tokens]: the rows of a ragged batch that are a token."""
     if batch.forward_mode.is_decode:
         return batch.seq_lens > 0
     rows = torch.arange(batch.num_tokens, device=batch.seq_lens.device)[:, None]

@@ -16,7 +16,7 @@ from shared.types import ForwardBatch
 
 @dataclass(frozen=True)
 class HostTable:
-    """The table but for the pages' ids, as int32 tensors on the CPU."""
+    """The page table without page ids, as int32 tensors on the CPU."""
 
     indptr: torch.Tensor  # [bs + 1]
     last_page_len: torch.Tensor  # [bs]
@@ -26,8 +26,8 @@ class HostTable:
 
     @staticmethod
     def of(forward_batch: ForwardBatch, page_size: int, window: int) -> HostTable:
-        """With a window w >= 0, a request's table starts at the page of the first position that its new
-        tokens see: what is before is neither listed nor read."""
+        """The table of a batch. With a window w >= 0, a request's table starts at the page of the first
+        position that its new tokens see; earlier pages are not listed or read."""
         # numpy: for vectors this short, each call of torch would cost several times as much.
         seq_lens = np.array(forward_batch.seq_lens_cpu, dtype=np.int32)
         kv_lens = seq_lens

@@ -1,8 +1,9 @@
-"""Tensors over memory that they do not own: where a captured tensor lies, which other graphs may use too.
+"""Borrowed buffers: tensors over memory of captured graphs that they do not own and that other graphs may use
+too.
 
-PyTorch gives a graph's tensors out of a pool, and keeps from others what is still referred to. A runner that
-held on to every size's logits, or to every layer's queries, would keep gigabytes. So it remembers where they
-lie, and looks there right after a replay.
+PyTorch allocates a graph's tensors from a pool and does not reuse memory that is still referenced. A runner
+that referenced the logits of every size, or the queries of every layer, would keep gigabytes. So it stores
+only their addresses, and reads them right after a replay.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 
 class Memory(NamedTuple):
-    """Where a tensor lies, without keeping that place from being used again."""
+    """The address and shape of a tensor, without a reference, so that its memory can be reused."""
 
     data_ptr: int
     shape: tuple[int, ...]
@@ -25,13 +26,13 @@ class Memory(NamedTuple):
         return Memory(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def as_tensor(self, borrower: Borrower | None = None) -> torch.Tensor:
-        """What lies there now, and what is written there later."""
+        """A tensor over this memory, with its present and later content."""
         values = torch.as_tensor(borrower or Borrower(self)).view(self.dtype)
         return values.as_strided(self.shape, self.strides)
 
 
 class Borrower:
-    """Memory that a tensor may be made of; alive as long as that tensor's storage."""
+    """The owner object of a borrowed tensor's memory, which lives as long as the tensor's storage."""
 
     def __init__(self, memory: Memory) -> None:
         extent = 1 + sum((size - 1) * stride for size, stride in zip(memory.shape, memory.strides))

@@ -1,8 +1,8 @@
 """Capturing functions as CUDA graphs, whole or in pieces.
 
-All graphs share one pool of memory, because they never run at the same time: what one leaves behind lasts
-until the next replay. What a graph reads and writes keeps its address, so inputs go through buffers that the
-caller owns (decode_graph.py, verify_graph.py, extend_graph.py).
+All graphs share one memory pool, because they never run at the same time: the outputs of a graph are valid
+until the next replay. A graph reads and writes fixed addresses, so inputs go through buffers that the caller
+owns (decode_graph.py, verify_graph.py, extend_graph.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from optimized.graphs.borrowed_buffers import Borrower, Memory
 
 Replay = Callable[[], None]
 Cut = Callable[[list[torch.Tensor]], tuple[Replay, list[torch.Tensor]]]
-"""What a function calls that is captured in pieces: see `Recording.cut`."""
+"""The function that a function captured in pieces calls: see `Recording.cut`."""
 
 
 class CudaGraphs:
@@ -32,8 +32,8 @@ class CudaGraphs:
         self.stream = torch.cuda.Stream(device)
 
     def capture(self, function: Callable[[], torch.Tensor]) -> CapturedCall:
-        """Runs it once before: kernels are compiled and loaded, libraries set up. Nothing may wait for the
-        device, neither here nor then: `RuntimeError`."""
+        """Capture a function, after one run that compiles kernels and sets up libraries. If it waits for the
+        device in either run, `RuntimeError` is raised."""
         self._rehearse(function)
         with self._capturing() as recording:
             output = function()
@@ -42,8 +42,8 @@ class CudaGraphs:
     def capture_pieces(
         self, function: Callable[[Cut], list[torch.Tensor]]
     ) -> tuple[Replay, list[torch.Tensor]]:
-        """The same for a function that calls `cut` where something is to be launched between two graphs.
-        Replays the last one; its outputs are borrowed buffers too."""
+        """Capture a function in pieces: it calls `cut` where other work is launched between two graphs.
+        Returns the replay of the last piece, whose outputs are borrowed buffers too."""
         self._rehearse(lambda: function(lambda tensors: (_nothing, tensors)))
         with self._capturing() as recording:
             outputs = function(recording.cut)
@@ -70,7 +70,7 @@ class CudaGraphs:
 
 
 class Recording:
-    """What goes on in a capture: the graph that is under way."""
+    """A capture in progress."""
 
     def __init__(self, pool: Any) -> None:
         self.pool = pool
@@ -81,8 +81,9 @@ class Recording:
 
     # --8<-- [start:cut-a-graph]
     def cut(self, tensors: list[torch.Tensor]) -> tuple[Replay, list[torch.Tensor]]:
-        """Ends the graph and begins another. Returns the first one's replay and its
-        `tensors` as borrowed buffers: later pieces and other graphs write there."""
+        """End the current graph and begin another. Returns the replay of the ended
+        graph and its `tensors` as borrowed buffers, which later pieces and other graphs
+        overwrite."""
         self.graph.capture_end()
         replay, borrowed = self.graph.replay, [Memory.of(tensor).as_tensor() for tensor in tensors]
         self.begin()
@@ -92,8 +93,8 @@ class Recording:
 
 
 class CapturedCall:
-    """Calling it replays the graph. `output` keeps its memory from the graphs captured later; after
-    `give_up_output` they may use it too, and the result of a call is valid until the next replay of any."""
+    """A captured function: calling it replays the graph. Graphs that are captured later do not use the memory
+    of `output`, until `give_up_output`; after it a result is valid until the next replay of any graph."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: torch.Tensor) -> None:
         self.graph = graph
@@ -110,11 +111,13 @@ class CapturedCall:
 
     @property
     def is_lent(self) -> bool:
-        """The result of the last call, or a view of it, is still referenced. Known only when tracked."""
+        """Whether the result of the last call, or a view of it, is still referenced. Known only if
+        tracked."""
         return self._borrower() is not None
 
     def give_up_output(self, track: bool) -> None:
-        """`track`: each call returns another tensor, so that the end of the last one is detected."""
+        """Let later graphs use the output's memory. `track`: each call returns a new tensor, so that the end
+        of the last one is detected."""
         output = self.output
         assert output is not None
         memory = Memory.of(output)
@@ -137,7 +140,7 @@ def _nothing() -> None:
 def try_to_capture(
     graphs: CudaGraphs, doing: str, what: str, function: Callable[[], torch.Tensor]
 ) -> CapturedCall | None:
-    """None, and a word about it, where `what` waits for the device in the midst of `doing`."""
+    """Capture; if `what` waits for the device during `doing`, print a message and return None."""
     try:
         return graphs.capture(function)
     except RuntimeError as error:
@@ -153,11 +156,11 @@ def warn_of_launches(doing: str, reason: str) -> None:
 
 @contextlib.contextmanager
 def _refusing_to_wait() -> Iterator[None]:
-    """Operations that make the CPU wait for the device raise: they cannot be captured, and the error of a
-    failed capture does not name them."""
+    """Within the block, operations that make the CPU wait for the device raise. They cannot be captured, and
+    the error of a failed capture does not name them."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that not everything is found: capturing finds the rest
+        warnings.simplefilter("ignore")  # that not every wait is found: capturing finds the rest
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

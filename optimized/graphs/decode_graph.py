@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: the batch sizes they are padded to, and the buffers that a batch goes through.
+"""Decode steps as CUDA graphs: the captured batch sizes, and the input buffers.
 
-A graph launches kernels again with the arguments they had at capture. So the batch goes through buffers whose
-addresses never change (`DecodeBuffers`), padded to a size that was captured (cuda_graph.py): a row of padding
-is a request that reads and writes the dummy page.
+A graph launches kernels with the arguments of the capture. So a batch is copied into buffers at fixed
+addresses (`DecodeBuffers`), padded to a captured size (cuda_graph.py). A padding row is a request that reads
+and writes the dummy page.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from shared.config import EngineConfig
 from shared.types import ForwardBatch, ForwardMode, SamplingBatchInfo
 
 DEFAULT_MAX_BS = 512
-"""Beyond, a step takes longer than launching its kernels: a graph saves nothing."""
+"""Beyond this size a step takes longer than launching its kernels, so a graph saves no time."""
 
 
 def captured_batch_sizes(config: EngineConfig) -> tuple[int, ...]:
-    """In ascending order; no more than one of them exceeds what can run at once."""
+    """The captured batch sizes, ascending; at most one exceeds the number of running requests."""
     limit = config.max_running_requests
     if config.cuda_graph_bs is not None:
         sizes = sorted(config.cuda_graph_bs)
     else:
         largest = min(config.cuda_graph_max_bs or DEFAULT_MAX_BS, limit)
-        # Fine steps where a batch is small: padding costs most in proportion there.
+        # Small batches have finer sizes, because padding costs relatively most there.
         steps = [1, 2, 4, 8, 12, *range(16, 256, 8), *range(256, 512, 16), *range(512, largest, 32)]
         sizes = [size for size in steps if size < largest] + [largest]
     return tuple(sizes[: bisect_left(sizes, limit) + 1])
 
 
 class SamplingKind(Enum):
-    """What of the sampler is needed, as far as a graph can have it: fixed ops on tensors of a fixed shape."""
+    """The kind of sampling, if a graph can contain it: fixed ops on tensors of fixed shapes."""
 
     GREEDY = auto()
     PLAIN = auto()  # temperature, no filter
@@ -41,7 +41,7 @@ class SamplingKind(Enum):
 
     @staticmethod
     def of(info: SamplingBatchInfo) -> SamplingKind | None:
-        """None for what has tensors as wide as the vocabulary, or gives more than ids."""
+        """The kind of a batch; None if it has tensors as wide as the vocabulary, or outputs beyond ids."""
         extras = (
             info.logit_bias, info.banned, info.vocab_mask, info.output_counts, info.prompt_mask,
             info.frequency_penalties, info.presence_penalties, info.repetition_penalties,
@@ -54,7 +54,7 @@ class SamplingKind(Enum):
 
 
 class PaddedVectors:
-    """Vectors of one type, [max_bs] each, at fixed addresses: a batch in front, padding behind it."""
+    """Vectors of one type, [max_bs] each, at fixed addresses: the batch, then padding."""
 
     def __init__(
         self, padding: dict[str, float], max_bs: int, dtype: torch.dtype, device: torch.device
@@ -70,7 +70,7 @@ class PaddedVectors:
 
     # --8<-- [start:load-padded]
     def load(self, vectors: list[torch.Tensor], size: int) -> None:
-        """The first vectors of a batch, and padding up to `size`, in one launch."""
+        """Copy the vectors of a batch, and padding up to `size`, in one launch."""
         key = len(vectors), vectors[0].shape[0], size
         if key not in self._views:
             self._views[key] = self._views_of(*key)
@@ -80,7 +80,7 @@ class PaddedVectors:
     # --8<-- [end:load-padded]
 
     def _views_of(self, n: int, bs: int, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where n vectors of bs elements and their padding go, and that padding."""
+        """The places of n vectors of bs elements and of their padding, and that padding."""
         targets = list(self.values[:n, :bs].unbind())
         if bs == size:
             return targets, []
@@ -90,7 +90,7 @@ class PaddedVectors:
 class DecodeBuffers:
     """The tensors of a decode step and of its sampling, for up to `max_bs` requests.
 
-    A row of padding is a request of one token, which it reads from and writes to the dummy page.
+    A padding row is a request of one token on the dummy page.
     """
 
     def __init__(self, max_bs: int, device: torch.device) -> None:
@@ -101,10 +101,11 @@ class DecodeBuffers:
         self.bools = PaddedVectors({"is_greedy": True}, max_bs, torch.bool, device)
         self.ones = torch.ones(max_bs, dtype=torch.int64, device=device)
         self.numbers = torch.arange(max_bs, device=device)
-        self._loaded: tuple[SamplingBatchInfo, int] | None = None  # whose parameters are there, to which size
+        self._loaded: tuple[SamplingBatchInfo, int] | None = None  # loaded parameters, and their size
 
     def load(self, forward_batch: ForwardBatch, size: int, info: SamplingBatchInfo | None = None) -> None:
-        """`info` only where sampling looks at it; that of the step before is there already."""
+        """Load a batch. `info`: None if sampling does not read it; that of the previous step is not copied
+        again."""
         fb = forward_batch
         ints = [fb.input_ids, fb.positions, fb.req_pool_indices, fb.seq_lens, fb.out_cache_loc]
         is_there = self._loaded is not None and self._loaded[0] is info and self._loaded[1] == size
@@ -116,7 +117,7 @@ class DecodeBuffers:
         self.ints.load(ints, size)
 
     def padding_batch(self, size: int) -> ForwardBatch:
-        """The first `size` rows, all of padding until something is loaded."""
+        """The batch of the first `size` rows, which are padding until a batch is loaded."""
         self.ints.values.copy_(self.ints.padding)
         self._loaded = None
         inputs = list(self.ints.rows)[:5]
@@ -130,7 +131,7 @@ class DecodeBuffers:
         )
 
     def padding_lens(self, num: int) -> tuple[int, ...]:
-        """Of so many requests of padding."""
+        """The lengths of padding requests on the CPU."""
         return (1,) * num
 
     def sampling_info(self, kind: SamplingKind, size: int) -> SamplingBatchInfo:

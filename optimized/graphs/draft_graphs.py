@@ -1,8 +1,8 @@
-"""CUDA graphs of drafting: all of a draft as one, and the extension by what was accepted as another.
+"""CUDA graphs of drafting: one for a whole draft, and one for the extension by accepted tokens.
 
-Batches go through buffers, padded to a size that was captured, as those of the target (decode_graph.py). A
-row of padding is a request without a token, in the dummy row of req_to_token: it works on the dummy page, and
-what it leaves stands in the dummy row of the drafter's state.
+Batches go through buffers, padded to a captured size, as those of the target (decode_graph.py). A padding row
+is a request without a token, in the dummy row of req_to_token. It uses the dummy page and the dummy row of
+the drafter's state.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Extend = Callable[[ForwardBatch, torch.Tensor, torch.Tensor], None]
 
 @dataclass
 class DraftCalls:
-    """What was captured for one batch size."""
+    """The captured functions of one batch size."""
 
     draft: CapturedCall
-    trees: list[DraftTree]  # one: where it leaves its result
+    trees: list[DraftTree]  # one: the place of its result
     extend: CapturedCall
 
 
 class DraftGraphs:
-    """Nothing is captured until `capture_all`; afterwards None and False mark batches that fit no graph. For
-    one draft shape: with adaptive shapes, each has its own."""
+    """The graphs of one draft shape; with adaptive shapes, each has its own. `capture_all` captures them.
+    None and False mark batches that fit no graph."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class DraftGraphs:
         like: torch.Tensor,
         attention: AttentionBackend,
     ) -> None:
-        """like: some of the hidden states that extensions bring."""
+        """like: an example of the hidden states of extensions."""
         device = like.device
         self.attention = attention
         self.shape = shape
@@ -55,7 +55,7 @@ class DraftGraphs:
         self.num_slots = num_slots
         self.batch_sizes = verify_batch_sizes(config, shape.num_draft_tokens)
         assert config.context_len is not None
-        self.max_len = config.context_len  # of any request: batches of a graph have bounds, not lengths
+        self.max_len = config.context_len  # of any request: a graph's batches have upper bounds of lengths
         self.num_replays = 0
         self._calls: dict[int, DraftCalls] = {}
         max_bs = self.batch_sizes[-1] if self.batch_sizes else 0
@@ -102,7 +102,7 @@ class DraftGraphs:
         return True
 
     def buffers_of_draft(self, size: int) -> DraftBatch:
-        """The first `size` rows: padding until something is loaded."""
+        """The first `size` rows, which are padding until a batch is loaded."""
         return DraftBatch(
             reqs=[],
             **{name: self.draft_ints.head(name, size) for name in self.draft_ints.rows},
@@ -111,7 +111,7 @@ class DraftGraphs:
         )
 
     def buffers_of_extend(self, size: int) -> tuple[ForwardBatch, torch.Tensor, torch.Tensor]:
-        """The same of an extension: the batch, the hidden states, and the tokens that come next."""
+        """The buffers of an extension: the batch, the hidden states, and the next tokens."""
         num_tokens = size * self.num_rows
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
@@ -125,7 +125,7 @@ class DraftGraphs:
         return forward_batch, self.hidden_states[:num_tokens], self.extend_ints.head("next_token_ids", size)
 
     def capture_all(self, graphs: CudaGraphs, draft: Draft, extend: Extend) -> bool:
-        """Whether everything could be captured."""
+        """Capture all graphs. False if one could not be captured."""
         if not (self.attention.supports_cuda_graph and self.attention.accepts_seq_len_upper_bounds):
             warn_of_launches("drafting", f"{type(self.attention).__name__} does not run in CUDA graphs")
             return False

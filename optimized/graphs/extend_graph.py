@@ -34,17 +34,18 @@ MAX_LAYER_FLOPS = 260e9
 """FLOPs of the GEMMs of one layer. Above it, a GPU computes a layer for longer than its kernels take to
 launch (measured on an H200: docs/lab/prefill.md)."""
 MAX_MIXED_TOKENS = 1024
-"""Where steps are mixed, up to so many are captured whatever they take: chunks are small then."""
+"""With mixed steps, up to this number of tokens is captured regardless of FLOPs, because chunks are then
+small."""
 
 
 def captured_token_counts(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
-    """In ascending order; no more than one of them exceeds what a step can hold."""
+    """The captured numbers of tokens, ascending; at most one exceeds the largest step."""
     limit = config.cuda_graph_max_tokens
     if limit is None:
         limit = int(MAX_LAYER_FLOPS / flops_per_token(model))
         if config.enable_mixed_chunk:
             limit = max(limit, MAX_MIXED_TOKENS)
-    most = config.chunked_prefill_size  # tokens that decode beside the prompts included
+    most = config.chunked_prefill_size  # including the tokens of decoding requests
     if most is None:
         most = max(config.max_prefill_tokens, config.context_len or model.context_len)
         most += config.max_running_requests * config.enable_mixed_chunk
@@ -68,7 +69,7 @@ def flops_per_token(model: ModelConfig) -> int:
 
 @dataclass
 class Piece:
-    """A graph, and the attention that is launched behind it: over memory that the graph writes."""
+    """A graph, and the attention call that is launched after it, over memory that the graph writes."""
 
     replay: Callable[[], None]
     layer: AttentionLayer
@@ -79,7 +80,7 @@ class Piece:
 
 @dataclass
 class Pieces:
-    """All of one number of tokens."""
+    """All pieces for one number of tokens."""
 
     up_to_attention: list[Piece]  # none: attention is in the graph
     replay_rest: Callable[[], None]
@@ -97,7 +98,8 @@ class Pieces:
 
 
 class RealRows(AttentionBackend):
-    """Attention of a padded step: a backend's for the first tokens, and what `heads` holds behind them."""
+    """Attention of a padded step: the backend computes the first tokens; the padding rows of `heads` do not
+    change."""
 
     def __init__(self, backend: AttentionBackend, num_tokens: int, heads: torch.Tensor) -> None:
         self.backend = backend
@@ -127,7 +129,7 @@ class RealRows(AttentionBackend):
 
 
 class CutHere(AttentionBackend):
-    """Stands in for attention while a model is captured: one piece ends here, the next reads `heads`."""
+    """Replaces attention while a model is captured: one piece ends here, the next reads `heads`."""
 
     def __init__(self, cut: Cut, heads: torch.Tensor) -> None:
         self.cut = cut
@@ -135,7 +137,7 @@ class CutHere(AttentionBackend):
         self.pieces: list[Piece] = []
 
     def plan(self, forward_batch: ForwardBatch) -> None:
-        """Nothing: it is planned for each batch that is replayed."""
+        """No plan: it is made for each replayed batch."""
 
     def run(
         self,
@@ -194,11 +196,13 @@ class ExtendSteps:
     def run(
         self, batch: ForwardBatch, layers: tuple[int, ...] | None, replay: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The output of `run_model`, valid until the next step of any kind. `replay`: if possible."""
+        """Run a step: the output of `run_model`, valid until the next step of any kind. `replay`: replay
+        graphs if possible."""
         n = batch.num_tokens
         size = self.sizes[bisect_left(self.sizes, n)]
         self._load(batch, size)
-        # Attention writes no row of padding: all of it is alike, and an MoE sends it to the same few experts.
+        # Attention does not write padding rows, so all are equal, and an MoE routes them to the same few
+        # experts.
         self._heads[n:size].zero_()
         attention: AttentionBackend
         if self._mixed is not None and self._mixed.takes(batch):
@@ -222,7 +226,7 @@ class ExtendSteps:
 
     @torch.inference_mode()
     def capture_all(self, graphs: CudaGraphs, layers: tuple[int, ...] | None) -> None:
-        """Largest first: the memory of each serves the smaller ones after it."""
+        """Capture all sizes, largest first, because smaller ones reuse the memory."""
         self._captured_layers = layers
         for size in tqdm(
             self.sizes[::-1], desc="capture CUDA graphs of prompts", unit="size", leave=False, delay=1.0
@@ -266,7 +270,7 @@ class ExtendSteps:
         return [hidden_states] if captured is None else [hidden_states, captured]
 
     def _batch_of(self, size: int) -> ForwardBatch:
-        """The buffers' first tokens as a batch of one request, for the model only."""
+        """The first tokens of the buffers as a batch of one request, for the model only."""
         if size not in self._batches:
             input_ids, positions, out_cache_loc = self._inputs[:, :size]
             zero = torch.zeros(1, dtype=torch.int64, device=self._inputs.device)

@@ -1,4 +1,4 @@
-"""Mixed steps: prompts beside decoding requests, the whole model as one graph, attention included.
+"""Mixed prefill-decode steps as CUDA graphs: the whole model as one graph, attention included.
 
 Differs from reference: buffers (`MixedRows`) hold the request of each row, so one graph of N tokens serves
 every mixed step of up to N. Two kernels in each layer extend the prompts and decode the other requests, each
@@ -21,14 +21,14 @@ from shared.types import ForwardBatch, ForwardMode
 from shared.types.attention import AttentionLayer
 
 MAX_PROMPTS = 16
-"""Of a step. Each is a tile more in the grid, whether it is there or not."""
+"""The maximum number of prompts of a step. Each adds a tile to the grid, even if it is absent."""
 MAX_PROMPT_LEN = 4096
-"""Cached tokens included."""
+"""The maximum length of such prompts, cached tokens included."""
 
 
 class MixedAttention(AttentionBackend):
-    """Attention of steps of one number of tokens, for those in the buffers. Every layer writes to the same
-    `heads`, whose other rows stay as they are."""
+    """Attention of steps with a fixed number of tokens, over the buffers. Every layer writes to the same
+    `heads`; its other rows do not change."""
 
     def __init__(
         self, backend: AttentionBackend, prompts: ForwardBatch, decoding: ForwardBatch, heads: torch.Tensor
@@ -38,7 +38,7 @@ class MixedAttention(AttentionBackend):
         self.heads = heads
 
     def plan(self, forward_batch: ForwardBatch) -> None:
-        """Nothing: the plans are those of the buffers."""
+        """No plan: the plans are those of the buffers."""
 
     def run(
         self,
@@ -57,7 +57,7 @@ class MixedAttention(AttentionBackend):
 
 
 class MixedRows:
-    """Buffers with the owner of each row of a step: start and length of each prompt, and for every row the
+    """Buffers with the request of each row of a step: start and length of each prompt, and for every row the
     request that decodes there. Length 0: a padding row."""
 
     def __init__(self, attention: AttentionBackend, heads: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ class MixedRows:
     # --8<-- [end:load-mixed-rows]
 
     def attention_of(self, step: ForwardBatch) -> MixedAttention:
-        """For a step over fixed buffers. Always the same for the same number of tokens."""
+        """The attention of a step over fixed buffers; the same object for the same number of tokens."""
         size = step.num_tokens
         if size not in self._attention_of:
             rows, seq_lens, extend_seq_lens, starts = self._prompts

@@ -1,8 +1,8 @@
-"""CUDA graphs of tree verification: which batch sizes, and the buffers that batches are fed through.
+"""CUDA graphs of tree verification: the captured batch sizes, and the input buffers.
 
 A verify step is as regular as a decode step: every request computes the nodes of one tree. So it is captured
-likewise, with the vectors of nodes that many times as long, and with the mask in a buffer whose shape says
-nothing about lengths.
+in the same way. Vectors of nodes are longer by the number of nodes, and the mask is in a buffer whose shape
+does not depend on lengths.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from shared.config import EngineConfig
 from shared.types import ForwardBatch, ForwardMode, SamplingBatchInfo
 
 MAX_TOKENS = 512
-"""Nodes of all requests, beyond which a step takes longer than launching its kernels."""
+"""The number of nodes of all requests beyond which a step takes longer than launching its kernels."""
 
 
 def verify_batch_sizes(config: EngineConfig, num_nodes: int) -> tuple[int, ...]:
-    """Those of decoding, as far as their nodes are few enough."""
+    """The batch sizes of decoding whose total number of nodes is within the limit."""
     sizes = captured_batch_sizes(config)
     return sizes[: bisect_right(sizes, MAX_TOKENS // num_nodes)]
 
 
 class VerifyBuffers:
-    """The tensors of a verify step and of its sampling, for trees of so many nodes.
+    """The tensors of a verify step and of its sampling, for trees with a fixed number of nodes.
 
-    A row of padding is a request of nothing but a tree, on the dummy page.
+    A padding row is a request without a prefix, with a tree on the dummy page.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class VerifyBuffers:
         return is_even and fb.custom_mask is None and has_mask == (self.tree_mask is not None)
 
     def load(self, forward_batch: ForwardBatch, size: int, info: SamplingBatchInfo | None = None) -> None:
-        """`info`, of all nodes, only where sampling looks at it."""
+        """Load a batch. `info`: of all nodes, only if sampling reads it."""
         fb, num_nodes = forward_batch, size * self.num_nodes
         node_ints = [fb.input_ids, fb.positions, fb.out_cache_loc]
         if info is not None:
@@ -71,7 +71,7 @@ class VerifyBuffers:
             self.tree_mask[: fb.batch_size].copy_(fb.tree_mask)
 
     def padding_batch(self, size: int) -> ForwardBatch:
-        """The first `size` rows, all of padding until something is loaded."""
+        """The batch of the first `size` rows, which are padding until a batch is loaded."""
         num_nodes = size * self.num_nodes
         for vectors in (self.node_ints, self.ints):
             vectors.values.copy_(vectors.padding)
@@ -87,7 +87,7 @@ class VerifyBuffers:
         )
 
     def padding_lens(self, num: int) -> tuple[int, ...]:
-        """Of so many requests of padding."""
+        """The lengths of padding requests on the CPU."""
         return (self.num_nodes,) * num
 
     def sampling_info(self, kind: SamplingKind, size: int) -> SamplingBatchInfo:

@@ -22,17 +22,17 @@ if triton.knobs.runtime.interpret:
         return self.handle.data.item()
 
     def _patch_lang_once(fn: Any) -> Any:
-        """The interpreter patches the language before a kernel, and again before each call of a device
-        function, which takes longer than most of them. Once, and all of it, is enough."""
+        """Make the interpreter patch the language once. By default it does so before a kernel and before each
+        call of a device function, which takes longer than most of these calls."""
         is_patched = getattr(tl.tensor, "__index__", None) is _index
         return None if is_patched else _patch_lang(_everything)
 
     def _patch_with_index(tensor: Any, scope: Any) -> None:
-        """The interpreter's scalars are arrays of one element, which numpy no longer takes for numbers from
-        2.4 on: `range` over loaded bounds would fail."""
+        """Make the interpreter's scalars usable as integers. They are arrays of one element, which numpy from
+        2.4 on does not convert, so that `range` over loaded bounds would fail."""
         _patch_lang_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", _index)
 
     interpreter._patch_lang, interpreter._patch_lang_tensor = _patch_lang_once, _patch_with_index
-    # Each sum of int32 is done again in int64 to see whether it overflows: sizes that fit a test never do.
+    # Disable the overflow check, which repeats each int32 sum in int64; sizes of tests do not overflow.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)

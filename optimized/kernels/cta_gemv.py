@@ -40,7 +40,7 @@ def _load_block(
         for i in tl.static_range(TILES):
             row_starts = weight_ptr + (rows + half * OUT).to(tl.int64)[:, None] * stride_weight
             tile = row_starts + (i * COLUMNS + columns)[None, :]
-            # Weights are read once: they must not evict x from the cache.
+            # Weights are read once, so they must not evict x from the cache.
             weights += (tl.load(tile, mask=mask, other=0.0, eviction_policy="evict_first"),)
     return weights
 
@@ -95,14 +95,15 @@ def _cta_gemv_kernel(
             )
         sums = ()
         for half in tl.static_range(HALVES):
-            # Begun with the first tile, not with zeros: that takes half as many registers again.
+            # The sum starts with the first tile, because starting with zeros takes half as many registers
+            # again.
             products = widened(xs[0], USE_PDL) * widened(weights[half * TILES], USE_PDL)
             for i in tl.static_range(1, TILES):
                 products += widened(xs[i], USE_PDL) * widened(weights[half * TILES + i], USE_PDL)
             sums += (tl.sum(products, 1),)
         y = sums[0]
         if GATED:
-            # Far on the left exp(-gate) is infinite, and the quotient 0.
+            # For large negative gates exp(-gate) is infinite and the quotient is 0.
             y = y / (1.0 + tl.exp(-y)) * sums[1]
         if HAS_BIAS:
             y += bias
@@ -123,7 +124,7 @@ def cta_gemv(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> None:
-    """gemv of warp_gemv.py, for one token."""
+    """As warp_gemv of warp_gemv.py, for one token."""
     size, out = x.shape[1], y.shape[1]
     assert len(x) == 1
     assert weight.shape == ((2 if gated else 1) * out, size)
@@ -159,15 +160,15 @@ def plan(out: int, size: int) -> tuple[int, int, int]:
 
 
 def can_compute(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """One token, and rows that are a few tiles of a power of two of columns."""
+    """Whether this kernel can compute the GEMV: one token, and rows that are a few tiles whose widths are
+    powers of two."""
     size = x.shape[1]
     return len(x) == 1 and len(weight) <= MAX_ROWS and size % 512 == 0 and size // (size & -size) <= 16
 
 
 def suits(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
-    """Whether this kernel was faster than warp_gemv's: for the GEMMs of Qwen3-8B, Llama-3.1-8B and
-    Qwen3-14B whose rows are a hidden state or as long, but for 8B's gate and up, and for O of
-    Qwen3-30B-A3B."""
+    """Whether this kernel was faster than warp_gemv: for GEMMs of Qwen3-8B, Llama-3.1-8B and Qwen3-14B whose
+    rows have the length of a hidden state, except 8B's gate and up, and for O of Qwen3-30B-A3B."""
     rows, size = weight.shape
     if len(x) != 1 or x.element_size() != 2 or rows > MAX_ROWS:
         return False

@@ -36,7 +36,7 @@ from optimized.kernels.split_kv import (
 
 @triton.jit
 def _keys_of(request, seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, stride_row):
-    """How many keys a request has, and the row of their slots."""
+    """The number of keys of a request, and the row of their slots."""
     seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
     return seq_len, req_to_token_ptr + tl.load(req_pool_indices_ptr + request) * stride_row
 
@@ -56,7 +56,7 @@ def _decode_kernel(
     head, program = tl.program_id(0), tl.program_id(1)
     num_kv_heads, num_programs = tl.num_programs(0), tl.num_programs(1)
     if USE_PDL:
-        # The kernel behind this one may read its weights meanwhile.
+        # The next kernel may read its weights meanwhile.
         tl.extra.cuda.gdc_launch_dependents()
     run_start, run_end, run_len, first_request, first_start = schedule_tiles(
         seq_lens_ptr, batch_size, window, program, num_programs, BLOCK_N, BLOCK_BS, HAS_WINDOW
@@ -79,7 +79,8 @@ def _decode_kernel(
         start = (first_key // BLOCK_N + run_start - tiles_start) * BLOCK_N
         first_end = tiles_start + tl.cdiv(seq_len, BLOCK_N) - first_key // BLOCK_N
         if USE_PDL:
-            # Lengths, rows of slots and all keys but the newest are from before this step: no need to wait.
+            # Lengths, rows of slots and all keys but the newest were written before this step, so they need
+            # no wait.
             prefetch_tile(
                 slots_ptr, start, seq_len, k_head, v_head, STRIDE_K, STRIDE_V, HEAD_DIM, PAGE_SIZE, BLOCK_N
             )
@@ -90,13 +91,15 @@ def _decode_kernel(
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
-        # One loop over all requests of the run: reads of the next one's keys are under way at the end of one.
+        # One loop over all requests of the run, so that reads of the next request's keys start before the
+        # previous one ends.
         for tile in range(run_start, run_end):
             # --8<-- [start:decode-loop]
             if Q_EACH_TILE:
                 loaded = tl.load(q_heads + request * stride_q, mask=mask_q, other=0.0)
                 q, q_scale = for_pool(loaded, scale, k_ptr.dtype.element_ty)
-            # Beyond the end, the last key is read again: it is live, and its score is masked.
+            # Beyond the end the last key is read again, which is live; its score is
+            # masked.
             positions = start + offs_n
             nearest = tl.maximum(tl.minimum(positions, seq_len - 1), first_key)
             slots = slots_at(slots_ptr, nearest, PAGE_SIZE)
@@ -139,7 +142,7 @@ def _decode_kernel(
             start = tl.where(is_next, first_key // BLOCK_N * BLOCK_N, start + BLOCK_N)
             tiles_start = tl.where(is_next, tile + 1, tiles_start)
 
-        # Barriers in a loop would keep Triton from pipelining it: parts are counted, and merged, behind it.
+        # Barriers in the loop would prevent pipelining by Triton, so parts are counted and merged after it.
         tiles_end = tiles_start + tl.cdiv(seq_len, BLOCK_N) - first_key // BLOCK_N
         if tiles_end > run_end:
             sums = tl.sum(total, 1)
@@ -196,7 +199,7 @@ def _shared_memory(tile: Tile, block_g: int, row_bytes: int, q_row_bytes: int, g
     is_wgmma = block_g >= 64 and gpu.capability[0] == 9
     tiles_in_flight = (tile.num_stages - 1) // (1 if is_wgmma else 2)
     kv = 2 * tiles_in_flight * tile.block_n * (row_bytes + 8)
-    if row_bytes < q_row_bytes:  # FP8, and beside it V in 16 bits, with wgmma K too
+    if row_bytes < q_row_bytes:  # FP8, and V in 16 bits as well; with wgmma also K
         kv += (2 if is_wgmma else 1) * tile.block_n * q_row_bytes
     q_copies = 4 if is_wgmma or tile.num_stages == 5 else 2
     return kv + max(4096, q_copies * block_g * q_row_bytes)
@@ -249,7 +252,7 @@ def decode_attention(
         BLOCK_BS=1 if batch_size == 1 else max(16, triton.next_power_of_2(batch_size)),
         HAS_WINDOW=sliding_window != -1, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        # Loaded ahead as keys are, q takes shared memory for each tile in flight: two CTAs have none left.
+        # Prefetching q as keys are would take shared memory for each tile in flight, too much for two CTAs.
         Q_EACH_TILE=tile.ctas_per_sm == 1,
         num_warps=4, num_stages=tile.num_stages, **pdl_options(q),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The accept walk from the root along the target's samples: one CTA per tree.
 
-Roofline bound: a launch. The whole tree is in registers. At each depth all nodes are compared with the child
-that is looked for, instead of following links.
+Roofline bound: a launch. The whole tree is in registers. At each depth all nodes are compared with the
+expected child, instead of following links.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _accept_kernel(
 def accept_walk(
     token_ids: torch.Tensor, parents: torch.Tensor, target_ids: torch.Tensor, max_depth: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[bs, N] each -> the nodes on the path and what the target says there, [bs, max_depth + 1], -1 where the
-    path has ended; and how many drafts are on it, [bs]."""
+    """[bs, N] each -> the nodes on the path and the target's tokens there, [bs, max_depth + 1], -1 after the
+    end of the path; and the number of drafts on it, [bs]."""
     bs, num = token_ids.shape
     assert target_ids.is_contiguous()
     node_indices, out_ids = torch.empty(2, bs, max_depth + 1, dtype=torch.int64, device=token_ids.device)

@@ -23,7 +23,7 @@ def _link_kernel(
     others = nodes[None, :]
     has_parent = (nodes > 0) & (nodes < num_nodes)
     parents = tl.load(parents_ptr + first + nodes, mask=has_parent, other=-1).to(tl.int32)
-    # Parents come before their children. If they do not: climbing ends, nothing is read out of bounds.
+    # Parents come before their children. If not, climbing still ends, and no read is out of bounds.
     parents = tl.minimum(parents, nodes - 1)
     token_ids = tl.load(token_ids_ptr + first + nodes, mask=nodes < num_nodes, other=0)
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 BLOCK = 1024
 NUM_PROGRAMS = 512
-"""So many in all, to fill a GPU; those of a request take turns in its blocks."""
+"""The total number of CTAs, enough to fill a GPU; those of a request take its blocks in turn."""
 
 
 @triton.jit(do_not_specialize=["batch_size"])

@@ -64,7 +64,7 @@ def select_nodes(
     num_draft_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """candidate_scores, candidate_ids [bs, num_candidates]; beam_indices [bs, steps, K] -> token ids and
-    parents [bs, N], num_nodes [bs]. The root's parent and what belongs to padding are undefined."""
+    parents [bs, N], num_nodes [bs]. The root's parent and values of padding are undefined."""
     bs, num_candidates = candidate_scores.shape
     num_steps, k = beam_indices.shape[1:]
     assert num_candidates == k + (num_steps - 1) * k * k

@@ -133,7 +133,7 @@ def expanded_attention(
         return
     blocks = [max(16, triton.next_power_of_2(size)) for size in (nope, rope, v_head_dim)]
     is_float32, gpu = q.dtype == torch.float32, gpu_of(q.device)
-    if INTERPRETED:  # a CTA costs time, and a row does not
+    if INTERPRETED:  # the interpreter's time depends on CTAs, not on rows
         block_m, block_n, num_warps, num_stages = 64, 64, 4, 1
     elif is_float32:
         block_m, block_n, num_warps, num_stages = 32, 32, 8, 2

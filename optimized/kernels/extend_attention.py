@@ -39,7 +39,8 @@ def _extend_kernel(
     head, program = tl.program_id(0), tl.program_id(1)
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        # Who leaves waits too: the kernel behind this one takes its end for the end of those ahead.
+        # A CTA that exits early waits too, because the next kernel takes the end of this one for the end of
+        # previous kernels.
         tl.extra.cuda.gdc_wait()
     offs_b = tl.arange(0, BLOCK_BS)
     in_batch = offs_b < batch_size
@@ -97,7 +98,7 @@ def _extend_kernel(
         key_start = seen_by_all
 
     for start in range(key_start, key_end, BLOCK_N):
-        # Beyond the end, the last key is read again: it is live, and its score is masked.
+        # Beyond the end the last key is read again, which is live; its score is masked.
         positions = start + offs_n
         nearest = tl.minimum(positions, key_end - 1)
         slots = slots_at(row_ptr, nearest, PAGE_SIZE)
@@ -124,18 +125,18 @@ def _extend_kernel(
         total = total * rescale + tl.exp2(sink - new_largest)
         acc = acc * rescale[:, None]
     if HAS_MASK:
-        total = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing gives zeros
+        total = tl.where(total == 0.0, 1.0, total)  # a row without visible keys gives zeros
     out_tile = out_ptr + q_rows[:, None] * stride_out + heads[:, None] * HEAD_DIM + offs_d[None, :]
     tl.store(out_tile, rounded(acc / total[:, None] * v_scale, out_ptr.dtype.element_ty), mask=mask_q)
 
 
 def _tile(rows: int, block_d: int, is_float32: bool, has_mask: bool, gpu: Gpu) -> dict[str, int]:
-    """Tiles for requests of so many rows. Larger ones spill registers.
+    """Tiles for requests with this number of rows. Larger ones spill registers.
 
     A read of K waits for a read of slots: with num_stages 3 one tile is in flight during the computation of
     another, with 5 two are.
     """
-    if INTERPRETED:  # a CTA costs time, and a row does not
+    if INTERPRETED:  # the interpreter's time depends on CTAs, not on rows
         sizes = (min(rows, 128), 64, 4, 1)
     elif is_float32:
         sizes = (min(rows, 16 if block_d > 128 else 32), 32, 4 if block_d > 128 else 8, 2)

@@ -66,7 +66,7 @@ def _fixed_order_kernel(
     group_size = tl.minimum(num_token_tiles - first, GROUP)
     rest = tl.program_id(0) % in_group
     token, row = (first + rest % group_size) * TOKENS, rest // group_size * ROWS
-    # The tensor cores need 64 rows on one side: of few tokens the weights have them.
+    # The tensor cores need 64 rows on one side; with few tokens these are weights.
     TOKENS_FIRST: tl.constexpr = TOKENS >= 64
     y = tl.zeros([TOKENS, ROWS] if TOKENS_FIRST else [ROWS, TOKENS], tl.float32)
     # --8<-- [start:fixed-order]
@@ -149,8 +149,8 @@ def fixed_order_gemm(
 @cache
 def plan(num_tokens: int, out: int, is_half: bool, gpu: Gpu) -> Tile:
     """The tile with the least estimated time: waves of CTAs, each as long as its tile's loads. The constant
-    stands for the weights, which are read from memory; tokens come from the L2 cache."""
-    if INTERPRETED:  # whose GEMM may add in another order in a tile of another shape
+    is the cost of weights, which are read from memory; tokens come from the L2 cache."""
+    if INTERPRETED:  # whose GEMM may add in another order for another tile shape
         return Tile(64, 64, 4, 1)
     item_size = 2 if is_half else 4
 

@@ -1,5 +1,5 @@
-"""Paged attention whose rows do not depend on each other: keys are added up in the order of their positions,
-cut at fixed ones. For deterministic mode.
+"""Paged attention whose rows do not depend on each other: keys are summed in the order of positions, in
+splits at fixed positions. For deterministic mode.
 
 Roofline bound: those of decode_attention and extend_attention, whose work this does.
 
@@ -33,7 +33,7 @@ def _joined(acc, largest, total, part, part_largest, part_total):
     new_largest = tl.maximum(largest, part_largest)
     base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     rescale, factor = tl.exp2(largest - base), tl.exp2(part_largest - base)
-    # fma, written out: left to the compiler, two kernels might round differently.
+    # An explicit fma, because the compiler might round differently in two kernels.
     total = tl.fma(total, rescale, part_total * factor)
     acc = tl.fma(acc, tl.broadcast_to(rescale, acc.shape), part * factor)
     return acc, new_largest, total
@@ -128,7 +128,7 @@ def _fixed_split_kernel(
                 largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
                 total = tl.zeros([BLOCK_M], tl.float32)
         positions = start + offs_n
-        # Beyond the end, the last key is read again: it is live, and its score is masked.
+        # Beyond the end the last key is read again, which is live; its score is masked.
         slots = slots_at(row_ptr, tl.minimum(positions, key_end - 1), PAGE_SIZE)
         k_tile = k_head + slots[:, None] * stride_k + offs_d[None, :]
         k = from_pool(tl.load(k_tile, mask=in_dim[None, :], other=0.0), q.dtype)
@@ -202,7 +202,7 @@ def _join_kernel(
 
 
 def _tile(group: int, block_d: int, is_float32: bool, gpu: Gpu) -> dict[str, int]:
-    """The same for every batch."""
+    """Tile sizes, the same for every batch."""
     if is_float32:
         sizes = (16 if block_d > 128 else 32, 32, 4 if block_d > 128 else 8, 2)
     elif block_d > 128:

@@ -24,7 +24,7 @@ _WIDEN = tl.constexpr("""{
 
 
 def kernel_view(buffer: torch.Tensor) -> torch.Tensor:
-    """A buffer of a pool as kernels take it: FP8 as bytes where the GPU does not convert it."""
+    """A pool's buffer for kernels: FP8 as bytes if the GPU does not convert it."""
     if buffer.dtype != torch.float8_e4m3fn or gpu_of(buffer.device).has_fp8:
         return buffer
     return buffer.view(torch.uint8)
@@ -33,9 +33,9 @@ def kernel_view(buffer: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def for_pool(q, scale, POOL_DTYPE: tl.constexpr):
     """q [rows, head_dim] in the type for K and V of a pool, and the scale of its scores, float32 [rows, 1] or
-    a scalar. Two values of FP8 become float16 in one instruction, and bfloat16 in seven. So beside FP8 a q in
-    bfloat16 becomes float16, divided by the power of two in its largest value: exactly, but for values 2^14
-    times smaller than that."""
+    a scalar. Two values of FP8 become float16 in one instruction, and bfloat16 in seven. So with an FP8 pool
+    a bfloat16 q is converted to float16, divided by the power of two of its largest value. That is exact
+    except for values 2^14 times smaller."""
     if q.dtype == tl.bfloat16 and (tl.float8e4nv == POOL_DTYPE or tl.uint8 == POOL_DTYPE):
         wide = q.to(tl.float32)
         largest = largest_or_nan(tl.abs(wide), 1)[:, None]
@@ -64,8 +64,8 @@ def from_pool(x, dtype: tl.constexpr):
 @triton.jit
 def values_from_pool(x, dtype: tl.constexpr):
     """`from_pool` for V, whose rows are not along the sum of its GEMM. Tensor cores read a transposed operand
-    of 16 bits from shared memory with one instruction, and one of 8 bits byte by byte. An assembly that is
-    not pure keeps Triton from moving the conversion behind that."""
+    of 16 bits from shared memory with one instruction, and one of 8 bits byte by byte. An impure assembly
+    instruction prevents Triton from moving the conversion after that read."""
     if x.dtype == tl.float8e4nv and dtype == tl.float16 and not _INTERPRETED:
         return tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [x], tl.float16, is_pure=False, pack=4)
     else:

@@ -21,7 +21,7 @@ FORMAT = 1
 FOLDER = Path(__file__).parent / "gpu_tables"
 
 Measured = dict[str, dict[str, Any]]
-"""The name of a shape -> a number of tokens -> the choice: lists of numbers, or the name of a kernel."""
+"""Shape name -> number of tokens -> choice: lists of numbers, or the name of a kernel."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def path_of(gpu: str) -> Path:
 
 @cache
 def read(gpu: str) -> GpuTable:
-    """The table of a GPU, an empty one where there is none. `ValueError` for a file of another format."""
+    """The table of a GPU; an empty one if there is none. Raises `ValueError` for a file of another format."""
     path = path_of(gpu)
     return parse(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else GpuTable(gpu)
 

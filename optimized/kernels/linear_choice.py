@@ -1,8 +1,8 @@
-"""Which kernel a linear layer of few tokens uses: that of the GPU's table (`gpu_table`), by the weight's
-shape and the number of tokens, where `diptych tune` has measured it; else a rule.
+"""Chooses the kernel of a linear layer for few tokens: from the GPU's table (`gpu_table`), by weight shape
+and number of tokens, if `diptych tune` has measured it; otherwise by a rule.
 
-The rule was found on an H200 in whole decode steps (docs/lab/decode-batch-1.md, docs/lab/gemm.md), where a
-layer's neighbours count too. A table, which times each layer alone, is for GPUs that differ from it.
+The rule was found on an H200 in whole decode steps (docs/lab/decode-batch-1.md, docs/lab/gemm.md), which
+include effects of neighbouring layers. A table, which times each layer alone, is for other GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_GEMV_TOKENS = 4
 
 
 def max_tokens(dtype: torch.dtype) -> int:
-    """Up to how many tokens kernel_for may choose another than "cublas"."""
+    """The largest number of tokens for which kernel_for may choose a kernel other than "cublas"."""
     return tiled_gemm.MAX_TOKENS if dtype in HALF_TYPES else MAX_GEMV_TOKENS
 
 
@@ -43,7 +43,7 @@ def rule(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> str:
         return "cta_gemv" if cta_gemv.suits(x, weight, gated) else "warp_gemv"
     if x.dtype not in HALF_TYPES:
         return "cublas"
-    if not suits_tiles(x, weight):  # routers, for one
+    if not suits_tiles(x, weight):  # for example routers
         is_small = num_tokens <= sliced_k_gemm.MAX_TOKENS and is_short and len(weight) <= 8192
         return "sliced_k_gemm" if is_small else "cublas"
     if num_tokens > 32 and not is_short and (gated or weight.numel() <= 2**24):
@@ -83,7 +83,7 @@ def describe(device: torch.device) -> str:
 
 @cache
 def _measured(device: torch.device) -> dict[str, dict[int, str]]:
-    """The name of a shape -> a number of tokens -> the kernel up to there."""
+    """Shape name -> number of tokens -> the kernel up to that number."""
     return {
         name: {int(size): str(kernel) for size, kernel in kernels.items()}
         for name, kernels in gpu_table.read(torch.cuda.get_device_name(device)).linear.items()

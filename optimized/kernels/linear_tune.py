@@ -1,5 +1,5 @@
-"""Measures the kernels of linear layers on this GPU, for `diptych tune`: each layer alone, over the
-weights of so many layers that they come from memory and not from the L2 cache."""
+"""Measures the kernels of linear layers on this GPU, for `diptych tune`: each layer alone, over the weights
+of enough layers that they come from memory and not from the L2 cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.config import ModelConfig
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 L2_BYTES = 64 * 2**20
-"""More than the L2 cache of any GPU but for a B200's 126 MB, which three times this exceeds too."""
+"""More than the L2 cache of any GPU except for a B200's 126 MB, which is less than three times this."""
 
 
 class LinearShape(NamedTuple):
@@ -27,7 +27,7 @@ class LinearShape(NamedTuple):
 
 
 def shapes_of(config: ModelConfig) -> list[LinearShape]:
-    """The weights of a decoder layer and the head, as the optimized model holds them."""
+    """The weights of a decoder layer and the head in the optimized model."""
     shapes = [*decoder_shapes_of(config), LinearShape(config.vocab_size, config.hidden_size)]
     if config.moe is not None:
         shapes.append(LinearShape(config.moe.num_experts, config.hidden_size))
@@ -35,7 +35,7 @@ def shapes_of(config: ModelConfig) -> list[LinearShape]:
 
 
 def decoder_shapes_of(config: ModelConfig) -> list[LinearShape]:
-    """Without the head and the router, which are never quantized."""
+    """The shapes without the head and the router, which are never quantized."""
     hidden, inter, dim = config.hidden_size, config.intermediate_size, config.head_dim
     shapes = [
         LinearShape((config.num_qo_heads + 2 * config.num_kv_heads) * dim, hidden),
@@ -47,7 +47,7 @@ def decoder_shapes_of(config: ModelConfig) -> list[LinearShape]:
 
 
 def tune(table: GpuTable, shape: LinearShape, all_tokens: Sequence[int]) -> Iterator[GpuTable]:
-    """The table with the fastest kernel for one more number of tokens, again and again."""
+    """Yields the table after each measurement, with the fastest kernel for one more number of tokens."""
     name = linear_choice.shape_name(shape[:2], shape.gated)
     weights = _weights(shape)
     for num_tokens in tqdm(all_tokens, desc=name, unit="size", leave=False):

@@ -36,7 +36,7 @@ MAX_GROUP = 16
 
 @triton.jit
 def _keys_of(request, seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, stride_slots):
-    """How many keys a request has, and where their slots are."""
+    """The number of keys of a request, and the row of their slots."""
     seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
     return seq_len, req_to_token_ptr + tl.load(req_pool_indices_ptr + request) * stride_slots
 
@@ -105,7 +105,8 @@ def _mla_decode_kernel(
         total = tl.zeros([BLOCK_G], tl.float32)
         for tile in range(run_start, run_end):
             # --8<-- [start:mla-decode-loop]
-            # Beyond the end, the last row is read again: it is live, and its score is masked.
+            # Beyond the end the last row is read again, which is live; its score is
+            # masked.
             positions = start + offs_n
             nearest = tl.minimum(positions, seq_len - 1)
             slots = slots_at(slots_ptr, nearest, PAGE_SIZE)
@@ -181,7 +182,7 @@ def tile_of(row_bytes: int, num_query_rows: int, gpu: Gpu) -> Tile:
 
 @cache
 def group_size(num_qo_heads: int) -> int:
-    """Query heads of a CTA: as many as a tile takes, and equally many in each."""
+    """The number of query heads of each CTA: as many as fit a tile, and equal for all CTAs."""
     return max(n for n in range(1, MAX_GROUP + 1) if num_qo_heads % n == 0)
 
 

@@ -72,7 +72,7 @@ def _mla_extend_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     for start in range(0, key_end, BLOCK_N):
         positions = start + offs_n
-        # Beyond the end, the last row is read again: it is live, and its score is masked.
+        # Beyond the end the last row is read again, which is live; its score is masked.
         slots = slots_at(slots_ptr, tl.minimum(positions, key_end - 1), PAGE_SIZE)
         c, k_r = load_rows(rows_ptr, slots, offs_c, offs_r, dtype, STRIDE, RANK, ROPE)
         scores = latent_scores(q_c, q_r, c, k_r, scale, PRECISION)
@@ -89,7 +89,7 @@ def _mla_extend_kernel(
             sees = positions[None, :] <= query_positions[:, None]
         scores = tl.where(sees, scores, float("-inf"))
         acc, largest, total = accumulate(acc, largest, total, scores, c, PRECISION)
-    total = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing gives zeros
+    total = tl.where(total == 0.0, 1.0, total)  # a row without visible keys gives zeros
     out_pairs = out_ptr + (q_rows * NUM_HEADS + heads)[:, None] * RANK + offs_c[None, :]
     mask = live[:, None] & (offs_c < RANK)[None, :]
     tl.store(out_pairs, rounded(acc / total[:, None], out_ptr.dtype.element_ty), mask=mask)
@@ -110,8 +110,8 @@ def mla_extend(
     custom_mask: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [num_tokens, num_qo_heads, row_size], absorbed, of the last extend_seq_lens tokens of each request
-    -> weighted sums of c, [num_tokens, num_qo_heads, kv_lora_rank]. Rows of q that are of no request are
+    """q [num_tokens, num_qo_heads, row_size], absorbed, of the last extend_seq_lens tokens of each request ->
+    weighted sums of c, [num_tokens, num_qo_heads, kv_lora_rank]. Output rows that are not of a request are
     not written. Masks as in ForwardBatch."""
     num_tokens, num_qo_heads, row_size = q.shape
     batch_size = seq_lens.shape[0]
@@ -125,7 +125,7 @@ def mla_extend(
     gpu = gpu_of(q.device)
     pairs = max(16, triton.next_power_of_2(triton.cdiv(num_tokens * num_qo_heads, batch_size)))
     block_m = min(pairs, 64 if gpu.has_large_shared_memory and row_bytes <= 1152 + 128 else 16)
-    if INTERPRETED:  # a CTA costs time, and a row does not
+    if INTERPRETED:  # the interpreter's time depends on CTAs, not on rows
         block_m = min(pairs, 64)
     tile = tile_of(row_bytes, block_m, gpu)
     max_tiles = triton.cdiv(num_tokens * num_qo_heads, block_m) + min(batch_size, num_tokens) - 1

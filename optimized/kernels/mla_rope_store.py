@@ -1,9 +1,9 @@
-"""Between the GEMMs of latent attention in one launch: the norm of the latent vector, the rotation of k_r and
-of the last part of each head of q, and the row written to its slot of the pool.
+"""The operations between the GEMMs of latent attention in one launch: the norm of the latent vector, the
+rotation of k_r and of the last part of each head of q, and the write of the row to its slot of the pool.
 
 Roofline bound: bytes over the memory's bandwidth: the GEMM's latent part read and the row written once, the
-rotated parts of q read and written once. For few tokens the bound is one launch. Apart, these are a norm, two
-rotations, two sums of parts and a store.
+rotated parts of q read and written once. For few tokens the bound is one launch. Separately, these are a
+norm, two rotations, two sums of parts and a store.
 
 Shape: the grid is [tokens, 1 + groups of heads]: the first CTA of a token makes the row, the others rotate q,
 in place: each thread writes the numbers that it has read.
@@ -42,7 +42,7 @@ def _mla_rope_store_kernel(
     STEP: tl.constexpr = 2 if IS_INTERLEAVED else 1
     GAP: tl.constexpr = 1 if IS_INTERLEAVED else HALF
     offs = tl.arange(0, BLOCK_HALF)
-    # Draft tokens may stand beyond the context's end. They are dropped, so any angle will do.
+    # Draft tokens may lie beyond the context's end. They are dropped, so their angle does not matter.
     position = tl.minimum(tl.load(positions_ptr + token), last_position)
     cos = tl.load(cos_sin_ptr + position * ROPE + offs, mask=offs < HALF, other=0.0)
     sin = tl.load(cos_sin_ptr + position * ROPE + HALF + offs, mask=offs < HALF, other=0.0)

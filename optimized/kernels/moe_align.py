@@ -1,4 +1,4 @@
-"""Puts the (token, choice) pairs in order of their experts, in blocks of one expert each.
+"""Sorts the (token, choice) pairs by expert, into blocks of one expert each.
 
 Roofline bound: num_pairs ids in, num_pairs and a few numbers out: 4096 tokens of 8 experts are 131 KB each
 way. So the bound is a launch, or two; nothing waits for a count to reach the CPU.
@@ -117,11 +117,11 @@ def align(
 
 
 def num_ints(num_pairs: int, num_experts: int, block_size: int) -> int:
-    """Of the Blocks of so many pairs."""
+    """The number of int32 of the Blocks of `num_pairs` pairs."""
     return max_num_blocks(num_pairs, num_experts, block_size) * (block_size + 1) + 1
 
 
 def max_num_blocks(num_pairs: int, num_experts: int, block_size: int) -> int:
-    """Of any routing: every expert with pairs has one block that may not be full."""
+    """The maximum number of blocks for any routing: every expert with pairs can have one partial block."""
     num_used = min(num_pairs, num_experts)
     return (num_pairs + num_used * (block_size - 1)) // block_size

@@ -1,4 +1,4 @@
-"""The sum over a token's choices of what its experts gave: one launch, in float32, in the order of choices.
+"""The sum of the expert outputs of a token: one launch, in float32, in the order of choices.
 
 Roofline bound: bytes, k + 1 rows of hidden a token (4096 tokens of 8 choices, hidden 2048, bfloat16: 151 MB,
 36 us at 4.2 TB/s, less where they are still in the cache). For few tokens one launch.
@@ -29,7 +29,7 @@ def _combine_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # Padding pairs were never written.
+    # Outputs of padding pairs are uninitialized.
     has_expert = tl.load(ids_ptr + token * TOP_K + choices, mask=choices < TOP_K, other=-1) >= 0
     rows = out_ptr + (token * TOP_K + choices) * HIDDEN
     results = tl.load(rows + offs, mask=has_expert & (offs < HIDDEN), other=0.0).to(tl.float32)

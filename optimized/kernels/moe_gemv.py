@@ -25,7 +25,7 @@ from optimized.kernels.moe_tiles import GemvTile
 from optimized.kernels.portable import INTERPRETED, pdl_options, rounded, where_flag, widened
 
 _INTERPRETED_TILES = (GemvTile(64, 2, 8, 2), GemvTile(64, 2, 8, 2))
-"""The interpreter takes a large tile faster than many small ones."""
+"""The interpreter is faster with one large tile than with many small ones."""
 
 
 @triton.jit

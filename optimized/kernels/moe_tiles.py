@@ -1,5 +1,5 @@
-"""Which tiles the experts' kernels use: those of the GPU's table (`gpu_table`), by the experts' shape and the
-number of tokens, where it has some; else a rule.
+"""Chooses the tiles of the experts' kernels: from the GPU's table (`gpu_table`), by the experts' shape and
+the number of tokens, if it has any; otherwise by a rule.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from optimized.kernels import gpu_table
 
 
 class Tile(NamedTuple):
-    """Of one grouped GEMM."""
+    """The tile of one grouped GEMM."""
 
     block_m: int  # pairs
     block_n: int  # columns; of the first GEMM as many of gate and of up
@@ -31,7 +31,7 @@ DETERMINISTIC_TILE = Tile(64, 64, 64, 8, 4, 3)
 
 
 class GemvTile(NamedTuple):
-    """Of one GEMM pair by pair."""
+    """The tile of one GEMV of a pair."""
 
     warps: int
     groups: int  # rows a warp
@@ -40,7 +40,8 @@ class GemvTile(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Two GemvTiles: pair by pair. Two Tiles, of one block_m: sorted by expert."""
+    """The plan of both GEMMs. Two GemvTiles: pair by pair. Two Tiles with the same block_m: sorted by
+    expert."""
 
     up: Tile | GemvTile
     down: Tile | GemvTile
@@ -76,7 +77,7 @@ def plan(
 
 
 def default_plan(shape: Shape, num_tokens: int, dtype: torch.dtype) -> Plan:
-    """Tiles that run on any GPU and waste little: as many pairs a block as an expert has on average."""
+    """Tiles that run on any GPU with little padding: a block has as many pairs as an expert on average."""
     num_pairs = num_tokens * shape.top_k
     if num_tokens <= 4 and num_pairs <= 2 * shape.num_experts:
         # No more than 16 or so tiles a row: the loops over them are unrolled.
@@ -104,7 +105,7 @@ def describe(device: torch.device) -> tuple[bool, str]:
 
 @cache
 def _measured(gpu: str) -> dict[str, dict[int, Plan]]:
-    """The name of a shape -> a number of tokens -> the plan up to there."""
+    """Shape name -> number of tokens -> the plan up to that number."""
     return {
         name: {int(size): Plan(*map(_tile, tiles)) for size, tiles in plans.items()}
         for name, plans in gpu_table.read(gpu).experts.items()

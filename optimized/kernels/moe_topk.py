@@ -24,7 +24,7 @@ _SMALLEST = tl.constexpr(-(2**31))
 @triton.jit
 def _ranks(values, is_real, COUNT: tl.constexpr):
     """The rank of the COUNT largest, from 0 on, of equals the earlier first; COUNT of all others. NaN counts
-    as -inf; what is not real has no rank as long as there are COUNT that are."""
+    as -inf; padding experts have no rank while there are COUNT real ones."""
     places = tl.arange(0, values.shape[0])
     bits = tl.where(values == values, values, float("-inf")).to(tl.int32, bitcast=True)
     # Integers in the order of the floats: a warp finds the largest of those in one instruction.

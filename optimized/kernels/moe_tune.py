@@ -61,7 +61,7 @@ class Layers:
 
 
 def graph_time(run: Callable[[int], Any], num_layers: int = NUM_LAYERS, num_replays: int = 5) -> float:
-    """Microseconds of run(layer): the median over replays of a graph that goes round the layers."""
+    """Microseconds of run(layer): the median over replays of a graph that cycles through the layers."""
     num_calls = 2 * num_layers
     run(0)
     torch.cuda.synchronize()
@@ -81,7 +81,7 @@ def graph_time(run: Callable[[int], Any], num_layers: int = NUM_LAYERS, num_repl
 
 
 def up_tiles(shape: Shape, num_tokens: int) -> Iterator[Tile]:
-    """Of the first GEMM: its weights are 2 * block_n rows."""
+    """Tiles of the first GEMM, whose weights are 2 * block_n rows."""
     return _tiles(shape, num_tokens, 2)
 
 
@@ -90,8 +90,8 @@ def down_tiles(shape: Shape, num_tokens: int) -> Iterator[Tile]:
 
 
 def _tiles(shape: Shape, num_tokens: int, parts: int) -> Iterator[Tile]:
-    """Those worth timing: not much less than what experts have, nor much more; enough bytes in flight where
-    weights are all that counts, and registers and shared memory for a block."""
+    """The tiles worth timing: about as many pairs as experts have, enough bytes in flight if weights
+    dominate, and within the registers and shared memory of a CTA."""
     average = num_tokens * shape.top_k / shape.num_experts
     blocks_m = [size for size in (16, 32, 64, 128) if average / 4 <= size <= max(4 * average, 16)] or [128]
     for block_m in blocks_m:
@@ -107,7 +107,7 @@ def _tiles(shape: Shape, num_tokens: int, parts: int) -> Iterator[Tile]:
 
 
 def gemv_tiles(size: int, num_rows: int) -> Iterator[GemvTile]:
-    """For rows of `size` columns, `num_rows` of them in sequence."""
+    """Tiles for rows of `size` columns, `num_rows` of them in sequence."""
     for warps, groups, steps, ahead in itertools.product((2, 4, 8), (1, 2), (1, 2, 4), (4, 8, 16)):
         num_tiles = -(-size // (steps * 256)) * num_rows
         in_flight = min(ahead, num_tiles) * steps * groups * 4  # registers a lane
@@ -129,7 +129,7 @@ def time_down(layers: Layers, tile: Tile) -> float:
 
 
 def time_plan(layers: Layers, plan: Plan) -> float:
-    """All of it, sorting and sum included."""
+    """Time a whole plan, sorting and sum included."""
 
     def run(i: int) -> torch.Tensor:
         ids, weights = layers.ids[i], layers.weights[i]
@@ -153,7 +153,7 @@ def best_plan(layers: Layers, num_tokens: int, progress: tqdm[Any]) -> tuple[flo
             progress.update()
             try:
                 times.append((measure(tile), tile))
-            except Exception as error:  # more shared memory or registers than there are: no candidate
+            except Exception as error:  # more shared memory or registers than available, so no candidate
                 progress.write(f"{tile}: {type(error).__name__}")
         return [tile for _, tile in sorted(times)[:count]]
 
@@ -183,7 +183,8 @@ def num_candidates(shape: Shape, num_tokens: int) -> int:
 
 
 def compile_tiles(shape: Shape, tiles: list[tuple[str, Any]]) -> None:
-    """In a process of its own: leaves the kernels in Triton's cache. One expert is enough, sizes are not."""
+    """Compile kernels into Triton's cache, in a separate process. One expert suffices; sizes must be the real
+    ones."""
     _, top_k, hidden, inter = shape
     w13 = torch.zeros(1, 2 * inter, hidden, dtype=torch.bfloat16, device="cuda")
     w2 = torch.zeros(1, hidden, inter, dtype=torch.bfloat16, device="cuda")
@@ -203,7 +204,7 @@ def compile_tiles(shape: Shape, tiles: list[tuple[str, Any]]) -> None:
                 act = torch.zeros(blocks.pairs.numel(), inter, dtype=torch.bfloat16, device="cuda")
                 moe_gemm.down_gemm(act, w2, blocks, weights, tile)
         except Exception:
-            continue  # is named when it is timed
+            continue  # an error is reported at its timing
 
 
 def compile_all(shape: Shape, all_tokens: list[int], num_processes: int) -> None:
@@ -223,7 +224,7 @@ def compile_all(shape: Shape, all_tokens: list[int], num_processes: int) -> None
 
 
 def shape_of(config: ModelConfig) -> Shape | None:
-    """Of a model's experts; None: it has none."""
+    """The shape of a model's experts; None: it has none."""
     moe = config.moe
     if moe is None:
         return None
@@ -231,7 +232,7 @@ def shape_of(config: ModelConfig) -> Shape | None:
 
 
 def tune(table: GpuTable, shape: Shape, all_tokens: Sequence[int]) -> Iterator[GpuTable]:
-    """The table with the best plan for one more number of tokens, again and again."""
+    """Yields the table after each measurement, with the best plan for one more number of tokens."""
     compile_all(shape, list(all_tokens), os.cpu_count() or 1)
     layers = Layers(shape, all_tokens[0])
     with tqdm(total=sum(num_candidates(shape, size) for size in all_tokens), unit="tile") as progress:

@@ -1,9 +1,8 @@
-"""KV of slots moved to other slots in all layers: one launch, that reads all sources before it writes.
+"""Moves the KV of slots to other slots in all layers: one launch, which reads all sources before it writes.
 
-A CTA takes some columns of one layer's K and V, and all of the slots: it reads the sources of its
-columns, waits for all of its threads, and writes the targets. No other CTA touches these columns, so
-nothing is written that is still to be read. Hence a limit on the slots: a tile holds them all in
-registers.
+A CTA takes some columns of one layer's K and V, and all of the slots: it reads the sources of its columns,
+waits for all of its threads, and writes the targets. No other CTA accesses these columns, so no source is
+overwritten before it is read. A tile holds all slots in registers, which limits their number.
 
 Roofline bound: reading and writing 2 * slots * bytes of a token over the memory's bandwidth. For the few
 slots that speculative decoding moves in a step it is one launch, instead of four and the copies between them.
@@ -48,7 +47,7 @@ def _move_kernel(
 
 
 def can_move(k: torch.Tensor, num_slots: int) -> bool:
-    """Whether `move_kv` takes so many slots of such buffers."""
+    """Whether `move_kv` supports this number of slots of these buffers."""
     return 0 < num_slots <= MAX_SLOTS and k[0, 0].numel() * k.element_size() % 4 == 0
 
 

@@ -19,8 +19,8 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def slots_at(row_ptr, positions, PAGE_SIZE: tl.constexpr):
-    """int64 slots of a request's positions. The slots of a page follow one another: one entry of the row
-    tells them all, so all lanes of a page read the same address."""
+    """int64 slots of a request's positions. The slots of a page are consecutive, so one entry of the row
+    determines them, and all lanes of a page read the same address."""
     if PAGE_SIZE == 1:
         slots = tl.load(row_ptr + positions)
     else:
@@ -75,8 +75,8 @@ def accumulate(acc, largest, total, scores, v, PRECISION: tl.constexpr):
     """One step: scores [rows, keys] (-inf where masked) and v [keys, head_dim] join the running softmax.
     total is [rows], or [rows, keys], to be summed at the end: where warps share a row, that spares barriers.
 
-    A row that has seen no key keeps -inf: 0 is taken off instead, for -inf - -inf is NaN. A NaN score makes
-    its row's total NaN, whatever the maximum, and that reaches the output.
+    A row without visible keys keeps -inf as its maximum; 0 is subtracted instead, because -inf - -inf is NaN.
+    A NaN score makes its row's total NaN for any maximum, which reaches the output.
     """
     new_largest = tl.maximum(largest, tl.max(scores, 1))
     base = tl.where(new_largest == float("-inf"), 0.0, new_largest)

@@ -1,4 +1,4 @@
-"""What lets one kernel run on a GPU and in Triton's interpreter: rounding, and what only some GPUs have."""
+"""Helpers to run one kernel on any GPU and in Triton's interpreter: rounding, and features of some GPUs."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def largest_or_nan(x, axis: tl.constexpr):
 
 
 def interpreted_rows(num_rows: int) -> int:
-    """Rows of one CTA in the interpreter, where a CTA costs time and a row does not; 0 on a GPU, where a
-    kernel takes its own number."""
+    """The number of rows of one CTA in the interpreter, whose time depends on CTAs and not on rows; 0 on a
+    GPU, where a kernel uses its own number."""
     return min(triton.next_power_of_2(max(num_rows, 1)), 64) if INTERPRETED else 0
 
 
 class Gpu(NamedTuple):
-    """What kernels choose tiles and instructions by."""
+    """The properties of a GPU by which kernels choose tiles and instructions."""
 
     capability: tuple[int, int]
     num_multiprocessors: int  # 0: the interpreter
@@ -89,8 +89,8 @@ class Gpu(NamedTuple):
         return self.shared_memory >= 160 * 1024
 
     def shared_memory_per_cta(self, num_ctas: int) -> int:
-        """Bytes of each of so many CTAs on one multiprocessor. Its shared memory is 1 KB more than one CTA
-        may have, and the driver takes 1 KB of each CTA's share."""
+        """Bytes of shared memory of each of `num_ctas` CTAs on one multiprocessor. Its shared memory is 1 KB
+        more than one CTA may have, and the driver takes 1 KB of each CTA's share."""
         return (self.shared_memory + 1024) // num_ctas - 1024
 
 

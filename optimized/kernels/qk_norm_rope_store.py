@@ -1,9 +1,9 @@
-"""Everything between the QKV GEMM and attention in one launch: the norms of the heads of q and k where a
-family has them, the rotation by position, and K and V written to their slots of the pool.
+"""All operations between the QKV GEMM and attention in one launch: the norms of the heads of q and k if a
+family has them, the rotation by position, and the writes of K and V to their slots of the pool.
 
-Roofline bound: bytes over the memory's bandwidth: the GEMM read once, q and the pool's rows written once,
-2 * n * (num_qo_heads + 2 * num_kv_heads) * head_dim * itemsize, and a row of cos and sin for each token. For
-few tokens the bound is one launch. Apart, these are seven kernels and three times the bytes.
+Roofline bound: bytes over the memory's bandwidth: the GEMM read once, q and the pool's rows written once, 2 *
+n * (num_qo_heads + 2 * num_kv_heads) * head_dim * itemsize, and a row of cos and sin for each token. For few
+tokens the bound is one launch. Separately, these are seven kernels and three times the bytes.
 
 Shape: the grid is [tokens, groups of heads], first those of q, then of k, then of v; a group is of one kind,
 so every CTA takes one branch. Heads are loaded as two halves, because dimension i turns together with
@@ -38,7 +38,7 @@ def _cos_sin(
     """Of each token, twice [TOKENS, 1, BLOCK_HALF]."""
     live = tokens < num_tokens
     positions = tl.load(positions_ptr + tokens, mask=live, other=0)
-    # Draft tokens may stand beyond the context's end. They are dropped, so any angle will do.
+    # Draft tokens may lie beyond the context's end. They are dropped, so their angle does not matter.
     positions = tl.minimum(positions, last_position)
     offs = tl.arange(0, BLOCK_HALF)[None, None, :]
     mask = live[:, None, None] & (offs < ROTARY_DIM // 2)

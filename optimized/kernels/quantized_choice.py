@@ -1,5 +1,6 @@
-"""Which kernel and tile a quantized linear layer of few tokens uses: those of the GPU's table (`gpu_table`),
-by scheme, shape and number of tokens, where `diptych tune --quantization` has measured them; else a rule.
+"""Chooses the kernel and tile of a quantized linear layer for few tokens: from the GPU's table (`gpu_table`),
+by scheme, shape and number of tokens, if `diptych tune --quantization` has measured them; otherwise by a
+rule.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def multiply(
 def measured_tile(
     x: torch.Tensor | QuantizedInput, weight: torch.Tensor, scheme: QuantScheme
 ) -> Tile | GemvTile | None:
-    """None: not in the GPU's table, or of another type."""
+    """The tile of the GPU's table; None: it has none, or one of another type."""
     num_tokens, size = _values(x).shape
     if num_tokens > MAX_TOKENS or weight.device.type != "cuda" or x.dtype not in HALF_TYPES:
         return None
@@ -58,7 +59,7 @@ def shape_name(scheme: QuantScheme, out: int, size: int) -> str:
 
 
 def as_row(tile: Tile | GemvTile) -> list[Any]:
-    """A tile as it stands in the table."""
+    """A tile as a row of the table."""
     return ["gemv" if isinstance(tile, GemvTile) else "gemm", *tile]
 
 
@@ -73,7 +74,7 @@ def _values(x: torch.Tensor | QuantizedInput) -> torch.Tensor:
 
 @cache
 def _measured(device: torch.device) -> dict[str, dict[int, Tile | GemvTile]]:
-    """The name of a shape -> a number of tokens -> the tile up to there."""
+    """Shape name -> number of tokens -> the tile up to that number."""
     return {
         name: {int(size): from_row(row) for size, row in rows.items()}
         for name, rows in gpu_table.read(torch.cuda.get_device_name(device)).quantized.items()

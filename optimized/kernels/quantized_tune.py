@@ -1,5 +1,5 @@
 """Measures tiles of linear layers with quantized weights on this GPU, for `diptych tune --quantization`: each
-layer alone, over the weights of so many layers that they come from memory and not from the L2 cache."""
+layer alone, over the weights of enough layers that they come from memory and not from the L2 cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Layer = dict[str, torch.Tensor]
 def tune(
     table: GpuTable, scheme: QuantScheme, shape: LinearShape, all_tokens: Sequence[int]
 ) -> Iterator[GpuTable]:
-    """The table with the fastest tile for one more number of tokens, again and again."""
+    """Yields the table after each measurement, with the fastest tile for one more number of tokens."""
     name = shape_name(scheme, *shape[:2])
     layers = _layers(scheme, shape)
     for num_tokens in tqdm(all_tokens, desc=name, unit="size", leave=False):
@@ -41,7 +41,7 @@ def tune(
 
 
 def fastest_tile(scheme: QuantScheme, layers: list[Layer], num_tokens: int) -> tuple[Tile | GemvTile, float]:
-    """And its time in microseconds, without quantization of the input."""
+    """The fastest tile and its time in microseconds, without quantization of the input."""
     out, size = len(layers[0]["weight"]), layers[0]["weight"].shape[1] * (2 if scheme.is_packed else 1)
     x = torch.randn(num_tokens, size, device=layers[0]["weight"].device).to(torch.bfloat16)
     values = x if scheme.inputs == "none" else quantize_input(x, scheme, layers[0].get("input_scale"))
@@ -64,7 +64,7 @@ def fastest_tile(scheme: QuantScheme, layers: list[Layer], num_tokens: int) -> t
 def candidates(
     values: torch.Tensor | QuantizedInput, scheme: QuantScheme, size: int
 ) -> Iterator[Tile | GemvTile]:
-    """Those worth timing: a warp has at least 16 outputs and at most 64, and registers for their sums."""
+    """The tiles worth timing: a warp has 16 to 64 outputs, and registers for their sums."""
     if suits_gemv(values, scheme, size):
         loads = [(1, 1)] if scheme.weight_type == "int4" else [(1, 1), (1, 2), (2, 1), (2, 2)]
         for rows, warps, (steps, ahead) in itertools.product((1, 2, 4), (4, 8), loads):

@@ -1,4 +1,4 @@
-"""Penalties, masks and bias: logits before any choice is made, in a copy. Only for batches that ask for it.
+"""Penalties, masks and bias, applied to a copy of the logits. Only for batches that use them.
 
 Roofline bound: one read of the logits and of every tensor given (counts 4, masks 1, bias 4 bytes a token),
 one write.

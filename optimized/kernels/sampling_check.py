@@ -2,12 +2,11 @@
 
 Roofline bound: one read of these rows' logits; for batches without any, an empty launch.
 
-Shape: a fixed number of CTAs shares the slices of the undecided rows, so that a batch without any
-costs a launch and one load. For each slice they count and add up the tokens before the proposal, the best of
-all, and before a second token, which is likely to be the best of those before it. Where min_p drops the
-proposal, nothing need be counted: instead they find the best token of each slice that min_p may keep. The
-CTA that finishes a row's last slice puts the slices together in their order and decides. Rows that drop
-the proposal walk on.
+Shape: a fixed number of CTAs shares the slices of the undecided rows, so that a batch without any costs a
+launch and one load. For each slice they count and add up the tokens before the proposal, the best of all, and
+before a second token, which is likely to be the best of those before it. If min_p drops the proposal, they
+count nothing and find the best token of each slice that min_p may keep. The CTA that finishes a row's last
+slice puts the slices together in their order and decides. Rows that drop the proposal walk on.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def _check_kernel(
 def check(
     logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor, scanned: Scan, picked: Picked
 ) -> None:
-    """Writes the token ids that are still missing."""
+    """Write the token ids of undecided rows."""
     num_rows, vocab_size = logits.shape
     num_slices = scanned.slice_max.shape[1]
     _check_kernel[(min(num_rows * num_slices, 2 * gpu_of(logits.device).num_multiprocessors or 8),)](

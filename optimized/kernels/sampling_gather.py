@@ -1,4 +1,4 @@
-"""Finding the few largest logits of a row by the maxima of its groups, without a sort.
+"""Finds the few largest logits of a row by the maxima of its groups, without a sort.
 
 Roofline bound: the maxima, 4 bytes a group, and the groups that hold something: 256 bytes each.
 

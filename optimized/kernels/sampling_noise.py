@@ -1,4 +1,5 @@
-"""Scaled logits and Gumbel noise, alike in every sampling kernel (`shared.sampling.noise` defines it).
+"""Scaled logits and Gumbel noise, the same in every sampling kernel (`shared.sampling.noise` defines the
+noise).
 
 The noise of a token is exact in two steps, because float64 logarithms of a whole vocabulary would cost more
 than reading it: float32 noise, off by less than MARGIN / 2 together with its logit, finds the best token, and

@@ -1,4 +1,4 @@
-"""From what one read left of each row (`sampling_scan`) to its token: one CTA per row.
+"""Picks each row's token from the results of the scan (`sampling_scan`): one CTA per row.
 
 Roofline bound: the partial results, about 10 KB a row, and the groups that are read again: latency, not
 bytes.

@@ -1,4 +1,4 @@
-"""Tokens of batches that a temperature alone decides: one CTA per slice of a row, then one CTA per row.
+"""Samples batches with a temperature and no filter: one CTA per slice of a row, then one CTA per row.
 
 Roofline bound: 4 * vocab_size bytes a row.
 

@@ -1,5 +1,5 @@
-"""The one read of the logits that filters and log-probabilities of a large vocabulary need (batches that
-a temperature alone decides: `sampling_race`): one CTA per slice of a row.
+"""The single read of the logits for filters and log-probabilities of a large vocabulary: one CTA per slice of
+a row. (For batches with a temperature and no filter: `sampling_race`.)
 
 Roofline bound: 4 * vocab_size bytes a row.
 
@@ -42,7 +42,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Scan(NamedTuple):
-    """What is known of rows [bs, vocab_size] after one read. num_slices CTAs per row."""
+    """The results of one read of rows [bs, vocab_size]. num_slices CTAs per row."""
 
     slice_max: torch.Tensor  # [bs, num_slices] float32
     slice_sum: torch.Tensor  # [bs, num_slices] float32: sum of exp((logit - slice_max) / temperature)

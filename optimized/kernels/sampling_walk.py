@@ -1,4 +1,4 @@
-"""The general way to a token, for rows that keep too many tokens to gather.
+"""The general method of sampling, for rows that keep too many tokens to gather.
 
 Roofline bound: one read of the row by one CTA, for each token that is tried: nearly always one.
 

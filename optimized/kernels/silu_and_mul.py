@@ -1,4 +1,4 @@
-"""silu(gate) * up or gelu(gate) * up, the two being halves of one row: one launch.
+"""silu(gate) * up or gelu(gate) * up of the two halves of each row: one launch.
 
 Roofline bound: 3 * n * size * itemsize bytes over the memory's bandwidth (two halves read, one written). For
 few tokens the bound is one launch.
@@ -36,7 +36,7 @@ def _act_and_mul_kernel(
         slope = 1.5957691216057308 * (1.0 + 0.044715 * gate * gate)  # 2 * sqrt(2 / pi)
         y = gate / (1.0 + tl.exp(-gate * slope)) * up
     else:
-        # Far on the left exp(-gate) is infinite, and the quotient 0.
+        # For large negative gates exp(-gate) is infinite and the quotient is 0.
         y = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(y_ptr + rows * SIZE + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 

@@ -1,10 +1,10 @@
-"""Linear layers for a few tokens, with their neighbours in a decoder layer: the norm of their input, SwiGLU,
-the sum with the residual stream.
+"""Linear layers for a few tokens, fused with neighbouring operations of a decoder layer: the norm of their
+input, SwiGLU, the sum with the residual stream.
 
 Roofline bound: the weights' bytes over the memory's bandwidth; everything else is small.
 
 Up to `max_tokens` tokens a kernel is chosen by shape (linear_choice.py), cuBLAS and elementwise kernels among
-them. Beyond, cuBLAS and elementwise kernels always win (cublas_linear.py).
+them. For more tokens, cuBLAS and elementwise kernels are always faster (cublas_linear.py).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def linear_add(
 
 def linear_partial_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     """float32 [parts, num_tokens, out_features]: their sum is linear(x), for a norm to add
-    (`add_partial_sums_rms_norm`). None where a GEMM does better to add up everything itself."""
+    (`add_partial_sums_rms_norm`). None if a GEMM that adds up everything itself is faster."""
     if kernel_for(x, weight) in NORM_KERNELS or not suits_tiles(x, weight):
         return None
     out, size = weight.shape

@@ -20,9 +20,9 @@ from optimized.kernels.paged_softmax import LOG2_E, first_visible, slots_at
 from optimized.kernels.portable import gpu_of, rounded, where_flag
 
 INTERPRETED_CTAS = 6
-"""In all, where there is no GPU to fill: enough that requests are split."""
+"""The total number of CTAs without a GPU: enough that requests are split."""
 PARTS: tl.constexpr = tl.constexpr(8)
-"""Of other CTAs that the last one loads at once."""
+"""The number of other CTAs' parts that the last CTA loads at a time."""
 
 
 @triton.jit
@@ -65,8 +65,8 @@ def prefetch_tile(
     slots_ptr, start, seq_len, k_head, v_head, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Asks for K and V of the keys from start on, while the previous kernel still runs: into the second-level
-    cache, which that kernel's writes also go through."""
+    """Prefetch K and V of the keys from start on, while the previous kernel still runs, into the L2 cache,
+    which is coherent with that kernel's writes."""
     LINE: tl.constexpr = 1024 // k_head.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2((HEAD_DIM + LINE - 1) // LINE)
     nearest = tl.minimum(start + tl.arange(0, BLOCK_N), seq_len - 1)
@@ -162,8 +162,8 @@ def store_partial(
     acc, largest, total, head, num_kv_heads, program, num_programs, begins_run,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Stores what a CTA found of a request that others share. It leaves at most two such parts: one of
-    the request that its run begins in, one of another."""
+    """Store a CTA's partial result of a shared request. A CTA has at most two: one of the request in which
+    its run begins, one of another request."""
     part = 2 * program + 1 - begins_run.to(tl.int32)
     offs_g, offs_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     rows = (part * num_kv_heads + head) * GROUP + offs_g
@@ -197,7 +197,7 @@ def merge_if_last(
 
 
 def num_split_ctas(device: torch.device, num_kv_heads: int, per_sm: int, max_tiles: int) -> int:
-    """For each KV head: together they fill the GPU once, and no more of them than there can be tiles."""
+    """The number of CTAs for each KV head: together they fill the GPU once, at most one per possible tile."""
     resident = per_sm * gpu_of(device).num_multiprocessors or INTERPRETED_CTAS
     return max(1, min(resident // num_kv_heads, max_tiles))
 

@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     """Of the columns."""
 
     def fitted(self, gated: bool, gpu: Gpu) -> Plan:
-        """With fewer stages, of fewer columns, where the GPU has less shared memory than these take."""
+        """The tile with fewer stages or fewer columns, if the GPU has too little shared memory."""
 
         def num_fitting(step: int) -> int:
             return gpu.shared_memory // ((self.tokens + (2 if gated else 1) * self.rows) * step * 2)
@@ -100,7 +100,7 @@ def _tiled_gemm_kernel(
             tile = tile_of(weight, out + row, k, num_rows, size, stride_weight, ROWS, STEP, USE_TMA)
             up = _product(tokens, tile, up, TOKENS_FIRST)
     if GATED:
-        # Far on the left exp(-gate) is infinite, and the quotient 0.
+        # For large negative gates exp(-gate) is infinite and the quotient is 0.
         y = y / (1.0 + tl.exp(-y)) * up
 
     if not TOKENS_FIRST:
@@ -154,7 +154,7 @@ def tiled_gemm(
 
 
 def has_descriptors(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the copy engine can bring both: Hopper and later, rows that begin at multiples of 16 bytes."""
+    """Whether the copy engine can load both: Hopper and later, rows that begin at multiples of 16 bytes."""
     has_engine = INTERPRETED or gpu_of(x.device).is_hopper_or_newer
     return has_engine and all(
         (matrix.data_ptr() | matrix.stride(0) * matrix.element_size()) % 16 == 0 for matrix in (x, weight)
@@ -193,5 +193,5 @@ def _plan_in_parts(num_tokens: int, out: int, size: int) -> Plan:
 
 
 def num_parts(num_tokens: int, out: int, size: int) -> int:
-    """Into how many a GEMM is best cut whose sum a norm adds up."""
+    """The best number of split-K parts of a GEMM whose sum a norm adds up."""
     return plan(num_tokens, out, size, False, in_parts=True).parts

@@ -11,12 +11,12 @@ import triton.language as tl
 
 SLICE = 4096
 NOBODY = tl.constexpr(0x7FFFFFFF)
-"""The id of what is not there: it comes after all tokens."""
+"""The id of a missing entry, which sorts after all tokens."""
 
 
 @triton.jit
 def _best_left(values, ids, is_left):
-    """The largest value that is left and the lowest id that has it."""
+    """The largest remaining value and the lowest id that has it."""
     best = tl.max(tl.where(is_left, values, float("-inf")), axis=0)
     return best, tl.min(tl.where(is_left & (values == best), ids, NOBODY), axis=0)
 

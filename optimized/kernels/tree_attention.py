@@ -28,7 +28,7 @@ MAX_PARTS = 32
 
 @triton.jit
 def _part_of(seq_len, part, num_parts, BLOCK_N: tl.constexpr):
-    """The keys [start, end) of a part, and how many parts have any."""
+    """The keys [start, end) of a part, and the number of parts with keys."""
     num_tiles = tl.cdiv(seq_len, BLOCK_N)
     tiles_each = tl.cdiv(num_tiles, num_parts)
     start = part * tiles_each * BLOCK_N
@@ -44,7 +44,7 @@ def _normalised(acc, largest, total, sinks, v_scale, HAS_SINKS: tl.constexpr):
         rescale = tl.exp2(largest - new_largest)
         total = total * rescale + tl.exp2(sinks - new_largest)
         acc = acc * rescale
-    total = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing gives zeros
+    total = tl.where(total == 0.0, 1.0, total)  # a row without visible keys gives zeros
     return acc / total * v_scale
 
 
@@ -97,7 +97,7 @@ def _tree_kernel(
         acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
     for start in range(whole_end, key_end, BLOCK_N):
         positions = start + offs_n
-        # Beyond the end, the last key is read again: it is live, and its score is masked.
+        # Beyond the end the last key is read again, which is live; its score is masked.
         slots = slots_at(row_ptr, tl.minimum(positions, seq_len - 1), PAGE_SIZE)
         k_tile = k_head + slots[:, None] * stride_k + offs_d[None, :]
         k = from_pool(tl.load(k_tile, mask=in_dim[None, :], other=0.0), q.dtype)
@@ -162,8 +162,8 @@ def _merge_kernel(
 
 
 def _tile(rows: int, block_d: int, is_float32: bool, gpu: Gpu) -> dict[str, int]:
-    """Tiles for requests of so many rows."""
-    if INTERPRETED:  # a CTA costs time, and a row does not
+    """Tiles for requests with this number of rows."""
+    if INTERPRETED:  # the interpreter's time depends on CTAs, not on rows
         sizes = (min(rows, 128), 16, 4, 1)
     elif is_float32:
         sizes = (min(rows, 16 if block_d > 128 else 32), 32, 4, 2)

@@ -1,25 +1,25 @@
-"""A matrix of weights times one token's hidden state, or a few tokens', with what stands before and after
-it.
+"""GEMV: a weight matrix times the hidden state of one token, or of a few, fused with the operations before
+and after it.
 
 Roofline bound: the weights' bytes, out_features * in_features * itemsize, over the memory's bandwidth. At
 batch 1 a layer of a small model is microseconds of that, so what counts is the time between two kernels: the
 memory's bus idles from the last load of one to the first load of the next.
 
-Shape: a warp computes GROUPS outputs, each whole, so nothing is added up across warps or CTAs. It
-loads the first AHEAD tiles of its rows of weights into registers *before* it waits for the previous kernel
-(programmatic dependent launch), because no kernel writes weights; only then x. By launching its dependents at
-once it lets the next kernel do the same, so the stream of weights goes on across kernels, as far as
-registers reach.
+Shape: a warp computes GROUPS outputs, each whole, so nothing is added up across warps or CTAs. It loads the
+first AHEAD tiles of its rows of weights into registers *before* it waits for the previous kernel
+(programmatic dependent launch), because no kernel writes weights; only then x. It launches its dependents
+immediately, so the next kernel does the same, and weights stream continuously across kernels, as far as
+registers suffice.
 
 A tile is [32 lanes, WARPS, STEPS, VECTOR]: from the 16 bytes that VECTOR elements are, Triton sees that
 lanes lie along columns and warps along rows. All tensors here have that layout or a slice of it, x too,
 which each warp loads for itself: so there is no shared memory and no barrier, and a sum over columns is
 five shuffles.
 
-Who joins the chain: a kernel launched with programmatic dependent launch may read what earlier kernels
-wrote, or overwrite what they read, only after gdc_wait. That waits for the kernel directly ahead to have
-ended; that one must have waited itself, and so on, so every kernel of the chain waits in each of its
-CTAs. A kernel launched without it waits for everything, and is safe anywhere.
+Rules of a chain: a kernel launched with programmatic dependent launch may read data written by earlier
+kernels, or overwrite data that they read, only after gdc_wait. This waits for the end of the previous kernel,
+which must have waited itself, and so on. So every kernel of the chain must wait in each of its CTAs. A kernel
+launched normally waits for all earlier work and is safe anywhere.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _load(tile, mask, IS_MASKED: tl.constexpr):
 
 @triton.jit
 def _load_once(tile, mask, IS_MASKED: tl.constexpr):
-    """Loads weights, which are read once: they must not evict x from the cache."""
+    """Load weights, which are read once and must not evict x from the cache."""
     if IS_MASKED:
         return tl.load(tile, mask=mask, other=0.0, eviction_policy="evict_first")
     else:
@@ -51,7 +51,7 @@ def _load_once(tile, mask, IS_MASKED: tl.constexpr):
 
 @triton.jit
 def _load_again(tile, mask, IS_MASKED: tl.constexpr):
-    """_load in other words, or the compiler would keep all of x in registers from the first time on."""
+    """_load in another form, because otherwise the compiler would keep all of x in registers."""
     if IS_MASKED:
         return tl.load(tile, mask=mask, other=0.0, cache_modifier=".ca")
     else:
@@ -152,7 +152,7 @@ def _warp_gemv_kernel(
         for g in tl.static_range(GROUPS):
             row_sum = tl.sum(sums[t * PARTS + g * HALVES], 0)
             if GATED:
-                # Far on the left exp(-gate) is infinite, and the quotient 0.
+                # For large negative gates exp(-gate) is infinite and the quotient is 0.
                 row_sum = row_sum / (1.0 + tl.exp(-row_sum)) * tl.sum(sums[t * PARTS + g * HALVES + 1], 0)
             y = tl.where(lanes[:, None] == g, row_sum[None, :], y)
         if HAS_BIAS:

@@ -1,4 +1,4 @@
-"""The model families: the "architectures" of a config.json -> the class.
+"""The model families: "architectures" of a config.json -> model class.
 
 Nearly all families are one decoder, llama.py. What a family adds is a field of ModelConfig, which
 `shared.config.hf_config` reads; the comments name it. A family whose forward pass differs has its own file.

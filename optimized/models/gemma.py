@@ -1,8 +1,8 @@
 """Gemma-2 and Gemma-3 (text): four norms a layer, a scaled embedding, soft-capped logits.
 
-Otherwise Llama's decoder, with options of ModelConfig: norms that multiply by 1 + weight, GELU, windows in
-most layers, a soft-cap on attention's scores (Gemma-2), norms on the heads of q and k, and a RoPE for the
-layers with a window (Gemma-3).
+The rest is Llama's decoder with options of ModelConfig: norms that multiply by 1 + weight, GELU, windows in
+most layers, a soft-cap on attention's scores (Gemma-2), norms on the heads of q and k, and a separate RoPE
+for the layers with a window (Gemma-3).
 
 Differs from reference: as llama.py does, but a norm stands between each GEMM that ends a block and the
 residual stream, so these GEMMs do not add. Norms are kernels of their own: no GEMM includes one.
@@ -24,8 +24,8 @@ from shared.modeling.layer_choice import norm_class
 
 
 class GemmaDecoderLayer(LlamaDecoderLayer):
-    """Attention and MLP have a norm before and one behind. `post_attention_layernorm` is the one behind
-    attention here, and not the one before the MLP."""
+    """Attention and MLP each have a norm before and after. Here `post_attention_layernorm` is the norm after
+    attention, not the one before the MLP."""
 
     def __init__(self, config: ModelConfig, layer_id: int, layers: Layers, *more: Any) -> None:
         super().__init__(config, layer_id, layers, *more)
@@ -57,7 +57,7 @@ class GemmaModel(LlamaModel):
     layer_class = GemmaDecoderLayer
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Scaled by the root of hidden_size, which is rounded to the embedding's type."""
+        """Embeddings times the square root of hidden_size, rounded to the embedding's type."""
         x = super().embed(input_ids)
         return x * torch.tensor(x.shape[-1] ** 0.5, dtype=x.dtype, device="cpu").item()
 

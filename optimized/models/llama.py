@@ -1,4 +1,4 @@
-"""The decoder that all dense families share, and that takes an MoE for its MLP.
+"""The decoder of all dense families; with an MoE in place of the MLP also of MoE families.
 
 Differs from reference: q, k and v come from one GEMM, and so do gate and up; one kernel norms and rotates the
 heads of q and k and stores k and v; a GEMM that ends a block adds its result to the residual stream. So the
@@ -156,14 +156,15 @@ class LlamaDecoderLayer(nn.Module):
     def _add_later(
         self, linear: Linear, residual: torch.Tensor, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`Linear.add_later`; with several ranks the sum over them comes first, and the next norm adds."""
+        """As `Linear.add_later`; with several ranks the sum over ranks is computed first, and the next norm
+        adds."""
         if self.tp.size == 1:
             return linear.add_later(residual, x)
         return self.tp.all_reduce(linear(x)), residual
 
 
 class LlamaModel(nn.Module):
-    """Everything but the head. With several ranks each has some rows of the embedding."""
+    """The model without the head. With several ranks each has some rows of the embedding."""
 
     layer_class: type[nn.Module] = LlamaDecoderLayer
 
@@ -193,7 +194,7 @@ class LlamaModel(nn.Module):
         captured: dict[int, torch.Tensor] | None = None,
         input_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        # A plain launch: what was written before it, kernels of the layers may read ahead of their gdc_wait.
+        # A normal launch, so that kernels of the layers may read earlier data before their gdc_wait.
         # --8<-- [start:model-forward]
         x, residual = self.embed(input_ids) if input_embeds is None else input_embeds, None
         for layer_id, layer in enumerate(self.layers):

@@ -1,7 +1,7 @@
 """Llama-4's text model: chunked attention with RoPE, and in some layers full attention without.
 
-Otherwise Llama's decoder, with options of ModelConfig: RoPE of neighbouring dimensions, and experts of which
-a token has one beside the shared one.
+The rest is Llama's decoder with options of ModelConfig: RoPE of neighbouring dimensions, and one routed
+expert per token in addition to the shared one.
 
 Differs from reference: as llama.py does, but rotation, norm and store are kernels of their own.
 """

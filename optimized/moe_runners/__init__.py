@@ -1,1 +1,1 @@
-"""MoE runners: what computes the routed experts of a layer. `table` has their names and what they need."""
+"""MoE runners, which compute the routed experts of a layer. `table` has their names and requirements."""

@@ -1,4 +1,4 @@
-"""What a MoE runner is: in place of the experts' own kernels, another library."""
+"""The interface of MoE runners, which replace the experts' own kernels by another library."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class MoeRunner(ABC):
 
 
 class PermutedRunner(MoeRunner, Generic[Rows]):
-    """A runner whose GEMMs want the pairs of token and expert in the order of their experts."""
+    """A runner whose GEMMs need the pairs of token and expert sorted by expert."""
 
     def run(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
         return self.post_permute(self.run_rows(self.pre_permute(x, topk)), x, topk)
 
     @abstractmethod
     def pre_permute(self, x: torch.Tensor, topk: TopKOutput) -> Rows:
-        """Tokens and choices -> the rows of all experts."""
+        """Tokens and choices -> the rows sorted by expert."""
 
     @abstractmethod
     def run_rows(self, rows: Rows) -> Rows:
-        """Both GEMMs of all experts."""
+        """Run both GEMMs of all experts."""
 
     @abstractmethod
     def post_permute(self, rows: Rows, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:

@@ -49,7 +49,7 @@ class DeepGemmRunner(PermutedRunner[ExpertRows]):
             raise self.refuse(f"dtype {x.dtype}", "bfloat16")
         num_tokens, top_k = topk.topk_ids.shape
         blocks = align(topk.topk_ids.contiguous(), len(self.quantized.w13), ALIGNMENT)
-        # Blocks beyond the last one in use hold anything.
+        # Blocks beyond the last used one are uninitialized.
         is_used = torch.arange(len(blocks.experts), device=x.device) < blocks.num_blocks
         pairs = blocks.pairs.view(-1, ALIGNMENT).masked_fill(~is_used[:, None], num_tokens * top_k).flatten()
         expert_ids = blocks.experts.masked_fill(~is_used, -1).repeat_interleave(ALIGNMENT)
@@ -83,6 +83,6 @@ class DeepGemmRunner(PermutedRunner[ExpertRows]):
         import deep_gemm
 
         y = torch.empty(len(q), weight.shape[1], dtype=torch.bfloat16, device=q.device)
-        blocks = w_scale[:, ::ALIGNMENT].contiguous()  # a row of scales for each block of outputs
+        blocks = w_scale[:, ::ALIGNMENT].contiguous()  # one row of scales for each block of outputs
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous((q, scale), (weight, blocks), y, ids)
         return y

@@ -57,13 +57,13 @@ class FlashInferCutlassRunner(MoeRunner):
         if isinstance(self.experts, QuantizedExperts):
             parameters.append(self.experts.w13_scale)
         for parameter in parameters:
-            for w13 in parameter.data.view(torch.uint8):  # expert by expert: little memory
+            for w13 in parameter.data.view(torch.uint8):  # expert by expert, to save memory
                 gate, up = w13.chunk(2)
                 w13.copy_(torch.cat((up, gate)))
         self.is_swapped = True
 
     def _scales(self) -> list[torch.Tensor]:
-        """Of w13 and w2: a row for each block of outputs."""
+        """The scales of w13 and w2: one row for each block of outputs."""
         if not isinstance(self.experts, QuantizedExperts):
             return []
         return [scale[:, ::128].contiguous() for scale in (self.experts.w13_scale, self.experts.w2_scale)]

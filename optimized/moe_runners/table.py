@@ -19,7 +19,8 @@ from optimized.quantized_moe import QuantizedExperts
 from shared.config import EngineConfig
 
 OWN = ("auto", "triton")
-"""The kernels of `optimized.moe` and `optimized.quantized_moe`. auto: nothing else was measured as faster."""
+"""The kernels of `optimized.moe` and `optimized.quantized_moe`. auto chooses them, because no other runner
+was measured as faster."""
 
 
 class Needs(NamedTuple):
@@ -40,8 +41,8 @@ NEEDS = {
 }
 
 DISPATCH_FORMATS = {"none": "standard", "reference": "standard", "all_to_all": "standard"}
-"""How tokens come to experts (an implementation of expert_dispatch) -> the form in which they come. standard:
-x and TopKOutput, -1 for an expert elsewhere."""
+"""Implementation of expert_dispatch -> dispatch format. standard: x and TopKOutput, -1 for an expert of
+another rank."""
 
 PERMUTED = {("standard", "deep_gemm"): ("optimized.moe_runners.deep_gemm", "DeepGemmRunner")}
 """(dispatch format, runner) -> module and class of a `PermutedRunner`"""
@@ -95,5 +96,5 @@ def find_runner(name: str, dispatch: str, device: torch.device) -> Any:
 
 
 def compute_capability_major(device: torch.device) -> int:
-    """0: no CUDA GPU."""
+    """The major compute capability; 0: no CUDA GPU."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0

@@ -9,7 +9,7 @@ from shared.types import Req
 
 
 class CachedPrompt(NamedTuple):
-    """Of a request that is extended: its tokens, of which those from `start` on are computed by itself."""
+    """The prompt of an extending request: its tokens, of which it computes those from `start` on."""
 
     key: RadixKey
     start: int
@@ -23,7 +23,7 @@ class CachedPrompt(NamedTuple):
         )
 
     def may_be_held_by(self, req: Req) -> bool:
-        """Whether the request's prompt goes on alike for a page: then it may have found some of this."""
+        """Whether the prompt of another request agrees for a page more, so that it may use KV of this one."""
         end = self.start + self.page_len
         prefix = self.key.token_ids[:end]
         return req.extra_key == self.key.extra_key and len(prefix) == end and req.fill_ids[:end] == prefix

@@ -1,10 +1,9 @@
 """Future tokens: names on the CPU, values on the device.
 
-A batch is launched before the one before it has ended. The token that it decodes from exists on the device
-only, or not even there: so its input id is the name of a place in a ring, where the device looks it up when
-the batch starts. A name is the place counted from the ring's end, as Python does it, so it is below zero; and
-a batch of names becomes a batch of tokens by one indexing. All of this runs on one stream, in the order of
-the launches.
+A batch is launched before the previous one has ended. The token that it decodes from is only on the device,
+or not yet computed. So its input id is the name of a place in a ring, which the device reads when the batch
+starts. A name is a negative index from the ring's end, so one indexing operation replaces a batch of names by
+tokens. All of this runs on one stream, in the order of the launches.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import torch
 from shared.types import ForwardBatch, ForwardMode, SamplingBatchInfo
 
 NUM_BATCHES = 4
-"""Batches that the ring holds. Two would do: a place is read by the next batch or by none."""
+"""The number of batches in the ring. Two suffice, because only the next batch reads a place."""
 
 
 class FutureMap:
-    """Places are counted from 1. A batch's places follow each other: one that would begin beyond `limit`
-    begins at 1, and one that begins before it may end behind it."""
+    """A ring of future tokens. Places are counted from 1. The places of a batch are consecutive. If they
+    would begin beyond `limit`, they begin at 1; if they begin before it, they may end beyond it."""
 
     def __init__(self, max_batch_size: int, device: torch.device, limit: int | None = None) -> None:
         self.limit = NUM_BATCHES * max_batch_size if limit is None else limit
@@ -36,7 +35,8 @@ class FutureMap:
 
     # --8<-- [start:future-places]
     def take(self, batch_size: int) -> int:
-        """The first of so many places, in which the batch's tokens will be."""
+        """Reserve `batch_size` consecutive places for a batch's tokens; returns the
+        first."""
         assert batch_size <= self.max_batch_size, f"{batch_size} requests"
         first = self._num_taken + 1
         self._num_taken += batch_size
@@ -45,7 +45,8 @@ class FutureMap:
         return first
 
     def resolve(self, forward_batch: ForwardBatch, has_ids: bool = True) -> ForwardBatch:
-        """The batch with tokens for names. `has_ids`: some of its input ids are tokens."""
+        """The batch with tokens in place of names. `has_ids`: some of its input ids are
+        tokens."""
         if forward_batch.forward_mode is ForwardMode.EXTEND:
             return forward_batch  # prompts are known
         ids = forward_batch.input_ids
@@ -53,8 +54,8 @@ class FutureMap:
         return replace(forward_batch, input_ids=torch.where(ids < 0, tokens, ids) if has_ids else tokens)
 
     def store(self, first: int, next_token_ids: torch.Tensor) -> None:
-        """An id that is none (-1, after NaN) becomes 0: its request has ended, and the row
-        that decodes from it is not read."""
+        """Store tokens. An id of -1, after NaN, becomes 0: its request has ended, and
+        the row that decodes from it is not read."""
         places = self.token_ids[first : first + next_token_ids.shape[0]]
         torch.clamp(next_token_ids, min=0, out=places)
 
@@ -62,8 +63,8 @@ class FutureMap:
 
 
 def count_in_flight(info: SamplingBatchInfo, named: ForwardBatch, resolved: ForwardBatch) -> None:
-    """Add to `output_counts` the tokens that the CPU did not have when it made them: those that the batch
-    decodes from. `named` has their names, `resolved` the tokens."""
+    """Add the tokens that the batch decodes from to `output_counts`, which the CPU made without them. `named`
+    has their names, `resolved` the tokens."""
     if info.output_counts is None:
         return
     rows = named.last_token_rows

@@ -1,8 +1,7 @@
-"""Runs of tokens that are not known yet: beside the newest token of a request, all that a batch gives it.
+"""Future runs: all tokens that a batch gives each request, before the CPU knows them.
 
 A round of speculation gives a request one token or several, and the next round is launched before the CPU
-knows how many. What it needs of them is looked up here when it starts: how long the request is by then, and
-which tokens its penalties have to count.
+knows how many. When it starts, it looks up here the request's length and the tokens that penalties count.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from shared.types import SamplingBatchInfo
 
 
 class FutureRuns:
-    """Places are those of the FutureMap (optimized/overlap/future_map.py). Place 0 is never written: it is
-    the empty run of a request that has nothing in flight."""
+    """Runs at the places of the FutureMap (optimized/overlap/future_map.py). Place 0 is never written: it is
+    the empty run of a request without tokens in flight."""
 
     def __init__(self, num_places: int, max_len: int, device: torch.device) -> None:
         self.max_len = max_len
@@ -22,7 +21,7 @@ class FutureRuns:
         self.token_ids = torch.full((num_places, max_len), -1, dtype=torch.int64, device=device)
 
     def store(self, first: int, token_ids: torch.Tensor, lens: torch.Tensor | int) -> None:
-        """token_ids [bs, n]: each request's run, and -1 behind it."""
+        """Store token_ids [bs, n]: each request's run, padded with -1."""
         bs, n = token_ids.shape
         self.lens[first : first + bs] = lens
         self.token_ids[first : first + bs, :n] = token_ids

@@ -1,6 +1,6 @@
 """Batches between their launch and the processing of their results.
 
-The CPU forms a batch from what it knows, launches it, and reads its results later.
+The CPU forms a batch without the results in flight, launches it, and reads its results later.
 """
 
 from __future__ import annotations
@@ -38,22 +38,21 @@ _Any = TypeVar("_Any")
 class InFlight:
     """A batch between its launch and the processing of its results.
 
-    `rows` shrinks: a request that is retracted or ends removes its row, and whatever the batch computes
-    for it is dropped.
+    `rows` shrinks: a request that is retracted or ends removes its row, and its results are dropped.
     """
 
     batch: ScheduleBatch
     first_place: int  # in the FutureMap, of the first row's token
     results: Pending | None = field(default=None, init=False)  # None: sampling has not begun
     rows: dict[Req, int] = field(init=False)
-    prompts: dict[Req, CachedPrompt] = field(default_factory=dict, init=False)  # also of those who left
+    prompts: dict[Req, CachedPrompt] = field(default_factory=dict, init=False)  # also of requests that left
     _kept: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.rows = {req: row for row, req in enumerate(self.batch.reqs)}
 
     def keep(self, value: _Any) -> _Any:
-        """Something that the device may read until the results are there."""
+        """Keep an object that the device may read until the results have arrived."""
         self._kept.append(value)
         return value
 
@@ -68,14 +67,14 @@ class BatchInFlight(InFlight):
     """A prefill, decode or mixed batch. (Rounds of speculation: optimized/speculative/round.py.)"""
 
     forward_batch: ForwardBatch
-    chunked_req: Req | None  # one whose prompt goes on: its token means nothing
+    chunked_req: Req | None  # its prompt continues, so its token has no meaning
     logits_output: LogitsOutput | None = field(default=None, init=False)  # only until it is sampled from
     _input_logprob_ids: dict[Req, list[int]] = field(init=False)  # asked for by each extending row
 
     def __post_init__(self) -> None:
         super().__post_init__()
         extending = self.batch.reqs[: self.batch.num_extend_reqs]
-        # Now: when results come, the request may be at its next chunk.
+        # Stored now, because the request may be at its next chunk when results arrive.
         self._input_logprob_ids = {
             req: [req.origin_input_ids[i] for i in input_logprob_positions(req)] for req in extending
         }
@@ -94,8 +93,8 @@ Extension = Callable[[ForwardBatch, LogitsOutput, SampleOutput], None]
 
 
 class Pipeline:
-    """Oldest first. Between two steps of the scheduler it holds at most one batch, whose tokens the next one
-    decodes from."""
+    """The batches in flight, oldest first. Between two steps of the scheduler there is at most one, from
+    whose tokens the next batch decodes."""
 
     def __init__(self, parts: SchedulerParts) -> None:
         self.parts = parts
@@ -113,7 +112,7 @@ class Pipeline:
         return len(self.batches)
 
     def place_of(self, req: Req) -> int | None:
-        """Place of the token that the request decodes from next; None: the CPU has it."""
+        """The place of the token that the request decodes from next; None: the CPU has the token."""
         return self.batches[-1].place_of(req) if self.batches else None
 
     def places_of(self, reqs: Sequence[Req]) -> list[int | None]:
@@ -122,7 +121,7 @@ class Pipeline:
         return list(map(self.batches[-1].place_of, reqs))
 
     def decodable(self, running: Sequence[Req]) -> list[Req]:
-        """Those that may produce a token beyond the one in flight: an end by length is known."""
+        """The requests that may produce a token beyond the one in flight; an end by length is known ahead."""
         return [
             req
             for req, place in zip(running, self.places_of(running))
@@ -130,8 +129,8 @@ class Pipeline:
         ]
 
     def drop(self, req: Req) -> None:
-        """Results computed for the request are not used any more. No check will read the logits of a
-        token in flight, so neither is its KV."""
+        """Drop the results in flight of a request. The logits of its token in flight will not be checked for
+        NaN, so its KV is not committed."""
         for batch in self.batches:
             row = batch.rows.pop(req, None)
             if isinstance(batch, BatchInFlight) and row is not None and row >= batch.batch.num_extend_reqs:
@@ -174,7 +173,8 @@ class Pipeline:
     def sampling_info(
         self, reqs: list[Req], num_in_flight: list[int], reads_texts: bool = True
     ) -> SamplingBatchInfo:
-        """That of the batch before if the requests are the same and nothing depends on their outputs."""
+        """The sampling info of the batch; that of the previous batch if the requests are the same and nothing
+        depends on their outputs."""
         if self._last_info is not None and self._last_info[0] == reqs:
             return self._last_info[1]
         info = make_sampling_batch_info(
@@ -182,20 +182,22 @@ class Pipeline:
         )
         changes = info.banned is not None or info.output_counts is not None
         changes |= any(req.needs_output for req in reqs)
-        # min_new_tokens: a ban that has ended begins again for a request that loses its tokens in flight.
+        # min_new_tokens: for a request that loses its tokens in flight, a ban that had ended applies again.
         may_change = changes or any(req.sampling_params.min_new_tokens for req in reqs)
         self._last_info = None if may_change else (reqs, info)
         return info
 
     # --8<-- [start:sample-late]
     def _forward(self, launched: BatchInFlight) -> None:
-        """Without sampling: some grammar or processor reads the token before."""
+        """Run the model without sampling, because a grammar or processor reads the
+        previous token."""
         resolved = launched.keep(self.future_map.resolve(launched.forward_batch))
         with self.parts.timeline.forward(resolved):
             launched.logits_output = self.parts.model_runner.forward(resolved)
 
     def sample(self, launched: BatchInFlight) -> None:
-        """Every token before is known. The logits are valid until the next forward pass."""
+        """Sample, after all previous tokens are known. The logits are valid until the
+        next forward pass."""
         parts, num_token_ids = self.parts, self.parts.num_token_ids
         info = make_sampling_batch_info(launched.batch.reqs, num_token_ids, self.device)
 
@@ -214,7 +216,7 @@ class Pipeline:
     def _sampled(
         self, launched: BatchInFlight, logits_output: LogitsOutput, sample_output: SampleOutput
     ) -> tuple[LogitsOutput, SampleOutput]:
-        """The results to copy to the CPU: not the logits. The tokens stay on the device as well."""
+        """The results to copy to the CPU, without the logits. The tokens stay on the device as well."""
         self.future_map.store(launched.first_place, sample_output.next_token_ids)
         states = None
         if any(req.is_pooling for req in launched.batch.reqs):

@@ -1,9 +1,9 @@
-"""Streams: where a batch runs while the CPU forms the next one.
+"""CUDA streams on which a batch runs while the CPU forms the next one.
 
-The scheduler works on the stream that its caller is on: slots, rows of req_to_token, the tensors of a batch.
-Models run on a second one, and only there are KV, logits and future tokens read or written. Each launch waits
-for what was scheduled before it, never the other way round; the CPU waits only for a batch's results. These
-leave on a third stream, while the next batch runs.
+The scheduler uses its caller's stream for slots, rows of req_to_token and the tensors of a batch. Models run
+on a second stream, the only one that reads and writes KV, logits and future tokens. Each launch waits for the
+scheduler's earlier work; the scheduler's stream never waits for a launch. The CPU waits only for a batch's
+results, which are copied on a third stream while the next batch runs.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import Any
 import torch
 
 Work = Callable[[], Any]
-"""Queues a batch on the device, and returns the tensors to copy to the CPU: one, or tuples of them."""
+"""A function that queues a batch on the device and returns the tensors to copy to the CPU: one, or tuples of
+them."""
 
 
 class Pending(ABC):
-    """Results of a launch, on their way to the CPU."""
+    """The results of a launch, being copied to the CPU."""
 
     @abstractmethod
     def wait(self) -> Any:
-        """The work's tensors, on the CPU."""
+        """Wait for the results; returns the work's tensors on the CPU."""
 
 
 class Streams(ABC):
     @abstractmethod
     def launch(self, work: Work) -> Pending:
-        """Run `work` behind everything launched before. What it raises is raised here."""
+        """Run `work` after all earlier launches. Its exceptions are raised here."""
 
     @abstractmethod
     def copy(self, tensors: Any) -> Pending:
-        """Inside a launch: copies of tensors that it has computed so far, on their way to the CPU while it
-        goes on."""
+        """Inside a launch: start copies of its tensors to the CPU, while the launch continues."""
 
     def synchronize(self) -> None:  # noqa: B027 - work may be done when it is launched
-        """Wait until all that was launched is done."""
+        """Wait for the end of all launches."""
 
 
 class OneStream(Streams):
-    """A device that does one thing at a time (CPU, MPS): the same order of work, without the overlap."""
+    """Streams of a device without concurrency (CPU, MPS): the same order of work, without overlap."""
 
     def launch(self, work: Work) -> Pending:
         return Done(work())
@@ -59,13 +59,13 @@ class Done(Pending):
 
 
 class CudaStreams(Streams):
-    """Of a CUDA GPU. The caller keeps the tensors that `work` reads until its results arrive: the
-    allocator of memory knows only of the stream on which a tensor was made."""
+    """Streams of a CUDA GPU. The caller keeps the tensors that `work` reads until its results arrive, because
+    the memory allocator tracks only the stream on which a tensor was made."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.forward_stream = torch.cuda.Stream(device)
-        # Between two batches a copy to the CPU would take the device 15 microseconds, mostly of waiting.
+        # Between two batches a copy to the CPU would delay the device by 15 microseconds, mostly waiting.
         self.copy_stream = torch.cuda.Stream(device)
         self.scheduled = torch.cuda.Event()
         self.computed = torch.cuda.Event()
@@ -100,7 +100,7 @@ class Arriving(Pending):
     def __init__(self, result: Any, arrived: torch.cuda.Event, source: Any) -> None:
         self.result = result
         self.arrived = arrived
-        self.source = source  # kept: its memory belongs to the stream of models, which would use it again
+        self.source = source  # kept, because the stream of models would otherwise reuse its memory
 
     def wait(self) -> Any:
         self.arrived.synchronize()

@@ -1,6 +1,6 @@
 """The drafters, by the algorithm that `speculative` names.
 
-Differs from reference: every drafter runs ahead. It loses nothing: a name is looked up once.
+Differs from reference: every drafter runs ahead of the CPU. Loses nothing: a name is looked up once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DRAFTERS = {
 
 
 def drafter_class(algorithm: str) -> type[Drafter]:
-    """The class for an algorithm; one that is missing raises `ValueError` listing what there is."""
+    """The class for an algorithm; an unknown one raises `ValueError` listing the known ones."""
     if algorithm not in DRAFTERS:
         raise ValueError(f"no drafter for {algorithm!r}; there are {', '.join(DRAFTERS)}")
     module, name = DRAFTERS[algorithm].split(":")

@@ -1,9 +1,9 @@
-"""Speculation with chains: draft tokens, verify all of them in one forward pass, keep those that agree.
+"""Speculation with chains: draft tokens, verify them in one forward pass, keep the accepted ones.
 
-Differs from reference: everything is launched and nothing is read. How many tokens the round before gave, and
-which, is looked up on the device when the round starts, and what this one gives stays there for the next. So
-every round keeps as many rows, the accepted ones first and padding behind them. Assumes upper bounds of the
-lengths on the CPU. Loses the work of rows whose request has ended.
+Differs from reference: a round is launched without reading results. The number and ids of the previous
+round's tokens are looked up on the device when the round starts, and its own results stay there for the next
+round. So every round keeps the same number of rows, the accepted ones first, then padding. Assumes upper
+bounds of the lengths on the CPU. Loses the work of rows whose request has ended.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class ChainRound:
 
     # --8<-- [start:speculative-step]
     def run(self, batch: RoundInFlight, shape: DraftShape) -> Outcome:
-        """The outcome is not known when this returns: it is being computed."""
+        """Launch a round; its outcome is not known when this returns."""
         reqs, starts, info, bans = batch.batch.reqs, batch.starts, batch.info, batch.bans
         runs, run_lens = self.runs.look_up(starts.places)
         newest = self.pipeline.future_map.token_ids[starts.places]
         draft_batch = self.batches.draft_batch(reqs, starts, run_lens, newest)
         with self.parts.timeline.span("draft"):
             tree = self.drafter.draft(draft_batch, shape)
-        depths = tree.depths.amax(dim=1)  # now: the tree is valid until the drafter is called again
+        depths = tree.depths.amax(dim=1)  # the next call of the drafter overwrites the tree
         forward_batch = self._verify_batch(draft_batch, tree)
         count_runs(info, runs)
         if bans is not None:
@@ -71,7 +71,7 @@ class ChainRound:
         # --8<-- [end:speculative-step]
         num_kept = accepted.num_accepted + 1
         is_behind = accepted.node_indices < 0
-        nodes = accepted.node_indices.clamp(min=0)  # behind the path: the root once more
+        nodes = accepted.node_indices.clamp(min=0)  # behind the path: the root again
         self._keep_slots(draft_batch, tree, nodes, is_behind)
         self.runs.store(batch.first_place, accepted.token_ids, num_kept)
         newest = accepted.token_ids.gather(1, accepted.num_accepted[:, None]).flatten()
@@ -98,7 +98,8 @@ class ChainRound:
         tree: DraftTree,
         bans: EarlyBans | None,
     ) -> tuple[LogitsOutput, SampleOutput]:
-        """Where a grammar or a processor reads the drafts on the CPU, it does so while the model runs."""
+        """Run model and sampler. If a grammar or a processor reads the drafts on the CPU, it does so while
+        the model runs."""
         runner, sampler, num_token_ids = self.parts.model_runner, self.parts.sampler, self.parts.num_token_ids
         if not any(req.needs_output for req in reqs):
             info = self._node_sampling_info(info, tree, bans)
@@ -113,14 +114,16 @@ class ChainRound:
         return logits_output, sampler.sample(logits, info, forward_batch.sampled_positions)
 
     def _verify_batch(self, batch: DraftBatch, tree: DraftTree) -> ForwardBatch:
-        """All nodes as an extension of their request: in a chain, causal attention is right."""
+        """A batch with all nodes as an extension of their request. Causal attention is correct for a
+        chain."""
         positions = tree.positions(batch.seq_lens)  # siblings share one, though their slots do not
         return self.batches.regular(batch, tree.token_ids, positions, ForwardMode.TARGET_VERIFY)
 
     def _node_sampling_info(
         self, info: SamplingBatchInfo, tree: DraftTree, bans: EarlyBans | None
     ) -> SamplingBatchInfo:
-        """Those of the round before where that was given the same and nothing depends on the text."""
+        """The sampling info of the nodes; that of the previous round if the inputs are the same and nothing
+        depends on outputs."""
         num_nodes = tree.num_draft_tokens
         if self._last_info is not None and self._last_info[0] is info and self._last_info[1] == num_nodes:
             return self._last_info[2]
@@ -132,4 +135,5 @@ class ChainRound:
     def _keep_slots(
         self, batch: DraftBatch, tree: DraftTree, nodes: torch.Tensor, is_behind: torch.Tensor
     ) -> None:
-        """The accepted nodes of a chain are its first: their KV stays. What is behind it is written again."""
+        """The slots of accepted nodes. These are the first nodes of a chain, so their KV stays; later slots
+        are overwritten."""

@@ -1,13 +1,12 @@
-"""Rounds of speculation, launched before the CPU knows what the round before gave.
+"""Rounds of speculation, launched before the CPU knows the result of the previous round.
 
-Differs from reference: what a round needs of the one before is on the device
-(optimized/overlap/future_runs.py): each request's newest token, how many it was given, which ones. Nothing is
-given back after a round: a request owns slots for all that the round in flight may give it and the next one
-may draft, until it ends, is retracted, or memory is short. The CPU reads a small buffer once a round, one
-round late. A row of a request that has ended is computed once more, which affects no other request. Assumes a
-drafter and an attention backend that accept upper bounds of lengths on the CPU. With others, and where a
-grammar needs every token, each round waits for the one before. Loses where that is so, and a round's work for
-requests that end.
+Differs from reference: a round gets the previous round's results on the device
+(optimized/overlap/future_runs.py): each request's new tokens and their number. Slots are not freed after a
+round: until it ends, is retracted, or memory is short, a request owns slots for all tokens that the round in
+flight may give and the next one may draft. The CPU reads a small buffer once per round, one round late. A row
+of an ended request is computed once more, which affects no other request. Assumes a drafter and an attention
+backend that accept upper bounds of lengths on the CPU. With others, and where a grammar needs every token,
+each round waits for the previous one. Loses where that is so, and a round's work for requests that end.
 """
 
 from __future__ import annotations
@@ -66,12 +65,12 @@ class SpeculativeDecoding(PlainDecoding):
         return int(self.round.runs_ahead and not any(req.needs_output for req in running))
 
     def num_reserved(self, reqs: Sequence[Req]) -> int:
-        """Tokens that admitting others should leave free, so that those who run can go on speculating."""
+        """Tokens that admission should leave free, so that running requests can continue to speculate."""
         return sum(max(self._end(req) - req.kv_allocated_len, 0) for req in reqs)
 
     def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
-        """A plain step where there is no room for drafts: they cause no retraction. It has to know where each
-        request goes on: None while a round is in flight."""
+        """Prepare a round, or a plain step if there is no room for drafts, which cause no retraction. A plain
+        step needs the length of each request, so it returns None while a round is in flight."""
         if self.can_speculate(reqs):
             return self._prepare_round(reqs)
         if any(map(self.is_in_round, reqs)):
@@ -88,7 +87,7 @@ class SpeculativeDecoding(PlainDecoding):
             return True
         if self.pipeline:
             return False
-        self._give_back(reqs)  # what one has too much another may need
+        self._give_back(reqs)  # excess slots of one request may be needed by another
         return self._has_room(reqs)
 
     def _has_room(self, reqs: Sequence[Req]) -> bool:
@@ -102,13 +101,13 @@ class SpeculativeDecoding(PlainDecoding):
             )
             for req in reqs
         )
-        # What cannot suffice must not cost the cached prefixes.
+        # Do not evict cached prefixes if eviction cannot suffice.
         if num_tokens > allocator.available_size() + tree_cache.evictable_size():
             return False
         return evict_for(num_tokens, tree_cache, allocator)
 
     def _prepare_round(self, reqs: list[Req]) -> ScheduleBatch:
-        """Slots behind those that each request has already."""
+        """Allocate slots behind those that each request already has."""
         pool = self.parts.req_to_token_pool
         starts = [req.kv_allocated_len for req in reqs]
         ends = [max(start, self._end(req)) for start, req in zip(starts, reqs)]
@@ -123,13 +122,13 @@ class SpeculativeDecoding(PlainDecoding):
         return ScheduleBatch(list(reqs), ForwardMode.TARGET_VERIFY)
 
     def is_in_round(self, req: Req) -> bool:
-        """Whether it is not known how much KV the request has."""
+        """Whether the request is in a round in flight, so that the length of its KV is unknown."""
         newest = self.pipeline.batches[-1] if self.pipeline else None
         return isinstance(newest, RoundInFlight) and req in newest.rows
 
     def _give_back(self, reqs: Sequence[Req]) -> None:
-        """What requests own beyond their KV: it is known how much they have, and memory is short or a plain
-        step comes."""
+        """Free the slots of requests beyond their KV, if memory is short or before a plain step. The length
+        of their KV must be known."""
         page_size = self.parts.allocator.page_size
         for req in reqs:
             assert not self.is_in_round(req), f"{req.rid}: a round in flight writes where it may"
@@ -146,12 +145,13 @@ class SpeculativeDecoding(PlainDecoding):
             super().run(batch, chunked_req)
 
     def _launch_round(self, batch: ScheduleBatch) -> None:
-        """Copies what the CPU knows now: it may know more when the device reaches the round."""
+        """Launch a round with copies of the CPU's state, which may change before the device starts the
+        round."""
         reqs = batch.reqs
         launched = RoundInFlight(batch, self.pipeline.future_map.take(len(reqs)), self.acceptance.shape)
         with self.parts.timeline.span("prepare"):
             launched.starts = self._starts(reqs)
-            # The device adds what is in flight: the CPU does not know the number of tokens yet.
+            # The device adds the tokens in flight, whose number the CPU does not know yet.
             launched.info = self.pipeline.sampling_info(reqs, [0] * len(reqs), reads_texts=False)
             launched.bans = make_early_bans(reqs, self.parts.num_token_ids, self.device)
         work = partial(self.round.run, launched, launched.shape)
@@ -165,7 +165,7 @@ class SpeculativeDecoding(PlainDecoding):
             yield from super().finish(launched, result)
 
     def _finish_round(self, launched: RoundInFlight, outcome: Outcome) -> Iterator[Tokens]:
-        """Of the requests that are still in the batch."""
+        """Process the results of the requests that are still in the batch."""
         width = launched.max_kept
         numbers = outcome.numbers.tolist()
         if launched.kept is not None:
@@ -189,12 +189,13 @@ class SpeculativeDecoding(PlainDecoding):
     # ---- calls of the drafter's `extend` ----
 
     def _extension_of(self, launched: BatchInFlight) -> Extension:
-        """After a prefill or a decode step: calls the drafter, and stores the batch's tokens for the next
-        round. Made when that batch is launched: a prompt may be at its next chunk when it runs."""
+        """A function that, after a prefill or a decode step, calls the drafter and stores the batch's tokens
+        for the next round. It is made when the batch is launched, because a prompt may be at its next chunk
+        when it runs."""
         reqs = launched.batch.reqs
         prompt_ids = None
         chunked = launched.chunked_req
-        if chunked in reqs:  # what is sampled is no token of this prompt
+        if chunked in reqs:  # the sampled token has no meaning
             ids = [req.all_ids[len(req.fill_ids)] if req is chunked else -1 for req in reqs]
             prompt_ids = launched.keep(to_device(ids, torch.int64, self.device))
 
@@ -203,14 +204,14 @@ class SpeculativeDecoding(PlainDecoding):
             self.round.runs.store(launched.first_place, token_ids[:, None], 1)
             if prompt_ids is not None:
                 token_ids = torch.where(prompt_ids < 0, token_ids, prompt_ids)
-            # Of a NaN the id is below zero: its request ends.
+            # After a NaN the id is negative, and the request ends.
             self.drafter.extend(reqs, batch, logits_output.hidden_states, token_ids.clamp(min=0))
 
         return extend
 
     def _extend_late(self, launched: RoundInFlight, num_kept: list[int]) -> None:
-        """After a round, to a drafter that is called when it is known how much was accepted: of the requests
-        that are still in the batch."""
+        """Extend, after a round, a drafter that needs the number of accepted tokens; for requests that are
+        still in the batch."""
         kept, width = launched.kept, launched.max_kept
         assert kept is not None
         reqs, rows = list(launched.rows), list(launched.rows.values())
@@ -231,18 +232,18 @@ class SpeculativeDecoding(PlainDecoding):
     # ---- state known to the CPU ----
 
     def _num_tokens_left(self, req: Req) -> int:
-        """At most, with what is in flight."""
+        """The most tokens that the request may still produce, those in flight included."""
         is_in_flight = self.pipeline.place_of(req) is not None
         return req.max_new_tokens - len(req.output_ids) - is_in_flight
 
     def _bound(self, req: Req) -> int:
-        """At most so much KV has the request when the next round begins."""
+        """An upper bound of the request's KV length when the next round starts."""
         if not self.is_in_round(req):
             return req.kv_committed_len
         return min(req.kv_committed_len + self.max_kept, _last_start(req))
 
     def _end(self, req: Req) -> int:
-        """Where the slots must end that the next round may use."""
+        """The end of the slots that the next round may use."""
         return self._bound(req) + self.num_slots
 
     def _starts(self, reqs: list[Req]) -> Starts:
@@ -261,7 +262,7 @@ class SpeculativeDecoding(PlainDecoding):
         )
         bounds = tuple(self._bound(req) for req in reqs)
         width = max(bound - kv_len for bound, kv_len in zip(bounds, kv_lens)) + self.num_slots
-        # Now, in the scheduler's order of things: the row goes on changing.
+        # Read now, in the scheduler's stream, because the row changes later.
         pool = self.parts.req_to_token_pool
         columns = vectors[1][:, None] + self._numbers[:width]
         slots = pool.req_to_token[vectors[0][:, None], columns.clamp(max=pool.max_len - 1)].to(torch.int64)
@@ -269,5 +270,5 @@ class SpeculativeDecoding(PlainDecoding):
 
 
 def _last_start(req: Req) -> int:
-    """KV of a request at its maximum length: no request that continues has as much."""
+    """The KV length of a request at its maximum length, which no continuing request reaches."""
     return len(req.origin_input_ids) + req.max_new_tokens - 1

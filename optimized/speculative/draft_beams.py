@@ -1,9 +1,8 @@
-"""A model's drafting steps, K beams of a request at once, each seeing just its own ancestors.
+"""Drafting steps of a draft model: K concurrent beams per request, each of which sees only its ancestors.
 
-Differs from reference: a step's mask has a column for each beam so far and none for what is before them, so
-its size follows from the step's number alone, as that of everything else; and tokens go to the slots of the
-batch. So steps are made without waiting for the device, and can be captured in a CUDA graph. Assumes
-attention that takes a `tree_mask`. Loses nothing.
+Differs from reference: a step's mask has columns only for beams, not for earlier tokens, so all sizes follow
+from the step's number. Tokens go to the slots of the batch. So steps are made without waiting for the device,
+and can be captured in a CUDA graph. Assumes attention that takes a `tree_mask`. Loses nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from shared.types import Beams, DraftBatch, ForwardBatch, ForwardMode
 
 
 class BeamSteps:
-    """Makes the ForwardBatch of one step after the other.
+    """Makes the ForwardBatches of successive drafting steps.
 
-    A request's drafts stand in its row behind its seq_len tokens with KV: first `num_before` that the drafter
-    has computed already (a language model has, its newest token: 1), then the K beams of each step. So slots
-    follow one another step by step, and say nothing about positions: all beams of a step share one.
+    A request's drafts are in its row behind its seq_len tokens with KV: first `num_before` tokens that the
+    drafter has already computed (1, the newest token, for a language model; otherwise 0), then the K beams of
+    each step. So slots are in the order of steps and are not positions: all beams of a step have the same
+    position.
     """
 
     def __init__(
@@ -27,14 +27,14 @@ class BeamSteps:
     ) -> None:
         self.batch = batch
         self.context_len = context_len
-        self.num_visible = num_before  # behind seq_len, by every beam
+        self.num_visible = num_before  # behind seq_len, visible to every beam
         self.num_steps = 0
         self.seq_lens = batch.seq_lens + num_before
         # [bs, K, K * num_steps]: which earlier beams, and itself, each beam of the last step sees
         self.visible = torch.empty(len(batch.seq_lens), 0, 0, dtype=torch.bool, device=batch.seq_lens.device)
 
     def next(self, beams: Beams) -> ForwardBatch:
-        """The step that computes `beams`, the latest. Its tokens are request by request, K each."""
+        """The step that computes `beams`, the latest ones. Its tokens are request by request, K each."""
         bs, k = beams.token_ids.shape
         device = beams.token_ids.device
         positions = (self.seq_lens + self.num_steps).clamp(max=self.context_len - 1)
@@ -49,7 +49,7 @@ class BeamSteps:
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             input_ids=beams.token_ids.flatten(),
-            # Drafts behind the context's end are never kept.
+            # Drafts beyond the context's end are never kept.
             positions=positions.repeat_interleave(k, output_size=bs * k),
             req_pool_indices=self.batch.req_pool_indices,
             seq_lens=self.seq_lens + num_drafts,
@@ -58,5 +58,5 @@ class BeamSteps:
             extend_start_loc=torch.arange(bs, device=device) * k,
             seq_lens_cpu=tuple(n + self.num_visible + num_drafts for n in self.batch.seq_lens_cpu),
             extend_seq_lens_cpu=(k,) * bs,
-            tree_mask=own.contiguous() if k > 1 else None,  # a chain is causal as it is
+            tree_mask=own.contiguous() if k > 1 else None,  # a chain needs only causal attention
         )

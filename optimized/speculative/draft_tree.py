@@ -2,8 +2,8 @@
 
 Differs from reference: choosing, linking and accepting are one launch each, with one CTA for every request,
 and nothing waits for the device, so that all of it can be captured in a CUDA graph. Drafts are chosen without
-sorting; the walk asks all nodes at once instead of following links. Needs Triton, and refuses trees of more
-than 128 nodes. Loses on a CPU.
+sorting; the walk compares all nodes in parallel instead of following links. Needs Triton, and refuses trees
+of more than 128 nodes. Loses on a CPU.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Drafting with a small network over the target's hidden states: EAGLE, EAGLE-3 and NEXTN.
 
 Differs from reference: all steps of a draft, from the first beams to the tree, are one CUDA graph, and so is
-the extension by what was accepted, for each of a list of batch sizes (draft_graphs.py). What the model gave
-for a request's newest KV stands in tensors, by the request's row. So a round waits for nothing, and the next
-one can be launched before its result is known. Assumes attention and tree ops that can be captured; else, and
-for larger batches, the same is launched kernel by kernel. Loses the memory of two hidden states for each
-request that may run.
+the extension by what was accepted, for each of a list of batch sizes (draft_graphs.py). The model's results
+for a request's newest KV are in tensors, by the request's row. So a round waits for no result, and the next
+one can be launched before it ends. Assumes attention and tree ops that can be captured; otherwise, and for
+larger batches, kernels are launched one by one. Loses the memory of two hidden states for each request that
+may run.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Forwar
 
 
 class LastRow(NamedTuple):
-    """What the draft model gave for the newest KV of each request, by its row: drafting begins there."""
+    """The draft model's results for the newest KV of each request, by its row, from which drafting starts."""
 
     hidden_states: torch.Tensor  # [rows of req_to_token, hidden_size], for logits
     next_hidden_states: torch.Tensor  # [rows of req_to_token, hidden_size], for the token that comes next
 
 
 class EagleDrafter(interface.Drafter):
-    """The draft model reads every token together with the target's hidden state before it. So slot j of its
-    pool holds token j + 1 and hidden state j, at position j: when the target has KV for n tokens, it has too,
-    and has seen the newest token. What it drafts from its own hidden states stands behind, and `extend`
-    overwrites what of that was accepted, from the target's."""
+    """Drafts with a model whose input is a token and the target's hidden state of the previous token. So slot
+    j of its pool holds token j + 1 and hidden state j, at position j. When the target has KV for n tokens,
+    the draft model has KV for n tokens too and has processed the newest token. KV of drafts, computed from
+    its own hidden states, follows. `extend` recomputes the accepted part from the target's hidden states."""
 
     is_bigram = True
     runs_ahead = True
@@ -79,7 +79,7 @@ class EagleDrafter(interface.Drafter):
                     break
 
     def num_slots(self, shape: DraftShape) -> int:
-        return (shape.num_steps - 1) * shape.top_k  # no step follows the last beams
+        return (shape.num_steps - 1) * shape.top_k  # no step is needed for the last beams
 
     def extend(
         self,
@@ -94,7 +94,7 @@ class EagleDrafter(interface.Drafter):
             self._extend(*tell)
 
     def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
-        """In a graph, the tree's tensors are those of the next draft of the same size, too."""
+        """Draft. With a graph, the next draft of the same size overwrites the tree."""
         for of_shape in self.graphs:
             tree = of_shape.draft(batch, shape)
             if tree is not None:
@@ -102,9 +102,9 @@ class EagleDrafter(interface.Drafter):
         return self._draft(batch, shape)
 
     def forget(self, req: Req) -> None:
-        """A row is overwritten by its next owner."""
+        """Nothing to free: a row is overwritten by its next owner."""
 
-    # ---- what is captured ----
+    # ---- captured functions ----
 
     @torch.inference_mode()
     def _extend(
@@ -114,7 +114,7 @@ class EagleDrafter(interface.Drafter):
         input_ids = forward_batch.input_ids.roll(-1)  # each request's tokens, one later
         input_ids[last] = next_token_ids
         if forward_batch.num_kept is not None:
-            # So attention knows that this is one more thing of equally few rows for each request.
+            # The mode tells attention that every request has the same small number of rows.
             forward_batch = replace(forward_batch, forward_mode=ForwardMode.TARGET_VERIFY)
         output = self._forward(forward_batch, input_ids, hidden_states)
         self.last_rows.hidden_states[rows] = output.hidden_states[last]

@@ -1,10 +1,11 @@
-"""Drafting without a model, on the device: what followed the newest tokens when they last occurred.
+"""N-gram drafting on the device, without a model: the tokens that followed the last occurrence of the newest
+tokens.
 
 Differs from reference (ngram.py, which has no twin here): no trie on the CPU, so a round can be launched
-before the result of the one before is known. Each request's tokens stand in a row on the device; the longest
-suffix that occurred before in the same request is found by comparing all positions at once. Assumes that an
-answer repeats its own prompt or itself. Loses what the trie knows of other requests and of frequencies, and
-drafts chains only: the nodes of a tree that a chain does not need are padding.
+before the previous result is known. Each request's tokens are in a row on the device; the longest suffix that
+occurred earlier in the same request is found by comparing all positions in parallel. Assumes that an answer
+repeats its prompt or itself. Loses matches in other requests, and frequencies. It drafts only chains: the
+other nodes of a tree are padding.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from shared.interfaces import drafter as interface
 from shared.to_device import vectors_to_device
 from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req
 
-MAX_MATCH_LEN = 8  # tokens to find again; a longer match says hardly more
+MAX_MATCH_LEN = 8  # longest suffix to match; longer matches add little
 
 
 class NgramLookupDrafter(interface.Drafter):
-    """Row r of `tokens` has the tokens of the request in row r of req_to_token, by position."""
+    """Drafts from the request's own tokens. Row r of `tokens` has the tokens of the request in row r of
+    req_to_token, by position."""
 
     runs_ahead = True
 
@@ -58,7 +60,7 @@ class NgramLookupDrafter(interface.Drafter):
         self.tokens[fb.req_pool_indices, self._clamped(ends)] = next_token_ids
 
     def _fill_prefixes(self, reqs: Sequence[Req], batch: ForwardBatch) -> None:
-        """Tokens whose KV came from the prefix cache: the target did not compute them."""
+        """Copy the tokens of cached prefixes, which the target did not compute."""
         lens = [seq_len - new for seq_len, new in zip(batch.seq_lens_cpu, batch.extend_seq_lens_cpu)]
         numbers, positions, ids = [], [], []
         for number, (req, prefix_len) in enumerate(zip(reqs, lens)):
@@ -81,7 +83,8 @@ class NgramLookupDrafter(interface.Drafter):
         # --8<-- [start:ngram-lookup]
         num_drafts = min(shape.num_steps, shape.num_draft_tokens - 1)
         steps = torch.arange(num_drafts, device=self.device)
-        # What followed, up to the newest token; then the same again: a repetition goes on.
+        # The tokens that followed, up to the newest token, then the same again, as for
+        # an ongoing repetition.
         periods = (seq_lens - ends).clamp(min=1)[:, None]
         drafts = tokens.gather(1, ends[:, None] + 1 + steps % periods)
         is_token = (drafts >= 0) & (drafts < self.num_token_ids) & (match_lens > 0)[:, None]
@@ -112,9 +115,9 @@ class NgramLookupDrafter(interface.Drafter):
         return ends, match_lens.gather(1, ends[:, None])[:, 0]
 
     def _clamped(self, positions: torch.Tensor) -> torch.Tensor:
-        """Behind the context's end nothing is kept."""
+        """Positions clamped to the context; tokens beyond it are not kept."""
         return positions.clamp(max=self.tokens.shape[1] - 1)
 
     def forget(self, req: Req) -> None:
-        """A row is overwritten by its next owner."""
+        """Nothing to free: a row is overwritten by its next owner."""
         self.num_known.pop(req.rid, None)

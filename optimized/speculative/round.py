@@ -13,7 +13,7 @@ from shared.types import DraftShape, ForwardBatch, LogprobsOutput, SamplingBatch
 
 
 class Starts(NamedTuple):
-    """Where a round begins, as far as the CPU knows at its launch."""
+    """The start of each request's round, as known to the CPU at the launch."""
 
     rows: torch.Tensor  # [bs] int64, of req_to_token
     kv_lens: torch.Tensor  # [bs] int64, without what a round in flight will add
@@ -47,12 +47,12 @@ class RoundInFlight(InFlight):
 
 
 class Outcome(NamedTuple):
-    """Results that are copied to the CPU."""
+    """The results that are copied to the CPU."""
 
     numbers: torch.Tensor  # [bs, max_kept + 2] int64: tokens, how many of them count, depth of the tree
     logprobs: LogprobsOutput | None  # of max_kept tokens for each request
 
 
 def max_kept(shape: DraftShape) -> int:
-    """Tokens that a round gives at most."""
+    """The most tokens that a round gives."""
     return min(shape.num_steps + 1, shape.num_draft_tokens)

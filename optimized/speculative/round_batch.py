@@ -1,4 +1,4 @@
-"""The batches of a round, in tensors of fixed shape: what is drafted, verified and kept."""
+"""The batches of a round, in tensors of fixed shape: drafting, verification, and kept tokens."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class RoundBatches:
     def draft_batch(
         self, reqs: list[Req], starts: Starts, run_lens: torch.Tensor, newest: torch.Tensor
     ) -> DraftBatch:
-        """run_lens, newest [bs] int64: of what is in flight at `starts.places`, how many
-        tokens it gave and the last of them. A request that has ended by its length would
-        begin too far: behind its last position there are slots to write to, and its results
-        are not read."""
+        """The batch to draft for. run_lens, newest [bs] int64: number of tokens, and
+        last token, of the runs at `starts.places`. A request that has ended by length
+        may start beyond its last position: there it has slots to write to, and its
+        results are not read."""
         num_new = torch.minimum(starts.is_round * run_lens, starts.last_starts - starts.kv_lens)
         columns = num_new[:, None] + self.numbers
         return DraftBatch(
@@ -39,13 +39,13 @@ class RoundBatches:
     def regular(
         self, batch: DraftBatch, token_ids: torch.Tensor, positions: torch.Tensor, mode: ForwardMode
     ) -> ForwardBatch:
-        """As many tokens of each request, in its next slots. token_ids [bs, n], positions [bs * n]."""
+        """A batch with n tokens of each request, in its next slots. token_ids [bs, n], positions [bs * n]."""
         bs, n = token_ids.shape
         extend_seq_lens, extend_start_loc = self._lens_of(bs, n)
         return ForwardBatch(
             forward_mode=mode,
             input_ids=token_ids.flatten(),
-            # What is behind the context's end has no position of its own, and is never kept.
+            # Tokens beyond the context's end get its last position and are never kept.
             positions=positions.clamp(max=self.context_len - 1),
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens + n,
@@ -67,7 +67,7 @@ class RoundBatches:
         return (first[:, None] + nodes).flatten()
 
     def _lens_of(self, bs: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a batch with n tokens of each request: how many, and where they begin. Read-only."""
+        """Lengths and starts of a batch with n tokens of each request. Read-only."""
         if (bs, n) not in self._lens:
             num_each = torch.full((bs,), n, dtype=torch.int64, device=self.device)
             self._lens[bs, n] = num_each, torch.arange(bs, device=self.device) * n

@@ -1,9 +1,10 @@
 """Drafting with a smaller language model of the same vocabulary.
 
-Differs from reference: the next round can be launched before the result of this one is known: a draft reads
-tensors only, and lengths on the CPU are upper bounds. All steps of a draft are one CUDA graph, and so is the
-extension by what was accepted (draft_graphs.py), where attention and tree ops can be captured; else they are
-launched kernel by kernel. Loses the work of padding rows: an extension has as many rows as could be accepted.
+Differs from reference: the next round can be launched before the result of this one is known, because a draft
+reads tensors only, and lengths on the CPU are upper bounds. All steps of a draft are one CUDA graph, and so
+is the extension by accepted tokens (draft_graphs.py), if attention and tree ops can be captured; otherwise
+kernels are launched one by one. Loses the work of padding rows: an extension has as many rows as could be
+accepted.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Forwar
 
 
 class StandaloneDrafter(interface.Drafter):
-    """The draft model reads what the target reads, at the same positions and into the same slots of its own
-    pool. It needs nothing of the target but its tokens."""
+    """Drafts with a language model that computes the target's tokens at the same positions, into the same
+    slots of its own pool. It needs only the target's tokens."""
 
     runs_ahead = True
 
@@ -76,28 +77,28 @@ class StandaloneDrafter(interface.Drafter):
         hidden_states: torch.Tensor | None,
         next_token_ids: torch.Tensor,
     ) -> None:
-        # What was drafted and accepted is computed again: it may have moved to another slot, and a plain step
-        # or a prefill has drafted nothing.
+        # Accepted drafts are computed again, because they may have moved to another slot, and a plain step or
+        # a prefill has no drafts.
         states = self.no_states.new_zeros(forward_batch.num_tokens, 1)  # the graphs' buffers have a place
         if not any(of_shape.extend(forward_batch, states, next_token_ids) for of_shape in self.graphs):
             self._extend(forward_batch, states, next_token_ids)
 
     def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
-        """In a graph, the tree's tensors are those of the next draft of the same size."""
+        """Draft. With a graph, the next draft of the same size overwrites the tree."""
         for of_shape in self.graphs:
             tree = of_shape.draft(batch, shape)
             if tree is not None:
                 return tree
         return self._draft(batch, shape)
 
-    # ---- what is captured ----
+    # ---- captured functions ----
 
     @torch.inference_mode()
     def _extend(
         self, forward_batch: ForwardBatch, hidden_states: torch.Tensor, next_token_ids: torch.Tensor
     ) -> None:
         if forward_batch.num_kept is not None:
-            # So attention knows that lengths on the CPU are upper bounds.
+            # The mode tells attention that lengths on the CPU are upper bounds.
             forward_batch = replace(forward_batch, forward_mode=ForwardMode.TARGET_VERIFY)
         self._forward(forward_batch)
 
@@ -128,7 +129,7 @@ class StandaloneDrafter(interface.Drafter):
         return states
 
     def _root_step(self, batch: DraftBatch) -> ForwardBatch:
-        """The newest tokens, whose KV the target has not computed either."""
+        """The step of the newest tokens, whose KV the target has not computed either."""
         bs = len(batch.root_ids)
         ones = torch.ones_like(batch.seq_lens)
         return ForwardBatch(

@@ -1,8 +1,8 @@
-"""Speculation with trees: several drafts for one position, of which verification keeps at most one.
+"""Speculation with trees: several drafts per position, of which verification keeps at most one.
 
-Differs from reference: the mask is a tensor of fixed shape where the model runner accepts one, and accepted
-KV is moved by as many slots in every round, so that nothing is read. Assumes one round's slots in order in
-the row. Loses the moves of KV that is in its place already.
+Differs from reference: the mask is a tensor of fixed shape if the model runner accepts one, and every round
+moves the KV of the same number of slots, so that the CPU reads nothing. Assumes that the slots of a round are
+in order in the row. Loses the moves of KV that is already in its place.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from shared.types import DraftBatch, DraftTree, ForwardBatch
 
 
 class TreeRound(ChainRound):
-    """Differs from a chain: a node sees its ancestors only, the walk may follow any child, and the accepted
-    nodes are not the first ones. So they get their KV into order."""
+    """A round with trees. It differs from chains: a node sees only its ancestors, the walk may follow any
+    child, and accepted nodes are not the first ones, so their KV is moved."""
 
     def _verify_batch(self, batch: DraftBatch, tree: DraftTree) -> ForwardBatch:
         forward_batch = super()._verify_batch(batch, tree)
@@ -31,8 +31,9 @@ class TreeRound(ChainRound):
     def _keep_slots(
         self, batch: DraftBatch, tree: DraftTree, nodes: torch.Tensor, is_behind: torch.Tensor
     ) -> None:
-        """KV of accepted drafts goes to the first slots, as if there were always as many:
-        behind a path each slot is moved to itself. (The root is in the first slot.)"""
+        """Move the KV of accepted drafts to the first slots. The number of moves is
+        constant: behind a path each slot is moved to itself. (The root is in the first
+        slot.)"""
         assert self.parts.kv_pool is not None
         slots = batch.slots[:, : tree.num_draft_tokens]
         targets = slots[:, 1 : nodes.shape[1]]

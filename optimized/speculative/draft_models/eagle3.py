@@ -22,7 +22,8 @@ from shared.speculation.draft_model_base import BaseDraftModel
 
 
 class Eagle3Attention(LlamaAttention):
-    """Its queries, keys and values look at the token and at the hidden state, side by side."""
+    """Attention whose queries, keys and values are computed from the concatenation of token embedding and
+    hidden state."""
 
     def __init__(
         self, config: ModelConfig, layer_id: int, layers: Layers, rotary_emb: RotaryEmbedding
