@@ -22,6 +22,19 @@ TILE_ELEMENTS = 1024
 """Rows are put together up to so many elements per CTA."""
 
 
+@triton.jit
+def normed_rows(
+    x, weight, eps, dtype: tl.constexpr, SIZE: tl.constexpr, UNIT_OFFSET: tl.constexpr
+):  # fmt: skip
+    """x [rows, columns] float32, 0 from column SIZE on; weight [1, columns] -> the rows' norms, float32."""
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)[:, None]
+    if UNIT_OFFSET:
+        return x * scale * (1.0 + weight)
+    else:
+        # Rounded twice, as written in the contract: the normalized value, and that times the weight.
+        return (x * scale).to(dtype).to(tl.float32) * weight
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr, residual_ptr, y_ptr, weight_ptr,
@@ -46,12 +59,7 @@ def _rms_norm_kernel(
         total = rounded(x + tl.load(residual_tile, mask=mask, other=0.0).to(tl.float32), dtype)
         tl.store(residual_tile, total, mask=mask)
         x = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)[:, None]
-    if UNIT_OFFSET:
-        y = x * scale * (1.0 + weight[None, :])
-    else:
-        # Rounded twice, as written in the contract: the normalized value, and that times the weight.
-        y = (x * scale).to(dtype).to(tl.float32) * weight[None, :]
+    y = normed_rows(x, weight[None, :], eps, dtype, SIZE, UNIT_OFFSET)
     tl.store(y_ptr + rows * stride_y + offs[None, :], rounded(y, dtype), mask=mask)
 
 
@@ -93,7 +101,7 @@ def _launch(
     num_rows, size = y.shape
     assert x.stride(-1) == 1 or size == 1
     assert residual is None or residual.stride(1) == 1 or size == 1
-    block, tile_rows, num_warps = _tile(size)
+    block, tile_rows, num_warps = tile_of_rows(size)
     rows = interpreted_rows(num_rows) or tile_rows
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x, x if residual is None else residual, y, weight,
@@ -105,7 +113,7 @@ def _launch(
 
 
 @cache
-def _tile(size: int) -> tuple[int, int, int]:
+def tile_of_rows(size: int) -> tuple[int, int, int]:
     """(columns, rows, warps) of a CTA."""
     block = triton.next_power_of_2(size)
     rows = max(TILE_ELEMENTS // block, 1)

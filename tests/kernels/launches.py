@@ -26,7 +26,7 @@ from optimized.kernels.moe_combine import combine
 from optimized.kernels.moe_gemm import down_gemm, up_gemm
 from optimized.kernels.moe_gemv import gemv_experts
 from optimized.kernels.moe_tiles import GemvTile, Shape
-from optimized.kernels.one_shot_all_reduce import BLOCK, OneShotAllReduce
+from optimized.kernels.one_shot_all_reduce import MAX_BLOCKS, OneShotAllReduce
 from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store
 from optimized.kernels.quantize_input import quantize_input
 from optimized.kernels.quantized_gemm import quantized_gemm
@@ -283,10 +283,15 @@ def sample(num_rows: int, vocab_size: int, filtered: bool, logprobs: bool, greed
     Sampler().sample(torch.empty(num_rows, vocab_size), info, positions)
 
 
-def one_shot(size: int, dtype: torch.dtype) -> None:
-    buffers = [torch.empty(2, 8 * BLOCK, dtype=dtype) for _ in range(size)]
-    signals = [torch.empty(8, size, dtype=torch.int32) for _ in range(size)]
-    OneShotAllReduce(buffers, signals, rank=0)(torch.empty(5 * BLOCK, dtype=dtype))
+def one_shot(size: int, hidden: int, dtype: torch.dtype) -> None:
+    """The sum alone, and with the residual and a norm."""
+    buffers = [torch.empty(2 << 20, dtype=torch.uint8) for _ in range(size)]
+    signals = [torch.empty(MAX_BLOCKS, size, dtype=torch.int32) for _ in range(size)]
+    all_reduce = OneShotAllReduce(buffers, signals, rank=0)
+    x, weight = torch.empty(5, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
+    all_reduce(x)
+    for unit_offset in (False, True):
+        all_reduce.add_rms_norm(x, torch.empty_like(x), weight, 1e-6, unit_offset)
 
 
 def _launches() -> dict[str, Launch]:
@@ -360,7 +365,8 @@ def _launches() -> dict[str, Launch]:
             add(quantized_experts, name, shape, num_tokens, torch.bfloat16, scheme)
     for size in (2, 4, 8):
         for name, dtype in DTYPES.items():
-            add(one_shot, f"t{size}-{name}", size, dtype)
+            for hidden in (96, 2560, 8192):
+                add(one_shot, f"t{size}-h{hidden}-{name}", size, hidden, dtype)
     for vocab_size in sorted({config.vocab_size for config in MODELS.values()}):
         add(sample, f"v{vocab_size}-greedy", 64, vocab_size, False, False, True)
         add(sample, f"v{vocab_size}-plain", 64, vocab_size, False, False, False)

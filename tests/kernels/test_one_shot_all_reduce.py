@@ -5,16 +5,24 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from optimized.kernels.one_shot_all_reduce import BLOCK, OneShotAllReduce
+from optimized.kernels import one_shot_all_reduce as kernels
+from optimized.kernels.one_shot_all_reduce import BLOCK, MAX_BLOCKS, OneShotAllReduce
 from optimized.kernels.portable import INTERPRETED
+from optimized.kernels.rms_norm import add_partial_sums_rms_norm
+from shared import registry
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs two GPUs, or processes of the interpreter")
-NUM_BLOCKS = 2
+EPS = 1e-6
+HALF_BYTES = 4 * 2 * BLOCK
+Shape = tuple[int, ...]
+"""Of a sum alone (one number), or of a sum with a norm: tokens and hidden size."""
 
 
 def shared(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -23,26 +31,61 @@ def shared(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=dtype).view(shape)
 
 
-def inputs(rank: int, step: int, num: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(num, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
+def random(name: str, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def call(all_reduce: OneShotAllReduce, step: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """What a rank gets, in one row: the sum, or the norm and the new residual."""
+    x = random(f"{step}, rank {all_reduce.rank}", shape, dtype)
+    if len(shape) == 1:
+        return all_reduce(x)
+    residual, weight = random(f"residual {step}", shape, dtype), random("weight", shape[1:], dtype)
+    is_gemma = step % 2 == 1
+    normed, total = all_reduce.add_rms_norm(x, residual, weight, EPS, is_gemma)
+    assert (normed.data_ptr(), total.data_ptr()) == (x.data_ptr(), residual.data_ptr())
+    return torch.cat((normed.flatten(), total.flatten()))
+
+
+def expected(size: int, step: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Of the parts in the order of ranks; the norm is the kernel of one GPU."""
+    parts = torch.stack([random(f"{step}, rank {rank}", shape, dtype).float() for rank in range(size)])
+    if len(shape) == 1:
+        total = torch.zeros(shape)
+        for part in parts:
+            total = total + part
+        return total.to(dtype)
+    residual, weight = random(f"residual {step}", shape, dtype), random("weight", shape[1:], dtype)
+    normed, total = add_partial_sums_rms_norm(parts, residual, weight, EPS, unit_offset=step % 2 == 1)
+    return torch.cat((normed.flatten(), total.flatten()))
 
 
 def on_processes(
-    size: int, lengths: list[int], dtype: torch.dtype, late: Callable[[int, int], float]
-) -> torch.Tensor:
-    """What each rank gets in each step, [size, steps, longest]; `late`: seconds before a rank's step."""
-    buffers = [shared(2, NUM_BLOCKS * BLOCK, dtype=dtype) for _ in range(size)]
-    signals = [shared(NUM_BLOCKS, size, dtype=torch.int32) for _ in range(size)]
-    results = shared(size, len(lengths), max(lengths), dtype=dtype)
+    size: int,
+    shapes: Sequence[Shape],
+    dtypes: Sequence[torch.dtype],
+    late: Callable[[int, int], float],
+    first_step: int = 0,
+    impl: Any = OneShotAllReduce,
+) -> list[list[torch.Tensor]]:
+    """What each rank gets in each step; `late`: seconds before a rank's step."""
+    buffers = [shared(2 * HALF_BYTES, dtype=torch.uint8) for _ in range(size)]
+    signals = [shared(MAX_BLOCKS, size, dtype=torch.int32).fill_(first_step) for _ in range(size)]
+    results = [
+        [shared(2 * torch.Size(shape).numel() if shape[1:] else shape[0], dtype=dtype) for _ in range(size)]
+        for shape, dtype in zip(shapes, dtypes)
+    ]
     children = []
     for rank in range(size):
         children.append(os.fork())
         if children[-1] == 0:
             try:
-                all_reduce = OneShotAllReduce(buffers, signals, rank)
-                for step, num in enumerate(lengths):
+                all_reduce = impl(buffers, signals, rank)
+                all_reduce._state[2].fill_(first_step)
+                for step, (shape, dtype) in enumerate(zip(shapes, dtypes)):
                     time.sleep(late(rank, step))
-                    results[rank, step, :num] = all_reduce(inputs(rank, step, num, dtype))
+                    results[step][rank].copy_(call(all_reduce, step, shape, dtype))
                 os._exit(0)
             finally:
                 os._exit(1)
@@ -50,25 +93,75 @@ def on_processes(
     return results
 
 
+SHAPES: list[Shape] = [(1,), (BLOCK,), (3, 96), (BLOCK + 1,), (70, 40), (7,), (2 * BLOCK,), (1, 1000), (63,)]
+
+
+def check(
+    size: int,
+    shapes: Sequence[Shape],
+    dtypes: Sequence[torch.dtype],
+    first_step: int = 0,
+    impl: Any = OneShotAllReduce,
+) -> list[tuple[int, int]]:
+    """(step, rank) of each result with other bits."""
+
+    def late(rank: int, step: int) -> float:
+        return 0.02 * ((step + rank) % size)
+
+    found = on_processes(size, shapes, dtypes, late, first_step, impl)
+    return [
+        (step, rank)
+        for step, (shape, dtype) in enumerate(zip(shapes, dtypes))
+        for rank in range(size)
+        if not torch.equal(found[step][rank], expected(size, step, shape, dtype))
+    ]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_ordered_sum_has_the_same_bits_on_all_ranks(size: int, dtype: torch.dtype) -> None:
     """Whichever rank is late, and whatever the sizes of the steps."""
-    lengths = [1, BLOCK, BLOCK + 1, 7, 2 * BLOCK, 2 * BLOCK, 63]
-    found = on_processes(size, lengths, dtype, lambda rank, step: 0.02 * ((step + rank) % size))
-    for step, num in enumerate(lengths):
-        total = torch.zeros(num)
-        for rank in range(size):
-            total = total + inputs(rank, step, num, dtype).float()
-        for rank in range(size):
-            assert torch.equal(found[rank, step, :num], total.to(dtype)), (rank, step)
+    assert check(size, SHAPES, [dtype] * len(SHAPES)) == []
+
+
+def test_steps_of_any_dtype_and_past_the_largest_number() -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float16] * 3
+    assert check(2, SHAPES, dtypes, first_step=2**31 - 4) == []
+
+
+PLANTED = {
+    "own part first": ("(buffer_addresses + peer)", "(buffer_addresses + (peer + rank) % SIZE)"),
+    "no rank waits": ("- step < 0", "- step < -1"),
+    "signals are compared as numbers": ("- step < 0", "< step"),
+    "the sum is rounded before the residual is added": (
+        "total += residual", "total = rounded(total, dtype).to(tl.float32) + residual"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
+    before, after = PLANTED[bug]
+    source = Path(str(kernels.__file__)).read_text()
+    assert source.count(before) == 1
+    (tmp_path / "planted.py").write_text(source.replace(before, after))  # Triton reads a kernel's file
+    planted = registry.load("kernel", f"{tmp_path / 'planted.py'}:OneShotAllReduce")
+    dtypes = [torch.float32, torch.float16, torch.bfloat16]
+    assert check(3, SHAPES[2:5], dtypes, first_step=2**31 - 3, impl=planted) != []
 
 
 def test_one_rank_and_no_elements() -> None:
-    buffer, signal = torch.zeros(1, 2, BLOCK), torch.zeros(1, 1, 1, dtype=torch.int32)
-    all_reduce = OneShotAllReduce(list(buffer), list(signal), 0)
+    buffer, signal = (
+        torch.zeros(1, 2 * HALF_BYTES, dtype=torch.uint8),
+        torch.zeros(MAX_BLOCKS, 1, dtype=torch.int32),
+    )
+    all_reduce = OneShotAllReduce([buffer[0]], [signal], 0)
     x = torch.randn(3, 5)
     assert torch.equal(all_reduce(x), x)
     assert all_reduce(torch.empty(0, 5)).shape == (0, 5)
-    with pytest.raises(AssertionError, match="the buffers have 2048"):
-        all_reduce(torch.zeros(BLOCK + 1))
+    assert all_reduce.add_rms_norm(torch.empty(0, 5), torch.empty(0, 5), torch.empty(5), EPS)[0].shape == (
+        0,
+        5,
+    )
+    with pytest.raises(AssertionError, match=f"the buffers have {HALF_BYTES}"):
+        all_reduce(torch.zeros(HALF_BYTES // 4 + 1))
