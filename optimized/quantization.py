@@ -1,10 +1,10 @@
 """Quantized linear layers over merged weights.
 
 Differs from reference: weights stay in 8 or 4 bits up to the tile of a GEMM, and inputs of 8 bits are
-multiplied as such. A norm or SwiGLU before a layer also quantizes its input. For many tokens, cuBLAS
-multiplies row-wise FP8, and weights whose inputs are not quantized are dequantized first. Falls back to the
-reference's way for groups that are not made of whole tiles. Merged layers with static scales, one for each
-part, are a GEMM for each part.
+multiplied as such. A norm or SwiGLU before a layer also quantizes its input, except where it is divided
+among ranks. For many tokens, cuBLAS multiplies row-wise FP8, and weights whose inputs are not quantized are
+dequantized first. Falls back to the reference's way for groups that are not made of whole tiles. Merged
+layers with static scales, one for each part, are a GEMM for each part.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class QuantizedLinear(interface.QuantizedLinear):
 
     def activated(self, act_fn: nn.Module, gate_up: torch.Tensor) -> torch.Tensor | QuantizedInput:
         """act_fn(gate_up), as forward takes it."""
-        if self._quantizes and is_builtin_layer(act_fn, SiluAndMul):
+        if self._quantizes and self.tp is None and is_builtin_layer(act_fn, SiluAndMul):
             return quantize_input(gate_up, self.scheme, self.input_scale, silu=True)
         return act_fn(gate_up)
 
@@ -76,7 +76,7 @@ class QuantizedLinear(interface.QuantizedLinear):
         if norm is not None:
             x = norm(x)
         if self._quantizes and isinstance(x, torch.Tensor):
-            return quantize_input(x, self.scheme, self.input_scale)
+            return quantize_input(x, self.scheme, self.input_scale, tp=self.tp)
         return x
 
     def dequantized_weight(self) -> torch.Tensor:
@@ -84,8 +84,8 @@ class QuantizedLinear(interface.QuantizedLinear):
 
     def dequantized_input(self, x: torch.Tensor) -> torch.Tensor:
         if not self._quantizes:
-            return quantization.dequantized_input(x, self.scheme, self.input_scale)
-        values = quantize_input(x, self.scheme, self.input_scale)
+            return quantization.dequantized_input(x, self.scheme, self.input_scale, self.tp)
+        values = quantize_input(x, self.scheme, self.input_scale, tp=self.tp)
         scale = values.scale
         if scale.dim() == 2 and scale.shape[1] > 1:
             scale = scale.repeat_interleave(self.scheme.unit(self.in_features), 1)[:, : self.in_features]
@@ -163,7 +163,7 @@ class QuantizedMergedLinear(QuantizedLinear, layers.MergedLinear):
 
 
 def quantized(module: nn.Module, scheme: QuantScheme) -> nn.Module | None:
-    """What a model has in place of a linear layer whose weight is quantized; None for any other module."""
+    """The quantized replacement of a linear layer; None for any other module."""
     if not isinstance(module, Linear):
         return None
     out_features, in_features = module.weight.shape

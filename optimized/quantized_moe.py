@@ -1,10 +1,10 @@
 """Quantized experts in a handful of launches.
 
 Differs from reference: no loop over experts. Pairs of token and expert are sorted into blocks on the device,
-and weights are dequantized inside the GEMMs, so their bytes are what memory sees. Inputs are quantized by two
-more launches. FP8 is multiplied as FP8 where the GPU can, else widened, which is exact. Refuses float64, and
-float16 with MXFP4, whose values may be too large for it. Assumes that Triton runs here, on a GPU or in its
-interpreter.
+and weights are dequantized inside the GEMMs, so only quantized bytes are read from memory. Inputs are
+quantized by two more launches. FP8 is multiplied as FP8 where the GPU can, else widened, which is exact.
+Refuses float64, and float16 with MXFP4, whose values may be too large for it. Assumes that Triton runs here,
+on a GPU or in its interpreter.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from optimized.kernels.moe_quantized_gemm import (
     quantized_up_gemm,
 )
 from optimized.kernels.quantize_input import QuantizedInput, quantize_input
+from shared.interfaces.collectives import Collectives
 from shared.interfaces.moe import TopKOutput
 from shared.interfaces.quantized_experts import QuantizedExperts as Interface
 
@@ -44,11 +45,11 @@ class QuantizedExperts(Interface):
         blocks = align(ids, len(self.w13), tile.block_m)
         x_q, top_k = self._input(x), ids.shape[1]
         act = quantized_up_gemm(x_q, w13, self.scheme, blocks, top_k, tile, self.swiglu_limit)
-        pairs = quantized_down_gemm(self._input(act), w2, self.scheme, blocks, weights, tile)
+        pairs = quantized_down_gemm(self._input(act, self.tp), w2, self.scheme, blocks, weights, tile)
         return combine(pairs, ids)
 
-    def _input(self, x: torch.Tensor) -> torch.Tensor | QuantizedInput:
-        return x if self.scheme.inputs == "none" else quantize_input(x, self.scheme)
+    def _input(self, x: torch.Tensor, tp: Collectives | None = None) -> torch.Tensor | QuantizedInput:
+        return x if self.scheme.inputs == "none" else quantize_input(x, self.scheme, tp=tp)
         # --8<-- [end:run-quantized-experts]
 
     def _check(self, x: torch.Tensor) -> None:

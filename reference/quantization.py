@@ -23,11 +23,11 @@ class QuantizedLinear(interface.QuantizedLinear):
         return dequantize(self.weight, self.weight_scale, self.weight_zero, self.scheme)
 
     def dequantized_input(self, x: torch.Tensor) -> torch.Tensor:
-        return dequantized_input(x, self.scheme, self.input_scale)
+        return dequantized_input(x, self.scheme, self.input_scale, self.tp)
 
 
 def quantized(module: nn.Module, scheme: QuantScheme) -> nn.Module | None:
-    """What a model has in place of a linear layer whose weight is quantized; None for any other module."""
+    """The quantized replacement of a linear layer; None for any other module."""
     if not isinstance(module, Linear):
         return None
     out_features, in_features = module.weight.shape

@@ -31,6 +31,7 @@ class QuantizedExperts(Interface):
         parts = (getattr(self, name + suffix) for suffix in ("", "_scale", "_zero"))
         weight, scale, zero = (None if part is None else part[expert_id] for part in parts)
         weight = dequantize(weight, scale, zero, self.scheme)
-        y = F.linear(dequantized_input(x, self.scheme, None), weight)
+        x = dequantized_input(x, self.scheme, None, self.tp if name == "w2" else None)
+        y = F.linear(x, weight)
         return y if bias is None else y + bias[expert_id]
         # --8<-- [end:run-quantized-experts]

@@ -34,7 +34,8 @@ class QuantizedLinear(interface.QuantizedLinear):
     def dequantized_input(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, in_features] rounded to 8 bits and back, float32; x itself where scheme.inputs is
         "none". The scale is `input_scale`, or computed for each token ("token") or for each `group_size`
-        inputs of a token ("group"): the largest magnitude over FP8_MAX or INT8_STEPS."""
+        inputs of a token ("group"): the largest magnitude over FP8_MAX or INT8_STEPS. With `self.tp`, that of
+        a token is the largest of all ranks: `self.tp.all_gather`."""
         raise NotImplementedError("TODO inputs: a scale for each token or group, round, times the scale")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels.portable import INTERPRETED, gpu_of, largest_or_nan, pdl_options, rounded
+from shared.interfaces.collectives import Collectives
 from shared.types.quantization import QuantScheme
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -55,9 +56,9 @@ def _nearest_integer(x):
 
 @triton.jit
 def _quantize_input_kernel(
-    x_ptr, norm_ptr, static_ptr, q_ptr, scale_ptr, eps, size, num_groups, stride_x, stride_q,
+    x_ptr, norm_ptr, given_ptr, q_ptr, scale_ptr, eps, size, num_groups, stride_x, stride_q,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
-    NORM: tl.constexpr, SILU: tl.constexpr, STATIC: tl.constexpr, USE_PDL: tl.constexpr,
+    NORM: tl.constexpr, SILU: tl.constexpr, STATIC: tl.constexpr, AMAX: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
@@ -80,9 +81,12 @@ def _quantize_input_kernel(
     LARGEST: tl.constexpr = 448.0 if FP8 else 127.5
     groups = tl.reshape(x, (BLOCK // GROUP, GROUP))
     if STATIC:
-        scale = tl.zeros([BLOCK // GROUP], tl.float32) + tl.load(static_ptr)
+        scale = tl.zeros([BLOCK // GROUP], tl.float32) + tl.load(given_ptr)
     else:
-        largest = largest_or_nan(tl.abs(groups), 1)
+        if AMAX:
+            largest = tl.zeros([BLOCK // GROUP], tl.float32) + tl.load(given_ptr + row)
+        else:
+            largest = largest_or_nan(tl.abs(groups), 1)
         scale = tl.div_rn(largest, tl.zeros([BLOCK // GROUP], tl.float32) + LARGEST)
         group = tl.arange(0, BLOCK // GROUP)
         tl.store(scale_ptr + row * num_groups + group, scale, mask=group < num_groups)
@@ -102,10 +106,11 @@ def quantize_input(
     static: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
     silu: bool = False,
+    tp: Collectives | None = None,
 ) -> QuantizedInput:
     """x [num_tokens, size] as `QuantizedLinear` defines it. Before that, norm: (weight, eps) of an RMSNorm of
     x; silu: x [num_tokens, 2 * size] becomes silu(first half) * second half. Both are rounded to the type of
-    x."""
+    x. With `tp`, x is a rank's part of each token."""
     num_tokens, size = len(x), x.shape[1] // 2 if silu else x.shape[1]
     assert x.stride(1) == 1
     is_fp8 = scheme.weight_type == "fp8"
@@ -117,12 +122,16 @@ def quantize_input(
     scale = static
     if scale is None:
         scale = torch.empty(num_tokens, num_groups, dtype=torch.float32, device=x.device)
+    given = static
+    if tp is not None and scheme.inputs == "token":
+        assert norm is None and not silu, "the amax of all ranks must be known before the kernel"
+        given = tp.all_gather(x.abs().amax(1).float()[None]).amax(0)
     if num_tokens > 0:
         _quantize_input_kernel[(num_tokens,)](
-            x, x if norm is None else norm[0], scale, q, scale, 0.0 if norm is None else norm[1],
-            size, num_groups, x.stride(0), q.stride(0),
+            x, x if norm is None else norm[0], scale if given is None else given, q, scale,
+            0.0 if norm is None else norm[1], size, num_groups, x.stride(0), q.stride(0),
             BLOCK=block, GROUP=group, FP8=is_fp8, NATIVE=has_fp8(x.device),
             NORM=norm is not None, SILU=silu, STATIC=static is not None,
-            num_warps=min(max(block // 512, 1), 16), **pdl_options(x),
+            AMAX=given is not static,            num_warps=min(max(block // 512, 1), 16), **pdl_options(x),
         )  # fmt: skip
     return QuantizedInput(q.view(torch.float8_e4m3fn) if is_fp8 else q, scale, x.dtype)

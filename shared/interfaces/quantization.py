@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from shared.interfaces.collectives import Collectives
 from shared.types.quantization import QuantScheme
 
 
@@ -28,6 +29,10 @@ class QuantizedLinear(nn.Module, ABC):
     to ±448 and rounded to e4m3. int8: q is x / s rounded to an integer and clamped to -128..127. Ties go to
     even. s is float32; where it is 0, x̂ is 0. So the result of a token depends on no other token.
 
+    With `tp`, x is the rank's part of the inputs of each token, and amax of a token is the largest of all
+    ranks: each rank calls the layer with its part of the same tokens. So x̂ does not depend on the number of
+    ranks. A group is never divided.
+
     Sums are in float32, or int32 for int8 within a group; the result is rounded to the type of x at the end.
     """
 
@@ -39,6 +44,8 @@ class QuantizedLinear(nn.Module, ABC):
     weight_zero: nn.Parameter | None
     input_scale: nn.Parameter | None
     bias: nn.Parameter | None
+    tp: Collectives | None = None
+    """The ranks among which the inputs of the layer are divided; None: it has all of them."""
 
     def __init__(self, in_features: int, out_features: int, scheme: QuantScheme, bias: bool = False) -> None:
         super().__init__()

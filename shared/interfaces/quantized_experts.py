@@ -7,6 +7,7 @@ from abc import ABC
 import torch
 from torch import nn
 
+from shared.interfaces.collectives import Collectives
 from shared.interfaces.moe import FusedExperts
 from shared.types.quantization import QuantScheme
 
@@ -19,6 +20,9 @@ class QuantizedExperts(FusedExperts, ABC):
     input of w2 is quantized after the activation, each pair of token and expert by itself. So the result of
     a token depends on no other token.
 
+    With `tp`, each rank has a part of the intermediate size of every expert, and amax of a pair is the
+    largest of all ranks, which call the experts with the same arguments.
+
     Parameters: `w13` and `w2` with `w13_scale` and `w2_scale`, and by scheme `w13_zero` and `w2_zero`: the
     tensors of `QuantScheme.tensors` of each expert, one behind the other; and the biases. A rank's experts
     are moved by moving the rows of all parameters.
@@ -29,6 +33,8 @@ class QuantizedExperts(FusedExperts, ABC):
     w2_scale: nn.Parameter
     w13_zero: nn.Parameter | None
     w2_zero: nn.Parameter | None
+    tp: Collectives | None = None
+    """The ranks among which the intermediate size is divided; None: it is not."""
 
     def __init__(
         self,

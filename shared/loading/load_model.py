@@ -67,9 +67,8 @@ def load_model(
         remove_foreign(model, model_config, shards.rank, shards.size)
     with building(dtype, device):
         if model_config.quantization is not None:
-            first_layer = shards.first_layer if isinstance(shards, Stage) else 0
             with torch.device("meta"):
-                quantize_linears(model, model_config.quantization, component, first_layer)
+                quantize_linears(model, model_config.quantization, component, shards, ranks)
         if config.moe_runner_backend != "auto":
             runners: Any = import_module("optimized.moe_runners.table")
             runners.use_runner(model, config, device)

@@ -13,9 +13,11 @@ from torch import nn
 
 from shared.config import ModelConfig, QuantConfig
 from shared.config.quantization import DEQUANTIZED
+from shared.interfaces.collectives import Collectives
 from shared.interfaces.layers import MergedLinear
 from shared.interfaces.moe import FusedExperts
 from shared.loading.quantized_formats import pack_units
+from shared.loading.shards import Shards
 from shared.loading.weight_names import expected_shapes
 from shared.types.quantization import INT4_ZERO, MXFP4_BIAS, MXFP4_GROUP, MXFP4_VALUES, QuantScheme
 
@@ -60,11 +62,16 @@ def _quantize_mxfp4(blocks: torch.Tensor, largest: torch.Tensor) -> dict[str, to
 
 
 def quantize_linears(
-    model: nn.Module, config: QuantConfig, component: Callable[[str], Any], first_layer: int = 0
+    model: nn.Module,
+    config: QuantConfig,
+    component: Callable[[str], Any],
+    shards: Shards | None = None,
+    ranks: Collectives | None = None,
 ) -> None:
     """Put quantized layers in place of a model's linear layers and experts, before its weights are loaded:
-    those of the components `quantization` and `quantized_experts`. `first_layer`: of the whole model, that
-    the model's layer 0 is. Raises `ValueError` for a module that cannot be quantized as the config says."""
+    those of the components `quantization` and `quantized_experts`. `shards`: the parts of this rank among
+    `ranks`. Raises `ValueError` for a module that cannot be quantized as the config says."""
+    first_layer = shards.first_layer if shards is not None else 0
     for path, module in list(model.named_modules()):
         if path.endswith(DEQUANTIZED):
             continue
@@ -88,6 +95,22 @@ def quantize_linears(
             raise ValueError(f"{path} ({type(module).__name__}) cannot be quantized to {scheme}")
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, replacement)
+        if shards is not None:
+            replacement.tp = _ranks_of_inputs(list(schemes)[-1], scheme, shards, ranks)
+
+
+def _ranks_of_inputs(
+    name: str, scheme: QuantScheme, shards: Shards, ranks: Collectives | None
+) -> Collectives | None:
+    """The ranks among which the inputs of a layer are divided; None: each rank has all of them."""
+    if len(shards.index(f"{name}.weight")) < 2:
+        return None
+    if shards.ep > 1 and ".experts." in name and scheme.inputs == "token":
+        raise ValueError(
+            f"tp={shards.size}, ep={shards.ep}: {name} with {scheme} needs the largest input of the "
+            f"{shards.size // shards.ep} ranks of its part; use ep={shards.size}, or ep=1"
+        )
+    return ranks
 
 
 def _linears(path: str, module: nn.Module) -> list[str]:

@@ -104,6 +104,11 @@ class Shards:
             self, "_moe_rows", {layer: i for i, layer in enumerate(sorted(self.config.moe_layers))}
         )
 
+    @property
+    def first_layer(self) -> int:
+        """The number of the rank's layer 0 in the whole model."""
+        return 0
+
     def local_names(self, name: str) -> list[str]:
         """The rank's names for a whole model's weight: none for an expert that it does not have, and one for
         each replica."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from shared.interfaces.collectives import Collectives
 from shared.types.quantization import INT4_ZERO, MXFP4_BIAS, MXFP4_VALUES, QuantScheme
 
 FP8_MAX = 448.0
@@ -33,8 +34,10 @@ def dequantize(
 
 
 # --8<-- [start:dequantized-input]
-def dequantized_input(x: torch.Tensor, scheme: QuantScheme, static: torch.Tensor | None) -> torch.Tensor:
-    """x [..., in_features] as its quantized values say, float32."""
+def dequantized_input(
+    x: torch.Tensor, scheme: QuantScheme, static: torch.Tensor | None, tp: Collectives | None = None
+) -> torch.Tensor:
+    """x [..., in_features] as its quantized values say, float32. `tp`: see `QuantizedLinear`."""
     x = x.to(torch.float32)
     if scheme.inputs == "none":
         return x
@@ -44,7 +47,10 @@ def dequantized_input(x: torch.Tensor, scheme: QuantScheme, static: torch.Tensor
     is_fp8 = scheme.weight_type == "fp8"
     if static is None:
         largest = FP8_MAX if is_fp8 else INT8_STEPS
-        scale = groups.abs().amax(-1, keepdim=True) / largest
+        amax = groups.abs().amax(-1, keepdim=True)
+        if tp is not None and scheme.inputs == "token":
+            amax = tp.all_gather(amax[None]).amax(0)  # of the whole token
+        scale = amax / largest
         scale = torch.where(scale == 0, 1.0, scale)
     else:
         scale = static

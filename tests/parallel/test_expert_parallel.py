@@ -62,9 +62,9 @@ def test_ranks_answer_as_one(folders: dict[str, str], kind: str, size: int, flag
             assert assembly.experts.num_moved > 0
 
 
-def test_quantized_experts_move_with_their_scales(folders: dict[str, str]) -> None:
-    """int4: where inputs are quantized too, a rank's part of o_proj has scales of its own."""
-    config = make_config(folders["qwen3-moe"], quantization="int4")
+@pytest.mark.parametrize("method", ["int4", "fp8"])
+def test_quantized_experts_move_with_their_scales(folders: dict[str, str], method: str) -> None:
+    config = make_config(folders["qwen3-moe"], quantization=method)
     expected = output_ids(answers(assemble(config)))
     for assembly, reqs in of_ranks(config, 2, **EP["rebalanced"]):
         assert output_ids(reqs) == expected

@@ -44,11 +44,10 @@ EAGLE = LLAMA | {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers"
 
 
 def make_config(model: str, **flags: Any) -> EngineConfig:
-    flags = {"max_total_tokens": 2048, "max_running_requests": 8} | flags
+    flags = {"max_total_tokens": 2048, "max_running_requests": 8, "panel": "reference"} | flags
     return EngineConfig(
-        model=model, load_format="dummy", panel="reference", device="cpu", dtype="float32",
-        check_invariants=True, **flags,
-    )  # fmt: skip
+        model=model, load_format="dummy", device="cpu", dtype="float32", check_invariants=True, **flags
+    )
 
 
 def requests() -> list[Req]:

@@ -86,3 +86,13 @@ class QuantizesOnlyManyTokens(QuantizedLinear):
             return super().forward(x)
         y = x.float() @ self.dequantized_weight().T
         return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+@quantized_linear
+class ScaleOfTheRanksPart(QuantizedLinear):
+    """A rank scales its part of a token by the largest value of the part."""
+
+    def quantize(self, x, norm=None):
+        return (
+            quantize_input(x, self.scheme) if self._quantizes and norm is None else super().quantize(x, norm)
+        )

@@ -169,3 +169,11 @@ class AddsTheBiasTwice(QuantizedLinear):
     def forward(self, x):
         y = super().forward(x)
         return y if self.bias is None else y + self.bias
+
+
+@quantized_linear
+class ScaleOfTheRanksPart(QuantizedLinear):
+    """A rank scales its part of a token by the largest value of the part."""
+
+    def dequantized_input(self, x):
+        return dequantized_input(x, self.scheme, self.input_scale)

@@ -18,7 +18,7 @@ class SteppedExperts(QuantizedExperts):
         return y if bias is None else y + bias[expert_id]
 
     def input_of(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return dequantized_input(x, self.scheme, None)
+        return dequantized_input(x, self.scheme, None, self.tp if name == "w2" else None)
 
     def weight_of(self, name: str, expert_id: int) -> torch.Tensor:
         return dequantize(
@@ -97,6 +97,14 @@ class OneScaleForAllTokens(SteppedExperts):
         if self.scheme.inputs != "token" or x.numel() == 0:
             return super().input_of(x, name)
         return super().input_of(x.reshape(1, -1), name).view(x.shape)
+
+
+@mutant_of("quantized_experts")
+class ScaleOfTheRanksPart(SteppedExperts):
+    """A rank scales its part of an activation by the largest value of the part."""
+
+    def input_of(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return dequantized_input(x, self.scheme, None)
 
 
 @mutant_of("quantized_experts")

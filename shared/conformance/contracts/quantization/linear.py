@@ -10,8 +10,9 @@ from shared.conformance.compare import expect_close, expect_equal, expect_form, 
 from shared.conformance.device import building, check_device
 from shared.conformance.inputs import Inputs, type_name
 from shared.conformance.poison import amid_poison, poisoned, run_poisoned
+from shared.conformance.ranks import on_ranks
 from shared.conformance.tolerance import EXACT, tolerance
-from shared.interfaces import Quantization, QuantizedLinear
+from shared.interfaces import Collectives, Quantization, QuantizedLinear
 from shared.types.quantization import QuantScheme
 
 SCHEMES = {
@@ -263,3 +264,34 @@ def outputs_are_independent(impl: Quantization, case: Case) -> None:
     ratio = torch.ones(130, device=after.device)
     ratio[127] = 2
     expect_close("y", after, (before * ratio).double(), tolerance("quantized linear", torch.float32))
+
+
+@contract(
+    "With `tp`, the amax of a token is the largest of all ranks: the results of the ranks' parts, added, are "
+    "that of one layer with all inputs.",
+    table(
+        "kind num_tokens",
+        *((kind, num_tokens) for kind in ("fp8 token", "int8 token", "fp8 block") for num_tokens in (1, 5)),
+        name=lambda kind, num_tokens: f"{kind}, {num_tokens} tokens",
+        of=Layer,
+    ),
+)
+def inputs_on_several_ranks(impl: Quantization, case: Layer) -> None:
+    layer, x = case.make(impl), case.draw()
+    x[:, : case.size // 2] *= 0.1  # rank 0 has the small inputs
+    expected = run_poisoned(layer.dequantized_input, x)
+
+    def run(tp: Collectives) -> tuple[torch.Tensor, torch.Tensor]:
+        part = impl.QuantizedLinear(case.size // 2, case.out, case.scheme)
+        part.tp = tp
+        for name, parameter in part.named_parameters():
+            whole = getattr(layer, name)  # [out, size], or scales of [out, groups]
+            is_divided = whole.shape[1] > 1
+            parameter.data = whole.chunk(2, dim=1)[tp.rank].contiguous() if is_divided else whole
+        own = x.chunk(2, dim=1)[tp.rank].contiguous()
+        return part.dequantized_input(own), part(own)
+
+    parts = on_ranks(2, run, in_turn=True)
+    expect_equal("x̂ of both ranks", torch.cat([x_hat for x_hat, _ in parts], dim=1), expected)
+    product64 = expected_input(layer, x) @ expected_weight(layer).T
+    expect_close("y", parts[0][1] + parts[1][1], product64, tolerance("quantized linear", case.dtype))

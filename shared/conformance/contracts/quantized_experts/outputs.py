@@ -15,8 +15,9 @@ from shared.conformance.contracts.quantization.linear import SCHEMES, expected_i
 from shared.conformance.device import building, check_device
 from shared.conformance.inputs import Inputs, type_name
 from shared.conformance.poison import amid_poison, run_poisoned
+from shared.conformance.ranks import on_ranks
 from shared.conformance.tolerance import tolerance
-from shared.interfaces import TopKOutput
+from shared.interfaces import Collectives, TopKOutput
 from shared.interfaces.quantized_experts import QuantizedExperts
 from shared.types.quantization import MXFP4_VALUES, QuantScheme
 
@@ -198,3 +199,33 @@ def tokens_of_experts_are_independent(impl: type[QuantizedExperts], case: Expert
 )
 def static_inputs_are_refused(impl: type[QuantizedExperts], case: Experts) -> None:
     expect_raises("static", ValueError, impl, 2, 64, 64, SCHEMES["fp8 static"])
+
+
+@contract(
+    "With `tp`, the amax of a pair is the largest of all ranks: the results of the ranks' parts of the "
+    "intermediate size, added, are those of whole experts.",
+    table(
+        "kind num_tokens intermediate_size",
+        *((kind, num_tokens, 128) for kind in ("fp8 token", "int8 token") for num_tokens in (1, 9)),
+        name=lambda kind, num_tokens, intermediate_size: f"{kind}, {num_tokens} tokens",
+        of=Experts,
+    ),
+)
+def experts_on_several_ranks(impl: type[QuantizedExperts], case: Experts) -> None:
+    experts, inputs = case.make(impl), Inputs(case.seed + 1)
+    half = case.intermediate_size // 2
+    experts.w13_scale.data.view(5, 4, half, 1)[:, 0] *= 0.1  # gates of rank 0: its activations are small
+    topk, x = case.topk(inputs), inputs.normal(case.num_tokens, case.hidden_size)
+
+    def run(tp: Collectives) -> torch.Tensor:
+        part = impl(5, case.hidden_size, half, case.scheme)
+        part.tp = tp
+        for name, view in part.weight_views().items():
+            whole = experts.weight_views()[name]
+            dim = 1 if "down_proj" in name else 0
+            is_divided = whole.shape[dim] == case.intermediate_size
+            view.copy_(whole.chunk(2, dim=dim)[tp.rank] if is_divided else whole)
+        return part(x, topk)
+
+    parts = on_ranks(2, run, in_turn=True)
+    expect_close("y", parts[0] + parts[1], experts(x, topk).double(), tolerance("moe", case.dtype))
