@@ -43,6 +43,8 @@ IN_KERNELS = {
     r"Floor:": "Roofline bound:",
 }
 """In optimized/ and tests/kernels."""
+_THING = r"(tokens?|quer(y|ies)|nodes?|rows?|layers?|siblings?|grammars?|pools?)"
+IN_PAGES = {rf"{_THING}( that)?( can| may| must)? (sees?|has seen)": "attends to, reads, needs"}
 BANNED_NAMES = {
     "takes_bounds": "accepts_seq_len_upper_bounds",
     "most_at_stake_first": "retraction_order",
@@ -64,7 +66,7 @@ def _compiled(banned: dict[str, str]) -> list[tuple[re.Pattern[str], str]]:
     return [(re.compile(rf"\b({words})(?!\w)", re.IGNORECASE), instead) for words, instead in banned.items()]
 
 
-_BANNED, _IN_KERNELS = _compiled(BANNED), _compiled(IN_KERNELS)
+_BANNED, _IN_KERNELS, _IN_PAGES = _compiled(BANNED), _compiled(IN_KERNELS), _compiled(IN_PAGES)
 
 
 def texts_of(path: Path) -> Iterator[tuple[int, str]]:
@@ -78,15 +80,17 @@ def texts_of(path: Path) -> Iterator[tuple[int, str]]:
             yield from enumerate(token.string.splitlines(), start=token.start[0])
 
 
-def found_in(line: str, is_kernel: bool = False) -> list[str]:
-    banned = _BANNED + _IN_KERNELS if is_kernel else _BANNED
+def found_in(line: str, is_kernel: bool = False, is_page: bool = False) -> list[str]:
+    banned = _BANNED + _IN_KERNELS * is_kernel + _IN_PAGES * is_page
     return [f"{match[0]!r}, use: {instead}" for words, instead in banned if (match := words.search(line))]
 
 
 def private_words(path: Path) -> list[str]:
     where = path.relative_to(ROOT).as_posix()
     is_kernel = where.startswith(("optimized/", "tests/kernels/"))
-    return [f"{where}:{n}: {found}" for n, line in texts_of(path) for found in found_in(line, is_kernel)]
+    is_page = path.suffix == ".md"
+    lines = texts_of(path)
+    return [f"{where}:{n}: {found}" for n, line in lines for found in found_in(line, is_kernel, is_page)]
 
 
 def files(suffix: str) -> list[Path]:
@@ -124,7 +128,9 @@ def test_names_are_those_of_the_field() -> None:
 
 
 def test_each_word_has_a_replacement_and_is_found() -> None:
-    assert all({**BANNED, **IN_KERNELS}.values())
+    assert all({**BANNED, **IN_KERNELS, **IN_PAGES}.values())
     assert found_in("a slot that nobody owns")
     assert found_in("a program per row of the product", is_kernel=True)
+    assert found_in("a query that sees no key", is_page=True)
+    assert not found_in("a client sees an error; see the query", is_page=True)
     assert not found_in("silently, newsletter, the hostname, a dot product, Ctrl-C ends the program")
