@@ -15,9 +15,8 @@ from typing import Any
 
 from optimized.overlap.pipeline import BatchInFlight, InFlight, Pipeline
 from shared.interfaces import SchedulerParts
-from shared.sampling.logprobs import to_token_logprobs
+from shared.sampling.logprobs import keep_embeddings, to_token_logprobs
 from shared.scheduling.pages import prepare_for_decode
-from shared.scheduling.pooling import keep_embeddings
 from shared.types import (
     LogitsOutput,
     Req,

@@ -27,7 +27,7 @@ import torch
 from optimized.kernels.move_kv import can_move, move_kv
 from optimized.page_ring import Array, PageRing, PagesState
 from shared.interfaces import memory_pool as interface
-from shared.modeling.kv_quantization import to_fp8
+from shared.modeling.kv_pool import to_fp8
 from shared.scheduling.pages import num_pages_of
 from shared.types.attention import FP8, KVScales
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from reference.schedule_batch import make_forward_batch
 from shared.interfaces import SchedulerParts
-from shared.sampling.logprobs import to_token_logprobs
+from shared.sampling.logprobs import keep_embeddings, last_hidden_states, to_token_logprobs
 from shared.sampling.sampling_batch import make_sampling_batch_info
 from shared.scheduling.pages import prepare_for_decode
-from shared.scheduling.pooling import keep_embeddings, last_hidden_states
 from shared.types import BatchResult, Req, ScheduleBatch, SpeculationStats, TokenLogprob
 
 

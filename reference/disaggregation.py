@@ -27,7 +27,7 @@ import torch
 
 from shared.interfaces import RadixKey, Scheduler, SchedulerParts, SchedulerState, SchedulerStats, Transport
 from shared.scheduling.admission import admit
-from shared.scheduling.pages import evict_for, num_pages_of
+from shared.scheduling.pages import evict_for, num_pages_of, round_down_to_page
 from shared.types import FinishAbort, FinishError, FinishReason, Req, SamplingParams, StepOutput
 
 TIME_LIMIT = 300.0
@@ -208,7 +208,7 @@ class DecodeSide(Scheduler):
             return False
         self._num_rooms += 1
         room = f"{self._num_rooms} {req.rid}"
-        num_tokens = (len(prompt) - 1) // page_size * page_size  # the last token is computed here
+        num_tokens = round_down_to_page(len(prompt) - 1, page_size)  # the last token is computed here
         prefix, node = tree.match_prefix(RadixKey(prompt[:num_tokens], req.extra_key))
         num_missing = num_tokens - len(prefix)
         if num_missing > 0 and self.transport.is_lost:

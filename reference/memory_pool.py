@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from shared.interfaces import memory_pool as interface
-from shared.modeling.kv_quantization import to_fp8
+from shared.modeling.kv_pool import to_fp8
 from shared.scheduling.pages import num_pages_of, round_up_to_page
 from shared.types.attention import FP8, KVScales
 

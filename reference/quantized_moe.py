@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from reference.layers import SiluAndMul
 from shared.interfaces.moe import TopKOutput
 from shared.interfaces.quantized_experts import QuantizedExperts as Interface
-from shared.modeling.clamped_swiglu import ClampedSwiGLU
+from shared.modeling.layer_choice import ClampedSwiGLU
 from shared.modeling.quantization import dequantize, dequantized_input
 
 

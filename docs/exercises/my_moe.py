@@ -15,7 +15,7 @@ from reference.layers import MLP, Linear, SiluAndMul
 from shared.config import MoEConfig
 from shared.interfaces import moe as interface
 from shared.interfaces.moe import TopKOutput
-from shared.modeling.clamped_swiglu import ClampedSwiGLU
+from shared.modeling.layer_choice import ClampedSwiGLU
 
 
 class TopK(interface.TopK):

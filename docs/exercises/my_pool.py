@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from shared.interfaces import memory_pool as interface
-from shared.modeling.kv_quantization import to_fp8
+from shared.modeling.kv_pool import to_fp8
 from shared.types.attention import KVScales
 
 

@@ -18,9 +18,8 @@ from optimized.overlap.future_map import FutureMap, count_in_flight
 from optimized.overlap.streams import Pending, streams_for
 from optimized.schedule_batch import name_tokens
 from shared.interfaces import SchedulerParts
-from shared.sampling.logprobs import distribute_input_logprobs, input_logprob_positions
+from shared.sampling.logprobs import distribute_input_logprobs, input_logprob_positions, last_hidden_states
 from shared.sampling.sampling_batch import make_sampling_batch_info
-from shared.scheduling.pooling import last_hidden_states
 from shared.types import (
     ForwardBatch,
     LogitsOutput,

@@ -1,4 +1,4 @@
-"""The KV pool and the attention backend that a model needs."""
+"""The KV pool and the attention backend that a model needs, and K and V as an FP8 pool stores them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from shared.config import ModelConfig
 from shared.interfaces import TokenToKVPool
-from shared.types.attention import KVScales
+from shared.types.attention import FP8, FP8_MAX, KVScales
 
 
 def build_kv_pool(
@@ -38,3 +38,14 @@ def build_kv_pool(
 def attention_component(config: ModelConfig) -> str:
     """The component whose implementation computes the attention of `config`."""
     return "attention" if config.mla is None else "mla_attention"
+
+
+def to_fp8(k: torch.Tensor, v: torch.Tensor, scales: KVScales) -> tuple[torch.Tensor, torch.Tensor]:
+    """k / scales.k and v / scales.v in FP8. k and v are not modified, because a model may read them again.
+    Values are clamped before the cast, which turns larger ones into NaN in older versions of torch."""
+
+    def quantized(x: torch.Tensor, scale: float) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+    return quantized(k, scales.k), quantized(v, scales.v)

@@ -1,9 +1,10 @@
-"""Chooses the norm and the activation of a `layers` module for a model."""
+"""The norm and the activation of a model: of its `layers` module, or the one of GPT-OSS's experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from shared.config import ModelConfig
@@ -26,3 +27,18 @@ def _find(layers: Any, name: str, config: ModelConfig) -> Any:
             f"{config.architecture} needs: add one, or use layers=reference"
         )
     return getattr(layers, name)
+
+
+class ClampedSwiGLU(nn.Module):
+    """The activation of GPT-OSS's experts: gate * sigmoid(1.702 gate) * (up + 1); gate at most `limit`, up
+    between -limit and limit."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[..., 2 * n], gate first -> [..., n]"""
+        gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (gate * torch.sigmoid(1.702 * gate) * (up + 1.0)).to(gate_up.dtype)

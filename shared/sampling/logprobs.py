@@ -1,12 +1,13 @@
-"""Log-probabilities of tokens, and their way from tensors into answers."""
+"""Log-probabilities of tokens and embeddings of prompts, and their way from tensors into answers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 
-from shared.types import ForwardBatch, LogprobsOutput, Req, TokenLogprob
+from shared.types import FinishError, ForwardBatch, LogitsOutput, LogprobsOutput, Req, TokenLogprob
 
 LOGPROB_ROWS = 512
 """Prompt positions whose logits exist at once: those of a long prompt over a large vocabulary fill memory."""
@@ -124,3 +125,22 @@ def distribute_input_logprobs(
 def cut_top(entry: TokenLogprob, req: Req) -> TokenLogprob:
     """A batch carries the largest number of alternatives of its requests; cut each to its own number."""
     return entry._replace(top=entry.top[: req.sampling_params.top_logprobs_num])
+
+
+def last_hidden_states(batch: ForwardBatch, output: LogitsOutput) -> torch.Tensor:
+    """[bs, hidden_size] float32: after the final norm, of each request's last token."""
+    assert output.hidden_states is not None
+    return output.hidden_states[batch.last_token_rows].float()
+
+
+def keep_embeddings(
+    reqs: Sequence[Req], chunked_req: Req | None, states: torch.Tensor, head: torch.Tensor | None
+) -> None:
+    """Store the embeddings of the requests of a batch that want one: rows of `states`, multiplied by the head
+    [num_labels, hidden_size] of a reward model. chunked_req: its prompt goes on, so its row means nothing."""
+    vectors = states.cpu() if head is None else states.cpu() @ head.T
+    for req, vector in zip(reqs, vectors.tolist()):
+        if req.is_pooling and req is not chunked_req:
+            req.embedding = vector
+            if not all(map(math.isfinite, vector)):
+                req.to_finish = FinishError("the hidden states held NaN or infinity")

@@ -11,8 +11,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from shared.grammar.spec import check_not_recursive
-from shared.grammar.tools import tool_call_tag
+from shared.grammar.spec import check_not_recursive, tool_call_tag
 from shared.server.engine_client import Delta
 from shared.server.errors import ApiError, bad_request
 from shared.server.generation import Generation, Usage

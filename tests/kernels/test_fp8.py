@@ -13,7 +13,7 @@ from shared.conformance.compare import expect_equal
 from shared.conformance.contracts.memory_pool.fp8_pool import NON_NEGATIVE, SCALES
 from shared.conformance.device import check_device
 from shared.conformance.inputs import FLOAT_TYPES, Inputs
-from shared.modeling.kv_quantization import to_fp8
+from shared.modeling.kv_pool import to_fp8
 from shared.types.attention import FP8, KVScales
 
 

@@ -8,7 +8,7 @@ import torch
 
 from reference.moe import FusedExperts, MoE, TopK
 from shared.interfaces import TopKOutput
-from shared.modeling.clamped_swiglu import ClampedSwiGLU
+from shared.modeling.layer_choice import ClampedSwiGLU
 from tests.conformance.mutants.layers import SiluOfTheSecondHalf
 from tests.conformance.mutants.mutant import Mutant, mutant_of
 
