@@ -53,6 +53,7 @@ SAMPLES = {
     "bench-speculation": "diptych bench speculation --speculative ngram --num-prompts 4 --batch 1 \\\n"
     "  --repeats 1",
     "bench-scheduling": "diptych bench scheduling --waiting 10,100 --policy fcfs,lpm --seconds 0.2",
+    "bench-allreduce": "diptych bench allreduce --sizes 8,64,1024",
     "bench-experts": "diptych bench experts --ranks 8 --redundant 16",
     "bench-prefix-cache": "diptych bench prefix-cache --tokens 10000 --repeats 50",
     "http-chat": f"curl -s {SERVER}/v1/chat/completions {JSON} "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from shared.commands import (
+    bench_all_reduce,
     bench_experts,
     bench_latency,
     bench_offline,
@@ -34,6 +35,7 @@ app.command("latency")(bench_latency.latency)
 app.command("prefix-cache")(bench_prefix_cache.prefix_cache)
 app.command("routing")(bench_routing.routing)
 app.command("quantization")(bench_quantization.quantization)
+app.command("allreduce")(bench_all_reduce.allreduce)
 app.command("experts")(bench_experts.experts)
 app.command("scheduling")(bench_scheduling.scheduling)
 app.command("serve")(bench_serve.serve)
