@@ -89,11 +89,8 @@ def _own_layers(fields: Fields, family: str, draft_format: DraftFormat, target: 
             0  # the layer has experts, though its target's first layers have none
         )
     model = parse_config(_completed(values, family, target), fields.where)
-    if model.quantization is not None:
-        raise ValueError(
-            f"{fields.where}: the draft model is quantized ({model.quantization.storage}); "
-            "supported are draft models with unquantized weights"
-        )
+    if model.quantization is not None and model.quantization.storage == "mxfp4":
+        raise ValueError(f"{fields.where}: MXFP4 draft models are not supported; supported are other formats")
     if draft_format == "eagle3" and model.moe is not None:
         raise ValueError(f"{fields.where}: an EAGLE-3 layer of {family} would have experts; it has an MLP")
     vocab_size = model.vocab_size

@@ -25,8 +25,9 @@ ONLINE: dict[str, QuantScheme] = {
 DEQUANTIZED = ".kv_b_proj"
 """The end of the name of a layer whose weight latent attention takes apart: it is dequantized when loaded."""
 
-_NEVER = re.compile(r"(.*\.)?(lm_head|embed_tokens|mlp\.gate|mlp\.shared_expert_gate)")
-"""The head, the embedding and routers, which no supported checkpoint quantizes."""
+_NEVER = re.compile(r"(.*\.)?(lm_head|embed_tokens|mlp\.gate|mlp\.shared_expert_gate|eh_proj|fc)")
+"""The head, the embedding, routers, and what a draft model has before its decoder layer: no supported
+checkpoint quantizes them."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -11,8 +12,15 @@ import torch
 from shared.config import DraftConfig
 from shared.config.draft import DraftFormat
 from shared.config.hf_config import FAMILIES, config_path, read_json
-from shared.loading.safetensors_file import INDEX_DTYPES, SUPPORTED_DTYPES, read_checkpoint
-from shared.loading.weight_names import expected_shapes
+from shared.loading.quantize import scheme_of_weight
+from shared.loading.quantized_weights import Layer, dequantized, read_quantized, take_quantized
+from shared.loading.safetensors_file import (
+    INDEX_DTYPES,
+    QUANTIZED_DTYPES,
+    SUPPORTED_DTYPES,
+    read_checkpoint,
+)
+from shared.loading.weight_names import canonical_parts, expected_shapes
 from shared.loading.weights import Weights, dummy_tensors, stream
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -32,7 +40,7 @@ def refuse_language_model(folder: Path, draft_format: DraftFormat, name: str) ->
     if architectures not in [[family] for family in FAMILIES]:
         return
     layer, what = _MARKS[draft_format]
-    tensors = read_checkpoint(folder, SUPPORTED_DTYPES + INDEX_DTYPES)
+    tensors = read_checkpoint(folder, SUPPORTED_DTYPES + INDEX_DTYPES + QUANTIZED_DTYPES)
     if not any(tensor.split(".")[-2:-1] == [layer] for tensor in tensors):
         raise ValueError(
             f"{name} is a language model ({architectures[0]}), not {what}: it has no {layer}.weight; "
@@ -40,19 +48,39 @@ def refuse_language_model(folder: Path, draft_format: DraftFormat, name: str) ->
         )
 
 
-def iterate_draft_weights(
-    folder: str | Path, on_progress: Callable[[int, int], None] | None = None
-) -> Weights:
+def iterate_draft_weights(folder: str | Path, config: DraftConfig | None = None) -> Weights:
     """The tensors of a draft model's folder, on the CPU, one at a time: weights, and tables of indices. For a
-    language model's checkpoint with a NEXTN layer, the tensors of that layer only. `DraftModel.load_weights`
-    checks the names. Errors are `ValueError`s."""
-    tensors = read_checkpoint(Path(folder), SUPPORTED_DTYPES + INDEX_DTYPES)
+    language model's checkpoint with a NEXTN layer, the tensors of that layer only. Weights that are quantized
+    according to `config` are dequantized. `DraftModel.load_weights` checks the names. Errors are
+    `ValueError`s."""
+    is_quantized = config is not None and config.model.quantization is not None
+    tensors = read_checkpoint(
+        Path(folder), SUPPORTED_DTYPES + INDEX_DTYPES + (QUANTIZED_DTYPES if is_quantized else ())
+    )
     layers = {match[0]: int(match[1]) for name in tensors if (match := _LAYER.match(name))}
     nextn = [layer for layer in layers if f"{layer}eh_proj.weight" in tensors]
     if nextn and len(layers) > len(nextn):
         first = min(nextn, key=layers.__getitem__)
         tensors = {name: info for name, info in tensors.items() if name.startswith(first)}
-    return stream(tensors, on_progress)
+    if config is None or not is_quantized:
+        return stream(tensors, None)
+    layers = _quantized_layers(config, tensors)
+    entries = take_quantized(tensors, layers, config.model, str(folder))
+    quantized = dequantized(read_quantized(entries, None), lambda name: layers[name].scheme)
+    return chain(stream(tensors, None), quantized)
+
+
+def _quantized_layers(config: DraftConfig, names: Iterable[str]) -> dict[str, Layer]:
+    """The quantized linear layers of a draft model's checkpoint, by canonical name."""
+    shapes, layers = draft_shapes(config), {}
+    for module in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        canonical = canonical_parts(f"{module}.weight", (1, 1), config.model.architecture)[0].name
+        shape = shapes.get(_LAYER.sub("layers.0.", canonical).removeprefix("model."), ())
+        scheme = scheme_of_weight(config.model.quantization, f"{module}.weight", shape)
+        if scheme is not None:
+            name = canonical.removesuffix(".weight")
+            layers[name] = Layer(name, scheme, *shape)
+    return layers
 
 
 def dummy_draft_weights(config: DraftConfig, seed: int = 0, device: torch.device | str = "cpu") -> Weights:

@@ -159,7 +159,7 @@ def load_draft_model(config: EngineConfig, parts: DrafterParts) -> tuple[DraftCo
     if config.load_format == "dummy":
         weights = dummy_draft_weights(draft_config, config.random_seed, parts.device)
     else:
-        weights = iterate_draft_weights(folder)
+        weights = iterate_draft_weights(folder, draft_config)
     check_weights(f"{config.speculative} head", draft_shapes(draft_config), parts.device, parts.dtype)
     model_class: type[DraftModel] = parts.component("draft_models").draft_model_class(
         draft_config.draft_format

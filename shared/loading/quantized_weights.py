@@ -226,14 +226,20 @@ def dequantize_some(weights: Weights, config: ModelConfig) -> Weights:
     if len(schemes) > 1:
         different = ", ".join(map(str, schemes))
         raise ValueError(f"the layers {DEQUANTIZED[1:]} have different quantization: {different}")
+    scheme = next(iter(schemes), None)
+    return dequantized(weights, lambda name: scheme if name.endswith(DEQUANTIZED) else None)
+
+
+def dequantized(weights: Weights, scheme_of: Callable[[str], QuantScheme | None]) -> Weights:
+    """Plain weights, float32, in place of the quantized tensors of the layers that have a scheme."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in weights:
         module, _, suffix = name.rpartition(".")
         is_plain = suffix == "weight" and tensor.dtype not in STORED.values()
-        if not module.endswith(DEQUANTIZED) or is_plain:
+        scheme = scheme_of(module)
+        if scheme is None or is_plain:
             yield name, tensor
             continue
-        (scheme,) = schemes
         tensors = found.setdefault(module, {})
         tensors[suffix] = tensor
         if {"weight", "weight_scale"} <= tensors.keys() and ("weight_zero" in tensors or scheme.symmetric):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,11 @@ from shared.conformance.configs import CONFIGS
 from shared.conformance.contracts.draft_models.forward import DraftSession, new_draft
 from shared.engine.llm import LLM
 from shared.loading.draft_weights import iterate_draft_weights
+from shared.loading.quantize import quantize_weight
 from shared.loading.weights import iterate_weights
+from shared.modeling.quantization import dequantize
 from shared.types.outputs import GenerateOutput
+from shared.types.quantization import QuantScheme
 
 TOLERANCE = 2e-4  # as in test_parity.py
 HF_CONFIG = {**CONFIGS["deepseek-v3"], "num_nextn_predict_layers": 1}
@@ -121,3 +125,74 @@ def test_an_engine_drafts_what_transformers_does(
     assert best - second > 2 * TOLERANCE, "a near tie: the drafts could differ for no reason"
     assert int(trees[0].token_ids[0, 0]) == plain.output_ids[0]  # the root
     assert int(trees[0].token_ids[0, 1]) == int(logits.argmax())
+
+
+BLOCK = QuantScheme("fp8", 32, 32, "group")
+
+
+@pytest.fixture(scope="module")
+def in_blocks(checkpoint: tuple[PreTrainedModel, MtpModel, Path]) -> tuple[Path, Path]:
+    """The checkpoint in FP8 blocks, as DeepSeek publishes its own, and plain with the same values."""
+    hf_model, mtp, folder = checkpoint
+    stored, plain = {}, {}
+    weights = {**dict(iterate_weights(folder)), **published_names(mtp, hf_model.config.num_hidden_layers)}
+    for name, weight in weights.items():
+        stored[name] = plain[name] = weight
+        if weight.dim() == 2 and "_proj" in name and "eh_proj" not in name:
+            q, scale = quantize_weight(weight, BLOCK).values()
+            stored |= {name: q, f"{name}_scale_inv": scale[::32]}
+            plain[name] = dequantize(q, scale, None, BLOCK)
+    config = json.loads((folder / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    folders = folder.with_name("fp8"), folder.with_name("dequantized")
+    for each, tensors, extra in zip(folders, (stored, plain), ({"quantization_config": quantization}, {})):
+        each.mkdir()
+        (each / "config.json").write_text(json.dumps(config | extra))
+        dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(dense, each / "model.safetensors")
+    return folders
+
+
+@torch.inference_mode()
+def test_a_layer_in_fp8_blocks_drafts_as_dequantized(in_blocks: tuple[Path, Path]) -> None:
+    drafts, weights = [], []
+    target = build_model(ModelConfig.from_pretrained(in_blocks[1]))
+    target.load_weights(iterate_weights(in_blocks[1]))
+    for folder in in_blocks:
+        config = DraftConfig.from_pretrained(folder, target.config, "nextn")
+        weights.append(dict(iterate_draft_weights(folder, config)))
+        draft = new_draft(reference.speculative.draft_models, config)
+        draft.load_weights(weights[-1].items())
+        draft.share(target)
+        hidden_states = torch.randn(20, 64, generator=torch.Generator().manual_seed(2))
+        drafts.append(DraftSession(draft.eval()).draft(list(range(3, 23)), hidden_states))
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert torch.equal(drafts[0].hidden_states, drafts[1].hidden_states)
+
+
+def test_an_engine_with_fp8_blocks_drafts(in_blocks: tuple[Path, Path]) -> None:
+    flags = {"panel": "reference", "device": "cpu", "max_total_tokens": 512, "check_invariants": True}
+    nextn = {"speculative": "nextn", "speculative_draft_model": str(in_blocks[0])}
+    outputs = [
+        LLM(str(in_blocks[0]), **flags, **more).generate(
+            list(range(3, 33)), temperature=0, max_tokens=10, ignore_eos=True
+        )
+        for more in ({}, nextn)
+    ]
+    assert outputs[0].output_ids == outputs[1].output_ids
+    assert outputs[1].speculation.num_drafted_tokens > 0
+
+
+def test_a_missing_scale_of_a_layer_for_drafting_is_named(
+    in_blocks: tuple[Path, Path], tmp_path: Path
+) -> None:
+    name = "self_attn.o_proj.weight_scale_inv"
+    tensors = load_file(in_blocks[0] / "model.safetensors")
+    layer_id = max(int(key.split(".")[2]) for key in tensors if key.startswith("model.layers."))
+    del tensors[f"model.layers.{layer_id}.{name}"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((in_blocks[0] / "config.json").read_text())
+    config = DraftConfig.from_pretrained(tmp_path, ModelConfig.from_pretrained(tmp_path), "nextn")
+    with pytest.raises(ValueError, match=f"{layer_id}.{name} is missing"):
+        iterate_draft_weights(tmp_path, config)

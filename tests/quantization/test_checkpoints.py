@@ -11,11 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shared import registry
-from shared.config import EngineConfig, ModelConfig
+from shared.config import DraftConfig, EngineConfig, ModelConfig
 from shared.interfaces import QuantizedLinear
+from shared.loading.draft_weights import iterate_draft_weights
 from shared.loading.load_model import load_model
+from shared.loading.model_path import ASSETS
+from shared.loading.quantize import quantize_weight
 from shared.loading.shards import Shards
 from shared.loading.weights import iterate_weights
+from shared.types.quantization import QuantScheme
 from tests.quantization.oracle import tiny_model, write_checkpoint
 
 SOME, LINEAR = "model.layers.1.mlp.down_proj", "model.layers.1.self_attn.k_proj"
@@ -227,6 +231,27 @@ def test_torchao(tmp_path: Path) -> None:
     for name, layer in quantized_layers(load(tmp_path)).items():
         assert torch.equal(layer.dequantized_weight(), expected[name]), name
         assert layer.scheme.inputs == "token"
+
+
+def test_a_head_of_eagle_is_dequantized(tmp_path: Path) -> None:
+    """Its layer is called midlayer, and fc before it is not quantized."""
+    target = ModelConfig.from_pretrained(ASSETS / "tiny-dense")
+    plain = dict(iterate_draft_weights(ASSETS / "tiny-dense-eagle3"))
+    stored, expected = dict(plain), dict(plain)
+    for name, weight in plain.items():
+        if name.endswith("_proj.weight"):
+            q, scale = quantize_weight(weight, QuantScheme("fp8", 128, 128, "group")).values()
+            stored |= {name: q, f"{name}_scale_inv": scale[::128].contiguous()}
+            by_value = scale.repeat_interleave(128, 1)[:, : weight.shape[1]]
+            expected[name] = q.float() * by_value
+    save_file(stored, tmp_path / "model.safetensors")
+    config = json.loads((ASSETS / "tiny-dense-eagle3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
+    draft_config = DraftConfig.from_pretrained(tmp_path, target, "eagle3")
+    found = dict(iterate_draft_weights(tmp_path, draft_config))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
 
 
 def parts(folder: Path, size: int) -> list[Tensors]:

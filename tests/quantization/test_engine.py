@@ -61,6 +61,16 @@ def test_8_bits_answer_as_16(method: str) -> None:
     assert tokens == answer(LLM("tiny-dense", **FLAGS))[0]
 
 
+def test_a_quantized_model_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """int4 drafts for 32 bits: the same text, and most drafts are accepted."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    draft = {"speculative": "standalone", "speculative_draft_model": "tiny-dense-int4"}
+    llm = LLM("tiny-dense", **draft, **FLAGS)
+    assert answer(llm) == answer(LLM("tiny-dense", **FLAGS))
+    stats = llm.chat(ASK, temperature=0, max_tokens=24).speculation
+    assert 2 * stats.num_accepted_tokens > stats.num_drafted_tokens
+
+
 @pytest.mark.parametrize("method", ["fp8", "fp8-block", "int4"])
 def test_ranks_have_parts_of_the_same_quantized_weights(method: str) -> None:
     config = replace(ModelConfig.from_pretrained(TINY), hidden_size=256, intermediate_size=512)
