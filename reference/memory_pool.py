@@ -115,7 +115,7 @@ class TokenToKVPoolAllocator(interface.TokenToKVPoolAllocator):
         num_taken = 0
         slots: list[int] = []
         for prefix_len, seq_len, last_loc in zip(prefix_lens, seq_lens, last_locs):
-            page_end = round_up_to_page(prefix_len, page_size)  # on the page on which the prefix ends
+            page_end = round_up_to_page(prefix_len, page_size)  # of the page on which the prefix ends
             num_filled = min(seq_len, page_end) - prefix_len
             slots.extend(range(last_loc + 1, last_loc + 1 + num_filled))
             num_left = max(seq_len - page_end, 0)
