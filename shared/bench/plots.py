@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,24 @@ def plot_speeds(
     axes.set_ylim(bottom=0)
     if marks:
         axes.legend()
+    figure.savefig(file)
+
+
+def plot_scaling(file: Path, title: str, speeds: Mapping[str, Mapping[int, float]]) -> None:
+    """Draw a line for each case over the number of ranks, and a dashed one for the ideal: the speed with the
+    fewest ranks, in proportion."""
+    figure, axes = new_figure(title)
+    colors = cycle(("tab:blue", "tab:orange", "tab:green", "tab:red"))
+    for (label, by_size), color in zip(speeds.items(), colors):
+        sizes = sorted(by_size)
+        ideal = [by_size[sizes[0]] * size / sizes[0] for size in sizes]
+        axes.plot(sizes, [by_size[size] for size in sizes], "o-", color=color, label=label)
+        axes.plot(sizes, ideal, "--", color=color, linewidth=1, label=f"{label}, ideal")
+    axes.set_xticks(sorted({size for by_size in speeds.values() for size in by_size}))
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("output tokens/s")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize="x-small")
     figure.savefig(file)
 
 

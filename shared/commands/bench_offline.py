@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shared.commands import bench_run
-from shared.commands.benchmark import Bound, Output, Plot, Repeats, Trace, WarmUps, run
+from shared.commands.benchmark import PANEL, Bound, Output, Plot, Repeats, Trace, WarmUps, run
 from shared.commands.offline_benchmark import EnginesBenchmark, LongPromptsBenchmark, OfflineBenchmark
 from shared.commands.options import EngineOptions, integers, spread
 
@@ -45,6 +45,16 @@ def offline(
     seconds: Annotated[float | None, _number("Of measuring, each time (long-prompts).")] = None,
     temperature: Annotated[float | None, _number("0: greedy.")] = None,
     seed: Annotated[int | None, _number("Of prompts, lengths and sampling. Default: 0.")] = None,
+    scale_tp: Annotated[
+        str | None,
+        typer.Option(
+            help="In place of --tp, 1,2: measure an engine of each number of ranks, and compare (uniform, "
+            "offline-256).",
+            metavar="N,N,...",
+            rich_help_panel=PANEL,
+            show_default=False,
+        ),
+    ] = None,
     repeats: Repeats = 3,
     warm_ups: WarmUps = 1,
     limit: Bound = True,
@@ -80,11 +90,12 @@ def offline(
         },
     )
     flags = bench_run.with_dummy_weights(engine.to_flags())
+    tp_sizes = tp_sizes_of(scale_tp, chosen.name, flags)
     benchmark: EnginesBenchmark
     if chosen.name == "long-prompts":
         benchmark = LongPromptsBenchmark(chosen, flags, repeats, warm_ups)
     else:
-        benchmark = OfflineBenchmark(chosen, flags, repeats, warm_ups, has_bound=limit)
+        benchmark = OfflineBenchmark(chosen, flags, repeats, warm_ups, has_bound=limit, tp_sizes=tp_sizes)
     run(benchmark, output=output, plot=plot, trace=trace)
 
 
@@ -92,6 +103,20 @@ def make_workload(name: str, numbers: dict[str, Any]) -> Workload:
     from shared.bench.workloads import WORKLOADS
 
     return bench_run.make_workload(WORKLOADS, name, numbers)
+
+
+def tp_sizes_of(text: str | None, workload: str, flags: dict[str, Any]) -> tuple[int, ...]:
+    """The numbers of ranks of --scale-tp."""
+    if text is None:
+        return ()
+    sizes = integers("--scale-tp", text)
+    if workload not in ("uniform", "offline-256"):
+        raise ValueError(f"--scale-tp compares uniform and offline-256; the workload is {workload}")
+    if "tp" in flags:
+        raise ValueError(f"give --scale-tp {text} or --tp {flags['tp']}, not both")
+    if min(sizes) < 1 or len(set(sizes)) < len(sizes):
+        raise ValueError(f"--scale-tp takes distinct numbers of at least 1, got {text!r}")
+    return sizes
 
 
 def parse_range(option: str, text: str | None) -> tuple[int, int] | None:

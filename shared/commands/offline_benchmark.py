@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,12 @@ class EnginesBenchmark(Benchmark):
         self.facts = {"workload": {"name": workload.name} | asdict(workload), **self.repeats}
 
     def measure(self, progress: bench_run.Progress) -> None:
-        for changes in engines_for(self.workload, self.flags):
+        for changes in self.engines():
             self.measure_engine(self.flags | changes, progress)
+
+    def engines(self) -> list[dict[str, Any]]:
+        """Changes of the flags for each engine."""
+        return engines_for(self.workload, self.flags)
 
     def measure_engine(self, flags: dict[str, Any], progress: bench_run.Progress) -> None:
         """Measure one engine. It is freed at the end of this call, because the next one needs the memory."""
@@ -81,8 +85,10 @@ class OfflineBenchmark(EnginesBenchmark):
         Column("idle between steps", lambda result: bench_run.idle_text(result.idle)),
     )
 
-    def __init__(self, *arguments: Any, has_bound: bool) -> None:
+    def __init__(self, *arguments: Any, has_bound: bool, tp_sizes: Sequence[int] = ()) -> None:
+        """`tp_sizes`: measure an engine of each of these numbers of ranks; none: one of the flags."""
         super().__init__(*arguments)
+        self.tp_sizes = tp_sizes
         self.has_bound = has_bound and self.workload.name != "shared-prefix"
         self.ceilings: Ceilings | None = None
 
@@ -95,6 +101,9 @@ class OfflineBenchmark(EnginesBenchmark):
             self.facts["ceilings"] = ceilings_as_json(self.ceilings)
         super().measure(progress)
 
+    def engines(self) -> list[dict[str, Any]]:
+        return [{"tp": size} for size in self.tp_sizes] or super().engines()
+
     def measure_cases(self, llm: LLM, facts: dict[str, Any], progress: bench_run.Progress) -> None:
         from shared.bench import offline
         from shared.bench.drive import Sampling
@@ -106,6 +115,8 @@ class OfflineBenchmark(EnginesBenchmark):
         for case in workload.cases(llm.model_config.vocab_size):
             result = offline.CaseResult(case, case.name, facts=facts)
             self.results.append(result)
+            if self.tp_sizes:
+                result.label = f"{case.name}, tp {llm.config.tp}"
             if isinstance(workload, SharedPrefix):
                 has_cache = not llm.config.disable_radix_cache
                 result.label = f"{case.name}, {'with' if has_cache else 'without'} radix cache"
@@ -130,6 +141,14 @@ class OfflineBenchmark(EnginesBenchmark):
         if len(by_label) == 2 and "with radix cache" in by_label:
             gain = by_label["with radix cache"] / by_label["without radix cache"]
             yield f"{gain:.2f} times the throughput with the radix cache"
+        for name, speeds in self.speeds_by_tp(results).items():
+            first = min(speeds)
+            yield from (
+                f"{name}: tp {size} has {speed / speeds[first]:.2f} times the throughput of tp {first} "
+                f"(ideal {size / first:g})"
+                for size, speed in speeds.items()
+                if size > first
+            )
         num_retractions = sum(run.num_retractions for result in results for run in result.runs)
         if num_retractions:
             yield f"{num_retractions} retractions: the KV pool was short"
@@ -138,6 +157,13 @@ class OfflineBenchmark(EnginesBenchmark):
             comparison = row.compare_offline(results[0].speed)
             self.facts["peers"] = comparison._asdict()
             yield str(comparison)
+
+    def speeds_by_tp(self, results: list[CaseResult]) -> dict[str, dict[int, float]]:
+        """Case -> number of ranks -> tokens/s. Empty without `tp_sizes`."""
+        speeds: dict[str, dict[int, float]] = {}
+        for result in results if self.tp_sizes else ():
+            speeds.setdefault(result.case.name, {})[result.facts["flags"]["tp"]] = result.speed
+        return speeds
 
     def peers(self, result: CaseResult) -> Any:
         """The measurements of other engines, if workload, shape, dtype and GPU are those of the table."""
@@ -153,6 +179,9 @@ class OfflineBenchmark(EnginesBenchmark):
         from shared.bench import plots
         from shared.bench.peers import ENGINES
 
+        if self.tp_sizes:
+            plots.plot_scaling(file, self.plot_title(results[0]), self.speeds_by_tp(results))
+            return
         marks: dict[str, float] = {}
         row = self.peers(results[0])
         if row is not None:

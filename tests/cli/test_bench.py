@@ -15,11 +15,13 @@ import pytest
 from typer.testing import Result
 
 from shared.bench import plots
+from shared.bench.drive import Run
+from shared.bench.offline import CaseResult
 from shared.bench.peers import ROWS
 from shared.bench.workloads import Offline256
 from shared.commands.bench_offline import make_workload, parse_range
 from shared.commands.bench_run import Progress, check_files, check_folder
-from shared.commands.offline_benchmark import engines_for
+from shared.commands.offline_benchmark import OfflineBenchmark, engines_for
 from shared.engine.llm import LLM
 
 Diptych = Callable[..., Result]
@@ -75,6 +77,40 @@ def test_offline_256_in_small(diptych: Diptych, tmp_path: Path) -> None:
     assert names.count("extend") == 1
     assert names.count("schedule") == row["idle"]["num_steps"]
     assert plot.read_text().startswith("<?xml")
+
+
+@pytest.mark.full
+def test_engines_of_one_and_two_ranks(diptych: Diptych, tmp_path: Path) -> None:
+    file, plot = tmp_path / "r.json", tmp_path / "plot.svg"
+    options = ["--scale-tp", "2,1", "--concurrency", "2", "--plot", str(plot)]
+    result = diptych(*OFFLINE, *options, *FEW, "-o", str(file))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text())["results"]
+    assert [(row["case"], row["flags"]["tp"]) for row in rows] == [
+        ("concurrency 2, tp 2", 2), ("concurrency 2, tp 1", 1),
+    ]  # fmt: skip
+    speeds = [row["tokens_per_s"]["median"] for row in rows]
+    assert plot.read_text().startswith("<?xml")
+    ratio = f"{speeds[0] / speeds[1]:.2f}"
+    assert f"concurrency 2: tp 2 has {ratio} times the throughput of tp 1 (ideal 2)" in result.output
+
+
+def test_ranks_are_compared_with_the_fewest(tmp_path: Path) -> None:
+    workload: Any = make_workload("uniform", {"concurrency": (1, 3)})
+    benchmark = OfflineBenchmark(workload, {}, 1, 0, has_bound=False, tp_sizes=(4, 2))
+    assert benchmark.engines() == [{"tp": 4}, {"tp": 2}]
+    results = [
+        CaseResult(case, f"{case.name}, tp {tp}", runs=[Run(1.0, tp * tokens + 10, 1, 0, 1, 0, None)],
+                   facts={"flags": {"tp": tp, "dp": 1, "model": "m", "device": "cpu"}})
+        for tp in (4, 2)
+        for case, tokens in zip(workload.cases(100), (10, 20))
+    ]  # fmt: skip
+    assert list(benchmark.notes(results)) == [
+        "concurrency 1: tp 4 has 1.67 times the throughput of tp 2 (ideal 2)",
+        "concurrency 3: tp 4 has 1.80 times the throughput of tp 2 (ideal 2)",
+    ]
+    benchmark.draw(tmp_path / "p.svg", results)
+    assert (tmp_path / "p.svg").read_text().startswith("<?xml")
 
 
 def test_shared_prefix_with_and_without_cache(diptych: Diptych, tmp_path: Path) -> None:
@@ -160,6 +196,9 @@ def test_ctrl_c_before_anything_was_complete(
         (["--input-len", "3-"], "--input-len takes a number or two with - between them, got '3-'"),
         (["--output-len", "0"], "output_len must be a length of at least 1"),
         (["--concurrency", "1;16"], "--concurrency takes numbers separated by ',', got '1;16'"),
+        (["--scale-tp", "1,2", "--tp", "2"], "give --scale-tp 1,2 or --tp 2, not both"),
+        (["--scale-tp", "1,1"], "--scale-tp takes distinct numbers of at least 1, got '1,1'"),
+        (["--scale-tp", "2", "--workload", "shared-prefix"], "the workload is shared-prefix"),
         (["--trace", "no/such/folder/trace.json"], "for trace.json"),
         (["--output", "."], ". is a folder: name a file in it"),
         (["--plot", "x.foo"], "and x.foo ends in none of these"),
