@@ -1,9 +1,10 @@
 """What mkdocs adds to pages: formatted quotes with a link to their file, sources, labels of table cells.
 
 A quote of a section is set in at most 88 columns, so that two fit beside each other, and is followed by a
-link to its line. In twins, lines that the reference does not have are marked. A path of a Python file in
-backticks links to its source. Sources are pages under source/: no page of them is in the navigation or in
-the search.
+link to its line. In twins, lines that the reference does not have are marked. Lines "(1) code" below a quote,
+in its fence, annotate the line that contains this code; their texts are the numbered list below the fence. A
+path of a Python file in backticks links to its source. Sources are pages under source/: no page of them is in
+the navigation or in the search.
 """
 
 import difflib
@@ -28,6 +29,8 @@ WIDE_TABLE = 3  # columns
 
 _FENCE = re.compile(r"^ *(```|~~~)")
 _QUOTE = re.compile(r'^( *)--8<-- "([^":]+\.py):?([^"]*)"$')
+_NOTE = re.compile(r"^ *\((\d+)\) (.+)$")
+_LISTED = re.compile(r"^ *\d+\. |^ +\S|^$")
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _TAG = re.compile(r"<[^>]*>")
 _COMMENT = re.compile(r"^( *)(\S.*?)  (# .*)$")
@@ -52,15 +55,19 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
     if page.file.src_uri.startswith("source/"):
         return markdown
-    lines, in_fence, in_twins, link = [], False, False, ""
+    lines: list[str] = []
+    in_fence, in_twins, link, notes = False, False, "", 0
     for line in markdown.splitlines():
-        quote = _QUOTE.match(line)
+        quote, note = _QUOTE.match(line), _NOTE.match(line)
+        if link and not in_fence and not (notes and _LISTED.match(line) and not _FENCE.match(line)):
+            lines += ["", link, ""]  # behind the list of annotations, which must follow the quote
+            link, notes = "", 0
         if _FENCE.match(line):
             in_fence = not in_fence
             lines.append(line)
-            if not in_fence and link:
-                lines += ["", link, ""]
-                link = ""
+        elif link and in_fence and note:
+            notes += 1
+            lines[-1] = _annotated(lines[-1], notes, *note.groups())
         elif quote and in_fence:
             indent, path, label = quote.groups()
             new = new_lines(path, label) if in_twins else []
@@ -75,7 +82,7 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
         else:
             in_twins = line.startswith('<div class="twins"') or (in_twins and line != "</div>")
             lines.append(_NAMED.sub(lambda match: _link(match.group(1), page, files), line))
-    return "\n".join(lines)
+    return "\n".join([*lines, "", link] if link else lines)
 
 
 def on_page_content(html: str, page: Page, config: Any, files: Files) -> str:
@@ -112,6 +119,19 @@ def new_lines(path: str, label: str) -> list[int]:
     same = {block.a + i for block in blocks for i in range(block.size)}
     new = [i + 1 for i, line in enumerate(own) if i not in same and line.strip()]
     return new if 4 * len(new) <= 3 * len(own) else []
+
+
+def _annotated(text: str, number: int, written: str, code: str) -> str:
+    """The quote with a marker of mkdocs-material at the end of the line that contains the code."""
+    lines = text.splitlines()
+    found = [i for i, line in enumerate(lines) if code in line]
+    if written != str(number) or len(found) != 1:
+        raise PluginError(
+            f"annotation ({written}) {code!r}: number {number}, in {len(found)} lines of the quote"
+        )
+    is_comment = re.search(r"(^|  )# ", lines[found[0]])
+    lines[found[0]] += f" ({number})" if is_comment else f"  # ({number})!"
+    return "\n".join(lines) + "\n"
 
 
 def _page_of(path: str) -> str:

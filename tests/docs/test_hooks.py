@@ -68,6 +68,53 @@ def test_lines_that_the_reference_does_not_have_are_marked_in_twins() -> None:
     assert 'hl_lines="' not in _shown(quote)
 
 
+ANNOTATED = """\
+    ```python
+    --8<-- "reference/radix_cache.py:radix-split"
+    (1) upper.lock_ref = child.lock_ref
+    (2) return upper
+    ```
+
+    1.  Running requests keep both halves.
+    2.  The caller
+        goes on here.
+
+    What follows.
+"""
+
+
+def test_annotations_mark_lines_and_their_list_follows_the_quote() -> None:
+    lines = _shown(ANNOTATED).splitlines()
+    assert "    upper.lock_ref = child.lock_ref  # (1)!" in lines
+    assert "    return upper  # (2)!" in lines
+    assert lines.index("```") < lines.index("1.  Running requests keep both halves.")
+    link = next(i for i, line in enumerate(lines) if line.startswith('<a class="source"'))
+    assert lines.index("    goes on here.") < link < lines.index("What follows.")
+
+
+@pytest.mark.parametrize("wrong", ["(2) return upper", "(1) upper", "(1) no such code"])
+def test_an_annotation_of_no_line_or_of_several_ends_the_build(wrong: str) -> None:
+    with pytest.raises(Exception, match="lines of the quote"):
+        _shown(ANNOTATED.replace("(1) upper.lock_ref = child.lock_ref", wrong))
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "course").glob("[0-9]*.md")), ids=lambda page: page.stem
+)
+def test_each_annotation_has_its_text(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    fences = re.findall(
+        r"((?:^ *\(\d+\) .*\n)+) *```\n\n((?: *\d+\. .*\n(?: +\S.*\n)*)+)", text, re.MULTILINE
+    )
+    assert len(fences) >= 2
+    for notes, texts in fences:
+        numbers = re.findall(r"^ *\((\d+)\)", notes, re.MULTILINE)
+        assert numbers == re.findall(r"^ *(\d+)\. ", texts, re.MULTILINE)
+    assert sum(notes.count("\n") for notes, _ in fences) == len(
+        re.findall(r"^ *\(\d+\) ", text, re.MULTILINE)
+    )
+
+
 def test_a_path_links_to_its_source() -> None:
     shown = _shown("`reference/scheduler.py` and `reference/none.py`\n\n```\n`reference/scheduler.py`\n```")
     assert shown.count("<a ") == 1
