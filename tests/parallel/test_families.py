@@ -1,0 +1,61 @@
+"""Several ranks of the other families: the answers of one rank with windows, sinks, chunks, latent attention and
+shared experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.conformance.configs import CONFIGS
+from shared.conformance.ranks import on_ranks
+from shared.engine.assembly import Assembly, assemble
+from shared.interfaces import Collectives
+from shared.types import Req
+from tests.parallel.tiny_ranks import answers, make_config
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt-oss": CONFIGS["gpt-oss"],
+    "gemma3": CONFIGS["gemma3"],
+    "llama4": CONFIGS["llama4"] | {"num_local_experts": 6},
+    "deepseek-v3": CONFIGS["deepseek-v3"] | {"num_attention_heads": 4, "num_key_value_heads": 4},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
+    "ep": {"tp": 2, "ep": 2},
+    "ep, all-to-all": {"tp": 2, "ep": 2, "use": {"expert_dispatch": "all_to_all"}},
+}
+IN_FULL = ("ep, all-to-all",)
+TOLERANCE = 1e-4
+"""Log-probabilities in float32: a sum over ranks is rounded once more for each rank."""
+
+
+def grid() -> list[Any]:
+    return [
+        pytest.param(family, layout, marks=[pytest.mark.full] if layout in IN_FULL else [])
+        for family in FAMILIES
+        for layout in LAYOUTS
+        if "ep" not in LAYOUTS[layout] or "gemma" not in family
+    ]
+
+
+def logprobs(reqs: list[Req]) -> list[float | None]:
+    return [entry.logprob for req in reqs for entry in req.input_logprobs + req.output_logprobs]
+
+
+@pytest.mark.parametrize(("family", "layout"), grid())
+def test_ranks_answer_as_one(family: str, layout: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES[family]))
+    config = make_config(str(tmp_path), chunked_prefill_size=8, page_size=4)
+    expected = answers(assemble(config))
+
+    def run(group: Collectives) -> tuple[list[Req], Assembly]:
+        assembly = assemble(config.updated(**LAYOUTS[layout]), clock=lambda: 0.0, tp=group)
+        return answers(assembly), assembly  # which holds the messages that the other rank has not received
+
+    for reqs, _ in on_ranks(2, run):
+        assert [req.output_ids for req in reqs] == [req.output_ids for req in expected]
+        assert logprobs(reqs) == pytest.approx(logprobs(expected), abs=TOLERANCE)
