@@ -20,6 +20,7 @@ from optimized.speculative.decoding import SpeculativeDecoding
 from shared.config import EngineConfig, ModelConfig
 from shared.interfaces import SchedulerParts
 from shared.scheduling.base_scheduler import BaseScheduler
+from shared.scheduling.waiting_queue import WaitingQueue
 from shared.types import ForwardMode, Req, ScheduleBatch, StepOutput
 
 
@@ -28,6 +29,7 @@ class Scheduler(BaseScheduler):
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> None:
         super().__init__(config, model_config, parts)
+        self.waiting_queue = WaitingQueue()
         self.decoding: PlainDecoding = (
             PlainDecoding(parts)
             if parts.drafter is None

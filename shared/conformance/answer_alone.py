@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from shared.interfaces import Grammar, Sampler
+from shared.grammar.matcher import BaseGrammar
+from shared.interfaces import Sampler
 from shared.sampling.logprobs import cut_top, logprobs_of, to_token_logprobs
 from shared.sampling.sampling_batch import make_sampling_batch_info
 from shared.scheduling.stop_conditions import check_finished
@@ -57,7 +58,7 @@ def _input_logprob(req: Req, position: int, logits_of: LogitsOf) -> TokenLogprob
     return to_token_logprobs([token_id], output)[0]
 
 
-class EveryThird(Grammar):
+class EveryThird(BaseGrammar):
     """Forbids a third of all tokens; the third depends on all previous tokens."""
 
     def next_tokens(self, output_ids: Sequence[int], vocab_size: int) -> torch.Tensor:

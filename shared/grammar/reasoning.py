@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from shared.grammar.matcher import BaseGrammar
 from shared.interfaces.grammar import Grammar
 from shared.text.tokenizer import Tokenizer
 
@@ -33,7 +34,7 @@ class ReasoningTokens(NamedTuple):
         return None
 
 
-class ReasoningGrammar(Grammar):
+class ReasoningGrammar(BaseGrammar):
     """Inside the block all tokens are allowed but end-of-sequence tokens: an answer has to follow. Behind it
     the inner grammar holds. `is_open`: the prompt has begun the block; else the output may begin one with its
     first token."""

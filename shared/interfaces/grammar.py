@@ -25,29 +25,15 @@ class Grammar(ABC):
         """The mask after these output ids. Where no token may follow, all bits are 0, and the request ends
         with FinishError. A text that is complete may be followed by end-of-sequence tokens only."""
 
+    @abstractmethod
     def next_tokens_at_nodes(
         self, output_ids: Sequence[int], token_ids: Sequence[int], parents: Sequence[int], vocab_size: int
     ) -> torch.Tensor:
         """[num_nodes, ceil(vocab_size / 32)]: the masks after each node of a draft tree. Node 0 is the last
         of `output_ids`; a parent comes before its children. A node that the mask of its parent does not allow
         gets zeros, and so does what is below it: a token sampled there is never used."""
-        masks = torch.zeros(len(token_ids), -(-vocab_size // 32), dtype=torch.int32)
-        masks[0] = self.next_tokens(output_ids, vocab_size)
-        texts: list[list[int] | None] = [list(output_ids)]
-        for node in range(1, len(token_ids)):
-            before = texts[parents[node]]
-            allowed = before is not None and allows(masks[parents[node]], token_ids[node])
-            texts.append([*before, token_ids[node]] if before is not None and allowed else None)
-            if allowed:
-                masks[node] = self.next_tokens(texts[node], vocab_size)  # type: ignore[arg-type]
-        return masks
 
     def is_terminated(self, output_ids: Sequence[int]) -> bool:
         """Whether these output ids are the end: nothing may follow. Ends a request that ignores
         end-of-sequence tokens."""
         return False
-
-
-def allows(mask: torch.Tensor, token_id: int) -> bool:
-    """Whether a token's bit is set."""
-    return bool(int(mask[token_id // 32]) >> token_id % 32 & 1)

@@ -61,7 +61,7 @@ class BaseScheduler(interface.Scheduler):
         self.model_config = model_config
         self.parts = parts
         self.context_len = config.context_len or model_config.context_len
-        self.waiting_queue = WaitingQueue()
+        self.waiting_queue: list[Req] | WaitingQueue = []
         self.running: list[Req] = []
         self.chunked_req: Req | None = None
         self.live: dict[str, Req] = {}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.engine.request_path import functions_of_a_request
 
-MAX_FILES = 31
-MAX_FUNCTIONS = 157
+MAX_FILES = 30
+MAX_FUNCTIONS = 153
 
 
 def test_the_path_of_a_request_stays_short() -> None:

@@ -14,8 +14,9 @@ import pytest
 
 from shared.grammar import compiler as module
 from shared.grammar.compiler import GrammarCompiler
+from shared.grammar.matcher import allows
 from shared.grammar.queue import GrammarQueue
-from shared.interfaces.grammar import Grammar, allows
+from shared.interfaces.grammar import Grammar
 from shared.loading.model_path import ASSETS
 from shared.text.tokenizer import Tokenizer
 from shared.types import Req, SamplingParams

@@ -10,14 +10,14 @@ import torch
 
 from shared.conformance.brackets import END, OPEN, BracketMatcher
 from shared.grammar import matcher as module
-from shared.grammar.matcher import MatcherGrammar
+from shared.grammar.matcher import BaseGrammar, MatcherGrammar, allows
 from shared.grammar.reasoning import ReasoningGrammar, ReasoningTokens
-from shared.interfaces.grammar import Grammar, allows
+from shared.interfaces.grammar import Grammar
 
 VOCAB_SIZE = 70
 
 
-class Plain(Grammar):
+class Plain(BaseGrammar):
     """Asks a new matcher each time."""
 
     def next_tokens(self, output_ids: Sequence[int], vocab_size: int) -> torch.Tensor:

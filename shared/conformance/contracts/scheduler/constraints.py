@@ -18,8 +18,8 @@ from shared.conformance.contracts.scheduler import schedules
 from shared.conformance.ledger_drafter import erratic, perfect
 from shared.conformance.scheduler_harness import VOCAB_SIZE, SchedulerHarness
 from shared.conformance.speculative_harness import CHAIN, PROMPT, TREE
-from shared.grammar.matcher import MatcherGrammar
-from shared.interfaces import Grammar, Scheduler
+from shared.grammar.matcher import BaseGrammar, MatcherGrammar
+from shared.interfaces import Scheduler
 from shared.types import FinishToken
 
 SETTINGS = table(
@@ -41,7 +41,7 @@ def harness_for(impl: type[Scheduler], case: Case) -> SchedulerHarness | None:
     return speculative_harness.harness_for(impl, guess, case.shape, is_spread=True, **case.flags)
 
 
-class OneOfThree(Grammar):
+class OneOfThree(BaseGrammar):
     """Allows the tokens of one residue class, which detects exchanged rows of a batch."""
 
     def __init__(self, residue: int) -> None:
@@ -125,7 +125,7 @@ def constrained_and_retracted(impl: type[Scheduler], case: Case) -> None:
     harness.expect_idle()
 
 
-class EndsAfter(Grammar):
+class EndsAfter(BaseGrammar):
     """Allows any tokens, up to a maximum number."""
 
     def __init__(self, num_tokens: int) -> None:
