@@ -68,6 +68,25 @@ def test_layout(driver: Any, site: tuple[str, list[str]], width: int) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("width", [1440, 390])
+def test_an_annotation_opens(driver: Any, site: tuple[str, list[str]], width: int) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    set_screen(driver, width)
+    driver.get(f"{site[0]}/course/05-radix-cache/")
+    marker = WebDriverWait(driver, 20).until(
+        lambda _: driver.find_elements("css selector", ".highlight .md-annotation__index")
+    )[0]
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'}); arguments[0].focus()", marker)
+    note = WebDriverWait(driver, 20).until(
+        lambda _: driver.find_elements("css selector", ".md-tooltip--active .md-tooltip__inner")
+    )[0]
+    assert "first page of its tokens" in note.text
+    left, right = note.rect["x"], note.rect["x"] + note.rect["width"]
+    assert 0 <= left < right <= width
+    assert note.value_of_css_property("text-indent") == "0px"  # not that of the line of code
+
+
 @pytest.mark.parametrize(
     ("query", "page"),
     [

@@ -1,7 +1,8 @@
-"""The slider of a picture in headless Chromium: by mouse and by keyboard, without a network."""
+"""The sliders of pictures in headless Chromium: mouse and keyboard, light and dark, without a network."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,15 @@ from tests.browser import chromium, needs_chromium, set_screen
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+BODIES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((DOCS / "figures").glob("*.html"))}
+SLIDERS = [name for name, body in BODIES.items() if re.match(r'<figure class="[^"]*\bsteps\b', body)]
+BACKGROUNDS = {"default": "rgb(255, 255, 255)", "slate": "rgb(30, 33, 41)"}
+"""Of the site, by its colour scheme."""
 
 pytestmark = needs_chromium
+each_slider = pytest.mark.parametrize("name", SLIDERS)
+each_scheme = pytest.mark.parametrize("scheme", list(BACKGROUNDS))
+each_width = pytest.mark.parametrize("width", [390, 1440])
 
 
 @pytest.fixture(scope="module")
@@ -22,19 +30,25 @@ def driver() -> Iterator[Any]:
         yield started
 
 
-def open_figure(driver: Any, folder: Path, width: int = 1024, script: bool = True) -> None:
-    """A page with the picture of the radix tree, its stylesheet and its script, from the disk."""
+def open_figure(
+    driver: Any, folder: Path, name: str, width: int = 1024, scheme: str = "default", script: bool = True
+) -> list[str]:
+    """A page from the disk: a picture, its stylesheet and script, and the colours that it takes from the
+    theme. Returns the titles of the steps."""
     style = (DOCS / "stylesheets" / "figures.css").read_text(encoding="utf-8")
     code = (DOCS / "javascripts" / "steps.js").read_text(encoding="utf-8") if script else ""
-    body = (DOCS / "figures" / "radix-tree.html").read_text(encoding="utf-8")
     page = folder / "page.html"
     page.write_text(
         f"<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'><style>{style}"
-        f"</style><body class=md-typeset>{body}<script>{code}</script>",
+        f"body {{ background: {BACKGROUNDS[scheme]}; color: var(--ink) }} button {{ background: none }}"
+        f"</style><body class=md-typeset "
+        f"data-md-color-scheme={scheme}>{BODIES[name]}<script>{code}</script>",
         encoding="utf-8",
     )
     set_screen(driver, width)
     driver.get(page.as_uri())
+    num_steps = BODIES[name].count('<div class="step')
+    return [f"Step {number} of {num_steps}" for number in range(1, num_steps + 1)]
 
 
 def visible(driver: Any, selector: str) -> list[Any]:
@@ -42,38 +56,90 @@ def visible(driver: Any, selector: str) -> list[Any]:
 
 
 def shown(driver: Any) -> list[str]:
-    """The texts of the steps that can be seen."""
+    """The titles of the steps that can be seen."""
     return [step.text.partition(".")[0] for step in visible(driver, ".step")]
 
 
-@pytest.mark.parametrize("width", [390, 1440])
-def test_buttons_and_keys(driver: Any, tmp_path: Path, width: int) -> None:
-    open_figure(driver, tmp_path, width)
+def test_there_are_sliders() -> None:
+    assert len(SLIDERS) >= 4
+    assert "radix-tree" in SLIDERS
+
+
+@each_width
+@each_scheme
+@each_slider
+def test_buttons_and_keys(driver: Any, tmp_path: Path, name: str, scheme: str, width: int) -> None:
+    titles = open_figure(driver, tmp_path, name, width, scheme)
     back, following = driver.find_elements("css selector", ".controls button")
     slider = driver.find_element("css selector", ".controls input")
-    assert shown(driver) == ["Step 1 of 9"]
+    assert shown(driver) == titles[:1]
     assert not back.is_enabled()
-    following.click()
-    following.click()
-    assert shown(driver) == ["Step 3 of 9"]
-    assert slider.get_attribute("aria-valuetext").startswith("Step 3 of 9. ")
-    back.click()
-    assert shown(driver) == ["Step 2 of 9"]
-    slider.send_keys("\ue014")  # the right arrow key
-    assert shown(driver) == ["Step 3 of 9"]
-    slider.send_keys("\ue010")  # End
-    assert shown(driver) == ["Step 9 of 9"]
+    for title in titles[1:]:
+        following.click()
+        assert shown(driver) == [title]
+        assert slider.get_attribute("aria-valuetext").startswith(f"{title}. ")
     assert not following.is_enabled()
+    back.click()
+    assert shown(driver) == titles[-2:-1]
+    slider.send_keys("\ue011")  # Home
+    assert shown(driver) == titles[:1]
+    slider.send_keys("\ue014")  # the right arrow key
+    assert shown(driver) == titles[1:2]
+    slider.send_keys("\ue010")  # End
+    assert shown(driver) == titles[-1:]
     assert driver.get_log("browser") == []
 
 
-@pytest.mark.parametrize("width", [390, 1440])
-def test_one_view_is_shown(driver: Any, tmp_path: Path, width: int) -> None:
-    open_figure(driver, tmp_path, width)
+@each_width
+@each_scheme
+@each_slider
+def test_every_step_is_legible(driver: Any, tmp_path: Path, name: str, scheme: str, width: int) -> None:
+    """No step is wider than the screen, and text and buttons contrast with the background of the scheme."""
+    titles = open_figure(driver, tmp_path, name, width, scheme)
+    following = driver.find_elements("css selector", ".controls button")[1]
+    for title in titles:
+        assert driver.execute_script(FAINT_OR_WIDE, BACKGROUNDS[scheme]) == [], title
+        if following.is_enabled():
+            following.click()
+
+
+FAINT_OR_WIDE = """
+const luminance = (color) => {
+  const [red, green, blue] = color.match(/[\\d.]+/g).slice(0, 3).map((c) => {
+    const part = c / 255;
+    return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  });
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+};
+const contrast = (one, other) => {
+  const [dark, light] = [luminance(one), luminance(other)].sort((a, b) => a - b);
+  return (light + 0.05) / (dark + 0.05);
+};
+const found = [];
+const shown = (selector) => [...document.querySelectorAll(selector)].filter((each) => each.checkVisibility());
+if (document.documentElement.scrollWidth > innerWidth) found.push("the page scrolls sideways");
+for (const svg of shown(".step > svg")) {
+  if (svg.getBoundingClientRect().right > innerWidth + 1) found.push("a picture beyond the screen");
+}
+for (const text of shown(".controls button:enabled, .step p, figcaption")) {
+  if (contrast(getComputedStyle(text).color, arguments[0]) < 4.5) found.push(`faint: ${text.textContent}`);
+}
+for (const text of shown(".step svg text:not([class])")) {
+  if (contrast(getComputedStyle(text).fill, arguments[0]) < 4.5) found.push(`faint: ${text.textContent}`);
+}
+return found;
+"""
+
+
+@each_width
+@each_slider
+def test_one_view_is_shown(driver: Any, tmp_path: Path, name: str, width: int) -> None:
+    open_figure(driver, tmp_path, name, width)
     views = [svg.get_attribute("class") for svg in visible(driver, "svg")]
     assert views == ["narrow" if width == 390 else "wide"]
 
 
-def test_without_javascript_all_steps_are_shown(driver: Any, tmp_path: Path) -> None:
-    open_figure(driver, tmp_path, script=False)
-    assert shown(driver) == [f"Step {number} of 9" for number in range(1, 10)]
+@each_slider
+def test_without_javascript_all_steps_are_shown(driver: Any, tmp_path: Path, name: str) -> None:
+    titles = open_figure(driver, tmp_path, name, script=False)
+    assert shown(driver) == titles
