@@ -186,12 +186,14 @@ def bytes_of_data_url(url: str) -> bytes:
         raise ValueError("the data of an image URL are no base64") from None
 
 
-def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
+def take_images(messages: Any) -> tuple[Any, list[Any]]:
     """Messages as chat templates take them, and the images in their parts: {"type": "image", "image": ...} or
     OpenAI's {"type": "image_url", "image_url": {"url": ...}}."""
+    if not isinstance(messages, (list, tuple)):
+        return messages, []  # the tokenizer refuses them
     plain: list[Any] = []
     images: list[Any] = []
-    for message in messages or ():
+    for message in messages:
         parts = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(parts, (list, tuple)):
             plain.append(message)
@@ -218,10 +220,13 @@ def _image_of(part: Mapping[str, Any], kind: str) -> Any:
     return image
 
 
-def with_images(prompts: Any, images: Sequence[Any], is_single: bool) -> Any:
+def with_images(prompts: Sequence[Any], images: Any, is_single: bool) -> list[Any]:
     """Combine prompts with the `images` of `LLM.generate`: a list for one prompt, or a list of lists."""
-    if is_single:
-        return ImagesPrompt(prompts, images)
-    if len(images) != len(prompts) or not all(isinstance(each, (list, tuple)) for each in images):
-        raise ValueError(f"images must be a list for each of the {len(prompts)} prompts")
-    return [ImagesPrompt(prompt, each) if each else prompt for prompt, each in zip(prompts, images)]
+    lists = [images] if is_single else images
+    is_list = isinstance(lists, (list, tuple)) and len(lists) == len(prompts)
+    if not is_list or not all(isinstance(each, (list, tuple)) for each in lists):
+        kind = "a list for the prompt" if is_single else f"a list for each of the {len(prompts)} prompts"
+        raise ValueError(f"images must be {kind}, got {type(images).__name__}")
+    return [
+        ImagesPrompt(prompt, each) if is_single or each else prompt for prompt, each in zip(prompts, lists)
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,9 @@ from shared.engine.images import ImagesPrompt, images_prompt, take_images, with_
 from shared.engine.input_embeds import EmbedsPrompt, as_prompts, embeds_prompt
 from shared.engine.lora_adapters import adapters_of, cache_namespace
 from shared.engine.output_collector import OutputCollector
+from shared.engine.prompts import Prompt, max_prompt_chars, plain_prompt_ids, prompt_list
 from shared.engine.python_runtime import deferred_interrupts, gc_freeze
+from shared.engine.request_seeds import RequestSeeds
 from shared.engine.start import start_engine
 from shared.sampling.processors import LogitProcessor
 from shared.sampling.sampling_batch import derive_seed
@@ -29,8 +30,6 @@ from shared.scheduling.admission import check_fields
 from shared.types import GenerateOutput, PromptEmbeds, Req, SamplingParams
 from shared.types.sampling_params import params_of_prompts
 
-Prompt = str | list[int] | EmbedsPrompt | ImagesPrompt
-WHOLE_PROMPTS = (str, EmbedsPrompt, ImagesPrompt)
 Message = Mapping[str, Any]
 
 REQUEST_FIELDS = ("rid", "extra_key", "priority", "routing_key", "logit_processor", "lora")
@@ -65,7 +64,7 @@ class LLM:
         self.timeline = assembly.parts.timeline
         self._collectors: dict[str, OutputCollector] = {}  # of live requests, by the scheduler's request id
         self._names = count()  # of requests without an rid
-        self._seeds = random.Random(self.config.random_seed)
+        self._seeds = RequestSeeds(self.config.random_seed)
         self._lock = threading.RLock()
         self._depth = 0  # of nested calls that work on the engine, in the thread that holds the lock
         self._aborts: list[str] = []  # asked for inside such a call: done at its end
@@ -97,10 +96,9 @@ class LLM:
         request = {name: keywords.pop(name) for name in REQUEST_FIELDS if name in keywords}
         if prompts is None or input_embeds is not None:
             prompts = as_prompts(prompts, input_embeds)
-        is_single = isinstance(prompts, WHOLE_PROMPTS) or (bool(prompts) and isinstance(prompts[0], int))
+        batch, is_single = prompt_list(prompts)
         if images is not None:
-            prompts = with_images(prompts, images, is_single)
-        batch: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item]
+            batch = with_images(batch, images, is_single)
         params = [each.updated(**keywords) for each in params_of_prompts(sampling_params, len(batch))]
         fields = [dict(request) for _ in batch]
         if not is_single and request.get("rid") is not None:
@@ -125,11 +123,12 @@ class LLM:
         keywords.setdefault("reasoning_first", True)
         return self.generate(self.chat_prompt(messages, **(template_args or {})), sampling_params, **keywords)
 
-    def chat_prompt(self, messages: Sequence[Message], **template_args: Any) -> list[int] | ImagesPrompt:
+    def chat_prompt(self, messages: Sequence[Message], /, **template_args: Any) -> list[int] | ImagesPrompt:
         """The prompt of a conversation, for `generate` and `stream`: token ids, and images if it has some."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no chat template: give token ids")
         plain, images = take_images(messages)
+        template_args.setdefault("max_chars", max_prompt_chars(self.tokenizer, self.config.context_len or 0))
         prompt_ids = self.tokenizer.chat(plain, **template_args)
         return ImagesPrompt(prompt_ids, images) if images else prompt_ids
 
@@ -144,8 +143,7 @@ class LLM:
         request, and `RuntimeError` when a prompt's hidden states are not finite."""
         num_labels = self.model_config.num_labels
         check_dimensions(dimensions, num_labels or self.model_config.hidden_size)
-        is_single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
-        batch: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item]
+        batch, is_single = prompt_list(prompts)
         fields = {"is_pooling": True, **keywords}
         collectors = self._answer(((prompt, NO_TOKENS, fields) for prompt in batch), progress=False)
         outputs = embed_outputs(collectors, dimensions, num_labels)
@@ -159,7 +157,7 @@ class LLM:
         Keywords as in `generate`. The request is submitted (and bad input raised) at the call. Dropping the
         iterator aborts the request."""
         request = {name: keywords.pop(name) for name in REQUEST_FIELDS if name in keywords}
-        params = (sampling_params or SamplingParams()).updated(**keywords)
+        params = params_of_prompts(sampling_params, 1)[0].updated(**keywords)
         with deferred_interrupts():
             pieces = self._stream(self.submit(prompt, params, **request))
             next(pieces)  # a generator that was never started would not clean up when it is dropped
@@ -202,13 +200,12 @@ class LLM:
             compiled.result()  # before the lock is taken, so that other threads continue
         text_ids = prompt_ids if embeds is None or embeds.has_token_ids else []
         with self._exclusive():
-            if rid is not None and any(c.submitted_as == rid for c in self._collectors.values()):
+            live = (c for c in self._collectors.values() if not c.is_aborted)
+            if rid is not None and any(c.submitted_as == rid for c in live):
                 raise ValueError(f"request id {rid!r} is in use")
             name = rid if rid is not None else f"req-{next(self._names)}"
-            seeds_before = self._seeds.getstate()
-            seed = sampling_params.seed
-            if seed is None:
-                seed = self._seeds.getrandbits(63)
+            mark, draws = self._seeds.mark(), sampling_params.seed is None
+            seed = self._seeds.draw() if draws else sampling_params.seed
             collectors: list[OutputCollector] = []
             try:
                 adapter = None if lora is None else adapters_of(self.assembly.lora).get(lora)
@@ -240,7 +237,7 @@ class LLM:
                     self._collectors[req.rid] = collectors[-1]
                     # --8<-- [end:make-req]
             except ValueError:
-                self._seeds.setstate(seeds_before)  # a refused request must not affect later ones
+                self._seeds.undo(mark, draws)  # a refused request must not affect later ones
                 for collector in collectors:
                     self._abort(collector)
                 raise
@@ -314,8 +311,7 @@ class LLM:
         try:
             with gc_freeze():
                 with deferred_interrupts():
-                    for prompt, params, fields in requests:
-                        collectors += self.submit(prompt, params, **fields)
+                    collectors = self._submit_all(requests)
                 if progress:
                     self._show_progress(collectors)
                 while not all(c.is_finished for c in collectors) and self.step():
@@ -323,6 +319,25 @@ class LLM:
         except BaseException:
             for collector in collectors:
                 self._abort(collector)
+            raise
+        return collectors
+
+    def _submit_all(
+        self, requests: Iterable[tuple[Prompt, SamplingParams, Mapping[str, Any]]]
+    ) -> list[OutputCollector]:
+        """All of them; after an error none, and later requests get the seeds that these would have had."""
+        collectors: list[OutputCollector] = []
+        with self._lock:
+            mark, num_drawn = self._seeds.mark(), 0
+        try:
+            for prompt, params, fields in requests:
+                collectors += self.submit(prompt, params, **fields)
+                num_drawn += params.seed is None
+        except BaseException:
+            for collector in collectors:
+                self._abort(collector)
+            with self._lock:
+                self._seeds.undo(mark, num_drawn)
             raise
         return collectors
 
@@ -360,8 +375,9 @@ class LLM:
         is deferred to the end of the step, so that no request is removed from a running batch."""
         with deferred_interrupts(), self._lock:
             rid = collector.scheduler_rid
-            if rid not in self._collectors:
+            if rid not in self._collectors or collector.is_aborted:
                 return False
+            collector.is_aborted = True
             if self._depth == 0:
                 return self.scheduler.abort(rid)
             self._aborts.append(rid)
@@ -385,18 +401,4 @@ class LLM:
             return embeds_prompt(prompt.rows, params, self.assembly)
         if isinstance(prompt, ImagesPrompt):
             return images_prompt(self._encode(prompt.prompt, params)[0], prompt.images, self.assembly)
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("this model has no tokenizer: give the prompt as token ids")
-            longest = self.config.context_len * self.tokenizer.max_token_bytes
-            if len(prompt) > longest:  # refused before it is tokenized
-                raise ValueError(
-                    f"the prompt has {len(prompt)} characters; the context of {self.config.context_len} "
-                    f"tokens holds at most {longest}"
-                )
-            return self.tokenizer.encode(prompt), None
-        if not isinstance(prompt, (list, tuple)) or not set(map(type, prompt)) <= {int}:
-            raise ValueError(
-                f"a prompt is a text or a list of token ids, got {type(prompt).__name__}: {prompt!r:.80}"
-            )
-        return list(prompt), None
+        return plain_prompt_ids(prompt, self.tokenizer, self.config.context_len or 0), None

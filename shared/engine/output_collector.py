@@ -20,6 +20,7 @@ class OutputCollector:
         self.output_ids: list[int] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None
+        self.is_aborted = False  # its end is not reported yet, but its id is free
         self.num_cached_tokens = 0
         self.num_retractions = 0
         self.speculation = SpeculationStats()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -12,6 +13,9 @@ from typing import Any
 
 TEMPLATE_SECONDS = 1.0
 """Time limit of a chat template: it comes with the model, and may loop."""
+
+TEMPLATE_DATA = ("documents",)
+"""Parameters of `apply_chat_template` that are no options of it, but data for the template."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -72,30 +76,56 @@ class Tokenizer:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        max_chars: int | None = None,
         **template_args: Any,
     ) -> list[int]:
         """A conversation (`{"role": ..., "content": ...}`) as a prompt, by the model's chat template.
 
-        `template_args` are the template's own switches, such as enable_thinking. Raises `ValueError` when
-        there is no template or it refuses the messages."""
+        max_chars: of the prompt's text; a longer one is refused before it is tokenized. `template_args` are
+        the template's own switches, such as enable_thinking. Raises `ValueError` when there is no template or
+        it refuses the messages, and for names of `template_args` that are reserved."""
         if not self.hf_tokenizer.chat_template:
             raise ValueError("this tokenizer has no chat template: give a text instead of messages")
-        if not messages or not all(isinstance(message, Mapping) for message in messages):
-            raise ValueError("messages must be a non-empty list of mappings with role and content")
+        is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
+        if not is_list or not all(isinstance(message, Mapping) for message in messages):
+            raise ValueError(
+                "messages must be a non-empty list of mappings with role and content, got "
+                f"{type(messages).__name__}"
+            )
+        self.check_template_args(template_args)
         from jinja2 import TemplateError
 
         try:
             with time_limit(TEMPLATE_SECONDS, "the chat template"):
                 text = self.hf_tokenizer.apply_chat_template(
                     list(messages),
+                    tools=tools,
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
                     **template_args,
                 )
         except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
+        except RecursionError:
+            raise ValueError(
+                "the chat template calls itself, or the messages are nested too deeply"
+            ) from None
+        if max_chars is not None and len(text) > max_chars:
+            raise ValueError(f"the conversation has {len(text)} characters; the context holds {max_chars}")
         return self.encode(text, add_special_tokens=False)  # the template has written them
+
+    def check_template_args(self, names: Iterable[str]) -> None:
+        """Raise `ValueError` for a name that is no switch of the template, but a parameter of `chat` or of
+        `transformers`: among these is the template itself."""
+        reserved = {"self", "conversations"}
+        for function in (self.chat, self.hf_tokenizer.apply_chat_template):
+            reserved |= set(inspect.signature(function).parameters)
+        for name in names:
+            if name in reserved and name not in TEMPLATE_DATA:
+                raise ValueError(f"{name!r} is no switch of the chat template: the name is reserved")
 
     def token_to_id(self, token: str) -> int | None:
         token_id = self.hf_tokenizer.convert_tokens_to_ids(token)

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 import diptych
 from diptych import LLM, EngineConfig, GenerateOutput, SamplingParams
@@ -78,6 +79,26 @@ def test_wrong_keywords(llm: LLM, keywords: dict[str, object], message: str) -> 
         llm.generate("a", **keywords)
 
 
+WRONG_PROMPTS = (5, 5.0, True, {"a", "b"}, (x for x in "ab"), object(), {"text": "a"}, torch.ones(3), b"a")
+
+
+@pytest.mark.parametrize("prompt", WRONG_PROMPTS, ids=[type(each).__name__ for each in WRONG_PROMPTS])
+def test_prompts_of_a_wrong_type(llm: LLM, prompt: object) -> None:
+    for call in (llm.generate, llm.embed, llm.stream):
+        with pytest.raises(ValueError, match=f"got {type(prompt).__name__}"):
+            call(prompt)
+    with pytest.raises(ValueError, match="messages must be a non-empty list"):
+        llm.chat(prompt)
+
+
+def test_parameters_of_a_wrong_type(llm: LLM) -> None:
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(ValueError, match="sampling_params are SamplingParams"):
+            call("a", 5)
+    with pytest.raises(ValueError, match="images must be a list for the prompt"):
+        llm.generate("a", images=5)
+
+
 def test_chat(llm: LLM) -> None:
     output = llm.chat(SUM, temperature=0)
     assert isinstance(output, GenerateOutput)
@@ -89,11 +110,20 @@ def test_an_rid_is_free_again_after_an_abort(llm: LLM) -> None:
     """The second request must not get the first one's end."""
     (first,) = llm.submit("one two", SamplingParams(max_new_tokens=50, ignore_eos=True), rid="a")
     llm.step()
-    assert llm.abort("a")
     with pytest.raises(ValueError, match="'a' is in use"):
         llm.submit("three", SamplingParams(), rid="a")
-    llm.step()
+    assert llm.abort("a")
+    assert not llm.abort("a")
+    output = llm.generate("three four", rid="a", temperature=0, max_tokens=4, ignore_eos=True)
+    assert (output.rid, output.num_output_tokens) == ("a", 4)
     assert isinstance(first.finish_reason, FinishAbort)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_rid_is_free_again_after_a_stream_is_closed(llm: LLM, n: int) -> None:
+    stream = llm.stream("one two", rid="a", n=n, max_tokens=50, ignore_eos=True)
+    next(stream)
+    stream.close()
     output = llm.generate("three four", rid="a", temperature=0, max_tokens=4, ignore_eos=True)
     assert (output.rid, output.num_output_tokens) == ("a", 4)
 
@@ -118,6 +148,9 @@ def test_a_refused_request_changes_no_seed() -> None:
     plain, disturbed = (LLM("tiny-dense", device="cpu", max_total_tokens=256) for _ in range(2))
     with pytest.raises(ValueError, match="KV pool"):
         disturbed.generate([1] * 300)
+    for refused in (["ok", [10**6]], ["ok", "ok", 5]):
+        with pytest.raises(ValueError, match=r"outside the vocabulary|a prompt is a text"):
+            disturbed.generate(refused)
     assert answers(disturbed) == answers(plain)
 
 
@@ -180,6 +213,16 @@ def test_a_long_prompt_is_refused_before_it_is_tokenized(llm: LLM, monkeypatch: 
     monkeypatch.setattr(llm.tokenizer, "encode", lambda *_: pytest.fail("tokenized"))
     with pytest.raises(ValueError, match="20000000 characters; the context of 2048 tokens holds at most"):
         llm.generate("a" * 20_000_000)
+    with pytest.raises(ValueError, match=r"the conversation has 20000.* characters; the context holds"):
+        llm.chat([{"role": "user", "content": "a" * 20_000_000}])
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template", "messages", "self", "tokenize", "return_dict", "conversations"]
+)
+def test_reserved_names_are_no_switches_of_the_template(llm: LLM, name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is no switch of the chat template"):
+        llm.chat(SUM, template_args={name: "a"})
 
 
 @pytest.mark.parametrize(

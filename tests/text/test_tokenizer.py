@@ -72,7 +72,28 @@ def test_chat_adds_no_special_token_of_the_tokenizer_to_those_of_the_template() 
     assert tokenizer.decode(chat) == f"{START}user\nhi{EOS}{START}assistant\n"
 
 
-@pytest.mark.parametrize("messages", [[], [3], ["hi"]])
+def test_a_long_conversation_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level()
+    messages = [{"role": "user", "content": "a" * 100}]
+    num_chars = len(tokenizer.decode(tokenizer.chat(messages)))
+    assert tokenizer.chat(messages, max_chars=num_chars)
+    monkeypatch.setattr(tokenizer, "encode", lambda *_: pytest.fail("tokenized"))
+    with pytest.raises(ValueError, match=f"has {num_chars} characters; the context holds {num_chars - 1}"):
+        tokenizer.chat(messages, max_chars=num_chars - 1)
+
+
+def test_arguments_of_the_template() -> None:
+    tokenizer = byte_level()
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.chat(messages, documents=[{"text": "a"}], enable_thinking=True)
+    for name in ("chat_template", "messages", "self", "tokenizer_kwargs", "padding", "kwargs"):
+        with pytest.raises(ValueError, match=f"'{name}' is no switch of the chat template"):
+            tokenizer.chat(messages, **{name: None})
+    with pytest.raises(ValueError, match="'tools' is no switch"):
+        tokenizer.check_template_args({"tools": []})
+
+
+@pytest.mark.parametrize("messages", [[], [3], ["hi"], 5, "hi", {"role": "user"}])
 def test_messages_that_are_none_are_refused(messages: list) -> None:
     with pytest.raises(ValueError, match="non-empty list of mappings"):
         byte_level().chat(messages)
@@ -86,6 +107,9 @@ def test_a_template_that_refuses_says_why() -> None:
         tokenizer.chat([{"role": "user", "content": "hi"}])
     tokenizer.hf_tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match="refuses these messages: roles must alternate"):
+        tokenizer.chat([{"role": "user", "content": "hi"}])
+    tokenizer.hf_tokenizer.chat_template = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
+    with pytest.raises(ValueError, match="nested too deeply"):
         tokenizer.chat([{"role": "user", "content": "hi"}])
     assert tokenizer.eos_token_ids == frozenset()
 
