@@ -45,6 +45,7 @@ from shared.parallel.agreement import AgreedDrafter, AgreedSampler
 from shared.parallel.alone import ALONE
 from shared.parallel.dp_attention import PassDispatch, in_lockstep
 from shared.parallel.expert_manager import ExpertManager
+from shared.parallel.warm_up import warm_up
 from shared.scheduling.host_cache import tiered
 from shared.text.tokenizer import TOKENIZER_FILES, Tokenizer
 
@@ -119,6 +120,8 @@ def assemble(
         theirs |= registry.load_deterministic(config.panel)
     tokenizer = load_tokenizer(config, folder)
     device, dtype = torch.device(str(config.device)), _dtype(config, model_config)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # kernels run on the thread's current device
     kv_dtype, kv_scales = kv_cache_of(folder, model_config, config, dtype)
 
     def component(name: str) -> Any:
@@ -126,7 +129,7 @@ def assemble(
 
     if config.num_ranks > 1:
         assert tp is not None
-        check_parallel(config)
+        check_parallel(config, selection)
     ranks, pp, dispatch = tp, None, None
     if config.pp > 1:
         tp, pp = None, ranks
@@ -140,7 +143,7 @@ def assemble(
         kv_scales = kv_scales[layers.start : layers.stop]
     phases.end("tokenizer")
     if ranks is not None:
-        ranks.all_reduce(torch.zeros(1, device=device))  # a group's first collective may take memory
+        warm_up(ranks, device)  # a group's first collective may take memory
     free_before = free_gpu_memory(device)
     reward_head = read_reward_head(folder, model_config, config.load_format == "dummy")
     model = load_model(folder, model_config, config, component, device, dtype, ranks)
@@ -182,7 +185,7 @@ def assemble(
     num_tokens = memory.num_tokens
     if ranks is not None:  # every rank has the slots of the rank with the least memory
         num_tokens = int(ranks.all_gather(torch.tensor([num_tokens])).min())
-    if device.type == "cuda":
+    if device.type == "cuda" and (ranks is None or ranks.rank == 0):
         print_memory(memory)
     assert config.context_len is not None
     row_len = config.context_len + num_speculative_slots(config, drafter)
@@ -253,12 +256,18 @@ def assemble(
     )  # fmt: skip
 
 
-def check_parallel(config: EngineConfig) -> None:
+def check_parallel(config: EngineConfig, selection: Mapping[str, str]) -> None:
     """Raise `ValueError` for settings that do not work with several ranks."""
-    if str(config.device) != "cpu":
+    device, collectives = str(config.device), selection["collectives"]
+    if device == "mps":
+        raise ValueError(f"tp={config.tp}, pp={config.pp} run on device=cpu or cuda; the device is mps")
+    if device != "cpu" and collectives == "reference":
         raise ValueError(
-            f"tp={config.tp}, pp={config.pp} run over gloo on device=cpu; the device is {config.device}"
+            f"collectives=reference run over gloo on device=cpu, and the device is {device}; choose "
+            "panel=optimized or use collectives=optimized"
         )
+    if device != "cpu" and (config.pp > 1 or config.ep > 1):
+        raise ValueError(f"pp={config.pp}, ep={config.ep} run on device=cpu; the device is {device}")
     if config.pp > 1 and (config.panel != "reference" or config.use):
         raise ValueError(
             f"pp={config.pp} runs in panel=reference without use; these are {config.panel} and "

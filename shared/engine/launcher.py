@@ -15,8 +15,9 @@ from multiprocessing.connection import Client, Listener
 from typing import TYPE_CHECKING, NoReturn
 
 from shared.config import EngineConfig
-from shared.engine.assembly import Assembly
+from shared.engine.assembly import Assembly, default_device
 from shared.engine.child import Child
+from shared.engine.devices import config_of_rank
 from shared.engine.ranks import TIME_LIMIT, assemble_lead, follow
 
 if TYPE_CHECKING:
@@ -44,12 +45,14 @@ def assemble_launched(config: EngineConfig) -> Assembly:
         raise ValueError(
             f"the launcher has started {world_size} ranks (WORLD_SIZE); tp * pp is {config.num_ranks}"
         )
+    own_config = _on_own_device(config)
+    config = config.updated(device=config.device or default_device())  # the same type on all ranks
     store = _meet()
     key = secrets.token_bytes(32)
     with Listener((os.environ["MASTER_ADDR"], 0), authkey=key) as listener:
         store.set("address", f"{listener.address[0]} {listener.address[1]} {key.hex()}")
         followers = [_accept(listener, store, rank, config) for rank in range(1, config.num_ranks)]
-    return assemble_lead(config, store, followers, TIME_LIMIT)
+    return assemble_lead(own_config, store, followers, TIME_LIMIT)
 
 
 def _accept(listener: Listener, store: Store, rank: int, config: EngineConfig) -> Child:
@@ -67,8 +70,14 @@ def _follow_rank_0() -> NoReturn:
     host, port, key = store.get("address").decode().split()
     store.set(f"{rank} connects", "")
     pipe = Client((host, int(port)), authkey=bytes.fromhex(key))
-    follow(pipe.recv(), rank, lambda: store, TIME_LIMIT, pipe)  # type: ignore[arg-type]
+    follow(_on_own_device(pipe.recv()), rank, lambda: store, TIME_LIMIT, pipe)  # type: ignore[arg-type]
     raise AssertionError("follow ends the process")
+
+
+def _on_own_device(config: EngineConfig) -> EngineConfig:
+    """The config of this rank. LOCAL_RANK counts the ranks of one computer; without it all are on one."""
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    return config_of_rank(config, local_rank, local_rank + 1)
 
 
 def _meet() -> Store:

@@ -24,6 +24,7 @@ from shared.engine.child import (
     reported_end,
     started,
 )
+from shared.engine.devices import config_of_rank
 from shared.engine.input_log import Call, CallClock, Method, apply, encode, request_of
 from shared.engine.watchdog import Watchdog
 from shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
@@ -43,18 +44,19 @@ def assemble_ranks(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Asse
     Raises `ValueError` as `assemble` does, and `EngineProcessEnded` if a rank cannot start."""
     from torch.distributed import TCPStore
 
+    configs = [config_of_rank(config, rank, config.num_ranks) for rank in range(config.num_ranks)]
     store = TCPStore("127.0.0.1", 0, config.num_ranks, True, wait_for_workers=False)
     followers = [
-        Child.spawn(f"rank {rank}", _follow_parent, config, rank, store.port, time_limit)
+        Child.spawn(f"rank {rank}", _follow_parent, configs[rank], rank, store.port, time_limit)
         for rank in range(1, config.num_ranks)
     ]
-    return assemble_lead(config, store, followers, time_limit)
+    return assemble_lead(configs[0], store, followers, time_limit)
 
 
 def assemble_lead(
     config: EngineConfig, store: Store, followers: Sequence[Child], time_limit: float
 ) -> Assembly:
-    """The engine on rank 0, after the other ranks have been started."""
+    """The engine on rank 0, after the other ranks have been started. `config`: with this rank's device."""
     with started(followers):
         for follower in followers:
             follower.next_message(time_limit)  # ready: the group would wait long for a missing rank
@@ -179,7 +181,8 @@ def _follow_parent(config: EngineConfig, rank: int, port: int, time_limit: float
 
 
 def follow(config: EngineConfig, rank: int, connect: Any, time_limit: float, pipe: Connection) -> None:
-    """Repeat the calls of rank 0 until it ends, then end this process. `connect` returns the store."""
+    """Repeat the calls of rank 0 until it ends, then end this process. `config`: with this rank's device.
+    `connect` returns the store."""
     log: list[Any] = []
     inbox = Inbox(pipe, lambda: list(log.copy()))
     with reported_end(inbox):

@@ -12,8 +12,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shared.config import EngineConfig
-from shared.engine.assembly import Assembly, default_device
+from shared.engine.assembly import Assembly
 from shared.engine.child import Child, EngineProcessEnded, Inbox, Report, reported_end, started
+from shared.engine.devices import config_of_replica
 from shared.engine.input_log import Call, Method, apply, encode, request_of
 from shared.engine.ranks import LeadScheduler
 from shared.interfaces import Scheduler, SchedulerState, SchedulerStats
@@ -217,22 +218,6 @@ def assemble_replicas(config: EngineConfig) -> Assembly:
     return replace(
         assembly, config=assembly.config.updated(dp=config.dp, device=config.device), scheduler=controller
     )
-
-
-def config_of_replica(config: EngineConfig, replica: int) -> EngineConfig:
-    """The config of a replica, with its own GPU if the device is a GPU. Raises `ValueError` if there are too
-    few."""
-    device = config.device or default_device()
-    if device.startswith("cuda"):
-        import torch
-
-        if device != "cuda" or config.dp > torch.cuda.device_count():
-            raise ValueError(
-                f"dp={config.dp} on device={device}: each replica has a GPU of its own, cuda:0 to "
-                f"cuda:{config.dp - 1}; this computer has {torch.cuda.device_count()}"
-            )
-        device = f"cuda:{replica}"
-    return config.updated(dp=1, device=device)
 
 
 def _run_replica(config: EngineConfig, pipe: Connection) -> None:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from shared.config import EngineConfig
 from shared.engine.assembly import Assembly, assemble
 from shared.engine.child import Child, EngineProcessEnded, Inbox
+from shared.engine.devices import config_of_replica
 from shared.engine.llm import LLM
-from shared.engine.replicas import Controller, Load, choose_replica, config_of_replica, serve_calls
+from shared.engine.replicas import Controller, Load, choose_replica, serve_calls
 from shared.types import FinishAbort, Req, SamplingParams, StepOutput
 from tests.parallel.tiny_ranks import answers, make_config, requests
 
@@ -173,18 +173,3 @@ def test_a_burst_is_spread(folders: dict[str, str]) -> None:
     assert abs(num_tokens[0] - num_tokens[1]) <= 21  # the longest prompt
     while controller.has_work():
         controller.step()
-
-
-def test_replicas_have_a_gpu_each() -> None:
-    with pytest.raises(ValueError, match="each replica has a GPU of its own"):
-        config_of_replica(EngineConfig(dp=2, device="cuda:1"), 0)
-    assert config_of_replica(EngineConfig(dp=2, device="cpu"), 1).dp == 1
-
-
-def test_each_replica_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(dp=2, device="cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="this computer has 1"):
-        config_of_replica(config, 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [config_of_replica(config, replica).device for replica in range(2)] == ["cuda:0", "cuda:1"]

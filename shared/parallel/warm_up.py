@@ -1,0 +1,27 @@
+"""The first use of a group of ranks, before memory is measured."""
+
+from __future__ import annotations
+
+import torch
+
+from shared.interfaces import Collectives
+
+NUM_SMALL = 1
+NUM_LARGE = 2**23
+"""Elements: NCCL has other algorithms for many bytes, each with connections and buffers of its own."""
+
+
+def warm_up(ranks: Collectives, device: torch.device) -> None:
+    """Use each operation that steps use once, so that what it allocates is there. On a CPU nothing is
+    allocated, and one sum finds out whether the ranks reach each other."""
+    if ranks.size == 1:
+        return
+    ranks.all_reduce(torch.zeros(NUM_SMALL, device=device))
+    if device.type != "cuda":
+        return
+    for num in (NUM_SMALL, NUM_LARGE):
+        x = torch.zeros(num, dtype=torch.bfloat16, device=device)
+        ranks.all_reduce(x)
+        ranks.all_gather(x)
+        ranks.broadcast(x)
+    torch.cuda.synchronize(device)
