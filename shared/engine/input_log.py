@@ -75,6 +75,10 @@ class CallClock:
     def __call__(self) -> float:
         return self.now
 
+    def follow(self, call: Call) -> None:
+        """On another rank: the time is that of rank 0's call, not the rank's own."""
+        self.now = call.now
+
 
 def request_of(req: Req, grammars: GrammarCompiler) -> Request:
     return Request(

@@ -195,7 +195,7 @@ def follow(config: EngineConfig, rank: int, connect: Any, time_limit: float, pip
         inbox.start("ready")
         while True:
             for call in inbox.calls(is_busy=False):
-                clock.now = call.now
+                clock.follow(call)
                 apply(call, assembly.scheduler, assembly)
                 if tp.is_broken:
                     raise RuntimeError("a collective has failed: another rank has ended, or is late")

@@ -1,5 +1,5 @@
-"""Several ranks of the other families: the answers of one rank with windows, sinks, chunks, latent attention and
-shared experts."""
+"""Several ranks of the other families: the answers of one rank, with windows, sinks, chunked and latent
+attention, and shared experts."""
 
 from __future__ import annotations
 

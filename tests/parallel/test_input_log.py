@@ -1,14 +1,17 @@
 """Calls of the scheduler as messages between ranks."""
 
 import multiprocessing
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from shared.engine.assembly import assemble
 from shared.engine.input_log import Call, CallClock, apply, decode, encode
 from shared.engine.ranks import LeadScheduler
+from tests.parallel.tiny_ranks import make_config, requests
 
 
 def test_a_call_comes_back() -> None:
@@ -65,3 +68,42 @@ def choose(assembly: Any, number: int, allowed: list[int]) -> tuple[Any, int]:
     if number not in allowed:
         raise ValueError(f"only {number}")
     return assembly, number
+
+
+def finished_on_two_ranks(folder: str, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[Any, list[int]]]]:
+    """How the requests end on rank 0, and on a rank that repeats its calls. One runs, and one waits too long:
+    the clock of rank 0 jumps."""
+    flags = {"max_running_requests": 1, "waiting_timeout": 30.0}
+    sent: list[bytes] = []
+    pipe, _other_end = multiprocessing.Pipe()
+    now = [time.monotonic()]
+    monkeypatch.setattr("shared.engine.ranks.time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock, tp = CallClock(), SimpleNamespace(is_broken=False)
+    assembly = assemble(make_config(folder, **flags), clock)
+    lead = LeadScheduler(assembly, [SimpleNamespace(call=sent.append, pipe=pipe)], clock, tp)
+    reqs = requests()[:2]
+    for req in reqs:
+        lead.add_request(req)
+    for step in range(4):
+        now[0] += 100.0 * (step == 2)
+        lead.step()
+
+    clock = CallClock()
+    follower, repeated = assemble(make_config(folder, **flags), clock), []
+    for call in map(decode, sent):
+        clock.follow(call)
+        repeated.append(apply(call, follower.scheduler, follower))
+    return [[(req.finished_reason, req.output_ids) for req in each if req] for each in (reqs, repeated)]
+
+
+def test_a_rank_takes_the_time_of_the_first(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = finished_on_two_ranks(folders["llama"], monkeypatch)
+    assert first[1][0] is not None, "the request that waits is overdue"
+    assert other == first
+
+
+def test_a_local_clock_is_caught(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: a rank takes its own time."""
+    monkeypatch.setattr(CallClock, "follow", lambda self, call: setattr(self, "now", time.monotonic()))
+    first, other = finished_on_two_ranks(folders["llama"], monkeypatch)
+    assert other != first
