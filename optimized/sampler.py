@@ -18,9 +18,9 @@ from optimized.kernels.sampling_adjust import adjust, dense
 from optimized.kernels.sampling_check import check
 from optimized.kernels.sampling_greedy import argmax
 from optimized.kernels.sampling_logprobs import logprobs
-from optimized.kernels.sampling_pick import pick
+from optimized.kernels.sampling_pick import Picked, pick
 from optimized.kernels.sampling_race import race
-from optimized.kernels.sampling_scan import scan
+from optimized.kernels.sampling_scan import Scan, scan
 from optimized.kernels.sampling_small import MAX_VOCAB_SIZE, sample_small
 from shared.interfaces import sampler as contract
 from shared.sampling.processors import apply_processors
@@ -31,20 +31,31 @@ class Sampler(contract.Sampler):
     def sample(self, logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> SampleOutput:
         # --8<-- [start:sample-steps]
         info, positions = dense(info), positions.contiguous()
-        logits = apply_processors(adjust(logits, info), info)
+        logits = adjust(logits, info)
+        if info.processors:
+            logits = apply_processors(logits, info)
         if logits.shape[-1] <= MAX_VOCAB_SIZE:
             return sample_small(logits, info, positions)
         if info.is_all_greedy and not info.return_logprob:
             return SampleOutput(argmax(logits))
-        # --8<-- [start:gumbel-draw]
-        if not info.needs_filter and not info.return_logprob:
-            return SampleOutput(race(logits, info, positions))
-        scanned = scan(logits, info, positions)
-        picked = pick(logits, info, positions, scanned)
-        if info.needs_filter:
-            check(logits, info, positions, scanned, picked)
-        # --8<-- [end:gumbel-draw]
-        if not info.return_logprob:
-            return SampleOutput(picked.token_ids)
-        return SampleOutput(picked.token_ids, logprobs(logits, info, scanned, picked))
+        next_token_ids, found = draw(logits, info, positions)
         # --8<-- [end:sample-steps]
+
+        if not info.return_logprob:
+            return SampleOutput(next_token_ids)
+        return SampleOutput(next_token_ids, logprobs(logits, info, *found))
+
+
+def draw(
+    logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor
+) -> tuple[torch.Tensor, tuple[Scan, Picked] | None]:
+    """[bs] int64 tokens, and what log-probabilities are computed from, if requested. -1 for bad rows."""
+    # --8<-- [start:gumbel-draw]
+    if not info.needs_filter and not info.return_logprob:
+        return race(logits, info, positions), None
+    scanned = scan(logits, info, positions)
+    picked = pick(logits, info, positions, scanned)
+    if info.needs_filter:
+        check(logits, info, positions, scanned, picked)
+    return picked.token_ids, (scanned, picked)
+    # --8<-- [end:gumbel-draw]

@@ -20,16 +20,9 @@ class Sampler(contract.Sampler):
         # --8<-- [start:sample-steps]
         logits = logits.float()
         has_nan = logits.isnan().any(dim=-1)  # before masks can hide a NaN
-
-        if info.output_counts is not None:
-            logits = apply_penalties(logits, info)
-        if info.vocab_mask is not None or info.banned is not None:
-            logits = apply_masks(logits, info)
-        if info.logit_bias is not None:
-            logits = logits + info.logit_bias
+        logits = adjust(logits, info)
         if info.processors:
             logits = apply_processors(logits, info)
-
         max_logits = logits.amax(dim=-1)
         scaled = scale(logits, max_logits, info.temperatures)
         # Greedy rows use unscaled logits, because two different logits can be equal
@@ -45,6 +38,17 @@ class Sampler(contract.Sampler):
         if not info.return_logprob:
             return SampleOutput(next_token_ids)
         return SampleOutput(next_token_ids, logprobs_of(scaled, next_token_ids, info.num_top_logprobs))
+
+
+def adjust(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+    """Penalties, then masks, then the bias: a banned token stays banned, whatever its bias."""
+    if info.output_counts is not None:
+        logits = apply_penalties(logits, info)
+    if info.vocab_mask is not None or info.banned is not None:
+        logits = apply_masks(logits, info)
+    if info.logit_bias is not None:
+        logits = logits + info.logit_bias
+    return logits
 
 
 def apply_penalties(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
@@ -79,20 +83,20 @@ def scale(logits: torch.Tensor, max_logits: torch.Tensor, temperatures: torch.Te
     return ((logits - max_logits) / temperatures[:, None]).masked_fill(logits == max_logits, 0.0)
 
 
-def draw(scaled: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> torch.Tensor:
-    """[bs] int64: the token with the largest log p + Gumbel noise among those that the filters keep. A row of
-    `scaled` differs from log p by a constant, which changes no argmax."""
-    if scaled.device.type == "mps":  # has no float64
+def draw(logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> torch.Tensor:
+    """Scaled logits -> [bs] int64: the token with the largest log p + Gumbel noise among those that filters
+    keep. A row of scaled logits differs from log p by a constant, which changes no argmax."""
+    if logits.device.type == "mps":  # has no float64
         on_cpu = {name: getattr(info, name).cpu() for name in ("seeds", "top_ks", "top_ps", "min_ps")}
-        return draw(scaled.cpu(), replace(info, **on_cpu), positions.cpu()).to(scaled.device)
+        return draw(logits.cpu(), replace(info, **on_cpu), positions.cpu()).to(logits.device)
     # --8<-- [start:gumbel-draw]
-    token_ids = torch.arange(scaled.shape[-1], device=scaled.device)
+    token_ids = torch.arange(logits.shape[-1], device=logits.device)
     noise = gumbel_noise(info.seeds[:, None], positions[:, None], token_ids)
     if info.needs_filter:
-        ordered, ids_in_order = sort_descending(scaled)
+        ordered, ids_in_order = sort_descending(logits)
         kept = ordered.masked_fill(~filter_mask(ordered, info), NEG_INF)
-        scaled = torch.empty_like(scaled).scatter(-1, ids_in_order, kept)
-    return (scaled + noise).argmax(dim=-1)
+        logits = torch.empty_like(logits).scatter(-1, ids_in_order, kept)
+    return (logits + noise).argmax(dim=-1)
     # --8<-- [end:gumbel-draw]
 
 

@@ -24,11 +24,17 @@ class Sampler(contract.Sampler):
     def sample(self, logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> SampleOutput:
         """logits [bs, vocab_size], not modified; positions [bs] -> next_token_ids int64 [bs], -1: a bad row.
 
-        In order: float32, look for NaN, penalties, masks, bias, `apply_processors(logits, info)`, scale,
+        In order: float32, look for NaN, `adjust`, `apply_processors(logits, info)` if there are any, scale,
         argmax of greedy rows, `draw` for the others, -1 for bad rows, log-probabilities
         (`logprobs_of(scaled, ids, info.num_top_logprobs)`) if `info.return_logprob`.
         """
         raise NotImplementedError("TODO greedy: the steps in this order; greedy rows take the argmax")
+
+
+def adjust(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+    """Penalties, masks, bias."""
+    logits = apply_masks(apply_penalties(logits, info), info)
+    return logits if info.logit_bias is None else logits + info.logit_bias
 
 
 def scale(logits: torch.Tensor, max_logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -36,9 +42,9 @@ def scale(logits: torch.Tensor, max_logits: torch.Tensor, temperatures: torch.Te
     raise NotImplementedError("TODO greedy: subtract the maximum first, so that no temperature overflows")
 
 
-def draw(scaled: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> torch.Tensor:
-    """[bs] int64: the token with the largest log p + noise among those that the filters keep. The noise of a
-    token is `gumbel_noise(seeds, positions, token_ids)`; shapes broadcast."""
+def draw(logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor) -> torch.Tensor:
+    """Scaled logits -> [bs] int64: the token with the largest log p + noise among those that filters keep.
+    The noise of a token is `gumbel_noise(seeds, positions, token_ids)`; shapes broadcast."""
     raise NotImplementedError(
         "TODO draw: add the noise, take the argmax; filters only if `info.needs_filter`"
     )

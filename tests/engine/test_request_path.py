@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.engine.request_path import functions_of_a_request
 
 MAX_FILES = 30
-MAX_FUNCTIONS = 153
+MAX_FUNCTIONS = 154
 
 
 def test_the_path_of_a_request_stays_short() -> None:
