@@ -36,11 +36,28 @@ def oracle() -> "Oracle":
 
 
 @pytest.fixture(scope="session")
+def rounded_server() -> Iterator["LocalServer"]:
+    """The same in bfloat16."""
+    with local_server(panel="reference", dtype="bfloat16") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def quick_context(correct_server: "LocalServer", oracle: "Oracle") -> Iterator["Context"]:
     """What `diptych check server --quick` works with, for the correct server."""
+    yield from quick(correct_server, "float32", oracle)
+
+
+@pytest.fixture(scope="session")
+def rounded_context(rounded_server: "LocalServer", oracle: "Oracle") -> Iterator["Context"]:
+    """The same, with the limits of bfloat16, for the server in bfloat16."""
+    yield from quick(rounded_server, "bfloat16", oracle)
+
+
+def quick(server: "LocalServer", dtype: str, oracle: "Oracle") -> Iterator["Context"]:
     from shared.conformance.server.checks import QUICK
     from shared.conformance.server.session import connect
 
-    context = connect(correct_server.url, "tiny-dense", dtype="float32", limits=QUICK, oracle=oracle)
+    context = connect(server.url, "tiny-dense", dtype=dtype, limits=QUICK, oracle=oracle)
     yield context
     context.server.close()

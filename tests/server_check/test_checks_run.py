@@ -103,3 +103,32 @@ def test_tokens_that_are_as_likely_are_a_near_tie() -> None:
     found = difference(expected, tie, TABLE["float32"])
     assert found is not None
     assert found.is_tie
+
+
+@pytest.mark.parametrize("dtype", TABLE)
+def test_another_text_is_no_near_tie(dtype: str) -> None:
+    """Its lists have other values, in a format of any precision."""
+    expected = answer("ab", [-0.2, -0.3])
+    found = difference(expected, answer("cd", [-0.2, -0.3]), TABLE[dtype])
+    assert found is not None
+    assert (found.position, found.is_tie) == (0, False)
+
+
+def test_a_sampled_token_is_no_near_tie() -> None:
+    """The second answer has a token that its own list does not rank first."""
+    tops = ({"a": -1.0, "x": -1.1},)
+    expected = dataclasses.replace(answer("a", [-1.0]), top_logprobs=tops)
+    sampled = dataclasses.replace(answer("x", [-1.1]), top_logprobs=tops)
+    found = difference(expected, sampled, TABLE["bfloat16"])
+    assert found is not None
+    assert not found.is_tie
+
+
+def test_an_answer_that_ended_early_is_a_near_tie_if_its_end_is_as_likely() -> None:
+    ended = dataclasses.replace(answer("a", [-1.0]), finish_reason="stop")
+    for end, is_tie in ((-1.1, True), (-5.0, False)):
+        tops: tuple[dict[int | str, float], ...] = ({"a": -1.0, "x": -9.0}, {"b": -1.0, 7: end})
+        longer = dataclasses.replace(answer("ab", [-1.0, -1.0]), top_logprobs=tops)
+        found = difference(longer, ended, TABLE["bfloat16"], frozenset({7}))
+        assert found is not None
+        assert found.is_tie is is_tie

@@ -90,7 +90,7 @@ def test_patterns_have_names(right: tuple[Scored, np.ndarray], tolerance: object
     other = with_actual(text, -np.abs(np.random.default_rng(2).normal(size=len(text.actual)) * 9))
     assert diagnose(other, rows, limits) == ""
     assert is_other_model([other])
-    assert "rounded to 1 digits" in diagnose(with_actual(text, text.actual.round(1)), rows, EXACT)
+    assert "rounded to 1 digit " in diagnose(with_actual(text, text.actual.round(1)), rows, EXACT)
 
 
 def test_nothing_to_compare_is_no_success() -> None:

@@ -55,7 +55,7 @@ class Server:
                 base_url=self.url, headers=headers, timeout=self.timeout, limits=limits, trust_env=False
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ValueError(f"{self.url!r} is no URL of a server: {error}") from None
+            raise ValueError(f"{self.url!r} is not the URL of a server: {error}") from None
 
     def close(self) -> None:
         self.http.close()

@@ -12,7 +12,14 @@ import numpy as np
 
 from shared.conformance.server.checks import Context, Finding, check
 from shared.conformance.server.client import Answer
-from shared.conformance.server.same import ask_prompt, greedy, greedy_params, num_outliers, same_answer
+from shared.conformance.server.same import (
+    ask_prompt,
+    greedy,
+    greedy_params,
+    num_outliers,
+    same_answer,
+    same_answers,
+)
 
 NUM_UNSEEN = 4
 WHY_BATCH = "Otherwise an answer changes with the traffic of others, and evaluations cannot be repeated."
@@ -88,9 +95,11 @@ def concurrency(context: Context) -> Iterator[Finding]:
         lambda prompt=prompt: greedy(context, prompt, limits.max_tokens) for prompt in [*prompts, *prompts]
     ]
     found = context.server.at_once(calls, limits.concurrency)
+    pairs = []
     for i, answer in enumerate(found):
         what = f"prompt {i % len(prompts)} alone, and one of {len(found)} requests that run together"
-        yield same_answer(context, alone[i % len(prompts)], answer, what)
+        pairs.append((alone[i % len(prompts)], answer, what))
+    yield from same_answers(context, pairs)
 
 
 @check(

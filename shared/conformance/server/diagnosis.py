@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.conformance.server.scored import Scored
+from shared.conformance.server.scored import Scored, rounded
 from shared.conformance.server.tolerance import Tolerance
 
 TEMPERATURES = (
@@ -31,7 +31,6 @@ TEMPERATURES = (
     3.0,
 )
 SHIFTS = (1, -1, 2, -2)
-DIGITS = (0, 1, 2)
 LEAST = 5  # positions that a pattern must explain
 
 
@@ -45,7 +44,7 @@ def diagnose(text: Scored, rows: np.ndarray, tolerance: Tolerance) -> str:
         _temperature(text, rows, tolerance),
         _unit(text, tolerance),
         _constant(text, tolerance),
-        _digits(text),
+        rounded((text,)),
     )
     return next(filter(None, patterns), "")
 
@@ -113,15 +112,6 @@ def _constant(text: Scored, tolerance: Tolerance) -> str:
     offset = float(np.median(text.actual - text.expected))
     if _explains(text, text.expected + offset, tolerance):
         return f"every value is off by {offset:+.3g}: the softmax sums over other tokens than the vocabulary"
-    return ""
-
-
-def _digits(text: Scored) -> str:
-    if not np.isfinite(text.actual).all():
-        return ""
-    for digits in DIGITS:
-        if np.allclose(text.actual, text.actual.round(digits), atol=1e-9):
-            return f"the values are rounded to {digits} digits behind the point"
     return ""
 
 

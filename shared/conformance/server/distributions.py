@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shared.conformance.server.checks import Context, Finding, check
-from shared.conformance.server.client import Refused
+from shared.conformance.server.client import Answer, Refused
 from shared.conformance.server.draws import ALPHA, MIN_DRAWS, Asked, Draws
+from shared.conformance.server.same import OWN_SLACK
 
 TOKENS_OF_A_DRAW = 48
 """Answers this long: their tokens are draws from as many distributions."""
@@ -23,7 +24,8 @@ WHY_FILTER = "Answers of a filter that is not applied, or wrongly, look right on
 
 def body_of(context: Context, asked: Asked) -> dict[str, Any]:
     """The fields of a request with this server's names, with its default filters disabled."""
-    offers, body = context.offers, {"logprobs": 1, **asked.body()}
+    offers = context.offers
+    body = {"logprobs": max(1, min(asked.top_k, offers.num_top_logprobs)), **asked.body()}
     if offers.top_k and not asked.top_k:
         body["top_k"] = -1  # llama.cpp keeps 40 by default, vLLM what the model's generation_config has
     if offers.min_p and not asked.min_p:
@@ -42,27 +44,40 @@ def drawn(
     drawn. Raises `Refused`."""
     body = body_of(context, asked)
 
-    def ask(prompt: list[int], max_tokens: int, seed: int) -> list[int]:
+    def ask(prompt: list[int], max_tokens: int, seed: int) -> Answer:
         fields = {"seed": seed} if context.offers.seed else {}
-        answer = context.server.complete(prompt, max_tokens=max_tokens, **body, **fields)[0]
-        return list(answer.token_ids or ())
+        return context.server.complete(prompt, max_tokens=max_tokens, **body, **fields)[0]
 
     draws, texts = Draws(context.rng, context.tolerance, context.oracle.eos_token_ids, rivals), []
     asks = [(prompt, 1) for prompt in first]
     for _ in range(MAX_ROUNDS):  # answers may end early
         num = math.ceil((context.limits.num_draws + len(first) - len(draws.places)) / TOKENS_OF_A_DRAW)
-        if num <= 0 or draws.too_many_impossible:
+        if num <= 0 or draws.too_many_impossible or draws.outside:
             break
         asks += [(context.prompts[i % len(context.prompts)], TOKENS_OF_A_DRAW) for i in range(num)]
         calls = [partial(ask, *each, context.rng.randrange(2**31)) for each in asks]
         answers = context.server.at_once(calls, context.limits.concurrency)
-        for (prompt, _), output in zip(asks, answers):
+        for (prompt, _), answer in zip(asks, answers):
+            output = list(answer.token_ids or ())
+            draws.outside += outside_own_top_k(answer, asked.top_k, context.oracle.eos_token_ids)
             if output:
                 logits = context.oracle.logits([*prompt, *output])[len(prompt) - 1 : -1]
                 draws.add(logits, asked, prompt, output)
                 texts.append((prompt, output, logits))
         asks = []
     return draws, texts
+
+
+def outside_own_top_k(answer: Answer, top_k: int, eos_token_ids: Set[int]) -> list[dict[str, Any]]:
+    """Tokens that top_k filters out by the server's own log-probabilities: it reports top_k likelier ones.
+    This needs no tolerance, as the values and the filter have the same logits. End tokens do not count:
+    llama.cpp takes them out before top_k. Equally likely tokens may be in any order."""
+    found: list[dict[str, Any]] = []
+    for i, (top, chosen) in enumerate(zip(answer.top_logprobs or (), answer.logprobs or ())):
+        likelier = [v for token, v in top.items() if v > chosen + OWN_SLACK and token not in eos_token_ids]
+        if 0 < top_k <= len(likelier):
+            found.append({"position": i, "logprob": chosen, "likelier": sorted(likelier, reverse=True)})
+    return found
 
 
 def follows(
@@ -83,6 +98,9 @@ def follows(
     what = ", ".join(f"{name} {value}" for name, value in asked.body().items())
     num = len(draws.places)
     evidence: dict[str, Any] = {"draws": num, "left out": draws.num_left_out}
+    if draws.outside:
+        what = f"{what}: a token was drawn although the server itself reports {asked.top_k} likelier ones"
+        return Finding("fails", what, 0, len(draws.outside), evidence | draws.outside[0], num)
     if draws.too_many_impossible:
         first = draws.impossible[0]
         evidence |= {"impossible": len(draws.impossible)}

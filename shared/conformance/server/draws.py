@@ -162,6 +162,7 @@ class Draws:
     log_ratios: dict[str, float] = field(default_factory=dict)
     places: list[float] = field(default_factory=list)
     impossible: list[dict[str, Any]] = field(default_factory=list)
+    outside: list[dict[str, Any]] = field(default_factory=list)  # drawn outside the server's own top_k
     num_left_out: int = 0
     surplus: float = 0.0  # sum of the drawn tokens' weights, beyond the expected one
     variance: float = 0.0  # of the surplus

@@ -12,6 +12,9 @@ from shared.conformance.server.tolerance import Tolerance
 
 MOST_OF_ONE_TEXT = 2
 """Outliers that one text may have in a format that has any."""
+DIGITS = (0, 1, 2, 3)
+LEAST_ROUNDED = 8
+"""Values that show a rounding to 3 digits: by chance, 8 of them have a probability of (4e-6 / 1e-3) ** 8."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def judge(texts: Sequence[Scored], tolerance: Tolerance) -> Verdict:
         return Verdict(("the answers have no log-probability to compare",), None, 0, {})
     errors = np.concatenate([text.errors for text in texts])
     counts = [int(text.beyond(tolerance).sum()) for text in texts]
-    reasons = []
+    reasons = [found] if (found := rounded(texts)) else []
     if sum(counts) > tolerance.outliers * len(errors) and (tolerance.outliers == 0 or sum(counts) > 2):
         reasons.append(f"{sum(counts)} of {len(errors)} are beyond tolerance")
     for text, count in zip(texts, counts):
@@ -88,6 +91,21 @@ def judge(texts: Sequence[Scored], tolerance: Tolerance) -> Verdict:
         2
     ]
     return Verdict(tuple(reasons), worst, len(errors), _evidence(texts, worst, tolerance, errors))
+
+
+def rounded(texts: Sequence[Scored]) -> str:
+    """A sentence if all values have few digits behind the point, or an empty one. It is an error in every
+    format: sums of such values differ from a text's log-probability, and equal values hide which token is
+    the best. Values near 0 are left out, as they are near a rounded number by themselves."""
+    actual = np.concatenate([text.actual for text in texts])
+    actual = actual[np.abs(actual) > 10.0 ** -DIGITS[-1]]
+    if len(actual) < LEAST_ROUNDED or not np.isfinite(actual).all():
+        return ""
+    for digits in DIGITS:
+        if np.allclose(actual, actual.round(digits), rtol=0, atol=2e-6):  # float32 of a rounded number
+            digit = "digit" if digits == 1 else "digits"
+            return f"the values are rounded to {digits} {digit} behind the point"
+    return ""
 
 
 def _evidence(

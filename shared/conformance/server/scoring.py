@@ -165,7 +165,7 @@ def verdict(context: Context, texts: Sequence[Scored], what: str) -> Finding:
     why = _why(texts, found.worst, context)
     worst = found.evidence["worst token"]
     reasons = "; ".join(found.reasons)
-    sentence = f"log-probabilities of {what}: " + (f"{why} ({reasons})" if why else reasons)
+    sentence = f"log-probabilities of {what}: " + (f"{why} ({reasons})" if why not in reasons else reasons)
     evidence["worst text"] = context.oracle.tokenizer.decode(found.worst.ids)[:400]
     return Finding("fails", sentence, worst["expected"], worst["actual"], evidence, found.num)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shared.conformance.server.checks import Context, Finding, check
 from shared.conformance.server.client import Malformed, Refused
-from shared.conformance.server.same import ask_prompt, greedy, greedy_params, same_answer
+from shared.conformance.server.same import ask_prompt, greedy, greedy_params, same_answers
 from shared.conformance.server.semantics import CHAT, COMPLETIONS, MESSAGES, compared
 
 JSON = dict[str, Any]
@@ -61,20 +61,22 @@ def paths(context: Context) -> Iterator[tuple[str, JSON]]:
     "A stream's pieces, put together, are the answer of a request that does not stream.",
     "Users read streams, and tests read whole responses.",
 )
-def same_answers(context: Context) -> Iterator[Finding]:
+def same_answer_streamed(context: Context) -> Iterator[Finding]:
     server, num = context.server, context.limits.max_tokens
     if not context.offers.stream:
         yield Finding("not offered", context.offers.reason("stream"))
         return
+    pairs = []
     for prompt in context.prompts[:3]:
         streamed = server.stream(ask_prompt(context, prompt), **greedy_params(context, num))[0]
-        yield same_answer(context, greedy(context, prompt, num), streamed, "whole, and streamed")
+        pairs.append((greedy(context, prompt, num), streamed, "whole, and streamed"))
     if context.offers.chat:
         params: JSON = {"temperature": 0, "max_tokens": num}
         if context.offers.chat_logprobs:
             params |= {"logprobs": True, "top_logprobs": 1}
         whole, streamed = server.chat(MESSAGES, **params)[0], server.chat(MESSAGES, stream=True, **params)[0]
-        yield same_answer(context, whole, streamed, "a chat whole, and streamed")
+        pairs.append((whole, streamed, "a chat whole, and streamed"))
+    yield from same_answers(context, pairs)
 
 
 @check(
