@@ -9,6 +9,8 @@ A file has the command after a dollar sign, then its output. Times depend on the
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +40,11 @@ SAMPLES = {
     "$ pytest --diptych build/my_cache.py:MyRadixCache --component radix_cache \\\n"
     "  --diptych-clause any-calls -x --disable-warnings",
     "check-stage": "diptych check --stage 05 docs/exercises/my_cache.py",
+    "serve": "diptych serve",
+    "route": f"diptych route {SERVER}",
+    "quantize": "diptych quantize tiny-dense --format int4 --output build/samples/my-int4\n"
+    '$ diptych generate --model build/samples/my-int4 "What is 12 + 30?"',
+    "convert": "diptych convert tiny-dense --output build/samples/tiny-dense.gguf --dtype q8_0",
     "diff": "diptych diff --b-flags page_size=16,chunked_prefill_size=64",
     "diff-precision": "diptych diff --b-model tiny-dense-fp8",
     "diff-server": f"diptych diff --a-flags quantization=int4 --b {SERVER} --dtype float32",
@@ -78,6 +85,10 @@ SAMPLES = {
 """Name of the file -> the command, for bash in the root of the repository."""
 
 
+ENDLESS = {"serve": "curl ", "route": "routing to"}
+"""Commands that run until they are interrupted: here when a line has this text."""
+
+
 def record(name: str, url: str) -> None:
     """Run one command and write its output. `url`: the server that stands for SERVER."""
     environment = {
@@ -88,18 +99,24 @@ def record(name: str, url: str) -> None:
         "COLUMNS": "96",
     }
     command = SAMPLES[name].replace(SERVER, url).replace("\n$ ", "\n")
-    done = subprocess.run(
-        ["bash", "-c", command],
+    running = subprocess.Popen(
+        ["bash", "-c", f"exec {command}" if name in ENDLESS else command],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    text = done.stdout.replace(url, SERVER).replace(f"{ROOT}/", "")
+    assert running.stdout is not None
+    text = ""
+    for line in running.stdout:
+        text += line
+        if name in ENDLESS and ENDLESS[name] in line:
+            running.send_signal(signal.SIGINT)
+    text = text.replace(url, SERVER).replace(f"{ROOT}/", "")
     lines = [line.rstrip() for line in f"$ {SAMPLES[name]}\n{text}".splitlines()]
     (FOLDER / f"{name}.txt").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
-    print(f"{name}: exit status {done.returncode}")
+    print(f"{name}: exit status {running.wait()}")
 
 
 def main(names: list[str]) -> None:
@@ -109,6 +126,8 @@ def main(names: list[str]) -> None:
     if wrong:
         raise SystemExit(f"no sample {', '.join(wrong)}; there are {', '.join(SAMPLES)}")
     FOLDER.mkdir(exist_ok=True)
+    shutil.rmtree(ROOT / "build" / "samples", ignore_errors=True)  # what commands write there
+    (ROOT / "build" / "samples").mkdir(parents=True)
     with serving() as server:
         for name in names or SAMPLES:
             record(name, server.url)
