@@ -23,9 +23,9 @@ from shared.interfaces import attention as interface
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from shared.modeling.forward import attention_output
 from shared.types import ForwardBatch
-from shared.types.attention import AttentionLayer
+from shared.types.attention import FP8, AttentionLayer
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+POOL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, FP8)
 
 
 # On a CPU this is intended.
@@ -71,12 +71,13 @@ class FlexPlan:
 
 
 class FlexAttention(interface.AttentionBackend):
-    """Supports every layer and every batch of the contract in float16, bfloat16 and float32."""
+    """Supports every layer and every batch of the contract in float16, bfloat16 and float32, also with an FP8
+    pool."""
 
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
-        if kv_pool.dtype not in DTYPES:
+        if kv_pool.dtype not in POOL_DTYPES:
             raise ValueError(
-                f"kv_cache_dtype {kv_pool.dtype} is not supported: FlexAttention supports pools of {DTYPES}"
+                f"dtype {kv_pool.dtype} is not supported: FlexAttention supports pools of {POOL_DTYPES}"
             )
         self.req_to_token_pool = req_to_token_pool
         self.kv_pool = kv_pool
@@ -118,6 +119,7 @@ class FlexAttention(interface.AttentionBackend):
         queries = q.new_zeros(len(plan.slots), plan.max_queries, *q.shape[1:])
         queries[plan.tokens] = q
         buffers = self.kv_pool.k_buffer(layer.layer_id), self.kv_pool.v_buffer(layer.layer_id)
+        kv_scales = self.kv_pool.kv_scales[layer.layer_id]
         keys, values = (
             buffer[plan.slots].to(q.dtype).masked_fill(~plan.is_key[..., None, None], 0.0)
             for buffer in buffers
@@ -126,7 +128,7 @@ class FlexAttention(interface.AttentionBackend):
             *(x.transpose(1, 2) for x in (queries, keys, values)),  # [bs, heads, tokens, dim]
             score_mod=_soft_cap(layer.logit_cap) if layer.logit_cap > 0 else None,
             block_mask=plan.block_mask(layer.sliding_window, layer.attention_chunk),
-            scale=layer.scale,
+            scale=layer.scale * kv_scales.k,
             enable_gqa=layer.num_qo_heads != layer.num_kv_heads,
             return_aux=AuxRequest(lse=True),
         )
@@ -134,6 +136,7 @@ class FlexAttention(interface.AttentionBackend):
             share = torch.sigmoid(aux.lse - layer.sinks[:, None])
             heads = heads * share[..., None].to(heads.dtype)
         # --8<-- [end:flex-run]
+        heads = heads * kv_scales.v  # 1, except of an FP8 pool
         return output.copy_(heads.transpose(1, 2)[plan.tokens])
 
 

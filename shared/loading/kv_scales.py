@@ -42,8 +42,8 @@ def kv_cache_of(
         return dtype, None
     if model_config.mla is not None:
         raise ValueError(
-            f"kv_cache_dtype=fp8_e4m3: {model_config.architecture} caches latent rows, which have no scales; "
-            "supported is kv_cache_dtype=auto"
+            f"kv_cache_dtype=fp8_e4m3: {model_config.architecture} caches latent rows, which no backend "
+            "reads in FP8; use kv_cache_dtype=auto"
         )
     if config.load_format == "dummy":
         return FP8, None

@@ -11,11 +11,13 @@ QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 
 
 @pytest.mark.full
-def test_it_gives_the_answers_of_the_reference() -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_it_gives_the_answers_of_the_reference(kv_cache_dtype: str) -> None:
     params = SamplingParams(max_new_tokens=12, temperature=0.0)
     answers = []
     for choice in ("reference", "flex_attention"):
-        llm = LLM("tiny-dense", device="cpu", panel="reference", use={"attention": choice})
+        flags = {"device": "cpu", "panel": "reference", "kv_cache_dtype": kv_cache_dtype}
+        llm = LLM("tiny-dense", use={"attention": choice}, **flags)
         answers.append(llm.generate([llm.tokenizer.chat(QUESTION), "one two"], params, progress=False))
     assert [a.output_ids for a in answers[0]] == [a.output_ids for a in answers[1]]
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from diptych import LLM
 from shared.config import ModelConfig
+from shared.conformance.configs import CONFIGS
 from shared.loading.kv_scales import read_kv_scales
 from shared.loading.model_path import ASSETS
 from shared.loading.quantize import quantize_weight
@@ -175,3 +176,10 @@ def test_scales_beside_quantized_weights(tmp_path: Path) -> None:
     assert llm.assembly.kv_pool.kv_scales[0] == pytest.approx((0.05, 0.02))
     answer = llm.chat([{"role": "user", "content": "What is 12 + 30?"}], temperature=0, max_new_tokens=12)
     assert answer.text == "12 + 30 = 42"
+
+
+def test_latent_rows_are_not_cached_in_fp8(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["deepseek-v3"]))
+    flags = {"panel": "reference", "device": "cpu", "load_format": "dummy", "kv_cache_dtype": "fp8_e4m3"}
+    with pytest.raises(ValueError, match=r"DeepseekV3ForCausalLM caches latent.*use kv_cache_dtype=auto"):
+        LLM(str(tmp_path), **flags)

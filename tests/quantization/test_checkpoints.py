@@ -196,6 +196,38 @@ def test_awq_and_parts_of_ranks(tmp_path: Path) -> None:
         parts(tmp_path, 2)
 
 
+def test_awq_equals_the_converter_of_compressed_tensors(tmp_path: Path) -> None:
+    """Random bits as qweight and qzeros, which compressed-tensors unpacks, reorders and dequantizes."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+    from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    args = QuantizationArgs(num_bits=4, strategy="group", group_size=128, symmetric=False)
+
+    def pack(module: str, weight: torch.Tensor) -> Tensors:
+        out, size = weight.shape
+        bits = torch.iinfo(torch.int32)
+        shapes = {"qweight": (size, out // 8), "qzeros": (size // 128, out // 8)}
+        stored = {f"{module}.{name}": torch.randint(bits.min, bits.max, shape, dtype=torch.int32)
+                  for name, shape in shapes.items()}  # fmt: skip
+        return {**stored, f"{module}.scales": (0.001 + 0.01 * torch.rand(size // 128, out)).half()}
+
+    write(tmp_path, AWQ_CONFIG, pack)
+    theirs = AutoAWQConverter.from_autoawq_config(AWQ_CONFIG).process(
+        load_file(tmp_path / "model.safetensors")
+    )
+    layers = quantized_layers(load(tmp_path))
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        shape = theirs[f"{name}.weight_shape"]
+        scale = theirs[f"{name}.weight_scale"].float()
+        q = unpack_from_int32(theirs[f"{name}.weight_packed"], 4, shape)
+        zero_shape = torch.Size((layer.out_features, layer.in_features // 128))
+        zero = unpack_from_int32(theirs[f"{name}.weight_zero_point"], 4, zero_shape, packed_dim=0)
+        assert torch.equal(layer.dequantized_weight(), dequantize(q, scale, zero, args)), name
+
+
 def test_one_scale_for_a_layer(tmp_path: Path) -> None:
     """quant_method fp8 without blocks: scalars, for the weight and for the input."""
 
