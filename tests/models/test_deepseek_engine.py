@@ -93,6 +93,7 @@ def test_greedy_tokens(
         use={"mla_attention": form},
         **SCHEDULES[schedule],
     )
+    num_new = 3 if form == "triton" else NUM_NEW  # Triton's interpreter takes seconds a step
     for _ in range(2):  # the second time from the cache, where there is one
-        outputs = llm.generate(prompts(), temperature=0, max_tokens=NUM_NEW, ignore_eos=True, progress=False)
-        assert [list(output.output_ids) for output in outputs] == expected
+        outputs = llm.generate(prompts(), temperature=0, max_tokens=num_new, ignore_eos=True, progress=False)
+        assert [list(output.output_ids) for output in outputs] == [tokens[:num_new] for tokens in expected]
