@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import regex
+from shared.types.stops import check_stop_regexes, check_stop_strings
 
 MIN_TEMPERATURE = 1e-6
 """A temperature below this means greedy: dividing by it would overflow half precision."""
@@ -17,8 +17,6 @@ MAX_FLOAT = 3.4e38
 """Sampling computes in float32, where a larger number is infinite."""
 MAX_SAMPLES = 1024
 """The largest `n`: each sample is a request of its own."""
-REGEX_CHECK_SECONDS = 0.5
-"""Time limit of trying a stop regex on the empty text."""
 
 GRAMMAR_FIELDS = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
 """Parameters that constrain the output; they exclude each other."""
@@ -69,7 +67,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None  # None: a new one for each request
     n: int = 1  # samples of one prompt, at most MAX_SAMPLES; sample i derives its own seed
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # limits of both in shared/types/stops.py
     stop_token_ids: tuple[int, ...] = ()
     stop_regex: tuple[str, ...] = ()
     ignore_eos: bool = False  # disables the end-of-sequence tokens and stop_token_ids
@@ -95,6 +93,8 @@ class SamplingParams:
                 value = ()
             elif isinstance(value, (str, int)):
                 value = (value,)
+            elif not isinstance(value, (list, tuple, set, frozenset)):
+                raise ValueError(f"{name} must be one value or a list of them, got {value!r:.80}")
             object.__setattr__(self, name, tuple(value))
         for name, least in INTEGERS.items():
             value = getattr(self, name)
@@ -123,12 +123,10 @@ class SamplingParams:
             value = getattr(self, name)
             if value != default and not self.return_logprob:
                 raise ValueError(f"{name}={value} needs return_logprob=True")
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
         if any(not _is_number(t, int) or t < 0 for t in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids must hold token ids, got {self.stop_token_ids!r}")
-        for pattern in self.stop_regex:
-            _check_regex(pattern)
+            raise ValueError(f"stop_token_ids must hold token ids, got {self.stop_token_ids!r:.80}")
+        check_stop_strings(self.stop)
+        check_stop_regexes(self.stop_regex)
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
         for token_id, bias in self.logit_bias.items():
@@ -205,17 +203,6 @@ def params_of_prompts(
 def _is_number(value: Any, kind: type | tuple[type, ...]) -> bool:
     """True and False are integers to Python, but no numbers here."""
     return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _check_regex(pattern: object) -> None:
-    if not isinstance(pattern, str):
-        raise ValueError(f"stop_regex must hold patterns (strings), got {pattern!r}")
-    try:
-        matches_nothing = regex.compile(pattern).search("", timeout=REGEX_CHECK_SECONDS) is not None
-    except (regex.error, RecursionError, OverflowError, TimeoutError) as error:
-        raise ValueError(f"stop_regex {pattern!r} is not a valid pattern: {error}") from None
-    if matches_nothing:
-        raise ValueError(f"stop_regex {pattern!r} matches the empty text: the output would always be empty")
 
 
 def _check_bias(token_id: Any, bias: Any) -> None:

@@ -44,6 +44,16 @@ INVALID = [
     ({"stop_regex": ("(",)}, "stop_regex .* is not a valid pattern"),
     ({"stop_regex": ("a*",)}, "stop_regex .* matches the empty text"),
     ({"stop_regex": (1,)}, "stop_regex must hold patterns"),
+    ({"stop_regex": ("a",) * 17}, "stop_regex takes at most 16 texts, got 17"),
+    ({"stop_regex": "a|" * 5000 + "b"}, "stop_regex takes texts of at most 512 characters, got 10001"),
+    ({"stop_regex": "((a{1000}){1000}){1000}b"}, "stop_regex repeats too often: .* at most 50000"),
+    ({"stop_regex": [f"a{{5000}}{i}" for i in range(10)]}, "stop_regex repeats too often"),
+    ({"stop": ("a",) * 17}, "stop takes at most 16 texts, got 17"),
+    ({"stop": "a" * 513}, "stop takes texts of at most 512 characters, got 513"),
+    ({"stop": 3.5}, "stop must be one value or a list of them, got 3.5"),
+    ({"stop": {"a": 1}}, "stop must be one value or a list"),
+    ({"stop_token_ids": 3.5}, "stop_token_ids must be one value or a list"),
+    ({"choice": 3.5}, "choice must be one value or a list"),
     ({"top_logprobs_num": -1, "return_logprob": True}, "top_logprobs_num must be an integer >= 0"),
     ({"top_logprobs_num": 1}, "top_logprobs_num=1 needs return_logprob"),
     ({"logprob_start_len": 0}, "logprob_start_len=0 needs return_logprob"),
@@ -72,6 +82,45 @@ def test_an_invalid_value_is_refused_by_name_and_range(params: dict, message: st
 )
 def test_the_limits_themselves_are_allowed(params: dict) -> None:
     SamplingParams(**params)
+
+
+LARGE_REGEXES = (
+    "(a{1000}){1000}b",
+    "(a{1000,}){1000}b",
+    "(a{1000}){,1000}b",
+    "(?:(a{40}){40}){40}b",
+    "((?#a comment)a{1000})(?#another){1000}b",
+    "(?x) (a{1 0 0 0}) { 1000 } b",
+    "(?x)(a{1000}) # a comment\n{1000} b",
+    "[#](?x)(a{1000}) #\n{1000} b",
+    "(?:a{1000}){e<=1}{1000}",
+    f"({'a+' * 240}){{1000}}b",
+    "a{1000000}b",
+)
+
+
+@pytest.mark.parametrize("pattern", LARGE_REGEXES)
+def test_a_large_stop_regex_is_refused_before_it_is_compiled(
+    pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("regex.compile", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(ValueError, match=r"repeats too often|comments of verbose mode"):
+        SamplingParams(stop_regex=pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\d{4}-\d{2}-\d{2}",
+        r"(?:\d{1,3}\.){3}\d{1,3}",
+        r"[\w.]{1,64}@[\w.]{1,255}\.\p{L}{2,24}",
+        "(?x) a # a comment",
+        r"(?:[A-Z][a-z]{1,20} ){2,50}\{END\}",
+        f"(?:{'word|' * 90}last){{9}}",
+    ],
+)
+def test_usual_stop_regexes_are_allowed(pattern: str) -> None:
+    assert SamplingParams(stop_regex=pattern).stop_regex == (pattern,)
 
 
 def test_single_stops_become_tuples() -> None:
