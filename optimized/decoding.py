@@ -46,13 +46,14 @@ class PlainDecoding:
         parts = self.parts
         return prepare_for_decode(reqs, parts.req_to_token_pool, parts.allocator, parts.tree_cache)
 
+    # --8<-- [start:run-batch]
     def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> None:
         """Run a batch. chunked_req: the request whose prompt continues in the next step."""
         self.pipeline.launch(batch, chunked_req)
 
     def finish(self, launched: InFlight, result: Any) -> Iterator[Tokens]:
-        """The results of each request, also of those that have left the batch, in the order of the batch. A
-        request may leave it while earlier ones are processed."""
+        """The results of each request in order, also of those that have left the batch.
+        A request may leave it while earlier ones are processed."""
         assert isinstance(launched, BatchInFlight)
         logits_output: LogitsOutput = result[0]
         sample_output: SampleOutput = result[1]
@@ -66,6 +67,7 @@ class PlainDecoding:
         for row, req in enumerate(launched.batch.reqs):
             if req is not launched.chunked_req:  # in a chunked prompt: the sampled token has no meaning
                 yield req, next_token_ids[row : row + 1], logprobs[row : row + 1]
+                # --8<-- [end:run-batch]
 
     def drop(self, req: Req) -> None:
         self.pipeline.drop(req)

@@ -21,13 +21,13 @@ from shared.types import ForwardBatch, LogitsOutput, SampleOutput, SamplingBatch
 class DeterministicModelRunner(ModelRunner):
     num_logprob_rows = 1  # log-probabilities of a prompt: torch may sum several rows in another order
 
-    # --8<-- [start:fixed-order-model]
+    # --8<-- [start:deterministic-model]
     def __init__(self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool) -> None:
         super().__init__(model, attention, kv_pool)
         for module in model.modules():
             if hasattr(module, "is_deterministic"):
                 module.is_deterministic = True
-        # --8<-- [end:fixed-order-model]
+        # --8<-- [end:deterministic-model]
 
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
         """Raises `ValueError` for a mask, whose order of keys is not that of positions."""

@@ -112,6 +112,7 @@ class Scheduler(BaseScheduler):
             self.pipeline.batches.remove(batch)
             self._fail(batch.batch, error)
 
+    # --8<-- [start:process-batch-result]
     def process_batch_result(self, batch: InFlight, result: Any) -> None:
         """Process the results of the requests that are still in the batch."""
         for req, token_ids, logprobs in self.decoding.finish(batch, result):
@@ -119,6 +120,8 @@ class Scheduler(BaseScheduler):
                 self._append_tokens(req, token_ids, logprobs)
             if token_ids[0] < 0 and req in batch.prompts:
                 self._discard(batch.prompts[req], batch)
+
+    # --8<-- [end:process-batch-result]
 
     # --8<-- [start:discard-a-prompt]
     def _discard(self, prompt: CachedPrompt, launched: InFlight) -> None:

@@ -32,7 +32,7 @@ from shared.types import (
 class DeterministicModelRunner(ModelRunner):
     """Supports causal batches: EXTEND, MIXED, DECODE, and TARGET_VERIFY of chains."""
 
-    # --8<-- [start:each-token-alone]
+    # --8<-- [start:deterministic-model]
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
         if forward_batch.forward_mode is ForwardMode.IDLE:
@@ -49,7 +49,7 @@ class DeterministicModelRunner(ModelRunner):
         is_verify = forward_batch.forward_mode is ForwardMode.TARGET_VERIFY
         rows = range(len(hidden)) if is_verify else forward_batch.last_token_rows.tolist()
         logits = torch.cat([self.model.compute_logits(hidden[row]) for row in rows])
-        # --8<-- [end:each-token-alone]
+        # --8<-- [end:deterministic-model]
         input_logprobs = None
         if forward_batch.input_logprob_rows is not None:
             states = torch.cat(hidden)

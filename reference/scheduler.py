@@ -63,12 +63,14 @@ class Scheduler(BaseScheduler):
                 self.running.append(req)
         # --8<-- [end:process-batch-result]
         for req, token_ids in zip(extending, result.token_ids):
-            if (
-                req.finished and token_ids[0] < 0
-            ):  # its logits were NaN, so the KV of its earlier chunks may be NaN too
+            if req.finished and token_ids[0] < 0:
                 self._discard(req)
 
+    # --8<-- [start:discard-a-prompt]
     def _discard(self, req: Req) -> None:
+        """Discard the KV of a request whose logits were NaN. The KV of its earlier
+        chunks, which are cached, may be NaN too."""
         key_ids = req.key_ids[: len(req.fill_ids)]
         key = RadixKey(key_ids, req.extra_key, self.parts.tree_cache.is_bigram)
         self.parts.tree_cache.discard(key, req.kv_matched_len)
+        # --8<-- [end:discard-a-prompt]

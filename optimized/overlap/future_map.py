@@ -35,8 +35,7 @@ class FutureMap:
 
     # --8<-- [start:future-places]
     def take(self, batch_size: int) -> int:
-        """Reserve `batch_size` consecutive places for a batch's tokens; returns the
-        first."""
+        """Reserve consecutive places for a batch's tokens; returns the first."""
         assert batch_size <= self.max_batch_size, f"{batch_size} requests"
         first = self._num_taken + 1
         self._num_taken += batch_size
@@ -45,8 +44,7 @@ class FutureMap:
         return first
 
     def resolve(self, forward_batch: ForwardBatch, has_ids: bool = True) -> ForwardBatch:
-        """The batch with tokens in place of names. `has_ids`: some of its input ids are
-        tokens."""
+        """The batch with tokens in place of names. `has_ids`: some ids are tokens."""
         if forward_batch.forward_mode is ForwardMode.EXTEND:
             return forward_batch  # prompts are known
         ids = forward_batch.input_ids

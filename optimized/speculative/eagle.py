@@ -110,6 +110,7 @@ class EagleDrafter(interface.Drafter):
     def _extend(
         self, forward_batch: ForwardBatch, hidden_states: torch.Tensor, next_token_ids: torch.Tensor
     ) -> None:
+        # --8<-- [start:eagle-extend]
         last, rows = forward_batch.last_token_rows, forward_batch.req_pool_indices
         input_ids = forward_batch.input_ids.roll(-1)  # each request's tokens, one later
         input_ids[last] = next_token_ids
@@ -119,10 +120,11 @@ class EagleDrafter(interface.Drafter):
         output = self._forward(forward_batch, input_ids, hidden_states)
         self.last_rows.hidden_states[rows] = output.hidden_states[last]
         self.last_rows.next_hidden_states[rows] = output.next_hidden_states[last]
+        # --8<-- [end:eagle-extend]
 
     @torch.inference_mode()
     def _draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
-        # --8<-- [start:draft-in-a-graph]
+        # --8<-- [start:eagle-draft]
         bs, k = len(batch.root_ids), shape.top_k
         top = self._top_tokens(self.last_rows.hidden_states[batch.req_pool_indices], k)
         steps = [self.draft_tree.first_beams(top)]
@@ -137,7 +139,7 @@ class EagleDrafter(interface.Drafter):
             steps.append(self.draft_tree.next_beams(steps[-1], by_beam))
             hidden_states = output.next_hidden_states[(first_beams + steps[-1].parents).flatten()]
         return self.draft_tree.build(batch.root_ids, steps, shape.num_draft_tokens)
-        # --8<-- [end:draft-in-a-graph]
+        # --8<-- [end:eagle-draft]
 
     def _forward(
         self, forward_batch: ForwardBatch, input_ids: torch.Tensor, hidden_states: torch.Tensor

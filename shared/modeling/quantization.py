@@ -37,24 +37,16 @@ def dequantize(
 def dequantized_input(
     x: torch.Tensor, scheme: QuantScheme, static: torch.Tensor | None, tp: Collectives | None = None
 ) -> torch.Tensor:
-    """x [..., in_features] as its quantized values say, float32. `tp`: see `QuantizedLinear`."""
+    """x [..., in_features] as its quantized values say, float32. `tp`: see
+    `QuantizedLinear`."""
     x = x.to(torch.float32)
     if scheme.inputs == "none":
         return x
     size = x.shape[-1]
     group_size = (scheme.inputs == "group" and scheme.group_size) or size
     groups = F.pad(x, (0, -size % group_size)).unflatten(-1, (-1, group_size))
-    is_fp8 = scheme.weight_type == "fp8"
-    if static is None:
-        largest = FP8_MAX if is_fp8 else INT8_STEPS
-        amax = groups.abs().amax(-1, keepdim=True)
-        if tp is not None and scheme.inputs == "token":
-            amax = tp.all_gather(amax[None]).amax(0)  # of the whole token
-        scale = amax / largest
-        scale = torch.where(scale == 0, 1.0, scale)
-    else:
-        scale = static
-    if is_fp8:
+    scale = dynamic_scale(groups, scheme, tp) if static is None else static
+    if scheme.weight_type == "fp8":
         q = (groups / scale).clamp(-FP8_MAX, FP8_MAX)
         q = q.to(torch.float8_e4m3fn).to(torch.float32)
     else:
@@ -63,3 +55,13 @@ def dequantized_input(
 
 
 # --8<-- [end:dequantized-input]
+
+
+def dynamic_scale(groups: torch.Tensor, scheme: QuantScheme, tp: Collectives | None) -> torch.Tensor:
+    """The scale of each group [..., group size] -> [..., 1]; of a token on several ranks, that of the whole
+    token."""
+    amax = groups.abs().amax(-1, keepdim=True)
+    if tp is not None and scheme.inputs == "token":
+        amax = tp.all_gather(amax[None]).amax(0)
+    scale = amax / (FP8_MAX if scheme.weight_type == "fp8" else INT8_STEPS)
+    return torch.where(scale == 0, 1.0, scale)

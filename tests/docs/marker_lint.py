@@ -3,11 +3,14 @@
 In a source: "--8<-- [start:kebab-label]" and "--8<-- [end:kebab-label]" after a comment sign. In a page:
 --8<-- "path/of/source.py:kebab-label". The snippets extension reads an unterminated section to the end of
 the file and takes the first of two equal labels, without a warning. This lint reports both.
+
+Two files of the same name in both panels have the same labels. ONE_PANEL lists the labels whose mechanism
+exists in one panel only.
 """
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +18,13 @@ ROOT = Path(__file__).parents[2]
 MAX_LINES = 25
 MAX_SECTIONS = 4
 SOURCES = ("shared", "reference", "optimized", "docs/examples", "docs/course/toys")
+
+ONE_PANEL = {  # (file, label): why its twin does not have it
+    ("reference/speculative/draft_tree.py", "next-beams"): "one kernel, optimized/kernels/draft_beams.py",
+    ("reference/speculative/draft_tree.py", "choose-nodes"): "one kernel, find-the-bound of draft_select.py",
+    ("reference/speculative/draft_tree.py", "link-tree"): "one kernel, climb-to-the-root of draft_link.py",
+    ("reference/speculative/draft_tree.py", "accept-walk"): "one kernel, ask-all-nodes of draft_accept.py",
+}
 
 _MARKER = re.compile(r"#\s*--8<--\s*\[(start|end):([^\]]*)\]")
 _QUOTE = re.compile(r'^\s*--8<--\s+"([^":]+)(?::([^"]*))?"')
@@ -72,7 +82,26 @@ def quotes_of(text: str) -> Iterator[tuple[int, str, str]]:
             yield number, match.group(1), match.group(2) or ""
 
 
-def lint(root: Path = ROOT) -> list[str]:
+def labels_of_one_twin(
+    root: Path, sections: Iterable[tuple[str, str]], allowed: Mapping[tuple[str, str], str]
+) -> list[str]:
+    """Errors of sections that stand in one of two twins only, and of entries of `allowed` that do not."""
+    found = set(sections)
+    errors = []
+    for path, label in found:
+        panel, _, name = path.partition("/")
+        other = {"reference": "optimized", "optimized": "reference"}.get(panel)
+        is_alone = other is not None and (f"{other}/{name}", label) not in found
+        if is_alone and (root / other / name).is_file() and (path, label) not in allowed:
+            errors.append(f"{path}: section {label!r} is missing in {other}/{name}")
+    for path, label in allowed:
+        twin = path.replace("reference/", "optimized/", 1)
+        if (path, label) not in found or (twin, label) in found:
+            errors.append(f"ONE_PANEL: {path} has no section {label!r}, or its twin has it too")
+    return sorted(errors)
+
+
+def lint(root: Path = ROOT, one_panel: Mapping[tuple[str, str], str] = ONE_PANEL) -> list[str]:
     """All errors, over all sources and pages."""
     errors: list[str] = []
     sections: dict[tuple[str, str], Section] = {}
@@ -82,6 +111,7 @@ def lint(root: Path = ROOT) -> list[str]:
             found, wrong = sections_of(path, source.read_text(encoding="utf-8"))
             errors += wrong
             sections |= {(path, section.label): section for section in found}
+    errors += labels_of_one_twin(root, sections, one_panel)
     quoted: set[tuple[str, str]] = set()
     for page in sorted((root / "docs").rglob("*.md")):
         for number, path, label in quotes_of(page.read_text(encoding="utf-8")):

@@ -42,7 +42,7 @@ GOOD_PAGE = '```python\n--8<-- "reference/a.py:one-idea"\n```\n'
 
 
 def test_lint_accepts_a_quoted_section(tmp_path: Path) -> None:
-    assert lint(make_project(tmp_path, GOOD_SOURCE, GOOD_PAGE)) == []
+    assert lint(make_project(tmp_path, GOOD_SOURCE, GOOD_PAGE), {}) == []
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,24 @@ def test_lint_accepts_a_quoted_section(tmp_path: Path) -> None:
     ],
 )
 def test_lint_finds(tmp_path: Path, source: str, page: str, complaint: str) -> None:
-    errors = lint(make_project(tmp_path, source, page))
+    errors = lint(make_project(tmp_path, source, page), {})
     assert any(complaint in error for error in errors), errors
 
 
 def test_lint_limits_the_number_of_sections_in_a_file() -> None:
     source = "".join(GOOD_SOURCE.replace("one-idea", f"idea-{i}") for i in range(5))
     assert any("5 sections" in error for error in sections_of("a.py", source)[1])
+
+
+def test_lint_compares_the_labels_of_twins(tmp_path: Path) -> None:
+    root = make_project(tmp_path, GOOD_SOURCE, GOOD_PAGE)
+    twin = root / "optimized" / "a.py"
+    twin.parent.mkdir()
+    twin.write_text("x = 2\n")
+    assert lint(root, {}) == ["reference/a.py: section 'one-idea' is missing in optimized/a.py"]
+    listed = {("reference/a.py", "one-idea"): "a loop that the twin does not have"}
+    assert lint(root, listed) == []
+    twin.write_text(GOOD_SOURCE)
+    (root / "docs" / "page.md").write_text(GOOD_PAGE + GOOD_PAGE.replace("reference", "optimized"))
+    assert lint(root, {}) == []
+    assert any("or its twin has it too" in error for error in lint(root, listed))

@@ -24,7 +24,7 @@ BANNED = {
     r"matrix products?|products? of matrices": "GEMM",
     r"longest gap|gaps between (the )?tokens": "max ITL, ITL",
     r"dealt out|deal(s|ing)? out": "distributed, scheduled",
-    r"the host": "the CPU",
+    r"the host(?! (pool|tier))": "the CPU",
     r"news": "pending outputs, events",
     r"for the sake of": "for",
     r"put(s|ting)? off": "deferred, defers",
