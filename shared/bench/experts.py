@@ -46,7 +46,7 @@ def placements(case: ExpertsCase, balancer: str = "reference") -> list[ExpertsRe
     load, place = case.load(), registry.load("expert_balancer", balancer)().balance
     num_physical = case.num_experts + case.num_redundant
     if case.num_experts % case.num_ranks != 0:
-        raise ValueError(f"{case.num_experts} experts are no multiple of {case.num_ranks} ranks")
+        raise ValueError(f"{case.num_experts} experts are not a multiple of {case.num_ranks} ranks")
     found = {
         "in order": in_order(case.num_layers, case.num_experts, case.num_experts),
         "balanced": place(load, case.num_experts, case.num_ranks),

@@ -22,7 +22,7 @@ def require_matplotlib(file: Path) -> None:
 
     endings = [f".{name}" for name in FigureCanvasBase.get_supported_filetypes()]
     if file.suffix.lower() not in endings:
-        raise ValueError(f"--plot draws {', '.join(endings)}, and {file.name} ends in none of these")
+        raise ValueError(f"--plot draws {', '.join(endings)}, and {file.name} has none of these endings")
 
 
 def plot_speeds(

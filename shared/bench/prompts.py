@@ -31,7 +31,7 @@ def read_prompts(file: Path) -> list[Asked]:
         raise ValueError(f"cannot read prompts from {file}: {error}") from None
     prompts = [_parse(line, f"{file}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
     if not prompts:
-        raise ValueError(f"{file} has no prompts: one is wanted a line")
+        raise ValueError(f"{file} has no prompts; write one per line")
     return prompts
 
 

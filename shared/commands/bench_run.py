@@ -43,7 +43,7 @@ def _check_file(file: Path) -> None:
     if not file.exists():
         _try_to_write(folder)
     elif not os.access(file, os.W_OK):
-        raise ValueError(f"{file} is there and cannot be written")
+        raise ValueError(f"{file} exists and cannot be written")
 
 
 def check_folder(folder: Path) -> None:
@@ -126,7 +126,7 @@ def make_workload(known: Mapping[str, type[_Workload]], name: str, numbers: dict
     foreign = [field for field in given if field not in own]
     if foreign:
         raise ValueError(
-            f"{', '.join(map(option_of, foreign))} is no number of {name}; it has "
+            f"{', '.join(map(option_of, foreign))} does not apply to the {name} workload, which has "
             f"{', '.join(map(option_of, own))}"
         )
     return known[name](**given)

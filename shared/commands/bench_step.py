@@ -81,7 +81,7 @@ def make_cases(mode: str, batch: str, context: str | None, prefill_tokens: str |
     if mode not in DEFAULTS:
         raise ValueError(f"--mode must be decode, prefill or mixed, got {mode!r}")
     if mode == "decode" and prefill_tokens is not None:
-        raise ValueError("--prefill-tokens is no number of a decode step; it has --batch, --context")
+        raise ValueError("--prefill-tokens does not apply to a decode step, which has --batch, --context")
     default_context, default_tokens = DEFAULTS[mode]
     batches = integers("--batch", batch)
     contexts = integers("--context", context or default_context)

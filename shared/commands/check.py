@@ -107,7 +107,7 @@ def check(
         print_clauses(clauses)
         return
     if target is None:
-        raise ValueError(f"what shall be checked? Name an implementation of {component}, or use --list")
+        raise ValueError(f"name an implementation of {component} to check, or use --list")
     bench_run.check_files(None, json_file)
     if note := older_than_current(component, contract):
         print(note, file=sys.stderr)

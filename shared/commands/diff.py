@@ -233,7 +233,7 @@ def parse_flags(text: str) -> dict[str, Any]:
             raise ValueError(f"engine flags are given as flag=value, got {piece!r}")
         name = name.strip().replace("-", "_")
         if name in BOTH_SIDES:
-            raise ValueError(f"{name} is no flag of one side: use --a, --b or the option for both")
+            raise ValueError(f"{name} is not a flag of one side: use --a, --b or the option for both")
         flags[name] = _value(name, value.strip())
     if "chunked_prefill_size" in flags:
         flags["chunked_prefill_size"] = chunk_size(flags["chunked_prefill_size"])

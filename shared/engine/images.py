@@ -161,7 +161,9 @@ def _opened(data: bytes, pillow: Any) -> Any:
     try:
         return pillow.open(BytesIO(data), formats=FORMATS)
     except Exception:  # a decoder may raise anything on untrusted bytes
-        raise ValueError(f"these {len(data)} bytes are no image of {', '.join(FORMATS)}") from None
+        raise ValueError(
+            f"these {len(data)} bytes are not an image in one of the formats {', '.join(FORMATS)}"
+        ) from None
 
 
 def _read(path: Path) -> bytes:
@@ -183,7 +185,7 @@ def bytes_of_data_url(url: str) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise ValueError("the data of an image URL are no base64") from None
+        raise ValueError("the data of an image URL are not base64") from None
 
 
 def take_images(messages: Any) -> tuple[Any, list[Any]]:

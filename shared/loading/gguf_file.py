@@ -187,7 +187,7 @@ def _rounded(tensor: torch.Tensor, kind: Any, name: str) -> np.ndarray:
     block, _ = GGML_QUANT_SIZES[kind]
     if tensor.shape[-1] % block:
         raise ValueError(
-            f"{name}: rows of {tensor.shape[-1]} values are no multiple of {kind.name}'s {block}"
+            f"{name}: rows of {tensor.shape[-1]} values are not a multiple of {kind.name}'s {block}"
         )
     values = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
     if kind.name == "F16" and np.abs(values).max() > np.finfo(np.float16).max:

@@ -96,7 +96,7 @@ def read_adapter(folder: str | Path, name: str) -> LoraAdapter:
         parts.setdefault(match.group(1), {})[match.group(2)] = tensor
     alone = [module for module, found in parts.items() if len(found) != 2]
     if alone or not parts:
-        raise ValueError(f"adapter {name!r}: {alone[0] if alone else path} has not both lora_A and lora_B")
+        raise ValueError(f"adapter {name!r}: {alone[0] if alone else path} lacks lora_A or lora_B")
     modules = {
         module: LoraWeights(found["A"], found["B"], scale_of(config, module, found["A"].shape[0]))
         for module, found in sorted(parts.items())

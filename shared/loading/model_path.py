@@ -35,7 +35,7 @@ def resolve_model_path(model: str, load_format: str = "auto") -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ValueError(f"{folder} is no model folder: it has no config.json")
+            raise ValueError(f"{folder} is not a model folder: it has no config.json")
         return folder
     if (ASSETS / model / "config.json").is_file():
         return ASSETS / model

@@ -34,7 +34,7 @@ def read_checkpoint(folder: Path, dtypes: tuple[str, ...] = SUPPORTED_DTYPES) ->
     """The tensors of model.safetensors, or of all files named by model.safetensors.index.json, in their order
     on disk. Reads headers only. Raises `ValueError` for any defect of a file."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; a model is a folder with config.json and *.safetensors")
+        raise ValueError(f"{folder} is not a folder; a model is a folder with config.json and *.safetensors")
     if (folder / SINGLE_FILE).is_file():
         return read_header(folder / SINGLE_FILE, dtypes)
     if (folder / INDEX_FILE).is_file():
@@ -51,13 +51,15 @@ def _read_shards(folder: Path, supported: tuple[str, ...]) -> dict[str, TensorIn
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} is no index: expected JSON with a weight_map ({error!r})") from None
+        raise ValueError(f"{index} is not an index: expected JSON with a weight_map ({error!r})") from None
     if not isinstance(weight_map, Mapping) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{index}: weight_map must map names of tensors to names of files")
     files = sorted(set(weight_map.values()))
     outside = [file for file in files if Path(file).name != file]
     if outside:
-        raise ValueError(f"{index}: {outside[0]!r} is no file name; shards lie beside their index")
+        raise ValueError(
+            f"{index}: {outside[0]!r} is not a file name; shards are in the folder of their index"
+        )
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         raise ValueError(
@@ -74,7 +76,7 @@ def _read_shards(folder: Path, supported: tuple[str, ...]) -> dict[str, TensorIn
         ):
             if names:
                 raise ValueError(
-                    f"{folder / file} {problem} {', '.join(sorted(names)[:3])}, unlike {INDEX_FILE} says: "
+                    f"{folder / file} {problem} {', '.join(sorted(names)[:3])}, unlike {INDEX_FILE}: "
                     f"the files are not of one checkpoint"
                 )
         tensors |= header
@@ -89,10 +91,10 @@ def read_header(path: Path, supported: tuple[str, ...] = SUPPORTED_DTYPES) -> di
         header_len = int.from_bytes(file.read(8), "little")
         if num_bytes < 8 or header_len > num_bytes - 8:
             raise ValueError(
-                f"{path} is cut off or no safetensors file: {num_bytes:,} bytes end in its header"
+                f"{path} is cut off or not a safetensors file: {num_bytes:,} bytes end in its header"
             )
         if header_len > MAX_HEADER_BYTES:
-            raise ValueError(f"{path} is no safetensors file: a header of {header_len:,} bytes")
+            raise ValueError(f"{path} is not a safetensors file: a header of {header_len:,} bytes")
         header = file.read(header_len)
     try:
         entries: dict[str, Any] = json.loads(header)
@@ -104,7 +106,7 @@ def read_header(path: Path, supported: tuple[str, ...] = SUPPORTED_DTYPES) -> di
             for name, entry in entries.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{path} is no safetensors file: its header makes no sense ({error!r})") from None
+        raise ValueError(f"{path} is not a safetensors file: its header is invalid ({error!r})") from None
     promised = 8 + header_len + max((info.end for info in infos.values()), default=0)
     if promised != num_bytes:
         raise ValueError(

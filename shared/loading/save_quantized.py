@@ -49,7 +49,7 @@ def save_quantized(
     if method not in SCHEMES:
         raise ValueError(f"no format {method!r} of a checkpoint; there are {', '.join(SCHEMES)}")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ValueError(f"{output} is there and not empty; name a new folder")
+        raise ValueError(f"{output} exists and is not empty; name a new folder")
     config = with_quantization(ModelConfig.from_pretrained(source), method)
     assert config.quantization is not None
     weights = _stored(iterate_weights(source, config, on_progress, device=device), config)

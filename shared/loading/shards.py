@@ -46,7 +46,7 @@ def shard_config(
         sizes["moe.shared_intermediate_size"] = moe.shared_intermediate_size if divides_shared else 0
     for name, number in sizes.items():
         if number % size != 0:
-            raise ValueError(f"tp={size}: {name} ({number}) of {config.architecture} is no multiple of it")
+            raise ValueError(f"tp={size}: {name} ({number}) of {config.architecture} is not a multiple of it")
     if ep > 1:
         _check_experts(config, ep, num_redundant)
     if moe is not None:

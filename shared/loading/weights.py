@@ -290,6 +290,6 @@ def load_weights(
     if remaining:
         names = list(remaining)
         raise ValueError(
-            f"{len(names)} of {len(targets)} weights of a {config.architecture} never came: "
+            f"{len(names)} of {len(targets)} weights of a {config.architecture} are missing: "
             f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
         )

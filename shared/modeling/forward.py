@@ -78,7 +78,7 @@ def attention_output(q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor |
     number of heads that the contract does not allow."""
     if layer.num_qo_heads % layer.num_kv_heads != 0:
         raise ValueError(
-            f"num_qo_heads ({layer.num_qo_heads}) is no multiple of num_kv_heads ({layer.num_kv_heads})"
+            f"num_qo_heads ({layer.num_qo_heads}) is not a multiple of num_kv_heads ({layer.num_kv_heads})"
         )
     shape = (*q.shape[:-1], layer.v_head_dim or layer.head_dim)
     if out is None:

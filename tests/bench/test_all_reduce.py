@@ -77,7 +77,7 @@ def test_a_wrong_sum_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--device", "tpu"], "device must be cpu or cuda, got 'tpu'"),
         (["--device", "cuda", "--ranks", "99"], "ranks=99: each needs a GPU, and this computer has"),
         (["--link", "0"], "--link must be more than 0 GB/s, got 0"),
-        (["--plot", "x.foo"], "and x.foo ends in none of these"),
+        (["--plot", "x.foo"], "and x.foo has none of these endings"),
     ],
 )
 def test_wrong_options_are_one_line(options: list[str], message: str) -> None:

@@ -191,8 +191,14 @@ def test_ctrl_c_before_anything_was_complete(
             ["--workload", "offline"],
             "--workload must be one of offline-256, shared-prefix, long-prompts, uniform",
         ),
-        (["--groups", "3"], "--groups is no number of uniform; it has --concurrency, --input-len"),
-        (["--workload", "offline-256", "--concurrency", "3"], "--concurrency is no number of offline-256"),
+        (
+            ["--groups", "3"],
+            "--groups does not apply to the uniform workload, which has --concurrency, --input-len",
+        ),
+        (
+            ["--workload", "offline-256", "--concurrency", "3"],
+            "--concurrency does not apply to the offline-256 workload",
+        ),
         (["--input-len", "3-"], "--input-len takes a number or two with - between them, got '3-'"),
         (["--output-len", "0"], "output_len must be a length of at least 1"),
         (["--concurrency", "1;16"], "--concurrency takes numbers separated by ',', got '1;16'"),
@@ -201,7 +207,7 @@ def test_ctrl_c_before_anything_was_complete(
         (["--scale-tp", "2", "--workload", "shared-prefix"], "the workload is shared-prefix"),
         (["--trace", "no/such/folder/trace.json"], "for trace.json"),
         (["--output", "."], ". is a folder: name a file in it"),
-        (["--plot", "x.foo"], "and x.foo ends in none of these"),
+        (["--plot", "x.foo"], "and x.foo has none of these endings"),
         (["--plot", "picture"], "--plot draws "),
         (["--context-len", "64", "--output-len", "600", "--no-limit"], "must fit into the context (64)"),
     ],
@@ -247,7 +253,7 @@ def test_what_the_system_refuses_is_refused_before_the_work(
     there.write_text("{}")
     check_files(None, there)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(ValueError, match=r"there\.json is there and cannot be written"):
+    with pytest.raises(ValueError, match=r"there\.json exists and cannot be written"):
         check_files(None, there)
 
 

@@ -219,7 +219,7 @@ def test_bench_step_measures_a_mixed_step(diptych: Callable[..., Result]) -> Non
         ),
         (
             ("--mode", "decode", "--prefill-tokens", "10"),
-            "--prefill-tokens is no number of a decode step; it has --batch, --context",
+            "--prefill-tokens does not apply to a decode step, which has --batch, --context",
         ),
         (("--json", "no/such/folder/x.json"), "for x.json"),
         (("--json", "."), ". is a folder: name a file in it"),

@@ -102,7 +102,7 @@ def test_a_model_without_tokenizer_gets_random_prompts(diptych: Diptych, tmp_pat
         (["--b-flags", "page_size=four"], "page_size must be a number"),
         (["--b-flags", "cuda_graph_bs=1:2"], "cuda_graph_bs takes numbers separated by '+'"),
         (["--b-flags", "enable_mixed_chunk=yes"], "enable_mixed_chunk must be true or false"),
-        (["--a-flags", "model=tiny-moe"], "model is no flag of one side"),
+        (["--a-flags", "model=tiny-moe"], "model is not a flag of one side"),
         (["--b-flags", "page_size=0"], "page_size must be"),
         (["--b-flags", "chunked_prefill_size=0"], "an integer >= 1, or -1 to never cut a prompt, got 0"),
         (["--model", "no-such-model"], "no model 'no-such-model'"),

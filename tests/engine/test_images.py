@@ -218,11 +218,11 @@ def test_forms_of_an_image(folder: Path, tmp_path: Path) -> None:
     assert plain == [{"role": "user", "content": [{"type": "image"}, text]}]
     assert images == [file.getvalue()]
     for wrong, message in (
-        (b"text", "these 4 bytes are no image of PNG, JPEG, WEBP, GIF"),
+        (b"text", "these 4 bytes are not an image in one of the formats PNG, JPEG, WEBP, GIF"),
         (file.getvalue()[:200], "the image is damaged"),
         (7, "an image is a Pillow image, bytes, a path or a data URL, got int"),
         ("data:text/plain;base64,AA==", "an image URL must be data:image/"),
-        ("data:image/png;base64,A*", "no base64"),
+        ("data:image/png;base64,A*", "not base64"),
         (str(tmp_path / "none.png"), "the image cannot be read"),
         (bytes(image_prompts.MAX_IMAGE_BYTES + 1), "an image file has at most"),
         (Image.new("1", (10_000, 10_000)), "at most 50000000 pixels"),

@@ -69,7 +69,7 @@ def test_headers_that_contradict_themselves(tmp_path: Path, entry: dict[str, Any
     good = {"b": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
     header = json.dumps({"a": {"dtype": "F32", **entry}, **good}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    with pytest.raises(ValueError, match=r"damaged|makes no sense|cut off"):
+    with pytest.raises(ValueError, match=r"damaged|header is invalid|cut off"):
         read_header(path)
 
 
@@ -77,7 +77,7 @@ def test_nested_header(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     header = b"[" * 200_000
     path.write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(ValueError, match="makes no sense"):
+    with pytest.raises(ValueError, match="header is invalid"):
         read_header(path)
 
 

@@ -84,7 +84,7 @@ def test_others_understand_the_description(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (lambda tmp: ["tiny-dense", "--format", "int5", "-o", f"{tmp}/new"], "no format 'int5'"),
-        (lambda tmp: ["tiny-dense", "--format", "int4", "-o", str(tmp)], "is there and not empty"),
+        (lambda tmp: ["tiny-dense", "--format", "int4", "-o", str(tmp)], "exists and is not empty"),
         (lambda tmp: ["nowhere", "--format", "int4", "-o", f"{tmp}/new"], "no model 'nowhere'"),
     ],
 )

@@ -188,7 +188,7 @@ def damage(folder: Path, change: Callable[[bytes], bytes]) -> None:
         (lambda data: data[:5], "5 bytes end in its header"),
         (lambda data: b"", "0 bytes end in its header"),
         (lambda data: b"PK\3\4" + data, "end in its header"),
-        (lambda data: data[:8] + b"?" + data[9:], "its header makes no sense"),
+        (lambda data: data[:8] + b"?" + data[9:], "its header is invalid"),
         (lambda data: data.replace(b'"data_offsets"', b'"date_offsets"', 1), "KeyError.*data_offsets"),
         (lambda data: data.replace(b'"F32"', b'"I32"', 1), r"of type I32; supported are F64, F32, F16, BF16"),
     ],
@@ -238,7 +238,7 @@ def test_large_finite_weights_pass(tmp_path: Path) -> None:
 
 def test_no_weights(tmp_path: Path) -> None:
     config = ModelConfig.from_dict(CONFIGS[MOE])
-    with pytest.raises(ValueError, match="nowhere is no folder"):
+    with pytest.raises(ValueError, match="nowhere is not a folder"):
         iterate_weights(tmp_path / "nowhere", config)
     with pytest.raises(ValueError, match=r"no weights at all; weights must be model\.safetensors"):
         iterate_weights(tmp_path, config)
@@ -279,12 +279,12 @@ def test_an_index_of_another_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no index"),
-        ("[]", "is no index"),
-        ('{"metadata": {}}', "is no index"),
+        ("{", "is not an index"),
+        ("[]", "is not an index"),
+        ('{"metadata": {}}', "is not an index"),
         ('{"weight_map": ["a"]}', "must map names of tensors to names of files"),
         ('{"weight_map": {"a": 1}}', "must map names of tensors to names of files"),
-        ('{"weight_map": {"a": "../model.safetensors"}}', "'../model.safetensors' is no file name"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "'../model.safetensors' is not a file name"),
     ],
 )
 def test_an_index_that_is_none(tmp_path: Path, text: str, message: str) -> None:

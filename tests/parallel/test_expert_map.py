@@ -40,5 +40,5 @@ def test_the_table_of_placements() -> None:
     in_order_, balanced, redundant = placements(ExpertsCase(num_layers=3, num_experts=32, num_ranks=4))
     assert in_order_.worst >= balanced.worst >= redundant.worst >= 1.0
     assert redundant.worst < 1.01
-    with pytest.raises(ValueError, match="10 experts are no multiple of 4 ranks"):
+    with pytest.raises(ValueError, match="10 experts are not a multiple of 4 ranks"):
         placements(ExpertsCase(num_experts=10, num_ranks=4))

@@ -111,7 +111,7 @@ def test_a_server_of_its_own() -> None:
         (["--url", "http://127.0.0.1:9", "--page-size", "4"], "--page-size is a flag of the engine"),
         (["--concurrency", "2", "--request-rate", "1"], "give one of them"),
         (["--request-rate", "fast"], "--request-rate takes numbers"),
-        (["--workload", "random", "--groups", "2"], "--groups is no number of random"),
+        (["--workload", "random", "--groups", "2"], "--groups does not apply to the random workload"),
         (["--model", "no-such-model"], "no-such-model"),
     ],
 )

@@ -57,7 +57,7 @@ def test_openais_client_gets_the_offline_answer(tmp_path: Path) -> None:
         for wrong, message in (
             (str(tmp_path / "picture.png"), "an image URL must be data:image/"),
             ("https://example.com/picture.png", "an image URL must be data:image/"),
-            ("data:image/png;base64,AAAA", "are no image of PNG"),
+            ("data:image/png;base64,AAAA", "are not an image in one of the formats PNG"),
         ):
             with pytest.raises(openai.BadRequestError, match=message):
                 client.chat.completions.create(model=str(tmp_path), messages=conversation(wrong), **given)

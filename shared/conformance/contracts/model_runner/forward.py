@@ -192,7 +192,7 @@ class Trees(Case):
             raise ValueError("a request has a prefix and a tree")
         for prefix_len, parents in self.requests:
             if prefix_len < 1 or not parents or any(not -1 <= p < i for i, p in enumerate(parents)):
-                raise ValueError(f"after {prefix_len} tokens, {parents} is no tree")
+                raise ValueError(f"after {prefix_len} tokens, {parents} is not a tree")
 
 
 def path_to(parents: tuple[int, ...], node: int) -> list[int]:
