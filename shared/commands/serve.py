@@ -42,6 +42,9 @@ def serve(
     write_timeout: Annotated[
         float, _option("Seconds that a client may take to read a piece of a stream.", min=0)
     ] = 60.0,
+    log_requests: Annotated[
+        bool, _option("Write a line for each answer to stderr, with the client's x-request-id.")
+    ] = False,
     in_process: Annotated[
         bool | None,
         _option(
@@ -77,6 +80,7 @@ def serve(
         max_live_requests=max_live_requests,
         drain_seconds=drain_seconds,
         write_timeout=write_timeout,
+        log_requests=log_requests,
     )
     folder = resolve_model_path(config.model, config.load_format)
     device = config.device or default_device()

@@ -10,14 +10,16 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from shared.server import chat, completions
+from shared.server.admin import add_admin_routes
 from shared.server.answers import check_model, respond
 from shared.server.anthropic import add_anthropic_routes
 from shared.server.embeddings import add_embedding_routes
 from shared.server.engine_client import EngineDead
 from shared.server.errors import ApiError, bad_request
 from shared.server.middleware import ApiKeys, BodyLimit
-from shared.server.native import add_admin_routes, add_native_routes
+from shared.server.native import add_native_routes
 from shared.server.protocol import ChatRequest, CompletionRequest
+from shared.server.request_log import RequestLog
 from shared.server.responses import add_responses_routes
 from shared.server.state import ServerState
 from shared.server.status import add_status_routes
@@ -31,7 +33,6 @@ def create_app(state: ServerState) -> FastAPI:
     app.add_exception_handler(EngineDead, _on_dead_engine)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_bug)
     _add_openai_routes(app, state)
     add_responses_routes(app, state)
     add_anthropic_routes(app, state)
@@ -43,6 +44,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=state.settings.max_body_bytes)
     if state.settings.api_keys:
         app.add_middleware(ApiKeys, keys=state.settings.api_keys)
+    app.add_middleware(RequestLog)
     return app
 
 
@@ -140,9 +142,3 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     answer = ApiError(error.status_code, str(error.detail))
     return JSONResponse(answer.body(), answer.status, headers=error.headers)
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    """A defect of ours. The log has the traceback, the client only the kind of error."""
-    answer = ApiError(500, f"internal error ({type(error).__name__})")
-    return JSONResponse(answer.body(), answer.status)

@@ -35,6 +35,7 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
     if body.tools and body.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
     template_args = dict(body.chat_template_kwargs or {})
+    state.prompts.check_template_args(template_args)
     if body.reasoning_effort is not None:
         template_args.setdefault("reasoning_effort", body.reasoning_effort)
     prompt = await state.prompts.of_messages(body.messages, tools, template_args)

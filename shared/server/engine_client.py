@@ -82,6 +82,7 @@ class Live:
 
     detokenizer: Detokenizer | None
     deliver: Callable[[Delta], None]
+    name: str | None = None  # an id of the client's; several requests may have the same
 
 
 class EngineClient:
@@ -161,11 +162,17 @@ class EngineClient:
         self._lives[message.rid] = live
         self._to_engine.send(data)
 
-    def abort(self, rids: Iterable[str]) -> None:
-        """End requests that have not ended. Their state stays until the engine confirms the end."""
+    def rids_of(self, name: str) -> list[str]:
+        """The live requests with this id, which is a client's or one of the server's own."""
+        return [rid for rid, live in self._lives.items() if name in (rid, live.name)]
+
+    def abort(self, rids: Iterable[str]) -> int:
+        """End requests that have not ended; returns their number. Their state stays until the engine confirms
+        the end."""
         alive = [rid for rid in rids if rid in self._lives]
         if alive and self.is_alive:
             self._send(Abort(rids=alive))
+        return len(alive)
 
     async def control(self, action: str, **args: Any) -> dict[str, Any]:
         """Run an action of the engine. Raises `ValueError` if the engine refuses it."""

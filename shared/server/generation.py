@@ -67,7 +67,9 @@ class Generation:
         is_pooling: bool = False,
         input_embeds: bytes = b"",
         images: Sequence[bytes] = (),
+        name: str | None = None,
     ) -> None:
+        """name: an id of the client's, by which the requests can be aborted."""
         self.client = client
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -83,6 +85,7 @@ class Generation:
             "images": list(images),
         }
         self.seed = seed
+        self.name = name
         base = uuid.uuid4().hex
         self.samples = [
             Sample(i * params.n + k, f"{base}-{i}-{k}", len(prompt), is_first_of_prompt=k == 0)
@@ -145,7 +148,7 @@ class Generation:
                 text_ids = [] if self.request_fields["input_embeds"] else prompt
                 detokenizer = self.client.detokenizer(self.tokenizer, self.params, text_ids)
             try:
-                self.client.generate(message, Live(detokenizer, self._deliver_to(sample)))
+                self.client.generate(message, Live(detokenizer, self._deliver_to(sample), self.name))
             except EngineDead as error:
                 raise ApiError(503, f"the engine is not running: {error}") from None
             except OverflowError:

@@ -32,12 +32,20 @@ class BodyLimit:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self.max_bytes:
             await self._discard(receive)
-            await _send_error(ApiError(413, f"the body exceeds {self.max_bytes} bytes"), scope, send)
+            await send_error(ApiError(413, f"the body exceeds {self.max_bytes} bytes"), scope, send)
             return
         kind = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
-        if scope["method"] == "POST" and kind != b"application/json" and int(length) > 0:
-            await _send_error(ApiError(415, "the body must be application/json"), scope, send)
+        has_body = int(length) > 0 or b"transfer-encoding" in headers
+        if scope["method"] == "POST" and kind != b"application/json" and has_body:
+            await self._discard(receive)
+            await send_error(ApiError(415, "the body must be application/json"), scope, send)
             return
+        await self._run_with_limit(scope, receive, send)
+
+    async def _run_with_limit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application may turn the exception that ends its reading into an answer of its own. That one is
+        dropped."""
+        error = ApiError(413, f"the body exceeds {self.max_bytes} bytes")
         num_bytes = 0
 
         async def counting_receive() -> Message:
@@ -45,10 +53,21 @@ class BodyLimit:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self.max_bytes:
-                raise ApiError(413, f"the body exceeds {self.max_bytes} bytes")
+                raise error
             return message
 
-        await self.app(scope, counting_receive, send)
+        async def send_within_limit(message: Message) -> None:
+            if num_bytes <= self.max_bytes:
+                await send(message)
+
+        try:
+            await self.app(scope, counting_receive, send_within_limit)
+        except ApiError as raised:
+            if raised is not error:
+                raise
+        if num_bytes > self.max_bytes:
+            await self._discard(receive)
+            await send_error(error, scope, send)
 
     async def _discard(self, receive: Receive) -> None:
         """Read what a client is still sending, within reason: one that writes does not read the answer."""
@@ -70,7 +89,7 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS and not self._is_known(scope):
-            await _send_error(ApiError(401, "missing or wrong API key", code="invalid_api_key"), scope, send)
+            await send_error(ApiError(401, "missing or wrong API key", code="invalid_api_key"), scope, send)
             return
         await self.app(scope, receive, send)
 
@@ -87,7 +106,9 @@ def _hash(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-async def _send_error(error: ApiError, scope: Scope, send: Send) -> None:
+async def send_error(error: ApiError, scope: Scope, send: Send) -> None:
+    """An answer from outside of the application."""
+
     async def receive() -> Message:
         return {"type": "http.disconnect"}
 

@@ -10,14 +10,18 @@ from typing import Any
 
 from shared.config.vision import VisionConfig
 from shared.engine.images import MAX_IMAGES, bytes_of_data_url, expand_placeholders, pixels_of
+from shared.interfaces.detokenizer import TokenText
 from shared.server.errors import ApiError, bad_request
 from shared.server.messages import Ready
 from shared.server.protocol import MAX_PROMPTS, ImagePart, Message, TextPart
+from shared.text.detokenizer import IncrementalDetokenizer
 from shared.text.token_bytes import TokenBytes
 from shared.text.tokenizer import Tokenizer
-from shared.types import SamplingParams
+from shared.types import FinishLength, SamplingParams
 
 NUM_TOKENIZER_THREADS = 2
+DECODE_TOKENS = 4096
+"""Decoded in one piece, which takes 5 ms."""
 
 
 class Prompts:
@@ -65,24 +69,38 @@ class Prompts:
     ) -> list[int]:
         """Token ids of a conversation, by the model's chat template. Images have their placeholders."""
         tokenizer = self._need_tokenizer()
-        plain = [_plain(message) for message in messages]
-        num_chars = sum(len(part.text) for m in messages for part in _parts(m) if not _is_image(part))
-        num_chars += sum(len(message.content) for message in messages if isinstance(message.content, str))
+        num_chars = sum(map(_num_chars, messages)) + _num_chars_in(tools)
         if num_chars > self.max_text_bytes:
             raise bad_request(
-                f"the messages have {num_chars} characters; the context of {self.ready.context_len} tokens "
-                f"holds at most {self.max_text_bytes}",
+                f"the messages and tools have {num_chars} characters; the context of "
+                f"{self.ready.context_len} tokens holds at most {self.max_text_bytes}",
                 "messages",
             )
-        if tools:
-            template_args = {**template_args, "tools": tools}
         num_images = sum(_is_image(part) for message in messages for part in _parts(message))
-        if not num_images:
-            return await self._run(lambda: tokenizer.chat(plain, **template_args))
-        config = self._need_vision()
-        return await self._run(
-            lambda: expand_placeholders(tokenizer.chat(plain, **template_args), num_images, config)
-        )
+        config = self._need_vision() if num_images else None
+
+        def render() -> list[int]:
+            plain = [_plain(message) for message in messages]
+            ids = tokenizer.chat(plain, tools=tools or None, max_chars=self.max_text_bytes, **template_args)
+            return ids if config is None else expand_placeholders(ids, num_images, config)
+
+        return await self._run(render)
+
+    def check_template_args(self, template_args: dict[str, Any]) -> None:
+        """400 for a client's argument that is no switch of the chat template."""
+        try:
+            self._need_tokenizer().check_template_args(template_args)
+        except ValueError as error:
+            raise bad_request(f"chat_template_kwargs: {error}", "chat_template_kwargs") from None
+
+    async def to_text(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """The text of token ids, of which there may be as many as a text can have."""
+        tokenizer = self._need_tokenizer()
+        if len(ids) > self.max_text_bytes:
+            raise bad_request(f"tokens takes at most {self.max_text_bytes} ids, got {len(ids)}", "tokens")
+        if ids and not 0 <= min(ids) <= max(ids) < self.ready.vocab_size:
+            raise bad_request(f"tokens must be in [0, {self.ready.vocab_size})", "tokens")
+        return await self._run(decode_in_pieces, tokenizer, ids, skip_special_tokens)
 
     async def of_images(self, messages: Sequence[Message]) -> list[bytes]:
         """The pixels of the images in a conversation, as the engine takes them."""
@@ -145,6 +163,15 @@ class Prompts:
             raise bad_request(str(error)) from None
 
 
+def decode_in_pieces(tokenizer: TokenText, ids: list[int], skip_special_tokens: bool) -> str:
+    """`decode`, which keeps other threads from running until it returns, of a few tokens at a time."""
+    if len(ids) <= DECODE_TOKENS:
+        return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(skip_special_tokens=skip_special_tokens))
+    pieces = [detokenizer.append(ids[i : i + DECODE_TOKENS]) for i in range(0, len(ids), DECODE_TOKENS)]
+    return "".join(pieces) + detokenizer.append([], FinishLength(len(ids)))
+
+
 def _pixels(url: str, config: VisionConfig) -> bytes:
     """Of a data URL only: a client names no file of the server."""
     return pixels_of(bytes_of_data_url(url), config).numpy().tobytes()
@@ -156,6 +183,28 @@ def _parts(message: Message) -> list[Any]:
 
 def _is_image(part: TextPart | ImagePart) -> bool:
     return part.type == "image_url"
+
+
+def _num_chars(message: Message) -> int:
+    """Of what a chat template writes into the prompt: some leave out earlier reasoning."""
+    text = message.content if isinstance(message.content, str) else ""
+    parts = (part.text for part in _parts(message) if not _is_image(part))
+    arguments = (call.function.arguments for call in message.tool_calls or ())
+    return sum(map(len, (text, *parts, *arguments)))
+
+
+def _num_chars_in(value: Any) -> int:
+    """Of all texts in a JSON value, which may be nested deeply."""
+    num_chars, open_values = 0, [value]
+    while open_values:
+        value = open_values.pop()
+        if isinstance(value, str):
+            num_chars += len(value)
+        elif isinstance(value, dict):
+            open_values += [*value, *value.values()]
+        elif isinstance(value, list):
+            open_values += value
+    return num_chars
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -191,5 +240,5 @@ def _arguments(text: str) -> Any:
     """Templates print arguments as JSON themselves: they get the value where the text is JSON."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

@@ -11,8 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from shared.server.errors import bad_request
 from shared.types import SamplingParams
 
-MAX_STOPS = 16
-MAX_STOP_CHARS = 512
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 2048
 MAX_SAMPLES = 256
@@ -153,25 +151,23 @@ class SamplingFields(GrammarFields):
         """For the engine. `num_logprobs`: alternatives beside each token; None: no log-probabilities."""
         if self.best_of is not None and self.best_of != 1:
             raise bad_request(f"best_of must be 1, got {self.best_of}", "best_of")
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stop) > MAX_STOPS:
-            raise bad_request(f"stop takes at most {MAX_STOPS} texts, got {len(stop)}", "stop")
-        if any(not 0 < len(text) <= MAX_STOP_CHARS for text in stop):
-            raise bad_request(f"a stop text has 1 to {MAX_STOP_CHARS} characters", "stop")
-        regexes = [self.stop_regex] if isinstance(self.stop_regex, str) else self.stop_regex or []
+        if self.min_tokens > max_new_tokens:
+            raise bad_request(
+                f"min_tokens ({self.min_tokens}) exceeds max_tokens ({max_new_tokens})", "min_tokens"
+            )
         more = {**self.grammar_params(), **more}
         try:
             return SamplingParams(
                 max_new_tokens=max_new_tokens,
-                min_new_tokens=min(self.min_tokens, max_new_tokens),
+                min_new_tokens=self.min_tokens,
                 temperature=self.temperature,
                 top_p=self.top_p,
                 top_k=self.top_k if self.top_k != 0 else -1,
                 min_p=self.min_p,
                 n=self.n,
-                stop=tuple(stop),
+                stop=texts_of(self.stop),
                 stop_token_ids=tuple(self.stop_token_ids or ()),
-                stop_regex=tuple(regexes),
+                stop_regex=texts_of(self.stop_regex),
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
                 repetition_penalty=self.repetition_penalty,
@@ -196,6 +192,11 @@ class SamplingFields(GrammarFields):
                 )
             biases[int(key)] = -math.inf if value == -100 else value
         return biases
+
+
+def texts_of(value: str | list[str] | None) -> tuple[str, ...]:
+    """Of a field that takes one text or a list of them."""
+    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 class Function(Body):
@@ -281,79 +282,3 @@ class CompletionRequest(SamplingFields):
     suffix: str | None = None
     add_special_tokens: bool = True
     return_token_ids: bool | None = None  # None: where there is no tokenizer, so no text
-
-
-class TokenizeRequest(Body):
-    """/tokenize: a text, or messages through the chat template."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-
-
-class DetokenizeRequest(Body):
-    """/detokenize."""
-
-    model: str | None = None
-    tokens: list[int]
-    skip_special_tokens: bool = False
-
-
-class NativeSamplingParams(Body):
-    """`sampling_params` of /generate: fields of SamplingParams."""
-
-    max_new_tokens: Annotated[int, Field(ge=0)] = 128
-    min_new_tokens: Annotated[int, Field(ge=0)] = 0
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: Int64 | None = None
-    sampling_seed: Int64 | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    stop_regex: str | list[str] | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    no_stop_trim: bool = False
-    json_schema: Schema | None = None
-    json_object: bool = False
-    regex: str | None = None
-    ebnf: str | None = None
-    choice: list[str] | None = None
-    structural_tag: str | None = None
-
-
-class NativeRequest(Body):
-    """/generate, in the manner of SGLang's native endpoint: streamed texts are cumulative."""
-
-    text: str | None = None
-    input_ids: list[int] | None = None
-    input_embeds: list[list[float]] | None = None
-    sampling_params: NativeSamplingParams = NativeSamplingParams()
-    stream: bool = False
-    return_logprob: bool = False
-    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    logprob_start_len: int = -1
-    priority: int = 0
-    lora_path: str | None = None  # SGLang's word for the name of a loaded adapter
-    rid: str | None = None  # echoed only: the server makes its own ids
-
-
-class LoadLoraRequest(Body):
-    """/load_lora_adapter"""
-
-    lora_name: Annotated[str, Field(min_length=1)]
-    lora_path: Annotated[str, Field(min_length=1)]
-
-
-class UnloadLoraRequest(Body):
-    """/unload_lora_adapter"""
-
-    lora_name: str

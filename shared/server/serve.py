@@ -19,6 +19,7 @@ from shared.server.connections import listen
 from shared.server.engine_client import EngineClient, EngineDead
 from shared.server.engine_process import EXIT_ENGINE_DIED
 from shared.server.prompts import Prompts
+from shared.server.request_log import log_to_stderr
 from shared.server.state import ServerSettings, ServerState
 from shared.text.tokenizer import Tokenizer
 
@@ -46,6 +47,8 @@ async def run_server(
 ) -> int:
     """Serve until a signal or the engine's death; returns the exit code. `announce` is called once requests
     are answered, with the port."""
+    if settings.log_requests:
+        log_to_stderr()
     listener = listen(settings.host, settings.port)
     client = EngineClient(config, in_thread=in_thread)
     stop = asyncio.Event()

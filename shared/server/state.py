@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shared.server.engine_client import EngineClient
-from shared.server.errors import ApiError
+from shared.server.errors import ApiError, bad_request
 from shared.server.generation import Generation
 from shared.server.messages import Ready
 from shared.server.metrics import Metrics
@@ -30,6 +30,7 @@ class ServerSettings:
     drain_seconds: float = 30.0  # after SIGTERM, for running requests to end
     write_timeout: float = 60.0  # seconds that one write to a slow reader may take
     heartbeat_timeout: float = 60.0  # seconds without a heartbeat until /health fails
+    log_requests: bool = False  # a line for each answer, on stderr
 
 
 @dataclass
@@ -54,7 +55,7 @@ class ServerState:
         images: Sequence[bytes] = (),
     ) -> Generation:
         """A generation of a validated body; 429 or 503 when the server takes no more."""
-        self.check_admission(len(prompts) * params.n)
+        self.check_admission(len(prompts), params.n)
         return Generation(
             self.client,
             self.prompts.tokenizer,
@@ -73,13 +74,19 @@ class ServerState:
         """The LoRA adapter that a request means by its `model`; None: the model alone."""
         return model if model in self.adapters else None
 
-    def check_admission(self, num_samples: int) -> None:
-        """429 when too many requests are live, 503 while draining or after the engine's death."""
+    def check_admission(self, num_prompts: int, n: int = 1) -> None:
+        """400 for more samples than the server ever takes, 429 when too many are live, 503 while draining or
+        after the engine's death."""
+        limit, num_samples = self.settings.max_live_requests, num_prompts * n
+        if num_samples > limit:
+            raise bad_request(
+                f"{num_prompts} prompts with n={n} are {num_samples} requests; this server takes at most "
+                f"{limit} at one time"
+            )
         if not self.client.is_alive:
             raise ApiError(503, f"the engine is not running: {self.client.death_reason}")
         if self.is_draining:
             raise ApiError(503, "the server is shutting down")
-        limit = self.settings.max_live_requests
         if self.client.num_live + num_samples > limit:
             raise ApiError(
                 429, f"the server is full: {self.client.num_live} requests are live, the limit is {limit}"

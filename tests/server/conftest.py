@@ -20,6 +20,6 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="session")
 def locked_server() -> Iterator[RunningServer]:
-    """One that asks for one of two API keys."""
-    with serving("--api-key", "secret", "--api-key", "other") as server:
+    """One that asks for one of two API keys, and writes the request log."""
+    with serving("--api-key", "secret", "--api-key", "other", "--log-requests") as server:
         yield server

@@ -137,6 +137,10 @@ def test_slow_reader_does_not_slow_the_others(server: RunningServer) -> None:
 
 def test_full_server_answers_429_with_retry_after() -> None:
     with serving("--max-live-requests", "2") as server:
+        for body in ({"prompt": ["a"] * 3}, {"prompt": "a", "n": 3}):  # cannot succeed later
+            status, answer = post(server, "/v1/completions", body)
+            assert status == 400
+            assert "are 3 requests; this server takes at most 2" in answer["error"]["message"]
         connections = [connect(server, {**LONG, "stream": True}) for _ in range(2)]
         for connection in connections:
             connection.recv(10)  # it runs

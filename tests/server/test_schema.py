@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import httpx
 import pytest
 import schemathesis
 from hypothesis.errors import Unsatisfiable
@@ -14,8 +15,8 @@ from tests.properties import HealthCheck, given, settings
 from tests.server.running import RunningServer, serving
 from tests.server.test_faults import assert_whole
 
-NOT_TRIED = ("/pause_generation",)
-"""It stops the engine, and every later request with it; test_limits.py tries it."""
+PAUSE = "/pause_generation"
+"""It stops the engine, so the engine is continued behind each request."""
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +32,15 @@ def operations(url: str) -> dict[str, schemathesis.APIOperation]:
     found = {}
     for result in schema.get_all_operations():
         operation = result.ok()
-        if operation.path not in NOT_TRIED:
-            found[f"{operation.method.upper()} {operation.path}"] = operation
+        found[f"{operation.method.upper()} {operation.path}"] = operation
     return found
 
 
 def try_all(url: str, num_examples: int) -> None:
     found = operations(url)
     assert "POST /v1/chat/completions" in found
-    assert "POST /v1/messages" in found
+    for path in ("/v1/messages", "/abort_request", PAUSE):
+        assert found[f"POST {path}"].body, path
     for operation in found.values():
         for mode in schemathesis.GenerationMode:
 
@@ -47,6 +48,8 @@ def try_all(url: str, num_examples: int) -> None:
             @given(case=operation.as_strategy(generation_mode=mode))
             def one(case: schemathesis.Case) -> None:
                 case.call_and_validate(checks=[not_a_server_error], timeout=60)
+                if case.operation.path == PAUSE:
+                    httpx.post(f"{url}/continue_generation", timeout=60).raise_for_status()
 
             with contextlib.suppress(Unsatisfiable):  # a route without parameters has no invalid request
                 one()
