@@ -14,22 +14,11 @@ import torch
 
 from optimized.overlap.future_runs import FutureRuns, count_runs
 from optimized.overlap.pipeline import Pipeline
+from optimized.speculative.node_sampler import NodeSampler
 from optimized.speculative.round import KeptRows, Outcome, RoundInFlight
 from optimized.speculative.round_batch import RoundBatches
 from shared.interfaces import SchedulerParts
-from shared.speculation.node_sampling import EarlyBans, expand_to_nodes, with_texts
-from shared.types import (
-    DraftBatch,
-    DraftShape,
-    DraftTree,
-    ForwardBatch,
-    ForwardMode,
-    LogitsOutput,
-    LogprobsOutput,
-    Req,
-    SampleOutput,
-    SamplingBatchInfo,
-)
+from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, LogprobsOutput
 
 
 class ChainRound:
@@ -48,7 +37,7 @@ class ChainRound:
         self.pipeline = pipeline
         self.runs = FutureRuns(len(pipeline.future_map.token_ids), longest_run, device)
         self.batches = RoundBatches(context_len, num_slots, device)
-        self._last_info: tuple[SamplingBatchInfo, int, SamplingBatchInfo] | None = None  # of nodes, the last
+        self.node_sampler = NodeSampler(parts, pipeline)
 
     # --8<-- [start:speculative-step]
     def run(self, batch: RoundInFlight, shape: DraftShape) -> Outcome:
@@ -65,7 +54,7 @@ class ChainRound:
         if bans is not None:
             bans = bans._replace(num_left=bans.num_left - run_lens)
         with self.parts.timeline.forward(forward_batch):
-            logits_output, sampled = self._forward_and_sample(reqs, forward_batch, info, tree, bans)
+            logits_output, sampled = self.node_sampler.run(reqs, forward_batch, info, tree, bans)
         target_ids = sampled.next_token_ids.view(-1, tree.num_draft_tokens)
         accepted = self.draft_tree.accept(tree, target_ids, batch.max_kept - 1)
         # --8<-- [end:speculative-step]
@@ -90,47 +79,11 @@ class ChainRound:
         found = sampled.logprobs
         return Outcome(numbers, found and LogprobsOutput(*(values[rows] for values in found)))
 
-    def _forward_and_sample(
-        self,
-        reqs: list[Req],
-        forward_batch: ForwardBatch,
-        info: SamplingBatchInfo,
-        tree: DraftTree,
-        bans: EarlyBans | None,
-    ) -> tuple[LogitsOutput, SampleOutput]:
-        """Run model and sampler. If a grammar or a processor reads the drafts on the CPU, it does so while
-        the model runs."""
-        runner, sampler, num_token_ids = self.parts.model_runner, self.parts.sampler, self.parts.num_token_ids
-        if not any(req.needs_output for req in reqs):
-            info = self._node_sampling_info(info, tree, bans)
-            return runner.forward_and_sample(forward_batch, sampler, info, num_token_ids)
-        drafts = self.pipeline.streams.copy((tree.token_ids, tree.parents, tree.num_nodes))
-        info = expand_to_nodes(info, tree, bans)
-        logits_output = runner.forward(forward_batch)
-        token_ids, parents, num_nodes = drafts.wait()
-        on_cpu = replace(tree, token_ids=token_ids, parents=parents, num_nodes=num_nodes)
-        info = with_texts(info, reqs, on_cpu, num_token_ids)
-        logits = logits_output.next_token_logits[:, :num_token_ids]
-        return logits_output, sampler.sample(logits, info, forward_batch.sampled_positions)
-
     def _verify_batch(self, batch: DraftBatch, tree: DraftTree) -> ForwardBatch:
         """A batch with all nodes as an extension of their request. Causal attention is correct for a
         chain."""
         positions = tree.positions(batch.seq_lens)  # siblings share one, though their slots do not
         return self.batches.regular(batch, tree.token_ids, positions, ForwardMode.TARGET_VERIFY)
-
-    def _node_sampling_info(
-        self, info: SamplingBatchInfo, tree: DraftTree, bans: EarlyBans | None
-    ) -> SamplingBatchInfo:
-        """The sampling info of the nodes; that of the previous round if the inputs are the same and nothing
-        depends on outputs."""
-        num_nodes = tree.num_draft_tokens
-        if self._last_info is not None and self._last_info[0] is info and self._last_info[1] == num_nodes:
-            return self._last_info[2]
-        nodes = expand_to_nodes(info, tree, bans)
-        depends = bans is not None or info.output_counts is not None
-        self._last_info = None if depends else (info, num_nodes, nodes)
-        return nodes
 
     def _keep_slots(
         self, batch: DraftBatch, tree: DraftTree, nodes: torch.Tensor, is_behind: torch.Tensor

@@ -50,6 +50,7 @@ def test_every_optimized_component_has_a_twin() -> None:
         "eviction_heap.py",
         "array_tree.py",
         "speculative/ngram_lookup.py",
+        "speculative/node_sampler.py",
         "speculative/round.py",
         "speculative/round_batch.py",
     }

@@ -90,15 +90,13 @@ class EndsAfterTheCommit(Scheduler):
 
 @constrained
 class ReadsTheTreesOfOthers(
-    changed("chain", "with_texts(info, reqs, on_cpu,", "with_texts(info, reqs[::-1], on_cpu,")
+    changed("node_sampler", "with_texts(info, reqs, on_cpu,", "with_texts(info, reqs[::-1], on_cpu,")
 ):
     """Grammars read the drafts of other requests."""
 
 
 @constrained
-class ReadsNoParents(
-    changed("chain", "token_ids=token_ids, parents=parents,", "token_ids=token_ids, parents=parents * 0,")
-):
+class ReadsNoParents(changed("node_sampler", "parents=parents, num", "parents=parents * 0, num")):
     """All drafts hang from the root."""
 
 

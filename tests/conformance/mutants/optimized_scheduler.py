@@ -21,6 +21,7 @@ MODULES = {
     "decoding": "optimized.decoding",
     "round": "optimized.speculative.round",
     "round_batch": "optimized.speculative.round_batch",
+    "node_sampler": "optimized.speculative.node_sampler",
     "chain": "optimized.speculative.chain",
     "tree": "optimized.speculative.tree",
     "speculative": "optimized.speculative.decoding",
