@@ -105,5 +105,7 @@ def columns_of(name: str) -> tuple[Column, Column]:
     """The time and the bus bandwidth of an implementation."""
     return (
         Column(f"{name}, us", lambda result: us(result.seconds.get(name))),
-        Column("GB/s", lambda r: f"{r.bus_bandwidth(name) / 1e9:.2f}" if name in r.seconds else None),
+        Column(
+            f"{name}, GB/s", lambda r: f"{r.bus_bandwidth(name) / 1e9:.2f}" if name in r.seconds else None
+        ),
     )
