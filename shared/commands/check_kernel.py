@@ -67,7 +67,7 @@ def check_kernel(
     Exit status 0: every case holds; 1: a case fails; 2: nothing could be checked.
     """
     from shared.conformance.kernels.collective_likes import all_reduce_like
-    from shared.conformance.kernels.conventions import LIKES, convention_of
+    from shared.conformance.kernels.conventions import LIKES, convention_of, operation_of
     from shared.conformance.kernels.run import check_arguments, check_kernel, running
 
     if list_all:
@@ -75,6 +75,7 @@ def check_kernel(
         return
     if target is None or like is None:
         raise ValueError(f"name a function and what it is --like: {', '.join(LIKES)}")
+    like = operation_of(like)
     chosen_convention = convention_of(like, convention)
     operation = LIKES[like]
     if ranks is not None:
@@ -141,12 +142,10 @@ def print_list(only: str | None) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from shared.conformance.kernels.conventions import CONVENTIONS, LIKES, convention_of
+    from shared.conformance.kernels.conventions import CONVENTIONS, LIKES, operation_of
 
-    if only is not None:
-        convention_of(only, CONVENTIONS[only][0].library if only in CONVENTIONS else "")
     console = Console()
-    for name in [only] if only else LIKES:
+    for name in [operation_of(only)] if only else LIKES:
         console.print(Text(f"{name}: {LIKES[name].what}", "bold"))
         for each in CONVENTIONS[name]:
             console.print(Text(f"  --convention {each.library}: {each.signature}"))

@@ -90,6 +90,12 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
 def _from_options(config: pytest.Config) -> list[Checked]:
     targets, components = config.option.diptych, config.option.diptych_component
     versions = config.option.diptych_contract or [""] * len(targets)
+    if len(components) < len(targets):
+        from shared.conformance.contract_versions import recorded
+
+        raise pytest.UsageError(
+            f"--diptych {targets[len(components)]}: add --component NAME, one of {', '.join(recorded())}"
+        )
     if not len(targets) == len(components) == len(versions):
         raise pytest.UsageError(
             f"each --diptych needs one --component, and one --diptych-contract or none has any: got "

@@ -157,7 +157,7 @@ def test_a_case_that_does_not_end_fails_and_the_others_are_skipped(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (CACHE[:2], "1 targets, 0 components, 0 versions"),
+        (CACHE[:2], "--diptych my_cache.py:MyRadixCache: add --component NAME, one of "),
         ((*CACHE[:3], "radix"), "no contract for 'radix'"),
         ((*CACHE, "--diptych-contract", "99.0"), "contract 99.0 of radix_cache is newer"),
         ((*CACHE, "--diptych-contract", "one"), "a version of a contract is major.minor"),

@@ -12,7 +12,7 @@ from shared.bench import bare_kernel
 from shared.bench.step_cost import Ceilings
 from shared.conformance.kernels import run
 from shared.conformance.kernels.attention_likes import dense
-from shared.conformance.kernels.conventions import CONVENTIONS, LIKES, convention_of
+from shared.conformance.kernels.conventions import CONVENTIONS, LIKES, convention_of, operation_of
 from shared.conformance.kernels.report import Report
 from shared.conformance.kernels.report_html import render
 from tests.kernel_check.right import RIGHT
@@ -169,10 +169,16 @@ def test_the_command_writes_page_and_json(tmp_path: Path, monkeypatch: pytest.Mo
     assert "prefers-color-scheme: dark" in text
 
 
+@pytest.mark.parametrize("name", ["attention.decode", "mla", "moe", "verify", "w8a8"])
+def test_a_group_of_one_operation_is_a_name_of_it(name: str) -> None:
+    assert operation_of(name) == {"mla": "mla.decode"}.get(name, name)
+
+
 def test_the_command_names_what_is_wrong_with_the_call() -> None:
     for args, words in (
         ((f"{EXAMPLE}:rms_norm",), "--like"),
         ((f"{EXAMPLE}:rms_norm", "--like", "gemm"), "attention.decode"),
+        ((f"{EXAMPLE}:rms_norm", "--like", "attention"), "it can be attention.decode, attention.extend"),
         ((f"{EXAMPLE}:rms_norm", "--like", "rms_norm", "--convention", "jax"), "flashinfer"),
         ((f"{EXAMPLE}:no_such", "--like", "rms_norm"), "no_such"),
         ((f"{EXAMPLE}:rms_norm", "--like", "rms_norm", "--with", "window"), "none"),

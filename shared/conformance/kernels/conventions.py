@@ -371,9 +371,16 @@ CONVENTIONS: dict[str, tuple[Convention, ...]] = {
 }  # fmt: skip
 
 
+def operation_of(name: str) -> str:
+    """The full name of an operation. `mla` is short for `mla.decode`, the only one of its group. Raises
+    `ValueError` for an unknown or ambiguous name."""
+    matching = [full for full in LIKES if name == full or name in full.split(".")]
+    if len(matching) != 1:
+        raise ValueError(f"--like {name}: it can be {', '.join(matching or LIKES)}")
+    return matching[0]
+
+
 def convention_of(like: str, library: str) -> Convention:
-    if like not in CONVENTIONS:
-        raise ValueError(f"--like {like}: it can be {', '.join(CONVENTIONS)}")
     for convention in CONVENTIONS[like]:
         if convention.library == library:
             return convention

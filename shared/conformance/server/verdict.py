@@ -33,17 +33,23 @@ class Report:
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence."""
+        """The verdict in one sentence, with the format that gave the limits."""
         ran = [result for result in self.results if result.status != "not offered"]
         missing = self.num_chosen - len(self.results)
         end = f"; {missing} checks did not run: the server is gone" if missing else ""
         if self.failing:
             names = ", ".join(result.check.name for result in self.failing)
-            return f"{len(self.failing)} of {len(ran)} checks fail: {names}{end}"
+            return f"{len(self.failing)} of {len(ran)} checks fail: {names}{end}{self._limits}"
         if not ran:
             return f"nothing could be checked{end}"
         num_cases = sum(result.num_cases for result in ran)
-        return f"the server agrees with the reference: {len(ran)} checks hold, in {num_cases:,} cases{end}"
+        agrees = f"the server agrees with the reference: {len(ran)} checks hold, in {num_cases:,} cases"
+        return f"{agrees}{end}{self._limits}"
+
+    @property
+    def _limits(self) -> str:
+        dtype = self.facts.get("dtype")
+        return f" (limits of {dtype})" if dtype else ""
 
     @property
     def exit_status(self) -> int:
