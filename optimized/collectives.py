@@ -1,9 +1,11 @@
-"""Collectives of CUDA tensors over NCCL, of CPU tensors over gloo.
+"""Collectives of CUDA tensors over NCCL and our one-shot kernel, of CPU tensors over gloo.
 
 Differs from reference: one operation of the library instead of a gather and a sum. A sum is rounded to the
-tensor's dtype at each addition. NCCL's operations are queued on the current stream, and a CUDA graph may
-contain them. A group's NCCL communicator is made at its first CUDA tensor, which takes time and memory, so
-use each group once before memory is measured. It has not run on two GPUs yet.
+tensor's dtype at each addition. Small sums of GPUs of one computer are one kernel (symmetric_memory.py), in
+float32 and in the order of ranks, with the residual and the norm behind them if a layer asks for that.
+Operations on CUDA tensors are queued on the current stream, and a CUDA graph may contain them; all of a group
+must run one after the other. Communicator and buffers are made at the first CUDA tensor, which takes time and
+memory, so use each group once before memory is measured. It has not run on two GPUs yet.
 """
 
 from __future__ import annotations
@@ -14,14 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from optimized.symmetric_memory import connect_one_shot, uses_one_shot
 from shared.interfaces import collectives as interface
 from shared.parallel.collective_log import CollectiveLog
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store, Work
 
+    from optimized.kernels.one_shot_all_reduce import OneShotAllReduce
+    from shared.interfaces import RMSNorm
+
 
 class Collectives(interface.Collectives):
+    has_one_shot = True
+
     def __init__(self, store: Store, rank: int, size: int, seconds: float, name: str = "tp") -> None:
         self.name = name
         self.rank = rank
@@ -30,16 +38,38 @@ class Collectives(interface.Collectives):
         self._store = store
         self._limit = timedelta(seconds=seconds)
         self._groups: dict[str, Any] = {}  # type of device -> its process group
-        self._group("cpu")
+        self._one_shot: OneShotAllReduce | None = None  # of CUDA tensors
+        self._group(torch.device("cpu"))
 
     # --8<-- [start:all-reduce]
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.log.add("all_reduce", self.name, x)
+        if self._takes_one_shot(x):
+            return self._one_shot(x.contiguous())
         total = x.clone(memory_format=torch.contiguous_format)
         self._finish(x, "allreduce", [total])
         return total
 
     # --8<-- [end:all-reduce]
+
+    def all_reduce_add_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from optimized.layers import GemmaRMSNorm, adds_in_kernel
+
+        if not (self._takes_one_shot(x) and adds_in_kernel(norm)):
+            return super().all_reduce_add_and_norm(x, residual, norm)
+        self.log.add("all_reduce_add_and_norm", self.name, x)
+        is_gemma = isinstance(norm, GemmaRMSNorm)
+        return self._one_shot.add_rms_norm(x.contiguous(), residual, norm.weight, norm.eps, is_gemma)
+
+    def _takes_one_shot(self, x: torch.Tensor) -> bool:
+        """The same on all ranks: they pass tensors of one shape, dtype and type of device."""
+        if not x.is_cuda:
+            return False
+        self._group(x.device)
+        is_small = uses_one_shot(x.numel() * x.element_size(), self.size)
+        return self._one_shot is not None and x.dtype in self._one_shot.dtypes and is_small
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         self.log.add("all_gather", self.name, x)
@@ -77,24 +107,34 @@ class Collectives(interface.Collectives):
 
     def _finish(self, x: torch.Tensor, operation: str, *args: object) -> None:
         """Run the operation: on a CPU to its end; on a GPU, later work of the current stream waits for it."""
-        run: Callable[..., Work] = getattr(self._group(x.device.type), operation)
+        run: Callable[..., Work] = getattr(self._group(x.device), operation)
         try:
             run(*args).wait()
         except RuntimeError:
             self.is_broken = True
             raise
 
-    def _group(self, device_type: str) -> Any:
-        if device_type not in self._groups:
-            self._groups[device_type] = self._connect(device_type)
-        return self._groups[device_type]
+    def _group(self, device: torch.device) -> Any:
+        if device.type not in self._groups:
+            self._groups[device.type] = self._connect(device)
+        return self._groups[device.type]
 
-    def _connect(self, device_type: str) -> Any:
+    def _connect(self, device: torch.device) -> Any:
         from torch import distributed
 
-        store = distributed.PrefixStore(f"{self.name}/{device_type}", self._store)
-        if device_type == "cpu":
+        store = distributed.PrefixStore(f"{self.name}/{device.type}", self._store)
+        if device.type == "cpu":
             return distributed.ProcessGroupGloo(store, self.rank, self.size, self._limit)
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = self._limit
-        return distributed.ProcessGroupNCCL(store, self.rank, self.size, options)
+        nccl = distributed.ProcessGroupNCCL(store, self.rank, self.size, options)
+        if self.has_one_shot:
+            store = distributed.PrefixStore("one-shot", store)
+            self._one_shot = connect_one_shot(store, self.rank, self.size, nccl, device)
+        return nccl
+
+
+class NcclCollectives(Collectives):
+    """Every sum of CUDA tensors is NCCL's."""
+
+    has_one_shot = False

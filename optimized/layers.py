@@ -11,6 +11,8 @@ Only layers of this file are fused: a user-provided norm or rotation is called b
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
@@ -21,6 +23,7 @@ from optimized.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from shared.config import RopeConfig
 from shared.interfaces import layers as interface
 from shared.interfaces.attention import BatchAttention
+from shared.interfaces.collectives import Collectives
 from shared.modeling.forward import layer_output
 from shared.modeling.rope import rope_angles
 from shared.types.attention import AttentionLayer
@@ -230,17 +233,41 @@ class MLP(nn.Module):
         return self.down_proj.activated(self.act_fn, self.gate_up_proj(x, norm))
 
 
+class RankPart(NamedTuple):
+    """This rank's summand of a sum over ranks that is computed later."""
+
+    part: torch.Tensor
+    tp: Collectives
+
+
+def sum_later(tp: Collectives, part: torch.Tensor) -> torch.Tensor | RankPart:
+    """The sum over ranks of `part`. On a GPU it is left to `add_and_norm`: one kernel may sum over ranks, add
+    the residual and norm."""
+    if tp.size == 1:
+        return part
+    return RankPart(part, tp) if part.is_cuda else tp.all_reduce(part)
+
+
+def summed(x: torch.Tensor | RankPart) -> torch.Tensor:
+    return x.tp.all_reduce(x.part) if isinstance(x, RankPart) else x
+
+
 def add_and_norm(
-    norm: interface.RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
+    norm: interface.RMSNorm, x: torch.Tensor | RankPart, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of the sum, the sum) of the result of `Linear.add_later`."""
-    if (
-        residual is not None
-        and x.dim() > residual.dim()
-        and type(norm).add_and_norm not in (RMSNorm.add_and_norm, GemmaRMSNorm.add_and_norm)
-    ):
+    """(norm of the sum, the sum) of the result of `Linear.add_later` or `sum_later`."""
+    if isinstance(x, RankPart):
+        assert residual is not None
+        return x.tp.all_reduce_add_and_norm(x.part, residual, norm)
+    if residual is not None and x.dim() > residual.dim() and not adds_in_kernel(norm):
         x, residual = layer_output(x, residual), None  # a user-provided norm takes no partial sums
     return (norm(x), x) if residual is None else norm.add_and_norm(x, residual)
+
+
+def adds_in_kernel(norm: interface.RMSNorm) -> bool:
+    """Whether a kernel may do what norm.add_and_norm does: a method of this file, replaced by no hook."""
+    builtin = (RMSNorm.add_and_norm, GemmaRMSNorm.add_and_norm)
+    return type(norm).add_and_norm in builtin and "add_and_norm" not in vars(norm)
 
 
 def use_gemv(x: torch.Tensor) -> bool:

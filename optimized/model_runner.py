@@ -33,6 +33,7 @@ from shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
 from shared.interfaces import model_runner as interface
 from shared.interfaces.attention import BatchAttention
 from shared.modeling.forward import no_hidden_states, run_model
+from shared.parallel.alone import ALONE
 from shared.sampling.logprobs import LOGPROB_ROWS, input_logprobs_of
 from shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
@@ -241,7 +242,7 @@ class ModelRunner(interface.ModelRunner):
     # ---- capture ----
 
     def _graphs(self, device: torch.device) -> CudaGraphs | None:
-        return CudaGraphs(device) if device.type == "cuda" else None
+        return CudaGraphs(device, getattr(self.model, "tp", ALONE)) if device.type == "cuda" else None
 
     @torch.inference_mode()
     def _capture_all(self, graphs: CudaGraphs, sampler: Sampler, num_token_ids: int) -> None:

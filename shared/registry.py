@@ -96,6 +96,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "collectives": {
         "reference": "reference.collectives:Collectives",
         "optimized": "optimized.collectives:Collectives",
+        "nccl": "optimized.collectives:NcclCollectives",
     },
 }
 """component -> choice -> "module" or "module:attribute". A choice is a panel's name or a backend's."""

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from optimized.graphs.borrowed_buffers import Borrower, Memory
+from shared.interfaces import Collectives
+from shared.parallel.alone import ALONE
 
 Replay = Callable[[], None]
 Cut = Callable[[list[torch.Tensor]], tuple[Replay, list[torch.Tensor]]]
@@ -24,10 +26,12 @@ Cut = Callable[[list[torch.Tensor]], tuple[Replay, list[torch.Tensor]]]
 
 class CudaGraphs:
     """Captures functions without arguments into graphs of one memory pool. Largest first: the memory of
-    each serves the smaller ones after it."""
+    each serves the smaller ones after it. Functions that contain collectives of `ranks` are captured by all
+    ranks in the same order."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranks: Collectives = ALONE) -> None:
         self.device = device
+        self.ranks = ranks
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
 
@@ -58,6 +62,7 @@ class CudaGraphs:
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[Recording]:
         recording = Recording(self.pool)
+        self.ranks.barrier()  # a rank may set up connections in the run before
         with torch.cuda.stream(self.stream):
             recording.begin()
             try:

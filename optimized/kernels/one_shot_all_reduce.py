@@ -124,6 +124,9 @@ class OneShotAllReduce:
     addresses it; `buffers` of 2 * half_bytes bytes at addresses that are multiples of 16, `signals` int32
     zeros of [MAX_BLOCKS, size]."""
 
+    dtypes = DTYPES
+    memory: object = None  # of which buffers and signals are views
+
     def __init__(self, buffers: Sequence[torch.Tensor], signals: Sequence[torch.Tensor], rank: int) -> None:
         self.rank, self.size = rank, len(buffers)
         self.half_bytes = buffers[rank].numel() // 2

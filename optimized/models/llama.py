@@ -21,11 +21,14 @@ from optimized.layers import (
     GemmaRMSNorm,
     Linear,
     MergedLinear,
+    RankPart,
     RMSNorm,
     RotaryEmbedding,
     add_and_norm,
     is_builtin_layer,
     logits,
+    sum_later,
+    summed,
 )
 from optimized.models.mla import MLAAttention
 from shared.config import ModelConfig
@@ -123,11 +126,11 @@ class LlamaDecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | RankPart,
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         attention: BatchAttention,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | RankPart, torch.Tensor | None]:
         """The layer's input is x + residual, or x alone, and so is its output, the last layer's of the tokens
         that are wanted. Both may be overwritten."""
         # --8<-- [start:decoder-layer]
@@ -144,7 +147,7 @@ class LlamaDecoderLayer(nn.Module):
             normed, x = add_and_norm(self.post_attention_layernorm, x, residual)
             if self.mlp.expert_parallel is not None:
                 return by_rows(self.tp, self.mlp, normed), x
-            return self.tp.all_reduce(self.mlp(normed)), x
+            return sum_later(self.tp, self.mlp(normed)), x
         if residual is None:
             activated = self.mlp.activate(x, self.post_attention_layernorm)
         else:
@@ -155,12 +158,11 @@ class LlamaDecoderLayer(nn.Module):
 
     def _add_later(
         self, linear: Linear, residual: torch.Tensor, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `Linear.add_later`; with several ranks the sum over ranks is computed first, and the next norm
-        adds."""
+    ) -> tuple[torch.Tensor | RankPart, torch.Tensor | None]:
+        """As `Linear.add_later`; with several ranks the next norm adds the sum over ranks."""
         if self.tp.size == 1:
             return linear.add_later(residual, x)
-        return self.tp.all_reduce(linear(x)), residual
+        return sum_later(self.tp, linear(x)), residual
 
 
 class LlamaModel(nn.Module):
@@ -213,11 +215,15 @@ class LlamaModel(nn.Module):
 
 
 def _capture(
-    captured: dict[int, torch.Tensor], layer_id: int, x: torch.Tensor, residual: torch.Tensor | None
+    captured: dict[int, torch.Tensor],
+    layer_id: int,
+    x: torch.Tensor | RankPart,
+    residual: torch.Tensor | None,
 ) -> None:
     """A copy of a layer's input, if requested: the layer may overwrite the original."""
     if layer_id in captured:
-        captured[layer_id] = x.clone() if residual is None else layer_output(x, residual)
+        total = summed(x)
+        captured[layer_id] = total.clone() if residual is None else layer_output(total, residual)
 
 
 class LlamaForCausalLM(CausalLM):

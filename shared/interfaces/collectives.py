@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shared.interfaces.layers import RMSNorm
+
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 class Collectives(ABC):
     """One group of ranks, numbered from 0. Every rank calls the same operations in the same order, with
     tensors of one dtype and, where nothing else is said, of one shape. A call returns when its result may be
-    used. No operation changes its arguments.
+    used. No operation changes its arguments, except `all_reduce_add_and_norm`.
 
     A rank that ends, or that does not arrive within the group's time limit, makes the operation raise
     `RuntimeError` on the others, where `is_broken` is True from then on. The group cannot be used afterwards.
@@ -40,6 +42,17 @@ class Collectives(ABC):
         """The sum over ranks, in x's shape and dtype, with the same bits on every rank. Integers are exact.
         The reference adds floats in float32 (at least) in the order of ranks; another implementation may
         round each addition to x's dtype, in an order of its own."""
+
+    def all_reduce_add_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """norm.add_and_norm(all_reduce(x), residual): (norm of the sum, the sum), both may be written over x
+        and residual. An implementation may round the sum of all ranks and the residual once."""
+        return norm.add_and_norm(self.all_reduce(x), residual)
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it; work that a GPU still has to do is not waited for."""
+        self.all_reduce(torch.zeros(1))
 
     @abstractmethod
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

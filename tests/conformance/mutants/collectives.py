@@ -27,6 +27,22 @@ class SumsInPlace(Collectives):
 
 
 @collectives
+class NormsOwnPart(Collectives):
+    """The norm of this rank's part and the residual."""
+
+    def all_reduce_add_and_norm(self, x, residual, norm):
+        return norm.add_and_norm(x, residual)
+
+
+@collectives
+class BarrierDoesNotWait(Collectives):
+    """A rank passes the barrier before the others call it."""
+
+    def barrier(self):
+        pass
+
+
+@collectives
 class Averages(Collectives):
     """A mean over ranks instead of a sum."""
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
+from shared import registry
 from shared.conformance.case import Case, grid
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_close, expect_equal
 from shared.conformance.ranks import on_ranks
 from shared.conformance.tolerance import EXACT, tolerance
-from shared.interfaces import Collectives
+from shared.interfaces import Collectives, RMSNorm
 
 LIMIT = 10.0  # time limit of a group in seconds
 SIZES = (2, 3)
@@ -55,6 +58,35 @@ def sums_have_the_same_bits(impl: type[Collectives], case: Case) -> None:
     found = on_ranks(case.size, lambda group: group.all_reduce(parts[group.rank]), LIMIT, impl)
     for rank in range(1, case.size):
         expect_equal(f"the sum on rank {rank}", found[rank], found[0])
+
+
+@contract("all_reduce_add_and_norm adds the residual to the sum over ranks and norms it.", EACH_SIZE)
+def the_sum_is_added_and_normed(impl: type[Collectives], case: Case) -> None:
+    norm: RMSNorm = registry.load("layers", "reference").RMSNorm(5, 1e-6)
+    norm.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    *parts, residual = parts_of(Case("with a residual", size=case.size + 1), 7, 5)
+    expected = norm.add_and_norm(total_of(parts), residual.clone())
+
+    def call(group: Collectives) -> tuple[torch.Tensor, torch.Tensor]:
+        return group.all_reduce_add_and_norm(parts[group.rank].clone(), residual.clone(), norm)
+
+    for found in on_ranks(case.size, call, LIMIT, impl):
+        for what, result, wanted in zip(("the norm", "the sum"), found, expected):
+            expect_close(what, result, wanted, tolerance("sum over ranks", torch.float32))
+
+
+@contract("barrier returns when all ranks have called it.", EACH_SIZE)
+def a_barrier_waits_for_all_ranks(impl: type[Collectives], case: Case) -> None:
+    arrived: list[int] = []
+
+    def call(group: Collectives) -> int:
+        if group.rank == case.size - 1:
+            time.sleep(0.05)
+        arrived.append(group.rank)
+        group.barrier()
+        return len(arrived)
+
+    expect_equal("ranks that had called it", on_ranks(case.size, call, LIMIT, impl), [case.size] * case.size)
 
 
 @contract("No operation changes its arguments.", EACH_SIZE)
