@@ -51,7 +51,20 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _needs_more_gpus(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("gpus")
+    if marker is None:
+        return False
+    import torch
+
+    return torch.cuda.device_count() < marker.args[0]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    too_few = [item for item in items if _needs_more_gpus(item)]
+    if too_few:
+        config.hook.pytest_deselected(items=too_few)
+        items[:] = [item for item in items if item not in too_few]
     for item in items:
         if item.get_closest_marker("gpu") and not cuda_is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -88,7 +88,7 @@ class LeadScheduler(Scheduler):
         self.clock = clock
         self.tp = tp
         self.problem: str | None = None  # why the engine cannot go on
-        self.watchdog = Watchdog(self._describe_all)
+        self.watchdog = Watchdog(self._describe_all, has_ended=lambda: bool(self._readable(0)))
 
     def add_request(self, req: Req) -> None:
         if req.logit_processor is not None:

@@ -17,12 +17,23 @@ EXIT_HANGS = 70
 """EX_SOFTWARE: never 0, so that a supervisor starts the process again."""
 
 
-class Watchdog:
-    """Ends the process if a step hangs. `describe` returns further text to print."""
+POLL_SECONDS = 5.0
+"""Interval of looking. A step that waits on a GPU for a rank that has ended may last twice as long."""
 
-    def __init__(self, describe: Callable[[], str], limit: float = LIMIT) -> None:
+
+class Watchdog:
+    """Ends the process if a step hangs. `describe` returns further text to print. `has_ended` says whether
+    another rank has ended: a step that goes on waits for it, as a kernel on a GPU does without end."""
+
+    def __init__(
+        self,
+        describe: Callable[[], str],
+        limit: float = LIMIT,
+        has_ended: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.describe = describe
         self.limit = limit
+        self.has_ended = has_ended
         self._start: float | None = None  # of the current work
         self._thread: threading.Thread | None = None
 
@@ -39,12 +50,23 @@ class Watchdog:
             self._start = None
 
     def _watch(self) -> None:
+        waits: float | None = None  # the start of a step during which another rank had ended
         while True:
-            time.sleep(min(self.limit / 4, 5.0))
+            time.sleep(min(self.limit / 4, POLL_SECONDS))
             start = self._start
-            if start is not None and time.monotonic() - start > self.limit:
-                print(f"a step takes longer than {self.limit:g} s:", stacks_of_all_threads(), file=sys.stderr)
-                with contextlib.suppress(Exception):
-                    print(self.describe(), file=sys.stderr)
-                sys.stderr.flush()
-                os._exit(EXIT_HANGS)  # the other processes of the engine end with this one
+            if start is None:
+                continue
+            if time.monotonic() - start > self.limit:
+                self._end(f"a step takes longer than {self.limit:g} s:")
+            if self.has_ended():
+                if waits == start:
+                    self._end("another rank has ended, and a step waits for it:")
+                waits = start
+
+    def _end(self, problem: str) -> None:
+        """Now: the other processes of the engine end with this one."""
+        print(problem, stacks_of_all_threads(), file=sys.stderr)
+        with contextlib.suppress(Exception):
+            print(self.describe(), file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(EXIT_HANGS)

@@ -18,8 +18,17 @@ def test_needs_something_that_is_not_there():
 def test_plain():
     assert True
 """
+TWO_GPUS = """
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.gpus(2)]
+
+def test_needs_two():
+    assert True
+"""
 TORCH_STAND_IN = """
 class cuda:
+    device_count = staticmethod(lambda: {num_gpus})
     is_available = staticmethod(lambda: {has_gpu})
 
 def manual_seed(seed): ...
@@ -27,14 +36,14 @@ def set_num_threads(count): ...
 """
 
 
-@pytest.mark.parametrize(
-    ("has_gpu", "outcome"), [(True, "1 failed, 1 passed"), (False, "1 passed, 1 skipped")]
-)
-def test_skipped_gpu_test_fails_only_where_a_gpu_is(tmp_path: Path, has_gpu: bool, outcome: str) -> None:
+def run_pytest(tmp_path: Path, case: str, num_gpus: int) -> tuple[str, str]:
+    """The last line, and all that pytest prints."""
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
-    (tmp_path / "test_case.py").write_text(CASE)
-    (tmp_path / "torch.py").write_text(TORCH_STAND_IN.format(has_gpu=has_gpu))
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
+    (tmp_path / "test_case.py").write_text(case)
+    (tmp_path / "torch.py").write_text(TORCH_STAND_IN.format(num_gpus=num_gpus, has_gpu=num_gpus > 0))
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n  gpu: needs a GPU\n  gpus(n): needs several\n"
+    )
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "."],
         cwd=tmp_path,
@@ -42,5 +51,17 @@ def test_skipped_gpu_test_fails_only_where_a_gpu_is(tmp_path: Path, has_gpu: boo
         capture_output=True,
         text=True,
     )
-    assert outcome in result.stdout.splitlines()[-1], result.stdout + result.stderr
-    assert ("although a CUDA GPU is present" in result.stdout) == has_gpu
+    return result.stdout.splitlines()[-1], result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(("num_gpus", "outcome"), [(1, "1 failed, 1 passed"), (0, "1 passed, 1 skipped")])
+def test_skipped_gpu_test_fails_only_where_a_gpu_is(tmp_path: Path, num_gpus: int, outcome: str) -> None:
+    last, said = run_pytest(tmp_path, CASE, num_gpus)
+    assert outcome in last, said
+    assert ("although a CUDA GPU is present" in said) == (num_gpus > 0)
+
+
+@pytest.mark.parametrize(("num_gpus", "outcome"), [(0, "1 deselected"), (1, "1 deselected"), (2, "1 passed")])
+def test_what_needs_two_gpus_is_deselected_with_one(tmp_path: Path, num_gpus: int, outcome: str) -> None:
+    last, said = run_pytest(tmp_path, TWO_GPUS, num_gpus)
+    assert outcome in last, said

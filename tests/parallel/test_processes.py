@@ -148,19 +148,33 @@ def test_a_rank_that_hangs_is_described(
     assert lead.followers[0].process.exitcode == -signal.SIGKILL
 
 
-def test_a_process_whose_step_takes_too_long_ends_with_its_stacks() -> None:
+@pytest.mark.parametrize(
+    ("limits", "problem"),
+    [
+        ({"limit": 0.2}, "a step takes longer than 0.2 s"),
+        ({"has_ended": lambda: True}, "another rank has ended, and a step waits for it"),
+    ],
+    ids=["too long", "another rank has ended"],
+)
+def test_a_process_whose_step_hangs_ends_with_its_stacks(
+    limits: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.engine.watchdog.POLL_SECONDS", 0.05)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         sys.stderr = os.fdopen(write, "w")
-        with Watchdog(lambda: "the other ranks", limit=0.2).working():
-            time.sleep(60)
+        watchdog = Watchdog(lambda: "the other ranks", **limits)
+        for seconds in (0.01,) * 20 + (60,):  # short steps do not hang
+            with watchdog.working():
+                time.sleep(seconds)
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
         said = pipe.read()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == EXIT_HANGS
-    assert "time.sleep(60)" in said
+    assert problem in said
+    assert "time.sleep(seconds)" in said
     assert "the other ranks" in said
 
 

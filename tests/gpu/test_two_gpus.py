@@ -1,0 +1,96 @@
+"""Two ranks on two GPUs: the one-shot sum, NCCL, graphs that contain both, and the engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared.engine.llm import LLM
+from tests.gpu.gpu_ranks import NUM_REPLAYS, norms, on_gpus, replays, sums_that_differ
+
+pytestmark = [pytest.mark.gpu, pytest.mark.gpus(2)]
+FLAGS: dict[str, Any] = {"device": "cuda", "panel": "optimized", "dtype": "float32", "max_total_tokens": 8192}
+PROMPTS = ["Count from 3 to 9.", "What is 12 + 30?", "What is 7 + 5?"]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 48, "progress": False}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""Of a norm, whose sum of squares has another order in another kernel: one unit in the last place."""
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.gpus(4))])
+def test_the_kernel_sums_in_the_order_of_ranks(size: int) -> None:
+    """Bit for bit as the ordered float32 sum, and for two ranks as NCCL."""
+    assert on_gpus(size, sums_that_differ) == [[]] * size
+
+
+def test_the_kernel_adds_the_residual_and_norms() -> None:
+    for first, second in zip(*on_gpus(2, norms)):
+        normed, total, expected_normed, expected_total = first
+        assert torch.equal(total, expected_total)
+        torch.testing.assert_close(normed, expected_normed, rtol=TOLERANCE[total.dtype], atol=1e-5)
+        assert all(torch.equal(x, y) for x, y in zip(first, second))
+
+
+def test_graphs_with_sums_give_both_ranks_the_same_bits() -> None:
+    (state, checksum), (other_state, other_checksum) = on_gpus(2, replays)
+    assert torch.isfinite(state.float()).all()
+    assert torch.equal(state, other_state)
+    assert checksum == other_checksum
+
+
+@pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])
+def test_two_ranks_answer_as_one(model: str) -> None:
+    """Greedy text in float32: with graphs and without, the kernel and NCCL."""
+    expected = [output.text for output in LLM(model, **FLAGS).generate(PROMPTS, **GREEDY)]
+    for more in ({}, {"disable_cuda_graph": True}, {"use": {"collectives": "nccl"}}):
+        llm = LLM(model, tp=2, **FLAGS, **more)
+        assert [output.text for output in llm.generate(PROMPTS, **GREEDY)] == expected, more
+        if "disable_cuda_graph" not in more:
+            assert llm.assembly.parts.model_runner.num_graph_replays > 0
+
+
+COUNTS = """
+import torch
+from optimized.collectives import Collectives
+
+class Counts(Collectives):
+    num_different = None
+
+    def broadcast(self, x, source=0):
+        received = super().broadcast(x, source)
+        if x.is_cuda and x.dtype == torch.int64:
+            if self.num_different is None:
+                self.num_different = torch.zeros((), dtype=torch.int64, device=x.device)
+            self.num_different += self.all_reduce((received != x).sum())
+        return received
+"""
+
+
+def test_both_ranks_sample_the_same_tokens(tmp_path: Path) -> None:
+    """Over 10^4 replays, before the tokens of rank 0 are taken: rank 0 learns what the other one sampled."""
+    (tmp_path / "counts.py").write_text(COUNTS)
+    use = {"collectives": f"{tmp_path / 'counts.py'}:Counts"}
+    flags = FLAGS | {"dtype": "bfloat16", "max_running_requests": 4, "cuda_graph_max_tokens": 64}
+    llm = LLM("tiny-dense", tp=2, use=use, **flags)
+    sampling = {"temperature": 1.0, "max_tokens": 200, "ignore_eos": True, "progress": False}
+    runner: Any = llm.assembly.parts.model_runner
+    scheduler: Any = llm.scheduler
+    while runner.num_graph_replays < NUM_REPLAYS:
+        llm.generate(PROMPTS * 8, **sampling)
+    assert runner.num_sampler_replays > 0.9 * NUM_REPLAYS
+    assert int(scheduler.tp.num_different) == 0
+
+
+def test_a_rank_that_is_killed_ends_the_engine() -> None:
+    llm = LLM("tiny-dense", tp=2, **FLAGS)
+    (follower,) = llm.scheduler.followers  # type: ignore[attr-defined]
+    os.kill(follower.process.pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 has ended with signal SIGKILL"):
+        llm.generate(PROMPTS, **GREEDY)
+    assert time.monotonic() - start < 10
