@@ -68,6 +68,7 @@ def test_lines_that_the_reference_does_not_have_are_marked_in_twins() -> None:
     assert 'hl_lines="' not in _shown(quote)
 
 
+COURSE = sorted((ROOT / "docs" / "course").glob("[0-9]*.md"))
 ANNOTATED = """\
     ```python
     --8<-- "reference/radix_cache.py:radix-split"
@@ -98,9 +99,7 @@ def test_an_annotation_of_no_line_or_of_several_ends_the_build(wrong: str) -> No
         _shown(ANNOTATED.replace("(1) upper.lock_ref = child.lock_ref", wrong))
 
 
-@pytest.mark.parametrize(
-    "page", sorted((ROOT / "docs" / "course").glob("[0-9]*.md")), ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", COURSE, ids=lambda page: page.stem)
 def test_each_annotation_has_its_text(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     fences = re.findall(
@@ -113,6 +112,18 @@ def test_each_annotation_has_its_text(page: Path) -> None:
     assert sum(notes.count("\n") for notes, _ in fences) == len(
         re.findall(r"^ *\(\d+\) ", text, re.MULTILINE)
     )
+
+
+@pytest.mark.parametrize("page", COURSE, ids=lambda page: page.stem)
+def test_annotated_code_is_in_one_line_of_its_quote(page: Path) -> None:
+    """A change of the source can move it: then the annotation must follow."""
+    text, number = "", 0
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if quote := hooks._QUOTE.match(line):
+            text, number = hooks._formatted(quote[2], quote[3]), 0
+        elif note := hooks._NOTE.match(line):
+            number += 1
+            text = hooks._annotated(text, number, *note.groups())
 
 
 def test_a_path_links_to_its_source() -> None:
