@@ -11,7 +11,6 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -50,8 +49,9 @@ class SumsPlan:
     def __post_init__(self) -> None:
         if self.num_ranks < 2:
             raise ValueError(f"ranks must be at least 2, got {self.num_ranks}")
-        if not self.sizes or min(self.sizes) < KIB or any(size % KIB for size in self.sizes):
-            raise ValueError(f"sizes must be multiples of {KIB} bytes, got {self.sizes}")
+        are_distinct = len(set(self.sizes)) == len(self.sizes)
+        if not are_distinct or min(self.sizes) < KIB or any(size % KIB for size in self.sizes):
+            raise ValueError(f"sizes must be distinct multiples of {KIB} bytes, got {self.sizes}")
         num_gpus = torch.cuda.device_count()
         if self.device_type not in ("cpu", "cuda"):
             raise ValueError(f"device must be cpu or cuda, got {self.device_type!r}")
@@ -179,55 +179,39 @@ def _of_collectives(group: Collectives) -> Prepare:
 
 
 def _on_gpus(plan: SumsPlan, store: Store, rank: int) -> dict[str, Prepare]:
-    """Torch's symmetric memory needs the process group of all ranks."""
-    distributed: Any = import_module("torch.distributed")
-    memory: Any = import_module("torch.distributed._symmetric_memory")
-    kernel: Any = import_module("optimized.kernels.one_shot_all_reduce")
-    distributed.init_process_group(
-        "nccl",
-        store=distributed.PrefixStore("world", store),
-        rank=rank,
-        world_size=plan.num_ranks,
-        timeout=timedelta(seconds=SECONDS),
-        device_id=torch.device("cuda", rank),
-    )
-    world = distributed.group.WORLD
-    assert world is not None
+    """All but "optimized" is what the optimized panel would choose from, alone and at every size."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    def symmetric(num: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Zeros on each rank, as this rank addresses them."""
-        own = memory.empty(num, dtype=dtype, device=torch.device("cuda", rank)).zero_()
-        torch.cuda.synchronize()  # before a peer writes
-        handle = memory.rendezvous(own, world.group_name)
-        return [
-            own if peer == rank else handle.get_buffer(peer, (num,), dtype) for peer in range(world.size())
-        ]
+    collectives: Any = import_module("optimized.collectives")
+    kernel: Any = import_module("optimized.kernels.one_shot_all_reduce")
+    symmetric: Any = import_module("optimized.symmetric_memory")
+    device = torch.device("cuda", rank)
+    nccl = collectives.NcclCollectives(store, rank, plan.num_ranks, SECONDS, "nccl")
+
+    def memory(name: str, num_bytes: int) -> Any:
+        where = PrefixStore(name, store)
+        group = nccl._group(device)
+        return symmetric.SymmetricMemory(where, rank, plan.num_ranks, group, device, num_bytes)
 
     half_bytes = min(max(plan.sizes), kernel.MAX_BLOCKS * kernel.BLOCK * plan.dtype.itemsize)
-    signals = [
-        each.view(-1, plan.num_ranks) for each in symmetric(kernel.MAX_BLOCKS * plan.num_ranks, torch.int32)
-    ]
-    one_shot = kernel.OneShotAllReduce(symmetric(2 * half_bytes, torch.uint8), signals, rank)
-
-    def nccl(x: torch.Tensor) -> Sum:
-        total = x.clone()
-
-        def call() -> torch.Tensor:
-            distributed.all_reduce(total)
-            return total
-
-        return call
+    buffers = memory("buffers", 2 * half_bytes)
+    signals = memory("signals", 4 * kernel.MAX_BLOCKS * plan.num_ranks)
+    of_ranks = [each.view(torch.int32).view(-1, plan.num_ranks) for each in signals.of_ranks]
+    one_shot = kernel.OneShotAllReduce(buffers.of_ranks, of_ranks, rank)
+    one_shot.memory = buffers, signals  # kept alive
 
     def torch_one_shot(x: torch.Tensor) -> Sum:
-        own = symmetric(x.numel(), x.dtype)[rank].copy_(x)  # its input is in symmetric memory already
-        return lambda: torch.ops.symm_mem.one_shot_all_reduce(own, "sum", world.group_name)
+        num_bytes = x.numel() * x.element_size()
+        place = memory(f"input of {num_bytes} bytes", num_bytes)
+        own = place.of_ranks[rank].view(x.dtype).copy_(x)
+        return lambda: torch.ops.symm_mem.one_shot_all_reduce(own, "sum", place._group.group_name)
 
     def triton_one_shot(x: torch.Tensor) -> Sum | None:
         return None if x.numel() * x.element_size() > half_bytes else lambda: one_shot(x)
 
     return {
         "optimized": _of_collectives(_collectives("optimized", plan, store, rank)),
-        "NCCL": nccl,
+        "NCCL": _of_collectives(nccl),
         "torch one-shot": torch_one_shot,
         "Triton one-shot": triton_one_shot,
     }

@@ -73,7 +73,8 @@ def test_a_wrong_sum_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "message"),
     [
         (["--sizes", "8;64"], "--sizes takes numbers separated by ',', got '8;64'"),
-        (["--sizes", "8,0"], "sizes must be multiples of 1024 bytes, got (8192, 0)"),
+        (["--sizes", "8,0"], "sizes must be distinct multiples of 1024 bytes, got (8192, 0)"),
+        (["--sizes", "8,8"], "sizes must be distinct multiples of 1024 bytes, got (8192, 8192)"),
         (["--device", "tpu"], "device must be cpu or cuda, got 'tpu'"),
         (["--device", "cuda", "--ranks", "99"], "ranks=99: each needs a GPU, and this computer has"),
         (["--link", "0"], "--link must be more than 0 GB/s, got 0"),
