@@ -124,7 +124,8 @@ def quantize_input(
         scale = torch.empty(num_tokens, num_groups, dtype=torch.float32, device=x.device)
     given = static
     if tp is not None and scheme.inputs == "token":
-        assert norm is None and not silu, "the amax of all ranks must be known before the kernel"
+        assert norm is None, "the amax of all ranks must be known before the kernel"
+        assert not silu, "the amax of all ranks must be known before the kernel"
         given = tp.all_gather(x.abs().amax(1).float()[None]).amax(0)
     if num_tokens > 0:
         _quantize_input_kernel[(num_tokens,)](

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from optimized.collectives import Collectives, NcclCollectives
 from optimized.kernels.portable import INTERPRETED
 from optimized.kernels.rms_norm import add_partial_sums_rms_norm
 from optimized.layers import GemmaRMSNorm, RankPart, RMSNorm, add_and_norm, summed
-from optimized.symmetric_memory import KIB, Place, one_shot_limit, share_memory, uses_one_shot
+from optimized.symmetric_memory import KIB, Place, _named_group, one_shot_limit, share_memory, uses_one_shot
 from shared.config import EngineConfig
 from shared.conformance.ranks import on_ranks
 from shared.engine.assembly import assemble
@@ -45,6 +46,21 @@ def test_ranks_that_share_memory(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {0, 2})
     assert share_memory(places) == expected
+
+
+def test_torch_finds_the_group_by_its_name() -> None:
+    """With gloo's group in place of NCCL's. Each engine of a process has another name."""
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    names = set()
+    for _ in range(2):
+        store = torch.distributed.HashStore()
+        gloo = torch.distributed.ProcessGroupGloo(store, 0, 1, timedelta(seconds=5))
+        group = _named_group(store, 0, 1, gloo)
+        assert _resolve_process_group(group.group_name) is group
+        assert (group.rank(), group.size()) == (0, 1)
+        names.add(group.group_name)
+    assert len(names) == 2
 
 
 class OneShot:
