@@ -68,7 +68,7 @@ class ModelRunner(interface.ModelRunner):
         self._captured_hidden: tuple[int, ...] | None = None
         self._captured_for: tuple[Sampler, int] | None = None
         self._last: CapturedCall | None = None  # owner of the borrowed logits
-        self._check_lent = False
+        self._check_borrowed = False
 
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsOutput:
@@ -136,7 +136,7 @@ class ModelRunner(interface.ModelRunner):
         )
         self.batch_sizes = captured_batch_sizes(config)
         self._max_seq_len = config.context_len or self.model.config.context_len
-        self._check_lent = config.check_invariants
+        self._check_borrowed = config.check_invariants
         self._buffers = DecodeBuffers(self.batch_sizes[-1], device)
         if config.speculative is not None and self.attention.accepts_seq_len_upper_bounds:
             shapes = possible_shapes(config)
@@ -210,7 +210,7 @@ class ModelRunner(interface.ModelRunner):
         self, step: DecodeStep, forward_batch: ForwardBatch, info: SamplingBatchInfo | None = None
     ) -> LogitsOutput:
         """The output of a batch, without padding rows."""
-        assert not (self._check_lent and self._last is not None and self._last.is_lent), (
+        assert not (self._check_borrowed and self._last is not None and self._last.is_borrowed), (
             "the logits of an earlier step are still referenced, and the next step overwrites them: copy them"
         )
         num_tokens, size = forward_batch.num_tokens, step.batch.batch_size
@@ -302,7 +302,7 @@ class ModelRunner(interface.ModelRunner):
             else:
                 step.replay_sampler[kind] = sampled
         # From here on logits may share memory, because they are the widest tensors.
-        replay.give_up_output(track=self._check_lent)
+        replay.give_up_output(track=self._check_borrowed)
         step.replay_model = replay
         return True
 

@@ -104,18 +104,18 @@ class CapturedCall:
     def __init__(self, graph: torch.cuda.CUDAGraph, output: torch.Tensor) -> None:
         self.graph = graph
         self.output: torch.Tensor | None = output
-        self._lend: Callable[[], torch.Tensor] | None = None
+        self._borrow: Callable[[], torch.Tensor] | None = None
         self._borrower: Callable[[], object | None] = lambda: None
 
     def __call__(self) -> torch.Tensor:
         self.graph.replay()
         if self.output is not None:
             return self.output
-        assert self._lend is not None
-        return self._lend()
+        assert self._borrow is not None
+        return self._borrow()
 
     @property
-    def is_lent(self) -> bool:
+    def is_borrowed(self) -> bool:
         """Whether the result of the last call, or a view of it, is still referenced. Known only if
         tracked."""
         return self._borrower() is not None
@@ -127,14 +127,14 @@ class CapturedCall:
         assert output is not None
         memory = Memory.of(output)
 
-        def lend() -> torch.Tensor:
+        def borrow() -> torch.Tensor:
             borrower = Borrower(memory)
             self._borrower = weakref.ref(borrower)
             return memory.as_tensor(borrower)
 
-        alias = lend()
+        alias = borrow()
         self._borrower = lambda: None
-        self._lend = lend if track else lambda: alias
+        self._borrow = borrow if track else lambda: alias
         self.output = None
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 SLICE = 4096
-NOBODY = tl.constexpr(0x7FFFFFFF)
+NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 """The id of a missing entry, which sorts after all tokens."""
 
 
@@ -18,7 +18,7 @@ NOBODY = tl.constexpr(0x7FFFFFFF)
 def _best_left(values, ids, is_left):
     """The largest remaining value and the lowest id that has it."""
     best = tl.max(tl.where(is_left, values, float("-inf")), axis=0)
-    return best, tl.min(tl.where(is_left & (values == best), ids, NOBODY), axis=0)
+    return best, tl.min(tl.where(is_left & (values == best), ids, NO_TOKEN), axis=0)
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _merge_kernel(
     sums = tl.load(sums_ptr + row * num_parts + parts, mask=parts < num_parts, other=0.0)
     is_left = candidates < num_parts * K
     values = tl.load(values_ptr + row * num_parts * K + candidates, mask=is_left, other=float("-inf"))
-    ids = tl.load(ids_ptr + row * num_parts * K + candidates, mask=is_left, other=NOBODY)
+    ids = tl.load(ids_ptr + row * num_parts * K + candidates, mask=is_left, other=NO_TOKEN)
     # An empty part's shift is 0, and may be the largest: exponents stay below 0 all the same.
     largest = tl.max(tl.where(sums > 0.0, maxima, float("-inf")), axis=0)
     total = tl.sum(tl.where(sums == 0.0, 0.0, sums * tl.exp(maxima - largest)), axis=0)

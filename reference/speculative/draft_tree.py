@@ -66,8 +66,8 @@ class DraftTreeOps(contract.DraftTreeOps):
         )
         is_node = nodes < num_nodes[:, None]
         # --8<-- [start:link-tree]
-        nobody = num  # one more column, the parent of the root and of padding
-        parents = torch.where(is_node & (nodes > 0), parents, nobody)
+        no_node = num  # one more column, the parent of the root and of padding
+        parents = torch.where(is_node & (nodes > 0), parents, no_node)
         visible = torch.zeros(bs, num + 1, num, dtype=torch.bool, device=token_ids.device)
         depths = torch.full((bs, num + 1), -1, device=token_ids.device)
         for n in range(num):  # parents come first, so their row is complete
@@ -82,10 +82,10 @@ class DraftTreeOps(contract.DraftTreeOps):
         # --8<-- [end:link-tree]
         return DraftTree(
             token_ids=token_ids.masked_fill(~is_node, 0),
-            parents=parents.masked_fill(parents == nobody, -1),
+            parents=parents.masked_fill(parents == no_node, -1),
             depths=depths[:, :num].contiguous(),
             next_token=next_token[:, :num].contiguous(),
-            next_sibling=next_sibling.masked_fill(parents == nobody, -1),
+            next_sibling=next_sibling.masked_fill(parents == no_node, -1),
             visible=visible[:, :num].contiguous(),
             num_nodes=num_nodes,
         )

@@ -116,8 +116,8 @@ def pieces_of(
     try:
         before = _draft_batch(assembly, rows, context_len - 1, 1)
         newest = _tokens(ForwardMode.EXTEND, before, before.root_ids[:, None], before.seq_lens)
-        told = parts.model_runner.forward(newest).hidden_states
-        drafter.extend(batch.reqs, newest, told, batch.root_ids)
+        hidden_states = parts.model_runner.forward(newest).hidden_states
+        drafter.extend(batch.reqs, newest, hidden_states, batch.root_ids)
         tree = drafter.draft(batch, shape)
         positions = tree.positions(batch.seq_lens)
         tree_mask = tree.visible.clone() if shape.top_k > 1 else None

@@ -69,8 +69,8 @@ class AheadDrafter(LedgerDrafter):
             parents.append([0, *above, *[0] * num_padding])
         for each in zip(batch.reqs, rows, seq_lens):
             self._history(*each)  # the slots of one request held no KV of another
-        self.lent = self.draft_tree.from_parents(*map(torch.tensor, (token_ids, parents, num_nodes)))
-        return self.lent
+        self.last_tree = self.draft_tree.from_parents(*map(torch.tensor, (token_ids, parents, num_nodes)))
+        return self.last_tree
 
     def forget(self, req: Req) -> None:
         pass  # nothing is kept by rid

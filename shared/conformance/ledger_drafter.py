@@ -36,7 +36,7 @@ class LedgerDrafter(interface.Drafter):
         self.vocab_size = vocab_size
         self.draft_tree = registry.load("draft_tree", "reference")()
         self.known: set[str] = set()
-        self.lent: DraftTree | None = None
+        self.last_tree: DraftTree | None = None
 
     def allocate(self, req_to_token_pool: ReqToTokenPool, num_slots: int) -> None:
         self.req_to_token_pool = req_to_token_pool
@@ -107,15 +107,15 @@ class LedgerDrafter(interface.Drafter):
         assert len(used) == batch.batch_size * batch.num_slots, "two requests have the same slot"
         for req in batch.reqs:
             self._expect_kv(req, req.all_ids)  # the slots of one request held no KV of another
-        self.lent = self.draft_tree.from_parents(
+        self.last_tree = self.draft_tree.from_parents(
             torch.tensor(token_ids), torch.tensor(parents), torch.tensor(num_nodes)
         )
-        return self.lent
+        return self.last_tree
 
     def take_back(self) -> None:
         """Overwrite the last tree, so that a late read fails."""
-        if self.lent is not None:
-            for values in vars(self.lent).values():
+        if self.last_tree is not None:
+            for values in vars(self.last_tree).values():
                 values.fill_(99)
 
     def forget(self, req: Req) -> None:

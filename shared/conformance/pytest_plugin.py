@@ -146,7 +146,6 @@ class Contract(pytest.Collector):
         from shared.commands.check import chosen_clauses
         from shared.conformance import suite
         from shared.conformance.device import check_device
-        from shared.conformance.surface import surface_clause
         from shared.engine.component_check import problem_with
 
         component, target, _, folder = self.checked
@@ -160,7 +159,7 @@ class Contract(pytest.Collector):
             raise self.CollectError(str(error)) from error
         self.reference = registry.load(component, "reference")
         is_whole = problem_with(component, self.implementation) is None
-        for clause in [surface_clause(component), *(clauses if is_whole else [])]:
+        for clause in [suite.interface_clause(component), *(clauses if is_whole else [])]:
             for case in clause.cases:
                 name = str(getattr(case, "name", case)).replace(" ", "_")
                 yield Case.from_parent(self, name=f"{clause.name}[{name}]", clause=clause, case=case)

@@ -77,11 +77,13 @@ def random_question(rng: random.Random, rid: str, tokenizer: Tokenizer, is_greed
         "priority": rng.choice([0, 0, 5, 20, 40]),
         "routing_key": rng.choice([None, "x", "y"]),
     }
-    return Question(prompt, SamplingParams(**_wishes(rng, len(prompt), tokenizer, is_greedy)), names)
+    return Question(prompt, SamplingParams(**_random_params(rng, len(prompt), tokenizer, is_greedy)), names)
 
 
-def _wishes(rng: random.Random, prompt_len: int, tokenizer: Tokenizer, is_greedy: bool) -> dict[str, Any]:
-    wishes: dict[str, Any] = {
+def _random_params(
+    rng: random.Random, prompt_len: int, tokenizer: Tokenizer, is_greedy: bool
+) -> dict[str, Any]:
+    params: dict[str, Any] = {
         "max_new_tokens": rng.choice([0, 1, 5, 20, MAX_NEW_TOKENS]),
         "temperature": 0.0 if is_greedy else rng.choice([0.0, 0.7, 1.5]),
         "seed": rng.randrange(2**40),
@@ -93,23 +95,23 @@ def _wishes(rng: random.Random, prompt_len: int, tokenizer: Tokenizer, is_greedy
         "no_stop_trim": rng.random() < 0.3,
     }
     if rng.random() < 0.3:
-        wishes["frequency_penalty"] = rng.choice([0.0, 1.3])
-        wishes["presence_penalty"] = rng.choice([0.0, 0.9])
-        wishes["repetition_penalty"] = rng.choice([1.0, 1.8])
+        params["frequency_penalty"] = rng.choice([0.0, 1.3])
+        params["presence_penalty"] = rng.choice([0.0, 0.9])
+        params["repetition_penalty"] = rng.choice([1.0, 1.8])
     if rng.random() < 0.3:
-        wishes["logit_bias"] = {rng.randrange(tokenizer.vocab_size): rng.choice([2.0, -float("inf")])}
+        params["logit_bias"] = {rng.randrange(tokenizer.vocab_size): rng.choice([2.0, -float("inf")])}
     if rng.random() < 0.3:
-        wishes["return_logprob"] = True
-        wishes["top_logprobs_num"] = rng.choice([0, 2])
-        wishes["logprob_start_len"] = rng.choice([-1, 0, prompt_len - 1])
+        params["return_logprob"] = True
+        params["top_logprobs_num"] = rng.choice([0, 2])
+        params["logprob_start_len"] = rng.choice([-1, 0, prompt_len - 1])
     if rng.random() < 0.3:
-        wishes["stop"] = rng.choice([(".",), ("ar", "2 ="), (" is a",)])
+        params["stop"] = rng.choice([(".",), ("ar", "2 ="), (" is a",)])
     if rng.random() < 0.1:
-        wishes["stop_regex"] = (r"\d+ =",)
+        params["stop_regex"] = (r"\d+ =",)
     if rng.random() < 0.2:
-        wishes["stop_token_ids"] = tuple(rng.sample(range(tokenizer.vocab_size), 5))
-        wishes["min_new_tokens"] = min(3, wishes["max_new_tokens"])
-    return wishes
+        params["stop_token_ids"] = tuple(rng.sample(range(tokenizer.vocab_size), 5))
+        params["min_new_tokens"] = min(3, params["max_new_tokens"])
+    return params
 
 
 Act = Literal["submit", "stream", "read", "step", "abort", "drop", "retract", "flush"]

@@ -153,12 +153,12 @@ def _random_action(rng: random.Random, is_spread: bool) -> Action:
             extra_key=rng.choice([None, None, "a"]),
             priority=rng.choice([0, 0, 5, 20, 40]),
             routing_key=rng.choice([None, "x", "y"]),
-            **(_random_wishes(rng) if is_spread else {}),
+            **(_random_params(rng) if is_spread else {}),
         )
     return Action(kind, which=rng.randrange(100), num_steps=rng.randint(1, 6))  # type: ignore[arg-type]
 
 
-def _random_wishes(rng: random.Random) -> dict[str, Any]:
+def _random_params(rng: random.Random) -> dict[str, Any]:
     """Random sampling parameters of a request with a prompt of at least one token and up to 30 output
     tokens."""
     params: dict[str, Any] = {"temperature": rng.choice([0.0, 0.7, 1.5])}
@@ -211,7 +211,7 @@ def run_schedule(schedule: Schedule, replace: Mapping[str, Any] | None = None) -
         else:
             raise Mismatch(f"how {rid} ends", "its length", reason)
     cached = [slot for node in harness.tree_cache.nodes() for slot in node.slots]
-    expect_true("no KV in the cache is spoilt", not harness.model_runner.hashes[cached].isnan().any())
+    expect_true("no KV in the cache is NaN", not harness.model_runner.hashes[cached].isnan().any())
     harness.expect_idle()
 
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared import registry
+from shared.conformance.case import Case
 from shared.conformance.clause import Clause, clauses_in
 from shared.conformance.compare import Mismatch
 from shared.conformance.device import check_device
 from shared.conformance.shrink import shrink
-from shared.conformance.surface import surface_clause
 from shared.conformance.time_limit import TimeLimitExceeded
 from shared.conformance.time_limit import time_limit as limit_time
+from shared.engine.component_check import interface_of, problem_with
 
 CONTRACTS: dict[str, tuple[str, ...]] = {
     "schedule_policy": ("schedule_policy.order", "schedule_policy.passes"),
@@ -143,7 +144,7 @@ def check_component(
     registry.check_device({component: target}, check_device().type)
     impl = registry.load(component, target)
     reference = registry.load(component, "reference")
-    return _check_surface_first(component, chosen, impl, reference, shrink_failures, time_limit)
+    return _check_interface_first(component, chosen, impl, reference, shrink_failures, time_limit)
 
 
 def check_implementation(
@@ -175,7 +176,22 @@ def check_implementation(
                 break
 
 
-def _check_surface_first(
+def interface_clause(component: str) -> Clause:
+    """`problem_with` as a clause, so that its verdict is reported like any other."""
+
+    def check(impl: Any, case: Case) -> None:
+        problem = problem_with(component, impl)
+        if problem is not None:
+            raise Mismatch("interface", f"an implementation of {case.name}", problem)
+
+    interface = interface_of(component)
+    wanted = interface if isinstance(interface, tuple) else (interface,)
+    names = ", ".join(f"shared.interfaces.{one.__name__}" for one in wanted) or "a module of models"
+    statement = f"It implements {names}: a subclass, no method missing."
+    return Clause("implements-the-interface", statement, (Case(names),), check, "contract")
+
+
+def _check_interface_first(
     component: str,
     clauses: Sequence[Clause],
     impl: Any,
@@ -183,7 +199,7 @@ def _check_surface_first(
     shrink_failures: bool,
     time_limit: float | None,
 ) -> Iterator[Verdict]:
-    (verdict,) = check_implementation([surface_clause(component)], impl, reference, time_limit=None)
+    (verdict,) = check_implementation([interface_clause(component)], impl, reference, time_limit=None)
     yield verdict
     if verdict.holds:
         yield from check_implementation(

@@ -250,7 +250,7 @@ def test_a_window_ends_when_a_running_request_does() -> None:
     assert window.seconds == pytest.approx(0.18, abs=1e-6)  # tokens 3 to 20
 
 
-def test_nobody_is_left_behind_a_window() -> None:
+def test_no_request_is_left_behind_a_window() -> None:
     llm = TimedEngine()
     window_of(llm, LONG, True)
     assert (list(llm.waiting), llm.running) == ([], [])

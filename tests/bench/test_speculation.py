@@ -25,7 +25,7 @@ def run_of(seconds: float, *output_ids: list[int], stats: tuple[int, int, int] =
     return Pass(seconds, 9, list(output_ids), SpeculationStats(*stats))
 
 
-def test_speeds_are_medians_and_the_bonus_is_told_apart() -> None:
+def test_speeds_are_medians_and_the_bonus_is_separate() -> None:
     plain = [run_of(seconds, [1, 2], [3] * 4) for seconds in (3.0, 2.0, 60.0)]
     fast = [run_of(seconds, [1, 2], [3] * 4, stats=(3, 9, 3)) for seconds in (1.0, 0.1, 1.5)]
     values = Comparison(2, fast, plain, [Departure(0, 1, 0.5)]).as_json()

@@ -34,7 +34,7 @@ def test_single_token_has_no_speed() -> None:
     assert "tokens/s" not in answer.summary()
 
 
-def test_acceptance_is_told_with_and_without_the_bonus_token() -> None:
+def test_acceptance_is_reported_with_and_without_the_bonus_token() -> None:
     answer = Answer()
     answer.add(replace(piece([1, 2], FinishLength(2)), speculation=SpeculationStats(4, 12, 6)), 2.0)
     assert "2.50 tokens per verification (1.50 without the bonus token), 50% of drafts" in answer.summary()

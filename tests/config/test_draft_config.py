@@ -65,7 +65,7 @@ def test_layers_named_by_the_file_count_outputs(target: ModelConfig) -> None:
     assert DraftConfig.from_dict(hf_config, target).target_layers == (1, 16, 32)
 
 
-def test_eagle_has_to_be_told_apart_from_a_plain_model(target: ModelConfig) -> None:
+def test_eagle_is_distinguished_from_a_plain_model(target: ModelConfig) -> None:
     with pytest.raises(ValueError, match=r"'LlamaForCausalLM'.* name one of eagle, eagle3, nextn"):
         DraftConfig.from_dict(EAGLE, target)
     config = DraftConfig.from_dict(EAGLE, target, "eagle")

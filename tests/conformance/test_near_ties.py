@@ -25,7 +25,7 @@ def near_tie_sides(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"use": {"models": a}}, {"use": {"models": b}}
 
 
-def test_a_near_tie_is_told_and_not_counted(tmp_path: Path) -> None:
+def test_a_near_tie_is_reported_and_not_counted(tmp_path: Path) -> None:
     outcome = compare(*near_tie_sides(tmp_path))
     assert outcome.divergence is None
     assert sorted(tie.key[0] for tie in outcome.near_ties) == ["prompt-0", "prompt-1", "prompt-2"]

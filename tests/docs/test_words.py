@@ -53,10 +53,22 @@ BANNED_NAMES = {
     "is_own": "is_builtin_layer",
     "hand_out_input_logprobs": "distribute_input_logprobs",
 }
+IDENTIFIER_WORDS = {
+    "nobody nobodys": "no_request, padding",
+    "somebody somebodys whoever": "user_provided",
+    "told": "hidden_states, reason",
+    "lent lend lends": "borrowed",
+    "news": "pending, events",
+    "spoilt": "nan",
+    "wishes": "params",
+}
+"""Words of identifiers, between underscores or capitals."""
 ALLOWED = (
     "tests/docs/test_words.py",
     "shared/tiny/small_talk.py",  # sentences of the training corpus
+    "shared/tiny/stories.py",
     "shared/tiny/words.py",
+    "tests/tiny/test_corpus.py",
     "tests/kernels/test_small_batch_linear.py",  # quotes an identifier
     "tests/conformance/mutants/optimized_draft_tree.py",  # quotes an identifier
 )
@@ -125,6 +137,28 @@ def test_names_are_those_of_the_field() -> None:
         if (match := names.search(path.read_text(encoding="utf-8")))
     }
     assert found == {}
+
+
+def words_of(identifier: str) -> set[str]:
+    """The words of a snake_case, CamelCase or UPPER_CASE name, in lower case."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", identifier)}
+
+
+def test_identifiers_have_the_words_of_the_field() -> None:
+    instead = {word: text for words, text in IDENTIFIER_WORDS.items() for word in words.split()}
+    found = set()
+    for path in files(".py"):
+        tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+        for name in {token.string for token in tokens if token.type == tokenize.NAME}:
+            where = f"{path.relative_to(ROOT).as_posix()}: {name}"
+            found |= {f"{where}, use: {instead[word]}" for word in words_of(name) & instead.keys()}
+    assert sorted(found) == []
+
+
+def test_words_of_identifiers() -> None:
+    assert words_of("is_lent") == {"is", "lent"}
+    assert words_of("RowsOfNobody") == {"rows", "of", "nobody"}
+    assert words_of("MAX_NEWS2") == {"max", "news"}
 
 
 def test_each_word_has_a_replacement_and_is_found() -> None:

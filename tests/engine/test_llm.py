@@ -64,7 +64,7 @@ class TestInput:
             ([1, "a"], "a prompt is a text or a list of token ids"),
         ],
     )
-    def test_bad_prompts_disturb_nobody(self, llm: LLM, prompt: object, message: str) -> None:
+    def test_bad_prompts_disturb_no_request(self, llm: LLM, prompt: object, message: str) -> None:
         other = llm.submit("one two", GREEDY)[0]
         llm.step()
         with pytest.raises(ValueError, match=message):

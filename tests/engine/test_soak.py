@@ -80,7 +80,7 @@ def test_bugs_are_seen(use: dict[str, str]) -> None:
         play(soak, num_rounds=6)
 
 
-def test_near_ties_are_told_from_wrong_tokens() -> None:
+def test_near_ties_are_distinguished_from_wrong_tokens() -> None:
     soak = Soak(CPU)
     params = SamplingParams(max_new_tokens=1, temperature=0.0, return_logprob=True, top_logprobs_num=2)
     question = Question([5, 6, 7], params, {})

@@ -56,7 +56,7 @@ def test_a_driver_that_refuses_is_heard(driver: Driver) -> None:
         carveout.prefer_l1(SimpleNamespace(function=13))
 
 
-def test_elsewhere_nobody_is_asked(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_the_driver_is_not_asked(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)  # as on an AMD GPU
     carveout.prefer_l1(SimpleNamespace(function=14))
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -93,7 +93,7 @@ def test_what_steps_need_grows_with_them(qwen3_8b: ModelConfig) -> None:
     )
 
 
-def test_the_arithmetic_is_told(monkeypatch: pytest.MonkeyPatch, qwen3_8b: ModelConfig) -> None:
+def test_the_arithmetic_is_reported(monkeypatch: pytest.MonkeyPatch, qwen3_8b: ModelConfig) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(120 * GIB), 140 * GIB))
     config = EngineConfig(mem_fraction_static=0.85)
     device = torch.device("cuda")

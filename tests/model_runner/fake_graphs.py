@@ -37,7 +37,7 @@ class FakeCall:
         self.function = function
         self.output: torch.Tensor | None = function().clone()
         self.memory = self.output
-        self.is_lent = False
+        self.is_borrowed = False
 
     def __call__(self) -> torch.Tensor:
         return self.memory.copy_(self.function())
@@ -60,9 +60,9 @@ class FakePieces:
         self.may_run, self.has_stopped = threading.Semaphore(0), threading.Semaphore(0)
 
     def _cut_at_capture(self, tensors: list[torch.Tensor]) -> tuple[Replay, list[torch.Tensor]]:
-        lent = [tensor.clone() for tensor in tensors]
-        self.cuts.append(lent)
-        return self.replay, lent
+        borrowed = [tensor.clone() for tensor in tensors]
+        self.cuts.append(borrowed)
+        return self.replay, borrowed
 
     def replay(self) -> None:
         if self.thread is None:
@@ -79,12 +79,12 @@ class FakePieces:
         self.error: BaseException | None = None
 
         def cut(tensors: list[torch.Tensor]) -> tuple[Replay, list[torch.Tensor]]:
-            lent = next(cuts)
-            for memory, tensor in zip(lent, tensors, strict=True):
+            borrowed = next(cuts)
+            for memory, tensor in zip(borrowed, tensors, strict=True):
                 memory.copy_(tensor)
             self.has_stopped.release()
             self.may_run.acquire()
-            return self.replay, lent
+            return self.replay, borrowed
 
         self.may_run.acquire()
         try:

@@ -132,7 +132,7 @@ def test_a_backend_without_graphs_is_said_once() -> None:
     assert llm.assembly.parts.model_runner.num_graph_replays == 0
 
 
-def test_logits_that_somebody_holds_are_not_overwritten() -> None:
+def test_logits_that_are_still_held_are_not_overwritten() -> None:
     llm = engine("tiny-dense", "triton", check_invariants=True)
     runner = llm.assembly.parts.model_runner
     held = []

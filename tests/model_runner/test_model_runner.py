@@ -180,13 +180,13 @@ def test_what_is_replayed_and_what_is_not() -> None:
     assert (runner.num_graph_replays, runner.num_sampler_replays) == (5, 2)
 
 
-def test_logits_that_somebody_holds_are_not_overwritten() -> None:
+def test_logits_that_are_still_held_are_not_overwritten() -> None:
     session = PreparedSession(FakeGraphsRunner, model_for(), FEW)
     session.prefill(FEW)
-    session.runner._check_lent = True
+    session.runner._check_borrowed = True
     session.run(session.forward_batch({0: [1]}))
     session.run(session.forward_batch({0: [1]}))
-    session.runner._last.is_lent = True
+    session.runner._last.is_borrowed = True
     with pytest.raises(AssertionError, match="copy them"):
         session.run(session.forward_batch({0: [1]}))
 

@@ -200,7 +200,7 @@ THINNED = [pytest.param(name, marks=[] if name in IN_FAST_CUT else pytest.mark.f
 
 
 @pytest.mark.parametrize("name", THINNED)
-def test_layers_of_somebody_else_are_called_as_they_are(name: str, calls: Counter[str]) -> None:
+def test_user_provided_layers_are_called_as_they_are(name: str, calls: Counter[str]) -> None:
     """And give what the fused kernels give."""
     expected = logits(build(name))
     assert calls["qk_norm_rope_store"] + calls["mla_rope_store"] > 0

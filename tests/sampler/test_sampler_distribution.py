@@ -22,7 +22,7 @@ TEXT = {"prompt": (3, 8, 8, 5), "output": (4, 4, 4, 0, 3)}
     ],
     ids=str,
 )
-def test_a_neighbouring_definition_is_told_apart(drawn: dict, expected: dict) -> None:
+def test_a_neighbouring_definition_is_distinguished(drawn: dict, expected: dict) -> None:
     """Draws with a slightly different parameter are recognised as wrong, those with the right one are not."""
     ids = draw_many(Sampler, LOGITS, Ask("", **drawn, **TEXT).req(), NUM_DRAWS)
     assert p_value(ids, exact_distribution(LOGITS, Ask("", **expected, **TEXT).req())) < ALPHA

@@ -36,7 +36,7 @@ RAISING = {
     "fails-in-the-middle",
     "reports-before-it-fails",
     "failure-inside",
-    "fails-behind-a-spoilt-prompt",
+    "fails-after-a-nan-prompt",
 }
 """A model raises when it is launched: on the late device nothing runs at that time."""
 

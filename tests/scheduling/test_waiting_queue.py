@@ -45,7 +45,7 @@ def test_it_is_a_list_and_a_follower_misses_nothing(seed: int) -> None:
             assert len(set(followed.values())) == len(followed)
 
 
-def test_who_does_not_wait_cannot_leave_and_nobody_waits_twice() -> None:
+def test_only_waiting_requests_leave_and_none_waits_twice() -> None:
     one = req("one")
     queue = WaitingQueue([one])
     with pytest.raises(AssertionError, match="one waits already"):
@@ -57,7 +57,7 @@ def test_who_does_not_wait_cannot_leave_and_nobody_waits_twice() -> None:
         queue[-1]
 
 
-def test_a_follower_that_was_let_go_is_told_nothing() -> None:
+def test_a_follower_gets_nothing_after_unfollow() -> None:
     queue = WaitingQueue()
     follower = queue.follow()
     queue.unfollow(follower)

@@ -79,14 +79,14 @@ def test_bans_that_are_not_early_stay() -> None:
     check(reqs, random_drafter(9, 1)(DraftTreeOps(), reqs))
 
 
-def test_nobody_is_early() -> None:
+def test_no_request_is_early() -> None:
     assert make_early_bans(begun((MINIMA[0],)), VOCAB_SIZE, "cpu") is None
     ignoring = [replace_params(req) for req in begun((MINIMA[4],))]
     assert make_early_bans(ignoring, VOCAB_SIZE, "cpu") is None
     check(ignoring, random_drafter(9, 2)(DraftTreeOps(), ignoring))
 
 
-def test_nobody_asks_for_more_than_there_will_be() -> None:
+def test_no_request_asks_for_more_than_there_will_be() -> None:
     """min_new_tokens is any integer, and no one else's request may end for it."""
     params = SamplingParams(min_new_tokens=10**20, max_new_tokens=10**20)
     [req] = begun((MINIMA[4],))

@@ -70,8 +70,8 @@ class Server:
             assert status == 200
             self.model = str(body["data"][0]["id"])
         except (AssertionError, KeyError, IndexError, TypeError):
-            told = f"status {status}: {str(body)[:200]}"
-            raise ValueError(f"{self.url}/v1/models lists no model ({told}): give --served-model") from None
+            found = f"status {status}: {str(body)[:200]}"
+            raise ValueError(f"{self.url}/v1/models lists no model ({found}): give --served-model") from None
         return self.model
 
     def get(self, path: str) -> tuple[int, Mapping[str, str], Any]:

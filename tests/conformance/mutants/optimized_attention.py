@@ -218,7 +218,7 @@ MUTANTS = (
     ),
     KernelMutant(
         "blind_rows_divide_by_zero",
-        "blind-tokens",
+        "tokens-without-visible-keys",
         "extend_attention",
         (("tl.where(total == 0.0, 1.0, total)", "total"),),
     ),

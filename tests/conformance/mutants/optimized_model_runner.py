@@ -237,7 +237,7 @@ class SamplesPaddingOfTheHead(FakeGraphsRunner):
 
 
 @mutant_of("model_runner")
-class LendsTheIds(FakeGraphsRunner):
+class ReusesTheIds(FakeGraphsRunner):
     """Sampled ids lie where the next step writes its own."""
 
     def forward_and_sample(self, forward_batch, sampler, info, num_token_ids):
@@ -246,8 +246,8 @@ class LendsTheIds(FakeGraphsRunner):
         if self.num_sampler_replays == before:
             return logits, sampled
         self.__dict__.setdefault("ids", torch.zeros_like(self._buffers.ones))
-        lent = self.ids[: len(sampled.next_token_ids)].copy_(sampled.next_token_ids)
-        return logits, SampleOutput(lent)
+        borrowed = self.ids[: len(sampled.next_token_ids)].copy_(sampled.next_token_ids)
+        return logits, SampleOutput(borrowed)
 
 
 @mutant_of("model_runner")

@@ -141,7 +141,7 @@ MUTANTS = (
         "rounded(acc, out_ptr.dtype.element_ty) * rounded(weights, out_ptr.dtype.element_ty)[:, None]",
     ),
     KernelMutant(
-        "nobodys_results_are_added",
+        "padding_results_are_added",
         "padding",
         "moe_combine",
         "mask=has_expert & (offs < HIDDEN)",
@@ -162,7 +162,7 @@ MUTANTS = (
         "row = p // 2\n            weights",
     ),
     KernelMutant(
-        "few_add_nobodys_weight",
+        "few_add_padding_weight",
         "padding",
         "moe_gemv",
         "mask=expert >= 0, other=0.0)",

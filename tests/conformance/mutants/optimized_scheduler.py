@@ -257,7 +257,7 @@ class CachesWhatTheModelDidNotCompute(changed("scheduler", "req.kv_committed_len
 
 
 @mutant_of("scheduler")
-class SpoiltPromptsStayCached(changed("scheduler", "if token_ids[0] < 0 and req", "if False and req")):
+class NaNPromptsStayCached(changed("scheduler", "if token_ids[0] < 0 and req", "if False and req")):
     """A prompt whose logits are NaN goes on being found."""
 
 
@@ -300,7 +300,7 @@ class LeaversLeaveTheirPrompt(
 
 
 @mutant_of("scheduler")
-class CachesWhatNobodyLooksAt(changed("pipeline", "req.kv_committed_len -= 1", "pass")):
+class CachesUnreadKV(changed("pipeline", "req.kv_committed_len -= 1", "pass")):
     """KV of the step too many goes into the cache."""
 
 

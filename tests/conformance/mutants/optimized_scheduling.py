@@ -108,7 +108,7 @@ class TiesByNumber(
 
 
 @mutant_of("schedule_policy")
-class NobodyBelowChildren(
+class NoRequestBelowChildren(
     forest_with(
         "stack.append((entry[2], iter(list(entry[2].children))))",
         "stack.append((entry[2], iter(())))",

@@ -58,7 +58,7 @@ class BeginsWithTheFirstRow(Ragged):
 
 
 @ragged
-class ClearsRowsOfNobody(Ragged):
+class ClearsPaddingRows(Ragged):
     """Padding rows become zeros."""
 
     def run(self, q: torch.Tensor, layer: Any, plan: Any, **kv: Any) -> torch.Tensor:

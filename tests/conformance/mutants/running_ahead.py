@@ -57,7 +57,7 @@ class EveryBatchAddsKV(
 
 
 @ahead
-class NobodyEndsByLength(
+class NoEndByLength(
     changed(
         "round_batch",
         "torch.minimum(starts.is_round * run_lens, starts.last_starts - starts.kv_lens)",

@@ -113,7 +113,7 @@ class NanEndsTheBatch(Scheduler):
 
 
 @mutant_of("scheduler")
-class SpoiltChunksStayCached(Scheduler):
+class NaNChunksStayCached(Scheduler):
     """The first chunks of a prompt that comes out as NaN go on being found."""
 
     def __init__(self, config, model_config, parts) -> None:

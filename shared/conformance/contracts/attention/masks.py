@@ -74,7 +74,7 @@ def any_mask(impl: type[AttentionBackend], case: AttentionCase) -> None:
 
 
 @contract("A masked token that sees nothing gets zeros, with sinks too.", extras(BLIND))
-def blind_tokens(impl: type[AttentionBackend], case: AttentionCase) -> None:
+def tokens_without_visible_keys(impl: type[AttentionBackend], case: AttentionCase) -> None:
     batch = case.make()
     output = run_or_refuse(impl, batch)
     if output is None:

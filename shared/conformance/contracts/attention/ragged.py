@@ -26,7 +26,7 @@ CASES = tuple(
     )
     for case in in_types(kind, torch.float32, torch.bfloat16)
 )
-NOBODY = 6
+PADDING_ROWS = 6
 """Padding rows of the step, and for prompts as many padding requests."""
 FRONT = 2
 """As many of these rows are the first."""
@@ -38,8 +38,8 @@ class Buffers:
     def __init__(self, batch: AttentionBatch) -> None:
         num_tokens, *heads = batch.q.shape
         self.is_decode = batch.case.forward_mode.is_decode
-        self.size = num_tokens + NOBODY
-        self.num_reqs = self.size if self.is_decode else len(batch.case.requests) + NOBODY
+        self.size = num_tokens + PADDING_ROWS
+        self.num_reqs = self.size if self.is_decode else len(batch.case.requests) + PADDING_ROWS
         self.q = batch.q.new_full((self.size, *heads), torch.nan)
         self.out = batch.output_like(self.size)
 

@@ -72,7 +72,9 @@ fixed_shape = masks.fixed_shape.with_cases(
     )
 )
 trees = masks.trees.with_cases(grid(MLACase("flat mask", ((17, 5), (3, 2)), mask="tree")))
-blind_tokens = masks.blind_tokens.with_cases(grid(MLACase("blind rows", ((3, 4), (7, 2)), mask="blind")))
+tokens_without_visible_keys = masks.tokens_without_visible_keys.with_cases(
+    grid(MLACase("blind rows", ((3, 4), (7, 2)), mask="blind"))
+)
 idle = steps.idle.with_cases(grid(MLACase("idle", ())))
 planned_before_stored = steps.planned_before_stored.with_cases(STEPS)
 given_k_and_v = steps.given_k_and_v.with_cases(STEPS)

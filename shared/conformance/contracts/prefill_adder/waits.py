@@ -110,7 +110,7 @@ def so_many_wait_and_no_more(impl: type[PrefillAdder], case: Case) -> None:
 
 
 @contract("Without a prefix cache no request waits.", EXAMPLE)
-def without_a_cache_nobody_waits(impl: type[PrefillAdder], case: Case) -> None:
+def no_waiting_without_a_cache(impl: type[PrefillAdder], case: Case) -> None:
     setup = Setup(impl)
     setup.tree = registry.load("chunk_cache", "reference")(1, setup.allocator)
     adder = setup.adder(in_batch_prefix_threshold=10)

@@ -51,7 +51,7 @@ LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 
         flags={},
     ),
 )
-def wishes(impl: type[Scheduler], case: Case) -> None:
+def parameters_of_one_request(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, is_spread=True, **case.flags)
     rids = []
     for i in range(6):

@@ -13,15 +13,13 @@ from shared.interfaces import Scheduler
 from shared.types import FinishError, FinishLength
 
 BEFORE = [5, 7, 11, 13]
-SPOILT = 50
-PROMPT = [*BEFORE, 17, SPOILT, 19, 23, 29, 31, 37, 41]
+NAN_TOKEN = 50
+PROMPT = [*BEFORE, 17, NAN_TOKEN, 19, 23, 29, 31, 37, 41]
 
 
 def expect_error(harness: SchedulerHarness, rid: str) -> None:
     reason = harness.ended.get(rid)
-    expect_true(
-        "the request whose KV is spoilt ends with FinishError", isinstance(reason, FinishError), reason
-    )
+    expect_true("the request whose KV is NaN ends with FinishError", isinstance(reason, FinishError), reason)
     expect_equal("its tokens", harness.tokens[rid], [])
 
 
@@ -49,7 +47,7 @@ def expect_forgotten(harness: SchedulerHarness, num_cached: int) -> None:
         disable_radix=False,
     ),
 )
-def spoilt_prompt(impl: type[Scheduler], case: Case) -> None:
+def nan_prompt(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(
         impl,
         page_size=case.page_size,
@@ -58,7 +56,7 @@ def spoilt_prompt(impl: type[Scheduler], case: Case) -> None:
     )
     harness.submit(BEFORE, 1)
     harness.run()
-    harness.model_runner.spoil_token = SPOILT
+    harness.model_runner.spoil_token = NAN_TOKEN
     rid = harness.submit(PROMPT, 4)
     harness.run()
     expect_error(harness, rid)
@@ -66,9 +64,9 @@ def spoilt_prompt(impl: type[Scheduler], case: Case) -> None:
 
 
 @contract("Nor does one of which only the KV was wanted.", EXAMPLE)
-def spoilt_without_output(impl: type[Scheduler], case: Case) -> None:
+def nan_without_output(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl)
-    harness.model_runner.spoil_token = SPOILT
+    harness.model_runner.spoil_token = NAN_TOKEN
     rid = harness.submit(PROMPT, 0)
     harness.run()
     expect_equal("its reason", harness.ended[rid], FinishLength(0))
@@ -93,14 +91,14 @@ def found_by_others(impl: type[Scheduler], case: Case) -> None:
     harness.run()
     unconcerned = harness.submit([*BEFORE, 2, 2, 3], 9)
     harness.step()
-    harness.model_runner.spoil_token = SPOILT
-    spoilt = harness.submit(PROMPT, 4)
+    harness.model_runner.spoil_token = NAN_TOKEN
+    nan_rid = harness.submit(PROMPT, 4)
     if not case.together:
         harness.step()
     others = [harness.submit([*PROMPT, *rest], 4) for rest in ([], [2], [2, 2, 2, 2])]
     unlike = harness.submit([*BEFORE, 18, 1, 2], 9)
     harness.run()
-    expect_error(harness, spoilt)
+    expect_error(harness, nan_rid)
     for rid in others:
         harness.expect(rid, 4)
     for rid in (unconcerned, unlike):
@@ -111,14 +109,14 @@ def found_by_others(impl: type[Scheduler], case: Case) -> None:
 
 
 @contract("The same when the model fails with those who came right behind it.", EXAMPLE)
-def fails_behind_a_spoilt_prompt(impl: type[Scheduler], case: Case) -> None:
+def fails_after_a_nan_prompt(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl, fail_token=60)
-    harness.model_runner.spoil_token = SPOILT
-    spoilt = harness.submit(PROMPT, 4)
+    harness.model_runner.spoil_token = NAN_TOKEN
+    nan_rid = harness.submit(PROMPT, 4)
     harness.step()
     other = harness.submit([*PROMPT, 60], 4)
     harness.run()
-    expect_error(harness, spoilt)
+    expect_error(harness, nan_rid)
     expect_error(harness, other)
     expect_forgotten(harness, 0)
 
@@ -129,7 +127,7 @@ def fails_behind_a_spoilt_prompt(impl: type[Scheduler], case: Case) -> None:
 )
 def leaves_before_it_is_known(impl: type[Scheduler], case: Case) -> None:
     harness = harness_for(impl)
-    harness.model_runner.spoil_token = SPOILT
+    harness.model_runner.spoil_token = NAN_TOKEN
     rid = harness.submit(PROMPT, 4)
     harness.step()
     if case.is_aborted:
@@ -150,7 +148,7 @@ def leaves_before_it_is_known(impl: type[Scheduler], case: Case) -> None:
 
 
 @contract("Nor does what a request computes after its end, which is never read.", EXAMPLE)
-def spoilt_behind_the_end(impl: type[Scheduler], case: Case) -> None:
+def nan_after_the_end(impl: type[Scheduler], case: Case) -> None:
     tokens = expected_tokens(BEFORE, 3, VOCAB_SIZE)
     last = tokens[-1]
     assert last not in (*BEFORE, *tokens[:-1])
