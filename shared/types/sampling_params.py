@@ -125,8 +125,10 @@ class SamplingParams:
                 raise ValueError(f"{name}={value} needs return_logprob=True")
         if any(not _is_number(t, int) or t < 0 for t in self.stop_token_ids):
             raise ValueError(f"stop_token_ids must hold token ids, got {self.stop_token_ids!r:.80}")
-        check_stop_strings(self.stop)
-        check_stop_regexes(self.stop_regex)
+        if self.stop:
+            check_stop_strings(self.stop)
+        if self.stop_regex:
+            check_stop_regexes(self.stop_regex)
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
         for token_id, bias in self.logit_bias.items():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.engine.request_path import functions_of_a_request
 
-MAX_FILES = 30
-MAX_FUNCTIONS = 154
+MAX_FILES = 32
+MAX_FUNCTIONS = 160
 
 
 def test_the_path_of_a_request_stays_short() -> None:
