@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from shared.conformance.server.checks import QUICK, Result, chosen, run_checks
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--use", default="", help="components of the server: attention=triton")
     parser.add_argument("--model", default="tiny-dense")
+    parser.add_argument("--concurrency", type=int, default=QUICK.concurrency, help="requests in flight")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no new run after this time")
     parser.add_argument(
         "--jobs", type=int, default=1, help="processes, each with a server and some of the runs"
@@ -73,13 +75,14 @@ def run(options: argparse.Namespace) -> int:
         flags["use"] = dict(each.split("=", 1) for each in options.use.split(","))
     num_runs, num_cases, statuses, found = 0, 0, Counter[str](), Counter[str]()
     start = time.monotonic()
+    limits = replace(QUICK, concurrency=options.concurrency)
     with local_server(**flags) as server:
         oracle = Oracle(options.model)
         for seed in range(options.first_seed, options.first_seed + options.runs):
             if time.monotonic() - start > options.seconds:
                 break
             context = connect(
-                server.url, options.model, dtype=options.dtype, seed=seed, limits=QUICK, oracle=oracle
+                server.url, options.model, dtype=options.dtype, seed=seed, limits=limits, oracle=oracle
             )
             results = list(run_checks(context, checks))
             context.server.close()
