@@ -91,6 +91,12 @@ def test_end_tokens_are_left_out() -> None:
     assert (len(draws.places), draws.num_left_out) == (1, 1)
 
 
+def test_a_token_of_a_padding_row_is_impossible() -> None:
+    draws = Draws(random.Random(0), EXACT)
+    draws.add(logits_of(0), Asked(), PROMPT, [VOCAB_SIZE])
+    assert [each["probability"] for each in draws.impossible] == [0.0]
+
+
 def test_a_rounded_format_may_cross_the_border_of_a_filter() -> None:
     logits = np.array([[2.0, 1.0, 1.0 - 0.02, -3.0]], np.float32)
     asked = Asked(top_k=2)

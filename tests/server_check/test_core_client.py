@@ -105,7 +105,7 @@ def test_oracle_knows_the_distribution(oracle: Oracle) -> None:
     assert exact.sum() == pytest.approx(1.0)
     assert oracle.exact(prompt, temperature=0.0).argmax() == exact.argmax()
     with pytest.raises(ValueError, match="token ids must be in"):
-        oracle.logits([oracle.vocab_size])
+        oracle.logits([oracle.config.vocab_size])
 
 
 LLAMA_CPP = {

@@ -93,6 +93,12 @@ def test_patterns_have_names(right: tuple[Scored, np.ndarray], tolerance: object
     assert "rounded to 1 digit " in diagnose(with_actual(text, text.actual.round(1)), rows, EXACT)
 
 
+def test_ids_of_padding_rows_can_be_scored(oracle: Oracle) -> None:
+    """vLLM draws them, as its softmax covers them."""
+    assert oracle.vocab_size < oracle.config.vocab_size
+    assert oracle.logits([5, oracle.vocab_size]).shape == (2, oracle.num_rows)
+
+
 def test_nothing_to_compare_is_no_success() -> None:
     assert judge([], EXACT).reasons == ("the answers have no log-probability to compare",)
 

@@ -181,12 +181,12 @@ class Draws:
         """Add all tokens of an answer. `logits`: [len(output), vocab]; output[i] is drawn from row i."""
         for i, token in enumerate(output):
             choice = choice_at(logits[i], asked, prompt, output[:i], self.tol)
-            if not choice.possible[token]:
+            if token >= len(choice.possible) or not choice.possible[token]:  # a padding row, or filtered out
                 self.impossible.append(
                     {
                         "position": i,
                         "token": int(token),
-                        "probability": float(choice.share[token]),
+                        "probability": float(choice.share[token]) if token < len(choice.share) else 0.0,
                         **asked.body(),
                     }
                 )

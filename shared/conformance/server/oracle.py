@@ -54,10 +54,12 @@ class Oracle:
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """float32 [len(ids), num_rows]; row i has the logits of the token behind ids[: i + 1]. Cached by
-        text. Raises `ValueError` for ids that the model does not have."""
+        text. Ids of padding rows are allowed, because vLLM draws them. Raises `ValueError` for ids that the
+        model does not have."""
         key = tuple(int(token_id) for token_id in ids)
-        if not key or any(not 0 <= token_id < self.vocab_size for token_id in key):
-            raise ValueError(f"token ids must be in [0, {self.vocab_size}), and at least one: {key!s:.80}")
+        size = self.config.vocab_size
+        if not key or any(not 0 <= token_id < size for token_id in key):
+            raise ValueError(f"token ids must be in [0, {size}), and at least one: {key!s:.80}")
         if key not in self._known:
             session = ModelSession(self.model, max_len=len(key))
             pieces = [session.step({0: key[i : i + CHUNK]})[0] for i in range(0, len(key), CHUNK)]
