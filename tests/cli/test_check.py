@@ -218,7 +218,7 @@ def test_whatever_it_raises_is_its_failure(diptych: Diptych, tmp_path: Path, wis
     [
         (["no_such_component", "reference"], "there are contracts for schedule_policy, prefill_adder"),
         (["sampler", "no-such-panel"], "choose one of reference"),
-        (["sampler"], "Name an implementation of sampler"),
+        (["sampler"], "name an implementation of sampler"),
         (["sampler", "no_such_file.py:Sampler"], "no such file: no_such_file.py"),
         (["sampler", "no_such_module.at_all:Sampler"], "no module named"),
         (["sampler", "reference.sampler:NoSuchClass"], "has no 'NoSuchClass'"),

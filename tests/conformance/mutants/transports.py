@@ -108,9 +108,9 @@ class AnyPages(Transport):
 
 @mutant_of("transport")
 class AbortsWhatIsDone(Transport):
-    """A late abort is sent all the same, and hits the next room of the name."""
+    """A late abort stays known, and hits the next room of the name."""
 
     def abort(self, room):
         super().abort(room)
         if room not in self._rooms or self._rooms[room].status == "done":
-            self._outgoing.put(lambda: self._put_frame(Frame("abort", room)))
+            self._early_aborts.add(room)
