@@ -133,6 +133,6 @@ def quantize_input(
             0.0 if norm is None else norm[1], size, num_groups, x.stride(0), q.stride(0),
             BLOCK=block, GROUP=group, FP8=is_fp8, NATIVE=has_fp8(x.device),
             NORM=norm is not None, SILU=silu, STATIC=static is not None,
-            AMAX=given is not static,            num_warps=min(max(block // 512, 1), 16), **pdl_options(x),
+            AMAX=given is not static, num_warps=min(max(block // 512, 1), 16), **pdl_options(x),
         )  # fmt: skip
     return QuantizedInput(q.view(torch.float8_e4m3fn) if is_fp8 else q, scale, x.dtype)
