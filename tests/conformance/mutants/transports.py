@@ -108,9 +108,8 @@ class AnyPages(Transport):
 
 @mutant_of("transport")
 class AbortsWhatIsDone(Transport):
-    """A late abort stays known, and hits the next room of the name."""
+    """An abort stays known after its room has ended, and hits the next room of the name."""
 
     def abort(self, room):
         super().abort(room)
-        if room not in self._rooms or self._rooms[room].status == "done":
-            self._early_aborts.add(room)
+        self._early_aborts.add(room)
