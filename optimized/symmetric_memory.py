@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 KIB = 1024
 LIMITS = ((2, 1024 * KIB), (4, 512 * KIB), (8, 256 * KIB))
-"""(number of ranks, bytes of a tensor up to which the one-shot sum is faster than NCCL)."""
+"""(number of ranks, bytes of a tensor up to which the one-shot sum is used instead of NCCL). Chosen from
+published times of other engines' kernels: these are not measured yet (`diptych bench allreduce`)."""
 
 
 # --8<-- [start:choose-sum]

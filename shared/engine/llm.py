@@ -255,15 +255,13 @@ class LLM:
             adapters_of(self.assembly.lora).unload(name, self.scheduler)
 
     def _unused_rid(self, rid: str) -> str:
-        """A scheduler id for a request. A request keeps its id in the scheduler until its end is reported, so
-        a request that reuses the id earlier gets another one there."""
+        """An id for the scheduler, where a request keeps its id until its end is reported."""
         candidates = chain([rid], (f"{rid}:{i}" for i in count()))
         return next(name for name in candidates if name not in self._collectors)
 
     # --8<-- [start:step-in-process]
     def step(self) -> bool:
-        """Run one batch; its outputs go to the collectors. False: there was no batch to
-        run."""
+        """Run one batch; its outputs go to the collectors. False: no batch to run."""
         with self._exclusive():
             if not self.scheduler.has_work():
                 return False
@@ -350,7 +348,7 @@ class LLM:
                 bar.set_postfix(tokens=sum(c.num_output_tokens for c in collectors))
 
     def _stream(self, collectors: list[OutputCollector]) -> Iterator[GenerateOutput]:
-        """Yields one meaningless piece before the others, which starts the generator."""
+        """Yields an empty piece before the others, which starts the generator."""
         try:
             yield collectors[0].whole()
             # --8<-- [start:stream-loop]
@@ -371,8 +369,7 @@ class LLM:
                 self._abort(collector)
 
     def _abort(self, collector: OutputCollector) -> bool:
-        """End one sample. Inside a step, when the garbage collector may close a forgotten stream, the abort
-        is deferred to the end of the step, so that no request is removed from a running batch."""
+        """End one sample, at the end of the step if one runs: the garbage collector may close a stream."""
         with deferred_interrupts(), self._lock:
             rid = collector.scheduler_rid
             if rid not in self._collectors or collector.is_aborted:
@@ -385,8 +382,7 @@ class LLM:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Exclusive work on the engine; aborts and interrupts that arrive meanwhile are processed at the
-        end."""
+        """Exclusive work on the engine; aborts and interrupts that arrive are processed at its end."""
         with deferred_interrupts(), self._lock:
             self._depth += 1
             try:

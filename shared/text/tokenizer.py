@@ -95,7 +95,8 @@ class Tokenizer:
                 "messages must be a non-empty list of mappings with role and content, got "
                 f"{type(messages).__name__}"
             )
-        self.check_template_args(template_args)
+        if template_args:
+            self.check_template_args(template_args)
         from jinja2 import TemplateError
 
         try:
