@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from typing import TYPE_CHECKING, NamedTuple
 
 from shared.bench.workloads import Request
@@ -88,15 +89,17 @@ def run_to_end(
 def submitted(
     llm: LLM, requests: Sequence[Request], sampling: Sampling, clock: Clock = time.perf_counter
 ) -> Iterator[tuple[list[OutputCollector], float]]:
-    """(collectors, time of the first submission), on an engine with an empty cache. Requests that have not
-    finished at the end of the block, or when it is interrupted, are aborted."""
+    """(collectors, time of the first submission), on an engine with an empty cache. The requests take the
+    engine's LoRA adapters in turn. Those that have not finished at the end of the block, or when it is
+    interrupted, are aborted."""
     flush(llm)
     collectors: list[OutputCollector] = []
+    adapters = list(llm.assembly.lora.by_name) if llm.assembly.lora is not None else []
     start = clock()
     try:
         with gc_freeze():  # as `LLM.generate` does
-            for request in requests:
-                collectors.append(submit(llm, request, sampling))
+            for request, adapter in zip(requests, cycle(adapters or [None])):
+                collectors.append(submit(llm, request, sampling, adapter))
             yield collectors, start
     finally:
         for collector in collectors:
@@ -106,14 +109,14 @@ def submitted(
             pass
 
 
-def submit(llm: LLM, request: Request, sampling: Sampling) -> OutputCollector:
+def submit(llm: LLM, request: Request, sampling: Sampling, adapter: str | None = None) -> OutputCollector:
     params = SamplingParams(
         max_new_tokens=request.output_len,
         ignore_eos=True,
         temperature=sampling.temperature,
         seed=sampling.seed,
     )
-    return llm.submit(request.prompt, params)[0]
+    return llm.submit(request.prompt, params, lora=adapter)[0]
 
 
 def flush(llm: LLM) -> None:

@@ -24,6 +24,7 @@ from shared.bench.step_cost import (
 )
 from shared.bench.step_inputs import (
     StepCase,
+    assign_adapters,
     fill_pool,
     make_forward_batch,
     make_sampling_info,
@@ -190,6 +191,7 @@ def step_of(
     """A function that runs the case's step, the same in each call. The KV of its slots is overwritten."""
     parts = assembly.parts
     rows = place_requests(assembly, case, seed)
+    assign_adapters(assembly, rows)
     batch = make_forward_batch(assembly, case, rows, seed)
     info = make_sampling_info(assembly, case, temperature, seed)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -126,6 +126,17 @@ def place_requests(assembly: Assembly, case: StepCase, seed: int = 0) -> list[in
         parts.req_to_token_pool.write(row, 0, pages[chosen].flatten()[:seq_len])
         start = end
     return rows
+
+
+def assign_adapters(assembly: Assembly, rows: list[int]) -> None:
+    """The requests of these rows take the engine's LoRA adapters in turn, as many as a batch may have."""
+    if assembly.lora is None:
+        return
+    adapters = list(assembly.lora.by_name.values())[: assembly.lora.pool.num_slots]
+    reqs = [Req(f"step-{i}", [0], SamplingParams(), i, req_pool_idx=row) for i, row in enumerate(rows)]
+    for req, adapter in zip(reqs, cycle(adapters)):
+        req.lora = adapter
+    assembly.scheduler.lora.place(reqs, reqs)  # type: ignore[attr-defined]
 
 
 def make_forward_batch(assembly: Assembly, case: StepCase, rows: list[int], seed: int = 0) -> ForwardBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,13 @@ def test_a_run_counts_tokens_and_time() -> None:
     assert run.time_to_first_token is None
     assert seen == [1, 2, 4, 6, 7, 8]
     assert llm.num_flushes == 1
+
+
+def test_requests_take_the_adapters_in_turn() -> None:
+    llm = TimedEngine()
+    llm.assembly.lora = SimpleNamespace(by_name={"law": 1, "code": 2})
+    run_to_end(llm, requests((10, 2), (10, 2), (10, 2)), SAMPLING, llm.clock)  # type: ignore[arg-type]
+    assert llm.adapters == ["law", "code", "law"]
 
 
 def test_a_single_request_has_a_first_token() -> None:

@@ -51,7 +51,8 @@ class TimedEngine:
 
     def __post_init__(self) -> None:
         allocator = SimpleNamespace(size=100_000, device=torch.device("cpu"))
-        self.assembly = SimpleNamespace(parts=SimpleNamespace(allocator=allocator))
+        self.assembly = SimpleNamespace(parts=SimpleNamespace(allocator=allocator), lora=None)
+        self.adapters: list[str | None] = []  # of each request
         self.config = SimpleNamespace(context_len=10_000)
         self.model_config = SimpleNamespace(vocab_size=1000)
         self.timeline = Timeline(self.clock)
@@ -60,8 +61,11 @@ class TimedEngine:
         self.num_steps = 0
         self.num_generated = 0
 
-    def submit(self, prompt: list[int], params: SamplingParams) -> list[Collector]:
+    def submit(
+        self, prompt: list[int], params: SamplingParams, *, lora: str | None = None
+    ) -> list[Collector]:
         self.prompts.append(prompt)
+        self.adapters.append(lora)
         self.waiting.append(Collector(f"r{len(self.prompts)}", len(prompt), params))
         return [self.waiting[-1]]
 

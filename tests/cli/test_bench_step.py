@@ -16,7 +16,7 @@ from shared.bench.step import engine_flags, step_of
 from shared.bench.step_inputs import StepCase, fill_pool, make_forward_batch, place_requests
 from shared.commands.bench_step import make_cases, shortened
 from shared.engine.llm import LLM
-from shared.types import ForwardMode
+from shared.types import ForwardMode, LoraAdapter
 
 
 def engine(**flags: object) -> LLM:
@@ -54,6 +54,17 @@ def test_a_batch_as_the_scheduler_makes_it(case: StepCase, page_size: int) -> No
         assert torch.equal(batch.out_cache_loc[start : start + new], pool.read(row, seq_len - new, seq_len))
         start += new
     assert batch.last_token_rows.tolist()[-1] == batch.num_tokens - 1
+
+
+def test_requests_of_a_step_take_the_adapters_in_turn() -> None:
+    llm = engine(max_loras_per_batch=2)
+    assert llm.assembly.lora is not None
+    for name in ("law", "code", "one too many"):
+        llm.assembly.lora.by_name[name] = LoraAdapter(name, name, {})
+    with step_of(llm.assembly, CASES[0], 0.6, 0) as step:
+        step()
+        requests = llm.assembly.lora.pool.requests  # type: ignore[attr-defined]
+        assert [adapter.name for _, adapter in requests] == ["law", "code", "law"]
 
 
 def test_steps_give_finite_logits_and_give_their_rows_back() -> None:
