@@ -5,9 +5,11 @@
     python -m tests.mutation --record tests/sampler         # after a change of these tests
     python -m tests.mutation --retry                        # the survivors again
 
-The first run records which tests run which line: about half an hour on two cores. Each mutant is written
-into a copy of the tree in build/mutants, and a fork of this process runs the tests that reach its line. A run
-that was interrupted goes on where it stopped. build/mutants/survivors.md has what no test noticed, as diffs.
+The first run records which tests run which line, folder by folder: about half an hour on two cores. Each
+mutant is written into a copy of the tree in build/mutants, and a fork of this process runs the tests that
+reach its line. A run that was interrupted goes on where it stopped, also on another computer that has the
+files coverage, times.json, recorded.json and results.jsonl of build/mutants. survivors.md has what no test
+noticed, as diffs.
 """
 
 from __future__ import annotations
@@ -25,17 +27,13 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if not os.path.exists("/dev/nvidia0"):  # before triton is imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from tqdm import tqdm
 
+import tests.conftest  # noqa: F401, the environment of the tests, before triton is imported
 from tests.house.tree import ROOT
 from tests.mutation.attempt import Worker, copy_tree
 from tests.mutation.mutants import Mutant, mutants_of
-from tests.mutation.record import Recording, digest, record
+from tests.mutation.record import Recording, digest, record, recorded
 
 BUILD = ROOT / "build" / "mutants"
 SHARED = ("engine", "sampling", "scheduling", "text")
@@ -47,7 +45,6 @@ TESTS = [
     *("model_runner", "models", "moe", "parallel", "quantization", "radix_cache", "sampler", "scheduler"),
     *("scheduling", "server", "speculative", "text"),
 ]
-NO_KILLERS = ["tests/conformance/test_mutants.py"]  # tests of tests
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
 KILLED = ("killed", "out of time")
 
@@ -154,13 +151,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="mutants tried at a time")
     parser.add_argument("--seconds", type=float, default=40, help="tests that are run for one mutant")
     parser.add_argument("--retry", action="store_true", help="try again what was not killed")
-    parser.add_argument("--record", action="store_true", help="record these tests (default: all) and stop")
+    parser.add_argument(
+        "--record", action="store_true", help="record these tests (default: the missing ones)"
+    )
     options = parser.parse_args(arguments)
-    if options.record or not (BUILD / "recorded.json").exists():
+    if options.record and options.folders != FOLDERS:
+        missing = options.folders
+    else:
+        missing = [f"tests/{name}" for name in TESTS if f"tests/{name}" not in recorded(BUILD)["tests"]]
+    if missing:
         copy_tree(BUILD / "tree-0")
-        is_all = not options.record or options.folders == FOLDERS
-        tests = [f"tests/{name}" for name in TESTS] if is_all else options.folders
-        record(BUILD / "tree-0", BUILD, [*tests, *(f"--ignore={n}" for n in NO_KILLERS)], options.workers)
+    for name in missing:
+        print(f"recording {name}", flush=True)
+        record(BUILD / "tree-0", BUILD, name, options.workers)
     if options.record:
         return 0
     mutants = sample(options.folders, options.count, options.seed)

@@ -48,7 +48,8 @@ def run_tests(seconds: int, tree: Path, tests: list[str], *options: str) -> int:
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
         del sys.modules[name]  # imported from ROOT
     os.chdir(tree)
-    sys.path[0] = os.environ["PYTHONPATH"] = str(tree)
+    sys.path[0] = str(tree)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
     order = {test: number for number, test in enumerate(tests)}
 
     class InOrder:

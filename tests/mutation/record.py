@@ -12,10 +12,11 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import coverage
 import pytest
@@ -36,14 +37,16 @@ SOURCES = ("reference", "optimized", "shared")
 # Python imports this module when it starts.
 START = "import coverage; coverage.process_startup()\n"
 MARKS = "not gpu and not full"
+NO_KILLERS = ["tests/conformance/test_mutants.py"]  # tests of tests
 
 
 def digest(source: bytes) -> str:
     return hashlib.sha256(source).hexdigest()[:16]
 
 
-def record(tree: Path, folder: Path, tests: Iterable[str], workers: int) -> int:
-    """Run tests in `tree` and add to the recording in `folder`. Returns pytest's exit status."""
+def record(tree: Path, folder: Path, tests: str, workers: int) -> int:
+    """Run `tests`, a folder or file of `tree`, and add them to the recording in `folder`. Returns pytest's
+    exit status. A module that cannot be imported, for want of a package, is left out."""
     hooks = folder / "hooks"
     hooks.mkdir(parents=True, exist_ok=True)
     (hooks / "sitecustomize.py").write_text(START)
@@ -51,22 +54,31 @@ def record(tree: Path, folder: Path, tests: Iterable[str], workers: int) -> int:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{hooks}{os.pathsep}{tree}",
+        "PYTHONPATH": os.pathsep.join(map(str, [hooks, tree, *filter(None, [os.environ.get("PYTHONPATH")])])),
         "COVERAGE_PROCESS_START": str(hooks / "coveragerc"),
         "MUTATION_TIMES": str(folder / "times.json"),
     }
     command = [sys.executable, "-m", "pytest", "-p", "tests.mutation.record", "-p", "no:cacheprovider"]
-    command += ["-m", MARKS, "-n", str(workers), "--dist", "worksteal", *tests]
+    command += ["-m", MARKS, "-n", str(workers), "--dist", "worksteal", "--continue-on-collection-errors"]
+    command += [tests, *(f"--ignore={name}" for name in NO_KILLERS)]
     status = subprocess.run(command, cwd=tree, env=environment, check=False).returncode
     combined = coverage.Coverage(data_file=str(folder / "coverage"), config_file=str(hooks / "coveragerc"))
     combined.load()
-    combined.combine([str(folder)], keep=False)
-    combined.save()
-    files = folder / "recorded.json"
+    if list(folder.glob("coverage.*")):  # no part where no test ran
+        combined.combine([str(folder)], keep=False)
+        combined.save()
+    state = recorded(folder)
     names = [path.relative_to(tree) for root in SOURCES for path in (tree / root).rglob("*.py")]
-    if not files.exists():
-        files.write_text(json.dumps({str(name): digest((tree / name).read_bytes()) for name in names}))
+    state["files"] = state["files"] or {str(name): digest((tree / name).read_bytes()) for name in names}
+    state["tests"][tests] = status
+    (folder / "recorded.json").write_text(json.dumps(state, indent=0))
     return status
+
+
+def recorded(folder: Path) -> dict[str, dict[str, Any]]:
+    """`files`: path -> digest of its text in the recording; `tests`: folder -> pytest's exit status."""
+    path = folder / "recorded.json"
+    return json.loads(path.read_text()) if path.exists() else {"files": {}, "tests": {}}
 
 
 def _switch(name: str) -> None:
@@ -124,7 +136,7 @@ class Recording:
 
     def __init__(self, folder: Path) -> None:
         self.times: dict[str, float] = json.loads((folder / "times.json").read_text())
-        self.files: dict[str, str] = json.loads((folder / "recorded.json").read_text())
+        self.files: dict[str, str] = recorded(folder)["files"]
         self.data = coverage.CoverageData(str(folder / "coverage"))
         self.data.read()
         self.modules: dict[str, list[str]] = defaultdict(list)
