@@ -10,6 +10,7 @@ class OutputCollector:
     """The outputs of one request. Without a detokenizer the text stays empty."""
 
     def __init__(self, req: Req, index: int, detokenizer: Detokenizer | None, submitted_as: str) -> None:
+        self.req = req
         self.scheduler_rid = req.rid
         n = req.sampling_params.n
         self.rid = submitted_as if n == 1 else f"{submitted_as}#{index}"  # as users see it
@@ -20,7 +21,7 @@ class OutputCollector:
         self.output_ids: list[int] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None
-        self.is_aborted = False  # its end is not reported yet, but its id is free
+        self.is_aborted = False
         self.num_cached_tokens = 0
         self.num_retractions = 0
         self.speculation = SpeculationStats()
@@ -34,6 +35,11 @@ class OutputCollector:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def holds_id(self) -> bool:
+        """False once the request was aborted or refused by a full queue, though its end is not reported yet."""
+        return not self.is_aborted and not self.req.finished
 
     @property
     def num_output_tokens(self) -> int:

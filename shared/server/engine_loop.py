@@ -319,6 +319,7 @@ class EngineLoop:
 
     def _ready(self) -> Ready:
         assembly = self.assembly
+        queue = assembly.config.max_queued_requests
         assert assembly.config.context_len is not None
         return Ready(
             version=VERSION,
@@ -327,6 +328,7 @@ class EngineLoop:
             num_token_ids=assembly.parts.num_token_ids,
             max_total_tokens=assembly.parts.allocator.size * assembly.config.dp,
             max_running_requests=assembly.config.max_running_requests,
+            max_queued_requests=None if queue is None else queue * assembly.config.dp,
             eos_token_ids=sorted(self.assembly.eos_token_ids),
             num_labels=assembly.model_config.num_labels,
             vision=assembly.vision.config if assembly.vision is not None else None,

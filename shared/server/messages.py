@@ -24,7 +24,7 @@ from shared.types import (
     TokenLogprob,
 )
 
-VERSION = 5
+VERSION = 6
 """Of this protocol. The API refuses an engine of another version at `Ready`."""
 
 
@@ -81,6 +81,7 @@ class Ready(Message):
     num_token_ids: int  # ids [0, this) have a token
     max_total_tokens: int  # slots of the KV pool
     max_running_requests: int
+    max_queued_requests: int | None  # None: any number
     eos_token_ids: list[int]
     num_labels: int  # of a reward model; 0: the model gives tokens and embeddings
     vision: VisionConfig | None  # None: the engine takes no images

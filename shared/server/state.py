@@ -78,10 +78,12 @@ class ServerState:
         """400 for more samples than the server ever takes, 429 when too many are live, 503 while draining or
         after the engine's death."""
         limit, num_samples = self.settings.max_live_requests, num_prompts * n
-        if num_samples > limit:
+        queue = self.ready.max_queued_requests  # the samples of a request arrive together
+        largest = limit if queue is None else min(limit, queue)
+        if num_samples > largest:
             raise bad_request(
                 f"{num_prompts} prompts with n={n} are {num_samples} requests; this server takes at most "
-                f"{limit} at one time"
+                f"{largest} at one time"
             )
         if not self.client.is_alive:
             raise ApiError(503, f"the engine is not running: {self.client.death_reason}")

@@ -17,7 +17,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 512
 """Of one stop string or stop regex."""
 MAX_REGEX_SIZE = 50_000
-"""Of all stop regexes of a request together, as `regex_size` counts. They compile in 0.1 s."""
+"""Of all stop regexes of a request together, as `regex_size` counts. The slowest known patterns of this size
+compile in 0.05 to 0.12 s: `regex.compile('(?i:[a-zé]{1000}){47}b')`, measured by `python -m timeit -n 1`."""
 REGEX_CHECK_SECONDS = 0.1
 """Time limit of trying all stop regexes of a request on the empty text."""
 

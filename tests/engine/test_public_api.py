@@ -119,6 +119,22 @@ def test_an_rid_is_free_again_after_an_abort(llm: LLM) -> None:
     assert isinstance(first.finish_reason, FinishAbort)
 
 
+def test_an_rid_is_free_again_after_a_full_queue() -> None:
+    llm = LLM("tiny-dense", device="cpu", max_total_tokens=256, max_queued_requests=1)
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    (first,), (refused,) = (llm.submit("one two", params, rid=rid) for rid in "ab")
+    assert llm.abort("a")
+    (second,) = llm.submit("three four", params, rid="b")
+    while llm.step():
+        pass
+    assert isinstance(first.finish_reason, FinishAbort)
+    assert (refused.finish_reason, refused.num_output_tokens) == (
+        FinishAbort("the queue is full (1 waiting)", 503),
+        0,
+    )
+    assert (second.rid, second.num_output_tokens) == ("b", 4)
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_rid_is_free_again_after_a_stream_is_closed(llm: LLM, n: int) -> None:
     stream = llm.stream("one two", rid="a", n=n, max_tokens=50, ignore_eos=True)

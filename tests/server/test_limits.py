@@ -102,6 +102,12 @@ def ask_at_once(server: RunningServer, number: int) -> list[tuple[int, dict[str,
     return [found[i] for i in range(number)]
 
 
+def test_more_samples_than_the_queue_takes(small_server: RunningServer) -> None:
+    status, answer = post(small_server, "/v1/completions", {**PROMPT, "n": 2})
+    assert status == 400
+    assert "takes at most 1 at one time" in answer["error"]["message"]
+
+
 def test_queue_overflow_and_time_outs(small_server: RunningServer) -> None:
     running, waiting, turned_away = ask_at_once(small_server, 3)
     assert turned_away[0] == 503
