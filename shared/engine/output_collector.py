@@ -38,7 +38,7 @@ class OutputCollector:
 
     @property
     def holds_id(self) -> bool:
-        """False once the request was aborted or refused by a full queue, though its end is not reported yet."""
+        """False once the request was aborted or refused, though its end is not reported yet."""
         return not self.is_aborted and not self.req.finished
 
     @property
