@@ -19,6 +19,10 @@ class MoeRunner(ABC):
     def __init__(self, experts: FusedExperts) -> None:
         self.experts = experts
 
+    def prepare(self) -> None:  # noqa: B027
+        """Change the loaded parameters to the layout of the library: their order, their shape or both. Called
+        once, between loading and the first run, when the KV pool is not yet allocated."""
+
     @abstractmethod
     def run(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
         """x [num_tokens >= 1, hidden] -> the same shape and dtype."""

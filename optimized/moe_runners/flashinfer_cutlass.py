@@ -1,69 +1,91 @@
 """Experts with 16-bit weights or FP8 blocks by FlashInfer's fused CUTLASS function: sorting, both GEMMs and
 the sum in one.
 
-It takes the rows of up before those of gate. The experts' parameters are swapped in place when the runner
-first runs.
+It takes the rows of up before those of gate.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from optimized.moe_runners.base import MoeRunner
+from optimized.moe_runners.layouts import swap_halves
 from shared.interfaces.moe import FusedExperts, TopKOutput
 from shared.interfaces.quantized_experts import QuantizedExperts
 from shared.types.quantization import QuantScheme
 
 FP8_BLOCKS = QuantScheme("fp8", 128, 128, "group")
+ALIGNMENT = 128
 
 
 class FlashInferCutlassRunner(MoeRunner):
-    """Supports float16 and bfloat16 weights, and FP8 blocks with inputs by group; plain SwiGLU."""
+    """Supports float16 and bfloat16 weights with and without biases and a swiglu_limit, and FP8 blocks with
+    inputs by group and plain SwiGLU."""
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 
     def __init__(self, experts: FusedExperts) -> None:
         super().__init__(experts)
-        self.is_fp8 = isinstance(experts, QuantizedExperts)
-        if isinstance(experts, QuantizedExperts) and experts.scheme != FP8_BLOCKS:
-            raise self.refuse(f"weights: {experts.scheme}", f"weights of 16 bits, and {FP8_BLOCKS}")
-        if self.is_fp8 and any(size % 128 for size in experts.w2.shape[1:]):
-            raise self.refuse(f"sizes {tuple(experts.w2.shape[1:])} with FP8 blocks", "multiples of 128")
-        if experts.b13 is not None or experts.swiglu_limit > 0:
-            raise self.refuse("experts with biases or a swiglu_limit", "plain SwiGLU")
-        self.is_swapped = False
+        self.scheme = experts.scheme if isinstance(experts, QuantizedExperts) else None
+        self.arguments: dict[str, Any] = {}  # of the library's function, the same in every call
+        self.check()
+
+    def check(self) -> None:
+        """Raise `ValueError` for experts that the library cannot compute."""
+        if self.scheme is None:
+            return
+        if self.scheme != FP8_BLOCKS:
+            raise self.refuse(f"weights: {self.scheme}", f"weights of 16 bits, and {FP8_BLOCKS}")
+        if any(size % ALIGNMENT for size in self.experts.w2.shape[1:]):
+            sizes = tuple(self.experts.w2.shape[1:])
+            raise self.refuse(f"sizes {sizes} with FP8 blocks", f"multiples of {ALIGNMENT}")
+        if self.experts.b13 is not None or self.experts.swiglu_limit > 0:
+            raise self.refuse("FP8 blocks with biases or a swiglu_limit", "plain SwiGLU")
+
+    def prepare(self) -> None:
+        experts = self.experts
+        for parameter in (experts.w13, getattr(experts, "w13_scale", None), experts.b13):
+            if parameter is not None:
+                swap_halves(parameter)
+        self.arguments = {
+            "fc1_expert_weights": experts.w13,
+            "fc2_expert_weights": experts.w2,
+            "fc1_expert_biases": experts.b13,
+            "fc2_expert_biases": experts.b2,
+            "quant_scales": [],
+            **self.swiglu(),
+        }
+        if isinstance(experts, QuantizedExperts):  # one row of scales for each block of outputs
+            scales = (experts.w13_scale, experts.w2_scale)
+            self.arguments["quant_scales"] = [scale[:, ::ALIGNMENT].contiguous() for scale in scales]
+            self.arguments["use_deepseek_fp8_block_scale"] = True
+
+    def swiglu(self) -> dict[str, torch.Tensor]:
+        """The constants of a clamped SwiGLU, float32 [num_experts] each."""
+        if self.experts.swiglu_limit == 0:
+            return {}
+        values = {"swiglu_alpha": 1.702, "swiglu_beta": 1.0, "swiglu_limit": self.experts.swiglu_limit}
+        shape, device = self.experts.w2.shape[:1], self.experts.w2.device
+        return {
+            name: torch.full(shape, value, dtype=torch.float32, device=device)
+            for name, value in values.items()
+        }
 
     def run(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
         from flashinfer.fused_moe import cutlass_fused_moe
 
-        if x.dtype not in (torch.float16, torch.bfloat16):
-            raise self.refuse(f"dtype {x.dtype}", "float16 and bfloat16")
-        if not self.is_swapped:
-            self._swap()
+        if x.dtype not in self.dtypes:
+            names = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            raise self.refuse(f"dtype {x.dtype}", names)
         is_choice = topk.topk_ids >= 0  # padding becomes a choice of weight 0
         result = cutlass_fused_moe(
             input=x.contiguous(),
             token_selected_experts=topk.topk_ids.clamp(min=0).to(torch.int32),
             token_final_scales=torch.where(is_choice, topk.topk_weights, 0.0),
-            fc1_expert_weights=self.experts.w13,
-            fc2_expert_weights=self.experts.w2,
             output_dtype=x.dtype,
-            quant_scales=self._scales(),
-            use_deepseek_fp8_block_scale=self.is_fp8,
+            **self.arguments,
         )
         output: torch.Tensor = result[0] if isinstance(result, (list, tuple)) else result
         return output
-
-    def _swap(self) -> None:
-        parameters = [self.experts.w13]
-        if isinstance(self.experts, QuantizedExperts):
-            parameters.append(self.experts.w13_scale)
-        for parameter in parameters:
-            for w13 in parameter.data.view(torch.uint8):  # expert by expert, to save memory
-                gate, up = w13.chunk(2)
-                w13.copy_(torch.cat((up, gate)))
-        self.is_swapped = True
-
-    def _scales(self) -> list[torch.Tensor]:
-        """The scales of w13 and w2: one row for each block of outputs."""
-        if not isinstance(self.experts, QuantizedExperts):
-            return []
-        return [scale[:, ::128].contiguous() for scale in (self.experts.w13_scale, self.experts.w2_scale)]

@@ -35,20 +35,28 @@ NEEDS = {
     "deep_gemm": Needs("FP8 blocks", (9, 10), "deep_gemm", "sgl-deep-gemm==0.1.3"),
     "cutlass": Needs("FP8 blocks", (9, 10), "sgl_kernel", "sglang-kernel==0.4.4"),
     "flashinfer_cutlass": Needs("16 bits, FP8 blocks", (9, 10), "flashinfer", "flashinfer-python"),
-    "flashinfer_mxfp4": Needs("MXFP4", (9, 10), "flashinfer", "flashinfer-python"),
+    "flashinfer_mxfp4": Needs("MXFP4", (9,), "flashinfer", "flashinfer-python"),
     "flashinfer_trtllm": Needs("FP8 blocks, FP4", (10,), "flashinfer", "flashinfer-python"),
     "flashinfer_cutedsl": Needs("FP4", (10,), "flashinfer", "flashinfer-python"),
 }
 
-DISPATCH_FORMATS = {"none": "standard", "reference": "standard", "all_to_all": "standard"}
-"""Implementation of expert_dispatch -> dispatch format. standard: x and TopKOutput, -1 for an expert of
-another rank."""
+DISPATCH_FORMATS = {"none": "whole", "reference": "standard", "all_to_all": "standard"}
+"""Implementation of expert_dispatch -> dispatch format: x and TopKOutput. whole: all experts are here.
+standard: a choice of -1 is of an expert of another rank, and experts move between ranks."""
 
-PERMUTED = {("standard", "deep_gemm"): ("optimized.moe_runners.deep_gemm", "DeepGemmRunner")}
-"""(dispatch format, runner) -> module and class of a `PermutedRunner`"""
+PERMUTED = {
+    ("whole", "triton_kernel"): ("triton_kernel", "TritonKernelRunner"),
+    ("whole", "deep_gemm"): ("deep_gemm", "DeepGemmRunner"),
+    ("standard", "deep_gemm"): ("deep_gemm", "DeepGemmRunner"),
+    ("whole", "cutlass"): ("cutlass", "CutlassRunner"),
+    ("standard", "cutlass"): ("cutlass", "CutlassRunner"),
+}
+"""(dispatch format, runner) -> module and class of a `PermutedRunner`. One that changes the layout of
+parameters is not in the rows of standard."""
 
 FUSED = {
-    ("none", "flashinfer_cutlass"): ("optimized.moe_runners.flashinfer_cutlass", "FlashInferCutlassRunner")
+    ("none", "flashinfer_cutlass"): ("flashinfer_cutlass", "FlashInferCutlassRunner"),
+    ("none", "flashinfer_mxfp4"): ("flashinfer_mxfp4", "FlashInferMxfp4Runner"),
 }
 """(expert dispatch, runner) -> module and class of a `MoeRunner`"""
 
@@ -57,7 +65,7 @@ def use_runner(model: nn.Module, config: EngineConfig, device: torch.device) -> 
     """Let the runner of `config` compute the experts of a model, whose weights need not be there. Raises
     `ValueError` for one that cannot be used, with what it needs."""
     name = config.moe_runner_backend
-    layers = [module for module in model.modules() if isinstance(module, (FusedExperts, QuantizedExperts))]
+    layers = expert_layers(model)
     if not layers:
         raise ValueError(f"moe_runner_backend={name}: the model has no experts of the optimized panel")
     if name in OWN:
@@ -70,6 +78,17 @@ def use_runner(model: nn.Module, config: EngineConfig, device: torch.device) -> 
     runner_class = find_runner(name, dispatch, device)
     for experts in layers:
         experts.runner = runner_class(experts)
+
+
+def prepare(model: nn.Module) -> None:
+    """Change the loaded weights of a model to the layout of its runner."""
+    for experts in expert_layers(model):
+        if experts.runner is not None:
+            experts.runner.prepare()
+
+
+def expert_layers(model: nn.Module) -> list[FusedExperts | QuantizedExperts]:
+    return [module for module in model.modules() if isinstance(module, (FusedExperts, QuantizedExperts))]
 
 
 def find_runner(name: str, dispatch: str, device: torch.device) -> Any:
@@ -92,7 +111,7 @@ def find_runner(name: str, dispatch: str, device: torch.device) -> Any:
             f"{', '.join((*OWN, *others))}"
         )
     module, class_name = entry
-    return getattr(importlib.import_module(module), class_name)
+    return getattr(importlib.import_module(f"optimized.moe_runners.{module}"), class_name)
 
 
 def compute_capability_major(device: torch.device) -> int:

@@ -69,10 +69,13 @@ def load_model(
         if model_config.quantization is not None:
             with torch.device("meta"):
                 quantize_linears(model, model_config.quantization, component, shards, ranks)
+        runners: Any = None
         if config.moe_runner_backend != "auto":
-            runners: Any = import_module("optimized.moe_runners.table")
+            runners = import_module("optimized.moe_runners.table")
             runners.use_runner(model, config, device)
         model.load_weights(weights)
+        if runners is not None:
+            runners.prepare(model)
     return model.eval()
 
 

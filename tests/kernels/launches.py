@@ -25,6 +25,7 @@ from optimized.kernels.moe_align import align
 from optimized.kernels.moe_combine import combine
 from optimized.kernels.moe_gemm import down_gemm, up_gemm
 from optimized.kernels.moe_gemv import gemv_experts
+from optimized.kernels.moe_permute import sort_pairs, weighted_sum
 from optimized.kernels.moe_tiles import GemvTile, Shape
 from optimized.kernels.one_shot_all_reduce import MAX_BLOCKS, OneShotAllReduce
 from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -231,6 +232,15 @@ def quantized_experts(shape: Shape, num_tokens: int, dtype: torch.dtype, scheme:
     experts(torch.empty(num_tokens, hidden, dtype=dtype), topk)
 
 
+def permuted(shape: Shape, num_tokens: int, dtype: torch.dtype) -> None:
+    """Rows by expert for the GEMMs of a library, in each layout, and the weighted sum of their results."""
+    num_experts, top_k, hidden, _ = shape
+    topk = TopKOutput(torch.empty(num_tokens, top_k), torch.empty(num_tokens, top_k, dtype=torch.int32))
+    for alignment, by_expert in ((1, False), (128, False), (128, True)):
+        order = sort_pairs(topk.topk_ids, num_experts, alignment, by_expert)
+        weighted_sum(torch.empty(len(order.pairs), hidden, dtype=dtype), order.slots, topk)
+
+
 def rows(num_tokens: int, hidden: int, inter: int, dtype: torch.dtype, is_gemma: bool = False) -> None:
     x, weight = torch.empty(num_tokens, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
     rms_norm(x, weight, 1e-6, unit_offset=is_gemma)
@@ -363,6 +373,8 @@ def _launches() -> dict[str, Launch]:
             shape = Shape(32, 4, 2880, 2880) if kind == "mxfp4" else Shape(128, 8, 2048, 768)
             name = f"{kind}-t{num_tokens}"
             add(quantized_experts, name, shape, num_tokens, torch.bfloat16, scheme)
+    for num_tokens in (16, 4096):
+        add(permuted, f"t{num_tokens}", shape, num_tokens, torch.bfloat16)
     for size in (2, 4, 8):
         for name, dtype in DTYPES.items():
             for hidden in (96, 2560, 8192):

@@ -1,0 +1,79 @@
+"""Experts in FP8 blocks of 128 by 128, by the CUTLASS grouped GEMM of sgl_kernel.
+
+The rows of an expert follow each other without padding. The library takes weights as [in, out] with
+successive inputs in memory, and reads problem sizes and offsets of the experts on the GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from optimized.kernels.moe_permute import SortedPairs, scatter_rows, sort_pairs, weighted_sum
+from optimized.kernels.quantize_input import QuantizedInput, quantize_input
+from optimized.moe_runners.base import PermutedRunner
+from optimized.moe_runners.deep_gemm import SCHEME, fp8_block_experts
+from shared.interfaces.moe import FusedExperts, TopKOutput
+
+WORKSPACE = 8 * 2**20
+"""Bytes for the library's descriptors of all experts' matrices."""
+LAYOUT_INTS = 5
+"""Numbers that describe the layout of an expert's scales."""
+
+
+class ExpertRows(NamedTuple):
+    q: torch.Tensor  # [num_pairs, hidden] e4m3; behind the GEMMs the outputs, in the type of x
+    scale: torch.Tensor  # float32 [num_pairs, hidden / 128]
+    dtype: torch.dtype  # of x
+    order: SortedPairs
+
+
+class CutlassRunner(PermutedRunner[ExpertRows]):
+    """Supports FP8 blocks with inputs by group, sizes that are multiples of 128, float16 and bfloat16."""
+
+    def __init__(self, experts: FusedExperts) -> None:
+        super().__init__(experts)
+        self.quantized = fp8_block_experts(self, experts)
+
+    def pre_permute(self, x: torch.Tensor, topk: TopKOutput) -> ExpertRows:
+        if x.dtype not in (torch.float16, torch.bfloat16):
+            raise self.refuse(f"dtype {x.dtype}", "float16 and bfloat16")
+        order = sort_pairs(topk.topk_ids, len(self.quantized.w13))
+        values = quantize_input(x if x.stride(1) == 1 else x.contiguous(), SCHEME)
+        q, scale = (
+            scatter_rows(part, order.slots, len(order.pairs))[:-1] for part in (values.q, values.scale)
+        )
+        return ExpertRows(q, scale, x.dtype, order)
+
+    def run_rows(self, rows: ExpertRows) -> ExpertRows:
+        experts = self.quantized
+        x = QuantizedInput(rows.q, rows.scale, rows.dtype)
+        gate_up = self._gemm(rows, x, experts.w13, experts.w13_scale)
+        act = quantize_input(gate_up, SCHEME, silu=True)
+        return rows._replace(q=self._gemm(rows, act, experts.w2, experts.w2_scale))
+
+    def post_permute(self, rows: ExpertRows, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
+        return weighted_sum(rows.q, rows.order.slots, topk)
+
+    def _gemm(
+        self, rows: ExpertRows, x: QuantizedInput, weight: torch.Tensor, w_scale: torch.Tensor
+    ) -> torch.Tensor:
+        import sgl_kernel
+
+        (num_experts, out, size), device = weight.shape, weight.device
+        y = torch.empty(len(x.q), out, dtype=x.dtype, device=device)
+        blocks = w_scale[:, ::128].contiguous()  # one row of scales for each block of outputs
+        pointers = torch.empty(5, num_experts, dtype=torch.int64, device=device).unbind()
+        layouts = torch.empty(2, num_experts, LAYOUT_INTS, dtype=torch.int32, device=device).unbind()
+        stride, y_stride = (
+            torch.full((num_experts,), n, dtype=torch.int64, device=device) for n in (size, out)
+        )
+        sizes = torch.empty(num_experts, 3, dtype=torch.int32, device=device)
+        sizes[:, 0], sizes[:, 1], sizes[:, 2] = rows.order.counts, out, size
+        workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+        sgl_kernel.fp8_blockwise_scaled_grouped_mm(
+            y, *pointers, x.q, weight.transpose(1, 2), x.scale, blocks.transpose(1, 2),
+            stride, stride, y_stride, *layouts, sizes, rows.order.first, workspace,
+        )  # fmt: skip
+        return y

@@ -1,0 +1,109 @@
+"""Experts with 16-bit or MXFP4 weights by `matmul_ogs` of triton_kernels, OpenAI's Triton kernels.
+
+The first GEMM gathers its rows, and with a swiglu_limit has the clamped SwiGLU as its epilogue, for which the
+rows of gate and up alternate. On Hopper MXFP4 weights get an order that suits the registers of a warp group.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from optimized.kernels.moe_permute import SortedPairs, sort_pairs, weighted_sum
+from optimized.kernels.silu_and_mul import silu_and_mul
+from optimized.moe_runners.base import PermutedRunner
+from optimized.moe_runners.layouts import MXFP4, adjacent_inputs, interleave_halves
+from shared.interfaces.moe import FusedExperts, TopKOutput
+from shared.interfaces.quantized_experts import QuantizedExperts
+
+NUM_WARPS = 8
+"""Of the kernels that read MXFP4 scales, whose order depends on it."""
+
+
+class ExpertRows(NamedTuple):
+    x: torch.Tensor  # [num_tokens, hidden]; behind the GEMMs [num_pairs, hidden]
+    order: SortedPairs
+
+
+class Matrix(NamedTuple):
+    """w13 or w2 as the library takes it."""
+
+    weight: Any  # [num_experts, in, out]
+    bias: torch.Tensor | None  # float32
+    precision: Any
+
+
+class TritonKernelRunner(PermutedRunner[ExpertRows]):
+    """Supports float16 and bfloat16 weights, MXFP4 with bfloat16, biases and a swiglu_limit."""
+
+    def __init__(self, experts: FusedExperts) -> None:
+        super().__init__(experts)
+        self.is_mxfp4 = isinstance(experts, QuantizedExperts)
+        if isinstance(experts, QuantizedExperts) and experts.scheme != MXFP4:
+            raise self.refuse(f"weights: {experts.scheme}", f"weights of 16 bits, and {MXFP4}")
+
+    def prepare(self) -> None:
+        experts = self.experts
+        if experts.swiglu_limit > 0:
+            for parameter in (experts.w13, getattr(experts, "w13_scale", None), experts.b13):
+                if parameter is not None:
+                    interleave_halves(parameter)
+        self.w13 = self._matrix(experts.w13, getattr(experts, "w13_scale", None), experts.b13)
+        self.w2 = self._matrix(experts.w2, getattr(experts, "w2_scale", None), experts.b2)
+
+    def _matrix(self, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None) -> Matrix:
+        from triton_kernels.matmul_ogs import PrecisionConfig
+
+        bias = None if bias is None else bias.float()
+        if scale is None:
+            return Matrix(weight.data.transpose(1, 2), bias, PrecisionConfig())
+        from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor
+        from triton_kernels.tensor_details import layout
+
+        value_layout, value_options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
+        scale_layout, scale_options = layout.make_default_matmul_mxfp4_w_scale_layout(
+            mx_axis=1, num_warps=NUM_WARPS
+        )
+        values = wrap_torch_tensor(adjacent_inputs(weight.data).transpose(1, 2), dtype=FP4)
+        values = convert_layout(values, value_layout, **value_options)
+        scales = convert_layout(wrap_torch_tensor(scale.data.transpose(1, 2)), scale_layout, **scale_options)
+        weight.data, scale.data = values.storage.data, scales.storage.data  # the old memory is freed
+        return Matrix(values, bias, PrecisionConfig(weight_scale=scales))
+
+    def pre_permute(self, x: torch.Tensor, topk: TopKOutput) -> ExpertRows:
+        dtypes = (torch.bfloat16,) if self.is_mxfp4 else (torch.float16, torch.bfloat16)
+        if x.dtype not in dtypes:
+            names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise self.refuse(f"dtype {x.dtype}", names)
+        return ExpertRows(x.contiguous(), sort_pairs(topk.topk_ids, len(self.experts.w13)))
+
+    def run_rows(self, rows: ExpertRows) -> ExpertRows:
+        from triton_kernels.matmul_ogs import (
+            FnSpecs,
+            FusedActivation,
+            GatherIndx,
+            RoutingData,
+            matmul_ogs,
+        )
+        from triton_kernels.swiglu import swiglu_fn
+        from triton_kernels.tensor import make_ragged_tensor_metadata
+
+        order, (num_experts, num_choices) = rows.order, (len(rows.order.counts), rows.order.slots.shape[1])
+        tiles = make_ragged_tensor_metadata(order.counts, len(order.pairs))
+        routing = RoutingData(None, order.counts, num_experts, num_choices, tiles)
+        gather = GatherIndx(order.pairs, order.slots.flatten())
+        activation, limit = None, self.experts.swiglu_limit
+        if limit > 0:
+            swiglu = FnSpecs("swiglu", swiglu_fn, ("alpha", "limit"), reduction_n=2)
+            activation = FusedActivation(swiglu, (1.702, limit))
+        act = matmul_ogs(
+            rows.x, self.w13.weight, self.w13.bias, routing, gather_indx=gather,
+            precision_config=self.w13.precision, fused_activation=activation,
+        )  # fmt: skip
+        act = silu_and_mul(act) if activation is None else act
+        y = matmul_ogs(act, self.w2.weight, self.w2.bias, routing, precision_config=self.w2.precision)
+        return rows._replace(x=y)
+
+    def post_permute(self, rows: ExpertRows, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
+        return weighted_sum(rows.x, rows.order.slots, topk)
