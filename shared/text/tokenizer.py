@@ -99,6 +99,9 @@ class Tokenizer:
             self.check_template_args(template_args)
         from jinja2 import TemplateError
 
+        from shared.text.template_limits import bound_templates
+
+        bound_templates()
         try:
             with time_limit(TEMPLATE_SECONDS, "the chat template"):
                 text = self.hf_tokenizer.apply_chat_template(

@@ -89,6 +89,28 @@ def test_nested_header(tmp_path: Path) -> None:
         ("{{ 1 / 0 }}", "refuses these messages"),
         ("{% for i in range(10 ** 12) %}{% endfor %}", "refuses these messages"),
         ("{{ messages[0].content.nothing.at_all }}", "refuses these messages"),
+        *(
+            (large, "may not make more than 100000000")
+            for large in (
+                "{{ 'a' * 2000000000 }}",
+                "{% set n = 1000 %}{{ 'a' * n * n * n }}",
+                "{{ 2000000000 * [1] }}",
+                "{{ 10 ** 1000000000 }}",
+                "{{ '%1000000000d' % 1 }}",
+                "{{ '%*d' % (1000000000, 1) }}",
+                "{{ '{:>1000000000}'.format(1) }}",
+                "{{ '{:>{}}'.format(1, 1000000000) }}",
+                "{{ 'a'.ljust(1000000000) }}",
+                "{{ 'a' | center(1000000000) }}",
+                "{{ 'a' | indent(1000000000, true) }}",
+                "{{ '%1000000000d' | format(1) }}",
+                "{{ messages | tojson(indent=1000000000) }}",
+                "{% set many = 'a' * 100000 %}{{ many.replace('a', many) }}",
+                "{% set many = 'a' * 100000 %}{{ many | replace('a', many) }}",
+                "{% set many = 'a' * 100000 %}{{ many.join(many | list) }}",
+                "{% set many = 'a' * 100000 %}{{ many | list | join(many) }}",
+            )
+        ),
     ],
 )
 def test_chat_templates(template: str, message: str) -> None:
@@ -96,6 +118,17 @@ def test_chat_templates(template: str, message: str) -> None:
     tokenizer.hf_tokenizer.chat_template = template
     with pytest.raises(ValueError, match=message):
         tokenizer.chat([{"role": "user", "content": "a"}])
+
+
+def test_a_chat_template_may_multiply_and_format() -> None:
+    tokenizer = Tokenizer.from_pretrained(ASSET)
+    tokenizer.hf_tokenizer.chat_template = (
+        "{{ '-' * 3 }}{{ 3 * 1000000000 }}{{ 2 ** 40 }}{{ 7 % 4 }}{{ '%d' % 1700000000 }}"
+        "{{ '%s%s' % ('1' * 12, 2) }}{{ '{:>4}'.format(1700000000) }}{{ 'a'.replace('a', 'b') }}"
+        "{{ ['c', 'd'] | join('*') }}{{ {'e': 1} | tojson }}"
+    )
+    text = tokenizer.decode(tokenizer.chat([{"role": "user", "content": "a"}]))
+    assert text == '---300000000010995116277763170000000011111111111121700000000bc*d{"e": 1}'
 
 
 def test_code_of_a_model_folder_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
