@@ -15,24 +15,24 @@ RECORD = Path(__file__).parents[1] / "docs" / "samples" / "gpu-cells.json"
 
 @cache
 def record() -> dict[str, Any]:
-    """The GPU, the date, and by the name of a cell its source and what it printed."""
+    """By the name of a cell: its source, what it printed, the GPU, torch's version and the date."""
     found: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
     return found
 
 
 def recorded(name: str) -> str:
     """What a cell printed on a GPU, with the GPU's name and the date."""
-    cell = record()["cells"].get(name)
+    cell = record().get(name)
     if cell is None:
-        return "This cell needs a CUDA GPU. Nothing is recorded of it."
-    return f"One run on {record()['gpu']}, torch {record()['torch']}, {record()['date']}:\n\n{cell['text']}"
+        return "This cell needs CUDA GPUs. Nothing is recorded of it."
+    return f"One run on {cell['gpu']}, torch {cell['torch']}, {cell['date']}:\n\n{cell['text']}"
 
 
-def on_gpu(name: str) -> bool:
-    """True with a CUDA GPU. Without one, prints the recorded output of the cell and is False."""
+def on_gpu(name: str, num_gpus: int = 1) -> bool:
+    """True with so many CUDA GPUs. Without them, prints the recorded output of the cell and is False."""
     import torch
 
-    if torch.cuda.is_available():
+    if torch.cuda.device_count() >= num_gpus:
         return True
     print(recorded(name))
     return False

@@ -1,4 +1,4 @@
-"""Recordings of the engine on a GPU: python -m docs.figures.record_timelines docs/figures/data
+"""Recordings of the engine on a GPU: python -m docs.figures.record_timelines docs/measurements/data
 
 Two runs never take the same time, so the recordings are in the tree and `make figures` only draws them.
 Random weights; two shapes, four engines, some minutes on one H200.

@@ -9,7 +9,7 @@ from typing import Any
 
 from docs.figures.svg import NARROW, WIDE, Svg, figure, views
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "measurements" / "data"
 CPU_CLASSES = {
     "schedule": "fa",
     "prepare": "fa",

@@ -1,8 +1,8 @@
 """mkdocs hook: a page for each notebook, with its recorded outputs, and links to these pages.
 
 The text is that of `notebooks/`, the outputs are those of docs/samples/notebooks/ and, for GPU cells, of
-docs/samples/gpu-cells.json (`python -m docs.generators.record_notebooks`). A path of a notebook in backticks
-links to its page.
+docs/samples/gpu-cells.json (`python -m docs.generators.record_notebooks`). A page has no section of GPU cells
+if none of them is recorded. A path of a notebook in backticks links to its page.
 """
 
 from __future__ import annotations
@@ -57,9 +57,12 @@ def page_of(path: Path) -> str:
     """The Markdown of a notebook: its texts, its cells, and what was recorded for each cell."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
     recorded = iter(json.loads((OUTPUTS / f"{path.stem}.json").read_text(encoding="utf-8")))
+    has_gpu = any(name in gpu.record() for name in gpu_cells.gpu_cells(path))
     parts = ["---\nhide: [toc]\nsearch: {exclude: true}\n---"]
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
+        if source.startswith(gpu_cells.HEADING) and not has_gpu:
+            break
         if cell["cell_type"] == "markdown":
             parts.append(_PAGE.sub(r"[`docs/\1`](../\1)", source))
             continue

@@ -2,10 +2,11 @@
 
     python -m docs.generators.record_notebooks                  # all: about five minutes
     python -m docs.generators.record_notebooks 05_radix_cache   # some
-    python -m docs.generators.record_notebooks --gpu            # GPU cells, on a GPU; without Jupyter
+    python -m docs.generators.record_notebooks --gpu            # GPU cells not yet recorded, on a GPU
+    python -m docs.generators.record_notebooks --gpu launches   # some GPU cells, by name
 
 A file has the source and the outputs of each code cell: texts, and pictures as SVG. Times depend on the
-computer. GPU cells have a file of their own, docs/samples/gpu-cells.json.
+computer. GPU cells need no Jupyter and have a file of their own, docs/samples/gpu-cells.json.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def outputs_of(cell: Any) -> list[dict[str, str]]:
 
 
 def main(names: list[str]) -> None:
-    if names == ["--gpu"]:
-        gpu_cells.record()
+    if names[:1] == ["--gpu"]:
+        gpu_cells.record(names[1:])
         return
     paths = {path.stem: path for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
     wrong = sorted(set(names) - set(paths))

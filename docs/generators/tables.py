@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from docs.generators.classes import Field, fields_of, named, summary
 
-RECORDED = Path(__file__).parents[1] / "figures" / "data"
+RECORDED = Path(__file__).parents[1] / "measurements" / "data"
 
 
 def cell(text: object) -> str:
@@ -172,7 +172,7 @@ def draft_shapes() -> str:
 
 def cache_calls(name: str, *operations: str) -> str:
     """Microseconds of calls of the prefix cache, minimum / median, from the file that `diptych bench
-    prefix-cache -o docs/figures/data/NAME.json` wrote. One row per size of the tree."""
+    prefix-cache -o docs/measurements/data/NAME.json` wrote. One row per size of the tree."""
     results = json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))["results"]
     panels = ("reference", "optimized")
     by_case: dict[tuple[int, int], dict[str, dict[str, list[float]]]] = {}

@@ -9,7 +9,6 @@ for each request, which its own kernels compute ("fa3, as prefill").
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from shared import registry
+from shared.bench import report
 from shared.bench.ceilings import measure_ceilings, median_time
 from shared.types import ForwardBatch, ForwardMode
 from shared.types.attention import AttentionLayer
@@ -101,12 +101,12 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("decode attention is measured on a CUDA GPU, and this torch sees none")
-    bandwidth = measure_ceilings(torch.device("cuda"), torch.bfloat16).bandwidth
+    ceilings = measure_ceilings(torch.device("cuda"), torch.bfloat16)
     results: list[dict[str, Any]] = []
     for batch_size in map(int, options.batch.split(",")):
         for context_len in map(int, options.context.split(",")):
             case = DecodeCase(batch_size, context_len)
-            bound = case.num_bytes / bandwidth * 1e6
+            bound = case.num_bytes / ceilings.bandwidth * 1e6
             for name in options.backends.split(","):
                 kinds = {name: ForwardMode.DECODE}
                 if name == "fa3":
@@ -116,7 +116,8 @@ def main(arguments: list[str] | None = None) -> None:
                     results.append({**asdict(case), "backend": label, "us": microseconds, "bound_us": bound})
                     print(f"{batch_size} x {context_len} {label}: {microseconds:.1f} us, bound {bound:.1f}")
     if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1))
+        facts = {"ceilings": report.ceilings_as_json(ceilings), "results": results}
+        report.write_json(options.json, report.header("decode-attention") | facts)
 
 
 if __name__ == "__main__":
