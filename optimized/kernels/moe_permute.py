@@ -1,10 +1,12 @@
-"""Rows sorted by expert for the libraries' grouped GEMMs, and the weighted sum of their results.
+"""Rows sorted by expert for the libraries' grouped GEMMs, their inputs in FP8, and the weighted sum of their
+results.
 
-Roofline bound: of the order, a few bytes a pair of token and expert, so a launch each; of the sum, k + 1 rows
-of hidden a token.
+Roofline bound: of the order, a few bytes a pair of token and expert, so a launch; of the inputs, a row of x
+read and a quantized row written for each pair; of the sum, k + 1 rows of hidden a token.
 
 Shape: `moe_align` sorts without atomics, so the same choices give the same rows, always. Nothing waits for a
-count to reach the CPU, and shapes follow from the number of tokens alone: a CUDA graph can hold all of it.
+count to reach the CPU, and shapes follow from the number of tokens alone: a CUDA graph can hold all of it. A
+CTA quantizes the row of a pair straight into its slot, so no launch gathers or scatters rows.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ import triton
 import triton.language as tl
 
 from optimized.kernels.moe_align import align
-from optimized.kernels.portable import pdl_options, rounded
+from optimized.kernels.portable import largest_or_nan, pdl_options, rounded
+from optimized.kernels.quantize_input import QuantizedInput, e4m3_code, has_fp8
 from shared.interfaces.moe import TopKOutput
 
 BLOCK_ROWS = 128
 TILE_ELEMENTS = 8192
+FP8_GROUP = 128
+"""Successive inputs with one scale."""
 
 
 class SortedPairs(NamedTuple):
@@ -83,14 +88,52 @@ def sort_pairs(
     return SortedPairs(pairs, experts, slots, first, end - first)
 
 
-def scatter_rows(values: torch.Tensor, slots: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """values [num_tokens or num_pairs, size], 8 bits or float32 -> [num_rows + 1, size]: each value in the
-    rows of its pairs. The other rows are uninitialized; the last takes the pairs without an expert."""
-    out = torch.empty(num_rows + 1, values.shape[1], dtype=values.dtype, device=values.device)
-    bits = torch.uint8 if values.element_size() == 1 else torch.float32
-    by_pair = values.view(bits).view(slots.shape[0], -1, values.shape[1])
-    out.view(bits)[slots] = by_pair
-    return out
+@triton.jit(do_not_specialize=["no_slot"])
+def _quantize_pairs_kernel(
+    x_ptr, slots_ptr, q_ptr, scale_ptr, no_slot, stride_x,
+    TOP_K: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
+    NATIVE: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0)
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot = tl.load(slots_ptr + pair)
+    if slot == no_slot:
+        return
+    offs = tl.arange(0, BLOCK)
+    mask = offs < SIZE
+    x_row = x_ptr + (slot if SILU else (pair // TOP_K).to(tl.int64)) * stride_x
+    x = tl.load(x_row + offs, mask=mask, other=0.0).to(tl.float32)
+    if SILU:
+        up = tl.load(x_row + SIZE + offs, mask=mask, other=0.0).to(tl.float32)
+        x = rounded(x / (1.0 + tl.exp(-x)) * up, x_ptr.dtype.element_ty).to(tl.float32)
+    groups = tl.reshape(x, (BLOCK // GROUP, GROUP))
+    largest = largest_or_nan(tl.abs(groups), 1)
+    scale = tl.div_rn(largest, tl.full([BLOCK // GROUP], 448.0, tl.float32))
+    group = tl.arange(0, BLOCK // GROUP)
+    tl.store(scale_ptr + slot * (SIZE // GROUP) + group, scale, mask=group < SIZE // GROUP)
+    divisor = tl.broadcast_to(tl.where(scale == 0.0, 1.0, scale)[:, None], (BLOCK // GROUP, GROUP))
+    quotient = tl.reshape(tl.div_rn(groups, divisor), (BLOCK,))
+    tl.store(q_ptr + slot * SIZE + offs, e4m3_code(tl.clamp(quotient, -448.0, 448.0), NATIVE), mask=mask)
+
+
+def quantize_pairs(x: torch.Tensor, slots: torch.Tensor, num_rows: int, silu: bool = False) -> QuantizedInput:
+    """The inputs of a grouped GEMM, e4m3 [num_rows, size] with a scale for each 128, as `quantize_input` has
+    them: of x [num_tokens, size] in each of a token's slots; with silu, of silu(first half) * second half of
+    x [num_rows, 2 * size] in the same row. The other rows are uninitialized."""
+    size, device = x.shape[1] // 2 if silu else x.shape[1], x.device
+    assert x.stride(1) == 1
+    assert size % FP8_GROUP == 0
+    q = torch.empty(num_rows, size, dtype=torch.uint8, device=device)
+    scale = torch.empty(num_rows, size // FP8_GROUP, dtype=torch.float32, device=device)
+    block = triton.next_power_of_2(size)
+    _quantize_pairs_kernel[(slots.numel(),)](
+        x, slots, q, scale, num_rows, x.stride(0), TOP_K=slots.shape[1], SIZE=size, GROUP=FP8_GROUP,
+        BLOCK=block, SILU=silu, NATIVE=has_fp8(device), num_warps=min(max(block // 512, 1), 16),
+        **pdl_options(x),
+    )  # fmt: skip
+    return QuantizedInput(q.view(torch.float8_e4m3fn), scale, x.dtype)
 
 
 @triton.jit

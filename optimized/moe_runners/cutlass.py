@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from optimized.kernels.moe_permute import SortedPairs, scatter_rows, sort_pairs, weighted_sum
-from optimized.kernels.quantize_input import QuantizedInput, quantize_input
+from optimized.kernels.moe_permute import SortedPairs, quantize_pairs, sort_pairs, weighted_sum
+from optimized.kernels.quantize_input import QuantizedInput
 from optimized.moe_runners.base import PermutedRunner
-from optimized.moe_runners.deep_gemm import SCHEME, fp8_block_experts
+from optimized.moe_runners.deep_gemm import fp8_block_experts
 from shared.interfaces.moe import FusedExperts, TopKOutput
 
 WORKSPACE = 8 * 2**20
@@ -23,9 +23,7 @@ LAYOUT_INTS = 5
 
 
 class ExpertRows(NamedTuple):
-    q: torch.Tensor  # [num_pairs, hidden] e4m3; behind the GEMMs the outputs, in the type of x
-    scale: torch.Tensor  # float32 [num_pairs, hidden / 128]
-    dtype: torch.dtype  # of x
+    values: torch.Tensor  # of the tokens; behind the GEMMs the outputs, [num_pairs, hidden]
     order: SortedPairs
 
 
@@ -36,28 +34,32 @@ class CutlassRunner(PermutedRunner[ExpertRows]):
         super().__init__(experts)
         self.quantized = fp8_block_experts(self, experts)
 
+    def prepare(self) -> None:
+        """What the library reads for each expert and is the same in every call."""
+        experts = self.quantized
+        self.strides = {
+            size: torch.full(experts.w13.shape[:1], size, dtype=torch.int64, device=experts.w13.device)
+            for size in (*experts.w13.shape[1:], *experts.w2.shape[1:])
+        }
+
     def pre_permute(self, x: torch.Tensor, topk: TopKOutput) -> ExpertRows:
         if x.dtype not in (torch.float16, torch.bfloat16):
             raise self.refuse(f"dtype {x.dtype}", "float16 and bfloat16")
         order = sort_pairs(topk.topk_ids, len(self.quantized.w13))
-        values = quantize_input(x if x.stride(1) == 1 else x.contiguous(), SCHEME)
-        q, scale = (
-            scatter_rows(part, order.slots, len(order.pairs))[:-1] for part in (values.q, values.scale)
-        )
-        return ExpertRows(q, scale, x.dtype, order)
+        return ExpertRows(x if x.stride(1) == 1 else x.contiguous(), order)
 
     def run_rows(self, rows: ExpertRows) -> ExpertRows:
-        experts = self.quantized
-        x = QuantizedInput(rows.q, rows.scale, rows.dtype)
-        gate_up = self._gemm(rows, x, experts.w13, experts.w13_scale)
-        act = quantize_input(gate_up, SCHEME, silu=True)
-        return rows._replace(q=self._gemm(rows, act, experts.w2, experts.w2_scale))
+        experts, slots, num_rows = self.quantized, rows.order.slots, len(rows.order.pairs)
+        x = quantize_pairs(rows.values, slots, num_rows)
+        gate_up = self._gemm(rows.order, x, experts.w13, experts.w13_scale)
+        act = quantize_pairs(gate_up, slots, num_rows, silu=True)
+        return rows._replace(values=self._gemm(rows.order, act, experts.w2, experts.w2_scale))
 
     def post_permute(self, rows: ExpertRows, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
-        return weighted_sum(rows.q, rows.order.slots, topk)
+        return weighted_sum(rows.values, rows.order.slots, topk)
 
     def _gemm(
-        self, rows: ExpertRows, x: QuantizedInput, weight: torch.Tensor, w_scale: torch.Tensor
+        self, order: SortedPairs, x: QuantizedInput, weight: torch.Tensor, w_scale: torch.Tensor
     ) -> torch.Tensor:
         import sgl_kernel
 
@@ -66,14 +68,11 @@ class CutlassRunner(PermutedRunner[ExpertRows]):
         blocks = w_scale[:, ::128].contiguous()  # one row of scales for each block of outputs
         pointers = torch.empty(5, num_experts, dtype=torch.int64, device=device).unbind()
         layouts = torch.empty(2, num_experts, LAYOUT_INTS, dtype=torch.int32, device=device).unbind()
-        stride, y_stride = (
-            torch.full((num_experts,), n, dtype=torch.int64, device=device) for n in (size, out)
-        )
-        sizes = torch.empty(num_experts, 3, dtype=torch.int32, device=device)
-        sizes[:, 0], sizes[:, 1], sizes[:, 2] = rows.order.counts, out, size
+        stride, y_stride = self.strides[size], self.strides[out]
+        sizes = torch.stack((order.counts, y_stride, stride), 1).int()
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         sgl_kernel.fp8_blockwise_scaled_grouped_mm(
             y, *pointers, x.q, weight.transpose(1, 2), x.scale, blocks.transpose(1, 2),
-            stride, stride, y_stride, *layouts, sizes, rows.order.first, workspace,
+            stride, stride, y_stride, *layouts, sizes, order.first, workspace,
         )  # fmt: skip
         return y

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from optimized.kernels.moe_permute import SortedPairs, scatter_rows, sort_pairs, weighted_sum
-from optimized.kernels.quantize_input import QuantizedInput, quantize_input
+from optimized.kernels.moe_permute import SortedPairs, quantize_pairs, sort_pairs, weighted_sum
+from optimized.kernels.quantize_input import QuantizedInput
 from optimized.moe_runners.base import MoeRunner, PermutedRunner
 from shared.interfaces.moe import FusedExperts, TopKOutput
 from shared.interfaces.quantized_experts import QuantizedExperts
@@ -25,8 +25,9 @@ SCHEME = QuantScheme("fp8", 128, 128, "group")
 
 
 class ExpertRows(NamedTuple):
-    values: QuantizedInput  # of each token; behind the GEMMs q is the outputs, bfloat16 [rows, hidden]
+    values: torch.Tensor  # of the tokens; behind the GEMMs the outputs, bfloat16 [rows, hidden]
     order: SortedPairs
+    num_rows: int
     is_masked: bool
 
 
@@ -40,41 +41,35 @@ class DeepGemmRunner(PermutedRunner[ExpertRows]):
     def pre_permute(self, x: torch.Tensor, topk: TopKOutput) -> ExpertRows:
         if x.dtype != torch.bfloat16:
             raise self.refuse(f"dtype {x.dtype}", "bfloat16")
-        is_masked = len(x) <= MAX_MASKED_TOKENS
-        order = sort_pairs(topk.topk_ids, len(self.quantized.w13), ALIGNMENT, by_expert=is_masked)
-        return ExpertRows(quantize_input(x if x.stride(1) == 1 else x.contiguous(), SCHEME), order, is_masked)
+        is_masked, num_experts = len(x) <= MAX_MASKED_TOKENS, len(self.quantized.w13)
+        order = sort_pairs(topk.topk_ids, num_experts, ALIGNMENT, by_expert=is_masked)
+        num_rows = num_experts * ALIGNMENT if is_masked else len(order.pairs)
+        return ExpertRows(x if x.stride(1) == 1 else x.contiguous(), order, num_rows, is_masked)
 
     def run_rows(self, rows: ExpertRows) -> ExpertRows:
         experts, slots = self.quantized, rows.order.slots
-        gate_up = self._gemm(rows, rows.values, experts.w13, experts.w13_scale)
-        act = quantize_input(gate_up[slots.flatten()], SCHEME, silu=True)
-        y = self._gemm(rows, act, experts.w2, experts.w2_scale)
-        return rows._replace(values=QuantizedInput(y[:-1], act.scale, y.dtype))
+        x = quantize_pairs(rows.values, slots, rows.num_rows)
+        gate_up = self._gemm(rows, x, experts.w13, experts.w13_scale)
+        act = quantize_pairs(gate_up, slots, rows.num_rows, silu=True)
+        return rows._replace(values=self._gemm(rows, act, experts.w2, experts.w2_scale))
 
     def post_permute(self, rows: ExpertRows, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
-        return weighted_sum(rows.values.q, rows.order.slots, topk)
+        return weighted_sum(rows.values, rows.order.slots, topk)
 
     def _gemm(
         self, rows: ExpertRows, x: QuantizedInput, weight: torch.Tensor, w_scale: torch.Tensor
     ) -> torch.Tensor:
-        """[rows + 1, out]; the last row is of the pairs without an expert, uninitialized."""
         import deep_gemm
 
         (num_experts, out, _), order = weight.shape, rows.order
-        num_rows = num_experts * ALIGNMENT if rows.is_masked else len(order.pairs)
-        q, scale = (scatter_rows(values, order.slots, num_rows)[:-1] for values in (x.q, x.scale))
-        y = torch.empty(num_rows + 1, out, dtype=torch.bfloat16, device=q.device)
-        blocks = w_scale[:, ::ALIGNMENT].contiguous()  # one row of scales for each block of outputs
+        y = torch.empty(rows.num_rows, out, dtype=torch.bfloat16, device=weight.device)
+        w = weight, w_scale[:, ::ALIGNMENT].contiguous()  # one row of scales for each block of outputs
         if rows.is_masked:
-            q, scale, masked_y = (
-                tensor.unflatten(0, (num_experts, ALIGNMENT)) for tensor in (q, scale, y[:-1])
-            )
+            q, scale, by_expert = (tensor.view(num_experts, ALIGNMENT, -1) for tensor in (x.q, x.scale, y))
             expected = -(-order.slots.numel() // num_experts)
-            deep_gemm.fp8_m_grouped_gemm_nt_masked(
-                (q, scale), (weight, blocks), masked_y, order.counts, expected
-            )
+            deep_gemm.fp8_m_grouped_gemm_nt_masked((q, scale), w, by_expert, order.counts, expected)
         else:
-            deep_gemm.m_grouped_fp8_gemm_nt_contiguous((q, scale), (weight, blocks), y[:-1], order.experts)
+            deep_gemm.m_grouped_fp8_gemm_nt_contiguous((x.q, x.scale), w, y, order.experts)
         return y
 
 

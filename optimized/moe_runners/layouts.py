@@ -30,7 +30,7 @@ def rows_of(parameter: torch.Tensor) -> torch.Tensor:
 def adjacent_inputs(weight: torch.Tensor) -> torch.Tensor:
     """MXFP4 codes [..., inputs / 2] in the order of `QuantScheme.unit` -> two successive inputs in each byte,
     the first in its low half."""
-    low, high = weight.unflatten(-1, (-1, MXFP4_GROUP // 2)).unflatten(-1, (-1, 2)).unbind(-1)
+    low, high = weight.view(*weight.shape[:-1], -1, MXFP4_GROUP // 4, 2).unbind(-1)
     # low and high: inputs 0, 2 .. 14 and 1, 3 .. 15 of a group, with 16 more in their high halves.
     first = (low & 15) | (high & 15) << 4
     second = low >> 4 | high & 240

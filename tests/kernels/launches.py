@@ -25,7 +25,7 @@ from optimized.kernels.moe_align import align
 from optimized.kernels.moe_combine import combine
 from optimized.kernels.moe_gemm import down_gemm, up_gemm
 from optimized.kernels.moe_gemv import gemv_experts
-from optimized.kernels.moe_permute import sort_pairs, weighted_sum
+from optimized.kernels.moe_permute import quantize_pairs, sort_pairs, weighted_sum
 from optimized.kernels.moe_tiles import GemvTile, Shape
 from optimized.kernels.one_shot_all_reduce import MAX_BLOCKS, OneShotAllReduce
 from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -234,11 +234,18 @@ def quantized_experts(shape: Shape, num_tokens: int, dtype: torch.dtype, scheme:
 
 def permuted(shape: Shape, num_tokens: int, dtype: torch.dtype) -> None:
     """Rows by expert for the GEMMs of a library, in each layout, and the weighted sum of their results."""
-    num_experts, top_k, hidden, _ = shape
-    topk = TopKOutput(torch.empty(num_tokens, top_k), torch.empty(num_tokens, top_k, dtype=torch.int32))
+    num_experts, top_k, hidden, inter = shape
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32)
+    topk = TopKOutput(torch.empty(num_tokens, top_k), ids)
     for alignment, by_expert in ((1, False), (128, False), (128, True)):
-        order = sort_pairs(topk.topk_ids, num_experts, alignment, by_expert)
-        weighted_sum(torch.empty(len(order.pairs), hidden, dtype=dtype), order.slots, topk)
+        order = sort_pairs(ids, num_experts, alignment, by_expert)
+        num_rows = len(order.pairs)
+        if hidden % 128 == 0:
+            quantize_pairs(torch.empty(num_tokens, hidden, dtype=dtype), order.slots, num_rows)
+        if inter % 128 == 0:
+            gate_up = torch.empty(num_rows, 2 * inter, dtype=dtype)
+            quantize_pairs(gate_up, order.slots, num_rows, silu=True)
+        weighted_sum(torch.empty(num_rows, hidden, dtype=dtype), order.slots, topk)
 
 
 def rows(num_tokens: int, hidden: int, inter: int, dtype: torch.dtype, is_gemma: bool = False) -> None:
