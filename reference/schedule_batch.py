@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -9,7 +10,7 @@ import torch
 
 from reference.input_embeds import embeds_of_step
 from shared.sampling.logprobs import input_logprob_rows
-from shared.types import ForwardBatch, ScheduleBatch
+from shared.types import ForwardBatch, Req, ScheduleBatch
 
 
 def make_forward_batch(batch: ScheduleBatch, num_token_ids: int, device: torch.device) -> ForwardBatch:
@@ -40,6 +41,9 @@ def make_forward_batch(batch: ScheduleBatch, num_token_ids: int, device: torch.d
     embed_rows, embeds = None, None
     if any(req.embeds is not None for req in extending):
         embed_rows, embeds = embeds_of_step(extending, start_locs, device)
+    custom_mask = None
+    if any(req.diffusion is not None for req in extending):
+        custom_mask = visible_in_blocks(batch.reqs, seq_lens, extend_seq_lens, device)
     return ForwardBatch(
         forward_mode=batch.forward_mode,
         input_ids=tensor(input_ids),
@@ -57,4 +61,18 @@ def make_forward_batch(batch: ScheduleBatch, num_token_ids: int, device: torch.d
         num_token_ids=num_token_ids,
         embed_rows=embed_rows,
         embeds=embeds,
+        custom_mask=custom_mask,
     )
+
+
+def visible_in_blocks(
+    reqs: Sequence[Req], seq_lens: Sequence[int], extend_lens: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """`ForwardBatch.custom_mask`: a token of a request with block diffusion sees its own
+    block and earlier ones, a token of another request itself and earlier ones."""
+    masks = []
+    for req, seq_len, extend_len in zip(reqs, seq_lens, extend_lens):
+        positions = torch.arange(seq_len, device=device)
+        block = positions if req.diffusion is None else positions // req.diffusion.block_len
+        masks.append((block <= block[seq_len - extend_len :, None]).flatten())
+    return torch.cat(masks)

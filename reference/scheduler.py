@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reference.decoding import PlainDecoding
+from reference.block_diffusion import DiffusionDecoding
 from reference.speculative.decoding import SpeculativeDecoding
 from shared.config import EngineConfig, ModelConfig
 from shared.interfaces import RadixKey, SchedulerParts
@@ -15,7 +15,7 @@ class Scheduler(BaseScheduler):
     def __init__(self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> None:
         super().__init__(config, model_config, parts)
         self.decoding = (
-            PlainDecoding(parts)
+            DiffusionDecoding(parts)
             if parts.drafter is None
             else SpeculativeDecoding(config, self.context_len, parts)
         )
@@ -63,7 +63,7 @@ class Scheduler(BaseScheduler):
                 self.running.append(req)
         # --8<-- [end:process-batch-result]
         for req, token_ids in zip(extending, result.token_ids):
-            if req.finished and token_ids[0] < 0:
+            if req.finished and token_ids and token_ids[0] < 0:
                 self._discard(req)
 
     # --8<-- [start:discard-a-prompt]

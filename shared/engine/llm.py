@@ -9,6 +9,7 @@ from itertools import chain, count
 from typing import Any
 
 from shared.config import EngineConfig
+from shared.engine.diffusion import check_diffusion
 from shared.engine.embedding import (
     NO_TOKENS,
     EmbedOutput,
@@ -27,12 +28,12 @@ from shared.engine.start import start_engine
 from shared.sampling.processors import LogitProcessor
 from shared.sampling.sampling_batch import derive_seed
 from shared.scheduling.admission import check_fields
-from shared.types import GenerateOutput, PromptEmbeds, Req, SamplingParams
+from shared.types import DiffusionParams, GenerateOutput, PromptEmbeds, Req, SamplingParams
 from shared.types.sampling_params import params_of_prompts
 
 Message = Mapping[str, Any]
 
-REQUEST_FIELDS = ("rid", "extra_key", "priority", "routing_key", "logit_processor", "lora")
+REQUEST_FIELDS = ("rid", "extra_key", "priority", "routing_key", "logit_processor", "lora", "diffusion")
 """Keywords of `generate`, `stream` and `chat` that concern the request; others are sampling parameters."""
 
 
@@ -176,6 +177,7 @@ class LLM:
         routing_key: str | None = None,
         logit_processor: LogitProcessor | None = None,
         lora: str | None = None,
+        diffusion: DiffusionParams | None = None,
         is_pooling: bool = False,
     ) -> list[OutputCollector]:
         """Queue one prompt without running anything: one collector for each of its n samples.
@@ -183,25 +185,22 @@ class LLM:
         rid: a name for `abort`, distinct among live requests; default: a new one. extra_key: namespace in the
         prefix cache. priority: larger is more important. routing_key: see the policy of that name.
         logit_processor: a function that changes the request's logits (slow; shared/sampling/processors.py).
-        lora: the name of a loaded adapter. is_pooling: no tokens, but an embedding; see `embed`.
-        Raises `ValueError` for a request that cannot be served; then nothing of it is left."""
+        lora: the name of a loaded adapter. diffusion: answer by block diffusion. is_pooling: no tokens, but
+        an embedding; see `embed`. Raises `ValueError` for a bad request; then nothing of it is left."""
         with self.timeline.span("tokenise"):
             prompt_ids, embeds = self._encode(prompt, sampling_params)
         if (sampling_params.stop or sampling_params.stop_regex) and self.tokenizer is None:
             raise ValueError("this model has no tokenizer: stop and stop_regex need one")
-        check_fields(rid, extra_key, priority, routing_key)
-        if is_pooling or self.model_config.num_labels:
-            check_pooling(is_pooling, self.config, self.model_config)
-        if logit_processor is not None and not callable(logit_processor):
-            raise ValueError(f"logit_processor must be a function or None, got {logit_processor!r}")
+        check_fields(rid, extra_key, priority, routing_key, logit_processor)
+        check_pooling(is_pooling, self.config, self.model_config)
+        check_diffusion(diffusion, sampling_params, prompt_ids, (embeds, logit_processor), self.assembly)
         grammars = self.assembly.grammars
         compiled = grammars.submit(sampling_params) if sampling_params.given_grammars else None
         if compiled is not None:
             compiled.result()  # before the lock is taken, so that other threads continue
         text_ids = prompt_ids if embeds is None or embeds.has_token_ids else []
         with self._exclusive():
-            holders = (c for c in self._collectors.values() if c.holds_id)
-            if rid is not None and any(c.submitted_as == rid for c in holders):
+            if rid in {c.submitted_as for c in self._collectors.values() if c.holds_id}:
                 raise ValueError(f"request id {rid!r} is in use")
             name = rid if rid is not None else f"req-{next(self._names)}"
             mark, draws = self._seeds.mark(), sampling_params.seed is None
@@ -209,7 +208,7 @@ class LLM:
             collectors: list[OutputCollector] = []
             try:
                 adapter = None if lora is None else adapters_of(self.assembly.lora).get(lora)
-                namespace = extra_key if adapter is None else cache_namespace(extra_key, adapter)
+                namespace = cache_namespace(extra_key, adapter, diffusion)
                 for i in range(sampling_params.n):
                     # --8<-- [start:make-req]
                     req = Req(
@@ -223,6 +222,7 @@ class LLM:
                         routing_key=routing_key,
                         logit_processor=logit_processor,
                         lora=adapter,
+                        diffusion=diffusion,
                         embeds=embeds,
                         is_pooling=is_pooling,
                     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shared.config import EngineConfig, draft_shape
 from shared.interfaces import CausalLM, LoraPool, Scheduler
 from shared.loading.kv_sizing import num_rows
 from shared.loading.lora import adaptable_modules, check_modules, read_adapter
-from shared.types import LoraAdapter
+from shared.types import DiffusionParams, LoraAdapter
 
 DEFAULT_MAX_RANK = 16
 
@@ -76,10 +78,14 @@ def adapters_of(adapters: LoraAdapters | None) -> LoraAdapters:
     return adapters
 
 
-def cache_namespace(extra_key: str | None, adapter: LoraAdapter) -> tuple[str | None, str]:
-    """`Req.extra_key` of a request with an adapter, whose KV depends on the adapter's content. It is a tuple,
-    which cannot equal a text from a client."""
-    return extra_key, adapter.content_id
+def cache_namespace(
+    extra_key: str | None, adapter: LoraAdapter | None, diffusion: DiffusionParams | None = None
+) -> Any:
+    """`Req.extra_key` of a request. KV depends on the content of an adapter, and with block diffusion on all
+    tokens of a block. Then it is a tuple, which cannot equal a text from a client."""
+    if adapter is None and diffusion is None:
+        return extra_key
+    return extra_key, adapter and adapter.content_id, diffusion and diffusion.block_len
 
 
 def _max_step_tokens(config: EngineConfig) -> int:

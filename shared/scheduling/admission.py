@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from shared.config import EngineConfig
 from shared.interfaces import PrefillBudget, RadixKey
+from shared.scheduling.pages import round_down_to_page
 from shared.types import FinishAbort, Req
 
 
@@ -42,16 +43,27 @@ def admit(req: Req, vocab_size: int, context_len: int, pool_size: int) -> None:
             f"{num_prompt} tokens"
         )
     longest = min(context_len, pool_size + 1) - num_prompt
+    if req.diffusion is not None:  # whole blocks, and the last token has KV too
+        longest = round_down_to_page(min(context_len, pool_size), req.diffusion.block_len) - num_prompt
+        if longest < 1:
+            raise ValueError(
+                f"request {req.rid!r}: the prompt of {num_prompt} tokens leaves no room for a block of "
+                f"{req.diffusion.block_len} in the context ({context_len}) and the KV pool ({pool_size})"
+            )
     req.max_new_tokens = min(params.max_new_tokens, longest)
 
 
-def check_fields(rid: object, extra_key: object, priority: object, routing_key: object) -> None:
+def check_fields(
+    rid: object, extra_key: object, priority: object, routing_key: object, logit_processor: object
+) -> None:
     """Raise `ValueError` for one of another type than `Req` has."""
     for name, value in (("rid", rid), ("extra_key", extra_key), ("routing_key", routing_key)):
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{name} must be a text or None, got {value!r}")
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise ValueError(f"priority must be an integer, got {priority!r}")
+    if logit_processor is not None and not callable(logit_processor):
+        raise ValueError(f"logit_processor must be a function or None, got {logit_processor!r}")
 
 
 def turned_away(waiting_queue: Sequence[Req], config: EngineConfig) -> Req:

@@ -1,6 +1,7 @@
 """The vocabulary of the engine: plain data that both panels exchange."""
 
 from shared.types.batch import BatchResult, ForwardBatch, ForwardMode, SamplingBatchInfo, ScheduleBatch
+from shared.types.diffusion import DiffusionParams
 from shared.types.draft_tree import Accepted, Beams, DraftTree, TopTokens
 from shared.types.finish import (
     FinishAbort,
@@ -31,6 +32,7 @@ __all__ = [
     "Accepted",
     "BatchResult",
     "Beams",
+    "DiffusionParams",
     "DraftBatch",
     "DraftShape",
     "DraftTree",

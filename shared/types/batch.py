@@ -64,8 +64,8 @@ class ForwardBatch:
     extend_start_loc: torch.Tensor  # [bs] int64, exclusive cumulative sum of extend_seq_lens
     seq_lens_cpu: tuple[int, ...]  # the same numbers on the CPU
     extend_seq_lens_cpu: tuple[int, ...]
-    # TARGET_VERIFY: bool, for each request the row-major block [extend_seq_len, seq_len] of visible positions
-    # (True: visible), flattened and concatenated. None: causal.
+    # TARGET_VERIFY, and EXTEND with block diffusion: bool, for each request the row-major block
+    # [extend_seq_len, seq_len] of visible positions (True: visible), concatenated. None: causal.
     custom_mask: torch.Tensor | None = None
     # A mask of fixed shape instead: bool [bs, n, m], where every request computes n tokens and m >= n. Each
     # token sees all positions before the request's last m, and of these the ones with True. Columns before

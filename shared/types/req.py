@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shared.types.diffusion import DiffusionParams
 from shared.types.finish import FinishReason
 from shared.types.lora import LoraAdapter
 from shared.types.outputs import NO_SPECULATION, SpeculationStats, StepOutput, TokenLogprob
@@ -19,7 +20,8 @@ NO_SLOTS = torch.empty(0, dtype=torch.int64, device="cpu")
 @dataclass(eq=False)
 class Req:
     """A request. Between steps a live request has P + O tokens (prompt, output) and
-    `kv_committed_len` = P + O - 1 entries in the KV pool: the newest token has no KV yet.
+    `kv_committed_len` = P + O - 1 entries in the KV pool: the newest token has no KV yet. (With `diffusion`
+    P + O entries.)
 
     Written once at submission: the first group. Written by the scheduler: the rest.
     Two requests are equal only when they are the same object.
@@ -35,6 +37,7 @@ class Req:
     routing_key: str | None = None  # for the policy of that name
     grammar: Any = None  # a shared.interfaces.Grammar; None: all tokens are allowed
     lora: LoraAdapter | None = None  # None: the model alone
+    diffusion: DiffusionParams | None = None  # None: token by token
     embeds: PromptEmbeds | None = None  # rows that are given in place of the prompt's embeddings
     is_pooling: bool = False  # no tokens are wanted, but the last hidden state of the prompt
     logit_processor: Any = None  # a function of outputs and logits, see shared/sampling/processors.py

@@ -167,7 +167,7 @@ def test_a_cache_shared_between_adapters_is_found(
     folder: Path, expected: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted bug: an adapter does not count in the key of cached KV."""
-    monkeypatch.setattr(llm_module, "cache_namespace", lambda extra_key, adapter: extra_key)
+    monkeypatch.setattr(llm_module, "cache_namespace", lambda extra_key, *_: extra_key)
     llm = engine(folder)
     assert [answers(llm), answers(llm)] != [expected, expected]
 

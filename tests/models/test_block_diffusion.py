@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from model_harness import random_hf_model
 from transformers import PreTrainedModel
 
-from reference.block_diffusion import BlockDiffusion, DiffusionParams, fill_in
+import reference.schedule_batch
+from reference.block_diffusion import DiffusionDecoding, fill_in
 from shared.conformance.configs import CONFIGS
 from shared.engine.llm import LLM
+from shared.types import DiffusionParams, SamplingParams
 
 MASK = 330
+NUM_NEW = 14
+GREEDY = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
+FLAGS: dict[str, Any] = {"panel": "reference", "device": "cpu", "max_total_tokens": 256, "page_size": 4}
+PARAMS = DiffusionParams(MASK, 4, 0.5)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return random_hf_model(CONFIGS["llama-llama3"])
+
+
+@pytest.fixture(scope="module")
+def folder(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("diffusion")
+    model.save_pretrained(folder)
+    return folder
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    return [(7 * i) % 300 for i in range(num_tokens)]
 
 
 def plain_loop(
-    model: PreTrainedModel, prompt: list[int], num_new: int, params: DiffusionParams
-) -> tuple[list[int], int]:
-    """The same tokens by its definition, and the number of times that masks were filled in."""
+    model: PreTrainedModel, prompt: list[int], params: DiffusionParams, num_new: int = NUM_NEW
+) -> list[int]:
+    """The tokens by their definition."""
     size = params.block_len
     num_blocks = -(-(len(prompt) + num_new) // size)
     ids = [*prompt, *[params.mask_id] * (num_blocks * size - len(prompt))]
-    num_rounds = 0
     for start in range(len(prompt) // size * size, len(ids), size):
         block = torch.arange(start + size) // size
         mask = torch.where(block[None, :] <= block[:, None], 0.0, -torch.inf)[None, None]
@@ -38,62 +61,137 @@ def plain_loop(
             for i in unknown:
                 if i == best or probs[i] > params.threshold:
                     ids[start + i] = int(tokens[i])
-            num_rounds += 1
-    return ids[len(prompt) : len(prompt) + num_new], num_rounds
+    return ids[len(prompt) : len(prompt) + num_new]
+
+
+def answers(llm: LLM, *requests: tuple[int, DiffusionParams | None]) -> list[list[int]]:
+    """Of requests that run together: (length of the prompt, how)."""
+    found = [llm.submit(prompt_of(num), GREEDY, diffusion=params)[0] for num, params in requests]
+    while llm.step():
+        pass
+    return [collector.output_ids for collector in found]
+
+
+@pytest.mark.parametrize("flags", [{}, {"chunked_prefill_size": 8, "page_size": 8}])
+def test_tokens_are_those_of_a_plain_loop(
+    model: PreTrainedModel, folder: Path, flags: dict[str, Any]
+) -> None:
+    """Beside plain requests and others with other blocks, cold and warm."""
+    requests = [(9, PARAMS), (8, DiffusionParams(MASK, 2, 0.95)), (21, None), (21, PARAMS), (3, PARAMS)]
+    llm = LLM(str(folder), check_invariants=True, **{**FLAGS, **flags})
+    plain = answers(llm, (21, None))[0]
+    expected = [plain if how is None else plain_loop(model, prompt_of(n), how) for n, how in requests]
+    for _ in range(2):
+        assert answers(llm, *requests) == expected
+    allocator = llm.assembly.parts.allocator
+    assert llm.flush_cache()
+    assert allocator.available_size() == allocator.size
+
+
+def test_kv_of_blocks_is_reused_by_requests_with_these_blocks(model: PreTrainedModel, folder: Path) -> None:
+    llm = LLM(str(folder), check_invariants=True, **FLAGS)
+    whole = [*prompt_of(9), *answers(llm, (9, PARAMS))[0]]
+    for params, num_cached in ((PARAMS, 20), (DiffusionParams(MASK, 2, 0.5), 0), (None, 0)):
+        collector = llm.submit(whole, GREEDY, diffusion=params)[0]
+        while llm.step():
+            pass
+        assert collector.num_cached_tokens == num_cached
+        if params is not None:
+            assert collector.output_ids == plain_loop(model, whole, params)
+
+
+def test_retraction_and_a_small_pool(model: PreTrainedModel, folder: Path) -> None:
+    """Three requests of 32 slots in a pool of 48, and one that is retracted by hand."""
+    llm = LLM(str(folder), check_invariants=True, **{**FLAGS, "max_total_tokens": 48})
+    requests = [(18, PARAMS), (17, PARAMS), (16, None)]
+    expected = [plain_loop(model, prompt_of(n), PARAMS) for n, _ in requests[:2]]
+    assert answers(llm, *requests)[:2] == expected
+    collector = llm.submit(prompt_of(18), GREEDY, diffusion=PARAMS)[0]
+    for _ in range(3):
+        llm.step()
+    assert 0 < len(collector.output_ids) < NUM_NEW
+    assert llm.scheduler.retract(collector.rid)
+    while llm.step():
+        pass
+    assert collector.output_ids == expected[0]
+
+
+def test_an_answer_ends_inside_a_block(model: PreTrainedModel, folder: Path) -> None:
+    llm = LLM(str(folder), check_invariants=True, **FLAGS)
+    tokens = plain_loop(model, prompt_of(9), PARAMS)
+    stop = tokens[5]
+    params = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.0, stop_token_ids=(stop,))
+    output = llm.generate(prompt_of(9), params, diffusion=PARAMS, progress=False)
+    assert output.output_ids == tokens[: tokens.index(stop) + 1]
+    params = GREEDY.updated(max_new_tokens=1000)
+    longest = llm.generate(prompt_of(9), params, diffusion=PARAMS, progress=False)
+    assert len(longest.output_ids) == 256 - 9  # to the end of the pool's last block
+
+
+def test_nan_ends_the_request(folder: Path) -> None:
+    llm = LLM(str(folder), check_invariants=True, **FLAGS)
+    collector = llm.submit(prompt_of(9), GREEDY, diffusion=PARAMS)[0]
+    llm.step()
+    llm.assembly.model.model.norm.weight.fill_(torch.nan)
+    while llm.step():
+        pass
+    assert "NaN" in str(collector.finish_reason)
+
+
+def no_last_pass(self: Any, reqs: Any, blocks: Any, run: Any = DiffusionDecoding._forward) -> Any:
+    """The KV of a block is that of its last masks."""
+    unknown = [ids if MASK in ids else torch.full_like(ids, MASK) for ids in blocks]
+    return run(self, reqs, unknown)
+
+
+def causal(reqs: Any, seq_lens: Any, lens: Any, device: Any) -> torch.Tensor:
+    """A token of a block does not see those behind it."""
+    masks = [torch.ones(n, s, dtype=torch.bool).tril(s - n) for s, n in zip(seq_lens, lens)]
+    return torch.cat([mask.flatten() for mask in masks])
 
 
 @pytest.mark.parametrize(
-    ("block_len", "num_prompt", "threshold", "page_size"),
-    [(4, 9, 0.5, 1), (4, 8, 0.95, 4), pytest.param(8, 3, 0.3, 16, marks=pytest.mark.full)],
+    ("where", "name", "bug"),
+    [
+        (DiffusionDecoding, "_forward", no_last_pass),
+        (reference.schedule_batch, "visible_in_blocks", causal),
+        (reference.block_diffusion, "visible_in_blocks", causal),
+    ],
+    ids=["no last pass", "causal prompts", "causal blocks"],
 )
-def test_tokens_are_those_of_a_plain_loop(
-    tmp_path: Path, block_len: int, num_prompt: int, threshold: float, page_size: int
+def test_planted_bugs_are_found(
+    model: PreTrainedModel,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: Any,
+    name: str,
+    bug: Callable[..., Any],
 ) -> None:
-    model = random_hf_model(CONFIGS["llama-llama3"])
-    model.save_pretrained(tmp_path)
-    llm = LLM(str(tmp_path), panel="reference", device="cpu", max_total_tokens=64, page_size=page_size)
-    params = DiffusionParams(MASK, block_len, threshold)
-    prompt = [(7 * i) % 300 for i in range(num_prompt)]
-    diffusion = BlockDiffusion(llm.assembly.parts, params)
-    tokens, num_rounds = plain_loop(model, prompt, 14, params)
-    assert diffusion.generate(prompt, 14) == tokens
-    num_blocks = -(-(num_prompt + 14) // block_len) - num_prompt // block_len
-    assert diffusion.num_passes == num_rounds + num_blocks + (num_prompt >= block_len)
-    assert llm.assembly.parts.allocator.available_size() == llm.assembly.parts.allocator.size
-    eos = tokens[5]
-    diffusion.params = DiffusionParams(MASK, block_len, threshold, frozenset([eos]))
-    assert diffusion.generate(prompt, 14) == tokens[: tokens.index(eos) + 1]
-    with pytest.raises(ValueError, match="there is no room for"):
-        diffusion.generate(prompt, 100)
+    monkeypatch.setattr(where, name, bug)
+    assert answers(LLM(str(folder), **FLAGS), (9, PARAMS))[0] != plain_loop(model, prompt_of(9), PARAMS)
 
 
-class NoLastPass(BlockDiffusion):
-    """The KV of a block is that of its last masks."""
-
-    def _forward(self, row, slots, ids, start, end):
-        is_last = start >= 8 and not (ids[start:end] == MASK).any()
-        return None if is_last else super()._forward(row, slots, ids, start, end)
-
-
-class CausalInside(BlockDiffusion):
-    """A token of a block does not see those behind it."""
-
-    def _forward(self, row, slots, ids, start, end):
-        params, self.params = self.params, DiffusionParams(MASK, 1)
-        try:
-            return super()._forward(row, slots, ids, start, end)
-        finally:
-            self.params = params
-
-
-@pytest.mark.parametrize("mutant", [NoLastPass, CausalInside])
-def test_planted_bugs_are_found(tmp_path: Path, mutant: type[BlockDiffusion]) -> None:
-    model = random_hf_model(CONFIGS["llama-llama3"])
-    model.save_pretrained(tmp_path)
-    llm = LLM(str(tmp_path), panel="reference", device="cpu", max_total_tokens=64)
-    params, prompt = DiffusionParams(MASK, 4, 0.5), [(7 * i) % 300 for i in range(9)]
-    tokens, _ = plain_loop(model, prompt, 14, params)
-    assert mutant(llm.assembly.parts, params).generate(prompt, 14) != tokens
+def test_refusals(folder: Path) -> None:
+    llm = LLM(str(folder), **FLAGS)
+    for params, sampling, message in (
+        (DiffusionParams(MASK, 8), GREEDY, r"page_size \(4\) must be a multiple of block_len \(8\)"),
+        (DiffusionParams(7), GREEDY, r"the prompt has the mask token \(7\)"),
+        (DiffusionParams(331), GREEDY, r"mask_id \(331\) must be below"),
+        (PARAMS, GREEDY.updated(temperature=0.5), "temperature must be 0, got 0.5"),
+        (PARAMS, GREEDY.updated(return_logprob=True), "do not support return_logprob"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.submit(prompt_of(9), sampling, diffusion=params)
+    with pytest.raises(ValueError, match="no room for a block of 4"):
+        LLM(str(folder), context_len=30, **FLAGS).submit(prompt_of(29), GREEDY, diffusion=PARAMS)
+    with pytest.raises(ValueError, match="no logit_processor"):
+        llm.submit(prompt_of(9), GREEDY, diffusion=PARAMS, logit_processor=lambda *_: None)
+    for wrong in ({"mask_id": -1}, {"mask_id": 1, "block_len": 0}, {"mask_id": 1, "threshold": 1.5}):
+        with pytest.raises(ValueError, match="must be"):
+            DiffusionParams(**wrong)
+    mixed = LLM(str(folder), enable_mixed_chunk=True, **FLAGS)
+    with pytest.raises(ValueError, match="without enable_mixed_chunk"):
+        mixed.submit(prompt_of(9), GREEDY, diffusion=PARAMS)
 
 
 def test_at_least_one_token_is_filled_in_and_known_ones_stay() -> None:
