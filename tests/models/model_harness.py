@@ -28,6 +28,10 @@ def random_hf_model(hf_config: dict[str, Any], seed: int = 0) -> PreTrainedModel
     not decide which token is the best."""
     config = AutoConfig.for_model(**deepcopy(hf_config))  # it completes nested dicts in place
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model.config._experts_implementation = "eager"  # its grouped GEMM takes whole 16 bytes only
+    for module in model.modules():
+        if hasattr(module, "limit"):  # transformers 5.17 ignores the config
+            module.limit = hf_config.get("swiglu_limit", module.limit)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
