@@ -49,9 +49,9 @@ class DeepGemmRunner(PermutedRunner[ExpertRows]):
     def run_rows(self, rows: ExpertRows) -> ExpertRows:
         experts, slots = self.quantized, rows.order.slots
         x = quantize_pairs(rows.values, slots, rows.num_rows)
-        gate_up = self._gemm(rows, x, experts.w13, experts.w13_scale)
+        gate_up = self._gemm(rows, x, experts.w13.data, experts.w13_scale)
         act = quantize_pairs(gate_up, slots, rows.num_rows, silu=True)
-        return rows._replace(values=self._gemm(rows, act, experts.w2, experts.w2_scale))
+        return rows._replace(values=self._gemm(rows, act, experts.w2.data, experts.w2_scale))
 
     def post_permute(self, rows: ExpertRows, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
         return weighted_sum(rows.values, rows.order.slots, topk)

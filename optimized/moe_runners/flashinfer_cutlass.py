@@ -50,28 +50,26 @@ class FlashInferCutlassRunner(MoeRunner):
             if parameter is not None:
                 swap_halves(parameter)
         self.arguments = {
-            "fc1_expert_weights": experts.w13,
-            "fc2_expert_weights": experts.w2,
-            "fc1_expert_biases": experts.b13,
-            "fc2_expert_biases": experts.b2,
+            "fc1_expert_weights": experts.w13.data,
+            "fc2_expert_weights": experts.w2.data,
             "quant_scales": [],
-            **self.swiglu(),
+            **self.epilogues(),
         }
         if isinstance(experts, QuantizedExperts):  # one row of scales for each block of outputs
             scales = (experts.w13_scale, experts.w2_scale)
             self.arguments["quant_scales"] = [scale[:, ::ALIGNMENT].contiguous() for scale in scales]
             self.arguments["use_deepseek_fp8_block_scale"] = True
 
-    def swiglu(self) -> dict[str, torch.Tensor]:
-        """The constants of a clamped SwiGLU, float32 [num_experts] each."""
-        if self.experts.swiglu_limit == 0:
-            return {}
-        values = {"swiglu_alpha": 1.702, "swiglu_beta": 1.0, "swiglu_limit": self.experts.swiglu_limit}
-        shape, device = self.experts.w2.shape[:1], self.experts.w2.device
-        return {
-            name: torch.full(shape, value, dtype=torch.float32, device=device)
-            for name, value in values.items()
-        }
+    def epilogues(self) -> dict[str, torch.Tensor]:
+        """The biases, and the constants of a clamped SwiGLU, float32 [num_experts] each."""
+        experts, found = self.experts, {}
+        if experts.b13 is not None and experts.b2 is not None:
+            found = {"fc1_expert_biases": experts.b13.data, "fc2_expert_biases": experts.b2.data}
+        if experts.swiglu_limit > 0:
+            constants = {"alpha": 1.702, "beta": 1.0, "limit": experts.swiglu_limit}
+            of_expert = torch.ones(len(experts.w2), dtype=torch.float32, device=experts.w2.device)
+            found |= {f"swiglu_{name}": value * of_expert for name, value in constants.items()}
+        return found
 
     def run(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
         from flashinfer.fused_moe import cutlass_fused_moe

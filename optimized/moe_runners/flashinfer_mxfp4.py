@@ -17,7 +17,7 @@ from shared.types.quantization import MXFP4_GROUP
 
 
 class FlashInferMxfp4Runner(FlashInferCutlassRunner):
-    """Supports MXFP4 weights with and without biases and a swiglu_limit, and bfloat16. The library wants
+    """Supports MXFP4 weights with and without biases and a swiglu_limit, and bfloat16. The library needs
     sizes that are multiples of 128: weights and inputs are padded with zeros."""
 
     dtypes = (torch.bfloat16,)
@@ -54,18 +54,16 @@ class FlashInferMxfp4Runner(FlashInferCutlassRunner):
             weight.data = interleave_moe_weights_for_sm90_mixed_gemm(values, "fp4")
             values = padded(scale.data, parts, rows, columns // MXFP4_GROUP)
             scale.data = interleave_moe_scales_for_sm90_mixed_gemm(values)
+        if experts.b13 is not None and experts.b2 is not None:
+            experts.b13.data = padded(experts.b13.data, 2, inter_pad)
+            experts.b2.data = padded(experts.b2.data, 1, hidden_pad)
         self.arguments = {
             "fc1_expert_weights": experts.w13.data,
             "fc2_expert_weights": experts.w2.data,
             "quant_scales": [scale.data.view(torch.int32) for scale in (experts.w13_scale, experts.w2_scale)],
             "use_w4_group_scaling": True,
-            **self.swiglu(),
+            **self.epilogues(),
         }
-        if experts.b13 is not None and experts.b2 is not None:
-            experts.b13.data = padded(experts.b13.data, 2, inter_pad)
-            experts.b2.data = padded(experts.b2.data, 1, hidden_pad)
-            self.arguments["fc1_expert_biases"] = experts.b13.data
-            self.arguments["fc2_expert_biases"] = experts.b2.data
 
     def run(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
         if self.pad == 0:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.kernels.moe_permute import sort_pairs, weighted_sum
+from optimized.kernels.moe_permute import quantize_pairs, sort_pairs, weighted_sum
+from optimized.kernels.quantize_input import quantize_input
 from optimized.moe import FusedExperts
 from optimized.moe_runners import deep_gemm
 from optimized.moe_runners.base import MoeRunner
@@ -162,3 +163,18 @@ def test_sorted_pairs(num_tokens: int, top_k: int, num_experts: int, alignment: 
     weighted = rows[order.slots].double() * topk.topk_weights[..., None]
     wanted = torch.where(ids[..., None] >= 0, weighted, 0.0).sum(1)
     expect_close("y", weighted_sum(rows[:-1], order.slots, topk), wanted, tolerance("moe", torch.float32))
+
+
+@pytest.mark.parametrize("silu", [False, True])
+def test_quantized_pairs_have_the_bits_of_quantized_inputs(silu: bool) -> None:
+    """In the row of each slot, and nothing elsewhere."""
+    inputs, num_rows = Inputs(0), 9
+    slots = torch.tensor([[4, 0], [num_rows, 7], [2, num_rows]])
+    rows, tokens = torch.tensor([4, 0, 7, 2]), torch.tensor([0, 0, 1, 2])
+    x = inputs.normal(num_rows if silu else 3, 384 * (1 + silu), dtype=torch.bfloat16)
+    x[0, :128] = 0.0
+    source = rows if silu else tokens
+    wanted = quantize_input(x, SCHEME, silu=silu)
+    found = quantize_pairs(x, slots, num_rows, silu)
+    expect_equal("q", found.q.view(torch.uint8)[rows], wanted.q.view(torch.uint8)[source])
+    expect_equal("scale", found.scale[rows], wanted.scale[source])
