@@ -3,8 +3,8 @@
 A quote of a section is set in at most 88 columns, so that two fit beside each other, and is followed by a
 link to its line. In twins, lines that the reference does not have are marked. Lines "(1) code" below a quote,
 in its fence, annotate the line that contains this code; their texts are the numbered list below the fence. A
-path of a Python file in backticks links to its source. Sources are pages under source/: no page of them is in
-the navigation or in the search.
+path of a Python file in backticks links to its source, one of a result file to the file. Sources are pages
+under source/: no page of them is in the navigation or in the search.
 """
 
 import difflib
@@ -35,6 +35,7 @@ _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _TAG = re.compile(r"<[^>]*>")
 _COMMENT = re.compile(r"^( *)(\S.*?)  (# .*)$")
 _NAMED = re.compile(r"(?<!\[)`([\w/]+\.py)`(?!\])")
+_RESULTS = re.compile(r"`docs/(measurements/data/([\w.-]+\.json))`")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -81,6 +82,7 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
             lines.append(line)
         else:
             in_twins = line.startswith('<div class="twins"') or (in_twins and line != "</div>")
+            line = _RESULTS.sub(lambda match: _link_to_results(match, page, files), line)
             lines.append(_NAMED.sub(lambda match: _link(match.group(1), page, files), line))
     return "\n".join([*lines, "", link] if link else lines)
 
@@ -145,6 +147,13 @@ def _link(path: str, page: Page, files: Files) -> str:
         return f"`{path}`"
     name = path.replace("__", "&#95;&#95;")
     return f'<a href="{get_relative_url(file.url, page.url)}"><code>{name}</code></a>'
+
+
+def _link_to_results(match: re.Match[str], page: Page, files: Files) -> str:
+    file = files.get_file_from_path(match.group(1))
+    if file is None:
+        raise PluginError(f"{page.file.src_uri} names {match.group(1)}, which does not exist")
+    return f'<a href="{get_relative_url(file.url, page.url)}"><code>{match.group(2)}</code></a>'
 
 
 def _source_page(path: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from docs.generators.hook import expand
+
 FOLDER = Path(__file__).parents[1] / "measurements"
 
 Row = dict[str, str]
@@ -13,7 +15,7 @@ Row = dict[str, str]
 def read_table(page: str, first_header: str) -> list[Row]:
     """The table of a page whose first header is this one: rows as header -> text, without marks and links.
     Raises `ValueError` if the page has no such table."""
-    lines = (FOLDER / page).read_text(encoding="utf-8").splitlines()
+    lines = expand((FOLDER / page).read_text(encoding="utf-8")).splitlines()
     for number, line in enumerate(lines):
         headers = cells_of(line)
         if headers and headers[0] == first_header:

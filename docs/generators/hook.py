@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # mkdocs loads this file by its path
 
-from docs.generators import commands, components, http, tables
+from docs.generators import commands, components, http, measured, tables
 
 Notes = dict[str, str]
 
@@ -38,7 +38,8 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "server-checks": tables.server_checks,
     "families": tables.families,
     "draft-shapes": tables.draft_shapes,
-    "cache-calls": tables.cache_calls,
+    "measured": measured.measured,
+    "recording": measured.recording,
     "command": commands.command,
     "sampling-options": commands.sampling_options,
     "endpoints": http.endpoints,

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
-import statistics
 import textwrap
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from docs.generators.classes import Field, fields_of, named, summary
-
-RECORDED = Path(__file__).parents[1] / "measurements" / "data"
 
 
 def cell(text: object) -> str:
@@ -168,29 +163,3 @@ def draft_shapes() -> str:
 
     head = ["Algorithm", *(f"`--speculative-{name}`" for name in ("num-steps", "topk", "num-draft-tokens"))]
     return table(head, [[f"`{name}`", *shape] for name, shape in DEFAULT_SHAPES.items()], "lrrr")
-
-
-def cache_calls(name: str, *operations: str) -> str:
-    """Microseconds of calls of the prefix cache, minimum / median, from the file that `diptych bench
-    prefix-cache -o docs/measurements/data/NAME.json` wrote. One row per size of the tree."""
-    results = json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))["results"]
-    panels = ("reference", "optimized")
-    by_case: dict[tuple[int, int], dict[str, dict[str, list[float]]]] = {}
-    for result in results:
-        case = by_case.setdefault((result["num_tokens"], result["depth"]), {})
-        case[result["panel"]] = {name: result["times_s"][name] for name in operations}
-    is_deep = len({depth for _, depth in by_case}) > 1
-    head = ["cached tokens", "nodes per sequence"]
-    head += [f"{operation}, {panel}" for operation in operations for panel in panels]
-    rows = []
-    for (num_tokens, depth), case in by_case.items():
-        cells = [_microseconds(case[panel][operation]) for operation in operations for panel in panels]
-        rows.append([f"{num_tokens:,}", depth if is_deep else "", *cells])
-    return table(head, rows, "r" * len(head))
-
-
-def _microseconds(seconds: list[float]) -> str:
-    return " / ".join(
-        f"{value:.1f}" if value < 10 else f"{value:,.0f}"
-        for value in (min(seconds) * 1e6, statistics.median(seconds) * 1e6)
-    )

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from docs.generators import hook
+from docs.generators import hook, measured
+from docs.generators.record_measurements import DATA, RECORDINGS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "measurements"
@@ -13,6 +14,8 @@ HEADINGS = ["Idea", "Before and after", "When it loses", "Command"]
 MAX_WORDS = 500
 OTHERS = ("index.md", "steps.md", "serving.md")  # measurements of the whole, not of an optimization
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name not in OTHERS)
+TYPED = re.compile(r"^\|.*\|\s*\**\d[\d,.]*( %)?\**( \(.*\))?\s*\|", re.MULTILINE)
+RECORDED = "*Recorded by hand"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -23,13 +26,42 @@ def test_idea_figures_limits_command(page: Path) -> None:
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == HEADINGS
     assert len(text.split()) <= MAX_WORDS
     assert "\n|" in hook.expand(text.partition("## Before and after")[2].partition("\n## ")[0])
-    assert "```bash\ndiptych " in text.partition("## Command")[2]
+    assert re.search(r"```bash\n(diptych|python) ", hook.expand(text.partition("## Command")[2]))
 
 
 @each_page
 def test_page_is_linked_and_in_the_navigation(page: Path) -> None:
     assert f"]({page.name})" in (FOLDER / "index.md").read_text(encoding="utf-8")
     assert f"measurements/{page.name}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", sorted(FOLDER.glob("*.md")), ids=lambda page: page.stem)
+def test_tables_of_numbers_have_a_source(page: Path) -> None:
+    """A table comes from a result file (`generate: measured`), or a line below it says where it is from."""
+    unsourced = []
+    for block in re.split(r"\n{2,}", page.read_text(encoding="utf-8")):
+        if TYPED.search(block):
+            unsourced.append(block.splitlines()[0])
+        elif block.startswith(RECORDED) and unsourced:
+            unsourced.pop()
+    assert unsourced == []
+
+
+def test_a_typed_table_is_found() -> None:
+    assert TYPED.search("| model | ms |\n|---|--:|\n| Qwen3-8B | **3.80** |")
+    assert not TYPED.search("| Page | Optimization |\n|---|---|\n| [MoE](moe.md) | 2 GEMMs |")
+
+
+@pytest.mark.parametrize("name", measured.TABLES)
+def test_measured_tables_are_shown_and_can_be_recorded(name: str) -> None:
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
+    assert f"<!-- generate: measured {name} -->" in pages
+    assert set(measured.TABLES[name].files) <= set(RECORDINGS)
+
+
+def test_every_result_file_has_its_command() -> None:
+    timelines = {"overlap", "long-prompt"}  # docs/figures/record_timelines.py
+    assert {path.stem for path in DATA.glob("*.json")} <= set(RECORDINGS) | timelines
 
 
 def test_the_lab_notes_are_linked_from_one_place() -> None:
