@@ -49,21 +49,26 @@ class _LoraLinear(nn.Module):
     # --8<-- [start:lora-linear]
     def forward(self, x: torch.Tensor, norm: layer_interface.RMSNorm | None = None) -> torch.Tensor:
         x = x if norm is None else norm(x)
-        return self._add(self.base(x), x)
+        h = self._shrink(x)  # first: the next GEMM loads weights meanwhile
+        return self._add(self.base(x), h)
 
-    def _add(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        blocks = self.pool.blocks
-        expand_add(y, shrink(x, self.a, blocks), self.b, self.scales, self.sizes, blocks)
+    def _shrink(self, x: torch.Tensor) -> torch.Tensor:
+        return shrink(x, self.a, self.pool.blocks)
+
+    def _add(self, y: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        expand_add(y, h, self.b, self.scales, self.sizes, self.pool.blocks)
         return y
 
     # --8<-- [end:lora-linear]
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self._add(self.base.add_to(residual, x), x)
+        h = self._shrink(x)
+        return self._add(self.base.add_to(residual, x), h)
 
     def add_later(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        h = self._shrink(x)
         y, residual_later = self.base.add_later(residual, x)
-        self._add(y if residual_later is None else y[0], x)  # to one of the partial sums
+        self._add(y if residual_later is None else y[0], h)  # to one of the partial sums
         return y, residual_later
 
     def activated(self, act_fn: nn.Module, gate_up: torch.Tensor) -> torch.Tensor:

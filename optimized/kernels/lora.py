@@ -6,9 +6,13 @@ launches.
 
 Shape: rows are sorted by adapter into blocks of 16 (moe_align.py), so a block has one A and one B, and its
 GEMMs run on tensor cores. `shrink` multiplies with the A of all slices (q, k and v) in one launch; the
-input is split into SPLITS parts, since a few blocks would leave most of the GPU idle. `expand_add` adds the
-parts up and adds B times them to y. Both skip blocks that do not exist: the number of blocks is on the
-device, so a CUDA graph serves every batch of its size. Neither shape nor order of sums depends on the batch.
+input is split into parts of SPLIT_K columns, since a few blocks would leave most of the GPU idle.
+`expand_add` adds the parts up and adds B times them to y. Both skip blocks that do not exist: the number of
+blocks is on the device, so a CUDA graph serves every batch of its size. Neither shape nor order of sums
+depends on the batch.
+
+Blocks and adapters are complete before the first layer. So both kernels, launched before the previous kernel
+has ended (programmatic dependent launch), load A or B before they wait for its results.
 """
 
 from __future__ import annotations
@@ -26,35 +30,40 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 BLOCK_M = 16
 """Rows of a block: the fewest that tensor cores multiply."""
-SPLITS = 2 if INTERPRETED else 4
+SPLIT_K = 64 if INTERPRETED else 512
+"""Columns of a part; for a rank above 32 half of that. Half a part at a time is multiplied."""
 MAX_SLICES = 3
-BLOCK_N = 256 if INTERPRETED else 64
+MAX_TILE = 4096
+"""Numbers of B in a CTA."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _shrink_kernel(
     x_ptr, a_ptr, h_ptr, rows_ptr, slots_ptr, num_blocks_ptr, num_rows, stride_x,
-    K: tl.constexpr, SLICES: tl.constexpr, RANK: tl.constexpr, SPLIT_K: tl.constexpr,
+    K: tl.constexpr, SLICES: tl.constexpr, RANK: tl.constexpr, STEPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     block, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     if block >= tl.load(num_blocks_ptr):
         return
     slot = tl.load(slots_ptr + block).to(tl.int64)
     rows = tl.load(rows_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    offs_r, offs_k = tl.arange(0, RANK), tl.arange(0, BLOCK_K)
+    offs_r = tl.arange(0, RANK)
+    columns = (split * STEPS * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    a_tile = a_ptr + ((slot * SLICES + part) * RANK + offs_r)[:, None] * K + columns
+    weights = ()
+    for i in tl.static_range(STEPS):
+        weights += (tl.load(a_tile + i * BLOCK_K, mask=columns + i * BLOCK_K < K, other=0.0),)
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
     is_row = (rows < num_rows)[:, None]
-    x_rows = x_ptr + rows[:, None] * stride_x
-    a_rows = a_ptr + ((slot * SLICES + part) * RANK + offs_r)[:, None] * K
+    x_tile = x_ptr + rows[:, None] * stride_x + columns
     acc = tl.zeros([BLOCK_M, RANK], tl.float32)
-    for first in range(0, SPLIT_K, BLOCK_K):
-        columns = split * SPLIT_K + first + offs_k
-        is_column = ((first + offs_k < SPLIT_K) & (columns < K))[None, :]
-        x = tl.load(x_rows + columns[None, :], mask=is_row & is_column, other=0.0)
-        a = tl.load(a_rows + columns[None, :], mask=is_column, other=0.0)
+    for i in tl.static_range(STEPS):
+        x = tl.load(x_tile + i * BLOCK_K, mask=is_row & (columns + i * BLOCK_K < K), other=0.0)
+        a = weights[i]
         if _INTERPRETED:  # it cannot multiply bfloat16
             x, a = x.to(tl.float32), a.to(tl.float32)
         acc = tl.dot(x, a.T, acc, input_precision=PRECISION)
@@ -72,7 +81,6 @@ def _expand_add_kernel(
     block, tile = tl.program_id(0), tl.program_id(1)
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     if block >= tl.load(num_blocks_ptr):
         return
     slot = tl.load(slots_ptr + block).to(tl.int64)
@@ -89,33 +97,37 @@ def _expand_add_kernel(
     is_column = columns < end
 
     offs_r = tl.arange(0, RANK)
-    h = tl.zeros([BLOCK_M, RANK], tl.float32)
-    for split in range(SPLITS):
-        h_rows = h_ptr + ((split * num_rows + rows[:, None]) * SLICES + part) * RANK
-        h += tl.load(h_rows + offs_r[None, :], mask=is_row, other=0.0)
     b_rows = b_ptr + (slot * (N0 + N1 + N2) + columns)[:, None] * RANK
-    b = tl.load(b_rows + offs_r[None, :], mask=is_column[:, None], other=0.0).to(tl.float32)
-    delta = tl.dot(h, b.T, input_precision=PRECISION) * tl.load(scales_ptr + slot * SLICES + part)
+    b = tl.load(b_rows + offs_r[None, :], mask=is_column[:, None], other=0.0)
+    scale = tl.load(scales_ptr + slot * SLICES + part)
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
     y_tile = y_ptr + rows[:, None] * stride_y + columns[None, :]
     mask = is_row & is_column[None, :]
-    y = tl.load(y_tile, mask=mask, other=0.0).to(tl.float32) + delta
+    y = tl.load(y_tile, mask=mask, other=0.0)
+    h = tl.zeros([BLOCK_M, RANK], tl.float32)
+    for split in tl.range(SPLITS, loop_unroll_factor=8):
+        h_rows = h_ptr + ((split * num_rows + rows[:, None]) * SLICES + part) * RANK
+        h += tl.load(h_rows + offs_r[None, :], mask=is_row, other=0.0)
+    y = y.to(tl.float32) + scale * tl.dot(h, b.to(tl.float32).T, input_precision=PRECISION)
     tl.store(y_tile, rounded(y, y_ptr.dtype.element_ty), mask=mask)
 
 
 def shrink(x: torch.Tensor, a: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """x [num_rows, K], a [slots, slices, rank, K] -> A x of each row's slot, in parts: float32
-    [SPLITS, num_rows, slices, rank], undefined for rows that are in no block. Rows of `blocks` that x does
+    [parts, num_rows, slices, rank], undefined for rows that are in no block. Rows of `blocks` that x does
     not have are padding."""
     _, num_slices, rank, k = a.shape
     assert x.stride(1) == 1
     assert a.is_contiguous()
     num_rows = x.shape[0]
-    h = torch.empty(SPLITS, num_rows, num_slices, rank, dtype=torch.float32, device=x.device)
-    block_k = 64 if x.dtype == torch.float32 and not INTERPRETED else 128
-    split_k = triton.cdiv(triton.cdiv(k, SPLITS), block_k) * block_k
-    _shrink_kernel[(_max_blocks(num_rows, a), num_slices, SPLITS)](
-        x, a, h, *blocks, num_rows, x.stride(0), K=k, SLICES=num_slices, RANK=rank, SPLIT_K=split_k,
-        BLOCK_M=BLOCK_M, BLOCK_K=block_k, PRECISION=_precision(x), num_warps=4, **pdl_options(x),
+    split_k = SPLIT_K if rank <= 32 else SPLIT_K // 2
+    splits = triton.cdiv(k, split_k)
+    h = torch.empty(splits, num_rows, num_slices, rank, dtype=torch.float32, device=x.device)
+    _shrink_kernel[(_max_blocks(num_rows, a), num_slices, splits)](
+        x, a, h, *blocks, num_rows, x.stride(0), K=k, SLICES=num_slices, RANK=rank,
+        STEPS=2, BLOCK_M=BLOCK_M, BLOCK_K=split_k // 2,
+        PRECISION=_precision(x), num_warps=4, **pdl_options(x),
     )  # fmt: skip
     return h
 
@@ -135,10 +147,11 @@ def expand_add(
     assert y.stride(1) == 1
     assert b.is_contiguous()
     n0, n1, n2 = [*sizes, 0, 0][:3]
-    num_tiles = sum(triton.cdiv(size, BLOCK_N) for size in sizes)
+    block_n = min(max(MAX_TILE // rank, 32), 256)
+    num_tiles = sum(triton.cdiv(size, block_n) for size in sizes)
     _expand_add_kernel[(_max_blocks(num_rows, b), num_tiles)](
         y, h, b, scales, *blocks, num_rows, y.stride(0), N0=n0, N1=n1, N2=n2, SLICES=num_slices, RANK=rank,
-        SPLITS=splits, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, PRECISION=_precision(b), num_warps=4,
+        SPLITS=splits, BLOCK_M=BLOCK_M, BLOCK_N=block_n, PRECISION=_precision(b), num_warps=4,
         **pdl_options(y),
     )  # fmt: skip
 
