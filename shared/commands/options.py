@@ -59,7 +59,7 @@ class EngineOptions:
     ] = None
     moe_runner_backend: Annotated[
         str | None,
-        _option(MODEL, "What computes experts: auto, triton, deep_gemm, flashinfer_cutlass ..."),
+        _option(MODEL, "What computes experts: auto, triton, triton_kernel, deep_gemm ..."),
     ] = None
     random_seed: Annotated[
         int | None, _option(MODEL, "Seed of dummy weights and of requests without a seed.")
