@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from docs.generators import measured_rows as rows
-from docs.generators.record_measurements import DATA, RECORDINGS
+from docs.generators import run_rows as runs
+from docs.generators import step_rows as steps
+from docs.generators.record_measurements import DATA, RECORDINGS, SHAPES
 from docs.generators.tables import table
 
 MAX_COLUMNS = 86
@@ -24,36 +25,120 @@ class Measured(NamedTuple):
 
     files: Sequence[str]
     head: Sequence[str]
-    rows: Callable[..., rows.Rows]
+    rows: Callable[..., steps.Rows]
 
 
 WAITING = ("10 waiting", "1,000", "10,000", "first pass over 10,000")
 PANELS = ("reference, 10", "reference, 10,000", "optimized, 10", "optimized, 10,000")
 TAILS = ("TTFT p50, ms", "TTFT p99, ms", "ITL p50, ms", "ITL p99, ms", "TPOT p99, ms")
 EVEN = ("TTFT p50, ms", "ITL p50, ms", "ITL p99, ms", "p99 / p50", "tokens/s at 64 clients")
-LOOPS = [
-    f"serve-{loop}{size}" for size in ("", "-mixed-256", "-mixed-128") for loop in ("rates", "concurrency-64")
-]
+BEST = ("best other engine", "Diptych", "roofline bound")
+LAUNCHED = ("one by one: GPU", "CPU", "replayed: GPU", "CPU")
+BOUNDS = ("1 request, ms", "bound, ms", "64 requests, ms", "bound, ms")
+ROUND = ("batch", "decode step", "draft", "verify", "round", "round / decode step")
+PAIR = ("in sequence, tokens/s", "idle", "overlapped, tokens/s", "idle", "gain")
+PREFIXES = (
+    "shape",
+    "without radix cache, tokens/s",
+    "with radix cache",
+    "gain",
+    "hit rate",
+    "ideal hit rate",
+)
 CALLS = (
     "cached tokens",
     "nodes per sequence",
-    *(f"{operation}, {panel}" for operation in rows.OPERATIONS for panel in rows.PANELS),
+    *(f"{operation}, {panel}" for operation in steps.OPERATIONS for panel in steps.PANELS),
 )
+LOOPS = [
+    f"serve-{loop}{size}" for size in ("", "-mixed-256", "-mixed-128") for loop in ("rates", "concurrency-64")
+]
 
 TABLES = {
-    "scheduling": Measured(["scheduling"], ["policy", "panel", *WAITING], rows.scheduling),
-    "scheduling-medians": Measured(["scheduling"], ["policy", *PANELS], rows.scheduling_medians),
-    "cache-calls": Measured(["radix-cache"], CALLS, rows.cache_calls),
-    "cache-calls-by-depth": Measured(["radix-cache-depth"], CALLS, rows.cache_calls),
-    "goodput": Measured(
-        ["serve-rates"], ["arrivals/s", "goodput, requests/s", "output tokens/s", *TAILS], rows.goodput
+    "offline": Measured([f"offline-{name}" for name in SHAPES], ["offline, tokens/s", *BEST], runs.offline),
+    "latency": Measured(
+        [f"latency-{name}" for name in SHAPES], ["single stream, ms/token", *BEST], runs.latency
     ),
-    "even-times": Measured(LOOPS, ["prompt tokens of a step", "arrivals/s", *EVEN], rows.even_times),
+    "steps": Measured(
+        ["steps"], ["shape", "batch", "step, ms", "CPU launch, ms", "bound, ms", "bound / step"], steps.steps
+    ),
+    "eager-steps": Measured(["steps-eager", "steps"], ["batch", *LAUNCHED], steps.eager_steps),
+    "formats": Measured(
+        ["steps", "steps-fp8", "steps-fp8-kv", "steps-int4"], ["format", *BOUNDS], steps.formats
+    ),
+    "prefill": Measured(
+        ["prefill-eager", "prefill"], ["shape", "tokens", *LAUNCHED, "TFLOP/s"], steps.prefill
+    ),
+    "mixed": Measured(
+        ["mixed"],
+        ["decoding requests", "tokens in all", "step, ms", "CPU launch, ms", "bound, ms", "phases, ms"],
+        steps.mixed,
+    ),
+    "decode-attention": Measured(
+        ["decode-attention"],
+        ["requests x context", "bound, µs", "Triton", "FlashInfer", "bound / Triton"],
+        steps.decode_attention,
+    ),
+    "rounds": Measured(["round-tree", "round-chain"], ["steps, top-k, nodes", *ROUND], steps.rounds),
+    "speculation": Measured(
+        ["speculation"],
+        [
+            "concurrency",
+            "decode, tokens/s",
+            "with speculation",
+            "speed-up",
+            "tokens per verification",
+            "same texts",
+        ],
+        runs.speculation,
+    ),
+    "itl": Measured(
+        ["itl", "itl-512", "itl-256"],
+        ["prompts", "ITL p50, ms", "p90", "p99", "max", "TTFT of a long prompt, ms"],
+        runs.itl,
+    ),
+    "chunked-rates": Measured(
+        ["offline-Qwen3-8B", "offline-mixed", "offline-Qwen3-0.6B", "offline-mixed-0.6B"],
+        ["shape", "tokens per mixed step", "default flags, tokens/s", "mixed steps, tokens/s"],
+        runs.chunked_rates,
+    ),
+    "overlap": Measured(
+        ["sequential-0.6B", "overlap-0.6B", "sequential-8B", "overlap-8B"],
+        ["model", "requests", *PAIR],
+        runs.overlap,
+    ),
+    "shared-prefixes": Measured(
+        ["shared-prefix-0.6B", "shared-prefix-8B"],
+        PREFIXES,
+        runs.shared_prefixes,
+    ),
+    "shared-prefixes-tiny": Measured(["shared-prefix-tiny"], PREFIXES, runs.shared_prefixes),
+    "pools": Measured(
+        ["pool-138016", "pool-27603", "pool-13801", "pool-6900"],
+        ["pool", "slots", "tokens/s", "of the full pool's", "requests per step", "retractions"],
+        runs.pools,
+    ),
+    "served": Measured(
+        ["serve-engine", "serve-concurrency-64"], ["64 running requests", "output tokens/s"], runs.served
+    ),
+    "one-client": Measured(
+        ["serve-engine-1", "serve-concurrency-1"],
+        ["one request at a time", "TTFT p50, ms", "ITL p50, ms", "ITL p99, ms"],
+        runs.one_client,
+    ),
+    "goodput": Measured(
+        ["serve-rates"], ["arrivals/s", "goodput, requests/s", "output tokens/s", *TAILS], runs.goodput
+    ),
+    "even-times": Measured(LOOPS, ["prompt tokens of a step", "arrivals/s", *EVEN], runs.even_times),
+    "scheduling": Measured(["scheduling"], ["policy", "panel", *WAITING], steps.scheduling),
+    "scheduling-medians": Measured(["scheduling"], ["policy", *PANELS], steps.scheduling_medians),
+    "cache-calls": Measured(["radix-cache"], CALLS, steps.cache_calls),
+    "cache-calls-by-depth": Measured(["radix-cache-depth"], CALLS, steps.cache_calls),
     "pool-steps": Measured(
-        [], ["conservativeness", "steps, pool of 10 %", "50 %", "100 %", "retractions"], rows.pool_steps
+        [], ["conservativeness", "steps, pool of 10 %", "50 %", "100 %", "retractions"], steps.pool_steps
     ),
 }
-"""Name in a marker -> its table."""
+"""Name in a marker -> its table. A table whose files are not recorded yet is typed on its page."""
 
 
 def measured(name: str) -> str:

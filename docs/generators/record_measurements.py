@@ -123,6 +123,10 @@ RECORDINGS = {
     "serve-rates-mixed-256": Recording(f"{RATES} --request-rate 8,9.5 {MIXED} 256 -o", 60),
     "serve-rates-mixed-128": Recording(f"{RATES} --request-rate 6,8,9.5 {MIXED} 128 -o", 80),
     # Without a GPU.
+    "shared-prefix-tiny": Recording(
+        "diptych bench offline --workload shared-prefix --panel reference --groups 4 --group-size 8 "
+        "--shared-len 512 --input-len 16 --output-len 8 -o"
+    ),
     "scheduling": Recording("diptych bench scheduling --seconds 2 --waiting 10,1000,10000 -o"),
     "radix-cache": Recording(f"{PREFIX_CACHE} --tokens 10000,1000000,10000000 -o"),
     "radix-cache-depth": Recording(f"{PREFIX_CACHE} --tokens 1000000 --depth 1,16,64 -o"),
@@ -131,20 +135,14 @@ RECORDINGS = {
 
 
 def record(name: str, folder: Path) -> None:
-    """Run one command. Its output goes to NAME.txt, beside the file."""
+    """Run one command."""
     program, *arguments = shlex.split(RECORDINGS[name].command)
     if program == "diptych":  # without an installed script
         arguments[:0] = ["-c", "from shared.cli import main; main()"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     start = time.perf_counter()
-    with (folder / f"{name}.txt").open("w", encoding="utf-8") as output:
-        status = subprocess.run(
-            [sys.executable, *arguments, str(folder / f"{name}.json")],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        ).returncode
+    command = [sys.executable, *arguments, str(folder / f"{name}.json")]
+    status = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}).returncode
     print(f"{name}: {time.perf_counter() - start:.0f} s, exit status {status}", flush=True)
 
 

@@ -1,7 +1,10 @@
 """Each optimization has a short page of measurements of one shape, and the results page leads to it."""
 
+import json
 import re
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ MAX_WORDS = 500
 OTHERS = ("index.md", "steps.md", "serving.md")  # measurements of the whole, not of an optimization
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name not in OTHERS)
 TYPED = re.compile(r"^\|.*\|\s*\**\d[\d,.]*( %)?\**( \(.*\))?\s*\|", re.MULTILINE)
+CELL = re.compile(r"(?<=\|) *\**(\d[\d,]*(?:\.\d+)?)\**(?: %)? *(?=\|)")
 RECORDED = "*Recorded by hand"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -54,9 +58,42 @@ def test_a_typed_table_is_found() -> None:
 
 @pytest.mark.parametrize("name", measured.TABLES)
 def test_measured_tables_are_shown_and_can_be_recorded(name: str) -> None:
-    pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
-    assert f"<!-- generate: measured {name} -->" in pages
-    assert set(measured.TABLES[name].files) <= set(RECORDINGS)
+    files = measured.TABLES[name].files
+    assert set(files) <= set(RECORDINGS)
+    if all((DATA / f"{file}.json").exists() for file in files):
+        pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
+        assert f"<!-- generate: measured {name} -->" in pages
+
+
+def test_numbers_of_the_course_are_recorded() -> None:
+    """A number in a table of a stage is one of its notebook (source or recorded output) or of a measurement
+    page, or a line below the table says where it is from."""
+    pages = [hook.expand(path.read_text(encoding="utf-8")) for path in FOLDER.glob("*.md")]
+    unknown = []
+    for page in sorted((ROOT / "docs" / "course").glob("[0-9]*.md")):
+        name = page.stem.replace("-", "_")
+        record = (ROOT / "docs" / "samples" / "notebooks" / f"{name}.json").read_text(encoding="utf-8")
+        known = numbers("\n".join([*pages, *texts(json.loads(record))]))
+        blocks = re.split(r"\n{2,}", page.read_text(encoding="utf-8"))
+        for block, below in pairwise([*blocks, ""]):
+            if block.startswith("|") and not below.startswith(RECORDED):
+                typed = [cell[1] for line in block.splitlines() for cell in CELL.finditer(line)]
+                unknown += [f"{page.name}: {text}" for text in typed if not is_known(text, known)]
+    assert unknown == []
+
+
+def numbers(text: str) -> list[float]:
+    return [float(each.replace(",", "")) for each in re.findall(r"(?<![\w.])\d[\d,_]*(?:\.\d+)?(?!\w)", text)]
+
+
+def texts(cells: list[dict[str, Any]]) -> list[str]:
+    return [text for cell in cells for text in (cell["source"], *(str(out) for out in cell["outputs"]))]
+
+
+def is_known(text: str, known: list[float]) -> bool:
+    """Whether it is one of these numbers, rounded."""
+    digits = len(text.partition(".")[2])
+    return any(round(each, digits) == float(text.replace(",", "")) for each in known)
 
 
 def test_every_result_file_has_its_command() -> None:

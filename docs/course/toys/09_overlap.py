@@ -28,22 +28,20 @@ class Device:
 # --8<-- [start:toy-loops]
 def normal_loop(device, token, stop, cpu_us):
     output = []
-    while not output or output[-1] != stop:
+    while stop not in output:
         device.now += cpu_us  # form the batch, process results
-        _, handle = device.launch(token)
-        token = device.wait(handle)
+        token = device.wait(device.launch(token)[1])
         output.append(token)
     return output
 
 
 def overlap_loop(device, token, stop, cpu_us):
     output, in_flight = [], None
-    while True:
+    while stop not in output:
         device.now += cpu_us
-        name, handle = device.launch(token)  # a known token, or the name of the one in flight
+        token, handle = device.launch(token)  # a known token, or the name of the one in flight
         if in_flight is not None:
             output.append(device.wait(in_flight))
-            if output[-1] == stop:
-                return output  # what was just launched is surplus
-        token, in_flight = name, handle
-        # --8<-- [end:toy-loops]
+        in_flight = handle
+    return output  # the last launch was surplus
+    # --8<-- [end:toy-loops]

@@ -3,15 +3,14 @@ class ToyDetokenizer:
     """The text of one request in pieces. Decodes everything in each step."""
 
     def __init__(self, decode, stops=()):
-        self.decode, self.stops = decode, stops
-        self.ids, self.num_given = [], 0
+        self.decode, self.stops, self.ids, self.num_given = decode, stops, [], 0
 
     def append(self, new_ids, is_end=False):
         self.ids += new_ids
         text = self.decode(self.ids)
-        if is_end:
-            text = min((text.partition(stop)[0] for stop in self.stops), key=len, default=text)
-        else:
+        for stop in self.stops:
+            text = text.partition(stop)[0]
+        if not is_end:
             text = text.rstrip("\ufffd")  # bytes of a character that is not complete
             text = text[: len(text) - self.num_held(text)]
         piece = text[self.num_given :]
@@ -34,12 +33,11 @@ def engine_loop(inbox, outbox, next_token, end_token):
     while True:
         while not live or not inbox.empty():
             kind, rid, ids = inbox.get()
+            if kind == "stop":
+                return
+            live.pop(rid, None)  # an abort may come behind the end
             if kind == "generate":
                 live[rid] = ids
-            elif kind == "abort":
-                live.pop(rid, None)  # unknown ids are ignored: it may have ended
-            else:
-                return
         for rid, ids in list(live.items()):
             ids.append(next_token(ids))
             if ids[-1] == end_token:
