@@ -15,6 +15,7 @@ import torch
 
 from optimized.kernels.moe_align import align
 from optimized.kernels.moe_combine import combine
+from optimized.kernels.moe_mxfp4_gemv import MAX_TOKENS, mxfp4_gemv_experts
 from optimized.kernels.moe_quantized_gemm import (
     ExpertWeights,
     quantized_down_gemm,
@@ -41,6 +42,8 @@ class QuantizedExperts(Interface):
         weights, ids = topk.topk_weights.contiguous(), topk.topk_ids.contiguous()
         w13 = ExpertWeights(self.w13, self.w13_scale, self.w13_zero, self.b13)
         w2 = ExpertWeights(self.w2, self.w2_scale, self.w2_zero, self.b2)
+        if self.scheme.weight_type == "mxfp4" and len(x) <= MAX_TOKENS:
+            return mxfp4_gemv_experts(x, weights, ids, w13, w2, self.swiglu_limit)
         tile = quantized_tile(ids.numel(), len(self.w13))
         blocks = align(ids, len(self.w13), tile.block_m)
         x_q, top_k = self._input(x), ids.shape[1]

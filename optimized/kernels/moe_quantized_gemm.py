@@ -57,12 +57,12 @@ def quantized_tile(num_pairs: int, num_experts: int) -> QuantizedTile:
 
 @triton.jit
 def mxfp4_values(codes, exponents, dtype: tl.constexpr):
-    """Codes 0 to 15 times 2 ** (exponent - 127)."""
-    size = (codes & 7).to(tl.float32)  # of 0, 0.5, 1, 1.5, 2, 3, 4, 6
-    size = tl.where(size < 4.0, 0.5 * size, tl.where(size < 6.0, size - 2.0, 2.0 * size - 8.0))
+    """What codes 0 to 15 stand for, times 2 ** (exponent - 127). A code's exponent and mantissa bit are those
+    of a float32 that is 2 ** -126 of it."""
+    codes = codes.to(tl.int32)
+    value = (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True) * 2.0**126
     bits = tl.where(exponents == 0, 0x00400000, exponents.to(tl.int32) << 23)
-    value = size * bits.to(tl.float32, bitcast=True)
-    return tl.where(codes < 8, value, -value).to(dtype)
+    return (value * bits.to(tl.float32, bitcast=True)).to(dtype)
 
 
 @triton.jit
@@ -109,17 +109,23 @@ def _quantized_experts_kernel(
     for k in range(0, ROW_BYTES, STEP):
         offs = k + tl.arange(0, STEP)
         in_row = offs < ROW_BYTES
-        tile = tl.load(w_rows + offs[None, :], mask=is_row[:, None] & in_row[None, :], other=0)
+        if WEIGHT == "mxfp4":  # [columns, units, bytes]: a unit has one scale
+            units = k // (UNIT // 2) + tl.arange(0, STEP // (UNIT // 2))
+            of_units = (is_row[:, None] & (units < NUM_GROUPS)[None, :])[:, :, None]
+            of_bytes = units[:, None] * (UNIT // 2) + tl.arange(0, UNIT // 2)[None, :]
+            tile = tl.load(w_rows[:, :, None] + of_bytes[None, :, :], mask=of_units, other=0)
+            scales = w_scales[:, None, None] + units[None, :, None]
+            exponents = tl.load(scales, mask=of_units, other=0)
+        else:
+            tile = tl.load(w_rows + offs[None, :], mask=is_row[:, None] & in_row[None, :], other=0)
         if WEIGHT == "int4" or WEIGHT == "mxfp4":
             unit = offs // (UNIT // 2)
             cols = unit * UNIT + offs % (UNIT // 2)
             low = _x_tile(x_rows, is_pair, cols, in_row).to(x_type)
             high = _x_tile(x_rows, is_pair, cols + UNIT // 2, in_row).to(x_type)
             if WEIGHT == "mxfp4":
-                mask = is_row[:, None] & in_row[None, :]
-                exponents = tl.load(w_scales[:, None] + unit[None, :], mask=mask, other=0)
-                w_low = mxfp4_values(tile & 15, exponents, x_type)
-                w_high = mxfp4_values(tile >> 4, exponents, x_type)
+                w_low = mxfp4_values(tile & 15, exponents, x_type).reshape(PARTS * BLOCK_N, STEP)
+                w_high = mxfp4_values(tile >> 4, exponents, x_type).reshape(PARTS * BLOCK_N, STEP)
             else:
                 group = k // (UNIT // 2)  # of the whole step
                 zero = tl.full([PARTS * BLOCK_N], _ZERO, tl.float32)
