@@ -90,7 +90,9 @@ SGL_KERNEL = {"sgl_kernel": {"fp8_blockwise_scaled_grouped_mm": cutlass_gemm}}
 def mxfp4(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """[..., in / 2] with two successive inputs in a byte, and [..., in / 32] -> [..., in]"""
     codes = torch.stack((values & 15, values >> 4), -1).flatten(-2).int()
-    return torch.ldexp(torch.tensor(MXFP4_VALUES)[codes], scale.repeat_interleave(32, -1).int() - 127)
+    return torch.ldexp(
+        torch.tensor(MXFP4_VALUES, device=codes.device)[codes], scale.repeat_interleave(32, -1).int() - 127
+    )
 
 
 @dataclass
@@ -147,10 +149,10 @@ def matmul_ogs(
         assert (w.layout, scales.layout) == ("values", "scales")
         weight = mxfp4(w.storage.data.transpose(1, 2), scales.storage.data.transpose(1, 2)).transpose(1, 2)
     out = weight.shape[2] // (1 if fused_activation is None else 2)
-    y = torch.full((num_rows, out), torch.nan, dtype=x.dtype)
+    y = torch.full((num_rows, out), torch.nan, dtype=x.dtype, device=x.device)
     first = 0
     for e, count in enumerate(counts.tolist()):
-        rows = torch.arange(first, first + count)
+        rows = torch.arange(first, first + count, device=x.device)
         source = rows if gather_indx is None else gather_indx.values[0][rows] // num_choices
         part = x[source.long()].float() @ weight[e].float()
         if bias is not None:
@@ -219,7 +221,7 @@ def fused_moe(**arguments: Any) -> list[torch.Tensor]:
     up, gate = w31.chunk(2, 1)
     b13 = None if b31 is None else torch.cat(b31.chunk(2, 1)[::-1], 1)
     y = experts64(x, TopKOutput(weights, ids), torch.cat((gate, up), 1), w2, b13, b2, float(limit[0]))
-    return [y.to(arguments["output_dtype"])]
+    return [y.to(x.device, arguments["output_dtype"])]
 
 
 def undo(scales: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from optimized.quantized_moe import QuantizedExperts
 from shared.conformance.compare import expect_close, expect_equal
 from shared.conformance.contracts.moe.experts import experts64
 from shared.conformance.contracts.quantized_experts.outputs import EVERY_KIND, LIKE_GPT_OSS, ONE_HOT, expected
+from shared.conformance.device import check_device
 from shared.conformance.inputs import Inputs
 from shared.conformance.poison import run_poisoned
 from shared.conformance.tolerance import Tolerance, tolerance
@@ -96,8 +97,8 @@ def test_16_bits(
     inputs = Inputs(0)
     experts = FusedExperts(4, 32, 24, bias, limit)
     inputs.fill_(experts)
-    experts.to(torch.bfloat16)
-    ids = torch.tensor([[0, 3], [2, -1], [-1, -1]], dtype=torch.int32)
+    experts.to(check_device(), torch.bfloat16)
+    ids = torch.tensor([[0, 3], [2, -1], [-1, -1]], dtype=torch.int32, device=check_device())
     topk, x = TopKOutput(inputs.uniform(3, 2), ids), inputs.normal(3, 32, dtype=torch.bfloat16)
     wanted = experts64(x, topk, experts.w13, experts.w2, experts.b13, experts.b2, limit)
     experts.runner = runner_class(experts)
@@ -157,7 +158,7 @@ def test_sorted_pairs(num_tokens: int, top_k: int, num_experts: int, alignment: 
             assert order.experts[slot] == e
             assert order.first[e] <= slot
             assert order.first[e] % alignment == 0
-    rows = torch.full((num_rows + 1, 8), torch.nan)
+    rows = torch.full((num_rows + 1, 8), torch.nan, device=check_device())
     rows[order.slots.flatten()] = inputs.normal(num_tokens * top_k, 8)
     topk = TopKOutput(torch.where(ids < 0, torch.nan, inputs.uniform(num_tokens, top_k)), ids)
     weighted = rows[order.slots].double() * topk.topk_weights[..., None]
@@ -169,8 +170,8 @@ def test_sorted_pairs(num_tokens: int, top_k: int, num_experts: int, alignment: 
 def test_quantized_pairs_have_the_bits_of_quantized_inputs(silu: bool) -> None:
     """In the row of each slot, and nothing elsewhere."""
     inputs, num_rows = Inputs(0), 9
-    slots = torch.tensor([[4, 0], [num_rows, 7], [2, num_rows]])
-    rows, tokens = torch.tensor([4, 0, 7, 2]), torch.tensor([0, 0, 1, 2])
+    slots = torch.tensor([[4, 0], [num_rows, 7], [2, num_rows]], device=check_device())
+    rows, tokens = torch.tensor([[4, 0, 7, 2], [0, 0, 1, 2]], device=check_device()).unbind()
     x = inputs.normal(num_rows if silu else 3, 384 * (1 + silu), dtype=torch.bfloat16)
     x[0, :128] = 0.0
     source = rows if silu else tokens
