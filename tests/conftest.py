@@ -33,6 +33,14 @@ def _one_thread() -> None:
     torch.set_num_threads(1)  # the same order of summation on every computer
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _small_kv_pools() -> Generator[None, None, None]:
+    """Engines without `max_total_tokens` get a pool that is quickly filled with zeros and checked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shared.loading.kv_sizing.MAX_CPU_TOKENS", 8192)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     import torch
