@@ -69,13 +69,16 @@ docs: $(VENV)/.installed-test
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # One thread per worker: the results do not depend on the number of cores, and the workers do not compete.
+# Byte code is kept, whatever the environment says: tests start many processes, which would all compile it anew.
+RUN_TESTS = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 pytest: $(VENV)/.installed-test
 	$(call banner,pytest)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not full" -n $(WORKERS) --dist worksteal
+	@$(RUN_TESTS) -m "not gpu and not full"
 
 pytest-all: $(VENV)/.installed-test
 	$(call banner,pytest with the whole grids)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist worksteal
+	@$(RUN_TESTS) -m "not gpu"
 
 test-gpu: $(VENV)/.installed-test
 	$(call banner,pytest on the GPU)
