@@ -57,7 +57,7 @@ def check_server(
 ) -> None:
     """Compare a server's log-probabilities, samples and answers with the reference.
 
-    Exit status 0: every check holds; 1: one fails; 2: nothing could be checked.
+    Exit status 0: every check holds; 1: one fails; 2: nothing could be compared with the reference.
     """
     for file in (html, junit, json_file):
         if file is not None:

@@ -9,9 +9,12 @@ import pytest
 
 from shared.conformance.server.answer import Answer
 from shared.conformance.server.checks import QUICK, Context, chosen, run_checks
+from shared.conformance.server.oracle import Oracle
 from shared.conformance.server.same import difference
 from shared.conformance.server.session import connect
 from shared.conformance.server.tolerance import TABLE
+from shared.conformance.server.verdict import Report
+from tests.server_check.faulty_proxy import Ask, Body, Fault, FaultyProxy, Reply
 from tests.server_check.local_server import LocalServer
 
 LIMITS = dataclasses.replace(QUICK, num_prompts=3, max_tokens=5, long_prompt_len=70, num_draws=120)
@@ -67,6 +70,28 @@ def test_what_is_not_offered_is_no_failure(context: Context) -> None:
     names = ["dependence.n", "streaming.same_answer", "semantics.chat", "semantics.echo", "sampling.top_k"]
     found = list(run_checks(dataclasses.replace(context, offers=offers), chosen(names)))
     assert [result.status for result in found] == ["not offered"] * len(names)
+
+
+SCORES = ("logprobs", "top_logprobs", "prompt_logprobs", "echo")
+
+
+def test_a_server_without_log_probabilities(proxied: LocalServer, oracle: Oracle) -> None:
+    """Streams and the semantics of the API are checked all the same."""
+
+    async def without_scores(body: Body, ask: Ask, proxy: FaultyProxy) -> Reply:
+        return await ask({name: value for name, value in body.items() if name not in SCORES})
+
+    proxied.proxy.plant(Fault("", "", "", without_scores))
+    context = connect(proxied.url, "tiny-dense", dtype="float32", limits=LIMITS, oracle=oracle)
+    checks = chosen(["scoring", "streaming", "semantics.stop", "semantics.n"])
+    results = list(run_checks(context, checks))
+    context.server.close()
+    report = Report({}, context.offers, results, len(checks))
+    assert report.sentence.endswith("nothing was compared with the reference: no log-probabilities")
+    assert (report.failing, report.exit_status) == ([], 2)
+    statuses = {result.check.name: result.status for result in results}
+    assert statuses["scoring.prompt"] == statuses["scoring.continuation"] == "not offered"
+    assert [name for name, status in statuses.items() if status != "holds" and name[:7] != "scoring"] == []
 
 
 def answer(tokens: str, logprobs: list[float], other: float = -9.0, text: str | None = None) -> Answer:

@@ -12,10 +12,9 @@ from shared.conformance.server.client import Answer, Malformed, Refused, Server,
 Probed = tuple[Answer | None, str]
 
 HOW_TO_SCORE = (
-    "the server reports no log-probabilities, and nothing can be scored without them. vLLM: leave "
-    "--max-logprobs at 1 or more. SGLang: send requests to /v1/completions. llama.cpp: use a build whose "
-    "/v1/completions answers the field logprobs (2025 or later). Others: switch on logprobs of "
-    "/v1/completions or of /v1/chat/completions"
+    "the server reports no log-probabilities. vLLM: leave --max-logprobs at 1 or more. SGLang: send requests "
+    "to /v1/completions. llama.cpp: use a build whose /v1/completions answers the field logprobs (2025 or "
+    "later). Others: switch on logprobs of /v1/completions or of /v1/chat/completions"
 )
 ID_PARAMS: tuple[dict[str, Any], ...] = (
     {},
@@ -88,8 +87,8 @@ EXTRAS: dict[str, Any] = {
 
 def probe(server: Server, prompt: Sequence[int], text: str) -> Offers:
     """Probe a server. `text` is the text of `prompt`. Sets the fields of the client that are needed to read
-    token ids. Raises `ValueError` for a server that cannot be scored, and the client's error if nothing
-    answers."""
+    token ids. Raises `ValueError` for a server that refuses a plain request, and the client's error if
+    nothing answers."""
     found: dict[str, Any] = {"kind": _kind(server)}
     reasons: dict[str, str] = {}
 
@@ -134,10 +133,7 @@ def probe(server: Server, prompt: Sequence[int], text: str) -> Offers:
         server.post("/tokenize", {name: text})[0] for name in ("prompt", "content")
     ]  # llama.cpp: content
     note("tokenize", 200 in statuses, f"/tokenize: status {statuses[0]}")
-    offers = Offers(**found, reasons=reasons)
-    if not offers.scoring:
-        raise ValueError(HOW_TO_SCORE)
-    return offers
+    return Offers(**found, reasons=reasons)
 
 
 def _find_ids(

@@ -145,10 +145,9 @@ def same_answer(context: Context, expected: Answer, actual: Answer, what: str) -
     if found is None:
         return Finding("holds", what)
     evidence = {"position": found.position, "text": expected.text, "other text": actual.text}
+    place = "" if expected.token_ids is None else f" at token {found.position}"
     status: Status = "near tie" if found.is_tie else "fails"
-    return Finding(
-        status, f"{what}: {found.what} at token {found.position}", found.expected, found.actual, evidence
-    )
+    return Finding(status, f"{what}: {found.what}{place}", found.expected, found.actual, evidence)
 
 
 def same_answers(context: Context, pairs: Sequence[tuple[Answer, Answer, str]]) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from shared.conformance.server.answer import Answer
+from shared.conformance.server.capabilities import HOW_TO_SCORE
 from shared.conformance.server.checks import Context, Finding, Status, check
 from shared.conformance.server.diagnosis import diagnose, is_other_model, wrong_region
 from shared.conformance.server.scored import Scored, judge, score
@@ -83,6 +84,8 @@ def _lengths(context: Context, prompt: Sequence[int], answer: Answer) -> Iterato
 )
 def prompt_scores(context: Context) -> Finding:
     texts = []
+    if not context.offers.scoring:
+        return Finding("not offered", HOW_TO_SCORE)
     if set(context.offers.scoring) & {"echo", "prompt_logprobs"}:
         for prompt, answer in answers(context):
             values = enumerate(answer.prompt_logprobs or ())

@@ -43,8 +43,10 @@ class Report:
         if not ran:
             return f"nothing could be checked{end}"
         num_cases = sum(result.num_cases for result in ran)
-        agrees = f"the server agrees with the reference: {len(ran)} checks hold, in {num_cases:,} cases"
-        return f"{agrees}{end}{self._limits}"
+        holds = f"{len(ran)} checks hold, in {num_cases:,} cases"
+        if not self.offers.scoring:
+            return f"{holds}; nothing was compared with the reference: no log-probabilities{end}"
+        return f"the server agrees with the reference: {holds}{end}{self._limits}"
 
     @property
     def _limits(self) -> str:
@@ -53,10 +55,12 @@ class Report:
 
     @property
     def exit_status(self) -> int:
-        """0: every check holds; 1: one fails, or the server stopped; 2: nothing could be checked."""
+        """0: every check holds; 1: one fails, or the server stopped; 2: nothing could be checked, or nothing
+        could be compared with the reference."""
         if self.failing or self.num_chosen > len(self.results):
             return 1
-        return 0 if any(result.status != "not offered" for result in self.results) else 2
+        is_checked = any(result.status != "not offered" for result in self.results)
+        return 0 if is_checked and self.offers.scoring else 2
 
     def as_json(self) -> dict[str, Any]:
         return {
