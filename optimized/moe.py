@@ -110,7 +110,6 @@ class MoE(interface.MoE):
             routed = self.expert_parallel.run(routed_x, topk, self.experts)
         if self.shared_experts is None:
             return routed
-        shared = self.shared_experts(x)
-        if self.shared_expert_gate is not None:
-            shared = shared * self.shared_expert_gate(x).sigmoid()
-        return routed + shared
+        if self.shared_expert_gate is None:
+            return self.shared_experts.down_proj.add_to(routed, self.shared_experts.activate(x))
+        return routed + self.shared_experts(x) * self.shared_expert_gate(x).sigmoid()

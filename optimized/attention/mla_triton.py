@@ -19,6 +19,7 @@ from optimized.kernels.decode_attention import _decode_kernel
 from optimized.kernels.expanded_attention import AttentionState, expanded_attention
 from optimized.kernels.mla_decode import mla_decode
 from optimized.kernels.mla_extend import mla_extend
+from optimized.kernels.mla_small_batch import MAX_TOKENS, absorb_few
 from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
 from shared.interfaces.mla_attention import MLAAttentionBackend
 from shared.modeling.forward import attention_output
@@ -118,6 +119,9 @@ class TritonMLA(MLAAttentionBackend):
             if part.expansion is not None:
                 self._run_expanded(q[tokens], mla, part.expansion, output[tokens])
                 continue
+            if part.batch.forward_mode.is_decode and part.batch.batch_size <= MAX_TOKENS:
+                self._decode_few(q[tokens], mla, part, output[tokens])
+                continue
             latent = self._attend_to_rows(absorb(q[tokens], mla), mla, part)
             if part.is_ragged:
                 live = _live_rows(part.batch)[:, None, None]
@@ -179,6 +183,16 @@ class TritonMLA(MLAAttentionBackend):
                 out=output if is_last else None,
             )
         # --8<-- [end:merge-chunks]
+
+    def _decode_few(self, q: torch.Tensor, layer: MLALayer, part: Part, output: torch.Tensor) -> None:
+        batch, pool = part.batch, self.req_to_token_pool
+        mla_decode(
+            absorb_few(q, layer.w_k, layer.head_dim - layer.qk_nope_head_dim),
+            self.kv_pool.k_buffer(layer.layer_id),
+            pool.req_to_token, batch.req_pool_indices, batch.seq_lens, part.counters,
+            kv_lora_rank=layer.kv_lora_rank, scale=layer.scale, page_size=self.kv_pool.page_size,
+            w_v=layer.w_v, projected=output,
+        )  # fmt: skip
 
     def _attend_to_rows(self, q: torch.Tensor, layer: MLALayer, part: Part) -> torch.Tensor:
         """q absorbed -> weighted sums of c."""

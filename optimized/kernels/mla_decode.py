@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.kernels.mla_small_batch import merge_and_project
 from optimized.kernels.paged_softmax import accumulate, capped, dot, slots_at
 from optimized.kernels.portable import Gpu, gpu_of, pdl_options
 from optimized.kernels.split_kv import (
@@ -75,7 +76,7 @@ def _mla_decode_kernel(
     STRIDE: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     MERGED_G: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr,
-    PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
+    PRECISION: tl.constexpr, MERGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     group, program = tl.program_id(0), tl.program_id(1)
     num_groups, num_programs = tl.num_programs(0), tl.num_programs(1)
@@ -146,12 +147,13 @@ def _mla_decode_kernel(
                 workspace_ptr, acc, largest, total, group, num_groups, program, num_programs,
                 tiles_start <= run_start, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
             )  # fmt: skip
+        if MERGES and tiles_end > run_end:
             merge_if_last(
                 out_group + request * stride_out, out_group, counters_ptr + request * num_groups + group,
                 workspace_ptr, group, num_groups, num_programs, tiles_start, tiles_end, run_len, 1.0,
                 GROUP, HEAD_DIM, BLOCK_D, MERGED_G, False,
             )  # fmt: skip
-        if (first_start < run_start) & (first_end <= run_end):
+        if MERGES and (first_start < run_start) & (first_end <= run_end):
             merge_if_last(
                 out_group + first_request * stride_out, out_group,
                 counters_ptr + first_request * num_groups + group,
@@ -202,9 +204,14 @@ def mla_decode(
     kv_lora_rank: int,
     scale: float,
     page_size: int = 1,
+    w_v: torch.Tensor | None = None,
+    projected: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [bs, num_qo_heads, row_size], absorbed, of the tokens at seq_lens - 1; rows [slots, 1, row_size] of
     the pool -> weighted sums of c, [bs, num_qo_heads, kv_lora_rank] of q's dtype.
+
+    w_v [num_qo_heads, v_head_dim, kv_lora_rank]: the sums are multiplied with it too, into `projected`, which
+    is returned. That is for few requests (mla_small_batch.py).
 
     counters: int32 [>= bs * num_qo_heads / group_size] of zeros, and zeros again afterwards. A request of
     seq_len 0 is not read, and its output is undefined. seq_lens is read before the previous launch has ended:
@@ -223,14 +230,19 @@ def mla_decode(
     tile = tile_of(row_bytes, sizes["BLOCK_G"], gpu_of(q.device))
     max_tiles = batch_size * triton.cdiv(req_to_token.shape[1], tile.block_n)
     num_programs = num_split_ctas(q.device, num_groups, 1, max_tiles)
+    workspace = split_workspace(q.device, num_programs, num_groups, group, kv_lora_rank)
     _mla_decode_kernel[(num_groups, num_programs)](
         q, rows, out, req_to_token, req_pool_indices, seq_lens,
-        split_workspace(q.device, num_programs, num_groups, group, kv_lora_rank), counters,
+        workspace, counters,
         batch_size, scale, q.stride(0), q.stride(1), req_to_token.stride(0),
         STRIDE=rows.stride(0), ROPE=rope, BLOCK_R=max(16, triton.next_power_of_2(rope)),
         **sizes, PAGE_SIZE=page_size, BLOCK_N=tile.block_n,
         BLOCK_BS=1 if batch_size == 1 else max(16, triton.next_power_of_2(batch_size)),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", MERGES=w_v is None,
         num_warps=8, num_stages=tile.num_stages, **pdl_options(q),
     )  # fmt: skip
-    return out
+    if w_v is None or projected is None:
+        return out
+    options = {"num_programs": num_programs, "group": group, "block_n": tile.block_n}
+    merge_and_project(workspace, out, seq_lens, w_v, projected, **options)
+    return projected

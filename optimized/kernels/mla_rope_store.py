@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.kernels.portable import pdl_options
+
 HEADS = 16
 """Of a CTA."""
 
@@ -36,8 +38,12 @@ def _mla_rope_store_kernel(
     last_position, eps, stride_q, stride_q_head, stride_kv, stride_row,
     NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     HALF: tl.constexpr = ROPE // 2
     STEP: tl.constexpr = 2 if IS_INTERLEAVED else 1
     GAP: tl.constexpr = 1 if IS_INTERLEAVED else HALF
@@ -94,5 +100,5 @@ def mla_rope_store(
         cos_sin.shape[0] - 1, eps, q.stride(0), q.stride(1), kv.stride(0), rows.stride(0),
         NUM_HEADS=num_heads, NOPE=head_dim - rope, RANK=rank, ROPE=rope, HEADS=heads,
         BLOCK_C=triton.next_power_of_2(rank), BLOCK_HALF=triton.next_power_of_2(rope // 2),
-        IS_INTERLEAVED=is_interleaved, num_warps=4,
+        IS_INTERLEAVED=is_interleaved, num_warps=4, **pdl_options(q),
     )  # fmt: skip
