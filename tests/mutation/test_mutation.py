@@ -10,6 +10,7 @@ from tests.mutation import attempt
 from tests.mutation.__main__ import EQUIVALENT, survivors, table
 from tests.mutation.attempt import Worker
 from tests.mutation.mutants import Mutant, mutants_of
+from tests.mutation.record import SOURCES, Recording, record, recorded
 
 SOURCE = b'''
 SIZE: int = 4
@@ -97,6 +98,30 @@ def test_a_mutant_is_killed_survives_or_runs_out_of_time(
     mutants = {m.key.split(": ")[1]: m for m in mutants_of("double.py", source.encode())}
     assert {name: worker.attempt(mutants[name])["result"] for name in expected} == expected
     assert (tmp_path / "double.py").read_text() == source
+
+
+@pytest.mark.full  # starts pytest with two workers
+def test_a_recording_leaves_out_what_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    folder = tmp_path / "build"
+    for name in SOURCES:
+        (tmp_path / name).mkdir()
+    (tmp_path / "shared" / "__init__.py").write_text("")
+    (tmp_path / "shared" / "double.py").write_text("def double(x):\n    return 2 * x\n")
+    for name in ("good", "broken"):
+        (tmp_path / "mine" / name).mkdir(parents=True)
+    test = "from shared.double import double\ndef test_double(): assert double(3) == 6\n"
+    (tmp_path / "mine" / "good" / "test_double.py").write_text(test)
+    (tmp_path / "mine" / "good" / "test_other.py").write_text("import no_such_package\n")
+    (tmp_path / "mine" / "broken" / "conftest.py").write_text("import no_such_package\n")
+    assert record(tmp_path, folder, "mine/broken", 2) != 0
+    assert record(tmp_path, folder, "mine/good", 2) != 0
+    assert set(recorded(folder)["tests"]) == {"mine/broken", "mine/good"}
+    recording = Recording(folder)
+    assert list(recording.times) == ["mine/good/test_double.py::test_double"]
+    assert recording.lines("shared/double.py")[2] == {"mine/good/test_double.py::test_double"}
 
 
 def test_the_table_counts_lines_without_a_test_unless_they_need_a_gpu() -> None:
