@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")  # trio's takes a second, to seed what no test uses
 # Read by torch when it is imported, and by the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -57,6 +58,17 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """In the fast cut, the cases of a grid that are marked `full` are not even collected: most are."""
+    if "not full" not in metafunc.config.option.markexpr:
+        return
+    for marker in metafunc.definition.iter_markers("parametrize"):
+        values = marker.args[1] if len(marker.args) > 1 else None
+        if isinstance(values, list) and not isinstance(marker.kwargs.get("ids"), (list, tuple)):
+            fast = [v for v in values if not any(m.name == "full" for m in getattr(v, "marks", ()))]
+            values[:] = fast or values  # without values, pytest would report a skipped test
 
 
 def _needs_more_gpus(item: pytest.Item) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from shared.conformance.case import fields_of
 from shared.conformance.clause import Clause
@@ -23,9 +23,15 @@ MAX_COVER = 8
 MAX_VALUES = 12  # an axis with more values, or with a new one in each case (a seed), counts as no axis
 
 
-def fast_cases(clauses: list[Clause], most: int = MAX_COVER) -> dict[str, set[str]]:
-    """Clause -> names of the cases that stay in the fast cut, for the clauses of a component. `most`: cases
-    of a cover."""
+class FastCut(NamedTuple):
+    """Names of cases of a clause."""
+
+    whole: set[str]
+    half: set[str]  # of half a cover
+
+
+def fast_cases(clauses: list[Clause]) -> dict[str, FastCut]:
+    """Clause -> the cases that stay in the fast cut, for the clauses of a component."""
     named: dict[str, set[str]] = {}
     for name, case in killers().values():
         named.setdefault(name, set()).add(case)
@@ -33,12 +39,13 @@ def fast_cases(clauses: list[Clause], most: int = MAX_COVER) -> dict[str, set[st
     for number, clause in enumerate(clauses):
         names = [case.name for case in clause.cases]
         if len(names) <= MAX_KEPT:
-            cover = set(names)
-        elif axes_of(clause.cases):
-            cover = pairwise_cover(clause.cases, most)
+            cover, half = names, names
+        elif cover := pairwise_cover(clause.cases):
+            half = cover[: MAX_COVER // 2]
         else:
-            cover = {names[(number * MAX_KEPT + i) % len(names)] for i in range(MAX_KEPT)}
-        kept[clause.name] = cover | (named.get(clause.name, set()) & set(names))
+            cover = half = [names[(number * MAX_KEPT + i) % len(names)] for i in range(MAX_KEPT)]
+        killing = named.get(clause.name, set()) & set(names)
+        kept[clause.name] = FastCut({*cover, *killing}, {*half, *killing})
     return kept
 
 
@@ -46,28 +53,24 @@ def fast_clauses(component: str) -> list[Clause]:
     """The clauses of a component, each with the cases of the fast cut."""
     clauses = clauses_of(component)
     kept = fast_cases(clauses)
-    return [c.with_cases([case for case in c.cases if case.name in kept[c.name]]) for c in clauses]
+    return [c.with_cases([case for case in c.cases if case.name in kept[c.name].whole]) for c in clauses]
 
 
-def axes_of(cases: tuple[Any, ...]) -> set[str]:
-    counts = Counter(axis for axis, _ in set().union(*map(_settings, cases)))
-    return {axis for axis, count in counts.items() if 1 < count <= min(MAX_VALUES, len(cases) - 1)}
-
-
-def pairwise_cover(cases: tuple[Any, ...], most: int = MAX_COVER) -> set[str]:
-    """Names of cases in which every pair of values occurs, at most so many. Greedy: the case with most new
-    pairs is next."""
-    axes = axes_of(cases)
+def pairwise_cover(cases: tuple[Any, ...], most: int = MAX_COVER) -> list[str]:
+    """Names of cases in which every pair of values occurs, at most so many; none, where there are no axes.
+    Greedy: the case with most new pairs is next."""
+    settings = {case.name: _settings(case) for case in cases}
+    counts = Counter(axis for axis, _ in set().union(*settings.values()))
+    axes = {axis for axis, count in counts.items() if 1 < count <= min(MAX_VALUES, len(cases) - 1)}
     pairs = {
-        case.name: set(
-            combinations(sorted(s for s in _settings(case) if s[0] in axes), 2 if len(axes) > 2 else 1)
-        )
-        for case in cases
+        name: set(combinations(sorted(s for s in own if s[0] in axes), 2 if len(axes) > 2 else 1))
+        for name, own in settings.items()
     }
-    missing, kept = set().union(*pairs.values()), set()
+    missing = set().union(*pairs.values())
+    kept: list[str] = []
     while missing and len(kept) < most:
         best = max(pairs, key=lambda name: len(pairs[name] & missing))
-        kept.add(best)
+        kept.append(best)
         missing -= pairs.pop(best)
     return kept
 

@@ -79,12 +79,16 @@ def test_the_fast_cut_covers_pairs_and_keeps_few() -> None:
     assert len(kept) <= MAX_COVER < len(cases)
     many = grid("{a}{b}{c}", a=range(9), b=range(9), c=range(9))
     assert len(pairwise_cover(many)) == MAX_COVER
+    clause = Clause("clause", "", many, lambda impl, case: None, "contract")
+    cut = fast_cases([clause])["clause"]
+    assert cut.half < cut.whole
+    assert (len(cut.half), len(cut.whole)) == (MAX_COVER // 2, MAX_COVER)
 
 
 def test_clauses_with_the_same_axis_cover_it_together() -> None:
     families = grid("{family}", family=range(13))
     clauses = [Clause(f"clause-{i}", "", families, lambda impl, case: None, "contract") for i in range(4)]
-    kept = fast_cases(clauses)
+    kept = {name: cut.whole for name, cut in fast_cases(clauses).items()}
     assert {len(names) for names in kept.values()} == {MAX_KEPT}
     assert set().union(*kept.values()) == {case.name for case in families}
 

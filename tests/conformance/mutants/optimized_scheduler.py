@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import optimized.scheduler
@@ -31,6 +32,16 @@ MODULES = {
 """In the order in which they import each other"""
 
 
+@cache
+def code_of(name: str, before: str = "", after: str = "") -> CodeType:
+    """The code of a module of MODULES in which `before`, which is there once, became `after`."""
+    source = (ROOT / f"{MODULES[name].replace('.', '/')}.py").read_text("utf-8")
+    if before:
+        assert source.count(before) == 1, f"{source.count(before)} times: {before!r}"
+        source = source.replace(before, after)
+    return compile(source, f"{name}.py", "exec")
+
+
 def changed(file: str, before: str, after: str) -> Any:
     """The Scheduler of sources in one of which (`file`: a key of MODULES) `before`, which is there once,
     became `after`."""
@@ -38,12 +49,9 @@ def changed(file: str, before: str, after: str) -> Any:
     originals = {name: sys.modules[name] for name in MODULES.values()}
     try:
         for name, module_name in MODULES.items():
-            source = (ROOT / f"{module_name.replace('.', '/')}.py").read_text("utf-8")
-            if name == file:
-                assert source.count(before) == 1, f"{source.count(before)} times: {before!r}"
-                source = source.replace(before, after)
+            code = code_of(name, before, after) if name == file else code_of(name)
             module = sys.modules[module_name] = ModuleType(module_name)
-            exec(compile(source, f"{name}.py", "exec"), module.__dict__)
+            exec(code, module.__dict__)
         return module.Scheduler
     finally:
         sys.modules.update(originals)
