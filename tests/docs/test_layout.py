@@ -68,6 +68,14 @@ def test_layout(driver: Any, site: tuple[str, list[str]], width: int) -> None:
     assert wrong == []
 
 
+NOTE = ".md-tooltip--active .md-tooltip__inner"
+
+
+def text_of_notes(driver: Any) -> str:
+    """Of those that are open and visible."""
+    return " ".join(note.text for note in driver.find_elements("css selector", NOTE))
+
+
 @pytest.mark.parametrize("width", [1440, 390])
 def test_an_annotation_opens(driver: Any, site: tuple[str, list[str]], width: int) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
@@ -78,10 +86,8 @@ def test_an_annotation_opens(driver: Any, site: tuple[str, list[str]], width: in
         lambda _: driver.find_elements("css selector", ".highlight .md-annotation__index")
     )[0]
     driver.execute_script("arguments[0].scrollIntoView({block: 'center'}); arguments[0].focus()", marker)
-    note = WebDriverWait(driver, 20).until(
-        lambda _: driver.find_elements("css selector", ".md-tooltip--active .md-tooltip__inner")
-    )[0]
-    assert "first page of its tokens" in note.text
+    WebDriverWait(driver, 20).until(lambda _: "first page of its tokens" in text_of_notes(driver))
+    note = driver.find_element("css selector", NOTE)
     left, right = note.rect["x"], note.rect["x"] + note.rect["width"]
     assert 0 <= left < right <= width
     assert note.value_of_css_property("text-indent") == "0px"  # not that of the line of code
