@@ -27,8 +27,12 @@ from shared.interfaces.collectives import Collectives
 from shared.interfaces.moe import TopKOutput
 from shared.interfaces.quantized_experts import QuantizedExperts as Interface
 
+FIXED_PAIRS = 64
+"""Of an expert, for which deterministic mode has its tile."""
+
 
 class QuantizedExperts(Interface):
+    is_deterministic = False  # one tile for any number of tokens
     runner: Any = None  # of `optimized.moe_runners`, in place of these kernels
 
     # --8<-- [start:run-quantized-experts]
@@ -42,9 +46,10 @@ class QuantizedExperts(Interface):
         weights, ids = topk.topk_weights.contiguous(), topk.topk_ids.contiguous()
         w13 = ExpertWeights(self.w13, self.w13_scale, self.w13_zero, self.b13)
         w2 = ExpertWeights(self.w2, self.w2_scale, self.w2_zero, self.b2)
-        if self.scheme.weight_type == "mxfp4" and len(x) <= MAX_TOKENS:
+        if self.scheme.weight_type == "mxfp4" and len(x) <= MAX_TOKENS and not self.is_deterministic:
             return mxfp4_gemv_experts(x, weights, ids, w13, w2, self.swiglu_limit)
-        tile = quantized_tile(ids.numel(), len(self.w13))
+        num_pairs = FIXED_PAIRS * len(self.w13) if self.is_deterministic else ids.numel()
+        tile = quantized_tile(num_pairs, len(self.w13))
         blocks = align(ids, len(self.w13), tile.block_m)
         x_q, top_k = self._input(x), ids.shape[1]
         act = quantized_up_gemm(x_q, w13, self.scheme, blocks, top_k, tile, self.swiglu_limit)

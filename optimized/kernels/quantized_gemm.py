@@ -258,6 +258,11 @@ def can_compute(scheme: QuantScheme, size: int) -> bool:
     return largest_step(scheme, size) >= (16 if scheme.weight_type == "int4" else 32)
 
 
+def fixed_tile(scheme: QuantScheme, size: int) -> Tile:
+    """For any number of tokens."""
+    return Tile(64, 64, min(largest_step(scheme, size), 64), 3)
+
+
 def plan(num_tokens: int, out: int, scheme: QuantScheme, size: int) -> Tile:
     """For few tokens the best on average for the layers of Qwen3-8B on an H200. The GPU's table has better
     ones for shapes that `diptych tune --quantization` has measured."""

@@ -28,8 +28,6 @@ class DeterministicFlags(SpeculationFlags, Protocol):
     @property
     def panel(self) -> str | None: ...
     @property
-    def num_lora_slots(self) -> int: ...
-    @property
     def use(self) -> Mapping[str, str]: ...
 
 
@@ -62,10 +60,5 @@ def check_deterministic_model(flags: DeterministicFlags, model_config: ModelConf
     """Raise `ValueError` for models whose kernels in the optimized panel follow the batch."""
     if not flags.deterministic or flags.panel == "reference":
         return
-    for what, is_there in (
-        ("multi-head latent attention", model_config.mla is not None),
-        ("quantized linear layers", model_config.quantization is not None),
-        ("LoRA adapters", flags.num_lora_slots > 0),
-    ):
-        if is_there:
-            raise ValueError(f"deterministic=True works with {what} in panel=reference only")
+    if model_config.mla is not None:
+        raise ValueError("deterministic=True works with multi-head latent attention in panel=reference only")

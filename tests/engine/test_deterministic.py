@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shared.config import EngineConfig
 from shared.conformance.compare import Mismatch
+from shared.conformance.configs import CONFIGS
 from shared.conformance.deterministic import (
     DETERMINISTIC_SWITCHES,
     all_at_once,
@@ -118,6 +121,16 @@ def test_what_cannot_be_deterministic_is_refused(flags: dict[str, Any], message:
         EngineConfig(deterministic=True, **flags)
 
 
-def test_lora_needs_the_reference() -> None:
-    with pytest.raises(ValueError, match="LoRA adapters in panel=reference only"):
-        engine("tiny-dense", **OPTIMIZED, max_loras_per_batch=2)
+def test_latent_attention_needs_the_reference(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["deepseek-v2-lite"]))
+    with pytest.raises(ValueError, match="latent attention in panel=reference only"):
+        engine(str(tmp_path), **OPTIMIZED, load_format="dummy")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_quantized_layers_too(model: str, quantization: str) -> None:
+    flags: dict[str, Any] = {**OPTIMIZED, "quantization": quantization}
+    alone = one_by_one(engine(model, **flags), 2, num_prompts=2)
+    llm = engine(model, **flags, chunked_prefill_size=8, enable_mixed_chunk=True)
+    expect_same_bits("together", all_at_once(llm, 2, num_prompts=2), alone)

@@ -15,11 +15,18 @@ from optimized.attention import deterministic
 from optimized.attention.deterministic import DeterministicAttention
 from optimized.kernels import fixed_order_gemm
 from optimized.kernels.fixed_split_attention import fixed_split_attention
+from optimized.kernels.lora import BLOCK_M, expand_add, shrink
+from optimized.kernels.moe_align import align
 from optimized.kernels.portable import INTERPRETED
 from optimized.kernels.qk_norm_rope_store import _tiles
+from optimized.layers import RMSNorm, SiluAndMul
+from optimized.quantization import QuantizedLinear, QuantizedMergedLinear
 from shared.conformance.attention_batches import AttentionBatch, AttentionCase
+from shared.conformance.device import building
 from shared.conformance.inputs import Inputs
+from shared.loading.quantize import quantize_weight
 from shared.types import ForwardMode
+from shared.types.quantization import QuantScheme
 
 NUM_TOKENS = (1, 2, 3, 16, 17, 64, 65, 256)
 HALF = torch.bfloat16
@@ -73,6 +80,65 @@ def test_every_tile_adds_in_one_order(dtype: torch.dtype) -> None:
         fixed_order_gemm.fixed_order_gemm(x, weight, results[-1], tile=tile._replace(num_stages=2))
     for tile, result in zip(tiles, results):
         assert torch.equal(result, results[0]), tile
+
+
+SCHEMES = {
+    "fp8": QuantScheme("fp8", inputs="token"),
+    "fp8 blocks": QuantScheme("fp8", 128, 128, "group"),
+    "int8": QuantScheme("int8", inputs="token"),
+    "int4": QuantScheme("int4", group_size=128),
+}
+
+
+@pytest.mark.parametrize(
+    ("out", "size"), [(80, 256), pytest.param(6144, 4096, marks=pytest.mark.gpu)], ids=["small", "8B"]
+)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_row_of_a_quantized_layer(name: str, out: int, size: int) -> None:
+    """A norm and SwiGLU, which may quantize the input, included."""
+    inputs, scheme = Inputs(0), SCHEMES[name]
+    device = inputs.normal(1).device
+    with building(HALF, device):
+        up = QuantizedMergedLinear(size, {"gate_proj": out, "up_proj": out}, scheme)
+        down = QuantizedLinear(out // 16 * 16, 48, QuantScheme("fp8", inputs="token"))
+        norm = RMSNorm(size, 1e-6)
+    norm.weight.data.copy_(inputs.normal(size))
+    for layer in (up, down):
+        layer.is_deterministic = True
+        weight = inputs.normal(layer.out_features, layer.in_features)
+        for key, tensor in quantize_weight(weight, layer.scheme).items():
+            getattr(layer, key).data.copy_(tensor)
+    x = inputs.normal(256 if INTERPRETED else 4096, size, dtype=HALF)
+    residual = inputs.normal(len(x), 48, dtype=HALF)
+
+    def run(rows: slice) -> torch.Tensor:
+        activated = down.activated(SiluAndMul(), up(x[rows], norm))
+        return down.add_to(residual[rows].clone(), activated)
+
+    for num_tokens in (*NUM_TOKENS, len(x)):
+        found = run(slice(0, num_tokens))
+        assert torch.equal(found[:1], run(slice(0, 1))), num_tokens
+        assert torch.equal(found[-1:], run(slice(num_tokens - 1, num_tokens))), num_tokens
+
+
+def test_a_row_of_an_adapter() -> None:
+    """Alone, and among rows of the same and of other adapters."""
+    inputs, num_slots, rank, size, sizes = Inputs(0), 3, 16, 200, (96, 32)
+    x, y = inputs.normal(150, size, dtype=HALF), inputs.normal(150, sum(sizes), dtype=HALF)
+    a = inputs.normal(num_slots, len(sizes), rank, size, dtype=HALF)
+    b, scales = inputs.normal(num_slots, sum(sizes), rank, dtype=HALF), inputs.normal(num_slots, len(sizes))
+    slots = (torch.arange(150, device=x.device, dtype=torch.int32) % (num_slots + 1) - 1)[:, None]
+
+    def run(rows: slice) -> torch.Tensor:
+        blocks = align(slots[rows].contiguous(), num_slots, BLOCK_M)
+        result = y[rows].clone()
+        expand_add(result, shrink(x[rows], a, blocks), b, scales.float(), sizes, blocks)
+        return result
+
+    whole = run(slice(0, 150))
+    for row in (0, 1, 2, 77, 149):
+        assert torch.equal(run(slice(row, row + 1))[0], whole[row]), row
+        assert torch.equal(whole[row], y[row]) == (int(slots[row]) < 0)
 
 
 REQUESTS = ((1100, 3), (0, 40), (511, 1), (0, 1), (300, 70))
