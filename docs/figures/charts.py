@@ -154,7 +154,7 @@ def waiting_queue() -> str:
 
 def pools() -> str:
     rows = []
-    table = read_table(PAGE, "pool")
+    table = read_table("small-pools.md", "pool")
     most = max(number(row["tokens/s"]) for row in table)
     for row in table:
         rate = number(row["tokens/s"])

@@ -33,10 +33,10 @@ PANELS = ("reference, 10", "reference, 10,000", "optimized, 10", "optimized, 10,
 TAILS = ("TTFT p50, ms", "TTFT p99, ms", "ITL p50, ms", "ITL p99, ms", "TPOT p99, ms")
 EVEN = ("TTFT p50, ms", "ITL p50, ms", "ITL p99, ms", "p99 / p50", "tokens/s at 64 clients")
 BEST = ("best other engine", "Diptych", "roofline bound")
-LAUNCHED = ("one by one: GPU", "CPU", "replayed: GPU", "CPU")
-BOUNDS = ("1 request, ms", "bound, ms", "64 requests, ms", "bound, ms")
+LAUNCHED = ("one by one, GPU", "one by one, CPU", "replayed, GPU", "replayed, CPU")
+BOUNDS = ("1 request, ms", "its bound, ms", "64 requests, ms", "their bound, ms")
 ROUND = ("batch", "decode step", "draft", "verify", "round", "round / decode step")
-PAIR = ("in sequence, tokens/s", "idle", "overlapped, tokens/s", "idle", "gain")
+PAIR = ("in sequence, tokens/s", "idle", "overlapped, tokens/s", "idle, overlapped", "gain")
 PREFIXES = (
     "shape",
     "without radix cache, tokens/s",
