@@ -20,7 +20,7 @@ class ExpandedMLA(TorchAttention, MLAAttentionBackend):
     def _keys_and_values(
         self, layer: AttentionLayer, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self.kv_pool.k_buffer(layer.layer_id)[slots]
+        rows, _ = super()._keys_and_values(layer, slots)
         return expand(rows.to(torch.promote_types(rows.dtype, torch.float32)), cast(MLALayer, layer))
 
 

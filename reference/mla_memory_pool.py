@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shared.interfaces import mla_memory_pool as interface
-from shared.types.attention import KVScales
+from shared.modeling.kv_pool import to_fp8
+from shared.types.attention import FP8, KVScales
 
 
 class MLATokenToKVPool(interface.MLATokenToKVPool):
@@ -20,6 +23,7 @@ class MLATokenToKVPool(interface.MLATokenToKVPool):
         qk_rope_head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        kv_scales: Sequence[KVScales] | None = None,
     ) -> None:
         self.size = size
         self.page_size = page_size
@@ -27,7 +31,7 @@ class MLATokenToKVPool(interface.MLATokenToKVPool):
         self.kv_lora_rank = kv_lora_rank
         self.dtype = dtype
         self.device = torch.device(device)
-        self.kv_scales = [KVScales()] * num_layers
+        self.kv_scales = kv_scales or [KVScales()] * num_layers
         shape = (num_layers, size + page_size, 1, kv_lora_rank + qk_rope_head_dim)
         self._rows = torch.zeros(shape, dtype=dtype, device=device)
 
@@ -38,7 +42,9 @@ class MLATokenToKVPool(interface.MLATokenToKVPool):
         return self._rows[layer_id][..., : self.kv_lora_rank]
 
     def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._rows[layer_id].index_copy_(0, out_cache_loc, k.to(self.dtype))
+        if self.dtype == FP8:
+            k, _ = to_fp8(k, k, self.kv_scales[layer_id])
+        self._rows[layer_id][out_cache_loc] = k.to(self.dtype)
 
     def move(self, target_slots: torch.Tensor, source_slots: torch.Tensor) -> None:
         self._rows[:, target_slots] = self._rows[:, source_slots]

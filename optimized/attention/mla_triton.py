@@ -25,7 +25,7 @@ from shared.interfaces.mla_attention import MLAAttentionBackend
 from shared.modeling.forward import attention_output
 from shared.to_device import to_device
 from shared.types import ForwardBatch, ForwardMode
-from shared.types.attention import AttentionLayer, MLALayer
+from shared.types.attention import FP8, AttentionLayer, MLALayer
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -63,15 +63,15 @@ class Part(NamedTuple):
 
 
 class TritonMLA(MLAAttentionBackend):
-    """Supports every batch of the contract in float16, bfloat16 and float32, and any sizes."""
+    """Supports every batch of the contract in float16, bfloat16 and float32, FP8 rows, and any sizes."""
 
     supports_cuda_graph = True
     accepts_seq_len_upper_bounds = True
     supports_ragged_graphs = True
 
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: TokenToKVPool) -> None:
-        if kv_pool.dtype not in DTYPES:
-            raise ValueError(f"dtype {kv_pool.dtype} is not supported: TritonMLA supports {DTYPES}")
+        if kv_pool.dtype not in (*DTYPES, FP8):
+            raise ValueError(f"dtype {kv_pool.dtype} is not supported: TritonMLA supports {DTYPES} and {FP8}")
         if kv_pool.device.type != "cuda" and isinstance(_decode_kernel, JITFunction):
             raise ValueError(
                 f"device {kv_pool.device.type} is not supported: TritonMLA supports cuda, and others in "
@@ -167,7 +167,7 @@ class TritonMLA(MLAAttentionBackend):
         if expansion.prefix:
             state = AttentionState(len(q), layer.num_qo_heads, v_head_dim, q.device)
         for keys in (*expansion.prefix, expansion.own):
-            rows = self.kv_pool.k_buffer(layer.layer_id)[keys.slots, 0].to(q.dtype)
+            rows = self._rows_of(layer, keys.slots, q.dtype)
             c, k_rope = rows.tensor_split([layer.kv_lora_rank], dim=1)
             is_last = keys is expansion.own  # the new tokens
             expanded_attention(
@@ -184,6 +184,14 @@ class TritonMLA(MLAAttentionBackend):
             )
         # --8<-- [end:merge-chunks]
 
+    def _rows_of(self, layer: MLALayer, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of the pool [n, row_size], times the layer's scale."""
+        rows = self.kv_pool.k_buffer(layer.layer_id)
+        if rows.dtype != FP8:
+            return rows[slots, 0].to(dtype)
+        wide = rows.view(torch.uint8)[slots, 0].view(FP8).to(torch.float32)
+        return (wide * self.kv_pool.kv_scales[layer.layer_id].k).to(dtype)
+
     def _decode_few(self, q: torch.Tensor, layer: MLALayer, part: Part, output: torch.Tensor) -> None:
         batch, pool = part.batch, self.req_to_token_pool
         mla_decode(
@@ -191,7 +199,7 @@ class TritonMLA(MLAAttentionBackend):
             self.kv_pool.k_buffer(layer.layer_id),
             pool.req_to_token, batch.req_pool_indices, batch.seq_lens, part.counters,
             kv_lora_rank=layer.kv_lora_rank, scale=layer.scale, page_size=self.kv_pool.page_size,
-            w_v=layer.w_v, projected=output,
+            kv_scale=self.kv_pool.kv_scales[layer.layer_id].k, w_v=layer.w_v, projected=output,
         )  # fmt: skip
 
     def _attend_to_rows(self, q: torch.Tensor, layer: MLALayer, part: Part) -> torch.Tensor:
@@ -199,14 +207,17 @@ class TritonMLA(MLAAttentionBackend):
         batch, pool = part.batch, self.req_to_token_pool
         rows = self.kv_pool.k_buffer(layer.layer_id)
         where = (pool.req_to_token, batch.req_pool_indices, batch.seq_lens)
-        rank, page_size = layer.kv_lora_rank, self.kv_pool.page_size
+        options = {
+            "kv_lora_rank": layer.kv_lora_rank,
+            "scale": layer.scale,
+            "page_size": self.kv_pool.page_size,
+            "kv_scale": self.kv_pool.kv_scales[layer.layer_id].k,
+        }
         if batch.forward_mode.is_decode and batch.custom_mask is None:
-            return mla_decode(
-                q, rows, *where, part.counters, kv_lora_rank=rank, scale=layer.scale, page_size=page_size
-            )
+            return mla_decode(q, rows, *where, part.counters, **options)
         return mla_extend(
-            q, rows, *where, batch.extend_seq_lens, batch.extend_start_loc, kv_lora_rank=rank,
-            scale=layer.scale, page_size=page_size, custom_mask=batch.custom_mask, tree_mask=batch.tree_mask,
+            q, rows, *where, batch.extend_seq_lens, batch.extend_start_loc,
+            custom_mask=batch.custom_mask, tree_mask=batch.tree_mask, **options,
         )  # fmt: skip
 
     def _new_counters(self, batch_size: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.kernels.fp8 import from_pool, kernel_view
 from optimized.kernels.mla_small_batch import merge_and_project
 from optimized.kernels.paged_softmax import accumulate, capped, dot, slots_at
 from optimized.kernels.portable import Gpu, gpu_of, pdl_options
@@ -55,11 +56,11 @@ def load_rows(
     rows_ptr, slots, offs_c, offs_r, dtype: tl.constexpr,
     STRIDE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the pool: c [keys, BLOCK_C] and k_r [keys, BLOCK_R]."""
+    """Rows of the pool, FP8 without its scale: c [keys, BLOCK_C] and k_r [keys, BLOCK_R]."""
     tile = rows_ptr + slots[:, None] * STRIDE
-    c = tl.load(tile + offs_c[None, :], mask=(offs_c < RANK)[None, :], other=0.0).to(dtype)
-    k_r = tl.load(tile + RANK + offs_r[None, :], mask=(offs_r < ROPE)[None, :], other=0.0).to(dtype)
-    return c, k_r
+    c = tl.load(tile + offs_c[None, :], mask=(offs_c < RANK)[None, :], other=0)
+    k_r = tl.load(tile + RANK + offs_r[None, :], mask=(offs_r < ROPE)[None, :], other=0)
+    return from_pool(c, dtype), from_pool(k_r, dtype)
 
 
 @triton.jit
@@ -72,7 +73,7 @@ def latent_scores(q_c, q_r, c, k_r, scale, PRECISION: tl.constexpr):
 @triton.jit(do_not_specialize=["batch_size"])
 def _mla_decode_kernel(
     q_ptr, rows_ptr, out_ptr, req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr,
-    workspace_ptr, counters_ptr, batch_size, scale, stride_q, stride_q_head, stride_slots,
+    workspace_ptr, counters_ptr, batch_size, scale, v_scale, stride_q, stride_q_head, stride_slots,
     STRIDE: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     MERGED_G: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr,
@@ -121,7 +122,7 @@ def _mla_decode_kernel(
                 if tiles_start >= run_start:
                     finish(
                         out_group + request * stride_out, out_group, acc, largest[:, None], total[:, None],
-                        1.0, offs_g, offs_c, GROUP, HEAD_DIM, False,
+                        v_scale, offs_g, offs_c, GROUP, HEAD_DIM, False,
                     )  # fmt: skip
                 else:
                     store_partial(
@@ -150,14 +151,14 @@ def _mla_decode_kernel(
         if MERGES and tiles_end > run_end:
             merge_if_last(
                 out_group + request * stride_out, out_group, counters_ptr + request * num_groups + group,
-                workspace_ptr, group, num_groups, num_programs, tiles_start, tiles_end, run_len, 1.0,
+                workspace_ptr, group, num_groups, num_programs, tiles_start, tiles_end, run_len, v_scale,
                 GROUP, HEAD_DIM, BLOCK_D, MERGED_G, False,
             )  # fmt: skip
         if MERGES and (first_start < run_start) & (first_end <= run_end):
             merge_if_last(
                 out_group + first_request * stride_out, out_group,
                 counters_ptr + first_request * num_groups + group,
-                workspace_ptr, group, num_groups, num_programs, first_start, first_end, run_len, 1.0,
+                workspace_ptr, group, num_groups, num_programs, first_start, first_end, run_len, v_scale,
                 GROUP, HEAD_DIM, BLOCK_D, MERGED_G, False,
             )  # fmt: skip
 
@@ -204,11 +205,13 @@ def mla_decode(
     kv_lora_rank: int,
     scale: float,
     page_size: int = 1,
+    kv_scale: float = 1.0,
     w_v: torch.Tensor | None = None,
     projected: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [bs, num_qo_heads, row_size], absorbed, of the tokens at seq_lens - 1; rows [slots, 1, row_size] of
-    the pool -> weighted sums of c, [bs, num_qo_heads, kv_lora_rank] of q's dtype.
+    the pool, times kv_scale if they are FP8 -> weighted sums of c, [bs, num_qo_heads, kv_lora_rank] of q's
+    dtype.
 
     w_v [num_qo_heads, v_head_dim, kv_lora_rank]: the sums are multiplied with it too, into `projected`, which
     is returned. That is for few requests (mla_small_batch.py).
@@ -226,15 +229,15 @@ def mla_decode(
     assert q.stride(2) == rows.stride(2) == req_to_token.stride(1) == 1
     assert counters.numel() >= batch_size * num_groups
     sizes = split_sizes(group, kv_lora_rank)
-    row_bytes = padded_row_bytes(kv_lora_rank, rope, rows.element_size())
+    row_bytes = padded_row_bytes(kv_lora_rank, rope, q.element_size())
     tile = tile_of(row_bytes, sizes["BLOCK_G"], gpu_of(q.device))
     max_tiles = batch_size * triton.cdiv(req_to_token.shape[1], tile.block_n)
     num_programs = num_split_ctas(q.device, num_groups, 1, max_tiles)
     workspace = split_workspace(q.device, num_programs, num_groups, group, kv_lora_rank)
     _mla_decode_kernel[(num_groups, num_programs)](
-        q, rows, out, req_to_token, req_pool_indices, seq_lens,
+        q, kernel_view(rows), out, req_to_token, req_pool_indices, seq_lens,
         workspace, counters,
-        batch_size, scale, q.stride(0), q.stride(1), req_to_token.stride(0),
+        batch_size, scale * kv_scale, kv_scale, q.stride(0), q.stride(1), req_to_token.stride(0),
         STRIDE=rows.stride(0), ROPE=rope, BLOCK_R=max(16, triton.next_power_of_2(rope)),
         **sizes, PAGE_SIZE=page_size, BLOCK_N=tile.block_n,
         BLOCK_BS=1 if batch_size == 1 else max(16, triton.next_power_of_2(batch_size)),
@@ -243,6 +246,6 @@ def mla_decode(
     )  # fmt: skip
     if w_v is None or projected is None:
         return out
-    options = {"num_programs": num_programs, "group": group, "block_n": tile.block_n}
+    options = {"num_programs": num_programs, "group": group, "block_n": tile.block_n, "kv_scale": kv_scale}
     merge_and_project(workspace, out, seq_lens, w_v, projected, **options)
     return projected

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.kernels.fp8 import kernel_view
 from optimized.kernels.mla_decode import (
     latent_scores,
     load_query,
@@ -30,7 +31,7 @@ from optimized.kernels.portable import INTERPRETED, gpu_of, rounded
 def _mla_extend_kernel(
     q_ptr, rows_ptr, out_ptr, mask_ptr,
     req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, extend_seq_lens_ptr, extend_start_loc_ptr,
-    batch_size, tail, scale, stride_q, stride_q_head, stride_slots,
+    batch_size, tail, scale, v_scale, stride_q, stride_q_head, stride_slots,
     NUM_HEADS: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
@@ -92,7 +93,7 @@ def _mla_extend_kernel(
     total = tl.where(total == 0.0, 1.0, total)  # a row without visible keys gives zeros
     out_pairs = out_ptr + (q_rows * NUM_HEADS + heads)[:, None] * RANK + offs_c[None, :]
     mask = live[:, None] & (offs_c < RANK)[None, :]
-    tl.store(out_pairs, rounded(acc / total[:, None], out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_pairs, rounded(acc / total[:, None] * v_scale, out_ptr.dtype.element_ty), mask=mask)
 
 
 def mla_extend(
@@ -107,6 +108,7 @@ def mla_extend(
     kv_lora_rank: int,
     scale: float,
     page_size: int = 1,
+    kv_scale: float = 1.0,
     custom_mask: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -121,7 +123,7 @@ def mla_extend(
     assert q.stride(2) == rows.stride(2) == req_to_token.stride(1) == 1
     rope = row_size - kv_lora_rank
     block_c, block_r = (max(16, triton.next_power_of_2(size)) for size in (kv_lora_rank, rope))
-    row_bytes = padded_row_bytes(kv_lora_rank, rope, rows.element_size())
+    row_bytes = padded_row_bytes(kv_lora_rank, rope, q.element_size())
     gpu = gpu_of(q.device)
     pairs = max(16, triton.next_power_of_2(triton.cdiv(num_tokens * num_qo_heads, batch_size)))
     block_m = min(pairs, 64 if gpu.has_large_shared_memory and row_bytes <= 1152 + 128 else 16)
@@ -135,9 +137,9 @@ def mla_extend(
     elif tree_mask is not None:
         mask, kind, tail = tree_mask.contiguous().view(torch.uint8), "tree", tree_mask.shape[2]
     _mla_extend_kernel[(max_tiles,)](
-        q, rows, out, mask,
+        q, kernel_view(rows), out, mask,
         req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc,
-        batch_size, tail, scale, q.stride(0), q.stride(1), req_to_token.stride(0),
+        batch_size, tail, scale * kv_scale, kv_scale, q.stride(0), q.stride(1), req_to_token.stride(0),
         NUM_HEADS=num_qo_heads, STRIDE=rows.stride(0), RANK=kv_lora_rank, ROPE=rope, PAGE_SIZE=page_size,
         BLOCK_M=block_m, BLOCK_C=block_c, BLOCK_R=block_r, BLOCK_N=min(tile.block_n, 32),
         BLOCK_BS=max(16, triton.next_power_of_2(batch_size)), MASK=kind,

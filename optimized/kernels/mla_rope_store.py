@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from optimized.kernels.fp8 import kernel_view, to_pool
 from optimized.kernels.portable import pdl_options
 
 HEADS = 16
@@ -22,20 +23,20 @@ HEADS = 16
 
 
 @triton.jit
-def _rotate_pairs(x_pairs, out_pairs, cos, sin, mask, GAP: tl.constexpr):
+def _rotate_pairs(x_pairs, out_pairs, cos, sin, mask, scale, GAP: tl.constexpr):
     """x_pairs, out_pairs: where the first of each pair is; the second is GAP further on."""
     dtype: tl.constexpr = x_pairs.dtype.element_ty
     out_dtype: tl.constexpr = out_pairs.dtype.element_ty
     a = tl.load(x_pairs, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(x_pairs + GAP, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_pairs, (a * cos - b * sin).to(dtype).to(out_dtype), mask=mask)
-    tl.store(out_pairs + GAP, (b * cos + a * sin).to(dtype).to(out_dtype), mask=mask)
+    tl.store(out_pairs, to_pool((a * cos - b * sin).to(dtype), scale, out_dtype), mask=mask)
+    tl.store(out_pairs + GAP, to_pool((b * cos + a * sin).to(dtype), scale, out_dtype), mask=mask)
 
 
 @triton.jit
 def _mla_rope_store_kernel(
     q_ptr, kv_ptr, weight_ptr, rows_ptr, positions_ptr, out_cache_loc_ptr, cos_sin_ptr,
-    last_position, eps, stride_q, stride_q_head, stride_kv, stride_row,
+    last_position, eps, kv_scale, stride_q, stride_q_head, stride_kv, stride_row,
     NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -63,14 +64,14 @@ def _mla_rope_store_kernel(
         scale = tl.rsqrt(tl.sum(c * c, 0) / RANK + eps)
         # Rounded after each multiplication, as RMSNorm does.
         normed = ((c * scale).to(dtype).to(tl.float32) * weight).to(dtype)
-        tl.store(row + offs_c, normed.to(rows_ptr.dtype.element_ty), mask=in_c)
+        tl.store(row + offs_c, to_pool(normed, kv_scale, rows_ptr.dtype.element_ty), mask=in_c)
         columns = RANK + offs * STEP
-        _rotate_pairs(kv + columns, row + columns, cos, sin, offs < HALF, GAP)
+        _rotate_pairs(kv + columns, row + columns, cos, sin, offs < HALF, kv_scale, GAP)
     else:
         heads = (group - 1) * HEADS + tl.arange(0, HEADS)
         q_pairs = q_ptr + token * stride_q + heads[:, None] * stride_q_head + NOPE + offs[None, :] * STEP
         in_heads = (heads < NUM_HEADS)[:, None] & (offs < HALF)[None, :]
-        _rotate_pairs(q_pairs, q_pairs, cos[None, :], sin[None, :], in_heads, GAP)
+        _rotate_pairs(q_pairs, q_pairs, cos[None, :], sin[None, :], in_heads, 1.0, GAP)
 
 
 def mla_rope_store(
@@ -83,6 +84,7 @@ def mla_rope_store(
     rows: torch.Tensor,
     out_cache_loc: torch.Tensor,
     is_interleaved: bool,
+    kv_scale: float = 1.0,
 ) -> None:
     """q [n, num_heads, nope + rope], whose last rope numbers of each head are rotated in place; kv [n, rank +
     rope], the result of kv_a_proj; positions and out_cache_loc [n]; cos_sin float32 [positions, rope]
@@ -96,8 +98,8 @@ def mla_rope_store(
         return
     heads = min(HEADS, triton.next_power_of_2(num_heads))
     _mla_rope_store_kernel[(num_tokens, 1 + triton.cdiv(num_heads, heads))](
-        q, kv, weight, rows, positions, out_cache_loc, cos_sin,
-        cos_sin.shape[0] - 1, eps, q.stride(0), q.stride(1), kv.stride(0), rows.stride(0),
+        q, kv, weight, kernel_view(rows), positions, out_cache_loc, cos_sin,
+        cos_sin.shape[0] - 1, eps, kv_scale, q.stride(0), q.stride(1), kv.stride(0), rows.stride(0),
         NUM_HEADS=num_heads, NOPE=head_dim - rope, RANK=rank, ROPE=rope, HEADS=heads,
         BLOCK_C=triton.next_power_of_2(rank), BLOCK_HALF=triton.next_power_of_2(rope // 2),
         IS_INTERLEAVED=is_interleaved, num_warps=4, **pdl_options(q),

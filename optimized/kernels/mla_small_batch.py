@@ -50,7 +50,8 @@ def _absorb_kernel(
 
 @triton.jit
 def _merge_project_kernel(
-    workspace_ptr, sums_ptr, seq_lens_ptr, w_ptr, out_ptr, batch_size, num_programs, stride_out, stride_w,
+    workspace_ptr, sums_ptr, seq_lens_ptr, w_ptr, out_ptr,
+    batch_size, num_programs, v_scale, stride_out, stride_w,
     NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -81,7 +82,7 @@ def _merge_project_kernel(
     if first_program == last_program:
         row = request * NUM_GROUPS * GROUP + head
         acc = tl.load(sums_ptr + row * RANK + offs_c, mask=offs_c < RANK, other=0.0).to(tl.float32)
-        total += 1.0
+        total += v_scale  # which the sums have
         last_program = -1  # nothing to merge
     for start in range(first_program, last_program + 1, PARTS):
         for i in tl.static_range(PARTS):
@@ -98,7 +99,7 @@ def _merge_project_kernel(
             total = total * rescale + weight * factor
             acc = acc * rescale + values * factor
             largest = new_largest
-    latent = rounded(acc / total, out_ptr.dtype.element_ty).to(tl.float32)
+    latent = rounded(acc / total * v_scale, out_ptr.dtype.element_ty).to(tl.float32)
     y = tl.sum(w.to(tl.float32) * latent[None, :], 1)
     out_head = out_ptr + request * stride_out + head * V_DIM
     tl.store(out_head + offs_v, rounded(y, out_ptr.dtype.element_ty), mask=offs_v < V_DIM)
@@ -130,6 +131,7 @@ def merge_and_project(
     num_programs: int,
     group: int,
     block_n: int,
+    kv_scale: float = 1.0,
 ) -> None:
     """out [batch_size <= MAX_TOKENS, heads, v_head_dim], written; w_v [heads, v_head_dim, rank]. A request of
     seq_len 0 keeps its output."""
@@ -138,7 +140,7 @@ def merge_and_project(
     assert out.stride(1) == v_dim
     block_v = triton.next_power_of_2(v_dim) if INTERPRETED else 16
     _merge_project_kernel[(num_heads, batch_size, triton.cdiv(v_dim, block_v))](
-        workspace, sums, seq_lens, w_v, out, batch_size, num_programs, out.stride(0), w_v.stride(0),
+        workspace, sums, seq_lens, w_v, out, batch_size, num_programs, kv_scale, out.stride(0), w_v.stride(0),
         NUM_GROUPS=num_heads // group, GROUP=group, RANK=rank, V_DIM=v_dim,
         BLOCK_C=triton.next_power_of_2(rank), BLOCK_V=block_v, BLOCK_N=block_n, BLOCK_BS=MAX_TOKENS,
         num_warps=4, **pdl_options(out),

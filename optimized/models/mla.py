@@ -73,6 +73,7 @@ class MLAAttention(nn.Module):
                 attention.kv_pool.k_buffer(layer.layer_id),
                 attention.out_cache_loc,
                 rotary_emb.rope.is_interleaved,
+                attention.kv_pool.kv_scales[layer.layer_id].k,
             )
             return attention.backend.run(q, layer, attention.plan).flatten(1)
         q_nope, q_rope = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)

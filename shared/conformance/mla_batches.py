@@ -13,7 +13,7 @@ from shared.conformance.attention_batches import LAYER_ID, NUM_LAYERS, Attention
 from shared.conformance.device import check_device
 from shared.conformance.inputs import HALF_TYPES, Inputs
 from shared.interfaces import TokenToKVPool
-from shared.types.attention import AttentionLayer, MLALayer
+from shared.types.attention import FP8, AttentionLayer, KVScales, MLALayer
 
 PLAIN_SIZES = 512, 64
 """kv_lora_rank and qk_rope_head_dim of every published model of these families."""
@@ -39,6 +39,7 @@ class MLACase(AttentionCase):
             "num_qo_heads": self.num_qo_heads > 128,
             "custom_mask": self.mask != "causal",
             "tree_mask": self.tail is not None,
+            "kv_cache_dtype": self.kv_scales is not None,
         }
         return [name for name, is_unusual in found.items() if is_unusual]
 
@@ -57,9 +58,12 @@ class MLABatch(AttentionBatch):
 
     def _kv_pool(self, pools: Any, size: int) -> TokenToKVPool:
         case = self.case
+        dtype, scales = case.dtype, None
+        if case.kv_scales is not None:  # the scales of the other layer would change every result
+            dtype, scales = FP8, [KVScales(3 * case.kv_scales.k, 3 * case.kv_scales.k), case.kv_scales]
         pool: TokenToKVPool = registry.load("mla_memory_pool", "reference")(
-            size, case.page_size, NUM_LAYERS, case.kv_lora_rank, case.qk_rope_head_dim, case.dtype,
-            check_device(),
+            size, case.page_size, NUM_LAYERS, case.kv_lora_rank, case.qk_rope_head_dim, dtype,
+            check_device(), scales,
         )  # fmt: skip
         return pool
 
@@ -93,6 +97,8 @@ class MLABatch(AttentionBatch):
         time."""
         layer, start = cast(MLALayer, self.layer), 0
         rows = self.kv_pool.k_buffer(layer.layer_id)[:, 0].cpu().double()
+        if self.case.kv_scales is not None:
+            rows = rows * self.case.kv_scales.k
         q, output = self.q.cpu().double(), self.output_like().cpu().double()
         for slots, (cached, new), mask in zip(self.slots, self.case.requests, self.masks):
             live = rows[slots.cpu()]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 
 from shared.interfaces.memory_pool import TokenToKVPool
+from shared.types.attention import KVScales
 
 
 class MLATokenToKVPool(TokenToKVPool):
@@ -14,7 +16,8 @@ class MLATokenToKVPool(TokenToKVPool):
     slot and layer, `[size + page_size, 1, kv_lora_rank + qk_rope_head_dim]`.
 
     V is a view of K: `v_buffer` is the first kv_lora_rank columns of `k_buffer`, and shares its memory.
-    `store` writes k, and does not read v.
+    `store` writes k, and does not read v. An FP8 pool stores a row over the layer's scale of K, which is that
+    of V too.
     """
 
     kv_lora_rank: int
@@ -29,4 +32,5 @@ class MLATokenToKVPool(TokenToKVPool):
         qk_rope_head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        kv_scales: Sequence[KVScales] | None = None,
     ) -> None: ...

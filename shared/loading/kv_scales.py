@@ -40,14 +40,12 @@ def kv_cache_of(
     Raises `ValueError` for scales that are missing or that an FP8 pool cannot use."""
     if config.kv_cache_dtype == "auto":
         return dtype, None
-    if model_config.mla is not None:
-        raise ValueError(
-            f"kv_cache_dtype=fp8_e4m3: {model_config.architecture} caches latent rows, which no backend "
-            "reads in FP8; use kv_cache_dtype=auto"
-        )
     if config.load_format == "dummy":
         return FP8, None
-    return FP8, read_kv_scales(folder, model_config)
+    scales = read_kv_scales(folder, model_config)
+    if scales is not None and model_config.mla is not None:
+        scales = [KVScales(each.k, each.k) for each in scales]  # V is part of the row
+    return FP8, scales
 
 
 def read_kv_scales(folder: Path, model_config: ModelConfig) -> list[KVScales] | None:

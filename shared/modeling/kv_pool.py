@@ -25,10 +25,8 @@ def build_kv_pool(
     layers = size, page_size, config.num_hidden_layers
     pool: TokenToKVPool
     if config.mla is not None:
-        if dtype.itemsize == 1:
-            raise ValueError(f"a KV pool of {dtype} is not supported for {config.architecture}: 16 bits are")
         sizes = config.mla.kv_lora_rank, config.mla.qk_rope_head_dim
-        pool = component("mla_memory_pool")(*layers, *sizes, dtype, device)
+        pool = component("mla_memory_pool")(*layers, *sizes, dtype, device, kv_scales)
     else:
         pool_class = component("memory_pool").TokenToKVPool
         pool = pool_class(*layers, config.num_kv_heads, config.head_dim, dtype, device, kv_scales)

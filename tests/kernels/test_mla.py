@@ -14,6 +14,7 @@ from optimized.attention.mla_triton import TritonMLA
 from optimized.kernels.expanded_attention import AttentionState, expanded_attention
 from optimized.kernels.mla_decode import group_size
 from optimized.kernels.mla_rope_store import mla_rope_store
+from optimized.mla_memory_pool import MLATokenToKVPool
 from shared.config import RopeConfig
 from shared.conformance.attention_batches import expect_attention
 from shared.conformance.compare import expect_close, expect_equal
@@ -22,6 +23,7 @@ from shared.conformance.device import check_device
 from shared.conformance.inputs import Inputs
 from shared.conformance.mla_batches import MLACase
 from shared.conformance.tolerance import tolerance
+from shared.types.attention import FP8, KVScales
 
 LONG = MLACase("long", ((70, 90), (0, 40), (33, 1)), **SMALL)
 FAST = ("cached prefixes", 24, torch.float32), ("mixed", 24, torch.bfloat16)
@@ -117,3 +119,22 @@ def test_rows_and_rotation(dtype: torch.dtype, is_interleaved: bool) -> None:
     close = tolerance("rotary", dtype)
     expect_close("q", q, expected_q, close)
     expect_close("rows", rows, expected, close)
+
+
+def test_fp8_rows_are_the_other_rows_rounded() -> None:
+    n, heads, nope, rope, rank, scale = 5, 3, 7, 12, 24, 0.3
+    inputs = Inputs(0)
+    q, kv = inputs.normal(n, heads, nope + rope), inputs.normal(n, rank + rope)
+    positions, slots = (torch.arange(i, i + n, device=q.device) for i in (0, 2))
+    cos_sin = optimized.layers.RotaryEmbedding(RopeConfig("default", 100.0, rope), rope, 64).cos_sin(q.device)
+    pools = [
+        MLATokenToKVPool(8, 1, 1, rank, rope, dtype, q.device, [KVScales(scale, scale)])
+        for dtype in (torch.float32, FP8)
+    ]
+    weight = inputs.normal(rank)
+    for pool in pools:
+        where = pool.k_buffer(0), slots, False, scale
+        mla_rope_store(q.clone(), kv, positions, cos_sin, weight, 1e-6, *where)
+    exact, rounded = (pool.k_buffer(0).clone() for pool in pools)
+    pools[1].store(0, slots, exact[slots], exact[slots])
+    assert torch.equal(rounded.view(torch.uint8)[slots], pools[1].k_buffer(0).view(torch.uint8)[slots])

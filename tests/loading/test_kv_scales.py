@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diptych import LLM
-from shared.config import ModelConfig
+from shared.config import EngineConfig, ModelConfig
 from shared.conformance.configs import CONFIGS
-from shared.loading.kv_scales import read_kv_scales
+from shared.loading.kv_scales import kv_cache_of, read_kv_scales
 from shared.loading.model_path import ASSETS
 from shared.loading.quantize import quantize_weight
 from shared.loading.weights import iterate_weights
@@ -178,8 +178,16 @@ def test_scales_beside_quantized_weights(tmp_path: Path) -> None:
     assert answer.text == "12 + 30 = 42"
 
 
-def test_latent_rows_are_not_cached_in_fp8(tmp_path: Path) -> None:
+def test_latent_rows_have_one_scale(tmp_path: Path) -> None:
+    """That of K: V is part of the row."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["deepseek-v3"]))
-    flags = {"panel": "reference", "device": "cpu", "load_format": "dummy", "kv_cache_dtype": "fp8_e4m3"}
-    with pytest.raises(ValueError, match=r"DeepseekV3ForCausalLM caches latent.*use kv_cache_dtype=auto"):
-        LLM(str(tmp_path), **flags)
+    config = ModelConfig.from_pretrained(tmp_path)
+    scales = {
+        f"model.layers.{i}.self_attn.{which}_scale": torch.tensor([0.5 + i + (which == "v")])
+        for i in range(config.num_hidden_layers)
+        for which in "kv"
+    }
+    save_file(scales, tmp_path / "model.safetensors")
+    dtype, found = kv_cache_of(tmp_path, config, EngineConfig(kv_cache_dtype="fp8_e4m3"), torch.bfloat16)
+    assert dtype == FP8
+    assert found == [KVScales(0.5 + i, 0.5 + i) for i in range(config.num_hidden_layers)]

@@ -57,6 +57,29 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
     return made
 
 
+@pytest.mark.parametrize("form", ["absorbed", pytest.param("triton", marks=pytest.mark.full)])
+def test_fp8_rows(checkpoints: dict[str, tuple[Path, list[list[int]]]], form: str) -> None:
+    """All forms read the same rows, which are not those of 32 bits."""
+    folder, _ = checkpoints["deepseek-v2-lite"]
+
+    def logprobs(**flags: Any) -> list[float]:
+        llm = LLM(str(folder), panel="reference", device="cpu", max_total_tokens=256, **flags)
+        output = llm.generate(
+            prompts()[0],
+            max_tokens=3,
+            temperature=0,
+            return_logprob=True,
+            logprob_start_len=0,
+            progress=False,
+        )
+        return [each.logprob for each in output.input_logprobs[1:]]
+
+    expanded = logprobs(kv_cache_dtype="fp8_e4m3")
+    found = logprobs(kv_cache_dtype="fp8_e4m3", use={"mla_attention": form})
+    assert found == pytest.approx(expanded, abs=1e-3)
+    assert logprobs() != pytest.approx(expanded, abs=1e-2)
+
+
 def test_rows_are_not_transferred(checkpoints: dict[str, tuple[Path, list[list[int]]]]) -> None:
     """Refused at the start: the transfer would fail in the prefill process, and requests would wait."""
     config = EngineConfig(

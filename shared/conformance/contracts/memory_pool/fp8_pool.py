@@ -35,9 +35,13 @@ def nearest_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 def awkward(num_tokens: int, dtype: torch.dtype, scale: float, seed: int) -> torch.Tensor:
-    """[num_tokens, heads, head_dim]: values that, divided by the scale, lie on and between the values of FP8,
-    below the smallest and beyond the largest."""
-    values = Inputs(seed).normal(num_tokens, NUM_KV_HEADS, HEAD_DIM).cpu()
+    return awkward_numbers((num_tokens, NUM_KV_HEADS, HEAD_DIM), dtype, scale, seed)
+
+
+def awkward_numbers(shape: tuple[int, ...], dtype: torch.dtype, scale: float, seed: int) -> torch.Tensor:
+    """Numbers that, divided by the scale, lie on and between the values of FP8, below the smallest and beyond
+    the largest."""
+    values = Inputs(seed).normal(*shape).cpu()
     values *= 10.0 ** torch.linspace(-3.0, 4.0, values.numel()).view(values.shape)
     ties = (NON_NEGATIVE[1:] + NON_NEGATIVE[:-1]) / 2
     values.view(-1)[::3] = ties[: values.view(-1)[::3].numel()].to(torch.float32)

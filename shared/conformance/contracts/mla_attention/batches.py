@@ -12,6 +12,7 @@ from shared.conformance.contracts.attention import batches, masks, outputs, ragg
 from shared.conformance.inputs import type_name
 from shared.conformance.mla_batches import MLACase
 from shared.interfaces import AttentionBackend
+from shared.types.attention import KVScales
 
 DECODE = MLACase("decode", ((4, 1), (0, 1), (63, 1), (31, 1), (64, 1)))
 EXTEND = MLACase("cached prefixes", ((17, 3), (0, 7), (1, 32), (16, 1)))
@@ -62,6 +63,29 @@ mixed = batches.mixed.with_cases(grid(MIXED))
     grid(replace(DECODE, name="decode", scale=1.59), replace(EXTEND, name="extend", scale=1.59)),
 )
 def any_scale(impl: type[AttentionBackend], case: MLACase) -> None:
+    expect_attention(impl, case)
+
+
+FP8_ROWS = KVScales(0.043, 0.043)
+
+
+@contract(
+    "In an FP8 pool a row is what it holds times the layer's scale.",
+    grid(
+        *(
+            replace(case, name=f"{case.name}, FP8", kv_scales=FP8_ROWS)
+            for case in (
+                DECODE,
+                MLACase("few requests", ((40, 1), (300, 1))),
+                EXTEND,
+                MIXED,
+                MLACase("a long prompt behind a prefix", ((70, 90), (3, 2))),
+                MLACase("trees", ((11, 7), (0, 7), (26, 7)), mask="tree", tail=7),
+            )
+        )
+    ),
+)
+def fp8_rows(impl: type[AttentionBackend], case: MLACase) -> None:
     expect_attention(impl, case)
 
 

@@ -9,20 +9,24 @@ import torch
 from shared.conformance.case import EXAMPLE, Case, grid
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_equal, expect_true
+from shared.conformance.contracts.memory_pool.fp8_pool import awkward_numbers, nearest_fp8
 from shared.conformance.contracts.memory_pool.kv_pool import slots
 from shared.conformance.device import check_device
 from shared.conformance.inputs import FLOAT_TYPES, Inputs
 from shared.interfaces import MLATokenToKVPool
+from shared.types.attention import FP8, KVScales
 
 SIZE, PAGE_SIZE, NUM_LAYERS, KV_LORA_RANK, ROPE_HEAD_DIM = 16, 4, 3, 10, 6
 ROW_SIZE = KV_LORA_RANK + ROPE_HEAD_DIM
 POOL_TYPES = grid("{dtype}", dtype=FLOAT_TYPES)
 
 
-def mla_pool(impl: Any, dtype: torch.dtype = torch.float32) -> MLATokenToKVPool:
+def mla_pool(
+    impl: Any, dtype: torch.dtype = torch.float32, kv_scales: list[KVScales] | None = None
+) -> MLATokenToKVPool:
     """A pool with distinct numbers in every slot of every layer."""
     sizes = SIZE, PAGE_SIZE, NUM_LAYERS, KV_LORA_RANK, ROPE_HEAD_DIM
-    pool: MLATokenToKVPool = impl(*sizes, dtype, check_device())
+    pool: MLATokenToKVPool = impl(*sizes, dtype, check_device(), kv_scales)
     inputs = Inputs(seed=0)
     for layer_id in range(NUM_LAYERS):
         pool.k_buffer(layer_id).copy_(inputs.normal(SIZE + PAGE_SIZE, 1, ROW_SIZE))
@@ -60,6 +64,24 @@ def store(impl: Any, case: Case) -> None:
     expected[2][slots(9, 4, 19)] = new.to(case.dtype)
     pool.store(2, slots(9, 4, 19), new, torch.full_like(new[..., :KV_LORA_RANK], torch.nan))
     expect_rows("after store", pool, expected)
+
+
+@contract(
+    "An FP8 pool stores rows over the layer's scale, clamped and rounded; the rows given stay as they are.",
+    POOL_TYPES,
+)
+def fp8_stores_quotients(impl: Any, case: Case) -> None:
+    scales = [KVScales(scale, scale) for scale in (0.37, 0.02, 8.0)]
+    pool = mla_pool(impl, FP8, scales)
+    expect_equal("num_bytes_per_token", pool.num_bytes_per_token, NUM_LAYERS * ROW_SIZE)
+    for layer_id, (scale, _) in enumerate(scales):
+        given = awkward_numbers((3, 1, ROW_SIZE), case.dtype, scale, seed=layer_id)
+        new = given.to(check_device())
+        pool.store(layer_id, slots(9, 4, 19), new, torch.full_like(new[..., :KV_LORA_RANK], torch.nan))
+        expected = nearest_fp8((given.to(torch.float32) / scale).to(torch.float64))
+        stored = pool.k_buffer(layer_id).to(torch.float64)[slots(9, 4, 19)].cpu()
+        expect_equal(f"rows of layer {layer_id}", stored, expected)
+        expect_equal("rows as given", new.cpu(), given)
 
 
 @contract("move copies rows as if all sources were read before any target is written.", EXAMPLE)
