@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.config import DraftConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from shared.config import DraftConfig, MLAConfig, ModelConfig, MoEConfig, QuantConfig, RopeConfig
 from shared.loading.weight_names import expected_shapes
+from shared.types.quantization import QuantScheme
 
 PUBLISHED = Path(__file__).parents[2] / "shared" / "assets" / "configs"
 
@@ -193,6 +194,11 @@ EXPECTED |= {
         sliding_windows=(127, -1) * 12,
         moe=MoEConfig(32, 4, 2880, norm_topk_prob=True, bias=True, swiglu_limit=7.0),
         moe_layers=frozenset(range(24)),
+        quantization=QuantConfig(
+            "mxfp4",
+            (("mlp.experts", QuantScheme("mxfp4", group_size=32)),),
+            ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"),
+        ),
         eos_token_ids=frozenset([200002]),
         bos_token_id=None,
     ),
