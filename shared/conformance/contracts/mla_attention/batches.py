@@ -112,5 +112,6 @@ ragged_plans = ragged.ragged.with_cases(
     (
         MLACase("prompts", ((17, 3), (0, 21), (5, 1), (130, 40), (0, 2)), **SMALL),
         MLACase("decoding", ((17, 1), (70, 1), (5, 1), (150, 1), (0, 1)), dtype=torch.bfloat16, page_size=4),
+        MLACase("few requests", ((17, 1), (150, 1), (0, 1))),
     )
 )
