@@ -58,11 +58,12 @@ class Tile(NamedTuple):
     stages: int
     warps: int = 4
 
-    def fitted(self, x_bytes: int, gpu: Gpu) -> Tile:
+    def fitted(self, x_bytes: int, gpu: Gpu, is_float32: bool = False) -> Tile:
         """With fewer stages where the GPU has less shared memory. x_bytes: of inputs, for a byte of a
-        weight."""
+        weight. Tiles of float32 pass through shared memory again when they are multiplied."""
         stage = (self.rows + self.tokens * x_bytes) * self.step + 8 * (self.rows + self.tokens)  # and scales
-        return self._replace(stages=max(min(self.stages, gpu.shared_memory // stage), 2))
+        space = gpu.shared_memory - (4 * self.rows * self.step + 1024 if is_float32 else 0)
+        return self._replace(stages=max(min(self.stages, space // stage), 2))
 
 
 @triton.jit
@@ -229,7 +230,8 @@ def quantized_gemm(
     is_int4, is_fp8 = scheme.weight_type == "int4", scheme.weight_type == "fp8"
     gpu = gpu_of(values.device)
     x_bytes = values.itemsize * (2 if is_int4 else 1)
-    chosen = (tile or plan(num_tokens, out, scheme, size)).fitted(x_bytes, gpu)
+    planned = tile or plan(num_tokens, out, scheme, size)
+    chosen = planned.fitted(x_bytes, gpu, dtype == torch.float32 and not is_scaled)
     group = scheme.group_size if scale.shape[1] > 1 else 0
     x_group = scheme.group_size if scheme.inputs == "group" and x_scale.shape[-1] > 1 else 0
     native = has_fp8(values.device)

@@ -178,6 +178,7 @@ def test_tiles_shrink_to_the_shared_memory_of_a_gpu() -> None:
     small = Gpu((8, 6), 82, 99 * 1024)
     assert Tile(64, 64, 128, 6).fitted(1, small).stages == 5
     assert Tile(128, 128, 64, 5, 8).fitted(4, small).stages == 2
+    assert Tile(16, 64, 64, 8).fitted(8, small, is_float32=True).stages == 6
 
 
 def test_parts_of_a_merged_layer_have_their_own_scales() -> None:
