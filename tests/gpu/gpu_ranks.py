@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,7 +29,7 @@ def on_gpus(size: int, function: Callable[..., Any]) -> list[Any]:
     children = [Child.spawn(f"rank {rank}", _run, function, rank, size, store.port) for rank in range(size)]
     try:
         with started(children):
-            return [child.next_message(2 * SECONDS) for child in children]
+            return [pickle.loads(child.next_message(2 * SECONDS)) for child in children]
     finally:
         for child in children:
             child.end()
@@ -45,7 +46,7 @@ def _run(function: Callable[..., Any], rank: int, size: int, port: int, pipe: Co
         result = function(tp, NcclCollectives(store, rank, size, SECONDS, "nccl"))
         torch.cuda.synchronize()
         tp.barrier()  # no rank frees memory that another reads
-        inbox.send(result)
+        inbox.send(pickle.dumps(result))  # by value: a pipe would send tensors as memory of this process
 
 
 def random(name: str, *shape: int, dtype: torch.dtype) -> torch.Tensor:
