@@ -96,6 +96,22 @@ def test_loaded_kv_has_the_bits_of_the_computed(alone: list[list[int]]) -> None:
     assert output.num_cached_tokens == num_loaded(llm) > 0
 
 
+def test_only_what_the_tree_lacks_is_loaded() -> None:
+    llm = engine()
+    tree = llm.assembly.parts.tree_cache
+    prompt = prompts(llm)[0]
+    llm.generate(prompt, ONE, progress=False)
+    evict_all(llm)
+    first = llm.generate(prompt[: len(prompt) // 2], ONE, progress=False)
+    evict_all(llm)
+    llm.generate(prompt[: len(prompt) // 2], ONE, progress=False)
+    before = num_loaded(llm)
+    in_tree = len(tree.match_prefix(host_cache.RadixKey(prompt)).device_indices)
+    assert in_tree >= first.num_cached_tokens > 0
+    output = llm.generate(prompt, ONE, progress=False)
+    assert num_loaded(llm) - before == output.num_cached_tokens - in_tree > 0
+
+
 def test_namespaces_never_share_pages() -> None:
     llm = engine()
     prompt = prompts(llm)[0]

@@ -30,6 +30,11 @@ def llm(shared_llm: LLM) -> LLM:
     return shared_llm
 
 
+def test_the_phases_of_the_start_are_timed(llm: LLM) -> None:
+    assert list(llm.assembly.seconds) == ["tokenizer", "weights", "pools", "kernels and graphs"]
+    assert min(llm.assembly.seconds.values()) >= 0
+
+
 def test_it_answers(llm: LLM) -> None:
     output = llm.generate(llm.tokenizer.chat(QUESTION), GREEDY, progress=False)
     assert "42" in output.text

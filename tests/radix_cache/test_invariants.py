@@ -114,6 +114,18 @@ def break_a_page(world: CacheWorld, first: Req, second: Req) -> None:
     world.req_to_token_pool.write(second.req_pool_idx, 6, torch.tensor([row[6] + 1]))
 
 
+def leave_a_page_in_the_middle(world: CacheWorld, first: Req, second: Req) -> None:
+    """The right offset, but in another page."""
+    world.decode(second, 11)
+    world.req_to_token_pool.write(
+        second.req_pool_idx, 7, torch.tensor([world.row(second)[7] + world.page_size])
+    )
+
+
+def insert_many_slots_outside(world: CacheWorld, first: Req, second: Req) -> None:
+    world.cache.insert(RadixKey([5] * 10), torch.arange(100, 110))
+
+
 def protect_less_than_the_path(world: CacheWorld, first: Req, second: Req) -> None:
     first.cache_protected_len -= world.page_size
 
@@ -150,6 +162,8 @@ FAULTS: list[tuple[Callable[[CacheWorld, Req, Req], Any], str]] = [
     (drop_the_row_but_not_the_slots, r"7 slots and no row"),
     (leave_a_duplicate_in_the_row, r"position 0 is slot 40, in the tree \d"),
     (break_a_page, r"position 6 is slot \d+: not in its page's order"),
+    (leave_a_page_in_the_middle, r"position 7 is slot \d+: not in its page's order"),
+    (insert_many_slots_outside, r"slots \[100, 101, 102, 103, 104, 105, 106, 107\] are outside 2\.\.65"),
     (protect_less_than_the_path, r"cache_protected_len is 4, its path has 6 tokens"),
     (commit_more_than_allocated, r"protected 6 <= committed 8 <= allocated 7"),
     (change_a_cached_token, r"not its own"),
