@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from docs.generators import run_rows as runs
@@ -141,6 +142,7 @@ TABLES = {
 """Name in a marker -> its table. A table whose files are not recorded yet is typed on its page."""
 
 
+@cache
 def measured(name: str) -> str:
     """A table of `TABLES`, and the files that it comes from."""
     if name not in TABLES:
