@@ -58,8 +58,8 @@ def load_rows(
 ):  # fmt: skip
     """Rows of the pool, FP8 without its scale: c [keys, BLOCK_C] and k_r [keys, BLOCK_R]."""
     tile = rows_ptr + slots[:, None] * STRIDE
-    c = tl.load(tile + offs_c[None, :], mask=(offs_c < RANK)[None, :], other=0)
-    k_r = tl.load(tile + RANK + offs_r[None, :], mask=(offs_r < ROPE)[None, :], other=0)
+    c = tl.load(tile + offs_c[None, :], mask=(offs_c < RANK)[None, :], other=0.0)
+    k_r = tl.load(tile + RANK + offs_r[None, :], mask=(offs_r < ROPE)[None, :], other=0.0)
     return from_pool(c, dtype), from_pool(k_r, dtype)
 
 

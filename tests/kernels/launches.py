@@ -15,12 +15,8 @@ import torch
 from optimized.kernels import fixed_order_gemm, moe_tiles, small_batch_linear
 from optimized.kernels.decode_attention import decode_attention
 from optimized.kernels.dequantize import dequantize
-from optimized.kernels.expanded_attention import AttentionState, expanded_attention
 from optimized.kernels.extend_attention import extend_attention
 from optimized.kernels.fixed_split_attention import fixed_split_attention
-from optimized.kernels.mla_decode import mla_decode
-from optimized.kernels.mla_extend import mla_extend
-from optimized.kernels.mla_rope_store import mla_rope_store
 from optimized.kernels.moe_align import align
 from optimized.kernels.moe_combine import combine
 from optimized.kernels.moe_gemm import down_gemm, up_gemm
@@ -43,6 +39,7 @@ from shared.interfaces import TopKOutput
 from shared.types import SamplingBatchInfo
 from shared.types.attention import FP8
 from shared.types.quantization import QuantScheme
+from tests.kernels.mode_launches import lora, mla
 
 Launch = Callable[[], object]
 NUM_KV_HEADS = 8
@@ -137,35 +134,6 @@ def deterministic(
             q, *others, *new, out=torch.empty_like(q), scale=1.0, is_decode=is_decode, page_size=page_size,
             **options,
         )  # fmt: skip
-
-
-def mla(kind: str, num_heads: int, tokens: int, dtype: torch.dtype) -> None:
-    batch, rank = 4, 512
-    rows = torch.empty(4096, 1, rank + 64, dtype=dtype)
-    where = torch.empty(512, 8192, dtype=torch.int32), *torch.empty(2, batch, dtype=torch.int64)
-    q = torch.empty(batch * tokens, num_heads, rank + 64, dtype=dtype)
-    if kind == "decode":
-        counters = torch.empty(batch * num_heads, dtype=torch.int32)
-        mla_decode(q, rows, *where, counters, kv_lora_rank=rank, scale=1.0)
-    elif kind == "rope":
-        positions, slots = torch.empty(2, len(q), dtype=torch.int64)
-        mla_rope_store(
-            q[..., -192:], torch.empty(len(q), 576, dtype=dtype), positions, torch.empty(4096, 64),
-            torch.empty(rank, dtype=dtype), 1e-6, rows, slots, is_interleaved=True,
-        )  # fmt: skip
-    elif kind == "extend":
-        new = torch.empty(2, batch, dtype=torch.int64)
-        mla_extend(q, rows, *where, *new, kv_lora_rank=rank, scale=1.0)
-    else:
-        q = torch.empty(batch * tokens, num_heads, 192, dtype=dtype)
-        kv, k_rope = torch.empty(999, num_heads * 256, dtype=dtype), rows[:999, 0, rank:]
-        indptr = torch.empty(batch + 1, dtype=torch.int64)
-        state = AttentionState(len(q), num_heads, 128, q.device)
-        options = {"scale": 1.0, "v_head_dim": 128, "state": state}
-        expanded_attention(q, kv, k_rope, indptr, indptr, is_causal=False, **options)
-        expanded_attention(
-            q, kv, k_rope, indptr, indptr, is_causal=True, out=q.new_empty(len(q), num_heads, 128), **options
-        )
 
 
 def linear(num_tokens: int, size: int, out: int, dtype: torch.dtype, kind: str) -> None:
@@ -350,6 +318,9 @@ def _launches() -> dict[str, Launch]:
         for name, dtype in DTYPES.items():
             add(mla, f"decode-h{num_heads}-{name}", "decode", num_heads, 1, dtype)
             add(mla, f"rope-h{num_heads}-{name}", "rope", num_heads, 1, dtype)
+            add(mla, f"few-h{num_heads}-{name}", "few", num_heads, 1, dtype)
+            for kind, tokens in (("decode", 1), ("rope", 1), ("few", 1), ("extend", 4)):
+                add(mla, f"{kind}-h{num_heads}-{name}-fp8kv", kind, num_heads, tokens, dtype, FP8)
             for tokens in (4, 200):
                 add(mla, f"extend-h{num_heads}-t{tokens}-{name}", "extend", num_heads, tokens, dtype)
                 add(mla, f"expanded-h{num_heads}-t{tokens}-{name}", "expanded", num_heads, tokens, dtype)
@@ -375,6 +346,9 @@ def _launches() -> dict[str, Launch]:
         hidden, inter = config.hidden_size, config.intermediate_size
         for num_tokens, dtype in ((1, "bf16"), (64, "fp16"), (4096, "bf16"), (16, "fp32")):
             add(quantized, f"{kind}-t{num_tokens}-{dtype}", num_tokens, inter, hidden, DTYPES[dtype], kind)
+    for rank in (16, 64, 128):
+        for name, dtype in DTYPES.items():
+            add(lora, f"r{rank}-{name}", rank, dtype)
     for kind, scheme in EXPERT_SCHEMES.items():
         for num_tokens in (4, 512):
             shape = Shape(32, 4, 2880, 2880) if kind == "mxfp4" else Shape(128, 8, 2048, 768)

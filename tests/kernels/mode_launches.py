@@ -1,0 +1,62 @@
+"""Launches of the kernels of latent attention and of LoRA adapters, for `launches.py`."""
+
+from __future__ import annotations
+
+import torch
+
+from optimized.kernels.expanded_attention import AttentionState, expanded_attention
+from optimized.kernels.lora import BLOCK_M, expand_add, shrink
+from optimized.kernels.mla_decode import mla_decode
+from optimized.kernels.mla_extend import mla_extend
+from optimized.kernels.mla_rope_store import mla_rope_store
+from optimized.kernels.mla_small_batch import absorb_few
+from optimized.kernels.moe_align import align
+
+
+def mla(
+    kind: str, num_heads: int, tokens: int, dtype: torch.dtype, pool_dtype: torch.dtype | None = None
+) -> None:
+    batch, rank = 4, 512
+    rows = torch.empty(4096, 1, rank + 64, dtype=pool_dtype or dtype)
+    where = torch.empty(512, 8192, dtype=torch.int32), *torch.empty(2, batch, dtype=torch.int64)
+    q = torch.empty(batch * tokens, num_heads, rank + 64, dtype=dtype)
+    if kind == "decode":
+        counters = torch.empty(batch * num_heads, dtype=torch.int32)
+        mla_decode(q, rows, *where, counters, kv_lora_rank=rank, scale=1.0)
+    elif kind == "few":
+        w = torch.empty(num_heads, 256, rank, dtype=dtype)
+        out = torch.empty(batch, num_heads, 128, dtype=dtype)
+        absorbed = absorb_few(torch.empty(batch, num_heads, 192, dtype=dtype), w[:, :128], 64)
+        counters = torch.empty(batch * num_heads, dtype=torch.int32)
+        options = {"kv_lora_rank": rank, "scale": 1.0, "w_v": w[:, 128:], "projected": out}
+        mla_decode(absorbed, rows, *where, counters, **options)
+    elif kind == "rope":
+        positions, slots = torch.empty(2, len(q), dtype=torch.int64)
+        mla_rope_store(
+            q[..., -192:], torch.empty(len(q), 576, dtype=dtype), positions, torch.empty(4096, 64),
+            torch.empty(rank, dtype=dtype), 1e-6, rows, slots, is_interleaved=True,
+        )  # fmt: skip
+    elif kind == "extend":
+        new = torch.empty(2, batch, dtype=torch.int64)
+        mla_extend(q, rows, *where, *new, kv_lora_rank=rank, scale=1.0)
+    else:
+        q = torch.empty(batch * tokens, num_heads, 192, dtype=dtype)
+        kv, k_rope = torch.empty(999, num_heads * 256, dtype=dtype), rows[:999, 0, rank:]
+        indptr = torch.empty(batch + 1, dtype=torch.int64)
+        state = AttentionState(len(q), num_heads, 128, q.device)
+        options = {"scale": 1.0, "v_head_dim": 128, "state": state}
+        expanded_attention(q, kv, k_rope, indptr, indptr, is_causal=False, **options)
+        expanded_attention(
+            q, kv, k_rope, indptr, indptr, is_causal=True, out=q.new_empty(len(q), num_heads, 128), **options
+        )
+
+
+def lora(rank: int, dtype: torch.dtype) -> None:
+    """q, k and v of an 8B model, and its last layer of the MLP."""
+    num_rows, num_slots = 64, 8
+    blocks = align(torch.empty(num_rows, 1, dtype=torch.int32), num_slots, BLOCK_M)
+    for size, sizes in ((4096, (4096, 1024, 1024)), (12288, (4096,))):
+        x, y = torch.empty(num_rows, size, dtype=dtype), torch.empty(num_rows, sum(sizes), dtype=dtype)
+        a = torch.empty(num_slots, len(sizes), rank, size, dtype=dtype)
+        b = torch.empty(num_slots, sum(sizes), rank, dtype=dtype)
+        expand_add(y, shrink(x, a, blocks), b, torch.empty(num_slots, len(sizes)), sizes, blocks)
