@@ -236,6 +236,13 @@ def test_forms_of_an_image(folder: Path, tmp_path: Path) -> None:
         )
 
 
+def test_a_data_url_is_limited_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_prompts, "MAX_IMAGE_BYTES", 6)
+    assert image_prompts.bytes_of_data_url("data:image/png;base64," + "A" * 12) == bytes(9)
+    with pytest.raises(ValueError, match="an image file has at most 6 bytes"):
+        image_prompts.bytes_of_data_url("data:image/png;base64," + "A" * 16)
+
+
 def test_refusals(folder: Path, tmp_path: Path) -> None:
     llm = engine(folder)
     for ids, pictures, message in (
