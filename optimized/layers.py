@@ -189,15 +189,6 @@ class MergedLinear(interface.MergedLinear, Linear):
             return small_batch_linear.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
         return super().forward(x if norm is None else norm(x))
 
-    def swiglu(self, x: torch.Tensor, norm: interface.RMSNorm | None = None) -> torch.Tensor | None:
-        """silu(gate) * up of x, or of norm(x), if one kernel computes it."""
-        is_plain = is_builtin_layer(self, MergedLinear) and self.bias is None
-        if is_plain and self.uses_gemv(x) and norm is None:
-            return small_batch_linear.linear_silu(x, self.weight)
-        if is_plain and self.uses_gemv(x) and is_builtin_layer(norm, RMSNorm):
-            return small_batch_linear.norm_linear_silu(x, norm.weight, norm.eps, self.weight)
-        return None
-
     def weight_views(self) -> dict[str, torch.Tensor]:
         return {
             f"{part}.{name}": view
@@ -230,12 +221,16 @@ class MLP(nn.Module):
 
     def activate(self, x: torch.Tensor, norm: interface.RMSNorm | None = None) -> torch.Tensor:
         """The input of down_proj: act_fn of gate and up of x, or of norm(x)."""
-        activated = None
-        if is_builtin_layer(self.act_fn, SiluAndMul):
-            activated = self.gate_up_proj.swiglu(x, norm)
-        if activated is None:
-            activated = self.down_proj.activated(self.act_fn, self.gate_up_proj(x, norm))
-        return activated
+        is_plain = (
+            is_builtin_layer(self.gate_up_proj, MergedLinear)
+            and self.gate_up_proj.bias is None
+            and is_builtin_layer(self.act_fn, SiluAndMul)
+        )
+        if is_plain and self.gate_up_proj.uses_gemv(x) and norm is None:
+            return small_batch_linear.linear_silu(x, self.gate_up_proj.weight)
+        if is_plain and self.gate_up_proj.uses_gemv(x) and is_builtin_layer(norm, RMSNorm):
+            return small_batch_linear.norm_linear_silu(x, norm.weight, norm.eps, self.gate_up_proj.weight)
+        return self.down_proj.activated(self.act_fn, self.gate_up_proj(x, norm))
 
 
 class RankPart(NamedTuple):

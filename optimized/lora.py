@@ -75,9 +75,6 @@ class _LoraLinear(nn.Module):
         y: torch.Tensor = act_fn(gate_up)  # not quantized, because the adapter multiplies it too
         return y
 
-    def swiglu(self, x: torch.Tensor, norm: layer_interface.RMSNorm | None = None) -> None:
-        """None: the adapter adds to gate and up before SwiGLU."""
-
     def split(self, y: torch.Tensor) -> dict[str, torch.Tensor]:
         parts: dict[str, torch.Tensor] = self.base.split(y)
         return parts

@@ -1,16 +1,14 @@
 """Quantized linear layers over merged weights.
 
 Differs from reference: weights stay in 8 or 4 bits up to the tile of a GEMM, and inputs of 8 bits are
-multiplied as such. For one token a GEMV includes norm, quantization, SwiGLU and sum. For more, a norm or
-SwiGLU before a layer also quantizes its input, except where it is divided among ranks. For many tokens,
-cuBLAS multiplies row-wise FP8, and weights whose inputs are not quantized are dequantized first. Falls back
-to the reference's way for groups that are not made of whole tiles. Merged layers with static scales, one for
-each part, are a GEMM for each part. Deterministic mode has one kernel and tile for any number of tokens.
+multiplied as such. A norm or SwiGLU before a layer also quantizes its input, except where it is divided
+among ranks. For many tokens, cuBLAS multiplies row-wise FP8, and weights whose inputs are not quantized are
+dequantized first. Falls back to the reference's way for groups that are not made of whole tiles. Merged
+layers with static scales, one for each part, are a GEMM for each part. Deterministic mode has one kernel and
+tile for any number of tokens.
 """
 
 from __future__ import annotations
-
-from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +20,6 @@ from optimized.kernels.portable import INTERPRETED, gpu_of
 from optimized.kernels.quantize_input import QuantizedInput, quantize_input
 from optimized.kernels.quantized_choice import MAX_TOKENS, multiply
 from optimized.kernels.quantized_gemm import can_compute, fixed_tile, quantized_gemm
-from optimized.kernels.quantized_gemv import suits_gemv
 from optimized.layers import Linear, MergedLinear, RMSNorm, SiluAndMul, is_builtin_layer
 from shared.interfaces import layers
 from shared.interfaces import quantization as interface
@@ -45,7 +42,7 @@ class QuantizedLinear(interface.QuantizedLinear):
             multiply_all = fixed_order_gemm.linear if self.is_deterministic else F.linear
             y = multiply_all(self.dequantized_input(x), self.dequantized_weight())
             return (y if self.bias is None else y + self.bias).to(x.dtype)
-        x = x if self._fuses(x) else self.quantize(x)
+        x = self.quantize(x)
         num_tokens = len(x.q) if isinstance(x, QuantizedInput) else len(x)
         if self.is_deterministic:
             return self._in_fixed_order(x)
@@ -63,7 +60,7 @@ class QuantizedLinear(interface.QuantizedLinear):
         is_whole = can_compute(self.scheme, self.in_features) and not self.is_deterministic
         if len(residual) > MAX_TRITON_TOKENS or not is_whole:
             return residual.add_(self(x))
-        self._multiply(x if self._fuses(x) else self.quantize(x), residual, residual=residual)
+        self._multiply(self.quantize(x), residual, residual)
         return residual
 
     def add_later(
@@ -90,18 +87,6 @@ class QuantizedLinear(interface.QuantizedLinear):
             return quantize_input(x, self.scheme, self.input_scale, tp=self.tp)
         return x
 
-    def _fuses(
-        self, x: torch.Tensor | QuantizedInput, norm: layers.RMSNorm | None = None
-    ) -> TypeGuard[torch.Tensor]:
-        """Whether the kernel that multiplies also norms and quantizes x."""
-        return (
-            isinstance(x, torch.Tensor)
-            and not self.is_deterministic
-            and suits_gemv(x, self.scheme, self.in_features)
-            and (self.tp is None or self.scheme.inputs != "token")
-            and (norm is None or is_builtin_layer(norm, RMSNorm))
-        )
-
     def dequantized_weight(self) -> torch.Tensor:
         return self._dequantized(torch.float32)
 
@@ -123,21 +108,11 @@ class QuantizedLinear(interface.QuantizedLinear):
         return dequantize(self.weight, self.weight_scale, self.weight_zero, self.scheme, dtype)
 
     def _multiply(
-        self,
-        x: torch.Tensor | QuantizedInput,
-        y: torch.Tensor,
-        *,
-        norm: layers.RMSNorm | None = None,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
+        self, x: torch.Tensor | QuantizedInput, y: torch.Tensor, residual: torch.Tensor | None = None
     ) -> None:
-        fused: dict[str, Any] = {}
-        if self._fuses(x):
-            of_norm = (norm.weight, norm.eps) if isinstance(norm, RMSNorm) else None
-            fused = {"static": self.input_scale, "norm": of_norm, "gated": gated}
         multiply(
             x, self.weight, self.weight_scale, self.weight_zero, self.scheme, y,
-            bias=self.bias, residual=residual, **fused,
+            bias=self.bias, residual=residual,
         )  # fmt: skip
 
     def _suits_cublas(self, x: QuantizedInput) -> bool:
@@ -185,19 +160,7 @@ class QuantizedMergedLinear(QuantizedLinear, layers.MergedLinear):
         """The GEMM of x, or of norm(x)."""
         if self.input_scale is not None:
             return self._forward_by_part(x if norm is None else norm(x))
-        if norm is not None and self._fuses(x, norm):
-            y = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
-            self._multiply(x, y, norm=norm)
-            return y
         return super().forward(x if norm is None else self.quantize(x, norm))
-
-    def swiglu(self, x: torch.Tensor, norm: layers.RMSNorm | None = None) -> torch.Tensor | None:
-        """silu(gate) * up of x, or of norm(x), if one kernel computes it."""
-        if self.input_scale is not None or not self._fuses(x, norm):
-            return None
-        y = torch.empty(len(x), self.out_features // 2, dtype=x.dtype, device=x.device)
-        self._multiply(x, y, norm=norm, gated=True)
-        return y
 
     def _forward_by_part(self, x: torch.Tensor) -> torch.Tensor:
         """Each part has a static scale for x."""

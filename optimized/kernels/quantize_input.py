@@ -49,7 +49,7 @@ def e4m3_code(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def nearest_integer(x):
+def _nearest_integer(x):
     """Ties to even: beyond 2^23 a float32 is an integer."""
     return (x + 12582912.0) - 12582912.0
 
@@ -96,7 +96,7 @@ def _quantize_input_kernel(
     if FP8:
         q = e4m3_code(tl.clamp(quotient, -448.0, 448.0), NATIVE)
     else:
-        q = tl.clamp(nearest_integer(quotient), -128.0, 127.0).to(tl.int8)
+        q = tl.clamp(_nearest_integer(quotient), -128.0, 127.0).to(tl.int8)
     tl.store(q_ptr + row * stride_q + offs, q, mask=mask)
 
 

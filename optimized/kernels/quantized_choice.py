@@ -30,17 +30,12 @@ def multiply(
     *,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    **for_gemv: Any,
 ) -> None:
-    """`quantized_gemm`, or `quantized_gemv` for what it computes: it alone takes the options `for_gemv`."""
+    """`quantized_gemm`, or `quantized_gemv` where it is faster."""
     tile = measured_tile(x, weight, scheme)
-    if suits_gemv(x, scheme, _values(x).shape[1]):
-        gemv_tile = tile if isinstance(tile, GemvTile) else None
-        quantized_gemv(
-            x, weight, scale, zero, scheme, y, bias=bias, residual=residual, tile=gemv_tile, **for_gemv
-        )
+    if isinstance(tile, GemvTile) or (tile is None and suits_gemv(x, scheme, _values(x).shape[1])):
+        quantized_gemv(x, weight, scale, zero, scheme, y, bias=bias, residual=residual, tile=tile)
     else:
-        assert not isinstance(tile, GemvTile)
         quantized_gemm(x, weight, scale, zero, scheme, y, bias=bias, residual=residual, tile=tile)
 
 

@@ -66,7 +66,9 @@ def candidates(
 ) -> Iterator[Tile | GemvTile]:
     """The tiles worth timing: a warp has 16 to 64 outputs, and registers for their sums."""
     if suits_gemv(values, scheme, size):
-        yield from itertools.starmap(GemvTile, itertools.product((4, 8, 16), (2, 4, 8), (0, 2)))
+        loads = [(1, 1)] if scheme.weight_type == "int4" else [(1, 1), (1, 2), (2, 1), (2, 2)]
+        for rows, warps, (steps, ahead) in itertools.product((1, 2, 4), (4, 8), loads):
+            yield GemvTile(rows, warps, steps, ahead)
     num_tokens = len(values.q) if isinstance(values, QuantizedInput) else len(values)
     tokens = next(tokens for tokens in (8, 16, 32, 64) if num_tokens <= tokens)
     largest = largest_step(scheme, size)

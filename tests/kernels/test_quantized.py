@@ -11,7 +11,7 @@ from optimized.kernels import quantize_input as quantize_kernel
 from optimized.kernels import quantized_gemm as gemm_kernel
 from optimized.kernels.dequantize import dequantize
 from optimized.kernels.portable import Gpu
-from optimized.kernels.quantize_input import QuantizedInput, quantize_input
+from optimized.kernels.quantize_input import quantize_input
 from optimized.kernels.quantized_gemm import Tile, quantized_gemm
 from optimized.kernels.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
 from optimized.kernels.rms_norm import rms_norm
@@ -67,77 +67,31 @@ def multiply(
     return y, expected
 
 
-GEMV_KINDS = ["fp8 token", "fp8 block", "fp8 static", "int8 token", "int4 128", "int4 channel"]
-GEMV_TILES = [GemvTile(1, 4), GemvTile(4, 2, 1)]
-
-
-def gemv(
-    kind: str,
-    size: int,
-    out: int,
-    tile: GemvTile,
-    dtype: torch.dtype = HALF,
-    gated: bool = False,
-    normed: bool = False,
-    is_quantized: bool = False,
-    has_zero: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A GEMV with a bias, and a residual if it is not gated; and the same in float64."""
-    scheme, x = SCHEMES[kind], draw(1, size, dtype=dtype)
-    norm_weight, rows = 1.0 + draw(size, seed=8, dtype=dtype) / 4, 2 * out if gated else out
+@pytest.mark.parametrize(
+    "kind", ["fp8 token", "fp8 block", "fp8 static", "int4 128", "int4 32", "int4 channel"]
+)
+@pytest.mark.parametrize(("size", "out"), [(256, 100), (1408, 9)])
+@pytest.mark.parametrize("tile", [GemvTile(1, 2), GemvTile(4, 4, 2, 2)])
+def test_gemv(kind: str, size: int, out: int, tile: GemvTile) -> None:
+    """Rows and columns beyond the last tile, zero points, a bias and a residual."""
+    scheme, x = SCHEMES[kind], draw(1, size)
+    tile = tile._replace(steps=1) if scheme.weight_type == "int4" else tile
     static = torch.tensor([0.02], device=x.device) if scheme.inputs == "static" else None
-    tensors = quantize_weight(draw(rows, size, seed=3), scheme)
+    tensors = quantize_weight(draw(out, size, seed=3), scheme)
     weight, scale = tensors["weight"], tensors["weight_scale"].contiguous()
-    zero = None
-    if has_zero:
+    zero = tensors.get("weight_zero")
+    if scheme.weight_type == "int4" and zero is None and tile.rows > 1:
         zero = torch.arange(scale.numel(), device=x.device).view_as(scale).remainder(16).to(torch.uint8)
-    bias, residual = draw(rows, seed=5, dtype=dtype), draw(1, out, seed=6, dtype=dtype)
-    values: torch.Tensor | QuantizedInput = x
-    if is_quantized or scheme.inputs == "group":
-        values = quantize_input(x, scheme, static)
+    bias, residual = draw(out, seed=5), draw(1, out, seed=6)
+    values = x if scheme.inputs == "none" else quantize_input(x, scheme, static)
     assert suits_gemv(values, scheme, size)
     y = residual.clone()
     run_poisoned(
-        lambda: quantized_gemv(
-            values, weight, scale, zero, scheme, y, static=None if values is not x else static,
-            norm=(norm_weight, 1e-5) if normed else None, gated=gated, bias=bias,
-            residual=None if gated else y, tile=tile,
-        )
-    )  # fmt: skip
-    if normed:
-        x = rms_norm(x, norm_weight, 1e-5)
+        lambda: quantized_gemv(values, weight, scale, zero, scheme, y, bias=bias, residual=y, tile=tile)
+    )
     expected = quantization.dequantized_input(x, scheme, static).double()
-    expected = expected @ quantization.dequantize(weight, scale, zero, scheme).double().T + bias.double()
-    if not gated:
-        return y, expected + residual.double()
-    gate, up = expected.to(dtype).double().chunk(2, dim=1)
-    return y, torch.nn.functional.silu(gate) * up
-
-
-@pytest.mark.parametrize("kind", GEMV_KINDS)
-@pytest.mark.parametrize(("size", "out"), [(256, 100), (1408, 9)])
-@pytest.mark.parametrize("tile", GEMV_TILES)
-def test_gemv(kind: str, size: int, out: int, tile: GemvTile) -> None:
-    """Rows and columns beyond the last tile, zero points, a bias and a residual; several blocks of a CTA."""
-    y, expected = gemv(kind, size, out, tile, has_zero=kind.startswith("int4") and out == 9)
-    expect_close("y", y, expected, tolerance("quantized linear", HALF))
-
-
-@pytest.mark.parametrize("kind", ["fp8 token", "fp8 static", "int8 token", "int4 128"])
-@pytest.mark.parametrize("gated", [False, True])
-def test_gemv_after_a_norm_and_with_swiglu(kind: str, gated: bool) -> None:
-    dtype = torch.float16  # the interpreter does not round bfloat16 in all kernels
-    for tile in GEMV_TILES:
-        y, expected = gemv(kind, 640, 20, tile, dtype, gated, normed=True)
-        expect_close("y", y, expected, tolerance("quantized linear", dtype))
-
-
-@pytest.mark.parametrize("kind", ["fp8 token", "fp8 static", "int8 token"])
-def test_gemv_quantizes_as_the_kernel_for_many_tokens(kind: str) -> None:
-    found = [
-        gemv(kind, 320, 30, GEMV_TILES[0], is_quantized=is_quantized)[0] for is_quantized in (False, True)
-    ]
-    expect_equal("y", *found)
+    expected = expected @ quantization.dequantize(weight, scale, zero, scheme).double().T
+    expect_close("y", y, expected + bias.double() + residual.double(), tolerance("quantized linear", HALF))
 
 
 @pytest.mark.parametrize("kind", ["fp8 token", "fp8 block", "fp8 weight"])
