@@ -62,7 +62,7 @@ class FusedExperts(interface.FusedExperts):
             raise ValueError(f"the optimized experts compute in 32 or 16 bits, not in {x.dtype}")
         if x.shape[0] == 0:
             return torch.empty_like(x)
-        if self.runner is not None:
+        if self.runner is not None and len(x) >= self.runner.min_tokens:
             return self.runner.run(x, topk)  # type: ignore[no-any-return]
         x = x if x.stride(1) == 1 else x.contiguous()
         weights, ids = topk.topk_weights.contiguous(), topk.topk_ids.contiguous()

@@ -16,6 +16,11 @@ class MoeRunner(ABC):
     """Computes what `FusedExperts.forward` does, from the parameters of `experts`. It is made before these
     are loaded, and raises `ValueError` then for weights or sizes that it cannot compute."""
 
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    """Of the inputs."""
+    min_tokens = 1
+    """Fewer are computed by the experts' own kernels. More than 1 needs parameters that stay as they are."""
+
     def __init__(self, experts: FusedExperts) -> None:
         self.experts = experts
 
@@ -26,6 +31,12 @@ class MoeRunner(ABC):
     @abstractmethod
     def run(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
         """x [num_tokens >= 1, hidden] -> the same shape and dtype."""
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise `ValueError` for inputs of another type than `dtypes`."""
+        if dtype not in self.dtypes:
+            names = " and ".join(str(one).removeprefix("torch.") for one in self.dtypes)
+            raise self.refuse(f"dtype {dtype}", names)
 
     def refuse(self, what: str, supported: str) -> ValueError:
         return ValueError(f"{type(self).__name__}: {what} is not supported; supported: {supported}")

@@ -43,8 +43,7 @@ class CutlassRunner(PermutedRunner[ExpertRows]):
         }
 
     def pre_permute(self, x: torch.Tensor, topk: TopKOutput) -> ExpertRows:
-        if x.dtype not in (torch.float16, torch.bfloat16):
-            raise self.refuse(f"dtype {x.dtype}", "float16 and bfloat16")
+        self.check_dtype(x.dtype)
         order = sort_pairs(topk.topk_ids, len(self.quantized.w13))
         return ExpertRows(x if x.stride(1) == 1 else x.contiguous(), order)
 

@@ -11,20 +11,16 @@ from typing import Any
 import torch
 
 from optimized.moe_runners.base import MoeRunner
-from optimized.moe_runners.layouts import swap_halves
+from optimized.moe_runners.layouts import FP8_BLOCKS, swap_halves
 from shared.interfaces.moe import FusedExperts, TopKOutput
 from shared.interfaces.quantized_experts import QuantizedExperts
-from shared.types.quantization import QuantScheme
 
-FP8_BLOCKS = QuantScheme("fp8", 128, 128, "group")
 ALIGNMENT = 128
 
 
 class FlashInferCutlassRunner(MoeRunner):
     """Supports float16 and bfloat16 weights with and without biases and a swiglu_limit, and FP8 blocks with
     inputs by group and plain SwiGLU."""
-
-    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 
     def __init__(self, experts: FusedExperts) -> None:
         super().__init__(experts)
@@ -74,9 +70,7 @@ class FlashInferCutlassRunner(MoeRunner):
     def run(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
         from flashinfer.fused_moe import cutlass_fused_moe
 
-        if x.dtype not in self.dtypes:
-            names = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-            raise self.refuse(f"dtype {x.dtype}", names)
+        self.check_dtype(x.dtype)
         is_choice = topk.topk_ids >= 0  # padding becomes a choice of weight 0
         result = cutlass_fused_moe(
             input=x.contiguous(),

@@ -1,4 +1,4 @@
-"""Orders of expert weights that libraries use."""
+"""Schemes of expert weights that libraries compute, and the orders in which they take them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from shared.types.quantization import MXFP4_GROUP, QuantScheme
 
+FP8_BLOCKS = QuantScheme("fp8", 128, 128, "group")
 MXFP4 = QuantScheme("mxfp4", 1, MXFP4_GROUP)
 
 

@@ -14,13 +14,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from optimized.kernels.moe_mxfp4_gemv import MAX_TOKENS
 from optimized.moe import FusedExperts
+from optimized.moe_runners.base import MoeRunner
+from optimized.moe_runners.layouts import FP8_BLOCKS, MXFP4
 from optimized.quantized_moe import QuantizedExperts
 from shared.config import EngineConfig
+from shared.types.quantization import QuantScheme
 
 OWN = ("auto", "triton")
-"""The kernels of `optimized.moe` and `optimized.quantized_moe`. auto chooses them, because no other runner
-was measured as faster."""
+"""Names that work everywhere. triton: the kernels of `optimized.moe` and `optimized.quantized_moe`."""
+
+
+class Choice(NamedTuple):
+    """What auto takes in place of the own kernels, if it can be used."""
+
+    scheme: QuantScheme
+    name: str
+    min_tokens: int  # in a call
+    min_requests: int  # that the engine runs at once
+
+
+AUTO = (
+    Choice(FP8_BLOCKS, "cutlass", 512, 1),
+    Choice(FP8_BLOCKS, "deep_gemm", 1024, 1),
+    Choice(MXFP4, "triton_kernel", 1, MAX_TOKENS + 1),
+)
+"""In order of preference. From so many tokens on they were measured as faster, on an H200 (Qwen3-30B-A3B and
+GPT-OSS-20B). MXFP4 weights have one layout, and the own kernels are faster for up to `MAX_TOKENS` tokens."""
+AUTO_MAJOR = 9
+"""The compute capability of that GPU."""
 
 
 class Needs(NamedTuple):
@@ -61,23 +84,48 @@ FUSED = {
 """(expert dispatch, runner) -> module and class of a `MoeRunner`"""
 
 
-def use_runner(model: nn.Module, config: EngineConfig, device: torch.device) -> None:
+def use_runner(model: nn.Module, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
     """Let the runner of `config` compute the experts of a model, whose weights need not be there. Raises
     `ValueError` for one that cannot be used, with what it needs."""
     name = config.moe_runner_backend
     layers = expert_layers(model)
-    if not layers:
+    if not layers and name != "auto":
         raise ValueError(f"moe_runner_backend={name}: the model has no experts of the optimized panel")
-    if name in OWN:
+    if name == "triton":
         return
-    if config.deterministic:
-        raise ValueError(f"deterministic=True works with moe_runner_backend {' or '.join(OWN)}, not {name}")
     dispatch = "none"
     if config.ep > 1 or config.dp_attention:
         dispatch = config.use.get("expert_dispatch", "reference")
+    if name == "auto":
+        if dispatch == "none" and not config.deterministic:
+            for experts in layers:
+                experts.runner = choose(experts, config, device, dtype)
+        return
+    if config.deterministic:
+        raise ValueError(f"deterministic=True works with moe_runner_backend {' or '.join(OWN)}, not {name}")
     runner_class = find_runner(name, dispatch, device)
     for experts in layers:
         experts.runner = runner_class(experts)
+        experts.runner.check_dtype(dtype)
+
+
+def choose(
+    experts: FusedExperts | QuantizedExperts, config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> MoeRunner | None:
+    """What `AUTO` has for these experts; None: their own kernels."""
+    if compute_capability_major(device) != AUTO_MAJOR or not isinstance(experts, QuantizedExperts):
+        return None
+    for scheme, name, min_tokens, min_requests in AUTO:
+        if scheme != experts.scheme or config.max_running_requests < min_requests:
+            continue
+        try:
+            runner: MoeRunner = find_runner(name, "none", device)(experts)
+            runner.check_dtype(dtype)
+        except ValueError:  # a library that is missing, or sizes that it cannot compute
+            continue
+        runner.min_tokens = min_tokens
+        return runner
+    return None
 
 
 def prepare(model: nn.Module) -> None:

@@ -17,6 +17,8 @@ from optimized.moe_runners.layouts import MXFP4, adjacent_inputs, interleave_hal
 from shared.interfaces.moe import FusedExperts, TopKOutput
 from shared.interfaces.quantized_experts import QuantizedExperts
 
+ALIGNMENT = 64
+"""Of MXFP4 inputs in the library's order for Hopper."""
 NUM_WARPS = 8
 """Of the kernels that read MXFP4 scales, whose order depends on it."""
 
@@ -39,9 +41,14 @@ class TritonKernelRunner(PermutedRunner[ExpertRows]):
 
     def __init__(self, experts: FusedExperts) -> None:
         super().__init__(experts)
-        self.is_mxfp4 = isinstance(experts, QuantizedExperts)
-        if isinstance(experts, QuantizedExperts) and experts.scheme != MXFP4:
+        if not isinstance(experts, QuantizedExperts):
+            return
+        if experts.scheme != MXFP4:
             raise self.refuse(f"weights: {experts.scheme}", f"weights of 16 bits, and {MXFP4}")
+        sizes = experts.hidden_size, experts.intermediate_size
+        if any(size % ALIGNMENT for size in sizes):
+            raise self.refuse(f"MXFP4 with hidden and intermediate size {sizes}", f"multiples of {ALIGNMENT}")
+        self.dtypes = (torch.bfloat16,)
 
     def prepare(self) -> None:
         experts = self.experts
@@ -72,10 +79,7 @@ class TritonKernelRunner(PermutedRunner[ExpertRows]):
         return Matrix(values, bias, PrecisionConfig(weight_scale=scales))
 
     def pre_permute(self, x: torch.Tensor, topk: TopKOutput) -> ExpertRows:
-        dtypes = (torch.bfloat16,) if self.is_mxfp4 else (torch.float16, torch.bfloat16)
-        if x.dtype not in dtypes:
-            names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise self.refuse(f"dtype {x.dtype}", names)
+        self.check_dtype(x.dtype)
         return ExpertRows(x.contiguous(), sort_pairs(topk.topk_ids, len(self.experts.w13)))
 
     def run_rows(self, rows: ExpertRows) -> ExpertRows:

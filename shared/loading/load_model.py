@@ -70,9 +70,9 @@ def load_model(
             with torch.device("meta"):
                 quantize_linears(model, model_config.quantization, component, shards, ranks)
         runners: Any = None
-        if config.moe_runner_backend != "auto":
+        if config.moe_runner_backend != "auto" or any(hasattr(part, "runner") for part in model.modules()):
             runners = import_module("optimized.moe_runners.table")
-            runners.use_runner(model, config, device)
+            runners.use_runner(model, config, device, dtype)
         model.load_weights(weights)
         if runners is not None:
             runners.prepare(model)

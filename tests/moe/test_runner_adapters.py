@@ -13,9 +13,10 @@ from optimized.moe import FusedExperts
 from optimized.moe_runners import deep_gemm
 from optimized.moe_runners.base import MoeRunner
 from optimized.moe_runners.cutlass import CutlassRunner
-from optimized.moe_runners.deep_gemm import SCHEME, DeepGemmRunner
+from optimized.moe_runners.deep_gemm import DeepGemmRunner
 from optimized.moe_runners.flashinfer_cutlass import FlashInferCutlassRunner
 from optimized.moe_runners.flashinfer_mxfp4 import FlashInferMxfp4Runner
+from optimized.moe_runners.layouts import FP8_BLOCKS, MXFP4
 from optimized.moe_runners.triton_kernel import TritonKernelRunner
 from optimized.quantized_moe import QuantizedExperts
 from shared.conformance.compare import expect_close, expect_equal
@@ -73,7 +74,8 @@ def test_cutlass(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", cases_of("mxfp4"), ids=lambda case: case.name)
 def test_triton_kernel_in_mxfp4(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, TRITON_KERNELS)
-    check_quantized(case, TritonKernelRunner, tolerance("moe", case.dtype))
+    sizes = {name: -(-getattr(case, name) // 64) * 64 for name in ("hidden_size", "intermediate_size")}
+    check_quantized(case.replace(**sizes), TritonKernelRunner, tolerance("moe", case.dtype))
 
 
 @pytest.mark.parametrize("case", cases_of("mxfp4"), ids=lambda case: case.name)
@@ -109,7 +111,7 @@ def test_16_bits(
         experts(x.float(), topk)
 
 
-MXFP4_EXPERTS = QuantizedExperts(2, 128, 128, QuantScheme("mxfp4", group_size=32))
+MXFP4_EXPERTS = QuantizedExperts(2, 128, 128, MXFP4)
 OTHERS = [FusedExperts(2, 128, 128), QuantizedExperts(2, 128, 128, CHANNELS), MXFP4_EXPERTS]
 
 
@@ -122,11 +124,13 @@ def test_fp8_blocks_are_needed(experts: Any, runner_class: type[MoeRunner]) -> N
 
 def test_other_sizes_and_activations_are_refused() -> None:
     with pytest.raises(ValueError, match=r"intermediate size \(128, 96\) is not supported"):
-        DeepGemmRunner(QuantizedExperts(2, 128, 96, SCHEME))
+        DeepGemmRunner(QuantizedExperts(2, 128, 96, FP8_BLOCKS))
     with pytest.raises(ValueError, match=r"biases or a swiglu_limit is not supported"):
-        CutlassRunner(QuantizedExperts(2, 128, 128, SCHEME, bias=True))
+        CutlassRunner(QuantizedExperts(2, 128, 128, FP8_BLOCKS, bias=True))
     with pytest.raises(ValueError, match=r"sizes \(128, 96\) with FP8 blocks is not supported"):
-        FlashInferCutlassRunner(QuantizedExperts(2, 128, 96, SCHEME))
+        FlashInferCutlassRunner(QuantizedExperts(2, 128, 96, FP8_BLOCKS))
+    with pytest.raises(ValueError, match=r"MXFP4 with .* size \(128, 96\) is not supported; .* of 64"):
+        TritonKernelRunner(QuantizedExperts(2, 128, 96, MXFP4))
     for experts in OTHERS[:2]:
         with pytest.raises(ValueError, match=r"weights: .*; supported: weights: mxfp4"):
             FlashInferMxfp4Runner(experts)
@@ -175,7 +179,7 @@ def test_quantized_pairs_have_the_bits_of_quantized_inputs(silu: bool) -> None:
     x = inputs.normal(num_rows if silu else 3, 384 * (1 + silu), dtype=torch.bfloat16)
     x[0, :128] = 0.0
     source = rows if silu else tokens
-    wanted = quantize_input(x, SCHEME, silu=silu)
+    wanted = quantize_input(x, FP8_BLOCKS, silu=silu)
     found = quantize_pairs(x, slots, num_rows, silu)
     expect_equal("q", found.q.view(torch.uint8)[rows], wanted.q.view(torch.uint8)[source])
     expect_equal("scale", found.scale[rows], wanted.scale[source])

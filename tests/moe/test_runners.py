@@ -7,18 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from diptych import LLM, SamplingParams
+from optimized.moe import FusedExperts
 from optimized.moe_runners import table
 from optimized.moe_runners.base import MoeRunner
 from optimized.moe_runners.cutlass import CutlassRunner
 from optimized.moe_runners.deep_gemm import DeepGemmRunner
 from optimized.moe_runners.flashinfer_cutlass import FlashInferCutlassRunner
 from optimized.moe_runners.flashinfer_mxfp4 import FlashInferMxfp4Runner
-from optimized.moe_runners.layouts import swap_halves
+from optimized.moe_runners.layouts import FP8_BLOCKS, MXFP4, swap_halves
 from optimized.moe_runners.triton_kernel import TritonKernelRunner
+from optimized.quantized_moe import QuantizedExperts
+from shared.config import EngineConfig
 from shared.conformance.contracts.moe.experts import experts64
+from shared.conformance.device import check_device
 from shared.interfaces import TopKOutput
+from shared.types.quantization import QuantScheme
 
 NAMES = tuple(table.NEEDS)
 
@@ -85,8 +91,70 @@ def test_the_engine_refuses_when_it_starts() -> None:
         LLM("tiny-moe", panel="optimized", moe_runner_backend="deep_gemm", deterministic=True)
 
 
+def chosen(scheme: QuantScheme | None, dtype: torch.dtype = torch.bfloat16, **flags: Any) -> Any:
+    """What auto takes for experts of a scheme."""
+    sizes = 2, 128, 128
+    experts = FusedExperts(*sizes) if scheme is None else QuantizedExperts(*sizes, scheme)
+    config = EngineConfig(model="tiny-moe", **flags)
+    table.use_runner(nn.ModuleList([experts]), config, torch.device("cuda"), dtype)
+    return experts.runner
+
+
+def test_auto_takes_what_was_measured_as_faster(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
+    runner = chosen(FP8_BLOCKS)
+    assert (type(runner), runner.min_tokens) == (CutlassRunner, 512)
+    assert type(chosen(MXFP4)) is TritonKernelRunner
+    for scheme in (None, QuantScheme("fp8", inputs="token")):
+        assert chosen(scheme) is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sgl_kernel" else object())
+    runner = chosen(FP8_BLOCKS)
+    assert (type(runner), runner.min_tokens) == (DeepGemmRunner, 1024)
+
+
+def test_auto_keeps_the_own_kernels(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
+    """Another type or GPU, deterministic mode, experts of several ranks, few requests, no library."""
+    assert chosen(FP8_BLOCKS, torch.float32) is None
+    assert chosen(MXFP4, torch.float16) is None
+    assert chosen(FP8_BLOCKS, deterministic=True) is None
+    assert chosen(FP8_BLOCKS, tp=2, ep=2) is None
+    assert chosen(MXFP4, max_running_requests=4) is None
+    monkeypatch.setattr(table, "compute_capability_major", lambda device: 10)
+    assert chosen(FP8_BLOCKS) is None
+    monkeypatch.setattr(table, "compute_capability_major", lambda device: 9)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert chosen(FP8_BLOCKS) is None
+
+
+def test_a_named_runner_refuses_the_type_of_the_model(hopper: None) -> None:
+    with pytest.raises(ValueError, match=r"dtype torch\.float32 is not supported; supported: bfloat16"):
+        chosen(FP8_BLOCKS, torch.float32, moe_runner_backend="deep_gemm")
+
+
+@pytest.mark.parametrize("scheme", [None, FP8_BLOCKS])
+def test_few_tokens_are_computed_by_the_own_kernels(scheme: QuantScheme | None) -> None:
+    experts: Any = FusedExperts(2, 128, 128) if scheme is None else QuantizedExperts(2, 128, 128, scheme)
+    for parameter in experts.parameters():
+        parameter.data.zero_()
+    experts.to(check_device())
+    experts.runner = Marked(experts)
+    experts.runner.min_tokens = 3
+    for num_tokens in (2, 3):
+        x = torch.zeros(num_tokens, 128, device=check_device())
+        topk = TopKOutput(x[:, :1], torch.zeros_like(x[:, :1], dtype=torch.int32))
+        assert (experts(x, topk) == (num_tokens >= 3)).all()
+
+
+class Marked(MoeRunner):
+    """Answers with ones."""
+
+    def run(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
+        return torch.ones_like(x)
+
+
 class Swapped(MoeRunner):
     """Keeps w13 with up before gate."""
+
+    dtypes = (torch.float32,)
 
     def prepare(self) -> None:
         swap_halves(self.experts.w13)
