@@ -93,7 +93,7 @@ def test_arguments_of_the_template() -> None:
         tokenizer.check_template_args({"tools": []})
 
 
-@pytest.mark.parametrize("messages", [[], [3], ["hi"], 5, "hi", {"role": "user"}])
+@pytest.mark.parametrize("messages", [[], [3], ["hi"], [{"role": "user"}, "hi"], 5, "hi", {"role": "user"}])
 def test_messages_that_are_none_are_refused(messages: list) -> None:
     with pytest.raises(ValueError, match="non-empty list of mappings"):
         byte_level().chat(messages)
