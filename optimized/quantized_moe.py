@@ -46,7 +46,7 @@ class QuantizedExperts(Interface):
         weights, ids = topk.topk_weights.contiguous(), topk.topk_ids.contiguous()
         w13 = ExpertWeights(self.w13, self.w13_scale, self.w13_zero, self.b13)
         w2 = ExpertWeights(self.w2, self.w2_scale, self.w2_zero, self.b2)
-        if self.scheme.weight_type == "mxfp4" and len(x) <= MAX_TOKENS and not self.is_deterministic:
+        if self._uses_gemv(len(x)):
             return mxfp4_gemv_experts(x, weights, ids, w13, w2, self.swiglu_limit)
         num_pairs = FIXED_PAIRS * len(self.w13) if self.is_deterministic else ids.numel()
         tile = quantized_tile(num_pairs, len(self.w13))
@@ -55,10 +55,14 @@ class QuantizedExperts(Interface):
         act = quantized_up_gemm(x_q, w13, self.scheme, blocks, top_k, tile, self.swiglu_limit)
         pairs = quantized_down_gemm(self._input(act, self.tp), w2, self.scheme, blocks, weights, tile)
         return combine(pairs, ids)
+        # --8<-- [end:run-quantized-experts]
+
+    def _uses_gemv(self, num_tokens: int) -> bool:
+        is_mxfp4 = self.scheme.weight_type == "mxfp4"
+        return is_mxfp4 and num_tokens <= MAX_TOKENS and not self.is_deterministic
 
     def _input(self, x: torch.Tensor, tp: Collectives | None = None) -> torch.Tensor | QuantizedInput:
         return x if self.scheme.inputs == "none" else quantize_input(x, self.scheme, tp=tp)
-        # --8<-- [end:run-quantized-experts]
 
     def _check(self, x: torch.Tensor) -> None:
         """Raise `ValueError` for a type that the kernels do not compute."""
