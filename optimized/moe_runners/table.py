@@ -41,8 +41,8 @@ AUTO = (
     Choice(MXFP4, "triton_kernel", 1, MAX_TOKENS + 1),
 )
 """In order of preference, from measurements on an H200 with 1, 16, 64, 512 and 4,096 tokens, which
-docs/components/moe.md has. deep_gemm was as fast as the own kernels with 512 tokens, and 2.4 times as fast with
-4,096. MXFP4 weights have one layout; the own kernels have GEMVs for up to `MAX_TOKENS` tokens."""
+docs/components/moe.md has. deep_gemm was about as fast as the own kernels with 512 tokens, and 2.4 times as
+fast with 4,096. MXFP4 weights have one layout; the own kernels have GEMVs for up to `MAX_TOKENS` tokens."""
 AUTO_MAJOR = 9
 """The compute capability of that GPU."""
 
