@@ -32,6 +32,8 @@ BLOCK_M = 16
 """Rows of a block: the fewest that tensor cores multiply."""
 SPLIT_K = 64 if INTERPRETED else 512
 """Columns of a part; for a rank above 32 half of that. Half a part at a time is multiplied."""
+MAX_PART = 64 * 1024
+"""Bytes of A in a CTA."""
 MAX_SLICES = 3
 MAX_TILE = 4096
 """Numbers of B in a CTA."""
@@ -121,7 +123,7 @@ def shrink(x: torch.Tensor, a: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     assert x.stride(1) == 1
     assert a.is_contiguous()
     num_rows = x.shape[0]
-    split_k = SPLIT_K if rank <= 32 else SPLIT_K // 2
+    split_k = min(SPLIT_K if rank <= 32 else SPLIT_K // 2, MAX_PART // (rank * x.element_size()))
     splits = triton.cdiv(k, split_k)
     h = torch.empty(splits, num_rows, num_slices, rank, dtype=torch.float32, device=x.device)
     _shrink_kernel[(_max_blocks(num_rows, a), num_slices, splits)](
