@@ -14,7 +14,7 @@ from reference.models.llama import LlamaForCausalLM
 from reference.models.mla import MLAAttention
 from shared.interfaces import CausalLM
 from shared.modeling.mla import expand
-from shared.types.attention import AttentionLayer, MLALayer
+from shared.types.attention import AttentionLayer, KVScales, MLALayer
 from tests.conformance.mutants.mutant import Mutant, module_with, mutant_of
 
 
@@ -59,6 +59,39 @@ class CountsVToo(MLATokenToKVPool):
     @property
     def num_bytes_per_token(self) -> int:
         return self.num_layers * (self._rows.shape[-1] + self.kv_lora_rank) * self.dtype.itemsize
+
+
+@mutant_of("mla_memory_pool")
+class StoresFp8Unscaled(MLATokenToKVPool):
+    """An FP8 pool stores rows as they are, not over the layer's scale."""
+
+    def store(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        scales = self.kv_scales
+        self.kv_scales = [KVScales()] * self.num_layers
+        super().store(layer_id, out_cache_loc, k, v)
+        self.kv_scales = scales
+
+
+@mutant_of("mla_attention")
+class ScoresUnscaledRows(AbsorbedMLA):
+    """The scale of FP8 rows multiplies the weighted sums, and not the scores."""
+
+    def _keys_and_values(
+        self, layer: AttentionLayer, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = super()._keys_and_values(layer, slots)
+        return k / self.kv_pool.kv_scales[layer.layer_id].k, v
+
+
+@mutant_of("mla_attention")
+class ScaleOfAnotherLayer(ExpandedMLA):
+    """FP8 rows are multiplied by the scale of the first layer."""
+
+    def _keys_and_values(
+        self, layer: AttentionLayer, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.kv_pool.k_buffer(layer.layer_id)[slots].float()
+        return expand(rows * self.kv_pool.kv_scales[0].k, cast(MLALayer, layer))
 
 
 @mutant_of("mla_attention")
