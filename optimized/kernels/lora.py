@@ -49,6 +49,8 @@ def _shrink_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if block >= tl.load(num_blocks_ptr):
+        if USE_PDL:  # so that a launch without blocks does not end before the previous one
+            tl.extra.cuda.gdc_wait()
         return
     slot = tl.load(slots_ptr + block).to(tl.int64)
     rows = tl.load(rows_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -84,6 +86,8 @@ def _expand_add_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if block >= tl.load(num_blocks_ptr):
+        if USE_PDL:  # so that a launch without blocks does not end before the previous one
+            tl.extra.cuda.gdc_wait()
         return
     slot = tl.load(slots_ptr + block).to(tl.int64)
     rows = tl.load(rows_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
