@@ -58,6 +58,13 @@ def test_sizes_follow_the_flags(flags: dict[str, Any], sizes: tuple[int, ...]) -
     assert captured_token_counts(EngineConfig(**flags), shape("Qwen3-0.6B")) == sizes
 
 
+def test_sizes_ascend() -> None:
+    flags = EngineConfig(cuda_graph_max_tokens=20_000, chunked_prefill_size=20_000)
+    sizes = captured_token_counts(flags, shape("Qwen3-0.6B"))
+    assert sizes == (*sorted(set(sizes[:-1])), 20_000)
+    assert sizes[-6:] == (7168, 8192, 10_240, 12_288, 14_336, 20_000)
+
+
 def test_larger_models_are_captured_for_fewer_tokens() -> None:
     largest = {}
     for name in ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B"):

@@ -82,6 +82,7 @@ def test_tokens_of_a_cached_prefix_are_known() -> None:
 
 def test_ids_that_cannot_be_drafted_end_the_chain() -> None:
     assert drafts_after([1, 2, 3, 50, 4, 1, 2], num_token_ids=50) == [3]
+    assert drafts_after([1, 2, 0, 49, 4, 1, 2], num_token_ids=50) == [0, 49, 4, 1]
 
 
 def test_a_row_has_its_next_owners_tokens() -> None:

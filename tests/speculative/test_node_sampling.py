@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from optimized.speculative import node_sampler
 from reference.speculative.draft_tree import DraftTreeOps
 from shared.conformance.sampling import ADJUSTED, KINDS, Ask
 from shared.sampling.sampling_batch import make_sampling_batch_info
@@ -106,3 +109,21 @@ def test_masks_are_repeated() -> None:
     found = expand_to_nodes(info, random_drafter(3, 2)(DraftTreeOps(), reqs))
     assert found.vocab_mask is not None
     assert found.vocab_mask.tolist() == [[5]] * 3 + [[6]] * 3
+
+
+@pytest.mark.parametrize(
+    ("counts", "bans", "num_made"), [(None, None, 1), (torch.zeros(1), None, 2), (None, object(), 2)]
+)
+def test_the_info_of_nodes_is_kept_while_nothing_depends_on_outputs(
+    counts: Any, bans: Any, num_made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(node_sampler, "expand_to_nodes", lambda *_: made.append(object()) or made[-1])
+    sampler = node_sampler.NodeSampler(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    info: Any = SimpleNamespace(output_counts=counts)
+    small, large = (SimpleNamespace(num_draft_tokens=n) for n in (4, 5))
+    found = [sampler._info_of_nodes(info, small, bans) for _ in range(2)]  # type: ignore[arg-type]
+    assert len(made) == num_made
+    assert found == [made[0], made[-1]]
+    sampler._info_of_nodes(info, large, bans)  # type: ignore[arg-type]
+    assert len(made) == num_made + 1
