@@ -242,6 +242,17 @@ def test_cublas_linear(bias: bool, num_tokens: int) -> None:
         expect_close("mlp", mlp(x), product(mlp.down_proj, gate / (1 + (-gate).exp()) * up), close)
 
 
+def test_logits_of_few_tokens_take_the_kernel_for_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("small_batch_linear", "cublas_linear"):
+        module = getattr(optimized.layers, name)
+        monkeypatch.setattr(module, "linear", lambda *_, name=name, **__: calls.append(name))
+    most = linear_choice.max_tokens(torch.float32)
+    for num_tokens in (1, most, most + 1):
+        optimized.layers.logits(torch.zeros(num_tokens, 8), torch.zeros(4, 8))
+    assert calls == ["small_batch_linear", "small_batch_linear", "cublas_linear"]
+
+
 def test_parts_of_a_merged_product() -> None:
     merged = MergedLinear(3, {"a": 2, "b": 4}, bias=True)
     views = merged.weight_views()
