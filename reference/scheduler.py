@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reference.block_diffusion import DiffusionDecoding
+from reference.decoding import PlainDecoding
 from reference.speculative.decoding import SpeculativeDecoding
 from shared.config import EngineConfig, ModelConfig
 from shared.interfaces import RadixKey, SchedulerParts
@@ -12,13 +12,20 @@ from shared.types import BatchResult, Req, ScheduleBatch, StepOutput
 
 
 class Scheduler(BaseScheduler):
+    decoding: PlainDecoding | SpeculativeDecoding
+
     def __init__(self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts) -> None:
         super().__init__(config, model_config, parts)
         self.decoding = (
-            DiffusionDecoding(parts)
+            PlainDecoding(parts)
             if parts.drafter is None
             else SpeculativeDecoding(config, self.context_len, parts)
         )
+
+    def _decode_blocks(self) -> None:
+        from reference.block_diffusion import DiffusionDecoding
+
+        self.decoding = DiffusionDecoding(self.parts)  # plain requests go on as before
 
     # --8<-- [start:scheduler-step]
     def step(self) -> list[StepOutput]:

@@ -21,16 +21,14 @@ TAKEN = (
 
 
 def check_diffusion(
-    params: DiffusionParams | None,
+    params: DiffusionParams,
     sampling: SamplingParams,
     prompt_ids: Sequence[int],
     others: Sequence[object],
     assembly: Assembly,
 ) -> None:
-    """Raise `ValueError` for a request that block diffusion does not serve. params: None if it is none.
-    others: further fields of the request, all None."""
-    if params is None:
-        return
+    """Raise `ValueError` for a request that block diffusion does not serve. others: further
+    fields of the request, all None."""
     config, num_token_ids = assembly.config, assembly.parts.num_token_ids
     check_supported("diffusion requests", config)
     if any(other is not None for other in others):

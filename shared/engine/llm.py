@@ -10,13 +10,7 @@ from typing import Any
 
 from shared.config import EngineConfig
 from shared.engine.diffusion import check_diffusion
-from shared.engine.embedding import (
-    NO_TOKENS,
-    EmbedOutput,
-    check_dimensions,
-    check_pooling,
-    embed_outputs,
-)
+from shared.engine.embedding import NO_TOKENS, EmbedOutput, check_dimensions, check_pooling, embed_outputs
 from shared.engine.images import ImagesPrompt, images_prompt, take_images, with_images
 from shared.engine.input_embeds import EmbedsPrompt, as_prompts, embeds_prompt
 from shared.engine.lora_adapters import adapters_of, cache_namespace
@@ -192,8 +186,10 @@ class LLM:
         if (sampling_params.stop or sampling_params.stop_regex) and self.tokenizer is None:
             raise ValueError("this model has no tokenizer: stop and stop_regex need one")
         check_fields(rid, extra_key, priority, routing_key, logit_processor)
-        check_pooling(is_pooling, self.config, self.model_config)
-        check_diffusion(diffusion, sampling_params, prompt_ids, (embeds, logit_processor), self.assembly)
+        if is_pooling or self.model_config.num_labels:
+            check_pooling(is_pooling, self.config, self.model_config)
+        if diffusion is not None:
+            check_diffusion(diffusion, sampling_params, prompt_ids, (embeds, logit_processor), self.assembly)
         grammars = self.assembly.grammars
         compiled = grammars.submit(sampling_params) if sampling_params.given_grammars else None
         if compiled is not None:
@@ -208,7 +204,9 @@ class LLM:
             collectors: list[OutputCollector] = []
             try:
                 adapter = None if lora is None else adapters_of(self.assembly.lora).get(lora)
-                namespace = cache_namespace(extra_key, adapter, diffusion)
+                namespace: Any = extra_key
+                if adapter is not None or diffusion is not None:
+                    namespace = cache_namespace(extra_key, adapter, diffusion)
                 for i in range(sampling_params.n):
                     # --8<-- [start:make-req]
                     req = Req(

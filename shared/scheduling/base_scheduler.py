@@ -84,6 +84,8 @@ class BaseScheduler(interface.Scheduler):
         if req.rid in self.live or any(req.rid == output.rid for output in self.outputs):
             raise ValueError(f"request id {req.rid!r} is in use")
         admit(req, self.model_config.vocab_size, self.context_len, self.parts.allocator.size)
+        if req.diffusion is not None:
+            self._decode_blocks()
         req.arrival_time = req.queue_start_time = self.parts.clock()
         self.live[req.rid] = req
         self.waiting_queue.append(req)
@@ -93,6 +95,10 @@ class BaseScheduler(interface.Scheduler):
         if limit is not None and len(self.waiting_queue) > limit:
             reason = FinishAbort(f"the queue is full ({limit} waiting)", 503)
             self._finish(turned_away(self.waiting_queue, self.config), reason)
+
+    def _decode_blocks(self) -> None:
+        """From now on, decode requests with block diffusion too."""
+        raise ValueError("block diffusion needs scheduler=reference")
 
     def abort(self, rid: str) -> bool:
         req = self.live.get(rid)
