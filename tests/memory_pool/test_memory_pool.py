@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from reference import memory_pool
 from shared import registry
 from shared.conformance.case import Case
 from shared.conformance.contracts.memory_pool.allocator_sequences import Call, Run
+from shared.types.attention import FP8, KVScales
 from tests.properties import given, settings, st
 
 
@@ -28,6 +31,16 @@ def test_write_beyond_the_row_is_an_error() -> None:
 def test_a_request_cannot_shrink() -> None:
     with pytest.raises(AssertionError, match="from 5 to 4"):
         memory_pool.TokenToKVPoolAllocator(16, 4, "cpu").alloc_extend([5], [4], [8])
+
+
+@pytest.mark.parametrize("panel", ["reference", "optimized"])
+def test_latent_rows_in_fp8_are_divided_by_their_scale(panel: str) -> None:
+    pool_class = import_module(f"{panel}.mla_memory_pool").MLATokenToKVPool
+    k = torch.full((1, 1, 6), 8.0)
+    for scales, stored in (([KVScales(4.0, 1.0)], 2.0), (None, 8.0)):
+        pool = pool_class(4, 1, 1, 4, 2, FP8, "cpu", scales)
+        pool.store(0, torch.tensor([3]), k, k[..., :4])
+        assert pool.k_buffer(0)[3].float().unique().tolist() == [stored]
 
 
 def test_buffers_are_not_copied_on_the_way_out() -> None:

@@ -58,6 +58,13 @@ def test_sizes_follow_the_flags(flags: dict[str, Any], sizes: tuple[int, ...]) -
     assert captured_token_counts(EngineConfig(**flags), shape("Qwen3-0.6B")) == sizes
 
 
+def test_flops_of_a_token_are_those_of_its_gemms() -> None:
+    dense = 1024 * (16 + 8 + 8 + 16) * 128 + 3 * 1024 * 3072
+    experts = 2048 * (32 + 4 + 4 + 32) * 128 + 3 * 2048 * 8 * 768
+    assert flops_per_token(shape("Qwen3-0.6B")) == 2 * dense
+    assert flops_per_token(shape("Qwen3-30B-A3B")) == 2 * experts
+
+
 def test_sizes_ascend() -> None:
     flags = EngineConfig(cuda_graph_max_tokens=20_000, chunked_prefill_size=20_000)
     sizes = captured_token_counts(flags, shape("Qwen3-0.6B"))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from optimized.overlap.future_runs import count_runs
 from optimized.scheduler import Scheduler
 from optimized.speculative.round import RoundInFlight
 from shared import registry
@@ -52,6 +55,12 @@ def test_a_round_is_launched_before_the_results_of_the_one_before_are_asked_for(
 )
 def test_the_drafters_of_this_panel_run_ahead(name: str) -> None:
     assert registry.load("drafter", f"optimized.speculative.{name}").runs_ahead
+
+
+def test_runs_are_counted_without_their_padding() -> None:
+    counts = torch.zeros(2, 4, dtype=torch.int32)
+    count_runs(SimpleNamespace(output_counts=counts), torch.tensor([[0, 2, -1], [3, 3, 0]]))  # type: ignore[arg-type]
+    assert counts.tolist() == [[1, 0, 1, 0], [1, 0, 0, 2]]
 
 
 def test_others_are_waited_for() -> None:
