@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 
+from optimized.array_tree import TreeNode, part_of
 from optimized.radix_cache import RadixCache
 from reference.memory_pool import TokenToKVPoolAllocator
 from reference.radix_cache import RadixCache as ReferenceCache
@@ -214,3 +216,15 @@ def test_a_path_that_is_not_the_requests_is_named() -> None:
     req.cache_protected_len -= 1
     with pytest.raises(AssertionError, match="protects 5 tokens, its path has 6"):
         world.cache_unfinished(req)
+
+
+@pytest.mark.parametrize("is_bigram", [False, True])
+def test_a_part_is_a_view_unless_it_would_keep_twice_its_size_alive(is_bigram: bool) -> None:
+    key, value = np.arange(8 + is_bigram), torch.arange(8)
+    node = TreeNode(1, None, key, value, 8, None, is_bigram, 0, 0, 0)
+    for start, end, is_view in ((0, 3, False), (0, 4, is_bigram), (2, 7, True), (0, 8, True)):
+        tokens, slots = part_of(node, start, end)
+        assert tokens.tolist() == list(range(start, end + is_bigram))
+        assert slots.tolist() == list(range(start, end))
+        assert np.shares_memory(tokens, key) == is_view
+        assert (slots.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()) == is_view
