@@ -222,7 +222,7 @@ def test_a_path_that_is_not_the_requests_is_named() -> None:
 def test_a_part_is_a_view_unless_it_would_keep_twice_its_size_alive(is_bigram: bool) -> None:
     key, value = np.arange(8 + is_bigram), torch.arange(8)
     node = TreeNode(1, None, key, value, 8, None, is_bigram, 0, 0, 0)
-    for start, end, is_view in ((0, 3, False), (0, 4, is_bigram), (2, 7, True), (0, 8, True)):
+    for start, end, is_view in ((0, 3, False), (0, 4, False), (0, 5, True), (2, 7, True), (0, 8, True)):
         tokens, slots = part_of(node, start, end)
         assert tokens.tolist() == list(range(start, end + is_bigram))
         assert slots.tolist() == list(range(start, end))
