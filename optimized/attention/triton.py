@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from optimized.kernels.decode_attention import _decode_kernel, decode_attention
 from optimized.kernels.extend_attention import extend_attention
+from optimized.kernels.fp8_decode_attention import fp8_decode_attention, suits_fp8_kernel
 from optimized.kernels.paged_softmax import window_of
 from optimized.kernels.tree_attention import tree_attention
 from shared.interfaces import attention as interface
@@ -111,7 +112,8 @@ class TritonAttention(interface.AttentionBackend):
             "out": attention_output(q, layer, out),
         }
         if batch.forward_mode.is_decode and batch.custom_mask is None:
-            return decode_attention(q, k_buffer, v_buffer, *where, plan.counters, **options)
+            decode = fp8_decode_attention if suits_fp8_kernel(q, k_buffer) else decode_attention
+            return decode(q, k_buffer, v_buffer, *where, plan.counters, **options)
         if plan.is_tree and window_of(layer) == -1:
             del options["sliding_window"]
             return tree_attention(q, k_buffer, v_buffer, *where, **options, tree_mask=batch.tree_mask)

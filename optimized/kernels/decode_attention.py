@@ -35,7 +35,7 @@ from optimized.kernels.split_kv import (
 
 
 @triton.jit
-def _keys_of(request, seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, stride_row):
+def keys_of(request, seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, stride_row):
     """The number of keys of a request, and the row of their slots."""
     seq_len = tl.load(seq_lens_ptr + request).to(tl.int32)
     return seq_len, req_to_token_ptr + tl.load(req_pool_indices_ptr + request) * stride_row
@@ -70,7 +70,7 @@ def _decode_kernel(
         out_head, sinks_ptr = out_ptr + head * GROUP * HEAD_DIM, sinks_ptr + head * GROUP
         stride_out = num_kv_heads * GROUP * HEAD_DIM
         request, tiles_start = first_request, first_start
-        seq_len, slots_ptr = _keys_of(
+        seq_len, slots_ptr = keys_of(
             request, seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, stride_row
         )
         first_key = 0
@@ -131,7 +131,7 @@ def _decode_kernel(
             is_next = is_last & (tile + 1 < run_end)
             if is_next:
                 request += 1
-                seq_len, slots_ptr = _keys_of(
+                seq_len, slots_ptr = keys_of(
                     request, seq_lens_ptr, req_pool_indices_ptr, req_to_token_ptr, stride_row
                 )
                 if not Q_EACH_TILE:

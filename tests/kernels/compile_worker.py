@@ -1,8 +1,8 @@
 """Compiles the kernels that a launcher would launch, for a GPU that is not present.
 
 Run as its own process with TRITON_INTERPRET=0. Each line of standard input names a GPU and a launch of
-`launches.py`, in JSON. The answer is one line: the kernels it launched, with their shared memory in bytes and
-the number of their asynchronous copies, or the error.
+`launches.py`, in JSON. The answer is one line: the kernels it launched, with their shared memory in bytes,
+the number of their asynchronous copies and the layouts of their `mma.sync`, or the error.
 
 The launchers run unchanged, on tensors of the device "meta". Triton gets a driver that names the target and
 cannot launch, so each launch ends after compilation.
@@ -11,6 +11,7 @@ cannot launch, so each launch ends after compilation.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import traceback
 from typing import Any
@@ -50,19 +51,28 @@ class NoDriver:
         return GPUTarget("cuda", int(self.name.removeprefix("sm_")), 32)
 
 
-def watch() -> list[tuple[str, int, int]]:
-    """(name, shared memory, asynchronous copies) of each kernel that is launched from now on."""
-    launched: list[tuple[str, int, int]] = []
+def watch() -> list[tuple[str, int, int, list[str]]]:
+    """(name, shared memory, asynchronous copies, layouts of mma.sync) of each kernel launched from now on."""
+    launched: list[tuple[str, int, int, list[str]]] = []
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        num_copies = kernel.asm["ttgir"].count("ttg.async_copy_global_to_local")
-        launched.append((kernel.metadata.name, kernel.metadata.shared, num_copies))
+        text = kernel.asm["ttgir"]
+        num_copies = text.count("ttg.async_copy_global_to_local")
+        launched.append((kernel.metadata.name, kernel.metadata.shared, num_copies, mma_layouts(text)))
         return kernel
 
     JITFunction.run = compile_only
     return launched
+
+
+def mma_layouts(text: str) -> list[str]:
+    """The definitions of the layouts in which a kernel in Triton's GPU dialect has operands of `mma.sync`."""
+    calls = [line for line in text.splitlines() if "mma.sync" in line]
+    used = {layout for line in calls for layout in re.findall(r"tensor<[^,>]*, (.*?)>(?:[,) ]|$)", line)}
+    definitions = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", text, re.MULTILINE))
+    return sorted(definitions.get(layout, layout) for layout in used)
 
 
 def main() -> None:

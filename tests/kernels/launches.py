@@ -17,6 +17,7 @@ from optimized.kernels.decode_attention import decode_attention
 from optimized.kernels.dequantize import dequantize
 from optimized.kernels.extend_attention import extend_attention
 from optimized.kernels.fixed_split_attention import fixed_split_attention
+from optimized.kernels.fp8_decode_attention import fp8_decode_attention, suits_fp8_kernel
 from optimized.kernels.moe_align import align
 from optimized.kernels.moe_combine import combine
 from optimized.kernels.moe_gemm import down_gemm, up_gemm
@@ -88,7 +89,8 @@ def decode(
     q, *others = _attention(head_dim, group, batch, 1, dtype, kv_dtype)
     counters = torch.empty(batch * NUM_KV_HEADS, dtype=torch.int32)
     page_size = PAGE_SIZES.get(head_dim, 1)
-    decode_attention(q, *others, counters, out=torch.empty_like(q), scale=1.0, page_size=page_size, **options)
+    attention = fp8_decode_attention if suits_fp8_kernel(q, others[0]) else decode_attention
+    attention(q, *others, counters, out=torch.empty_like(q), scale=1.0, page_size=page_size, **options)
 
 
 def extend(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -61,7 +62,13 @@ DECODE_COPIES = 3
 """Of slots, K and V, in the loop. Pipelined, they also precede the loop, once for each tile in flight.
 Triton leaves a loop that it cannot pipeline as it is, for instance one with a barrier."""
 
-Launched = tuple[str, int, int]  # kernel, bytes of shared memory, asynchronous copies
+THREADS = re.compile(
+    r"#ttg.linear<\{register = \[\], lane = \[\[1, 0\], \[2, 0\], \[4, 0\], \[8, 0\], \[16, 0\]\], .*"
+    r"|#ttg.blocked<\{sizePerThread = \[1, 1\], threadsPerWarp = \[32, 1\], warpsPerCTA = \[1, \d+\], .*"
+)
+"""The layouts of warp_mma.py: dimension 0 is the lane, and each thread has one word."""
+
+Launched = tuple[str, int, int, list[str]]  # see compile_worker.watch
 Ask = Callable[[str, str], list[Launched]]
 
 
@@ -97,7 +104,10 @@ def check(compiled: Ask, gpu: str, name: str) -> None:
     num_ctas = 2 if name.startswith("decode-d64") and "fp32" not in name else 1  # of a multiprocessor
     limit = GPUS[gpu].shared_memory_per_cta(num_ctas)
     assert [kernel for kernel in launched if kernel[1] > limit] == []
-    if name.startswith("decode"):
+    for kernel, _, _, layouts in launched:
+        assert bool(layouts) == (kernel == "_fp8_decode_kernel")
+        assert [layout for layout in layouts if not THREADS.fullmatch(layout)] == []
+    if name.startswith("decode") and launched[0][0] != "_fp8_decode_kernel":
         assert launched[0][2] >= 2 * DECODE_COPIES, "the loop is not pipelined"
 
 

@@ -15,7 +15,10 @@ from shared.interfaces import AttentionBackend
 ROOT = Path(__file__).parents[3] / "optimized"
 FILES = {
     name: ROOT / "kernels" / f"{name}.py"
-    for name in ("paged_softmax", "split_kv", "decode_attention", "extend_attention", "tree_attention")
+    for name in (
+        *("paged_softmax", "split_kv", "decode_attention", "extend_attention", "tree_attention"),
+        *("fp8_tiles", "fp8_decode_attention"),
+    )
 } | {"triton": ROOT / "attention" / "triton.py"}
 
 
@@ -44,8 +47,9 @@ class KernelMutant:
             (folder / f"{prefix}{name}.py").write_text(text)
         monkeypatch.syspath_prepend(str(folder))
         impl: type[AttentionBackend] = importlib.import_module(f"{prefix}triton").TritonAttention
-        for name in ("decode_attention", "tree_attention"):
+        for name in ("decode_attention", "fp8_decode_attention", "tree_attention"):
             monkeypatch.setattr(f"{prefix}{name}.num_split_ctas", _as_few_as_interpreted)
+        monkeypatch.setattr(f"{prefix}fp8_decode_attention.MIN_REQUESTS", 1)
         return impl
 
 
@@ -276,3 +280,15 @@ SPLIT_MUTANTS = (
 )
 """Caught by the kernel's own tests: the contract asks for no sinks of requests that are long enough to be
 split, and for no second step of them."""
+
+FP8_MUTANTS = tuple(
+    KernelMutant(f"fp8_{name}", "fp8-pool", file, ((before, after),))
+    for name, file, before, after in (
+        ("query_before", "fp8_decode_attention", "q_heads + next_request *", "q_heads + request *"),
+        ("values_of_the_other_key", "fp8_tiles", "i // 2 * 8 + i % 2", "i // 2 * 8 + 1 - i % 2"),
+        ("keys_beyond_the_end", "fp8_tiles", "(position < seq_len) & ", ""),
+        ("window_forgotten", "fp8_tiles", " & (position >= first_key)", ""),
+        ("sums_not_rescaled", "fp8_decode_attention", "* rescale0 + sum0", "+ sum0"),
+    )
+)
+"""What decode attention over FP8 pools of 16-bit models catches."""

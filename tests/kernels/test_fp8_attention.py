@@ -1,0 +1,77 @@
+"""Decode attention over FP8 pools beyond its contract: keys divided among CTAs, and bugs that it catches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optimized.attention.triton import TritonAttention
+from optimized.kernels import fp8_decode_attention as kernel
+from shared.conformance.attention_batches import AttentionBatch, AttentionCase
+from shared.conformance.compare import Mismatch
+from shared.interfaces import AttentionBackend
+from shared.types.attention import FP8, KVScales
+from tests.conformance.mutants.optimized_attention import FP8_MUTANTS, KernelMutant
+
+SIZES: dict[str, Any] = {"dtype": torch.float16, "num_qo_heads": 4, "num_kv_heads": 1, "head_dim": 128}
+EXTRAS = {"sliding_window": 150, "sinks": (0.5, 3.0, 0.1, 0.0), "logit_cap": 5.0, "page_size": 4}
+
+
+def expect(impl: type[AttentionBackend], lengths: tuple[int, ...], **options: Any) -> None:
+    queries = tuple((length - 1, 1) for length in lengths)
+    batch = AttentionBatch(AttentionCase("decode", queries, kv_scales=KVScales(0.5, 2.0), **SIZES | options))
+    batch.expect(batch.run(impl))
+
+
+@pytest.mark.parametrize("num_programs", [1, 4, 10])
+@pytest.mark.parametrize("options", [{}, EXTRAS], ids=["plain", "extras"])
+def test_any_number_of_programs(
+    num_programs: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one that does everything to one for each tile, with and without requests in several runs."""
+    monkeypatch.setattr(kernel, "MIN_REQUESTS", 1)
+    monkeypatch.setattr(kernel, "num_split_ctas", lambda *_: num_programs)
+    expect(TritonAttention, (1, 300, 129), **options)
+
+
+@pytest.mark.parametrize("num_heads", [7, 8])
+def test_heads_of_a_group(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "MIN_REQUESTS", 1)
+    expect(TritonAttention, (40, 3), num_qo_heads=num_heads, dtype=torch.bfloat16)
+
+
+def test_one_warp_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "MIN_REQUESTS", 1)
+    monkeypatch.setattr(kernel, "WARPS", 1)
+    expect(TritonAttention, (40, 70))
+
+
+def test_many_requests() -> None:
+    expect(TritonAttention, tuple(range(1, 18)))
+
+
+def test_what_the_kernel_computes() -> None:
+    def suits(num_qo_heads: int, head_dim: int, dtype: torch.dtype, pool: torch.dtype = FP8) -> bool:
+        q = torch.empty(16, num_qo_heads, head_dim, dtype=dtype)
+        return kernel.suits_fp8_kernel(q, torch.empty(9, 2, head_dim).to(pool))
+
+    assert suits(16, 128, torch.bfloat16)
+    assert not suits(18, 128, torch.bfloat16)
+    assert not suits(16, 64, torch.bfloat16)
+    assert not suits(16, 128, torch.float32)
+    assert not suits(16, 128, torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("mutant", FP8_MUTANTS, ids=lambda mutant: mutant.name)
+def test_planted_bugs(mutant: KernelMutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    impl = mutant.build(tmp_path, monkeypatch)
+
+    def expect_both() -> None:
+        expect(impl, (1, 300, 129, 513), **EXTRAS)
+        expect(impl, (900, 130))
+
+    with pytest.raises(Mismatch):
+        expect_both()
