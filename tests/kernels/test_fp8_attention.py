@@ -12,6 +12,7 @@ from optimized.attention.triton import TritonAttention
 from optimized.kernels import fp8_decode_attention as kernel
 from shared.conformance.attention_batches import AttentionBatch, AttentionCase
 from shared.conformance.compare import Mismatch
+from shared.conformance.device import check_device
 from shared.interfaces import AttentionBackend
 from shared.types.attention import FP8, KVScales
 from tests.conformance.mutants.optimized_attention import FP8_MUTANTS, KernelMutant
@@ -55,8 +56,8 @@ def test_many_requests() -> None:
 
 def test_what_the_kernel_computes() -> None:
     def suits(num_qo_heads: int, head_dim: int, dtype: torch.dtype, pool: torch.dtype = FP8) -> bool:
-        q = torch.empty(16, num_qo_heads, head_dim, dtype=dtype)
-        return kernel.suits_fp8_kernel(q, torch.empty(9, 2, head_dim).to(pool))
+        q = torch.empty(16, num_qo_heads, head_dim, dtype=dtype, device=check_device())
+        return kernel.suits_fp8_kernel(q, torch.empty(9, 2, head_dim).to(q.device, pool))
 
     assert suits(16, 128, torch.bfloat16)
     assert not suits(18, 128, torch.bfloat16)
