@@ -144,6 +144,20 @@ def test_requests_are_refused_aborted_and_flushed_wherever_they_are(folders: dic
     assert controller.flush_cache()
 
 
+def test_a_flush_empties_every_replica(folders: dict[str, str]) -> None:
+    _, controller = in_threads(make_config(folders["llama"], dp_policy="round-robin"), 2)
+
+    def num_cached(*rids: str) -> list[int]:
+        params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+        outputs = finish(controller, [Req(rid, list(range(1, 41)), params, 0) for rid in rids])
+        return [outputs[rid][-1].num_cached_tokens for rid in rids]
+
+    assert num_cached("a", "b") == [0, 0]
+    assert min(num_cached("c", "d")) > 0
+    assert controller.flush_cache()
+    assert num_cached("e", "f") == [0, 0]
+
+
 def test_processes_and_a_replica_that_is_killed() -> None:
     """LLM(dp=2): the text of one replica; the end of a replica is the end of all requests."""
     flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}

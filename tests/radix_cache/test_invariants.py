@@ -37,6 +37,10 @@ def leak_a_slot(world: CacheWorld, first: Req, second: Req) -> None:
     world.allocator.alloc(world.page_size)
 
 
+def leak_many_slots(world: CacheWorld, first: Req, second: Req) -> None:
+    world.allocator.alloc(10)
+
+
 def give_a_cached_slot_away(world: CacheWorld, first: Req, second: Req) -> None:
     world.allocator.free(world.cache.match_prefix(RadixKey([9, 9])).device_indices)
 
@@ -144,6 +148,7 @@ def change_the_namespace(world: CacheWorld, first: Req, second: Req) -> None:
 
 FAULTS: list[tuple[Callable[[CacheWorld, Req, Req], Any], str]] = [
     (leak_a_slot, r"2 slots have no owner"),
+    (leak_many_slots, r"10 slots have no owner: (\d+, ){7}\d+ \.\.\. "),
     (give_a_cached_slot_away, r"2 slots have several owners"),
     (give_a_private_slot_away, r"2 slots have several owners"),
     (insert_what_a_request_still_owns, r"2 slots have several owners"),
