@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -243,6 +244,17 @@ def test_what_is_missing_is_the_reason(monkeypatch: pytest.MonkeyPatch, missing:
     choice = DefaultAttention.choose(torch.device("cuda"))
     assert (choice.prefill, choice.decode) == ("triton", "triton")
     assert missing in choice.reason.lower()
+
+
+@pytest.mark.parametrize("found", ["", "nvcc on PATH", "nvcc in CUDA_HOME", "kernels"])
+def test_what_flashinfer_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: str) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(default.shutil, "which", lambda name: found == "nvcc on PATH" or None)
+    monkeypatch.setattr(default.importlib.util, "find_spec", lambda name: found == "kernels" or None)
+    if found == "nvcc in CUDA_HOME":
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "nvcc").touch()
+    assert default.can_compile() == bool(found)
 
 
 @pytest.fixture

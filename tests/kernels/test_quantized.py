@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from optimized import quantization as quantized_layers
 from optimized.kernels import dequantize as dequantize_kernel
 from optimized.kernels import quantize_input as quantize_kernel
 from optimized.kernels import quantized_gemm as gemm_kernel
@@ -152,3 +153,20 @@ def test_parts_of_a_merged_layer_have_their_own_scales() -> None:
     found = run_poisoned(merged, x)
     for name, y in merged.split(found).items():
         expect_equal(name, y, run_poisoned(layers[name], x))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_for_many_tokens_a_whole_weight_is_dequantized(
+    has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized_layers, "MAX_WIDENED_TOKENS", 2)
+    inputs = Inputs(3)
+    with building(torch.float32):
+        layer = QuantizedLinear(64, 24, SCHEMES["fp8 weight"], bias=has_bias)
+    layer.weight.data.copy_(inputs.normal(*layer.weight.shape, std=60.0).clamp(-448, 448))
+    layer.weight_scale.data.fill_(0.01)
+    if layer.bias is not None:
+        layer.bias.data.copy_(inputs.normal(24))
+    x = inputs.normal(3, 64)
+    few = torch.cat([layer(x[:2]), layer(x[2:])])
+    expect_close("y", layer(x), few.double(), tolerance("elementwise", torch.float32))
