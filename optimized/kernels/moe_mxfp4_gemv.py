@@ -18,6 +18,7 @@ import triton.language as tl
 from optimized.kernels.moe_act import bias_of, gated
 from optimized.kernels.moe_quantized_gemm import ExpertWeights
 from optimized.kernels.portable import INTERPRETED, pdl_options, rounded, where_flag, widened
+from optimized.kernels.warp_mma import four
 from shared.types.quantization import MXFP4_GROUP
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -65,19 +66,10 @@ def _values(words):
 
 
 @triton.jit
-def _split4(x, WARPS: tl.constexpr):
-    """[32, WARPS, 4] -> four of [32, WARPS]."""
-    even, odd = tl.split(tl.reshape(x, (32, WARPS, 2, 2)))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
-
-
-@triton.jit
 def _split8(x, WARPS: tl.constexpr):
     """[32, WARPS, 8] -> eight of [32, WARPS]."""
     even, odd = tl.split(tl.reshape(x, (32, WARPS, 4, 2)))
-    e, o = _split4(even, WARPS), _split4(odd, WARPS)
+    e, o = four(even, WARPS), four(odd, WARPS)
     return e[0], o[0], e[1], o[1], e[2], o[2], e[3], o[3]
 
 
@@ -118,7 +110,7 @@ def _load_unit(w_ptr, scale_ptr, rows, units, mask, NUM_UNITS: tl.constexpr):
 @triton.jit
 def _unit_sum(unit, x, WARPS: tl.constexpr):
     """[32, WARPS]: the sum over a unit of weights times inputs, and 2 ** -14."""
-    words, total = _split4(unit[0], WARPS), tl.zeros([32, WARPS], tl.float32)
+    words, total = four(unit[0], WARPS), tl.zeros([32, WARPS], tl.float32)
     for word in tl.static_range(4):
         values = _values(words[word])
         for i in tl.static_range(8):
