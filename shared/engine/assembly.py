@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -50,9 +48,6 @@ from shared.parallel.expert_manager import ExpertManager
 from shared.parallel.warm_up import warm_up
 from shared.scheduling.host_cache import tiered
 from shared.text.tokenizer import TOKENIZER_FILES, Tokenizer
-
-# Python looks for garbage when a process ends, among all that torch has made: up to a second for nothing.
-atexit.register(gc.freeze)
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,8 @@ class LLM:
             compiled.result()  # before the lock is taken, so that other threads continue
         text_ids = prompt_ids if embeds is None or embeds.has_token_ids else []
         with self._exclusive():
-            if rid in {c.submitted_as for c in self._collectors.values() if c.holds_id}:
+            live = (c for c in self._collectors.values() if c.holds_id)
+            if rid is not None and any(c.submitted_as == rid for c in live):
                 raise ValueError(f"request id {rid!r} is in use")
             name = rid if rid is not None else f"req-{next(self._names)}"
             mark, draws = self._seeds.mark(), sampling_params.seed is None

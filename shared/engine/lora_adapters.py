@@ -80,11 +80,9 @@ def adapters_of(adapters: LoraAdapters | None) -> LoraAdapters:
 
 def cache_namespace(
     extra_key: str | None, adapter: LoraAdapter | None, diffusion: DiffusionParams | None = None
-) -> Any:
-    """`Req.extra_key` of a request. KV depends on the content of an adapter, and with block diffusion on all
-    tokens of a block. Then it is a tuple, which cannot equal a text from a client."""
-    if adapter is None and diffusion is None:
-        return extra_key
+) -> tuple[Any, ...]:
+    """`Req.extra_key` of a request with an adapter or with block diffusion: KV depends on the content of the
+    adapter, and on all tokens of a block. It is a tuple, which cannot equal a text from a client."""
     return extra_key, adapter and adapter.content_id, diffusion and diffusion.block_len
 
 
