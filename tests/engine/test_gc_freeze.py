@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shared.engine.llm import LLM
-from shared.engine.python_runtime import gc_freeze
+from shared.engine.python_runtime import FEW, gc_freeze
 from shared.types import SamplingParams
 
 
@@ -32,9 +32,9 @@ def thawed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_frozen() -> Iterator[None]:
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() < FEW
     yield
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() < FEW
 
 
 def test_old_objects_wait_and_new_ones_do_not() -> None:
@@ -50,11 +50,23 @@ def test_old_objects_wait_and_new_ones_do_not() -> None:
     assert old_ref() is None
 
 
+def test_immortal_objects_are_nobodys_freezing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 keeps a few hundred where frozen objects are."""
+    frozen: list[str] = []
+    monkeypatch.setattr("gc.get_freeze_count", lambda: 375)
+    monkeypatch.setattr("gc.freeze", lambda: frozen.append("freeze"))
+    monkeypatch.setattr("gc.unfreeze", lambda: frozen.append("unfreeze"))
+    with gc_freeze():
+        assert frozen == ["freeze"]
+    assert frozen == ["freeze", "unfreeze"]
+    monkeypatch.undo()
+
+
 def test_blocks_nest() -> None:
     with gc_freeze():
         with gc_freeze():
             pass
-        assert gc.get_freeze_count() > 0, "the outer block goes on"
+        assert gc.get_freeze_count() > FEW, "the outer block goes on"
 
 
 def test_an_exception_ends_a_block() -> None:
@@ -67,7 +79,7 @@ def test_what_the_caller_froze_stays_frozen() -> None:
     try:
         with gc_freeze():
             pass
-        assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() > FEW
     finally:
         gc.unfreeze()
 
@@ -90,4 +102,4 @@ def test_generate_submits_and_steps_with_old_objects_aside(monkeypatch: pytest.M
     llm.generate(["one two", "three"], SamplingParams(max_new_tokens=3), progress=False)
     assert len(counts["submit"]) == 2
     assert counts["step"]
-    assert min(counts["submit"] + counts["step"]) > 0
+    assert min(counts["submit"] + counts["step"]) > FEW
