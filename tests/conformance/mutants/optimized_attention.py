@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimized.kernels.split_kv import num_split_ctas
+from optimized.kernels.split_kv import INTERPRETED_CTAS
 from shared.interfaces import AttentionBackend
 
 ROOT = Path(__file__).parents[3] / "optimized"
@@ -53,8 +53,8 @@ class KernelMutant:
         return impl
 
 
-def _as_few_as_interpreted(device: torch.device, *sizes: int) -> int:
-    return num_split_ctas(torch.device("cpu"), *sizes)
+def _as_few_as_interpreted(device: torch.device, num_kv_heads: int, per_sm: int, max_tiles: int) -> int:
+    return max(1, min(INTERPRETED_CTAS // num_kv_heads, max_tiles))
 
 
 MUTANTS = (
