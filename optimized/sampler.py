@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from optimized.kernels.sampling_adjust import adjust, dense
+from optimized.kernels.sampling_adjust import adjust, dense, empty_rows
 from optimized.kernels.sampling_check import check
 from optimized.kernels.sampling_greedy import argmax
 from optimized.kernels.sampling_logprobs import logprobs
@@ -33,7 +33,7 @@ class Sampler(contract.Sampler):
         info, positions = dense(info), positions.contiguous()
         logits = adjust(logits, info)
         if info.processors:
-            logits = apply_processors(logits, info)
+            logits = empty_rows(logits).copy_(apply_processors(logits, info))
         if logits.shape[-1] <= MAX_VOCAB_SIZE:
             return sample_small(logits, info, positions)
         if info.is_all_greedy and not info.return_logprob:

@@ -28,7 +28,7 @@ ADJUSTMENTS = ("logit_bias", "banned", "vocab_mask", "output_counts")
 @triton.jit(do_not_specialize=["num_rows", "mask_stride"])
 def _adjust_kernel(
     logits_ptr, out_ptr, counts_ptr, prompt_ptr, frequency_ptr, presence_ptr, repetition_ptr,
-    mask_ptr, banned_ptr, bias_ptr, row_stride, mask_stride, num_rows, vocab_size,
+    mask_ptr, banned_ptr, bias_ptr, row_stride, out_stride, mask_stride, num_rows, vocab_size,
     COUNTS: tl.constexpr, PROMPT: tl.constexpr, FREQUENCY: tl.constexpr, PRESENCE: tl.constexpr,
     REPETITION: tl.constexpr, MASK: tl.constexpr, BANNED: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -60,7 +60,8 @@ def _adjust_kernel(
         x = tl.where(tl.load(banned_ptr + at, mask=inside, other=0).to(tl.int1), float("-inf"), x)
     if BIAS:
         x += tl.load(bias_ptr + at, mask=inside, other=0.0)
-    tl.store(out_ptr + at, tl.where(raw != raw, raw, x), mask=inside)
+    out_at = rows[:, None] * out_stride + ids[None, :]
+    tl.store(out_ptr + out_at, tl.where(raw != raw, raw, x), mask=inside)
 
 
 def dense(info: SamplingBatchInfo) -> SamplingBatchInfo:
@@ -69,6 +70,15 @@ def dense(info: SamplingBatchInfo) -> SamplingBatchInfo:
     if all(value.is_contiguous() for value in given.values()):
         return info
     return replace(info, **{name: value.contiguous() for name, value in given.items()})
+
+
+def empty_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Uninitialized float32 for changed logits [bs, vocab_size], with the row stride of `logits`. Triton
+    chooses the layout of a tile by it, and so the order of sums. With one stride, the log-probabilities of a
+    row have the same bits whether or not another row is changed."""
+    num_rows, vocab_size = logits.shape
+    row_size = max(logits.stride(0), vocab_size)
+    return torch.empty(num_rows, row_size, dtype=torch.float32, device=logits.device)[:, :vocab_size]
 
 
 def adjust(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
@@ -87,12 +97,12 @@ def adjust(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
         for field in fields(info)
         if isinstance(value := getattr(info, field.name), torch.Tensor)
     }
-    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    out = empty_rows(logits)
     grid = (triton.cdiv(num_rows, rows) * triton.cdiv(vocab_size, columns),)
     _adjust_kernel[grid](
         logits, out, given.get("output_counts"), given.get("prompt_mask"), given.get("frequency_penalties"),
         given.get("presence_penalties"), given.get("repetition_penalties"), given.get("vocab_mask"),
-        given.get("banned"), given.get("logit_bias"), logits.stride(0),
+        given.get("banned"), given.get("logit_bias"), logits.stride(0), out.stride(0),
         given["vocab_mask"].stride(0) if "vocab_mask" in given else 0, num_rows, vocab_size,
         COUNTS="output_counts" in given, PROMPT="prompt_mask" in given,
         FREQUENCY="frequency_penalties" in given, PRESENCE="presence_penalties" in given,

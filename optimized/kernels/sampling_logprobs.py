@@ -17,7 +17,7 @@ from optimized.kernels.sampling_noise import lowest_id, scaled_logits
 from optimized.kernels.sampling_pick import Picked
 from optimized.kernels.sampling_scan import MAX_TOP_K, WIDTH, Scan
 from optimized.kernels.sampling_walk import is_before
-from shared.sampling.logprobs import logprobs_of
+from shared.sampling.logprobs import sort_descending
 from shared.types import LogprobsOutput, SamplingBatchInfo
 
 BLOCK = tl.constexpr(4096)
@@ -76,7 +76,7 @@ def _best_after(logits_ptr, vocab_size, largest, temperature, last, last_id):
 @triton.jit(do_not_specialize=["num_top"])
 def _logprobs_kernel(
     logits_ptr, temperatures_ptr, token_ids_ptr, largest_ptr, totals_ptr, group_max_ptr,
-    group_list_ptr, values_ptr, ids_ptr, token_logprobs_ptr, top_logprobs_ptr, top_ids_ptr,
+    group_list_ptr, values_ptr, ids_ptr, log_totals_ptr, token_logprobs_ptr, top_logprobs_ptr, top_ids_ptr,
     num_top, row_stride, vocab_size, num_groups,
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr,
     MAX_GROUPS: tl.constexpr, CAPACITY: tl.constexpr, HEAD: tl.constexpr,
@@ -90,6 +90,7 @@ def _logprobs_kernel(
     logit = tl.load(logits_ptr + tl.maximum(token_id, 0))
     logprob = scaled_logits(logit, largest, temperature) - log_total
     tl.store(token_logprobs_ptr + row, tl.where(token_id < 0, float("nan"), logprob))
+    tl.store(log_totals_ptr + row, tl.where(token_id < 0, float("nan"), log_total))
     if HEAD > 0:
         top_logprobs_ptr += row * num_top
         top_ids_ptr += row * num_top
@@ -133,25 +134,30 @@ def _logprobs_kernel(
 def logprobs(logits: torch.Tensor, info: SamplingBatchInfo, scanned: Scan, picked: Picked) -> LogprobsOutput:
     num_rows, vocab_size = logits.shape
     num_top = info.num_top_logprobs
-    if num_top > MAX_TOP_K:  # more than a buffer is sure to hold: sort
-        scaled = (logits - picked.largest[:, None]) / info.temperatures[:, None]
-        scaled = scaled.masked_fill(logits == picked.largest[:, None], 0.0)
-        return logprobs_of(scaled, picked.token_ids, num_top)
+    is_sorted = num_top > MAX_TOP_K  # more than a buffer is sure to hold
+    num_gathered = 0 if is_sorted else num_top
     device, num_groups = logits.device, scanned.group_max.shape[1]
-    num_buffers = num_rows if num_top > 0 else 0
+    num_buffers = num_rows if num_gathered > 0 else 0
+    log_totals = logits.new_empty(num_rows)
     output = LogprobsOutput(
         logits.new_empty(num_rows),
-        logits.new_empty(num_rows, num_top),
-        torch.empty(num_rows, num_top, dtype=torch.int64, device=device),
+        logits.new_empty(num_rows, num_gathered),
+        torch.empty(num_rows, num_gathered, dtype=torch.int64, device=device),
     )
     _logprobs_kernel[(num_rows,)](
         logits, info.temperatures, picked.token_ids, picked.largest, picked.totals, scanned.group_max,
         torch.empty(num_buffers, MAX_GROUPS.value, dtype=torch.int32, device=device),
         logits.new_empty(num_buffers, CAPACITY.value),
         torch.empty(num_buffers, CAPACITY.value, dtype=torch.int32, device=device),
-        *output, num_top, logits.stride(0), vocab_size, num_groups,
+        log_totals, *output, num_gathered, logits.stride(0), vocab_size, num_groups,
         DEPTH=scanned.depth, WIDTH=WIDTH, LANES=scanned.lanes,
         GROUPS=triton.next_power_of_2(max(num_groups, 1)), MAX_GROUPS=MAX_GROUPS, CAPACITY=CAPACITY,
-        HEAD=triton.next_power_of_2(num_top) if num_top > 0 else 0, num_warps=8,
+        HEAD=triton.next_power_of_2(num_gathered) if num_gathered > 0 else 0, num_warps=8,
     )  # fmt: skip
-    return output
+    if not is_sorted:
+        return output
+    # The same bits as gathered: a row may be beside one that asks for more.
+    scaled = (logits - picked.largest[:, None]) / info.temperatures[:, None]
+    scaled = scaled.masked_fill(logits == picked.largest[:, None], 0.0)
+    best, best_ids = sort_descending(scaled, num_top)
+    return LogprobsOutput(output.token_logprobs, best - log_totals[:, None], best_ids)

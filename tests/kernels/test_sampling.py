@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from shared.conformance.compare import expect_close, expect_equal
 from shared.conformance.device import check_device
 from shared.conformance.inputs import Inputs
 from shared.conformance.poison import amid_poison, run_poisoned
-from shared.conformance.sampling import ADJUSTED, KINDS, exact_token, make_info
+from shared.conformance.sampling import ADJUSTED, KINDS, Ask, exact_token, make_info
 from shared.conformance.tolerance import tolerance
 from shared.interfaces import Sampler as AnySampler
 from shared.types import SampleOutput, SamplingBatchInfo
@@ -281,6 +282,34 @@ def test_loads_stay_within_a_tensors_memory() -> None:
     assert readable_columns(padded[:, 5:]) == 5003, "its last row has nothing after it"
     assert readable_columns(torch.zeros(3, 5003)) == 5003
     assert readable_columns(padded) == 5008
+
+
+@pytest.mark.parametrize("change", ["penalty", "processor", "both"])
+def test_changed_rows_lie_in_memory_as_the_models_do(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that they take the same kernel, and with it the order of sums, as beside rows without changes."""
+    logits = Inputs(11).normal(3, 1920)[:, :1871]
+    more: dict[str, Any] = {"frequency_penalty": 0.5} if change != "processor" else {}
+    reqs = [Ask("one", output=(4, 4)).req(**more) for _ in logits]
+    if change != "penalty":
+        reqs[0].logit_processor = lambda output_ids, given: given + 1
+    seen = []
+    monkeypatch.setattr("optimized.sampler.sample_small", lambda logits, *_: seen.append(logits))
+    Sampler().sample(logits, make_info(reqs, 1871), torch.arange(3, device=logits.device))
+    assert not torch.equal(seen[0][0], logits[0])
+    assert seen[0].stride() == logits.stride()
+    assert readable_columns(seen[0]) == readable_columns(logits) == 1872
+
+
+def test_a_row_beside_one_that_asks_for_thousands_of_tokens() -> None:
+    """All tokens are sorted for it, and the log-probabilities of the others keep their bits."""
+    logits, positions = Inputs(12).normal(40, 5003, std=3.0), torch.arange(40, device=check_device())
+    info = replace(plain_info(40, 5003), return_logprob=True)
+    few, many = (
+        Sampler().sample(logits, replace(info, num_top_logprobs=num_top), positions) for num_top in (3, 1100)
+    )
+    expect_equal("of tokens", many.logprobs.token_logprobs, few.logprobs.token_logprobs)
+    expect_equal("of the best", many.logprobs.top_logprobs[:, :3], few.logprobs.top_logprobs)
+    expect_equal("their ids", many.logprobs.top_ids[:, :3], few.logprobs.top_ids)
 
 
 @pytest.mark.parametrize("mutant", planted(), ids=lambda mutant: mutant.name)
