@@ -19,7 +19,8 @@ from optimized.kernels.dequantize import dequantize
 from optimized.kernels.portable import INTERPRETED, gpu_of
 from optimized.kernels.quantize_input import QuantizedInput, quantize_input
 from optimized.kernels.quantized_choice import MAX_TOKENS, multiply
-from optimized.kernels.quantized_gemm import can_compute, fixed_tile, quantized_gemm
+from optimized.kernels.quantized_gemm import quantized_gemm
+from optimized.kernels.quantized_tiles import can_compute, fixed_tile
 from optimized.layers import Linear, MergedLinear, RMSNorm, SiluAndMul, is_builtin_layer
 from shared.interfaces import layers
 from shared.interfaces import quantization as interface

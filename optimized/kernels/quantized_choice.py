@@ -13,8 +13,9 @@ import torch
 from optimized.kernels import gpu_table
 from optimized.kernels.cublas_linear import HALF_TYPES
 from optimized.kernels.quantize_input import QuantizedInput
-from optimized.kernels.quantized_gemm import Tile, quantized_gemm
+from optimized.kernels.quantized_gemm import quantized_gemm
 from optimized.kernels.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
+from optimized.kernels.quantized_tiles import Tile
 from shared.types.quantization import QuantScheme
 
 MAX_TOKENS = 64

@@ -3,25 +3,26 @@
 Roofline bound: for few tokens the weights' bytes over the memory bandwidth: out_features * in_features, half
 of that for 4 bits, and 4 bytes for each scale.
 
-Shape: a CTA computes some outputs of some tokens from all inputs. There is no split-K, so the order in which
-the sum of a token is added up does not depend on the other tokens. Weights are the side of the tensor cores
-that has many rows, tokens the side that may have 16. Few outputs per CTA make many CTAs, which keep the
-memory busy where a layer has few outputs. Scales of groups are applied to the sum of a group, in float32.
+Shape: a CTA computes some outputs of some tokens from all inputs or, split-K, from a part of them. Weights
+are the side of the tensor cores that has many rows, tokens the side that may have 16. A layer needs as many
+CTAs as multiprocessors, and each CTA reads the inputs of all tokens: where outputs are few, parts make more
+CTAs without more reads. The last CTA of a tile adds the parts up in their order, so that the order in which
+the sum of a token is added up does not depend on the other tokens, nor on which CTA is last. Scales of groups
+are applied to the sum of a group, in float32.
 
 Where the GPU multiplies no e4m3, or the result is float32, e4m3 is widened to float16, which is exact.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from optimized.kernels.cublas_linear import HALF_TYPES
-from optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, pdl_options, rounded
-from optimized.kernels.quantize_input import QuantizedInput, has_fp8
+from optimized.kernels.portable import INTERPRETED, gpu_of, pdl_options, rounded
+from optimized.kernels.quantize_input import NUM_COUNTERS, QuantizedInput, has_fp8
+from optimized.kernels.quantized_tiles import Tile, plan
 from shared.types.quantization import INT4_ZERO, QuantScheme
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -49,21 +50,6 @@ _SUBTRACT = tl.constexpr("""
     fma.rn.bf16x2 $2, $2, one, offset;
     fma.rn.bf16x2 $3, $3, one, offset;
 """)
-
-
-class Tile(NamedTuple):
-    tokens: int
-    rows: int  # outputs
-    step: int  # bytes of a weight's row
-    stages: int
-    warps: int = 4
-
-    def fitted(self, x_bytes: int, gpu: Gpu, is_float32: bool = False) -> Tile:
-        """With fewer stages where the GPU has less shared memory. x_bytes: of inputs, for a byte of a
-        weight. Tiles of float32 pass through shared memory again when they are multiplied."""
-        stage = (self.rows + self.tokens * x_bytes) * self.step + 8 * (self.rows + self.tokens)  # and scales
-        space = gpu.shared_memory - (4 * self.rows * self.step + 1024 if is_float32 else 0)
-        return self._replace(stages=max(min(self.stages, space // stage), 2))
 
 
 @triton.jit
@@ -109,15 +95,61 @@ def _x_tile(x_ptr, rows, cols, stride, num_tokens, size, IS_WHOLE: tl.constexpr)
     return tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0)
 
 
+@triton.jit
+def _is_last(y, counter_ptr, parts_ptr, PARTS: tl.constexpr):
+    """Leaves the sum of a part, and counts it: whether all parts are there."""
+    ROWS: tl.constexpr = y.shape[0]
+    TOKENS: tl.constexpr = y.shape[1]
+    place = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    tl.store(parts_ptr + tl.program_id(1) * (ROWS * TOKENS) + place, y)
+    tl.debug_barrier()  # the release below is one thread's: all others' stores come before it
+    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == PARTS - 1
+    tl.debug_barrier()
+    return is_last
+
+
+@triton.jit
+def _sum_of_parts(parts_ptr, ROWS: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr):
+    place = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    # .cg: from where the other CTAs' multiprocessors wrote it.
+    y = tl.load(parts_ptr + place, cache_modifier=".cg")
+    for i in tl.static_range(1, PARTS):
+        y += tl.load(parts_ptr + i * (ROWS * TOKENS) + place, cache_modifier=".cg")
+    return y
+
+
+@triton.jit
+def _store_outputs(
+    y, tokens, rows, x_scale_ptr, scale_ptr, bias_ptr, residual_ptr, y_ptr,
+    num_tokens, out, stride_x_scale, stride_residual, stride_y, num_groups,
+    ROWS_SCALED: tl.constexpr, TOKENS_SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """y [rows, tokens] float32: sums, times the scales that are not applied yet."""
+    if ROWS_SCALED:
+        y *= tl.load(scale_ptr + rows.to(tl.int64) * num_groups, mask=rows < out, other=0.0)[:, None]
+    if TOKENS_SCALED:
+        x_scales = x_scale_ptr + tokens.to(tl.int64) * stride_x_scale
+        y *= tl.load(x_scales, mask=tokens < num_tokens, other=0.0)[None, :]
+    y = y.T
+    offs_t, offs_o = tokens[:, None].to(tl.int64), rows[None, :]
+    mask = (offs_t < num_tokens) & (offs_o < out)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + offs_o, mask=offs_o < out, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + offs_t * stride_residual + offs_o, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offs_t * stride_y + offs_o, rounded(y, y_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _quantized_gemm_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, residual_ptr, y_ptr,
-    num_tokens, out, size, num_groups,
+    counters_ptr, workspace_ptr, num_tokens, out, size, part_bytes, num_groups,
     stride_x, stride_x_scale, stride_weight, stride_residual, stride_y,
     WEIGHT: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr,
     X_SCALED: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_ZERO: tl.constexpr,
     NATIVE: tl.constexpr, MULTIPLY_FP8: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     # CTAs that run together share tokens and weights in the L2 cache: BAND tiles of tokens, some of outputs.
@@ -138,9 +170,13 @@ def _quantized_gemm_kernel(
     IS_INT8: tl.constexpr = WEIGHT == "int8" and X_SCALED
     IN_LOOP: tl.constexpr = GROUP > 0 or X_GROUP > 0  # scales of groups
     row_bytes = size // 2 if WEIGHT == "int4" else size
+    first_byte, end_byte = 0, row_bytes
+    if PARTS > 1:
+        first_byte = tl.program_id(1) * part_bytes
+        end_byte = tl.minimum(first_byte + part_bytes, row_bytes)
     y = tl.zeros([ROWS, TOKENS], tl.int32 if IS_INT8 and not IN_LOOP else tl.float32)
     # With stages named, loads of scales are asynchronous too, which no tensor core reads.
-    for k in tl.range(0, row_bytes, STEP, num_stages=STAGES):
+    for k in tl.range(first_byte, end_byte, STEP, num_stages=STAGES):
         cols = k + tl.arange(0, STEP)
         mask = is_row[:, None] if IS_WHOLE else is_row[:, None] & (cols < row_bytes)[None, :]
         tile = tl.load(weight_rows + cols[None, :], mask=mask, other=0)
@@ -189,19 +225,19 @@ def _quantized_gemm_kernel(
             y += part
 
     y = y.to(tl.float32)
-    if GROUP == 0:
-        y *= tl.load(scale_rows, mask=is_row, other=0.0)[:, None]
-    if X_SCALED and X_GROUP == 0:
-        x_scales = x_scale_ptr + tokens.to(tl.int64) * stride_x_scale
-        y *= tl.load(x_scales, mask=tokens < num_tokens, other=0.0)[None, :]
-    y = y.T
-    offs_t, offs_o = tokens[:, None].to(tl.int64), rows[None, :]
-    mask = (offs_t < num_tokens) & (offs_o < out)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + offs_o, mask=offs_o < out, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        y += tl.load(residual_ptr + offs_t * stride_residual + offs_o, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offs_t * stride_y + offs_o, rounded(y, y_ptr.dtype.element_ty), mask=mask)
+    is_last = True
+    if PARTS > 1:
+        parts_ptr = workspace_ptr + tl.program_id(0).to(tl.int64) * (PARTS * ROWS * TOKENS)
+        is_last = _is_last(y, counters_ptr + tl.program_id(0), parts_ptr, PARTS)
+    if is_last:
+        if PARTS > 1:
+            tl.store(counters_ptr + tl.program_id(0), 0)
+            y = _sum_of_parts(parts_ptr, ROWS, TOKENS, PARTS)
+        _store_outputs(
+            y, tokens, rows, x_scale_ptr, scale_ptr, bias_ptr, residual_ptr, y_ptr,
+            num_tokens, out, stride_x_scale, stride_residual, stride_y, num_groups,
+            GROUP == 0, X_SCALED and X_GROUP == 0, HAS_BIAS, HAS_RESIDUAL,
+        )  # fmt: skip
 
 
 def quantized_gemm(
@@ -239,47 +275,24 @@ def quantized_gemm(
         weight = weight.view(torch.uint8)
         values = values.view(torch.uint8) if is_scaled else values
     num_tiles = triton.cdiv(out, chosen.rows) * triton.cdiv(num_tokens, chosen.tokens)
-    _quantized_gemm_kernel[(num_tiles,)](
+    counters = x.counters if isinstance(x, QuantizedInput) else None
+    parts = chosen.parts if counters is not None and num_tiles <= NUM_COUNTERS else 1
+    part_bytes = triton.cdiv(weight.shape[1], parts * chosen.step) * chosen.step
+    workspace = scale
+    if parts > 1:
+        num_sums = num_tiles * parts * chosen.rows * chosen.tokens
+        workspace = torch.empty(num_sums, dtype=torch.float32, device=y.device)
+    _quantized_gemm_kernel[(num_tiles, parts)](
         values, x_scale, weight, scale,
         weight if zero is None else zero, values if bias is None else bias,
-        values if residual is None else residual, y,
-        num_tokens, out, size, scale.shape[1],
+        values if residual is None else residual, y, scale if counters is None else counters, workspace,
+        num_tokens, out, size, part_bytes, scale.shape[1],
         values.stride(0), x_scale.shape[1] if x_scale.dim() == 2 else 0, weight.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0),
         WEIGHT=scheme.weight_type, UNIT=scheme.unit(size), GROUP=group or 0, X_GROUP=x_group or 0,
         X_SCALED=is_scaled, IS_WHOLE=weight.shape[1] % chosen.step == 0, HAS_ZERO=zero is not None,
         NATIVE=native, MULTIPLY_FP8=is_fp8 and is_scaled and native and dtype in HALF_TYPES,
-        TOKENS=chosen.tokens, ROWS=chosen.rows, STEP=chosen.step, STAGES=chosen.stages,
+        TOKENS=chosen.tokens, ROWS=chosen.rows, STEP=chosen.step, STAGES=chosen.stages, PARTS=parts,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         num_warps=chosen.warps, **pdl_options(values),
     )  # fmt: skip
-
-
-def can_compute(scheme: QuantScheme, size: int) -> bool:
-    """Whether the groups are made of whole tiles."""
-    return largest_step(scheme, size) >= (16 if scheme.weight_type == "int4" else 32)
-
-
-def fixed_tile(scheme: QuantScheme, size: int) -> Tile:
-    """For any number of tokens."""
-    return Tile(64, 64, min(largest_step(scheme, size), 64), 3)
-
-
-def plan(num_tokens: int, out: int, scheme: QuantScheme, size: int) -> Tile:
-    """For few tokens the best on average for the layers of Qwen3-8B on an H200. The GPU's table has better
-    ones for shapes that `diptych tune --quantization` has measured."""
-    step = largest_step(scheme, size)
-    if num_tokens > 64:
-        return Tile(128, 128, min(step, 64 if scheme.inputs == "none" else 128), 3, 8)
-    tokens = next(tokens for tokens in (8, 16, 32, 64) if num_tokens <= tokens)
-    if scheme.weight_type == "int4":
-        return Tile(tokens, 32 if tokens == 8 else 64, step, 8, 2 if tokens <= 16 else 4)
-    return Tile(tokens, 64, step, 8 if tokens == 16 else 5)
-
-
-def largest_step(scheme: QuantScheme, size: int) -> int:
-    """The most bytes of a row, a power of two up to 256, that no group's border cuts."""
-    if scheme.weight_type == "int4":
-        half = scheme.unit(size) // 2
-        return min(half & -half, 64)
-    return 256 if scheme.group_size is None else min(scheme.group_size & -scheme.group_size, 256)

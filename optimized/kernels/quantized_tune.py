@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import triton
 from tqdm.auto import tqdm
 from triton.runtime.errors import OutOfResources
 
@@ -17,11 +18,14 @@ from optimized.kernels.linear_tune import L2_BYTES, LinearShape
 from optimized.kernels.moe_tune import graph_time
 from optimized.kernels.quantize_input import QuantizedInput, quantize_input
 from optimized.kernels.quantized_choice import as_row, shape_name
-from optimized.kernels.quantized_gemm import Tile, largest_step, quantized_gemm
+from optimized.kernels.quantized_gemm import quantized_gemm
 from optimized.kernels.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
+from optimized.kernels.quantized_tiles import Tile, largest_step
 from shared.types.quantization import QuantScheme
 
 TOKENS = (1, 8, 16, 32, 64)
+PARTS = (2, 3, 4, 6)
+MAX_CTAS = 512
 
 Layer = dict[str, torch.Tensor]
 
@@ -47,7 +51,7 @@ def fastest_tile(scheme: QuantScheme, layers: list[Layer], num_tokens: int) -> t
     values = x if scheme.inputs == "none" else quantize_input(x, scheme, layers[0].get("input_scale"))
     y = torch.empty(num_tokens, out, dtype=x.dtype, device=x.device)
     times: dict[Tile | GemvTile, float] = {}
-    for tile in candidates(values, scheme, size):
+    for tile in candidates(values, scheme, out, size):
 
         def run(i: int, tile: Any = tile) -> None:
             kernel = quantized_gemv if isinstance(tile, GemvTile) else quantized_gemm
@@ -62,9 +66,10 @@ def fastest_tile(scheme: QuantScheme, layers: list[Layer], num_tokens: int) -> t
 
 
 def candidates(
-    values: torch.Tensor | QuantizedInput, scheme: QuantScheme, size: int
+    values: torch.Tensor | QuantizedInput, scheme: QuantScheme, out: int, size: int
 ) -> Iterator[Tile | GemvTile]:
-    """The tiles worth timing: a warp has 16 to 64 outputs, and registers for their sums."""
+    """The tiles worth timing: a warp has 16 to 64 outputs, and registers for their sums. Split-K: with the
+    64 outputs that Hopper's tensor cores take, and up to MAX_CTAS, about four for a multiprocessor."""
     if suits_gemv(values, scheme, size):
         loads = [(1, 1)] if scheme.weight_type == "int4" else [(1, 1), (1, 2), (2, 1), (2, 2)]
         for rows, warps, (steps, ahead) in itertools.product((1, 2, 4), (4, 8), loads):
@@ -79,6 +84,9 @@ def candidates(
     for rows, warps, (step, stages) in itertools.product((16, 32, 64, 128), (1, 2, 4), steps_stages):
         if rows >= 8 * warps and rows <= 64 * warps and tokens * rows <= 4096 * warps:
             yield Tile(tokens, rows, step, stages, warps)
+            for parts in PARTS if rows >= 64 and warps == 4 and isinstance(values, QuantizedInput) else ():
+                if triton.cdiv(out, rows) * parts <= MAX_CTAS:
+                    yield Tile(tokens, rows, step, stages, warps, parts)
 
 
 def _layers(scheme: QuantScheme, shape: LinearShape) -> list[Layer]:

@@ -22,8 +22,8 @@ from optimized.kernels import (
 )
 from optimized.kernels.gpu_table import FORMAT, GpuTable
 from optimized.kernels.quantize_input import QuantizedInput
-from optimized.kernels.quantized_gemm import Tile
 from optimized.kernels.quantized_gemv import GemvTile
+from optimized.kernels.quantized_tiles import Tile
 from shared.config import ModelConfig
 from shared.config.quantization import ONLINE
 from shared.loading.model_path import resolve_model_path
@@ -187,7 +187,7 @@ def test_tune_measures_quantized_layers(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(quantized_tune, "fastest_tile", fastest_tile)
     tune.tune([config("tiny-dense")], [8, 1, 256], [fp8])
     assert gpu_table.read("A GPU").quantized == {
-        f"2048 x 4096 {fp8}": {"1": ["gemv", 2, 8, 2, 1], "8": ["gemm", 8, 64, 256, 5, 4]}
+        f"2048 x 4096 {fp8}": {"1": ["gemv", 2, 8, 2, 1], "8": ["gemm", 8, 64, 256, 5, 4, 1]}
     }
     weight = OnGpu(torch.empty(2048, 4096, dtype=torch.float8_e4m3fn))
 
@@ -205,7 +205,7 @@ def test_tune_measures_quantized_layers(folder: Path, monkeypatch: pytest.Monkey
 def test_candidates_of_quantized_layers(name: str, num_tokens: int) -> None:
     scheme, x = ONLINE[name], torch.empty(num_tokens, 4096, dtype=torch.bfloat16)
     values = x if name == "int4" else QuantizedInput(x, x, x.dtype)
-    tiles = list(quantized_tune.candidates(values, scheme, 4096))
+    tiles = list(quantized_tune.candidates(values, scheme, 4096, 4096))
     assert len(set(tiles)) == len(tiles) >= 10
     has_gemv = num_tokens == 1 and name != "int8"
     assert any(isinstance(tile, GemvTile) for tile in tiles) == has_gemv

@@ -13,15 +13,16 @@ from optimized.kernels import quantized_gemm as gemm_kernel
 from optimized.kernels.dequantize import dequantize
 from optimized.kernels.portable import Gpu
 from optimized.kernels.quantize_input import quantize_input
-from optimized.kernels.quantized_gemm import Tile, quantized_gemm
+from optimized.kernels.quantized_gemm import quantized_gemm
 from optimized.kernels.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
+from optimized.kernels.quantized_tiles import Tile
 from optimized.kernels.rms_norm import rms_norm
 from optimized.kernels.silu_and_mul import silu_and_mul
 from optimized.quantization import QuantizedLinear, QuantizedMergedLinear
 from shared.conformance.compare import expect_close, expect_equal
 from shared.conformance.contracts.quantization.linear import SCHEMES
 from shared.conformance.device import building, check_device
-from shared.conformance.inputs import Inputs
+from shared.conformance.inputs import HALF_TYPES, Inputs, type_name
 from shared.conformance.poison import amid_poison, run_poisoned
 from shared.conformance.tolerance import tolerance
 from shared.loading.quantize import quantize_weight
@@ -47,6 +48,38 @@ def test_norm_and_swiglu_are_those_of_their_own_kernels(kind: str) -> None:
         expected = quantize_input(plain, scheme)
         expect_equal("q", fused.q.view(torch.uint8), expected.q.view(torch.uint8))
         expect_equal("scale", fused.scale, expected.scale)
+
+
+@pytest.mark.parametrize("dtype", [*HALF_TYPES, torch.float32], ids=type_name)
+@pytest.mark.parametrize("kind", ["fp8 token", "fp8 block", "fp8 static", "int8 token", "int8 static"])
+def test_codes_are_those_of_a_division(kind: str, dtype: torch.dtype) -> None:
+    """The kernel divides by reciprocals: for tiny and huge scales too, beyond the range of a static one, and
+    with the sign of zeros. Rows of one run of columns, and of two."""
+    scheme, generator = SCHEMES[kind], torch.Generator().manual_seed(0)
+    limits, exponents = torch.finfo(dtype), range(-130, 127, 8)
+    for size in (384, 4608):
+        exponent = torch.randint(-16, 1, (len(exponents), size), generator=generator).double()
+        exponent += torch.tensor(exponents)[:, None]
+        x = torch.randn(exponent.shape, generator=generator, dtype=torch.float64) * 2.0**exponent
+        x = x.clamp(-limits.max, limits.max).to(dtype)
+        if dtype == torch.bfloat16:
+            x[x.abs() < limits.tiny] = 0.0  # Triton's interpreter widens subnormal ones wrongly
+        x[:, 0], x[:, 1] = 0.0, -0.0
+        groups = x.float().unflatten(1, (-1, 128 if scheme.inputs == "group" else size))
+        if scheme.inputs == "static":
+            scale = torch.tensor([1.7e-3])
+            found = quantize_input(x.to(check_device()), scheme, scale.to(check_device()))
+        else:
+            found = quantize_input(x.to(check_device()), scheme)
+            scale = groups.abs().amax(2) / (448.0 if scheme.weight_type == "fp8" else 127.5)
+            expect_equal("scale", found.scale.cpu(), scale)
+            scale = scale.where(scale != 0.0, 1.0)[:, :, None]
+        quotient = (groups / scale).flatten(1)
+        if scheme.weight_type == "fp8":
+            expected = quotient.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        else:
+            expected = quotient.round().clamp(-128, 127).to(torch.int8)
+        expect_equal("q", found.q.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 def multiply(
@@ -121,6 +154,34 @@ def test_any_tile_gives_the_same(kind: str, tile: Tile) -> None:
         tile = tile._replace(step=max(tile.step, 32))
     y, expected = multiply(kind, 37, tile)
     expect_close("y", y, expected, tolerance("quantized linear", HALF))
+
+
+@pytest.mark.parametrize("kind", ["fp8 token", "fp8 block", "int8 token"])
+@pytest.mark.parametrize("parts", [2, 3, 8])  # of 8 three have no columns
+def test_split_k(kind: str, parts: int) -> None:
+    """Whole sums, with the same bits beside other tokens; the counters are zeros again."""
+    scheme, x, residual = SCHEMES[kind], draw(19, 640), draw(19, 100, seed=7)
+    tensors = quantize_weight(draw(100, 640, seed=3), scheme)
+    weight, scale = tensors["weight"], tensors["weight_scale"].contiguous()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        values, y = quantize_input(x, scheme), residual.clone()
+        tile = Tile(32, 64, 128, 3, 4, parts)
+        for _ in range(2):
+            y.copy_(residual)
+            run_poisoned(
+                lambda: quantized_gemm(values, weight, scale, None, scheme, y, residual=y, tile=tile)
+            )
+        assert values.counters is not None
+        assert not values.counters.any()
+        return y
+
+    y = run(x)
+    expected = quantization.dequantized_input(x, scheme, None).double()
+    expected = expected @ quantization.dequantize(weight, scale, None, scheme).double().T
+    expect_close("y", y, expected + residual.double(), tolerance("quantized linear", HALF))
+    other = run(torch.cat([x[:4], draw(15, 640, seed=9)]))
+    expect_equal("tokens beside others", other[:4], y[:4])
 
 
 def test_the_residual_is_added_before_rounding() -> None:
