@@ -34,7 +34,7 @@ class GemvTile(NamedTuple):
     rows: int  # outputs of a warp
     warps: int
     steps: int = 1  # of 16 bytes for each lane, from a row at a time; INT4: 1
-    ahead: int = 1  # of these, loaded before the input; INT4: 1
+    ahead: int = 1  # of these, loaded before the input
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def _nibble_sum(total, words, x, zero):
 def _int4_gemv_kernel(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, residual_ptr, y_ptr, stride_words, num_groups,
     OUT: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr, GROUPED: tl.constexpr, HAS_ZERO: tl.constexpr,
-    WARPS: tl.constexpr, ROWS: tl.constexpr,
+    WARPS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = UNIT // 2
@@ -100,9 +100,10 @@ def _int4_gemv_kernel(
     tile_rows = first_rows[None, :, None, None]
     tile = weight_ptr + tile_rows.to(tl.int64) * stride_words + columns
     weights = ()
-    for r in tl.static_range(ROWS):
-        mask = (columns < SIZE // 8) & (tile_rows + r < OUT)
-        weights += (_load_once(tile + r * stride_words, mask, IS_MASKED),)
+    for i in tl.static_range(AHEAD):
+        for r in tl.static_range(ROWS):
+            mask = (columns + i * COLUMNS < SIZE // 8) & (tile_rows + r < OUT)
+            weights += (_load_once(tile + r * stride_words + i * COLUMNS, mask, IS_MASKED or i >= TILES),)
     rows = first_rows[None, :] + lanes[:, None]
     mask_rows = (lanes < ROWS)[:, None] & (rows < OUT)
     if USE_PDL:
@@ -115,9 +116,11 @@ def _int4_gemv_kernel(
     elements = tl.arange(0, 8)[None, None, None, :]
     for i in tl.range(TILES):  # unrolled, a row of 12,288 inputs takes half a minute to compile
         next_weights = ()
+        for j in tl.static_range(ROWS, AHEAD * ROWS):
+            next_weights += (weights[j],)
         for r in tl.static_range(ROWS):
-            mask = (columns + (i + 1) * COLUMNS < SIZE // 8) & (tile_rows + r < OUT)
-            next_weights += (_load_once(tile + r * stride_words + (i + 1) * COLUMNS, mask, True),)
+            mask = (columns + (i + AHEAD) * COLUMNS < SIZE // 8) & (tile_rows + r < OUT)
+            next_weights += (_load_once(tile + r * stride_words + (i + AHEAD) * COLUMNS, mask, True),)
         # A lane's 16 bytes lie in one unit; a byte's high nibble belongs to the input half a unit later.
         first_byte = (i * COLUMNS + lanes * 4) * 4
         unit = first_byte // HALF
@@ -268,7 +271,7 @@ def quantized_gemv(
     rows, warps, steps, ahead = tile or plan(scheme)
     grid = (triton.cdiv(out, warps * rows),)
     options = {
-        "OUT": out, "SIZE": size, "WARPS": warps, "ROWS": rows,
+        "OUT": out, "SIZE": size, "WARPS": warps, "ROWS": rows, "AHEAD": ahead,
         "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None,
         "num_warps": 4 if INTERPRETED else warps, **pdl_options(values),
     }  # fmt: skip
@@ -278,7 +281,7 @@ def quantized_gemv(
         x_grouped = scheme.inputs == "group" and x.scale.shape[-1] > 1
         launched = _fp8_gemv_kernel[grid](
             values.view(torch.uint8), x.scale, weight.view(torch.uint8), scale, bias, residual, y,
-            weight.stride(0), num_groups, STEPS=steps, AHEAD=ahead,
+            weight.stride(0), num_groups, STEPS=steps,
             GROUP=(scheme.group_size or 0) if num_groups > 1 else 0,
             X_GROUP=(scheme.group_size or 0) if x_grouped else 0, NATIVE=has_fp8(values.device), **options,
         )  # fmt: skip
