@@ -110,6 +110,8 @@ class ModelRunner(interface.ModelRunner):
     def _before_pass(self, forward_batch: ForwardBatch) -> None:
         if self.lora is not None:
             self.lora.prepare(forward_batch)
+        if self.expert_manager is not None:
+            self.expert_manager.before_pass()
         if self.host_pool is not None:
             self.host_pool.before_pass()
             if forward_batch.forward_mode is not ForwardMode.EXTEND and isinstance(self.host_pool, HostPool):

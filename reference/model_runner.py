@@ -27,6 +27,8 @@ class ModelRunner(interface.ModelRunner):
             return LogitsOutput(logits, None, no_hidden_states(self.model, self.capture_hidden))
         if self.host_pool is not None:
             self.host_pool.before_pass()
+        if self.expert_manager is not None:
+            self.expert_manager.before_pass()
         if self.lora is not None:
             self.lora.prepare(forward_batch)
         # --8<-- [start:model-runner-forward]

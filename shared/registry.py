@@ -91,7 +91,8 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     },
     "expert_dispatch": {
         "reference": "reference.expert_dispatch:AllGather",
-        "all_to_all": "reference.expert_dispatch:AllToAll",
+        "optimized": "optimized.expert_dispatch:AllGather",
+        "all_to_all": "reference.expert_all_to_all:AllToAll",
     },
     "collectives": {
         "reference": "reference.collectives:Collectives",
@@ -132,6 +133,7 @@ NEEDS_TRITON: dict[str, tuple[str, ...]] = {
             "moe",
             "models",
             "draft_models",
+            "expert_dispatch",
             "sampler",
             "draft_tree",
         ),

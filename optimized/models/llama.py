@@ -43,7 +43,6 @@ from shared.modeling.forward import layer_output
 from shared.modeling.layer_choice import act_fn_class, norm_class
 from shared.modeling.vocabulary import embed_rows, gather_logits, vocabulary_rows
 from shared.parallel.alone import ALONE
-from shared.parallel.expert_parallel import by_rows
 from shared.types.attention import AttentionLayer
 
 
@@ -145,8 +144,6 @@ class LlamaDecoderLayer(nn.Module):
         x, residual = self._add_later(self.self_attn.o_proj, x, heads)
         if isinstance(self.mlp, MoE):
             normed, x = add_and_norm(self.post_attention_layernorm, x, residual)
-            if self.mlp.expert_parallel is not None:
-                return by_rows(self.tp, self.mlp, normed), x
             return sum_later(self.tp, self.mlp(normed)), x
         if residual is None:
             activated = self.mlp.activate(x, self.post_attention_layernorm)

@@ -64,7 +64,7 @@ NEEDS = {
     "flashinfer_cutedsl": Needs("FP4", (10,), "flashinfer", "flashinfer-python"),
 }
 
-DISPATCH_FORMATS = {"none": "whole", "reference": "standard", "all_to_all": "standard"}
+DISPATCH_FORMATS = {"none": "whole"} | dict.fromkeys(("reference", "optimized", "all_to_all"), "standard")
 """Implementation of expert_dispatch -> dispatch format: x and TopKOutput. whole: all experts are here.
 standard: a choice of -1 is of an expert of another rank, and experts move between ranks."""
 
@@ -96,7 +96,7 @@ def use_runner(model: nn.Module, config: EngineConfig, device: torch.device, dty
         return
     dispatch = "none"
     if config.ep > 1 or config.dp_attention:
-        dispatch = config.use.get("expert_dispatch", "reference")
+        dispatch = config.use.get("expert_dispatch", "optimized")
     if name == "auto":
         if dispatch == "none" and not config.deterministic:
             for experts in layers:

@@ -25,7 +25,6 @@ from shared.loading.weights import load_weights, named_targets
 from shared.modeling.layer_choice import act_fn_class, norm_class
 from shared.modeling.vocabulary import embed_rows, gather_logits, vocabulary_rows
 from shared.parallel.alone import ALONE
-from shared.parallel.expert_parallel import by_rows
 from shared.types.attention import AttentionLayer
 
 
@@ -115,8 +114,6 @@ class LlamaDecoderLayer(nn.Module):
             x, residual = self.input_layernorm.add_and_norm(x, residual)
         x = self.tp.all_reduce(self.self_attn(x, positions, attention))  # each rank has some of the heads
         x, residual = self.post_attention_layernorm.add_and_norm(x, residual)
-        if isinstance(self.mlp, MoE) and self.mlp.expert_parallel is not None:
-            return by_rows(self.tp, self.mlp, x), residual
         return self.tp.all_reduce(self.mlp(x)), residual  # and a part of the intermediate size
         # --8<-- [end:decoder-layer]
 

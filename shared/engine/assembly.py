@@ -143,7 +143,7 @@ def assemble(
         kv_scales = kv_scales[layers.start : layers.stop]
     phases.end("tokenizer")
     if ranks is not None:
-        warm_up(ranks, device)  # a group's first collective may take memory
+        warm_up(ranks, device, moves_experts=config.ep > 1)  # a group's first collective may take memory
     free_before = free_gpu_memory(device)
     reward_head = read_reward_head(folder, model_config, config.load_format == "dummy")
     model = load_model(folder, model_config, config, component, device, dtype, ranks)
@@ -232,6 +232,7 @@ def assemble(
     )
     if config.hicache_tokens is not None:
         parts.model_runner.host_pool = tree_cache.host.pool
+    parts.model_runner.expert_manager = experts
     if adapters is not None:
         parts.model_runner.lora = adapters.pool
     if drafter is not None:
@@ -266,8 +267,8 @@ def check_parallel(config: EngineConfig, selection: Mapping[str, str]) -> None:
             f"collectives=reference run over gloo on device=cpu, and the device is {device}; choose "
             "panel=optimized or use collectives=optimized"
         )
-    if device != "cpu" and (config.pp > 1 or config.ep > 1):
-        raise ValueError(f"pp={config.pp}, ep={config.ep} run on device=cpu; the device is {device}")
+    if device != "cpu" and config.pp > 1:
+        raise ValueError(f"pp={config.pp} runs on device=cpu; the device is {device}")
     if config.pp > 1 and (config.panel != "reference" or config.use):
         raise ValueError(
             f"pp={config.pp} runs in panel=reference without use; these are {config.panel} and "

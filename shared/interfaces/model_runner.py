@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from shared.config import EngineConfig
 from shared.interfaces.attention import AttentionBackend
@@ -26,7 +27,8 @@ class ModelRunner(ABC):
     the hidden states after the final norm [num_tokens, hidden_size]. They are valid as long as the logits.
 
     `lora`: the pool of adapters of the model, if there is one, set before `prepare`. Each batch but an IDLE
-    one is given to its `prepare` before the forward pass. `host_pool`: likewise; its `before_pass` is called.
+    one is given to its `prepare` before the forward pass. `host_pool`, `expert_manager`: likewise; their
+    `before_pass` is called.
     """
 
     model: CausalLM
@@ -35,6 +37,7 @@ class ModelRunner(ABC):
     capture_hidden: tuple[int, ...] | None = None
     lora: LoraPool | None = None
     host_pool: HostPool | None = None
+    expert_manager: Any = None  # a `shared.parallel.expert_manager.ExpertManager`
 
     @abstractmethod
     def __init__(self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool) -> None: ...

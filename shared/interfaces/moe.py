@@ -80,7 +80,8 @@ class ExpertsOnRanks(Protocol):
     """The routed experts of one layer, on several ranks (`shared.parallel.expert_parallel`)."""
 
     def run(self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts) -> torch.Tensor:
-        """x, topk: tokens of this rank. experts: those that this rank has. Returns what all experts add."""
+        """x, topk: tokens of this rank. experts: those that this rank has. Returns what all experts add; with
+        tensor parallelism, where all ranks have the same tokens, this rank's summand of it."""
 
 
 class MoE(nn.Module, ABC):
@@ -96,7 +97,7 @@ class MoE(nn.Module, ABC):
     count as they are.
 
     With expert parallelism `experts` are the config's num_local_experts, and `expert_parallel.run` stands for
-    a call of `experts`: x is then the tokens of this rank, and all ranks call `forward`.
+    a call of `experts`: all ranks call `forward`.
 
     A class that cannot do what the config asks for (`bias`, `swiglu_limit`) raises `ValueError` when it is
     made.

@@ -31,8 +31,8 @@ def shard_config(
 ) -> ModelConfig:
     """The model of one of `size` ranks: its heads and intermediate sizes. The vocabulary stays whole: the
     numbers of its rows differ by rank (`vocabulary_rows`). With `ep` parts a rank has 1/ep of the experts and
-    of the redundant ones; shared experts are on every rank. `experts_only`: all but the routed experts is
-    whole. Raises `ValueError` for sizes that cannot be divided."""
+    of the redundant ones. `experts_only`: all but the routed experts is whole. Raises `ValueError` for sizes
+    that cannot be divided."""
     if size == 1:
         return config
     kv_heads = config.num_kv_heads
@@ -40,10 +40,9 @@ def shard_config(
     if experts_only:
         sizes = {}
     moe = config.moe
-    divides_shared = ep == 1 and not experts_only
     if moe is not None:
         sizes["moe.intermediate_size"] = moe.intermediate_size * ep
-        sizes["moe.shared_intermediate_size"] = moe.shared_intermediate_size if divides_shared else 0
+        sizes["moe.shared_intermediate_size"] = 0 if experts_only else moe.shared_intermediate_size
     for name, number in sizes.items():
         if number % size != 0:
             raise ValueError(f"tp={size}: {name} ({number}) of {config.architecture} is not a multiple of it")
@@ -53,7 +52,7 @@ def shard_config(
         moe = replace(
             moe,
             intermediate_size=moe.intermediate_size * ep // size,
-            shared_intermediate_size=moe.shared_intermediate_size // (size if divides_shared else 1),
+            shared_intermediate_size=moe.shared_intermediate_size // (1 if experts_only else size),
             num_local_experts=(moe.num_experts + num_redundant) // ep if ep > 1 else None,
         )
     if experts_only:

@@ -20,14 +20,16 @@ from shared.interfaces import (
     FusedExperts,
     MoE,
 )
+from shared.interfaces.expert_dispatch import Placement
 from shared.parallel.expert_map import map_of
 from shared.parallel.expert_parallel import ExpertParallel, ExpertsLost
 
 
 class ExpertManager:
-    """Gives every MoE of the model its `expert_parallel`, and wraps the model's `forward`. `interval`:
-    forward passes between two rebalances; None: no rebalancing. `reload`: reads the experts of a placement
-    that this rank has (-1: none) from the checkpoint into the model, and returns the number of tensors."""
+    """Gives every MoE of the model its `expert_parallel`, and wraps the model's `forward`. The model runner
+    calls `before_pass`. `interval`: forward passes between two rebalances; None: no rebalancing. `reload`:
+    reads the experts of a placement that this rank has (-1: none) from the checkpoint into the model, and
+    returns the number of tensors."""
 
     def __init__(
         self,
@@ -41,7 +43,9 @@ class ExpertManager:
         reload: Callable[[ExpertMap], int],
     ) -> None:
         self.layers = [module for module in model.modules() if isinstance(module, MoE)]
-        self.parallel = [ExpertParallel(dispatch, experts, i) for i in range(len(self.layers))]
+        device = next(model.parameters()).device
+        self.placements = [Placement(experts, i, device) for i in range(len(self.layers))]
+        self.parallel = [ExpertParallel(dispatch, placement) for placement in self.placements]
         for moe, parallel in zip(self.layers, self.parallel):
             moe.expert_parallel = parallel
         self.ranks = ranks
@@ -51,17 +55,22 @@ class ExpertManager:
         self.interval = interval
         self.reload = reload
         self.live = list(range(ep))  # parts
-        self.num_forwards = 0
+        self.num_passes = 0
         self.num_moved = 0  # experts that this rank got from others
         self.num_reloaded = 0  # tensors that it read again
         self._forward: Callable[..., torch.Tensor] = model.forward
         model.forward = self.forward  # type: ignore[method-assign]
 
+    def before_pass(self) -> None:
+        """Rebalance when it is time. CUDA graphs remain valid: weights and maps are overwritten in place."""
+        if self.num_passes == 0:
+            self._forget_load()  # of warming up
+        self.num_passes += 1
+        if self.interval is not None and self.num_passes % self.interval == 0:
+            self.rebalance()
+
     # --8<-- [start:rerun-the-step]
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.num_forwards += 1
-        if self.interval is not None and self.num_forwards % self.interval == 0:
-            self.rebalance()
         while True:
             try:
                 return self._forward(*args, **kwargs)
@@ -81,9 +90,12 @@ class ExpertManager:
 
     def rebalance(self) -> None:
         """Place the experts on the live parts according to the load since the last call."""
-        load = self.ranks.all_reduce(torch.stack([each.load for each in self.parallel]))
-        self.move(self._balanced(load))
-        for each in self.parallel:
+        load = torch.stack([each.load for each in self.placements]).cpu()
+        self.move(self._balanced(self.ranks.all_reduce(load)))  # the same on all ranks
+        self._forget_load()
+
+    def _forget_load(self) -> None:
+        for each in self.placements:
             each.load.zero_()
 
     def _balanced(self, load: torch.Tensor) -> ExpertMap:
@@ -107,7 +119,7 @@ class ExpertManager:
                 each.physical_to_logical[i].view(self.ep, -1).tolist() for each in (self.experts, experts)
             )
             missing[i] = torch.tensor(self._move_layer(moe.experts, old, new)).flatten()
-            self.parallel[i].use(experts)
+            self.placements[i].use(experts)
         if bool((missing >= 0).any()):
             self.num_reloaded += self.reload(experts._replace(physical_to_logical=missing))
         self.experts = experts

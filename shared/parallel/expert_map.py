@@ -1,4 +1,4 @@
-"""Expert maps: from the placement of physical experts to its inverse, and a replica for each token."""
+"""Expert maps: from the placement of physical experts to its inverse."""
 
 from __future__ import annotations
 

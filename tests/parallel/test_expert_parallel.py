@@ -7,18 +7,20 @@ from typing import Any
 import pytest
 import torch
 
+from optimized.kernels.portable import INTERPRETED
 from shared.config import EngineConfig
 from shared.conformance.ranks import on_ranks
 from shared.engine.assembly import Assembly, assemble
 from shared.engine.llm import LLM
 from shared.interfaces import Collectives
+from shared.interfaces.expert_dispatch import Placement
 from shared.parallel.alone import ALONE
 from shared.parallel.expert_manager import ExpertManager
-from shared.parallel.expert_parallel import ExpertParallel
-from shared.types import FinishError, Req
+from shared.types import FinishError, Req, SamplingParams
 from tests.parallel.test_tensor_parallel import FLAGS
 from tests.parallel.tiny_ranks import answers, make_config, requests
 
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs kernels on CPU tensors")
 OTHERS = [n for n in FLAGS if n != "mixed chunks" and "speculative_draft_model" not in FLAGS[n]]
 EP: dict[str, dict[str, Any]] = {
     "all-gather": {"ep": 2},
@@ -171,7 +173,7 @@ def test_processes() -> None:
     assert [output.text for output in llm.generate(prompts, **sampling)] == expected
 
 
-def _never_used(self: ExpertParallel, experts: Any) -> None:
+def _never_used(self: Placement, experts: Any) -> None:
     if not hasattr(self, "num_replicas"):
         USE(self, experts)
 
@@ -186,13 +188,15 @@ def _late(self: ExpertManager, *args: Any) -> Any:
     return MOVE(self, *args)
 
 
-USE, MOVE = ExpertParallel.use, ExpertManager._move_layer
+USE, MOVE = Placement.use, ExpertManager._move_layer
 PLANTED: dict[str, tuple[str, Any]] = {
-    "a stale map after a rebalance": ("shared.parallel.expert_parallel.ExpertParallel.use", _never_used),
+    "a stale map after a rebalance": ("shared.interfaces.expert_dispatch.Placement.use", _never_used),
     "experts are overwritten, then sent": ("shared.parallel.expert_manager.ExpertManager._move_layer", _late),
     "outputs are added on every rank": (
-        "reference.models.llama.by_rows",
-        lambda ranks, layer, x: ranks.all_reduce(layer(x)),
+        "shared.interfaces.ExpertDispatch.run_replicated",
+        lambda self, x, topk, experts, placement: self.run(
+            x, topk._replace(topk_ids=placement.choose(topk.topk_ids)), experts
+        ),
     ),
 }
 
@@ -206,3 +210,47 @@ def test_a_planted_bug_changes_the_answers(
     monkeypatch.setattr(*PLANTED[bug])
     found = of_ranks(config, 2, **EP["rebalanced"])
     assert [output_ids(reqs) for _, reqs in found] != [expected] * 2
+
+
+OPTIMIZED: dict[str, dict[str, Any]] = {
+    "all-gather": {},
+    "all-to-all": {"use": {"expert_dispatch": "all_to_all"}},
+    "rebalanced": {"ep_num_redundant_experts": 2, "eplb_rebalance_num_iterations": 2},
+    "fp8": {"quantization": "fp8"},
+}
+
+
+def addresses(experts: ExpertManager) -> list[int]:
+    """Of the tensors that a CUDA graph reads."""
+    tensors = [x for moe in experts.layers for x in moe.experts.parameters()]
+    tensors += [x for each in experts.placements for x in vars(each).values() if isinstance(x, torch.Tensor)]
+    return [x.data_ptr() for x in tensors]
+
+
+def ask(config: EngineConfig, tp: Collectives | None = None) -> list[int]:
+    """The answer to a request of a few tokens: Triton's interpreter is slow."""
+    assembly = assemble(config, clock=lambda: 0.0, tp=tp)
+    before = addresses(assembly.experts) if assembly.experts is not None else []
+    req = Req("a", [5, 9, 31, 7], SamplingParams(temperature=0.0, max_new_tokens=5), seed=0)
+    assembly.scheduler.add_request(req)
+    while assembly.scheduler.has_work():
+        assembly.scheduler.step()
+    if assembly.experts is not None:
+        assert addresses(assembly.experts) == before
+        assert (assembly.experts.num_moved > 0) == (config.eplb_rebalance_num_iterations is not None)
+    return req.output_ids
+
+
+@interpreted
+@pytest.mark.parametrize("kind", OPTIMIZED)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_optimized_ranks_answer_as_one(folders: dict[str, str], kind: str, size: int) -> None:
+    """Through Triton's interpreter, a rank at a time."""
+    flags = dict(OPTIMIZED[kind])
+    if (kind, size) == ("fp8", 4):
+        pytest.skip("a part of several ranks has no scales of tokens")
+    use = {"attention": "reference", **flags.pop("use", {})}
+    config = make_config(folders["qwen3-moe"], panel="optimized", disable_cuda_graph=True, use=use)
+    expected = ask(config.updated(quantization=flags.get("quantization")))
+    config = config.updated(tp=size, ep=2, **flags)
+    assert on_ranks(size, lambda tp: ask(config, tp), in_turn=True) == [expected] * size

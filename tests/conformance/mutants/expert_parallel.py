@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from reference.expert_dispatch import AllGather, AllToAll
+from optimized.expert_dispatch import AllGather as OptimizedAllGather
+from reference.expert_all_to_all import AllToAll
+from reference.expert_dispatch import AllGather
 from shared.interfaces import TopKOutput
 from tests.conformance.mutants.mutant import mutant_of
 
@@ -88,3 +90,41 @@ class RoundsTheWeights(AllToAll):
     def run(self, x, topk, experts):
         weights = topk.topk_weights.to(torch.bfloat16)
         return super().run(x, TopKOutput(weights, topk.topk_ids), experts)
+
+
+@mutant_of("expert_dispatch")
+class SharesOfWrongRanks(AllGather):
+    """Each rank gives its outputs as those of the first tokens."""
+
+    def run_replicated(self, x, topk, experts, placement):
+        y = super().run_replicated(x, topk, experts, placement)
+        share = -(-len(x) // self.ranks.size)
+        return torch.roll(y, -self.ranks.rank * share, 0)
+
+
+@mutant_of("expert_dispatch")
+class CountsItsOwnTokens(AllGather):
+    """The load of a rank is that of its share of the tokens."""
+
+    def run_replicated(self, x, topk, experts, placement):
+        y = super().run_replicated(x, topk, experts, placement)
+        placement.load //= self.ranks.size
+        return y
+
+
+@mutant_of("expert_dispatch")
+class ExpertsShiftedByOne(OptimizedAllGather):
+    """A rank's experts begin one place too late."""
+
+    def run_replicated(self, x, topk, experts, placement):
+        placement.logical_to_physical.sub_(1).clamp_(min=-1)
+        return super().run_replicated(x, topk, experts, placement)
+
+
+@mutant_of("expert_dispatch")
+class EveryRankComputesAll(OptimizedAllGather):
+    """Each rank takes every expert for one of its own."""
+
+    def run_replicated(self, x, topk, experts, placement):
+        ids = placement.choose(topk.topk_ids)
+        return experts(x, TopKOutput(topk.topk_weights, torch.where(ids < 0, ids, ids % len(experts.w13))))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shared import registry
@@ -9,9 +11,12 @@ from shared.config import MoEConfig
 from shared.conformance.case import Case, grid
 from shared.conformance.clause import contract
 from shared.conformance.compare import expect_close, expect_equal, expect_form
+from shared.conformance.device import check_device
 from shared.conformance.ranks import on_ranks
 from shared.conformance.tolerance import tolerance
 from shared.interfaces import Collectives, ExpertDispatch, FusedExperts, TopKOutput
+from shared.interfaces.expert_dispatch import Placement
+from shared.parallel.expert_map import map_of
 
 LIMIT = 10.0  # time limit of a group in seconds
 NUM_LOCAL, HIDDEN, INTERMEDIATE, TOPK = 3, 8, 8, 2
@@ -129,6 +134,76 @@ def all_to_one_part(impl: type[ExpertDispatch], case: Tokens) -> None:
         ids = torch.full((len(x), 1), expert, dtype=torch.int32)
         expected = whole(x, TopKOutput(topk.topk_weights[:, :1], ids))
         expect_close(f"y of rank {rank}", y, expected, tolerance("moe", torch.float32))
+
+
+class Replicated(Tokens):
+    """`num_tokens` that all ranks have. `redundant` experts have a second replica."""
+
+    num_tokens = 5
+    redundant = 0
+
+    def placement(self) -> Placement:
+        """Physical experts in a shuffled order."""
+        num_logical = self.num_physical - self.redundant
+        generator = torch.Generator().manual_seed(self.redundant)
+        order = torch.randperm(self.num_physical, generator=generator) % num_logical
+        return Placement(map_of(order[None], num_logical), 0, check_device())
+
+    def run_replicated(self, impl: type[ExpertDispatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The summand of each rank, and the load that it has counted."""
+        x, topk = self.logical_tokens()
+
+        def run_rank(group: Collectives) -> tuple[torch.Tensor, torch.Tensor]:
+            dispatch, placement = impl(group, self.ep), self.placement()
+            experts = self.local_experts(group.rank).to(check_device())
+            return dispatch.run_replicated(x, topk, experts, placement), placement.load
+
+        collectives = through_cpu(registry.load("collectives", "reference"))
+        return on_ranks(self.ranks, run_rank, LIMIT, collectives, in_turn=True)
+
+    def logical_tokens(self) -> tuple[torch.Tensor, TopKOutput]:
+        x, topk = self.replace(counts=(self.num_tokens,)).tokens(0)
+        ids = torch.where(topk.topk_ids < self.num_physical - self.redundant, topk.topk_ids, -1)
+        return x.to(check_device()), TopKOutput(topk.topk_weights.to(check_device()), ids.to(check_device()))
+
+    def expected(self) -> torch.Tensor:
+        """By one rank that has all physical experts."""
+        x, topk = self.logical_tokens()
+        ids = self.placement().choose(topk.topk_ids)
+        return self.all_experts().to(check_device())(x, topk._replace(topk_ids=ids))  # type: ignore[no-any-return]
+
+
+def through_cpu(impl: type[Collectives]) -> type[Collectives]:
+    """Collectives over gloo for tensors on a GPU too."""
+
+    class ThroughCpu(impl):  # type: ignore[misc, valid-type]
+        def _gather(self, op: str, x: torch.Tensor) -> list[torch.Tensor]:
+            return [part.to(x.device) for part in super()._gather(op, x.cpu())]
+
+        def all_to_all(self, x: torch.Tensor, *counts: Sequence[int]) -> torch.Tensor:
+            return super().all_to_all(x.cpu(), *counts).to(x.device)  # type: ignore[no-any-return]
+
+    return ThroughCpu
+
+
+@contract(
+    "Tokens that all ranks have: the sum over ranks is what one rank with all experts would compute, of the "
+    "replicas that `placement.choose` names. It counts each token and choice once.",
+    grid(
+        "{ranks} ranks, ep {ep}, {num_tokens} tokens, {redundant} redundant",
+        of=Replicated, ranks=4, ep=(2, 4), num_tokens=(1, 5), redundant=(0, 2), padding=True,
+    ),
+)  # fmt: skip
+def tokens_of_all_ranks(impl: type[ExpertDispatch], case: Replicated) -> None:
+    x, topk = case.logical_tokens()
+    found = case.run_replicated(impl)
+    for y, _ in found:
+        expect_form("a summand", y, x)
+    total = torch.stack([y for y, _ in found]).sum(0)
+    expect_close("the sum of ranks", total, case.expected(), tolerance("moe", torch.float32))
+    ids = topk.topk_ids[topk.topk_ids >= 0].long()
+    for _, load in found:
+        expect_equal("load", load, ids.bincount(minlength=len(load)))
 
 
 @contract("No argument is modified.", EVERY[1:2])
