@@ -1,7 +1,9 @@
 """What is said of a component that a user gives."""
 
 from abc import abstractmethod
+from types import SimpleNamespace
 
+import reference.layers
 import reference.sampler
 from shared import interfaces
 from shared.engine.component_check import problem_with
@@ -27,3 +29,23 @@ def test_what_a_class_lacks_is_named() -> None:
     expected = f"NoSampler is no subclass of shared.interfaces.Sampler and lacks {names}"
     assert problem_with("sampler", NoSampler) == expected
     assert problem_with("sampler", StillAbstract) == "StillAbstract lacks sample"
+
+
+def test_what_is_no_class_is_named() -> None:
+    module = "reference.sampler is a module: name the class in it, reference.sampler:Class"
+    assert problem_with("sampler", reference.sampler) == module
+    assert problem_with("sampler", len) == "len is no class"
+
+
+def test_each_class_of_a_module_is_checked() -> None:
+    classes = {name: getattr(reference.layers, name) for name in ("RMSNorm", "RotaryEmbedding", "SiluAndMul")}
+    assert problem_with("layers", SimpleNamespace(**classes)) is None
+    names = ", ".join(classes)
+    for name in classes:
+        others = {other: found for other, found in classes.items() if other != name}
+        expected = f"SimpleNamespace has no {name}; it must hold {names}"
+        assert problem_with("layers", SimpleNamespace(**others)) == expected
+        problem = problem_with("layers", SimpleNamespace(**classes | {name: NoSampler}))
+        assert problem is not None
+        assert problem.startswith(f"NoSampler is no subclass of shared.interfaces.{name} and lacks ")
+    assert problem_with("models", SimpleNamespace()) == "SimpleNamespace has no model_class"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from reference.disk_tier import DiskTier
 from shared.config import EngineConfig
 from shared.conformance.switches import GREEDY, prompts
 from shared.engine import hicache
@@ -242,6 +243,15 @@ def test_the_optimized_panel_on_a_gpu(alone: list[list[int]], flags: dict[str, A
         assert [output.output_ids for output in outputs] == alone
         evict_all(llm)
     assert num_loaded(llm) > 0
+
+
+def test_the_page_that_was_used_longest_ago_leaves_the_disk(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, num_pages=2, page_num_bytes=1)
+    tier.write("a", b"1")
+    tier.write("b", b"2")
+    assert tier.read("a") == b"1"
+    tier.write("c", b"3")
+    assert [tier.read(key) for key in "abc"] == [b"1", None, b"3"]
 
 
 def test_refusals(tmp_path: Path) -> None:

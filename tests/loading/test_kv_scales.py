@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from diptych import LLM
 from shared.config import EngineConfig, ModelConfig
 from shared.conformance.configs import CONFIGS
+from shared.conformance.ranks import on_ranks
+from shared.engine.assembly import assemble
 from shared.loading.kv_scales import kv_cache_of, read_kv_scales
 from shared.loading.model_path import ASSETS
 from shared.loading.quantize import quantize_weight
@@ -122,6 +124,18 @@ def test_the_engine_uses_them(tmp_path: Path) -> None:
     assert cold.text == warm.text == "12 + 30 = 42"[: len(cold.text)]
     first, second = ([token.logprob for token in output.output_logprobs] for output in (cold, warm))
     assert second == pytest.approx(first, abs=0.01)
+
+
+def test_a_stage_has_the_scales_of_its_layers(tmp_path: Path) -> None:
+    folder, _ = folder_with(tmp_path, all_layers(k_scale=0.03, v_scale=0.01))
+    config = EngineConfig(
+        model=str(folder), panel="reference", device="cpu", kv_cache_dtype="fp8_e4m3", max_total_tokens=512
+    )
+    whole = assemble(config).kv_pool.kv_scales
+    first, last = on_ranks(2, lambda ranks: assemble(config.updated(pp=2), tp=ranks).kv_pool.kv_scales)
+    assert [*first, *last] == whole
+    assert first
+    assert last
 
 
 @pytest.mark.parametrize(

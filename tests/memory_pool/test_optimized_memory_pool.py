@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from optimized import memory_pool
+from optimized import host_pool, memory_pool
 from reference import memory_pool as reference
+from shared.conformance.clause import Clause
 from shared.conformance.contracts.memory_pool.rows import rows_written_and_read, rows_written_at_once
 from shared.conformance.schedules import random_schedule, run_schedule
+from shared.conformance.suite import clauses_of
 from shared.registry import load
 
 
@@ -165,3 +167,11 @@ def test_slots_stay_on_the_host_wherever_the_model_is() -> None:
 def test_any_schedule_on_these_pools(seed: int) -> None:
     parts = ("memory_pool", "schedule_policy", "prefill_adder", "radix_cache")
     run_schedule(random_schedule(seed), {name: load(name, "optimized") for name in parts})
+
+
+@pytest.mark.parametrize("clause", clauses_of("host_pool"), ids=lambda clause: clause.name)
+def test_a_store_that_the_staging_memory_cannot_hold(clause: Clause, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages are copied one after the other."""
+    monkeypatch.setattr(host_pool, "STAGING_BYTES", 1)
+    for case in clause.cases:
+        clause.run(host_pool.HostPool, case, None)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from reference.layers import MLP, Linear, RMSNorm
+from reference.layers import MLP, Linear, RMSNorm, RotaryEmbedding
+from shared.config import RopeConfig
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -26,3 +27,11 @@ def test_mlp(bias: bool) -> None:
 def test_parameters_take_no_gradient() -> None:
     modules = (Linear(3, 4, bias=True), RMSNorm(5, 1e-6), MLP(3, 4))
     assert not any(parameter.requires_grad for module in modules for parameter in module.parameters())
+
+
+def test_the_table_of_angles_is_made_anew_for_positions_on_another_device() -> None:
+    rotary_emb = RotaryEmbedding(RopeConfig("default", 10000.0, 8), 8, 16)
+    positions, (q, k) = torch.arange(3), torch.ones(2, 3, 4, 8)
+    expected = rotary_emb(positions, q, k)[0]
+    rotary_emb.table = torch.empty(16, 2, 1, 8, device="meta")  # as positions of that device leave it
+    assert torch.equal(rotary_emb(positions, q, k)[0], expected)

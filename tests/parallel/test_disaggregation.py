@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from reference.disaggregation import DecodeSide, PrefillSide
+from reference.disaggregation import DecodeSide, Failed, PrefillSide, _encode
 from shared import registry
 from shared.config import EngineConfig
 from shared.conformance.contracts.transport.transfers import Pool
@@ -232,6 +232,44 @@ def test_a_prompt_that_fails(folders: dict[str, str]) -> None:
         assert "ZeroDivisionError" in str(req.finished_reason)
         pair.prefill.model.forward = forward  # type: ignore[method-assign]
         pair.finish()
+
+
+def test_a_request_waits_until_its_longest_answer_fits(folders: dict[str, str]) -> None:
+    """It counts as waiting until its prompt has come, unless it is aborted."""
+    with pair_of(config_of(folders, "reference", max_total_tokens=64)) as pair:
+        first, second = requests()[3:]
+        assert first.num_tokens + second.num_tokens + 2 * first.max_new_tokens > 64
+        for req in (first, second):
+            pair.decode_side.add_request(req)
+        pair.decode_side.step()
+        assert [transfer.req for transfer in pair.decode_side.transfers.values()] == [first]
+        assert pair.decode_side.waiting == [second]
+        assert {req.rid for req in pair.decode_side.state().waiting_queue} == {first.rid, second.rid}
+        assert pair.decode_side.stats().num_waiting == 2
+        pair.decode_side.abort(first.rid)
+        assert pair.decode_side.state().waiting_queue == [second]
+        pair.finish()
+        assert len(second.output_ids) == second.max_new_tokens
+        assert pair.decode_side.state().waiting_queue == []
+
+
+def test_the_prefill_engine_is_done_when_it_is_alone_and_idle(folders: dict[str, str]) -> None:
+    with pair_of(config_of(folders, "reference")) as pair:
+        assert not pair.prefill_side.is_done  # the other engine may ask
+        pair.prefill.scheduler.add_request(requests()[0])
+        pair.receiver.connection.shutdown(socket.SHUT_RDWR)
+        pair.until(lambda: pair.sender.is_lost, "decode")
+        assert not pair.prefill_side.is_done
+        pair.until(lambda: pair.prefill_side.is_done, "prefill")
+
+
+def test_a_reason_that_comes_after_the_end_of_its_room(folders: dict[str, str]) -> None:
+    with pair_of(config_of(folders, "reference")) as pair:
+        pair.sender.post(_encode(Failed("gone", "late")))
+        req = requests()[0]
+        pair.decode_side.add_request(req)
+        pair.finish()
+        assert len(req.output_ids) == req.max_new_tokens
 
 
 @pytest.mark.parametrize(

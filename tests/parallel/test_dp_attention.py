@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +17,9 @@ from shared.config import EngineConfig
 from shared.conformance.clause import Clause
 from shared.conformance.ranks import on_ranks
 from shared.conformance.suite import check_implementation, clauses_of
+from shared.engine import replicas_in_step
 from shared.engine.assembly import assemble
-from shared.engine.child import Child, Inbox
+from shared.engine.child import Child, EngineProcessEnded, Inbox
 from shared.engine.replicas import serve_calls
 from shared.engine.replicas_in_step import ControllerInStep, assemble_in_step, assemble_replica
 from shared.interfaces import Collectives, FusedExperts, TopKOutput
@@ -188,6 +192,38 @@ def test_what_cannot_step_together(
     given = {"model": "qwen3-moe", "dp_attention": True, **flags}
     with pytest.raises(ValueError, match=message):
         assemble(make_config(folders[given.pop("model")], **given), tp=ALONE)
+
+
+def test_the_replicas_that_are_started_together(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of `assemble_in_step`, with threads in place of the processes."""
+
+    def spawn(name: str, main: Callable[..., None], *args: Any) -> Child:
+        mine, theirs = multiprocessing.Pipe()
+        threading.Thread(target=main, args=(*args, theirs), daemon=True).start()
+        return Child(name, mine)
+
+    monkeypatch.setattr(replicas_in_step.Child, "spawn", spawn)
+    monkeypatch.setattr(replicas_in_step, "Inbox", partial(Inbox, leave=lambda code: None))
+    monkeypatch.setattr(replicas_in_step, "reported_end", lambda inbox: nullcontext())
+    monkeypatch.setattr(replicas_in_step, "REPORT_SECONDS", 0.01)
+    config = make_config(folders["qwen3-moe"])
+    expected = {req.rid: req.output_ids for req in answers(assemble(config))}
+    controller: Any = assemble_in_step(config.updated(dp=2, dp_attention=True), 20.0).scheduler
+    assert [other.name for other in controller.others] == ["replica 1"]
+    assert run_all(controller, requests()) == expected
+    for req in requests()[:2]:
+        controller.add_request(req)
+    assert len(controller.state().waiting_queue) == 1  # of the first
+
+    def late() -> None:
+        raise EngineProcessEnded("the first is late")
+
+    with pytest.raises(EngineProcessEnded, match="the first is late"):  # and no other has ended
+        controller.first(late)
+    with pytest.raises(EngineProcessEnded, match="the first is late"):
+        controller.step()
 
 
 @pytest.mark.full

@@ -36,6 +36,12 @@ def test_no_rank_has_more_load_than_in_order(num_experts: int, num_redundant: in
     assert (after.amax(-1) <= before.amax(-1)).all()
 
 
+def test_exchanges_follow_one_another() -> None:
+    """Each counts with the loads of the ranks after the one before."""
+    load = torch.tensor([[11.0, 7.0, 7.0, 13.0, 12.0, 2.0]])
+    assert rank_loads(load, ExpertBalancer().balance(load, 6, 2), 2).tolist() == [[26.0, 26.0]]
+
+
 def test_the_table_of_placements() -> None:
     in_order_, balanced, redundant = placements(ExpertsCase(num_layers=3, num_experts=32, num_ranks=4))
     assert in_order_.worst >= balanced.worst >= redundant.worst >= 1.0

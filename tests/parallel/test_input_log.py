@@ -49,6 +49,7 @@ def test_each_call_of_the_first_rank_is_sent_and_made() -> None:
     found = [decode(data) for data in sent]
     assert [(call.method, call.rid) for call in found] == [(n, *(a or ("",))) for n, a in calls.items()]
     assert found[-1].now == lead.clock.now
+    assert (lead.state(), lead.stats()) == ("state", "stats")  # of rank 0 alone
     with pytest.raises(ValueError, match="no custom logit processors"):
         lead.add_request(SimpleNamespace(logit_processor=print))
     with pytest.raises(ValueError, match="only 3"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,13 +12,14 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from shared.engine.child import EngineProcessEnded, started
+from shared.engine.child import EngineProcessEnded, Inbox, started
 from shared.engine.llm import LLM
 from shared.engine.ranks import assemble_ranks
 from shared.engine.watchdog import EXIT_HANGS, Watchdog
@@ -62,6 +64,15 @@ def test_an_error_at_the_start_ends_the_other_processes_and_is_raised() -> None:
     with pytest.raises(ValueError, match="its own"), started(children):
         raise ValueError("its own")
     assert ended == [0, 1]
+
+
+def test_a_process_leaves_without_an_error_when_its_parent_has_ended() -> None:
+    parent, child = multiprocessing.Pipe()
+    codes: SimpleQueue[int] = SimpleQueue()
+    Inbox(child, list, leave=codes.put).start("ready")
+    assert parent.recv() == "ready"
+    parent.close()
+    assert codes.get(timeout=20) == 0
 
 
 PROMPTS = ["Count from 3 to 9.", "What is 12 + 30?"]

@@ -135,6 +135,8 @@ def test_requests_are_refused_aborted_and_flushed_wherever_they_are(folders: dic
             controller.add_request(req("e", **bad))
     assert [len(load.num_tokens) for load in controller.loads] == [2, 2]  # nothing of them is left
     assert not controller.flush_cache()
+    assert not controller.retract("e")
+    assert controller.retract("b")
     assert not controller.abort("e")
     assert all(controller.abort(rid) for rid in "abcd")
     ended = {}

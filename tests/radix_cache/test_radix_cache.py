@@ -10,6 +10,7 @@ import torch
 from reference.chunk_cache import ChunkCache
 from reference.radix_cache import RadixCache
 from shared.config.engine import EvictionPolicyName
+from shared.conformance.cache_world import CacheWorld
 from shared.conformance.case import Case
 from shared.conformance.contracts.radix_cache import request_lives, sequences
 from shared.conformance.contracts.radix_cache.request_lives import Event
@@ -75,6 +76,15 @@ def test_no_calls_break_the_tree(
         "found", page_size=page_size, policy=policy, is_bigram=is_bigram, calls=calls, num_pages=num_pages
     )
     sequences.Run(RadixCache, case).play()
+
+
+@pytest.mark.parametrize("impl", [RadixCache, ChunkCache])
+def test_a_finished_request_has_no_slots_left(impl: Any) -> None:
+    world = CacheWorld(impl, 2)
+    req = world.prefill(range(5))
+    world.decode(req, 7)
+    world.finish(req)
+    assert (req.req_pool_idx, req.last_node, len(req.prefix_indices)) == (None, None, 0)
 
 
 @pytest.mark.parametrize("impl", [RadixCache, ChunkCache])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from shared.sampling.processors import apply_processors
 from shared.sampling.sampling_batch import derive_seed
 from shared.types import SamplingBatchInfo
 from tests.sampler.make import make_info, make_req
@@ -140,6 +141,29 @@ def test_most_alternatives_that_any_row_wants() -> None:
     assert info.num_top_logprobs == 3
     assert make_info([make_req(return_logprob=True, top_logprobs_num=300)], 100).num_top_logprobs == 100
     assert not make_info([make_req()], 100).return_logprob
+
+
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        (torch.zeros(1, 5), r"\(1, 5\)"),
+        (torch.zeros(5), r"\(5,\)"),
+        ([[0.0] * 5] * 2, "list"),
+        (None, "NoneType"),
+    ],
+    ids=["one row", "no rows", "a list", "nothing"],
+)
+def test_a_processor_that_returns_no_logits_is_refused(returned: object, named: str) -> None:
+    """Also where it could be broadcast."""
+
+    def processor(output_ids: object, logits: torch.Tensor) -> object:
+        return returned
+
+    reqs = [make_req(), make_req()]
+    for req in reqs:
+        req.logit_processor = processor
+    with pytest.raises(ValueError, match=rf"must return logits of shape \(2, 5\), got {named}$"):
+        apply_processors(torch.zeros(2, 5), make_info(reqs, 5))
 
 
 def test_seeds_of_samples_are_distinct_and_repeatable() -> None:

@@ -173,6 +173,18 @@ def test_attention_that_cannot_be_captured_is_said_once() -> None:
     assert drafter.graphs[0].num_replays == 0
 
 
+def test_ids_without_a_token_are_never_drafted() -> None:
+    drafter: Any = engine(EagleDrafter).parts.drafter
+    num_token_ids, hidden_size = drafter.parts.num_token_ids, drafter.draft_config.model.hidden_size
+    hidden_states = torch.randn(50, hidden_size, generator=torch.Generator().manual_seed(0))
+    logits = drafter.model.compute_logits(hidden_states)
+    best = drafter.model.to_target_ids(logits.topk(4).indices)
+    assert int(best.max()) >= num_token_ids, "a case of the kind that is excluded"
+    assert int(drafter._top_tokens(hidden_states, 4).token_ids.max()) < num_token_ids
+    drafter.is_no_token = None  # every id is a token
+    assert torch.equal(drafter._top_tokens(hidden_states, 4).token_ids.sort().values, best.sort().values)
+
+
 @pytest.mark.parametrize("bs", [1, 3])
 @pytest.mark.parametrize("k", [1, 3])
 def test_steps_are_made_of_contiguous_tensors(bs: int, k: int) -> None:

@@ -60,16 +60,33 @@ def test_the_frequent_goes_before_the_rare_and_widths_and_depths_hold() -> None:
     assert all(parents[parent] == 0 for parent in parents)  # no node is deeper than 2
 
 
-def test_padding_ids_of_a_prompt_are_never_drafted() -> None:
-    """The head has more rows than there are tokens, and a prompt may hold the ids of such rows."""
+def drafter_and_batch(prompt: list[int]) -> tuple[NgramDrafter, DraftBatch]:
     config = EngineConfig(model="tiny-dense", speculative="ngram", device="cpu")
     tree_ops = registry.load("draft_tree", "reference")
     parts = SimpleNamespace(device=torch.device("cpu"), num_token_ids=100, component=lambda name: tree_ops)
-    drafter = NgramDrafter(config, parts)
-    params = SamplingParams(max_new_tokens=5)
-    req = Req("r", [1, 2, 100, 150, 3, 1, 2, 100, 150, 3, 1, 2], params, 0, frozenset())
-    slots = torch.zeros(1, 5, dtype=torch.int64)
-    batch = DraftBatch([req], torch.tensor([2]), torch.tensor([0]), torch.tensor([11]), (11,), slots)
+    req = Req("r", prompt, SamplingParams(max_new_tokens=5), 0, frozenset())
+    slots, seq_len = torch.zeros(1, 5, dtype=torch.int64), len(prompt) - 1
+    batch = DraftBatch(
+        [req], torch.tensor(prompt[-1:]), torch.tensor([0]), torch.tensor([seq_len]), (seq_len,), slots
+    )
+    return NgramDrafter(config, parts), batch
+
+
+def test_a_full_trie_is_made_anew_from_the_live_requests() -> None:
+    drafter, batch = drafter_and_batch([1, 2, 3, 1, 2])
+    ended = Req("ended", [1, 2, 9, 1, 2, 9, 1, 2, 9], SamplingParams(max_new_tokens=5), 0, frozenset())
+    drafter._read(ended)
+    drafter.forget(ended)
+    assert drafter.draft(batch, DraftShape(1, 1, 2)).token_ids.tolist() == [[2, 9]]
+    num_nodes, drafter.trie.max_nodes = drafter.trie.num_nodes, drafter.trie.num_nodes - 1
+    assert drafter.draft(batch, DraftShape(1, 1, 2)).token_ids.tolist() == [[2, 3]]
+    assert drafter.trie.num_nodes < num_nodes
+
+
+def test_padding_ids_of_a_prompt_are_never_drafted() -> None:
+    """The head has more rows than there are tokens, and a prompt may hold the ids of such rows."""
+    drafter, batch = drafter_and_batch([1, 2, 100, 150, 3, 1, 2, 100, 150, 3, 1, 2])
+    (req,) = batch.reqs
     tree = drafter.draft(batch, DraftShape(3, 2, 6))
     assert int(tree.token_ids.max()) < 100
     assert int(tree.num_nodes) == 1  # 2 was followed by a padding id only

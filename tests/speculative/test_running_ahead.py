@@ -97,6 +97,14 @@ def test_any_schedule_on_a_slow_device(impl: type[Scheduler]) -> None:
         run_schedule(random_speculation(seed, True, True), {"scheduler": impl})
 
 
+def test_a_chunk_is_followed_by_the_next_token_of_its_prompt() -> None:
+    """Not by what is sampled behind it; also where that token's id is 0."""
+    harness = harness_for(chunked_prefill_size=4)
+    rid = harness.submit([0] * 14, 8)
+    harness.run()
+    harness.expect(rid, 8)
+
+
 def two_rows_change_hands(impl: type[Scheduler]) -> SchedulerHarness:
     """Two requests end in the same round, which only the device knows when the next one is launched. Their
     rows go to two others, whose prompts are in the cache."""
