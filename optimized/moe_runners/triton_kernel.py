@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from optimized.kernels.moe_permute import SortedPairs, sort_pairs, weighted_sum
 from optimized.kernels.silu_and_mul import silu_and_mul
@@ -21,6 +22,9 @@ ALIGNMENT = 64
 """Of MXFP4 inputs in the library's order for Hopper."""
 NUM_WARPS = 8
 """Of the kernels that read MXFP4 scales, whose order depends on it."""
+TILE_GROUPS = 4
+"""MXFP4 groups whose scales a kernel loads at a time. Groups beyond the inputs are not masked: scales that it
+finds there are multiplied by weights of 0, and infinity would become NaN. So scales are padded with zeros."""
 
 
 class ExpertRows(NamedTuple):
@@ -74,7 +78,8 @@ class TritonKernelRunner(PermutedRunner[ExpertRows]):
         )
         values = wrap_torch_tensor(adjacent_inputs(weight.data).transpose(1, 2), dtype=FP4)
         values = convert_layout(values, value_layout, **value_options)
-        scales = convert_layout(wrap_torch_tensor(scale.data.transpose(1, 2)), scale_layout, **scale_options)
+        padded = F.pad(scale.data, (0, -scale.shape[2] % TILE_GROUPS)).transpose(1, 2)
+        scales = convert_layout(wrap_torch_tensor(padded), scale_layout, **scale_options)
         weight.data, scale.data = values.storage.data, scales.storage.data  # the old memory is freed
         return Matrix(values, bias, PrecisionConfig(weight_scale=scales))
 

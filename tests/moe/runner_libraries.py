@@ -147,7 +147,12 @@ def matmul_ogs(
     weight = w
     if scales is not None:
         assert (w.layout, scales.layout) == ("values", "scales")
-        weight = mxfp4(w.storage.data.transpose(1, 2), scales.storage.data.transpose(1, 2)).transpose(1, 2)
+        values, exponents = w.storage.data.transpose(1, 2), scales.storage.data.transpose(1, 2)
+        num_groups = values.shape[2] // 16
+        # The library loads them four at a time without a mask: others would be of another row or expert.
+        assert exponents.shape[2] % 4 == 0, f"scales of {exponents.shape[2]} groups"
+        assert not exponents[..., num_groups:].any(), "scales beyond the inputs"
+        weight = mxfp4(values, exponents[..., :num_groups]).transpose(1, 2)
     out = weight.shape[2] // (1 if fused_activation is None else 2)
     y = torch.full((num_rows, out), torch.nan, dtype=x.dtype, device=x.device)
     first = 0
