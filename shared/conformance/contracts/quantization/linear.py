@@ -144,7 +144,9 @@ def expected_input(layer: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
     results = []
     for part in parts:
         largest = part.abs().amax(dim=1, keepdim=True)
-        scale = layer.input_scale if scheme.inputs == "static" else largest / (448.0 if is_fp8 else 127.5)
+        # On CUDA, torch divides by a tensor; by a number it multiplies by the rounded reciprocal.
+        dynamic = largest / torch.full_like(largest, 448.0 if is_fp8 else 127.5)
+        scale = layer.input_scale if scheme.inputs == "static" else dynamic
         quotient = (part / scale).nan_to_num(0.0)
         if is_fp8:
             q = quotient.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
