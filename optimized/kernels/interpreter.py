@@ -2,7 +2,8 @@
 
 numpy computes an operation on a block in microseconds. Most of the interpreter's time goes to what it does
 around each operation: it patches the language, and makes shapes and types that it has made before. Here it
-patches once, and remembers shapes and types. Imported by `optimized.kernels` where kernels are interpreted.
+patches once, and remembers shapes and types. An operator that has met operands of the same types before gives
+their arrays to numpy at once. Imported by `optimized.kernels` where kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -18,6 +20,7 @@ from triton.runtime import interpreter
 _patch_lang, _patch_lang_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
 _init_block_type, _init_tensor = tl.core.block_type.__init__, tl.core.tensor.__init__
 _np_dtype, _broadcast = interpreter._get_np_dtype, TritonSemantic.broadcast_impl_value
+_convert_float, _is_equal_dtype = interpreter._convert_float, tl.core.dtype.__eq__
 
 
 @cache
@@ -52,10 +55,109 @@ def _patch_with_index(tensor: Any, scope: Any) -> None:
     on does not convert, so that `range` over loaded bounds would fail."""
     _patch_lang_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", _index)
+    for name, numpy_operator in _OPERATORS.items():
+        scope.set_attr(tensor, name, _with_known_types(getattr(tensor, name), numpy_operator))
+    scope.set_attr(tensor, "__getitem__", _index_of_known_types(tensor.__getitem__))
+
+
+_OPERATORS: dict[str, Any] = {
+    "__add__": np.add,
+    "__sub__": np.subtract,
+    "__mul__": np.multiply,
+    "__and__": np.bitwise_and,
+    "__or__": np.bitwise_or,
+    "__xor__": np.bitwise_xor,
+    "__lt__": np.less,
+    "__le__": np.less_equal,
+    "__gt__": np.greater,
+    "__ge__": np.greater_equal,
+    "__eq__": np.equal,
+    "__ne__": np.not_equal,
+}
+_ARITHMETIC = (np.add, np.subtract, np.multiply)
+
+
+def _with_known_types(operator: Any, numpy_operator: Any) -> Any:
+    """The operator of Triton, which checks and converts types and repeats scalars, is asked once for each
+    pair of types. numpy repeats scalars itself."""
+    known: dict[tuple[Any, Any], tuple[Any, Any] | None] = {}
+
+    def apply(self: Any, other: Any) -> Any:
+        is_tensor = isinstance(other, tl.tensor)
+        pair = (self.type.name, other.type.name if is_tensor else type(other))
+        if pair not in known:
+            value = operator(self, other)
+            compute = _numpy_form(numpy_operator, self.dtype, other)
+            known[pair] = compute and (compute, value.type)
+            return value
+        form = known[pair]
+        if form is None:
+            return operator(self, other)
+        compute, result_type = form
+        handle = self.handle
+        right = other.handle.data if is_tensor else _number(other, self.dtype)
+        return tl.tensor(interpreter.TensorHandle(compute(handle.data, right), handle.dtype), result_type)
+
+    return apply
+
+
+def _numpy_form(numpy_operator: Any, dtype: Any, other: Any) -> Any:
+    """A function of two arrays that has the result of Triton's operator on a tensor of this type and `other`;
+    None: there is no simple one."""
+    if isinstance(other, tl.tensor):
+        if dtype.is_ptr():
+            return _move(dtype) if numpy_operator is np.add and other.dtype.is_int() else None
+        alike = dtype == other.dtype
+    elif dtype.is_ptr():
+        return _move(dtype) if numpy_operator is np.add and type(other) is int else None
+    else:
+        alike = type(other) is int or (type(other) is float and dtype.is_floating())
+    # Triton's one-bit integers wrap around; numpy's booleans do not.
+    is_bit = dtype.is_int1() and (numpy_operator in _ARITHMETIC or not isinstance(other, tl.tensor))
+    return numpy_operator if alike and not is_bit else None
+
+
+def _move(pointer: Any) -> Any:
+    width = np.uint64(max(1, pointer.element_ty.primitive_bitwidth // 8))
+    return lambda data, offset: data + width * offset.astype(np.uint64)
+
+
+def _index_of_known_types(index: Any) -> Any:
+    """`x[:, None]` without a new type each time. All indices are `:` or None, as numpy has them."""
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def apply(self: Any, slices: Any) -> Any:
+        if not (isinstance(slices, tuple) and self.type.is_block()):
+            return index(self, slices)
+        key = (self.type.name, *[s is None for s in slices])
+        if key not in known:
+            value = index(self, slices)
+            known[key] = value.type
+            return value
+        handle = self.handle
+        return tl.tensor(interpreter.TensorHandle(handle.data[slices], handle.dtype), known[key])
+
+    return apply
+
+
+_numbers: dict[tuple[Any, ...], Any] = {}
+
+
+def _number(value: Any, dtype: Any) -> Any:
+    """An array of one element. Zero, whose sign is not part of a key, is made anew."""
+    key = (type(value), value, dtype.name)
+    data = _numbers.get(key)
+    if data is None:
+        semantic = interpreter.interpreter_semantic
+        number = semantic.to_tensor(value) if dtype.is_ptr() else semantic.scalar_constant(value, dtype)
+        data = number.handle.data
+        if value:
+            _numbers[key] = data
+    return data
 
 
 _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
-_shapes: dict[tuple[int, ...], dict[str, Any]] = {}
+_shapes: dict[str, dict[str, Any]] = {}
 
 
 def _remember_block_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -69,11 +171,10 @@ def _remember_block_type(self: Any, element_ty: Any, shape: Any) -> None:
 
 
 def _remember_shape(self: Any, handle: Any, type: Any) -> None:
-    key = tuple(type.shape.values) if type.is_block() else ()
-    fields = _shapes.get(key)
+    fields = _shapes.get(type.name)  # of a block, the name has the shape
     if fields is None:
         _init_tensor(self, handle, type)
-        fields = _shapes[key] = {"shape": self.shape, "numel": self.numel}
+        fields = _shapes[type.name] = {"shape": self.shape, "numel": self.numel}
     vars(self).update(fields, handle=handle, type=type, dtype=type.scalar)
 
 
@@ -87,6 +188,20 @@ def _remember_np_dtype(dtype: Any) -> Any:
     return _np_dtypes[scalar.name]
 
 
+def _convert_by_shift(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+    """float32 and bfloat16 have the same exponents: without subnormal numbers, which Triton does not shift,
+    a conversion without rounding is a shift."""
+    if rounding_mode is None and {source.name, target.name} == {"fp32", "bf16"}:
+        bits = data.view(np.uint32) if source.name == "fp32" else data.astype(np.uint32) << 16
+        if not np.any((bits & 0x7F800000 == 0) & (bits & 0x7FFFFFFF != 0)):
+            return bits if target.name == "fp32" else (bits >> 16).astype(np.uint16)
+    return _convert_float(data, source, target, rounding_mode)
+
+
+def _is_same_dtype(self: Any, other: Any) -> Any:
+    return self is other or _is_equal_dtype(self, other)
+
+
 def _broadcast_if_different(self: Any, lhs: Any, rhs: Any) -> Any:
     """Operands of one shape stay as they are."""
     left, right = lhs.type, rhs.type
@@ -97,7 +212,8 @@ def _broadcast_if_different(self: Any, lhs: Any, rhs: Any) -> Any:
 
 interpreter._patch_lang, interpreter._patch_lang_tensor = _patch_for_good, _patch_with_index
 interpreter._patch_attr = _patch_builtin
-interpreter._get_np_dtype = _remember_np_dtype
+interpreter._get_np_dtype, interpreter._convert_float = _remember_np_dtype, _convert_by_shift
+tl.core.dtype.__eq__ = _is_same_dtype
 tl.core.block_type.__init__, tl.core.tensor.__init__ = _remember_block_type, _remember_shape
 TritonSemantic.broadcast_impl_value = _broadcast_if_different
 # Without the overflow check, which repeats each int32 sum in int64; sizes of tests do not overflow.

@@ -1,0 +1,107 @@
+"""Triton's interpreter, made faster: operators on types they have met compute what Triton's own compute."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import triton
+
+if not triton.knobs.runtime.interpret:
+    pytest.skip("kernels are compiled", allow_module_level=True)
+
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime.interpreter import TensorHandle, interpreter_semantic
+
+from optimized.kernels import interpreter
+
+METHODS = {
+    "__add__": "add",
+    "__sub__": "sub",
+    "__mul__": "mul",
+    "__and__": "and_",
+    "__or__": "or_",
+    "__xor__": "xor_",
+    "__lt__": "less_than",
+    "__le__": "less_equal",
+    "__gt__": "greater_than",
+    "__ge__": "greater_equal",
+    "__eq__": "equal",
+    "__ne__": "not_equal",
+}
+SHAPES = [(), (4,), (2, 1), (2, 4)]
+VALUES: list[tuple[Any, list[Any]]] = [
+    (tl.int1, [True, False]),
+    (tl.int32, [0, 1, -3, 2**31 - 1]),
+    (tl.uint32, [0, 1, 2**32 - 1]),
+    (tl.int64, [5, -(2**62)]),
+    (tl.float16, [0.5, -0.0, 6e4, float("inf")]),
+    (tl.float32, [1.5, -0.0, 0.0, float("nan"), -float("inf"), 1e38]),
+    (tl.pointer_type(tl.float32), [2**40, 2**40 + 64]),
+]
+NUMBERS = [0, 1, -3, 7, 2**31, True, 0.0, -0.0, 2.5, float("nan")]
+
+
+def tensor(dtype: Any, values: list[Any], shape: tuple[int, ...], first: int) -> Any:
+    data = np.resize(np.roll(np.array(values), first), shape or (1,))
+    array = data.astype(np.uint64 if dtype.is_ptr() else interpreter._remember_np_dtype(dtype))
+    return tl.tensor(TensorHandle(array, dtype), tl.block_type(dtype, list(shape)) if shape else dtype)
+
+
+def outcome(operator: Any, left: Any, right: Any) -> Any:
+    """Type, bits and shape of the result; None: refused."""
+    with np.errstate(all="ignore"):
+        try:
+            value = operator(left, right)
+        except Exception:
+            return None
+    data = value.handle.data
+    return value.type.name, value.dtype.name, value.handle.dtype.name, data.dtype, data.shape, data.tobytes()
+
+
+@pytest.mark.parametrize("name", interpreter._OPERATORS)
+def test_operators(name: str) -> None:
+    method = getattr(TritonSemantic, METHODS[name])
+    flags = (True,) if METHODS[name] in ("add", "sub", "mul") else ()
+
+    def of_triton(left: Any, right: Any) -> Any:
+        return method(interpreter_semantic, left, right, *flags)
+
+    fast = interpreter._with_known_types(of_triton, interpreter._OPERATORS[name])
+    computed = 0
+    for (left, values), (right, others), shape, other in product(VALUES, VALUES, SHAPES, SHAPES):
+        for first in range(2):  # Triton's own meets the types first
+            operands = tensor(left, values, shape, first), tensor(right, others, other, first)
+            expected = outcome(of_triton, *operands)
+            assert outcome(fast, *operands) == expected, (left, right, shape, other, first)
+            computed += expected is not None
+    for (dtype, values), shape, number, _ in product(VALUES, SHAPES, NUMBERS, range(2)):
+        operand = tensor(dtype, values, shape, 0)
+        expected = outcome(of_triton, operand, number)
+        assert outcome(fast, operand, number) == expected, (dtype, shape, number)
+        computed += expected is not None
+    assert computed > 500
+
+
+def test_new_axes() -> None:
+    interpreter._patch_once()
+    x = tensor(tl.int32, [1, 2, 3, 4], (4,), 0)
+    for _ in range(2):
+        for indexed, shape in ((x[:, None], (4, 1)), (x[None, :], (1, 4))):
+            assert indexed.type.name == tl.block_type(tl.int32, list(shape)).name
+            assert np.array_equal(indexed.handle.data, np.array([1, 2, 3, 4]).reshape(shape))
+
+
+@pytest.mark.parametrize(("source", "target"), [(tl.float32, tl.bfloat16), (tl.bfloat16, tl.float32)])
+def test_conversions_of_bfloat16(source: Any, target: Any) -> None:
+    bits = np.arange(2**16, dtype=np.uint16)
+    data = bits if source is tl.bfloat16 else (bits.astype(np.uint32) << 16 | 0x8123).view(np.float32)
+    exponents = np.arange(2**16) >> 7 & 0xFF
+    for chosen in (data, data[exponents > 0]):
+        expected = interpreter._convert_float(chosen, source, target, None)
+        actual = interpreter._convert_by_shift(chosen, source, target, None)
+        assert actual.dtype.itemsize == expected.dtype.itemsize
+        assert np.array_equal(actual, expected)
