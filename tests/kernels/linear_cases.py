@@ -101,19 +101,25 @@ class Mutant(NamedTuple):
     case: Case
 
 
-def expect_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The check passes with the kernel as it is, and fails with the bug in it."""
-    source = importlib.import_module(f"optimized.kernels.{mutant.kernel}")
+def with_bug(kernel: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """A copy of a module of kernels in which `old` is `new`."""
+    source = importlib.import_module(f"optimized.kernels.{kernel}")
     text = Path(str(source.__file__)).read_text("utf-8")
-    assert mutant.old in text
+    assert old in text
     path = tmp_path / "mutant.py"
-    path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
+    path.write_text(text.replace(old, new), "utf-8")
     spec = importlib.util.spec_from_file_location(f"mutant_of_{tmp_path.name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
+    return module
+
+
+def expect_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The check passes with the kernel as it is, and fails with the bug in it."""
+    module = with_bug(mutant.kernel, mutant.old, mutant.new, monkeypatch, tmp_path)
     case = replace(mutant.case, dtype=torch.bfloat16)
     run(mutant.check, case, monkeypatch)
     monkeypatch.setattr(small_batch_linear, mutant.kernel, getattr(module, mutant.kernel))

@@ -1,7 +1,9 @@
-"""Kernels of quantized linear layers beyond their contract: neighbours in one launch, GPUs without e4m3,
-tiles."""
+"""Kernels of quantized linear layers beyond their contract: GPUs without e4m3, tiles, split-K."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,17 +18,16 @@ from optimized.kernels.quantize_input import quantize_input
 from optimized.kernels.quantized_gemm import quantized_gemm
 from optimized.kernels.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
 from optimized.kernels.quantized_tiles import Tile
-from optimized.kernels.rms_norm import rms_norm
-from optimized.kernels.silu_and_mul import silu_and_mul
 from optimized.quantization import QuantizedLinear, QuantizedMergedLinear
-from shared.conformance.compare import expect_close, expect_equal
+from shared.conformance.compare import Mismatch, expect_close, expect_equal
 from shared.conformance.contracts.quantization.linear import SCHEMES
 from shared.conformance.device import building, check_device
-from shared.conformance.inputs import HALF_TYPES, Inputs, type_name
-from shared.conformance.poison import amid_poison, run_poisoned
+from shared.conformance.inputs import Inputs
+from shared.conformance.poison import run_poisoned
 from shared.conformance.tolerance import tolerance
 from shared.loading.quantize import quantize_weight
 from shared.modeling import quantization
+from tests.kernels.linear_cases import with_bug
 
 HALF = torch.bfloat16
 
@@ -34,52 +35,6 @@ HALF = torch.bfloat16
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = HALF) -> torch.Tensor:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return values.to(check_device(), dtype)
-
-
-@pytest.mark.parametrize("kind", ["fp8 token", "fp8 block", "int8 token"])
-def test_norm_and_swiglu_are_those_of_their_own_kernels(kind: str) -> None:
-    scheme, dtype = SCHEMES[kind], torch.float16  # the interpreter does not round bfloat16 in all kernels
-    weight = draw(320, seed=1, dtype=dtype)
-    x, gate_up = (amid_poison(draw(3, size, seed=size, dtype=dtype)) for size in (320, 640))
-    for fused, plain in (
-        (quantize_input(x, scheme, norm=(weight, 1e-5)), rms_norm(x, weight, 1e-5)),
-        (quantize_input(gate_up, scheme, silu=True), silu_and_mul(gate_up)),
-    ):
-        expected = quantize_input(plain, scheme)
-        expect_equal("q", fused.q.view(torch.uint8), expected.q.view(torch.uint8))
-        expect_equal("scale", fused.scale, expected.scale)
-
-
-@pytest.mark.parametrize("dtype", [*HALF_TYPES, torch.float32], ids=type_name)
-@pytest.mark.parametrize("kind", ["fp8 token", "fp8 block", "fp8 static", "int8 token", "int8 static"])
-def test_codes_are_those_of_a_division(kind: str, dtype: torch.dtype) -> None:
-    """The kernel divides by reciprocals: for tiny and huge scales too, beyond the range of a static one, and
-    with the sign of zeros. Rows of one run of columns, and of two."""
-    scheme, generator = SCHEMES[kind], torch.Generator().manual_seed(0)
-    limits, exponents = torch.finfo(dtype), range(-130, 127, 8)
-    for size in (384, 4608):
-        exponent = torch.randint(-16, 1, (len(exponents), size), generator=generator).double()
-        exponent += torch.tensor(exponents)[:, None]
-        x = torch.randn(exponent.shape, generator=generator, dtype=torch.float64) * 2.0**exponent
-        x = x.clamp(-limits.max, limits.max).to(dtype)
-        if dtype == torch.bfloat16:
-            x[x.abs() < limits.tiny] = 0.0  # Triton's interpreter widens subnormal ones wrongly
-        x[:, 0], x[:, 1] = 0.0, -0.0
-        groups = x.float().unflatten(1, (-1, 128 if scheme.inputs == "group" else size))
-        if scheme.inputs == "static":
-            scale = torch.tensor([1.7e-3])
-            found = quantize_input(x.to(check_device()), scheme, scale.to(check_device()))
-        else:
-            found = quantize_input(x.to(check_device()), scheme)
-            scale = groups.abs().amax(2) / (448.0 if scheme.weight_type == "fp8" else 127.5)
-            expect_equal("scale", found.scale.cpu(), scale)
-            scale = scale.where(scale != 0.0, 1.0)[:, :, None]
-        quotient = (groups / scale).flatten(1)
-        if scheme.weight_type == "fp8":
-            expected = quotient.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-        else:
-            expected = quotient.round().clamp(-128, 127).to(torch.int8)
-        expect_equal("q", found.q.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 def multiply(
@@ -156,21 +111,19 @@ def test_any_tile_gives_the_same(kind: str, tile: Tile) -> None:
     expect_close("y", y, expected, tolerance("quantized linear", HALF))
 
 
-@pytest.mark.parametrize("kind", ["fp8 token", "fp8 block", "int8 token"])
-@pytest.mark.parametrize("parts", [2, 3, 8])  # of 8 three have no columns
-def test_split_k(kind: str, parts: int) -> None:
+def check_split_k(module: ModuleType, kind: str, parts: int) -> None:
     """Whole sums, with the same bits beside other tokens; the counters are zeros again."""
     scheme, x, residual = SCHEMES[kind], draw(19, 640), draw(19, 100, seed=7)
     tensors = quantize_weight(draw(100, 640, seed=3), scheme)
     weight, scale = tensors["weight"], tensors["weight_scale"].contiguous()
+    tile = Tile(32, 64, 128, 3, 4, parts)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         values, y = quantize_input(x, scheme), residual.clone()
-        tile = Tile(32, 64, 128, 3, 4, parts)
         for _ in range(2):
             y.copy_(residual)
             run_poisoned(
-                lambda: quantized_gemm(values, weight, scale, None, scheme, y, residual=y, tile=tile)
+                lambda: module.quantized_gemm(values, weight, scale, None, scheme, y, residual=y, tile=tile)
             )
         assert values.counters is not None
         assert not values.counters.any()
@@ -182,6 +135,27 @@ def test_split_k(kind: str, parts: int) -> None:
     expect_close("y", y, expected + residual.double(), tolerance("quantized linear", HALF))
     other = run(torch.cat([x[:4], draw(15, 640, seed=9)]))
     expect_equal("tokens beside others", other[:4], y[:4])
+
+
+@pytest.mark.parametrize("kind", ["fp8 token", "fp8 block", "int8 token"])
+@pytest.mark.parametrize("parts", [2, 3, 8])  # of 8 three have no columns
+def test_split_k(kind: str, parts: int) -> None:
+    check_split_k(gemm_kernel, kind, parts)
+
+
+SPLIT_K_BUGS = {
+    "a part goes on to the end": ("tl.minimum(first_byte + part_bytes, row_bytes)", "row_bytes"),
+    "parts are written over each other": ("tl.program_id(1) * (ROWS * TOKENS) + place", "place"),
+    "the last part is left out": ("tl.static_range(1, PARTS)", "tl.static_range(1, PARTS - 1)"),
+    "counters stay": ("tl.store(counters_ptr + tl.program_id(0), 0)", "pass"),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT_K_BUGS)
+def test_planted_bugs_of_split_k(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = with_bug("quantized_gemm", *SPLIT_K_BUGS[name], monkeypatch, tmp_path)
+    with pytest.raises((Mismatch, AssertionError)):
+        check_split_k(module, "fp8 token", 3)
 
 
 def test_the_residual_is_added_before_rounding() -> None:
