@@ -17,7 +17,7 @@ from tests.gpu.gpu_ranks import NUM_REPLAYS, norms, on_gpus, replays, sums_that_
 pytestmark = [pytest.mark.gpu, pytest.mark.gpus(2)]
 FLAGS: dict[str, Any] = {"device": "cuda", "panel": "optimized", "dtype": "float32", "max_total_tokens": 8192}
 PROMPTS = ["Count from 3 to 9.", "What is 12 + 30?", "What is 7 + 5?"]
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 48, "progress": False}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 48, "ignore_eos": True, "progress": False}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Of a norm, whose sum of squares has another order in another kernel: one unit in the last place."""
 
@@ -43,11 +43,22 @@ def test_graphs_with_sums_give_both_ranks_the_same_bits() -> None:
     assert checksum == other_checksum
 
 
-@pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])
+WAYS: dict[str, tuple[dict[str, Any], ...]] = {
+    "tiny-dense": ({}, {"disable_cuda_graph": True}, {"use": {"collectives": "nccl"}}),
+    "tiny-moe": (
+        {},
+        {"ep": 2},
+        {"ep": 2, "ep_num_redundant_experts": 2, "eplb_rebalance_num_iterations": 10},
+        {"ep": 2, "use": {"expert_dispatch": "all_to_all"}, "disable_cuda_graph": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("model", WAYS)
 def test_two_ranks_answer_as_one(model: str) -> None:
-    """Greedy text in float32: with graphs and without, the kernel and NCCL."""
+    """Greedy text in float32: with graphs and without, the kernel and NCCL, experts divided, whole, moved."""
     expected = [output.text for output in LLM(model, **FLAGS).generate(PROMPTS, **GREEDY)]
-    for more in ({}, {"disable_cuda_graph": True}, {"use": {"collectives": "nccl"}}):
+    for more in WAYS[model]:
         llm = LLM(model, tp=2, **FLAGS, **more)
         assert [output.text for output in llm.generate(PROMPTS, **GREEDY)] == expected, more
         if "disable_cuda_graph" not in more:

@@ -18,6 +18,7 @@ from optimized.kernels.dequantize import dequantize
 from optimized.kernels.extend_attention import extend_attention
 from optimized.kernels.fixed_split_attention import fixed_split_attention
 from optimized.kernels.fp8_decode_attention import fp8_decode_attention, suits_fp8_kernel
+from optimized.kernels.local_experts import local_experts
 from optimized.kernels.moe_align import align
 from optimized.kernels.moe_combine import combine
 from optimized.kernels.moe_gemm import down_gemm, up_gemm
@@ -37,6 +38,8 @@ from optimized.sampler import Sampler
 from shared.config import ModelConfig
 from shared.config.quantization import ONLINE
 from shared.interfaces import TopKOutput
+from shared.interfaces.expert_dispatch import Placement
+from shared.parallel.expert_map import in_order
 from shared.types import SamplingBatchInfo
 from shared.types.attention import FP8
 from shared.types.quantization import QuantScheme
@@ -270,6 +273,14 @@ def sample(num_rows: int, vocab_size: int, filtered: bool, logprobs: bool, greed
     Sampler().sample(torch.empty(num_rows, vocab_size), info, positions)
 
 
+def local(num_tokens: int) -> None:
+    """The experts of a rank among 128 with 16 redundant ones."""
+    with torch.device("cpu"):
+        experts = in_order(1, 128, 144)
+    placement = Placement(experts, 0, torch.get_default_device())
+    local_experts(torch.empty(num_tokens, 8, dtype=torch.int32), placement, 72, 72)
+
+
 def one_shot(size: int, hidden: int, dtype: torch.dtype) -> None:
     """The sum alone, and with the residual and a norm."""
     buffers = [torch.empty(2 << 20, dtype=torch.uint8) for _ in range(size)]
@@ -358,6 +369,7 @@ def _launches() -> dict[str, Launch]:
             add(quantized_experts, name, shape, num_tokens, torch.bfloat16, scheme)
     for num_tokens in (16, 4096):
         add(permuted, f"t{num_tokens}", shape, num_tokens, torch.bfloat16)
+    add(local, "t5", 5)
     for size in (2, 4, 8):
         for name, dtype in DTYPES.items():
             for hidden in (96, 2560, 8192):

@@ -11,6 +11,7 @@ import torch
 
 from optimized import moe
 from optimized.kernels import gpu_table, moe_tiles
+from optimized.kernels.local_experts import local_experts
 from optimized.kernels.moe_align import align, max_num_blocks
 from optimized.kernels.moe_tiles import GemvTile, Plan, Shape, Tile
 from reference.moe import MoE as ReferenceMoE
@@ -22,6 +23,8 @@ from shared.conformance.poison import run_poisoned
 from shared.conformance.suite import check_implementation, clauses_of
 from shared.conformance.tolerance import tolerance
 from shared.interfaces import TopKOutput
+from shared.interfaces.expert_dispatch import Placement
+from shared.parallel.expert_map import in_order, map_of
 from tests.conformance.mutants.optimized_moe import MUTANTS, KernelMutant
 from tests.kernels.fast_grid import fast_grid
 
@@ -121,6 +124,27 @@ def test_the_same_twice() -> None:
     inputs.fill_(experts)
     x = inputs.normal(33, HIDDEN)
     expect_equal("y", run_poisoned(experts, x, topk), run_poisoned(experts, x, topk))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 300])
+@pytest.mark.parametrize("num_redundant", [0, 3])
+def test_the_experts_of_a_rank(num_tokens: int, num_redundant: int) -> None:
+    """Several CTAs, padding, and a map after it has changed: as `Placement.choose`, which counts too."""
+    num_logical, num_local, device = 13, 4, check_device()
+    maps = [in_order(2, num_logical, num_logical + num_redundant)]
+    order = maps[0].physical_to_logical.flip(1)
+    maps.append(map_of(order, num_logical))
+    placement, expected = (Placement(maps[0], 1, device) for _ in range(2))
+    ids = Inputs(2).integers(num_logical + 1, num_tokens, 3, dtype=torch.int32) - 1
+    for experts in maps:
+        placement.use(experts)
+        expected.use(experts)
+        chosen = expected.choose(ids)
+        found = [local_experts(ids, placement, first, num_local) for first in (0, 4, 8, 12)]
+        for first, local in zip((0, 4, 8, 12), found):
+            is_here = (chosen >= first) & (chosen < first + num_local)
+            expect_equal(f"experts from {first}", local, torch.where(is_here, chosen - first, -1))
+        expect_equal("load", placement.load, 4 * expected.load)
 
 
 def test_float64_is_refused() -> None:

@@ -38,6 +38,7 @@ FAST = (
     ("sm_90", "mla-rope-h16-bf16"),
     ("sm_80", "one_shot-t2-h2560-bf16"),
     ("sm_90", "one_shot-t2-h2560-bf16"),
+    ("sm_90", "local-t5"),
     ("sm_90", "quantized_experts-mxfp4-t512"),
     ("sm_90", "permuted-t16"),
     ("sm_90", "linear-Qwen3-0.6B-t64-down"),

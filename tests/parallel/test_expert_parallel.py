@@ -166,7 +166,7 @@ def test_what_cannot_run(folders: dict[str, str], flags: dict[str, Any], message
 
 def test_processes() -> None:
     flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
-    sampling = {"temperature": 0, "max_tokens": 16, "progress": False}
+    sampling = {"temperature": 0, "max_tokens": 16, "ignore_eos": True, "progress": False}
     prompts = ["Count from 3 to 9.", "What is 12 + 30?"]
     expected = [output.text for output in LLM("tiny-moe", **flags).generate(prompts, **sampling)]
     llm = LLM("tiny-moe", tp=2, ep=2, ep_num_redundant_experts=2, eplb_rebalance_num_iterations=4, **flags)
