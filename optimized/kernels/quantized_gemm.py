@@ -87,12 +87,17 @@ def _from_nibbles(tile, zero, HAS_ZERO: tl.constexpr, dtype: tl.constexpr):
         )  # fmt: skip
 
 
+@triton.constexpr_function
+def _zero_of(pointer):
+    return 0.0 if pointer.type.element_ty.is_floating() else 0
+
+
 @triton.jit
 def _x_tile(x_ptr, rows, cols, stride, num_tokens, size, IS_WHOLE: tl.constexpr):
     mask = (rows < num_tokens)[:, None]
     if not IS_WHOLE:
         mask &= (cols < size)[None, :]
-    return tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0)
+    return tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=_zero_of(x_ptr))
 
 
 @triton.jit
@@ -179,7 +184,7 @@ def _quantized_gemm_kernel(
     for k in tl.range(first_byte, end_byte, STEP, num_stages=STAGES):
         cols = k + tl.arange(0, STEP)
         mask = is_row[:, None] if IS_WHOLE else is_row[:, None] & (cols < row_bytes)[None, :]
-        tile = tl.load(weight_rows + cols[None, :], mask=mask, other=0)
+        tile = tl.load(weight_rows + cols[None, :], mask=mask, other=_zero_of(weight_ptr))
         # --8<-- [start:unpack-and-multiply]
         if WEIGHT == "int4":
             # STEP bytes of a unit: its inputs `first` and on, and those half a unit later.
@@ -200,10 +205,7 @@ def _quantized_gemm_kernel(
         else:
             group = k // GROUP if GROUP > 0 else 0
             x = _x_tile(x_ptr, tokens, cols, stride_x, num_tokens, size, IS_WHOLE)
-            if MULTIPLY_FP8:
-                tile = tile.to(tl.float8e4nv, bitcast=True)
-                x = x.to(tl.float8e4nv, bitcast=True)
-            elif WEIGHT == "fp8":
+            if WEIGHT == "fp8" and not MULTIPLY_FP8:
                 tile = widened_e4m3(tile, NATIVE)
                 if X_SCALED:
                     x = widened_e4m3(x, NATIVE)
@@ -271,7 +273,8 @@ def quantized_gemm(
     group = scheme.group_size if scale.shape[1] > 1 else 0
     x_group = scheme.group_size if scheme.inputs == "group" and x_scale.shape[-1] > 1 else 0
     native = has_fp8(values.device)
-    if is_fp8:
+    multiply_fp8 = is_fp8 and is_scaled and native and dtype in HALF_TYPES
+    if is_fp8 and not multiply_fp8:  # as bytes, e4m3 would pass through registers on its way to tensor cores
         weight = weight.view(torch.uint8)
         values = values.view(torch.uint8) if is_scaled else values
     num_tiles = triton.cdiv(out, chosen.rows) * triton.cdiv(num_tokens, chosen.tokens)
@@ -291,7 +294,7 @@ def quantized_gemm(
         0 if residual is None else residual.stride(0), y.stride(0),
         WEIGHT=scheme.weight_type, UNIT=scheme.unit(size), GROUP=group or 0, X_GROUP=x_group or 0,
         X_SCALED=is_scaled, IS_WHOLE=weight.shape[1] % chosen.step == 0, HAS_ZERO=zero is not None,
-        NATIVE=native, MULTIPLY_FP8=is_fp8 and is_scaled and native and dtype in HALF_TYPES,
+        NATIVE=native, MULTIPLY_FP8=multiply_fp8,
         TOKENS=chosen.tokens, ROWS=chosen.rows, STEP=chosen.step, STAGES=chosen.stages, PARTS=parts,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         num_warps=chosen.warps, **pdl_options(values),
