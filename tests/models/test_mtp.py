@@ -40,6 +40,24 @@ def random_mtp(hf_model: PreTrainedModel) -> MtpModel:
     return mtp
 
 
+def hidden_behind(
+    mtp: MtpModel, hidden_states: torch.Tensor, positions: torch.Tensor, input_ids: torch.Tensor
+) -> torch.Tensor:
+    """Hidden states behind the layer for drafting: `MtpModel.forward_layer`, which transformers 5.17 does not
+    have."""
+    embeds, cache = mtp.embed_tokens(input_ids), DynamicCache(config=mtp.config)
+    masks = mtp.create_masks_for_mtp_layer(0, embeds, cache, positions)
+    found: torch.Tensor = mtp.layers[0](
+        embeds,
+        hidden_states,
+        position_embeddings=mtp.rotary_emb(embeds, position_ids=positions),
+        position_ids=positions,
+        past_key_values=cache,
+        **masks,
+    )
+    return found
+
+
 def published_names(mtp: MtpModel, layer_id: int) -> dict[str, torch.Tensor]:
     """As DeepSeek names them: behind the last layer, experts one by one."""
     tensors = {}
@@ -71,8 +89,7 @@ def test_drafts_are_those_of_transformers(checkpoint: tuple[PreTrainedModel, Mtp
     ids = torch.randint(3, 331, (1, 40), generator=torch.Generator().manual_seed(1))
     hidden_states = hf_model.model(ids[:, :-1]).last_hidden_state
     positions = torch.arange(1, ids.shape[1])[None]
-    cache = DynamicCache(config=hf_model.config.get_mtp_config())
-    theirs = mtp.forward_layer(0, hidden_states, positions, cache, input_ids=ids[:, 1:])[0]
+    theirs = hidden_behind(mtp, hidden_states, positions, ids[:, 1:])[0]
 
     target = build_model(ModelConfig.from_pretrained(folder))
     target.load_weights(iterate_weights(folder))  # leaves the layer for drafting out
@@ -117,9 +134,8 @@ def test_an_engine_drafts_what_transformers_does(
     ids = torch.tensor([[*prompt, plain.output_ids[0]]])
     with torch.inference_mode():
         hidden_states = hf_model.model(ids[:, :-1]).last_hidden_state
-        cache = DynamicCache(config=hf_model.config.get_mtp_config())
         positions = torch.arange(1, ids.shape[1])[None]
-        theirs = mtp.forward_layer(0, hidden_states, positions, cache, input_ids=ids[:, 1:])
+        theirs = hidden_behind(mtp, hidden_states, positions, ids[:, 1:])
         logits = mtp.shared_head(theirs[0, -1])
     best, second = logits.topk(2).values
     assert best - second > 2 * TOLERANCE, "a near tie: the drafts could differ for no reason"
