@@ -97,7 +97,9 @@ def _x_tile(x_ptr, rows, cols, stride, num_tokens, size, IS_WHOLE: tl.constexpr)
     mask = (rows < num_tokens)[:, None]
     if not IS_WHOLE:
         mask &= (cols < size)[None, :]
-    return tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=_zero_of(x_ptr))
+    return tl.load(
+        x_ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=_zero_of(x_ptr)
+    )
 
 
 @triton.jit
