@@ -11,7 +11,7 @@ import triton.language as tl
 
 from optimized.kernels.portable import interpreted_rows, rounded
 from optimized.kernels.quantize_input import has_fp8
-from optimized.kernels.quantized_gemm import widened_e4m3
+from optimized.kernels.quantized_values import widened_e4m3
 from shared.types.quantization import INT4_ZERO, QuantScheme
 
 BLOCK = 1024

@@ -23,7 +23,7 @@ from optimized.kernels.moe_act import gated
 from optimized.kernels.moe_align import Blocks
 from optimized.kernels.portable import INTERPRETED, pdl_options, rounded
 from optimized.kernels.quantize_input import QuantizedInput, has_fp8
-from optimized.kernels.quantized_gemm import widened_e4m3
+from optimized.kernels.quantized_values import widened_e4m3
 from shared.types.quantization import INT4_ZERO, QuantScheme
 
 _INTERPRETED = tl.constexpr(INTERPRETED)

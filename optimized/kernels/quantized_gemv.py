@@ -23,7 +23,7 @@ import triton.language as tl
 from optimized.kernels.carveout import prefer_l1
 from optimized.kernels.portable import INTERPRETED, pdl_options, rounded, widened
 from optimized.kernels.quantize_input import QuantizedInput, has_fp8
-from optimized.kernels.quantized_gemm import widened_e4m3
+from optimized.kernels.quantized_values import widened_e4m3
 from shared.types.quantization import INT4_ZERO, QuantScheme
 
 _ZERO = tl.constexpr(INT4_ZERO)
