@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
 
@@ -40,6 +40,17 @@ def _small_kv_pools() -> Generator[None, None, None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shared.loading.kv_sizing.MAX_CPU_TOKENS", 8192)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def count_frozen() -> Generator[Callable[[], int], None, None]:
+    """`gc.get_freeze_count`. It visits all that is frozen, and `LLM.generate` calls it: with what
+    `pytest_collection` froze, more than a million objects. Tests get the number that it returned once."""
+    count = gc.get_freeze_count
+    frozen = count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", lambda: frozen)
+        yield count
 
 
 @pytest.fixture(autouse=True)

@@ -22,10 +22,12 @@ class Knot:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def thawed() -> Iterator[None]:
+def thawed(count_frozen: Callable[[], int]) -> Iterator[None]:
     """The tests' own freezing (tests/conftest.py) is undone meanwhile."""
     gc.unfreeze()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", count_frozen)
+        yield
     gc.collect()
     gc.freeze()
 
