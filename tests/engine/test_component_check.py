@@ -1,7 +1,7 @@
 """What is said of a component that a user gives."""
 
 from abc import abstractmethod
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import reference.layers
 import reference.sampler
@@ -49,3 +49,19 @@ def test_each_class_of_a_module_is_checked() -> None:
         assert problem is not None
         assert problem.startswith(f"NoSampler is no subclass of shared.interfaces.{name} and lacks ")
     assert problem_with("models", SimpleNamespace()) == "SimpleNamespace has no model_class"
+
+
+def test_a_drafter_is_a_class_or_a_module_of_them() -> None:
+    problem = problem_with("drafter", NoSampler)
+    assert problem is not None
+    assert problem.startswith("NoSampler is no subclass of shared.interfaces.Drafter and lacks ")
+    assert problem_with("drafter", SimpleNamespace()) == "SimpleNamespace has no drafter_class"
+    assert problem_with("drafter", SimpleNamespace(drafter_class=len)) is None
+
+
+def test_a_file_of_the_user_is_named_by_its_path() -> None:
+    module = ModuleType("diptych_user_1")
+    module.__file__ = "/home/me/mine.py"
+    assert str(problem_with("sampler", module)).endswith("name the class in it, /home/me/mine.py:Class")
+    module.__file__ = None
+    assert str(problem_with("sampler", module)).endswith("name the class in it, diptych_user_1:Class")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from shared.conformance.configs import CONFIGS
-from shared.engine.embedding import finish_embedding
+from shared.engine.embedding import check_dimensions, finish_embedding
 from shared.engine.llm import LLM
 from shared.types import SamplingParams
 from tests.models.model_harness import random_hf_model
@@ -120,3 +120,11 @@ def test_refusals(folder: Path) -> None:
         llm.embed(PROMPTS[0])
     with pytest.raises(ValueError, match="the prompt is empty"):
         engine(folder).embed([[]])
+
+
+def test_dimensions_are_from_one_to_the_hidden_size() -> None:
+    for dimensions in (None, 1, 8):
+        check_dimensions(dimensions, 8)
+    for dimensions in (0, 9, True, 2.0):
+        with pytest.raises(ValueError, match=r"an integer in \[1, 8\], got"):
+            check_dimensions(dimensions, 8)  # type: ignore[arg-type]

@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 import reference.schedule_batch
 from reference.input_embeds import embeds_of_step
+from shared.config import EngineConfig
 from shared.conformance.configs import CONFIGS
 from shared.engine import input_embeds
+from shared.engine.input_embeds import check_supported, rows_of_bytes
 from shared.engine.llm import LLM
 from shared.types import SamplingParams
 from tests.models.model_harness import random_hf_model
@@ -204,6 +206,21 @@ def test_planted_bugs_in_chunks_are_found(
 ) -> None:
     monkeypatch.setattr(reference.schedule_batch, "embeds_of_step", bug)
     assert [ids for ids, _ in answers(engine(folder, **flags), prompts)] != [ids for ids, _ in expected]
+
+
+def test_flags_that_need_token_ids() -> None:
+    check_supported("images", EngineConfig(panel="reference"))
+    for name, value in (("speculative", "ngram"), ("use", {"models": "optimized"})):
+        config = EngineConfig(**{"panel": "reference", name: value})
+        with pytest.raises(ValueError, match=f"images work with {name}=.* alone; this engine has {name}="):
+            check_supported("images", config)
+
+
+def test_rows_come_back_from_their_bytes() -> None:
+    rows = torch.randn(3, 5)
+    assert torch.equal(rows_of_bytes(rows.numpy().tobytes(), 3), rows)
+    with pytest.raises(ValueError, match="60 bytes of input_embeds are not 4 rows of float32"):
+        rows_of_bytes(rows.numpy().tobytes(), 4)
 
 
 def test_refusals(folder: Path, prompts: list[torch.Tensor]) -> None:

@@ -119,6 +119,19 @@ def test_an_rid_is_free_again_after_an_abort(llm: LLM) -> None:
     assert isinstance(first.finish_reason, FinishAbort)
 
 
+def test_an_abort_within_a_step_waits_for_its_end(llm: LLM) -> None:
+    """As the garbage collector may close a stream in the middle of a step."""
+    (first,) = llm.submit("one two", SamplingParams(max_new_tokens=50, ignore_eos=True), rid="a")
+    with llm._exclusive():
+        assert llm.abort("a")
+        assert not llm.abort("a")
+        assert llm.stats().num_waiting == 1
+    assert llm.stats().num_waiting == 0
+    while llm.step():
+        pass
+    assert isinstance(first.finish_reason, FinishAbort)
+
+
 def test_an_rid_is_free_again_after_a_full_queue() -> None:
     llm = LLM("tiny-dense", device="cpu", max_total_tokens=256, max_queued_requests=1)
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Generator
 from functools import cache
@@ -28,6 +30,7 @@ SETTINGS = """\
 [run]
 data_file = {data}
 parallel = true
+patch = _exit, fork
 relative_files = true
 sigterm = true
 context = ${{MUTATION_CONTEXT-}}
@@ -35,7 +38,13 @@ source = {sources}
 """
 SOURCES = ("reference", "optimized", "shared")
 # Python imports this module when it starts.
-START = "import coverage; coverage.process_startup()\n"
+START = """\
+import coverage, signal
+coverage.process_startup()
+if coverage.Coverage.current():
+    signal.signal(signal.SIGUSR1, lambda *_: coverage.Coverage.current().save())
+"""
+SAVE_SECONDS = 0.5  # for a process to write its record
 MARKS = "not gpu and not full"
 NO_KILLERS = ["tests/conformance/test_mutants.py"]  # tests of tests
 
@@ -86,6 +95,22 @@ def _switch(name: str) -> None:
     measured = coverage.Coverage.current()
     if measured:
         measured.switch_context(name)
+
+
+_kill = os.kill
+
+
+def pytest_configure() -> None:
+    os.kill = _kill_recorded
+    os.register_at_fork(after_in_child=lambda: _switch(os.environ.get(CONTEXT, "")))
+
+
+def _kill_recorded(pid: int, number: int) -> None:
+    """Let a process write its record before it is killed."""
+    if number == signal.SIGKILL:
+        _kill(pid, signal.SIGUSR1)
+        time.sleep(SAVE_SECONDS)
+    _kill(pid, number)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -216,6 +216,14 @@ def test_the_replicas_that_are_started_together(
     for req in requests()[:2]:
         controller.add_request(req)
     assert len(controller.state().waiting_queue) == 1  # of the first
+    controller.step()
+    assert controller.retract("r0")
+    assert controller.retract("r1")
+    assert controller.abort("r0")
+    assert controller.abort("r1")
+    while controller.has_work():
+        controller.step()
+    assert controller.flush_cache()
 
     def late() -> None:
         raise EngineProcessEnded("the first is late")

@@ -160,23 +160,24 @@ def test_a_rank_that_hangs_is_described(
 
 
 @pytest.mark.parametrize(
-    ("limits", "problem"),
+    ("limits", "poll_seconds", "problem"),
     [
-        ({"limit": 0.2}, "a step takes longer than 0.2 s"),
-        ({"has_ended": lambda: True}, "another rank has ended, and a step waits for it"),
+        ({"limit": 0.2}, 60.0, "a step takes longer than 0.2 s"),
+        ({"has_ended": lambda: True}, 0.05, "another rank has ended, and a step waits for it"),
     ],
     ids=["too long", "another rank has ended"],
 )
 def test_a_process_whose_step_hangs_ends_with_its_stacks(
-    limits: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+    limits: dict[str, Any], poll_seconds: float, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.engine.watchdog.POLL_SECONDS", 0.05)
+    """It looks after each interval, and at least four times before the limit."""
+    monkeypatch.setattr("shared.engine.watchdog.POLL_SECONDS", poll_seconds)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         sys.stderr = os.fdopen(write, "w")
         watchdog = Watchdog(lambda: "the other ranks", **limits)
-        for seconds in (0.01,) * 20 + (60,):  # short steps do not hang
+        for seconds in (0.01,) * 20 + (30,):  # short steps do not hang
             with watchdog.working():
                 time.sleep(seconds)
         os._exit(0)

@@ -146,6 +146,16 @@ def test_requests_are_refused_aborted_and_flushed_wherever_they_are(folders: dic
     assert controller.flush_cache()
 
 
+def test_a_call_goes_to_the_replica_of_its_number(folders: dict[str, str]) -> None:
+    _, controller = in_threads(make_config(folders["llama"]), 3)
+    called: list[int] = []
+    for number, other in enumerate(controller.others, 1):
+        other.call = lambda data, number=number: called.append(number)
+    for replica in (0, 1, 2):
+        controller.call(replica, "abort", "unknown")
+    assert called == [1, 2]
+
+
 def test_a_flush_empties_every_replica(folders: dict[str, str]) -> None:
     _, controller = in_threads(make_config(folders["llama"], dp_policy="round-robin"), 2)
 

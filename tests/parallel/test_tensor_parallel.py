@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -165,3 +166,23 @@ def test_sums_in_another_order_are_other_bits(monkeypatch: pytest.MonkeyPatch) -
     assert len({tuple(x.tolist()) for x in on_ranks(3, lambda tp: tp.all_reduce(parts[tp.rank]))}) == 1
     monkeypatch.setattr(Collectives, "_sum", _own_first)
     assert len({tuple(x.tolist()) for x in on_ranks(3, lambda tp: tp.all_reduce(parts[tp.rank]))}) > 1
+
+
+def test_groups_take_their_memory_before_that_of_weights_and_pools_is_counted(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, events = sys.modules[assemble.__module__], list[str]()
+    for name in ("warm_up", "free_gpu_memory", "load_model"):
+        function = getattr(module, name)
+
+        def recorded(*args: Any, name: str = name, function: Any = function, **options: Any) -> Any:
+            events.append(name)
+            return function(*args, **options)
+
+        monkeypatch.setattr(module, name, recorded)
+    config = make_config(folders["llama"])
+    assemble(config)
+    assert events[:2] == ["free_gpu_memory", "load_model"]
+    events.clear()
+    assemble(config, tp=ALONE)
+    assert events[:3] == ["warm_up", "free_gpu_memory", "load_model"]

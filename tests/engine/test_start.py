@@ -1,0 +1,90 @@
+"""Which start of the engine a configuration gets, and what is called on every rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shared.config import EngineConfig
+from shared.engine import disaggregated, launcher, ranks, replicas, replicas_in_step, start
+
+STARTS = (
+    (start, "assemble"),
+    (disaggregated, "assemble_disaggregated"),
+    (launcher, "assemble_launched"),
+    (ranks, "assemble_ranks"),
+    (replicas, "assemble_replicas"),
+    (replicas_in_step, "assemble_in_step"),
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, "assemble"),
+        ({"tp": 2}, "assemble_ranks"),
+        ({"pp": 2}, "assemble_ranks"),
+        ({"dp": 2}, "assemble_replicas"),
+        ({"dp": 2, "tp": 2}, "assemble_replicas"),
+        ({"dp": 2, "dp_attention": True}, "assemble_in_step"),
+        ({"disaggregation": True}, "assemble_disaggregated"),
+    ],
+)
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_which_start(
+    flags: dict[str, Any], expected: str, is_launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in STARTS:
+        monkeypatch.setattr(module, name, lambda config, name=name: name)
+    monkeypatch.setattr(launcher, "is_launched", lambda: is_launched)
+    if is_launched and expected == "assemble_ranks":
+        expected = "assemble_launched"
+    assert start.start_engine(EngineConfig(**flags)) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, False),
+        ({"RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, False),
+        ({"RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1", "WORLD_SIZE": "1"}, False),
+        ({"RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1", "WORLD_SIZE": "2"}, True),
+    ],
+    ids=["no launcher", "another tool", "one rank", "two ranks"],
+)
+def test_what_a_launcher_leaves(
+    environment: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[int] = []
+    monkeypatch.setattr(launcher, "_follow_rank_0", lambda: followed.append(1))
+    for name in launcher.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launcher.is_launched() == expected
+    launcher.follow_if_launched()
+    assert not followed, "rank 0 leads"
+    if environment:
+        monkeypatch.setenv("RANK", "1")
+        launcher.follow_if_launched()
+        assert bool(followed) == expected
+
+
+def test_a_launcher_that_starts_another_number_of_ranks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match=r"has started 3 ranks \(WORLD_SIZE\); tp \* pp is 2"):
+        launcher.assemble_launched(EngineConfig(tp=2))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dp", "on_all"), [(1, 1, False), (2, 1, True), (2, 2, False), (1, 2, False)]
+)
+def test_a_function_on_every_rank(num_ranks: int, dp: int, on_all: bool) -> None:
+    scheduler = SimpleNamespace(run=lambda function, assembly, *arguments: ("all", *arguments))
+    config = SimpleNamespace(num_ranks=num_ranks, dp=dp)
+    assembly: Any = SimpleNamespace(config=config, scheduler=scheduler)
+    found = start.on_every_rank(assembly, lambda assembly, *arguments: ("here", *arguments), 7)
+    assert found == ("all" if on_all else "here", 7)
