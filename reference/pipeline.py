@@ -5,7 +5,8 @@ tokens, every rank sends the hidden states to the next, and the last one samples
 So a rank knows the tokens of a batch only after the last rank has computed it. Until then it launches batches
 of other requests. With as many batches as ranks, all ranks are busy. Each rank makes the same decisions, at
 different times. A rank's own launches are in order, so memory may be freed as soon as the scheduler decides:
-earlier launches have already been computed on this rank.
+earlier launches have already been computed on this rank. Messages go through the memory of the CPU: they are
+few and small, and any network carries them.
 """
 
 from __future__ import annotations
@@ -67,14 +68,13 @@ class Stage:
         if self.is_first:
             x, residual = model.embed(batch.input_ids), None
         else:
-            like = torch.empty(
-                batch.num_tokens, self.model.config.hidden_size, dtype=next(self.model.parameters()).dtype
-            )
-            x, residual = self.ranks.receive(like, self.ranks.rank - 1), None
+            weight = next(self.model.parameters())
+            like = torch.empty(batch.num_tokens, self.model.config.hidden_size, dtype=weight.dtype)
+            x, residual = self.ranks.receive(like, self.ranks.rank - 1).to(weight.device), None
         for layer in model.layers:
             x, residual = layer(x, residual, batch.positions, attention)
         if not self.is_last:
-            self._send(x if residual is None else x + residual, self.ranks.rank + 1)
+            self._send((x if residual is None else x + residual).cpu(), self.ranks.rank + 1)
             return
         x = model.norm(x) if residual is None else model.norm.add_and_norm(x, residual)[0]
         self._sample(x, batch, info, parts)
@@ -89,7 +89,8 @@ class Stage:
         found = None
         if batch.input_logprob_rows is not None:
             found = input_logprobs_of(batch, x, self.model.compute_logits)
-        result = pickle.dumps((output, found))
+        output = SampleOutput(output.next_token_ids.cpu(), _on_cpu(output.logprobs))
+        result = pickle.dumps((output, _on_cpu(found)))
         self._results.append(result)
         for rank in range(self.ranks.size - 1):
             self._send(torch.tensor([len(result)]), rank)
@@ -116,6 +117,10 @@ class Stage:
     def _start_send(self, x: torch.Tensor, to: int) -> Any:
         """x must not be overwritten until `wait` of the result has returned."""
         return self.ranks.group.send([x], to, 0)
+
+
+def _on_cpu(x: LogprobsOutput | None) -> LogprobsOutput | None:
+    return None if x is None else LogprobsOutput(*(part.cpu() for part in x))
 
 
 class Launched(NamedTuple):

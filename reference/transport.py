@@ -89,8 +89,8 @@ class Transport(interface.Transport):
     def _copy(self, room: str, layer: int, source: list[int], target: list[int]) -> None:
         """Copy one layer, in the writer thread."""
         if not self._is_aborted(room):
-            k, v = (self._pages_of(buffer)[source] for buffer in self._buffers(layer))
-            self._put_frame(Frame("pages", room, layer, target), _bytes_of(k) + _bytes_of(v))
+            pages = [self._pages_of(buffer).view(torch.uint8)[source] for buffer in self._buffers(layer)]
+            self._put_frame(Frame("pages", room, layer, target), b"".join(map(_bytes_of, pages)))
 
     # --8<-- [end:send-pages]
 
@@ -212,8 +212,10 @@ class Transport(interface.Transport):
     def _store(self, frame: Frame, payload: bytearray) -> None:
         halves = torch.frombuffer(payload, dtype=torch.uint8).chunk(2)
         for buffer, half in zip(self._buffers(frame.layer), halves):
-            pages = self._pages_of(buffer)
-            pages[frame.pages] = half.view(pages.dtype).view(len(frame.pages), *pages.shape[1:])
+            pages = self._pages_of(buffer).view(torch.uint8)
+            pages[frame.pages] = half.view(len(frame.pages), *pages.shape[1:]).to(pages.device)
+        if buffer.is_cuda:
+            torch.cuda.synchronize(buffer.device)  # pages are written before the room is done
 
     def _buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.kv_pool.k_buffer(layer), self.kv_pool.v_buffer(layer)
@@ -293,4 +295,4 @@ def _map(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _bytes_of(x: torch.Tensor) -> bytes:
-    return bytes(x.contiguous().view(torch.uint8).numpy())
+    return bytes(x.cpu().numpy())

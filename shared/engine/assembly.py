@@ -143,7 +143,8 @@ def assemble(
         kv_scales = kv_scales[layers.start : layers.stop]
     phases.end("tokenizer")
     if ranks is not None:
-        warm_up(ranks, device, moves_experts=config.ep > 1)  # a group's first collective may take memory
+        # A group's first collective may take memory. Pipelines send from the memory of the CPU.
+        warm_up(ranks, torch.device("cpu") if pp is not None else device, moves_experts=config.ep > 1)
     free_before = free_gpu_memory(device)
     reward_head = read_reward_head(folder, model_config, config.load_format == "dummy")
     model = load_model(folder, model_config, config, component, device, dtype, ranks)
@@ -262,17 +263,15 @@ def check_parallel(config: EngineConfig, selection: Mapping[str, str]) -> None:
     device, collectives = str(config.device), selection["collectives"]
     if device == "mps":
         raise ValueError(f"tp={config.tp}, pp={config.pp} run on device=cpu or cuda; the device is mps")
-    if device != "cpu" and collectives == "reference":
+    if device != "cpu" and collectives == "reference" and config.tp > 1:
         raise ValueError(
             f"collectives=reference run over gloo on device=cpu, and the device is {device}; choose "
             "panel=optimized or use collectives=optimized"
         )
-    if device != "cpu" and config.pp > 1:
-        raise ValueError(f"pp={config.pp} runs on device=cpu; the device is {device}")
     if config.pp > 1 and (config.panel != "reference" or config.use):
         raise ValueError(
             f"pp={config.pp} runs in panel=reference without use; these are {config.panel} and "
-            f"{dict(config.use)}"
+            f"{dict(config.use)}; choose panel=reference"
         )
 
 

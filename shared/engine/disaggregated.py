@@ -17,6 +17,7 @@ from shared import registry
 from shared.config import EngineConfig
 from shared.engine.assembly import Assembly, assemble, default_device, default_panel
 from shared.engine.child import Child, Inbox, reported_end
+from shared.engine.devices import device_at
 from shared.interfaces import Transport
 
 START_SECONDS = 1800.0
@@ -27,12 +28,20 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
     """Start a prefill engine and return the decode engine of `config`. Raises `ValueError` as `assemble`
     does, and `EngineProcessEnded` if the prefill engine cannot start."""
     device = config.device or default_device()
-    if device != "cpu":
-        raise ValueError(f"disaggregation=True runs on device=cpu; the device is {device}")
+    if device == "mps":
+        raise ValueError("disaggregation=True runs on device=cpu or cuda; the device is mps")
+    config, prefill_config = (
+        config.updated(device=device_at(device, place, 2, "disaggregation=True")) for place in (0, 1)
+    )
     transport_class = transport_of(config)
+    if device != "cpu" and hasattr(transport_class, "pool_class"):
+        raise ValueError(
+            f"transport={config.use['transport']} needs a pool in the memory of the CPU, and the device is "
+            f"{device}; use transport=reference"
+        )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(START_SECONDS)
-        child = Child.spawn("prefill engine", _prefill, config, listener.getsockname()[1])
+        child = Child.spawn("prefill engine", _prefill, prefill_config, listener.getsockname()[1])
         assembly = None
         try:
             assembly = assemble_decode(config, transport_class)
@@ -53,7 +62,7 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
 
 def transport_of(config: EngineConfig) -> type[Transport]:
     """The transport that the configuration chooses."""
-    panel = config.panel or default_panel("cpu")
+    panel = config.panel or default_panel(config.device or default_device())
     chosen: type[Transport] = registry.load("transport", registry.select(panel, config.use)["transport"])
     return chosen
 
@@ -63,7 +72,7 @@ def assemble_decode(config: EngineConfig, transport_class: type[Transport]) -> A
     pool_class: Any = getattr(transport_class, "pool_class", None)
     if pool_class is None:
         return assemble(config)
-    panel = config.panel or default_panel("cpu")
+    panel = config.panel or default_panel(config.device or default_device())
     pools = registry.load("memory_pool", registry.select(panel, config.use)["memory_pool"])
     shared = SimpleNamespace(**{**vars(pools), "TokenToKVPool": pool_class})
     assembly = assemble(config, replace={"memory_pool": shared})

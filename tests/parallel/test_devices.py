@@ -90,8 +90,9 @@ def test_a_launched_rank_has_the_gpu_of_its_local_rank(gpus: Any, monkeypatch: p
     [
         ("mps", {"tp": 2}, "reference", "tp=2, pp=1 run on device=cpu or cuda; the device is mps"),
         ("cuda:0", {"tp": 2}, "reference", "collectives=reference run over gloo on device=cpu"),
-        ("cuda:0", {"pp": 2}, "optimized", "pp=2, ep=1 run on device=cpu; the device is cuda:0"),
-        ("cuda:0", {"tp": 2, "ep": 2}, "optimized", "pp=1, ep=2 run on device=cpu; the device is cuda:0"),
+        ("cuda:0", {"pp": 2, "panel": "optimized"}, "optimized", "pp=2 runs in panel=reference without use"),
+        ("cuda:0", {"pp": 2, "panel": "reference"}, "reference", None),
+        ("cuda:0", {"tp": 2, "ep": 2}, "optimized", None),
         ("cuda:0", {"tp": 2}, "optimized", None),
     ],
 )
