@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from shared.conformance.configs import CONFIGS
-from shared.engine.embedding import check_dimensions, finish_embedding
+from shared.engine.embedding import (
+    HEAD,
+    check_dimensions,
+    embed_outputs,
+    finish_embedding,
+    read_reward_head,
+)
 from shared.engine.llm import LLM
-from shared.types import SamplingParams
+from shared.types import FinishAbort, SamplingParams
 from tests.models.model_harness import random_hf_model
 
 PROMPTS = [[(7 * i + j * j) % 331 for j in range(length)] for i, length in enumerate((1, 23, 40, 40))]
@@ -128,3 +136,28 @@ def test_dimensions_are_from_one_to_the_hidden_size() -> None:
     for dimensions in (0, 9, True, 2.0):
         with pytest.raises(ValueError, match=r"an integer in \[1, 8\], got"):
             check_dimensions(dimensions, 8)  # type: ignore[arg-type]
+
+
+def test_an_output_without_a_vector_names_its_end() -> None:
+    ended: Any = SimpleNamespace(rid="a", embedding=None, finish_reason=FinishAbort("aborted"))
+    with pytest.raises(RuntimeError, match=r"^a: .*aborted"):
+        embed_outputs([ended], None, 0)
+
+
+def test_the_head_of_a_reward_model_is_read_or_made_up(tmp_path: Path) -> None:
+    config: Any = SimpleNamespace(num_labels=2, hidden_size=3)
+    assert read_reward_head(tmp_path, SimpleNamespace(num_labels=0), False) is None  # type: ignore[arg-type]
+    made_up = read_reward_head(tmp_path, config, True)
+    assert made_up is not None
+    assert made_up.shape == (2, 3)
+    assert torch.equal(made_up, read_reward_head(tmp_path, config, True))  # type: ignore[arg-type]
+    head = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    for tensors, problem in (
+        ({"other": head}, "missing"),
+        ({HEAD: head.clone().view(3, 2)}, r"of shape \[3, 2\]"),
+    ):
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=rf"{HEAD} is {problem}; .* of shape \[2, 3\]"):
+            read_reward_head(tmp_path, config, False)
+    save_file({HEAD: head}, tmp_path / "model.safetensors")
+    assert torch.equal(read_reward_head(tmp_path, config, False), head.float())  # type: ignore[arg-type]

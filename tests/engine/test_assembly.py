@@ -1,0 +1,58 @@
+"""What an engine refuses before memory is allocated, and what it prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shared.config import EngineConfig, ModelConfig
+from shared.engine.assembly import assemble, print_memory, resolve_config
+from shared.loading.model_path import ASSETS
+
+MODEL = ModelConfig.from_pretrained(ASSETS / "tiny-dense")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"device": "cuda"}, r"device=cuda: this torch .* sees no CUDA GPU"),
+        ({"device": "cuda:1"}, r"device=cuda:1: this torch .* sees no CUDA GPU"),
+        ({"device": "mps"}, r"device=mps: this torch .* sees no Apple GPU"),
+        ({"device": "tpu"}, r"device must be cpu, mps, cuda or cuda:N, got 'tpu'"),
+        ({"device": "cpu", "context_len": MODEL.context_len + 1}, r"exceeds the model's \d+ positions"),
+    ],
+    ids=["cuda", "cuda:1", "mps", "tpu", "context"],
+)
+def test_what_this_computer_and_model_lack(
+    flags: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        resolve_config(EngineConfig(**flags), MODEL)
+
+
+def test_an_apple_gpu_has_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert resolve_config(EngineConfig(device="mps", context_len=16), MODEL).device == "mps"
+    with pytest.raises(ValueError, match="Apple GPUs have no FP8"):
+        resolve_config(EngineConfig(device="mps", kv_cache_dtype="fp8_e4m3"), MODEL)
+
+
+def test_a_component_of_the_user_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("class Mine: pass\n")
+    config = EngineConfig(model="tiny-dense", device="cpu", use={"sampler": f"{path}:Mine"})
+    with pytest.raises(ValueError, match=r"^sampler=.*mine\.py:Mine: Mine is no subclass of shared"):
+        assemble(config)
+
+
+def test_memory_is_printed_row_by_row(capfd: pytest.CaptureFixture[str]) -> None:
+    memory: Any = SimpleNamespace(rows=lambda: {"weights": "1.5 GB", "KV cache": "20 GB"})
+    print_memory(memory)
+    rows = [line.split() for line in capfd.readouterr().err.splitlines()]
+    assert rows == [["weights", "1.5", "GB"], ["KV", "cache", "20", "GB"]]

@@ -1,0 +1,75 @@
+"""Host pages with a tier below them, and what a tiered cache forgets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from reference.disk_tier import DiskTier
+from reference.host_pool import HostPool
+from reference.radix_cache import RadixCache
+from shared.conformance.cache_world import CacheWorld
+from shared.conformance.contracts.host_pool.copies import make_kv_pool
+from shared.interfaces import RadixKey
+from shared.scheduling.host_cache import HostCache, tiered
+
+PAGE_LEN, NUM_PAGES = 4, 3
+IDS = list(range(20))
+
+
+def cache_on(tier: DiskTier, seed: int = 0) -> HostCache:
+    return HostCache(HostPool(make_kv_pool(HostPool, seed=seed), NUM_PAGES, PAGE_LEN), "model", tier)
+
+
+def tier_of(folder: Path) -> DiskTier:
+    kv_pool = make_kv_pool(HostPool)
+    return DiskTier(folder, 10, PAGE_LEN * kv_pool.num_bytes_per_token)
+
+
+def test_pages_of_the_tier_below_come_back(tmp_path: Path) -> None:
+    first, tier = cache_on(tier_of(tmp_path)), tier_of(tmp_path)
+    first.store(IDS[:11], None, torch.arange(1, 12))
+    digests = first.digests(IDS, None)
+    pages = [first.pages[digest] for digest in digests[:2]]
+    assert [tier.read(digest) is not None for digest in digests] == [True, True, False, False, False]
+    other = cache_on(tier, seed=50)
+    found = other._find(digests, first=0)
+    assert [other.pool.page_bytes(page) for page in found] == [first.pool.page_bytes(page) for page in pages]
+    assert len(other._find(digests, first=1)) == 1
+    assert other._find(digests, first=2) == []
+    other.check()
+    assert cache_on(tier)._find(cache_on(tier).digests(IDS, "another namespace"), first=0) == []
+
+
+def test_files_that_were_there_before_leave_in_the_order_of_their_times(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.kv").write_bytes(b"1")
+    for name, time in (("a", 3), ("b", 1), ("c", 2)):
+        os.utime(tmp_path / f"{name}.kv", (time, time))
+    tier = DiskTier(tmp_path, 3, 1)
+    left = []
+    for name in "xyz":
+        before = {path.stem for path in tmp_path.glob("*.kv")}
+        tier.write(name, b"2")
+        left += before - {path.stem for path in tmp_path.glob("*.kv")}
+    assert left == ["b", "c", "a"]
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".kv"]
+    (tmp_path / "z.kv").write_bytes(b"cut")
+    assert (tier.read("z"), tier.read("a"), tier.read("y")) == (None, None, b"2")
+
+
+def test_what_may_hold_nan_is_forgotten_in_every_tier() -> None:
+    world = CacheWorld(tiered(RadixCache), 1)
+    cleared: list[int] = []
+    world.cache.host = SimpleNamespace(clear=lambda: cleared.append(1), store=lambda *_: None)
+    world.finish(world.prefill([1, 2, 3, 4]))
+    key = RadixKey([1, 2, 3, 4])
+    world.cache.discard(key, 0)
+    assert cleared == [1]
+    assert len(world.cache.match_prefix(key).device_indices) == 0
+    world.cache.reset()
+    assert cleared == [1, 1]
+    assert len(world.cache.match_prefix(key).device_indices) == 0
