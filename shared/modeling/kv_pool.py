@@ -44,6 +44,7 @@ def to_fp8(k: torch.Tensor, v: torch.Tensor, scales: KVScales) -> tuple[torch.Te
 
     def quantized(x: torch.Tensor, scale: float) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+        # By a tensor: on CUDA, torch multiplies by the rounded reciprocal of a number instead.
+        return (wide / wide.new_full((), scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
     return quantized(k, scales.k), quantized(v, scales.v)

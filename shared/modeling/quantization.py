@@ -64,5 +64,5 @@ def dynamic_scale(groups: torch.Tensor, scheme: QuantScheme, tp: Collectives | N
     if tp is not None and scheme.inputs == "token":
         amax = tp.all_gather(amax[None]).amax(0)
     # By a tensor: on CUDA, torch multiplies by the rounded reciprocal of a number instead.
-    scale = amax / torch.full_like(amax, FP8_MAX if scheme.weight_type == "fp8" else INT8_STEPS)
+    scale = amax / amax.new_full((), FP8_MAX if scheme.weight_type == "fp8" else INT8_STEPS)
     return torch.where(scale == 0, 1.0, scale)

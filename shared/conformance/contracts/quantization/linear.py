@@ -145,7 +145,7 @@ def expected_input(layer: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
     for part in parts:
         largest = part.abs().amax(dim=1, keepdim=True)
         # On CUDA, torch divides by a tensor; by a number it multiplies by the rounded reciprocal.
-        dynamic = largest / torch.full_like(largest, 448.0 if is_fp8 else 127.5)
+        dynamic = largest / largest.new_full((), 448.0 if is_fp8 else 127.5)
         scale = layer.input_scale if scheme.inputs == "static" else dynamic
         quotient = (part / scale).nan_to_num(0.0)
         if is_fp8:
