@@ -1,4 +1,4 @@
-"""Transfers KV pages from one pool to another: through a TCP connection, or into shared memory.
+"""Transfers KV pages from one pool to another: through a TCP connection, or into memory that both map.
 
 Each end has two threads. The writer sends frames from a queue in order, so that a frame queued after a room's
 pages also arrives after them. The reader applies what arrives. A room ends at an end only when its threads
@@ -17,30 +17,31 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import msgspec
 import torch
 
-from reference.memory_pool import TokenToKVPool
 from shared.interfaces import transport as interface
 from shared.interfaces.transport import TransferStatus
 
 _SIZES = struct.Struct("!II")  # of header and payload
 CLOSE_SECONDS = 5.0
 """Seconds for the writer to send the rest when an end closes."""
+WAIT_SECONDS = 0.001
+"""Seconds between two looks for the memory of the other end."""
 
 
 class Frame(msgspec.Struct):
-    kind: str  # hello, mapped, message, pages, end, ack, ask, abort, aborted
+    kind: str  # hello, memory, message, pages, end, ack, ask, abort, aborted
     room: str = ""
     layer: int = 0
     pages: list[int] = []  # of the receiver
     layout: str = ""  # hello: what must be equal
-    path: str = ""  # hello: the file of the pool; "": it has none
 
 
 @dataclass
@@ -89,8 +90,8 @@ class Transport(interface.Transport):
     def _copy(self, room: str, layer: int, source: list[int], target: list[int]) -> None:
         """Copy one layer, in the writer thread."""
         if not self._is_aborted(room):
-            pages = [self._pages_of(buffer).view(torch.uint8)[source] for buffer in self._buffers(layer)]
-            self._put_frame(Frame("pages", room, layer, target), b"".join(map(_bytes_of, pages)))
+            pages = [_bytes_of(self._pages_of(buffer)[source]) for buffer in self._buffers(layer)]
+            self._put_frame(Frame("pages", room, layer, target), b"".join(pages))
 
     # --8<-- [end:send-pages]
 
@@ -162,16 +163,12 @@ class Transport(interface.Transport):
     def _greet(self) -> None:
         pool = self.kv_pool
         shape = (pool.num_layers, *self._pages_of(pool.k_buffer(0)).shape[1:])
-        own = Frame("hello", layout=f"{shape} {pool.dtype}", path=str(getattr(pool, "path", "")))
+        own = Frame("hello", layout=f"{shape} {pool.dtype}")
         self._put_frame(own)
         other, _ = self._take_frame()
         if other.layout != own.layout:
             self.connection.close()
             raise ValueError(f"pages of {own.layout} here, and of {other.layout} at the other end")
-        self._greeted(other)
-
-    def _greeted(self, other: Frame) -> None:
-        pass
 
     def _write(self) -> None:
         while (task := self._outgoing.get()) is not None:
@@ -211,18 +208,24 @@ class Transport(interface.Transport):
 
     def _store(self, frame: Frame, payload: bytearray) -> None:
         halves = torch.frombuffer(payload, dtype=torch.uint8).chunk(2)
-        for buffer, half in zip(self._buffers(frame.layer), halves):
-            pages = self._pages_of(buffer).view(torch.uint8)
-            pages[frame.pages] = half.view(len(frame.pages), *pages.shape[1:]).to(pages.device)
-        if buffer.is_cuda:
-            torch.cuda.synchronize(buffer.device)  # pages are written before the room is done
+        self._put_pages(self._buffers(frame.layer), frame.pages, halves)
+
+    def _put_pages(
+        self, buffers: Sequence[torch.Tensor], page_ids: list[int], contents: Sequence[torch.Tensor]
+    ) -> None:
+        """Write the contents of pages to both buffers of a layer. Returns when they are written."""
+        for buffer, content in zip(buffers, contents):
+            pages = self._pages_of(buffer)
+            pages[page_ids] = content.view(len(page_ids), *pages.shape[1:]).to(pages.device)
+        if buffers[0].is_cuda:
+            torch.cuda.synchronize(buffers[0].device)
 
     def _buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.kv_pool.k_buffer(layer), self.kv_pool.v_buffer(layer)
 
     def _pages_of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """[num_slots, ...] -> [num_pages, page_size, ...], the same memory."""
-        return buffer.unflatten(0, (-1, self.kv_pool.page_size))
+        """[num_slots, ...] -> [num_pages, page_size, ...], the bytes of the same memory."""
+        return buffer.view(torch.uint8).unflatten(0, (-1, self.kv_pool.page_size))
 
     def _put_frame(self, frame: Frame, payload: bytes = b"") -> None:
         header = msgspec.msgpack.encode(frame)
@@ -243,55 +246,35 @@ class Transport(interface.Transport):
         return data
 
 
-class SharedTokenToKVPool(TokenToKVPool):
-    """A pool in a file that other processes map; a file in /dev/shm is in memory."""
-
-    path: Path
-
-    def share(self, path: Path) -> None:
-        """Move the KV to the file."""
-        self.path = path
-        both = _map(path, torch.stack([self._k, self._v]).shape, self.dtype)
-        both.copy_(torch.stack([self._k, self._v]))
-        self._k, self._v = both[0], both[1]
-
-
 class SharedMemoryTransport(Transport):
-    """A transport that writes to the other end's pool, a `SharedTokenToKVPool`; other frames use the
-    connection."""
+    """A transport that writes to the other end's pool, on the same computer: in memory that both processes
+    map, of the CPU or of a GPU. Other frames use the connection."""
 
-    pool_class = SharedTokenToKVPool
-    _other: torch.Tensor | None = None
+    _is_shared = False
+    _other: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # k and v buffers of each layer
 
-    def _greeted(self, other: Frame) -> None:
-        if other.path:
-            num_layers, page_shape = (
-                self.kv_pool.num_layers,
-                self._pages_of(self.kv_pool.k_buffer(0)).shape[1:],
-            )
-            num_bytes = Path(other.path).stat().st_size
-            num_values = num_bytes // self.kv_pool.dtype.itemsize
-            num_pages = num_values // (2 * num_layers * page_shape.numel())
-            self._other = _map(Path(other.path), (2, num_layers, num_pages, *page_shape), self.kv_pool.dtype)
-        self._put_frame(Frame("mapped"))
-        self._take_frame()
-        own = getattr(self.kv_pool, "path", None)
-        if own is not None:
-            own.unlink()  # both ends have mapped it, so it is deleted with them
+    def open_receiver(self, room: str, pages: Sequence[int]) -> None:
+        if not self._is_shared:
+            self._is_shared = True
+            buffers = [self._buffers(layer) for layer in range(self.kv_pool.num_layers)]
+            handles = bytes(ForkingPickler.dumps(buffers))  # torch moves CPU tensors into shared memory
+            self._outgoing.put(lambda: self._put_frame(Frame("memory"), handles))
+        super().open_receiver(room, pages)
+
+    def _apply(self, frame: Frame, payload: bytearray) -> None:
+        if frame.kind == "memory":
+            self._other = ForkingPickler.loads(payload)
+        super()._apply(frame, payload)
 
     # --8<-- [start:copy-into-shared-memory]
     def _copy(self, room: str, layer: int, source: list[int], target: list[int]) -> None:
-        assert self._other is not None, "the receiver's pool is not shared"
-        if not self._is_aborted(room):
-            for other, buffer in zip(self._other[:, layer], self._buffers(layer)):
-                other[target] = self._pages_of(buffer)[source]
+        while self._other is None and not self._is_aborted(room):
+            time.sleep(WAIT_SECONDS)  # the frame is on its way
+        if self._other is not None and not self._is_aborted(room):
+            pages = [self._pages_of(buffer)[source] for buffer in self._buffers(layer)]
+            self._put_pages(self._other[layer], target, pages)
 
     # --8<-- [end:copy-into-shared-memory]
-
-
-def _map(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    size = torch.Size(shape)
-    return torch.from_file(str(path), shared=True, size=size.numel(), dtype=dtype).view(size)
 
 
 def _bytes_of(x: torch.Tensor) -> bytes:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import tempfile
 import time
 from dataclasses import replace
 from importlib import import_module
 from multiprocessing.connection import Connection
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from shared import registry
@@ -34,26 +30,17 @@ def assemble_disaggregated(config: EngineConfig) -> Assembly:
         config.updated(device=device_at(device, place, 2, "disaggregation=True")) for place in (0, 1)
     )
     transport_class = transport_of(config)
-    if device != "cpu" and hasattr(transport_class, "pool_class"):
-        raise ValueError(
-            f"transport={config.use['transport']} needs a pool in the memory of the CPU, and the device is "
-            f"{device}; use transport=reference"
-        )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(START_SECONDS)
         child = Child.spawn("prefill engine", _prefill, prefill_config, listener.getsockname()[1])
-        assembly = None
         try:
-            assembly = assemble_decode(config, transport_class)
+            assembly = assemble(config)
             child.next_message(START_SECONDS)
             connection, _ = listener.accept()
             connection.settimeout(None)
             transport = transport_class(connection, assembly.kv_pool)
         except BaseException:
             child.end()
-            path: Path | None = getattr(assembly and assembly.kv_pool, "path", None)
-            if path is not None:  # the transports would have removed it
-                path.unlink(missing_ok=True)
             raise
     scheduler = decode_side(assembly, transport)
     scheduler.child = child  # it ends with the scheduler
@@ -65,23 +52,6 @@ def transport_of(config: EngineConfig) -> type[Transport]:
     panel = config.panel or default_panel(config.device or default_device())
     chosen: type[Transport] = registry.load("transport", registry.select(panel, config.use)["transport"])
     return chosen
-
-
-def assemble_decode(config: EngineConfig, transport_class: type[Transport]) -> Assembly:
-    """Assemble the decode engine, with its pool in a file if the transport needs that."""
-    pool_class: Any = getattr(transport_class, "pool_class", None)
-    if pool_class is None:
-        return assemble(config)
-    panel = config.panel or default_panel(config.device or default_device())
-    pools = registry.load("memory_pool", registry.select(panel, config.use)["memory_pool"])
-    shared = SimpleNamespace(**{**vars(pools), "TokenToKVPool": pool_class})
-    assembly = assemble(config, replace={"memory_pool": shared})
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    handle, path = tempfile.mkstemp(prefix="diptych-", dir=folder)
-    os.close(handle)
-    pool: Any = assembly.kv_pool
-    pool.share(Path(path))
-    return assembly
 
 
 def decode_side(assembly: Assembly, transport: Transport) -> Any:

@@ -6,12 +6,10 @@ import contextlib
 import os
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +21,7 @@ from shared.config import EngineConfig
 from shared.conformance.contracts.transport.transfers import Pool
 from shared.engine.assembly import assemble
 from shared.engine.child import Child
-from shared.engine.disaggregated import assemble_decode, decode_side, transport_of
+from shared.engine.disaggregated import decode_side, transport_of
 from shared.engine.llm import LLM
 from shared.scheduling.invariants import check_idle
 from shared.types import FinishAbort, FinishError, Req
@@ -39,7 +37,7 @@ class Pair:
     def __init__(self, config: EngineConfig) -> None:
         config = config.updated(check_invariants=False)
         transport_class = transport_of(config)
-        self.prefill, self.decode = assemble(config), assemble_decode(config, transport_class)
+        self.prefill, self.decode = assemble(config), assemble(config)
         self.gate, self.is_copying = threading.Event(), threading.Event()
         self.gate.set()
         pool = self.prefill.kv_pool
@@ -302,7 +300,7 @@ def test_processes(transport: str) -> None:
     os.kill(child.process.pid, signal.SIGKILL)
     output = llm.generate("What is 4 + 5?", **sampling)
     assert output.finish_reason == FinishError("the prefill engine has ended")
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("diptych-")]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")]
 
 
 def test_a_prefill_engine_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,28 +310,18 @@ def test_a_prefill_engine_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -
         os.kill(self.process.pid, signal.SIGKILL)
         return NEXT_MESSAGE(self, seconds)
 
-    paths = []
-
-    def mkstemp(**options: Any) -> tuple[int, str]:
-        handle, path = MKSTEMP(**options)
-        paths.append(path)
-        return handle, path
-
     monkeypatch.setattr(disaggregated.Child, "next_message", kill)
-    monkeypatch.setattr(disaggregated.tempfile, "mkstemp", mkstemp)
     flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
     with pytest.raises(RuntimeError, match="prefill engine has ended with signal SIGKILL"):
         LLM("tiny-dense", disaggregation=True, use={"transport": "shared_memory"}, **flags)
-    assert paths
-    assert not [path for path in paths if os.path.exists(path)]
 
 
-NEXT_MESSAGE, MKSTEMP = Child.next_message, tempfile.mkstemp
+NEXT_MESSAGE = Child.next_message
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-def test_ends_whose_pages_differ_close_the_connection(name: str, tmp_path: Path) -> None:
-    pools = [Pool(page_size, torch.float32, 0, tmp_path / str(page_size)) for page_size in (1, 4)]
+def test_ends_whose_pages_differ_close_the_connection(name: str) -> None:
+    pools = [Pool(page_size, torch.float32, 0) for page_size in (1, 4)]
     ends = socket.socketpair()
     with ThreadPoolExecutor(2) as threads:
         found = list(map(threads.submit, [registry.load("transport", name)] * 2, ends, pools))

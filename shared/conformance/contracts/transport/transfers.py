@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,10 +30,9 @@ EVERY = grid(
 class Pool:
     """A pool that returns its buffers only while the gate is open, so that a copy can be delayed."""
 
-    def __init__(self, page_size: int, dtype: torch.dtype, seed: int, path: Path) -> None:
-        pool = registry.load("transport", "reference.transport:SharedTokenToKVPool")
+    def __init__(self, page_size: int, dtype: torch.dtype, seed: int) -> None:
+        pool = registry.load("memory_pool", "reference").TokenToKVPool
         self.inner = pool(NUM_PAGES * page_size, page_size, NUM_LAYERS, 2, 8, dtype, "cpu")
-        self.inner.share(path)
         generator = torch.Generator().manual_seed(seed)
         for buffer in self.buffers():
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
@@ -66,9 +63,9 @@ class Pool:
 class Ends:
     """A connection: `sender` and `receiver` with their pools."""
 
-    def __init__(self, impl: type[Transport], folder: Path, case: Case | None = None) -> None:
+    def __init__(self, impl: type[Transport], case: Case | None = None) -> None:
         page_size, dtype = getattr(case, "page_size", PAGE_SIZE), getattr(case, "dtype", torch.float32)
-        self.pools = [Pool(page_size, dtype, seed, folder / str(seed)) for seed in (1, 2)]
+        self.pools = [Pool(page_size, dtype, seed) for seed in (1, 2)]
         with ThreadPoolExecutor(2) as threads:
             self.sender, self.receiver = threads.map(impl, socket.socketpair(), self.pools)
         self.source, self.target = self.pools
@@ -102,15 +99,14 @@ def wait_for(what: str, holds: Any) -> None:
 
 @contextlib.contextmanager
 def ends_of(impl: type[Transport], case: Case | None = None) -> Iterator[Ends]:
-    with tempfile.TemporaryDirectory() as folder:
-        ends = Ends(impl, Path(folder), case)
-        try:
-            yield ends
-        finally:
-            for pool in ends.pools:
-                pool.gate.set()
-            ends.sender.close()
-            ends.receiver.close()
+    ends = Ends(impl, case)
+    try:
+        yield ends
+    finally:
+        for pool in ends.pools:
+            pool.gate.set()
+        ends.sender.close()
+        ends.receiver.close()
 
 
 @contract("Pages arrive in all layers, at the target pages; nothing else changes.", EVERY)
@@ -274,9 +270,9 @@ def messages_in_order(impl: type[Transport], case: Case) -> None:
     table("page_size dtype", ("page size", 1, torch.float32), ("dtype", PAGE_SIZE, torch.float16)),
 )
 def other_pages(impl: type[Transport], case: Case) -> None:
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as threads:
-        ours = Pool(PAGE_SIZE, torch.float32, 1, Path(folder) / "1")
-        theirs = Pool(case.page_size, case.dtype, 2, Path(folder) / "2")
+    with ThreadPoolExecutor(2) as threads:
+        ours = Pool(PAGE_SIZE, torch.float32, 1)
+        theirs = Pool(case.page_size, case.dtype, 2)
         found = [threads.submit(impl, end, pool) for end, pool in zip(socket.socketpair(), (ours, theirs))]
         for one in found:
             expect_true("a ValueError", isinstance(one.exception(LIMIT), ValueError), one.exception())
