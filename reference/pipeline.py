@@ -68,9 +68,7 @@ class Stage:
         if self.is_first:
             x, residual = model.embed(batch.input_ids), None
         else:
-            weight = next(self.model.parameters())
-            like = torch.empty(batch.num_tokens, self.model.config.hidden_size, dtype=weight.dtype)
-            x, residual = self.ranks.receive(like, self.ranks.rank - 1).to(weight.device), None
+            x, residual = self._receive(batch.num_tokens), None
         for layer in model.layers:
             x, residual = layer(x, residual, batch.positions, attention)
         if not self.is_last:
@@ -106,6 +104,12 @@ class Stage:
             result = bytes(self.ranks.receive(torch.empty(size, dtype=torch.uint8), last).tolist())
         results: tuple[SampleOutput, LogprobsOutput | None] = pickle.loads(result)
         return results
+
+    def _receive(self, num_tokens: int) -> torch.Tensor:
+        """Hidden states from the stage before."""
+        weight = next(self.model.parameters())
+        like = torch.empty(num_tokens, self.model.config.hidden_size, dtype=weight.dtype)
+        return self.ranks.receive(like, self.ranks.rank - 1).to(weight.device)
 
     def _send(self, x: torch.Tensor, to: int) -> None:
         """Send without waiting, because the receiver may still compute. Waits for sends of earlier
