@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs: the one-shot sum, NCCL, graphs that contain both, and the engine."""
+"""Two GPUs: the one-shot sum, NCCL, graphs that contain both, engines of two ranks, and pairs of engines."""
 
 from __future__ import annotations
 
@@ -63,6 +63,24 @@ def test_two_ranks_answer_as_one(model: str) -> None:
         assert [output.text for output in llm.generate(PROMPTS, **GREEDY)] == expected, more
         if "disable_cuda_graph" not in more:
             assert llm.assembly.parts.model_runner.num_graph_replays > 0
+
+
+@pytest.mark.parametrize(
+    ("panel", "more"),
+    [
+        ("reference", {"pp": 2}),
+        ("reference", {"disaggregation": True}),
+        ("optimized", {"disaggregation": True}),
+        ("optimized", {"disaggregation": True, "use": {"transport": "shared_memory"}}),
+    ],
+)
+def test_two_engines_answer_as_one(panel: str, more: dict[str, Any]) -> None:
+    """Twice: the second time the prompts are cached."""
+    flags = FLAGS | {"panel": panel}
+    expected = [output.text for output in LLM("tiny-dense", **flags).generate(PROMPTS, **GREEDY)]
+    llm = LLM("tiny-dense", **flags, **more)
+    for _ in range(2):
+        assert [output.text for output in llm.generate(PROMPTS, **GREEDY)] == expected
 
 
 COUNTS = """
