@@ -4,7 +4,7 @@ Roofline bound: bytes over the memory bandwidth, (2 + 1) * n * size for a row of
 the bound is one launch.
 
 Shape: a CTA takes a row, which stays in registers between the norm, the largest value and the rounding. A
-long row is runs of MAX_BLOCK columns, so that few threads are without a value. Values with one scale share
+long row is runs of RUN columns, so that few threads are without a value. Values with one scale share
 its reciprocal, which takes fewer instructions than a division each (`_quotient`).
 """
 
@@ -33,8 +33,9 @@ _ON_GPU = tl.constexpr(not INTERPRETED)
 NUM_COUNTERS = 256
 MAX_COUNTED_TOKENS = 64
 """More tokens make enough CTAs without split-K."""
-MAX_BLOCK = 4096
-"""Columns at a time, but for a norm: all, so that its sum has the order of rms_norm."""
+MAX_BLOCK, RUN = 4096, 2048
+"""The longest row that a CTA takes at once, and how much it takes of longer ones at a time. Of a row with a
+norm it takes all, so that the sum has the order of rms_norm."""
 
 
 @dataclass(frozen=True)
@@ -218,8 +219,8 @@ def quantize_input(
     block = triton.next_power_of_2(max(size, 16))
     group = scheme.group_size if scheme.inputs == "group" and scheme.group_size else size
     num_groups = triton.cdiv(size, group) if size else 1
-    if norm is None:
-        block = min(block, max(MAX_BLOCK, group if num_groups > 1 else 0))
+    if norm is None and block > MAX_BLOCK:
+        block = max(RUN, group if num_groups > 1 else 0)
     count = triton.cdiv(size, block)
     q = torch.empty(num_tokens, size, dtype=torch.uint8 if is_fp8 else torch.int8, device=x.device)
     scale = static
@@ -241,6 +242,6 @@ def quantize_input(
             BLOCK=block, COUNT=count, GROUP=group if num_groups > 1 else 0, FP8=is_fp8,
             NATIVE=has_fp8(x.device), NORM=norm is not None, SILU=silu, STATIC=static is not None,
             AMAX=given is not static, COUNTERS=0 if counters is None else NUM_COUNTERS,
-            num_warps=min(max(block * count // 512, 1), 16), **pdl_options(x),
+            num_warps=min(max(block // 512, 1), 16) if count == 1 else 8, **pdl_options(x),
         )  # fmt: skip
     return QuantizedInput(q.view(torch.float8_e4m3fn) if is_fp8 else q, scale, x.dtype, counters)

@@ -71,7 +71,7 @@ def candidates(
     """The tiles worth timing: a warp has 16 to 64 outputs, and registers for their sums. Split-K: with the
     64 outputs that Hopper's tensor cores take, and up to MAX_CTAS, about four for a multiprocessor."""
     if suits_gemv(values, scheme, size):
-        loads = [(1, 1), (1, 2), (1, 3)]
+        loads = [(1, 1), (1, 2)]
         if scheme.weight_type == "fp8":
             loads = [(1, 1), (1, 2), (2, 1), (2, 2)]
         for rows, warps, (steps, ahead) in itertools.product((1, 2, 4), (4, 8), loads):

@@ -17,7 +17,7 @@ from optimized.kernels.portable import Gpu
 from optimized.kernels.quantize_input import quantize_input
 from optimized.kernels.quantized_gemm import quantized_gemm
 from optimized.kernels.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
-from optimized.kernels.quantized_tiles import Tile
+from optimized.kernels.quantized_tiles import Tile, plan
 from optimized.quantization import QuantizedLinear, QuantizedMergedLinear
 from shared.conformance.compare import Mismatch, expect_close, expect_equal
 from shared.conformance.contracts.quantization.linear import SCHEMES
@@ -141,6 +141,19 @@ def check_split_k(module: ModuleType, kind: str, parts: int) -> None:
 @pytest.mark.parametrize("parts", [2, 3, 8])  # of 8 three have no columns
 def test_split_k(kind: str, parts: int) -> None:
     check_split_k(gemm_kernel, kind, parts)
+
+
+def test_what_is_cut_into_parts() -> None:
+    """Long rows of few outputs, multiplied in e4m3 by one scale for each token."""
+
+    def parts_of(out: int, size: int, kind: str = "fp8 token") -> list[int]:
+        return [plan(num_tokens, out, SCHEMES[kind], size).parts for num_tokens in (8, 16, 33, 64, 65)]
+
+    assert parts_of(4096, 12288) == [1, 2, 3, 3, 1]
+    assert parts_of(4096, 4096) == [1, 2, 2, 2, 1]
+    assert parts_of(512, 32768) == [1, 4, 4, 4, 1]
+    assert parts_of(4104, 12288) == parts_of(4096, 4032) == [1, 1, 1, 1, 1]
+    assert parts_of(4096, 12288, "fp8 block") == parts_of(4096, 12288, "int8 token") == [1, 1, 1, 1, 1]
 
 
 SPLIT_K_BUGS = {
