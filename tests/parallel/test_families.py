@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from optimized.kernels.portable import INTERPRETED
+from shared.config import EngineConfig
 from shared.conformance.configs import CONFIGS
 from shared.conformance.ranks import on_ranks
 from shared.engine.assembly import Assembly, assemble
 from shared.interfaces import Collectives
-from shared.types import Req
+from shared.types import Req, SamplingParams
 from tests.parallel.tiny_ranks import answers, make_config
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -59,3 +61,26 @@ def test_ranks_answer_as_one(family: str, layout: str, tmp_path: Path) -> None:
     for reqs, _ in on_ranks(2, run):
         assert [req.output_ids for req in reqs] == [req.output_ids for req in expected]
         assert logprobs(reqs) == pytest.approx(logprobs(expected), abs=TOLERANCE)
+
+
+def ask(config: EngineConfig, tp: Collectives | None = None) -> list[int]:
+    """The answer to a request of a few tokens: Triton's interpreter is slow."""
+    scheduler = assemble(config, clock=lambda: 0.0, tp=tp).scheduler
+    req = Req("a", [5, 9, 31, 7], SamplingParams(temperature=0.0, max_new_tokens=4), seed=0)
+    scheduler.add_request(req)
+    while scheduler.has_work():
+        scheduler.step()
+    return req.output_ids
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs kernels on CPU tensors")
+@pytest.mark.parametrize(
+    "family", ["deepseek-v3", *(pytest.param(f, marks=pytest.mark.full) for f in ("gpt-oss", "llama4"))]
+)
+def test_optimized_ranks_with_whole_experts_answer_as_one(family: str, tmp_path: Path) -> None:
+    """Biases and shared experts, which are divided, through Triton's interpreter."""
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES[family]))
+    use = {} if family == "deepseek-v3" else {"attention": "reference"}
+    config = make_config(str(tmp_path), panel="optimized", disable_cuda_graph=True, use=use)
+    expected = ask(config)
+    assert on_ranks(2, lambda tp: ask(config.updated(tp=2, ep=2), tp), in_turn=True) == [expected] * 2
