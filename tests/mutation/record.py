@@ -106,11 +106,18 @@ def pytest_configure() -> None:
 
 
 def _kill_recorded(pid: int, number: int) -> None:
-    """Let a process write its record before it is killed."""
-    if number == signal.SIGKILL:
+    """Let a process write its record before it is killed. One that just starts has none yet."""
+    if number == signal.SIGKILL and _catches(pid, signal.SIGUSR1):
         _kill(pid, signal.SIGUSR1)
         time.sleep(SAVE_SECONDS)
     _kill(pid, number)
+
+
+def _catches(pid: int, number: int) -> bool:
+    path = Path(f"/proc/{pid}/status")
+    lines = path.read_text().splitlines() if path.exists() else []
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
+    return any(mask >> (number - 1) & 1 for mask in masks)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
