@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 FEW = 2000
-"""More objects than are in the permanent generation if nobody froze any: a collection of Python 3.12 moves
-immortal ones there, a few hundred. `gc.freeze` adds all others: thousands even before the first import."""
+"""More objects than are in the permanent generation before any `gc.freeze`: a collection of Python 3.12 moves
+immortal ones there, a few hundred. A freeze adds all others: thousands even before the first import."""
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def test_old_objects_wait_and_new_ones_do_not() -> None:
     assert old_ref() is None
 
 
-def test_immortal_objects_are_nobodys_freezing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_immortal_objects_are_no_freeze_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.12 keeps a few hundred where frozen objects are."""
     frozen: list[str] = []
     monkeypatch.setattr("gc.get_freeze_count", lambda: 375)
