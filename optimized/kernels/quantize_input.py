@@ -77,7 +77,7 @@ def _nearest_integer(x):
 @triton.jit
 def _as_rounded(x, dtype: tl.constexpr):
     """float32 x rounded to `dtype`, in float32: two values in three instructions. The compiler rounds one
-    bfloat16 at a time, in a unit for rare instructions."""
+    bfloat16 at a time."""
     if dtype == tl.bfloat16 and _ON_GPU:
         asm: tl.constexpr = """{
             .reg .b32 pair;
@@ -123,16 +123,16 @@ def _divisor(scale):
 def _quotient(x, power, divisor, reciprocal, IS_HALF: tl.constexpr, IS_BOUNDED: tl.constexpr):
     """x / scale, rounded to the nearest.
 
-    The product with the reciprocal is at most two units in the last place off, and the remainder, which is
+    x times the reciprocal is at most two units in the last place off, and the remainder, which is
     exact, corrects it. For x of at most 11 bits the first correction rounds as a division does, which was
     tried with every x and divisor; for others the second one does (Markstein, 1990). Remainders of tiny x are
     not exact, but their quotients round to 0 in 8 bits. IS_BOUNDED: no quotient overflows."""
     x = x * power  # negative, so that zeros keep their signs
-    product = x * reciprocal
-    quotient = _fma(_fma(product, divisor, x), reciprocal, product)
+    estimate = x * reciprocal
+    quotient = _fma(_fma(estimate, divisor, x), reciprocal, estimate)
     if not IS_HALF:
         quotient = _fma(_fma(quotient, divisor, x), reciprocal, quotient)
-    return quotient if IS_BOUNDED else tl.where(tl.abs(product) < 65536.0, quotient, product)
+    return quotient if IS_BOUNDED else tl.where(tl.abs(estimate) < 65536.0, quotient, estimate)
 
 
 @triton.jit
