@@ -1,10 +1,12 @@
 """Which cases of a clause `make test` tries; `make test-all` tries all of them.
 
-A clause of few cases keeps them all. Of a larger grid it keeps a pairwise cover, at most MAX_COVER cases:
-every pair of values of two axes occurs in one of them, as far as so many cases can. Of a grid with a single
+A clause of few cases keeps them all. Of a larger grid it keeps a pairwise cover, at most MAX_COVER cases
+(MAX_SLOW of a component that is slow): every pair of values of two axes occurs in one of them, as far as so
+many cases can. Of a grid with a single
 axis that several clauses of a component share (the model families), each clause keeps a few values, and
-together they keep all. Added to these are the cases that catch a planted bug (killers.json). The reference
-has half of a cover: where an implementation is compared with it, it runs the other cases too.
+together they keep all. Added to these are the cases that catch a planted bug (killers.json), and those that
+alone run a line (ALONE). The reference has half of a cover: where an implementation is compared with it, it
+runs the other cases too.
 """
 
 from __future__ import annotations
@@ -20,6 +22,26 @@ from tests.conformance.killers import killers
 
 MAX_KEPT = 4  # a clause of so few cases keeps them all
 MAX_COVER = 8
+MAX_SLOW = 5
+SLOW = {
+    "attention",
+    "draft_models",
+    "drafter",
+    "mla_attention",
+    "model_runner",
+    "models",
+    "moe",
+    "sampler",
+    "scheduler",
+}
+"""Components whose cases take most of the time: models, Triton's interpreter, many steps."""
+ALONE = {
+    "any-moment": {"retract twice after 3 steps, pages of 4"},
+    "fixed-shape": {"window"},
+    "fused-experts": {"0 tokens, 2 of 5 experts, 0 empty, 32-16, bfloat16"},
+    "routes": {"biased, no tokens"},
+}
+"""Clause -> cases that run lines which no other test of the fast cut runs."""
 MAX_VALUES = 12  # an axis with more values, or with a new one in each case (a seed), counts as no axis
 
 
@@ -30,8 +52,9 @@ class FastCut(NamedTuple):
     half: set[str]  # of half a cover
 
 
-def fast_cases(clauses: list[Clause]) -> dict[str, FastCut]:
+def fast_cases(clauses: list[Clause], component: str = "") -> dict[str, FastCut]:
     """Clause -> the cases that stay in the fast cut, for the clauses of a component."""
+    most = MAX_SLOW if component in SLOW else MAX_COVER
     named: dict[str, set[str]] = {}
     for name, case in killers().values():
         named.setdefault(name, set()).add(case)
@@ -40,19 +63,19 @@ def fast_cases(clauses: list[Clause]) -> dict[str, FastCut]:
         names = [case.name for case in clause.cases]
         if len(names) <= MAX_KEPT:
             cover, half = names, names
-        elif cover := pairwise_cover(clause.cases):
-            half = cover[: MAX_COVER // 2]
+        elif cover := pairwise_cover(clause.cases, most):
+            half = cover[: (most + 1) // 2]
         else:
             cover = half = [names[(number * MAX_KEPT + i) % len(names)] for i in range(MAX_KEPT)]
-        killing = named.get(clause.name, set()) & set(names)
-        kept[clause.name] = FastCut({*cover, *killing}, {*half, *killing})
+        chosen = (named.get(clause.name, set()) | ALONE.get(clause.name, set())) & set(names)
+        kept[clause.name] = FastCut({*cover, *chosen}, {*half, *chosen})
     return kept
 
 
 def fast_clauses(component: str) -> list[Clause]:
     """The clauses of a component, each with the cases of the fast cut."""
     clauses = clauses_of(component)
-    kept = fast_cases(clauses)
+    kept = fast_cases(clauses, component)
     return [c.with_cases([case for case in c.cases if case.name in kept[c.name].whole]) for c in clauses]
 
 

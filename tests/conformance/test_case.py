@@ -9,7 +9,15 @@ from shared.conformance.case import Case, fields_of, grid, table
 from shared.conformance.clause import Clause
 from shared.conformance.shrink import shrink, smaller_cases
 from shared.conformance.suite import CONTRACTS, clauses_of
-from tests.conformance.fast_cut import MAX_COVER, MAX_KEPT, fast_cases, pairwise_cover
+from tests.conformance.fast_cut import (
+    ALONE,
+    MAX_COVER,
+    MAX_KEPT,
+    MAX_SLOW,
+    SLOW,
+    fast_cases,
+    pairwise_cover,
+)
 
 
 class Sized(Case):
@@ -83,6 +91,16 @@ def test_the_fast_cut_covers_pairs_and_keeps_few() -> None:
     cut = fast_cases([clause])["clause"]
     assert cut.half < cut.whole
     assert (len(cut.half), len(cut.whole)) == (MAX_COVER // 2, MAX_COVER)
+    assert len(fast_cases([clause], "scheduler")["clause"].whole) == MAX_SLOW
+
+
+def test_cases_that_the_fast_cut_names_exist() -> None:
+    assert set(CONTRACTS) >= SLOW
+    clauses = [clause for component in sorted(SLOW) for clause in clauses_of(component)]
+    for name, named in ALONE.items():
+        assert any(
+            clause.name == name and named <= {case.name for case in clause.cases} for clause in clauses
+        )
 
 
 def test_clauses_with_the_same_axis_cover_it_together() -> None:

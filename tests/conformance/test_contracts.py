@@ -24,7 +24,7 @@ def cases() -> list[Any]:
     params = []
     for component in CONTRACTS:
         clauses = clauses_of(component)
-        cuts = fast_cases(clauses)
+        cuts = fast_cases(clauses, component)
         whole, half = ({name: cut[i] for name, cut in cuts.items()} for i in range(2))
         none: dict[str, set[str]] = {name: set() for name in half}  # flex_attention takes seconds to import
         own = {**none, **{name: half[name] for name in ("independent-rows",) if name in half}}
