@@ -188,13 +188,22 @@ def _remember_np_dtype(dtype: Any) -> Any:
     return _np_dtypes[scalar.name]
 
 
-def _convert_by_shift(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-    """float32 and bfloat16 have the same exponents: without subnormal numbers, which Triton does not shift,
-    a conversion without rounding is a shift."""
-    if rounding_mode is None and {source.name, target.name} == {"fp32", "bf16"}:
-        bits = data.view(np.uint32) if source.name == "fp32" else data.astype(np.uint32) << 16
-        if not np.any((bits & 0x7F800000 == 0) & (bits & 0x7FFFFFFF != 0)):
-            return bits if target.name == "fp32" else (bits >> 16).astype(np.uint16)
+@cache
+def _converted(source: Any, target: Any, rounding_mode: Any) -> Any:
+    """The conversion of every number of a type of 8 or 16 bits."""
+    bits = source.primitive_bitwidth
+    return _convert_float(np.arange(2**bits, dtype=f"uint{bits}"), source, target, rounding_mode)
+
+
+def _convert_quickly(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+    """Small types by a table; float32 to bfloat16, which has the same exponents, by a shift. Triton does
+    not shift subnormal numbers."""
+    bits = data.view(f"uint{source.primitive_bitwidth}")
+    if source.primitive_bitwidth <= 16:
+        return _converted(source, target, rounding_mode)[bits]
+    is_shift = rounding_mode is None and source.name == "fp32" and target.name == "bf16"
+    if is_shift and not np.any((bits & 0x7F800000 == 0) & (bits & 0x7FFFFFFF != 0)):
+        return (bits >> 16).astype(np.uint16)
     return _convert_float(data, source, target, rounding_mode)
 
 
@@ -212,7 +221,7 @@ def _broadcast_if_different(self: Any, lhs: Any, rhs: Any) -> Any:
 
 interpreter._patch_lang, interpreter._patch_lang_tensor = _patch_for_good, _patch_with_index
 interpreter._patch_attr = _patch_builtin
-interpreter._get_np_dtype, interpreter._convert_float = _remember_np_dtype, _convert_by_shift
+interpreter._get_np_dtype, interpreter._convert_float = _remember_np_dtype, _convert_quickly
 tl.core.dtype.__eq__ = _is_same_dtype
 tl.core.block_type.__init__, tl.core.tensor.__init__ = _remember_block_type, _remember_shape
 TritonSemantic.broadcast_impl_value = _broadcast_if_different

@@ -95,13 +95,22 @@ def test_new_axes() -> None:
             assert np.array_equal(indexed.handle.data, np.array([1, 2, 3, 4]).reshape(shape))
 
 
-@pytest.mark.parametrize(("source", "target"), [(tl.float32, tl.bfloat16), (tl.bfloat16, tl.float32)])
-def test_conversions_of_bfloat16(source: Any, target: Any) -> None:
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (tl.float32, tl.bfloat16),
+        (tl.bfloat16, tl.float32),
+        (tl.float8e4nv, tl.float32),
+        (tl.float8e5, tl.float16),
+        (tl.float16, tl.float8e5),
+    ],
+)
+def test_conversions(source: Any, target: Any) -> None:
     bits = np.arange(2**16, dtype=np.uint16)
-    data = bits if source is tl.bfloat16 else (bits.astype(np.uint32) << 16 | 0x8123).view(np.float32)
-    exponents = np.arange(2**16) >> 7 & 0xFF
-    for chosen in (data, data[exponents > 0]):
+    data = {8: bits.astype(np.uint8), 16: bits, 32: (bits.astype(np.uint32) << 16 | 0x8123).view(np.float32)}
+    numbers, exponents = data[source.primitive_bitwidth], np.arange(2**16) >> 7 & 0xFF
+    for chosen in (numbers, numbers[exponents > 0], numbers[:8].reshape(2, 4)[:, :3]):
         expected = interpreter._convert_float(chosen, source, target, None)
-        actual = interpreter._convert_by_shift(chosen, source, target, None)
-        assert actual.dtype.itemsize == expected.dtype.itemsize
+        actual = interpreter._convert_quickly(chosen, source, target, None)
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
         assert np.array_equal(actual, expected)
