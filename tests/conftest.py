@@ -71,9 +71,22 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def is_fast_cut(config: pytest.Config) -> bool:
+    return "not full" in config.option.markexpr
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(
+    collector: pytest.Collector, name: str, obj: object
+) -> list[pytest.Item] | None:
+    """In the fast cut, a test that is marked `full` is not even collected: one has thousands of cases."""
+    marks = getattr(obj, "pytestmark", []) if name.startswith("test_") and callable(obj) else []
+    return [] if is_fast_cut(collector.config) and any(mark.name == "full" for mark in marks) else None
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """In the fast cut, the cases of a grid that are marked `full` are not even collected: most are."""
-    if "not full" not in metafunc.config.option.markexpr:
+    """Nor are the cases of a grid that are marked `full`: most are."""
+    if not is_fast_cut(metafunc.config):
         return
     for marker in metafunc.definition.iter_markers("parametrize"):
         values = marker.args[1] if len(marker.args) > 1 else None
