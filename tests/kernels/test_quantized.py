@@ -196,6 +196,8 @@ def test_parts_of_a_merged_layer_have_their_own_scales() -> None:
         layer.weight_scale.data.fill_(0.01 * (i + 1))
         assert layer.input_scale is not None
         layer.input_scale.data.fill_(0.004 / (i + 1))
+        assert layer.bias is not None
+        layer.bias.data.copy_(inputs.normal(len(layer.bias)))
         for parameter, tensor in layer.named_parameters():
             merged.weight_views()[f"{name}.{parameter}"].copy_(tensor)
     found = run_poisoned(merged, x)

@@ -15,7 +15,7 @@ import reference.schedule_batch
 from reference.block_diffusion import DiffusionDecoding, fill_in
 from shared.conformance.configs import CONFIGS
 from shared.engine.llm import LLM
-from shared.types import DiffusionParams, SamplingParams
+from shared.types import MIN_TEMPERATURE, DiffusionParams, SamplingParams
 
 MASK = 330
 NUM_NEW = 14
@@ -178,6 +178,7 @@ def test_refusals(folder: Path) -> None:
         (DiffusionParams(7), GREEDY, r"the prompt has the mask token \(7\)"),
         (DiffusionParams(331), GREEDY, r"mask_id \(331\) must be below"),
         (PARAMS, GREEDY.updated(temperature=0.5), "temperature must be 0, got 0.5"),
+        (PARAMS, GREEDY.updated(temperature=MIN_TEMPERATURE), "temperature must be 0, got 1e-06"),
         (PARAMS, GREEDY.updated(return_logprob=True), "do not support return_logprob"),
     ):
         with pytest.raises(ValueError, match=message):
