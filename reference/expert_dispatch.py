@@ -21,7 +21,7 @@ class AllGather(interface.ExpertDispatch):
     # --8<-- [start:all-gather-dispatch]
     def run(self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts) -> torch.Tensor:
         num_tokens, num_local = x.shape[0], experts.w13.shape[0]
-        most = int(self.ranks.all_gather(torch.tensor([num_tokens])).max())
+        most = int(self.ranks.all_gather(torch.tensor([num_tokens], device=x.device)).max())
 
         def gather(own: torch.Tensor, padding: int = 0) -> torch.Tensor:
             return self.ranks.all_gather(F.pad(own, (0, 0, 0, most - num_tokens), value=padding))

@@ -124,9 +124,10 @@ def _quotient(x, power, divisor, reciprocal, IS_HALF: tl.constexpr, IS_BOUNDED: 
     """x / scale, rounded to the nearest.
 
     x times the reciprocal is at most two units in the last place off, and the remainder, which is
-    exact, corrects it. For x of at most 11 bits the first correction rounds as a division does, which was
-    tried with every x and divisor; for others the second one does (Markstein, 1990). Remainders of tiny x are
-    not exact, but their quotients round to 0 in 8 bits. IS_BOUNDED: no quotient overflows."""
+    exact, corrects it. For x of at most 11 bits the first correction rounds as a division does, found by a
+    search over all significands of x and of the divisor; for others the second one does (Markstein, 1990).
+    Remainders of tiny x are not exact, but their quotients round to 0 in 8 bits. IS_BOUNDED: no quotient
+    overflows."""
     x = x * power  # negative, so that zeros keep their signs
     estimate = x * reciprocal
     quotient = _fma(_fma(estimate, divisor, x), reciprocal, estimate)

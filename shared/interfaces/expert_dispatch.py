@@ -3,47 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from shared.interfaces.collectives import Collectives
-from shared.interfaces.expert_balancer import ExpertMap
 from shared.interfaces.moe import FusedExperts, TopKOutput
 
 
-class Placement:
-    """Where the experts of one layer are, on the device of the model. The tensors stay the same ones, so CUDA
-    graphs may read them: `use` overwrites them. `logical_to_physical` [num_logical, most], padded with -1;
-    `num_replicas` [num_logical]; `load` [num_logical]: the tokens that chose each expert, which `choose`
-    counts. All int64."""
+class Placement(Protocol):
+    """Where the experts of one layer are, on the device of the model (`shared.parallel.expert_map`). The
+    tensors stay the same ones, so CUDA graphs may read them. All are int64."""
 
-    def __init__(self, experts: ExpertMap, layer: int, device: torch.device) -> None:
-        """layer: the row of the map."""
-        num_physical, num_logical = experts.physical_to_logical.shape[1], experts.num_replicas.shape[1]
-        most = num_physical - num_logical + 1  # replicas of one expert, in any later map
-        self.layer = layer
-        self.logical_to_physical = torch.full((num_logical, most), -1, dtype=torch.int64, device=device)
-        self.num_replicas = torch.empty(num_logical, dtype=torch.int64, device=device)
-        self.load = torch.zeros(num_logical, dtype=torch.int64, device=device)
-        self.use(experts)
+    logical_to_physical: torch.Tensor
+    """[num_logical, most replicas], padded with -1."""
+    num_replicas: torch.Tensor
+    """[num_logical]"""
+    load: torch.Tensor
+    """[num_logical]: the tokens that chose each expert, which `choose` counts."""
 
-    def use(self, experts: ExpertMap) -> None:
-        """Use another map from now on."""
-        places = experts.logical_to_physical[self.layer]
-        self.logical_to_physical[:, : places.shape[1]].copy_(places)
-        self.num_replicas.copy_(experts.num_replicas[self.layer])
-
-    # --8<-- [start:choose-replicas]
     def choose(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """topk_ids [num_tokens, k], logical -> physical, int32. -1 stays -1."""
-        ids, is_real = topk_ids.long(), topk_ids >= 0
-        self.load.scatter_add_(0, ids.clamp(min=0).flatten(), is_real.long().flatten())
-        row = torch.arange(len(ids), device=ids.device)[:, None]
-        physical = self.logical_to_physical[ids, row % self.num_replicas[ids]]  # replicas in turn
-        return torch.where(is_real, physical, -1).to(torch.int32)
-
-    # --8<-- [end:choose-replicas]
 
 
 class ExpertDispatch(ABC):

@@ -20,8 +20,7 @@ from shared.interfaces import (
     FusedExperts,
     MoE,
 )
-from shared.interfaces.expert_dispatch import Placement
-from shared.parallel.expert_map import map_of
+from shared.parallel.expert_map import ExpertPlacement, map_of
 from shared.parallel.expert_parallel import ExpertParallel, ExpertsLost
 
 
@@ -44,7 +43,7 @@ class ExpertManager:
     ) -> None:
         self.layers = [module for module in model.modules() if isinstance(module, MoE)]
         device = next(model.parameters()).device
-        self.placements = [Placement(experts, i, device) for i in range(len(self.layers))]
+        self.placements = [ExpertPlacement(experts, i, device) for i in range(len(self.layers))]
         self.parallel = [ExpertParallel(dispatch, placement) for placement in self.placements]
         for moe, parallel in zip(self.layers, self.parallel):
             moe.expert_parallel = parallel

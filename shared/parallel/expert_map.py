@@ -1,4 +1,4 @@
-"""Expert maps: from the placement of physical experts to its inverse."""
+"""Expert maps: from the placement of physical experts to its inverse, and a replica for each token."""
 
 from __future__ import annotations
 
@@ -32,3 +32,34 @@ def rank_loads(load: torch.Tensor, experts: ExpertMap, num_ranks: int) -> torch.
     """The load of each rank if replicas share it equally, [num_layers, num_ranks] float64."""
     share = load.to(torch.float64) / experts.num_replicas
     return share.gather(1, experts.physical_to_logical).unflatten(1, (num_ranks, -1)).sum(-1)
+
+
+class ExpertPlacement:
+    """`shared.interfaces.expert_dispatch.Placement`, taken from one layer of a map. `use` overwrites it."""
+
+    def __init__(self, experts: ExpertMap, layer: int, device: torch.device) -> None:
+        """layer: the row of the map."""
+        num_physical, num_logical = experts.physical_to_logical.shape[1], experts.num_replicas.shape[1]
+        most = num_physical - num_logical + 1  # replicas of one expert, in any later map
+        self.layer = layer
+        self.logical_to_physical = torch.full((num_logical, most), -1, dtype=torch.int64, device=device)
+        self.num_replicas = torch.empty(num_logical, dtype=torch.int64, device=device)
+        self.load = torch.zeros(num_logical, dtype=torch.int64, device=device)
+        self.use(experts)
+
+    def use(self, experts: ExpertMap) -> None:
+        """Use another map from now on."""
+        places = experts.logical_to_physical[self.layer]
+        self.logical_to_physical[:, : places.shape[1]].copy_(places)
+        self.num_replicas.copy_(experts.num_replicas[self.layer])
+
+    # --8<-- [start:choose-replicas]
+    def choose(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """topk_ids [num_tokens, k], logical -> physical, int32. -1 stays -1."""
+        ids, is_real = topk_ids.long(), topk_ids >= 0
+        self.load.scatter_add_(0, ids.clamp(min=0).flatten(), is_real.long().flatten())
+        row = torch.arange(len(ids), device=ids.device)[:, None]
+        physical = self.logical_to_physical[ids, row % self.num_replicas[ids]]  # replicas in turn
+        return torch.where(is_real, physical, -1).to(torch.int32)
+
+    # --8<-- [end:choose-replicas]

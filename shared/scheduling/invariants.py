@@ -207,6 +207,6 @@ class _Audit:
             return
         for i, slot in enumerate(slots):
             offset = (start + i) % page_size
-            in_order = slot % page_size == offset and (offset == 0 or slot == slots[i - 1] + 1)
+            in_order = slot % page_size == offset and (i == 0 or offset == 0 or slot == slots[i - 1] + 1)
             if not in_order:
                 self.fail(f"{name}: position {start + i} is slot {slot}: not in its page's order")

@@ -38,8 +38,7 @@ from optimized.sampler import Sampler
 from shared.config import ModelConfig
 from shared.config.quantization import ONLINE
 from shared.interfaces import TopKOutput
-from shared.interfaces.expert_dispatch import Placement
-from shared.parallel.expert_map import in_order
+from shared.parallel.expert_map import ExpertPlacement, in_order
 from shared.types import SamplingBatchInfo
 from shared.types.attention import FP8
 from shared.types.quantization import QuantScheme
@@ -277,7 +276,7 @@ def local(num_tokens: int) -> None:
     """The experts of a rank among 128 with 16 redundant ones."""
     with torch.device("cpu"):
         experts = in_order(1, 128, 144)
-    placement = Placement(experts, 0, torch.get_default_device())
+    placement = ExpertPlacement(experts, 0, torch.get_default_device())
     local_experts(torch.empty(num_tokens, 8, dtype=torch.int32), placement, 72, 72)
 
 

@@ -23,8 +23,7 @@ from shared.conformance.poison import run_poisoned
 from shared.conformance.suite import check_implementation, clauses_of
 from shared.conformance.tolerance import tolerance
 from shared.interfaces import TopKOutput
-from shared.interfaces.expert_dispatch import Placement
-from shared.parallel.expert_map import in_order, map_of
+from shared.parallel.expert_map import ExpertPlacement, in_order, map_of
 from tests.conformance.mutants.optimized_moe import MUTANTS, KernelMutant
 from tests.kernels.fast_grid import fast_grid
 
@@ -129,12 +128,12 @@ def test_the_same_twice() -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 300])
 @pytest.mark.parametrize("num_redundant", [0, 3])
 def test_the_experts_of_a_rank(num_tokens: int, num_redundant: int) -> None:
-    """Several CTAs, padding, and a map after it has changed: as `Placement.choose`, which counts too."""
+    """Several CTAs, padding, and a map after it has changed: as `choose`, which counts too."""
     num_logical, num_local, device = 13, 4, check_device()
     maps = [in_order(2, num_logical, num_logical + num_redundant)]
     order = maps[0].physical_to_logical.flip(1)
     maps.append(map_of(order, num_logical))
-    placement, expected = (Placement(maps[0], 1, device) for _ in range(2))
+    placement, expected = (ExpertPlacement(maps[0], 1, device) for _ in range(2))
     ids = Inputs(2).integers(num_logical + 1, num_tokens, 3, dtype=torch.int32) - 1
     for experts in maps:
         placement.use(experts)

@@ -13,9 +13,9 @@ from shared.conformance.ranks import on_ranks
 from shared.engine.assembly import Assembly, assemble
 from shared.engine.llm import LLM
 from shared.interfaces import Collectives
-from shared.interfaces.expert_dispatch import Placement
 from shared.parallel.alone import ALONE
 from shared.parallel.expert_manager import ExpertManager
+from shared.parallel.expert_map import ExpertPlacement
 from shared.types import FinishError, Req, SamplingParams
 from tests.parallel.test_tensor_parallel import FLAGS
 from tests.parallel.tiny_ranks import answers, make_config, requests
@@ -173,7 +173,7 @@ def test_processes() -> None:
     assert [output.text for output in llm.generate(prompts, **sampling)] == expected
 
 
-def _never_used(self: Placement, experts: Any) -> None:
+def _never_used(self: ExpertPlacement, experts: Any) -> None:
     if not hasattr(self, "num_replicas"):
         USE(self, experts)
 
@@ -188,9 +188,9 @@ def _late(self: ExpertManager, *args: Any) -> Any:
     return MOVE(self, *args)
 
 
-USE, MOVE = Placement.use, ExpertManager._move_layer
+USE, MOVE = ExpertPlacement.use, ExpertManager._move_layer
 PLANTED: dict[str, tuple[str, Any]] = {
-    "a stale map after a rebalance": ("shared.interfaces.expert_dispatch.Placement.use", _never_used),
+    "a stale map after a rebalance": ("shared.parallel.expert_map.ExpertPlacement.use", _never_used),
     "experts are overwritten, then sent": ("shared.parallel.expert_manager.ExpertManager._move_layer", _late),
     "outputs are added on every rank": (
         "shared.interfaces.ExpertDispatch.run_replicated",

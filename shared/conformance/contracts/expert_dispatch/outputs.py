@@ -15,8 +15,7 @@ from shared.conformance.device import check_device
 from shared.conformance.ranks import on_ranks
 from shared.conformance.tolerance import tolerance
 from shared.interfaces import Collectives, ExpertDispatch, FusedExperts, TopKOutput
-from shared.interfaces.expert_dispatch import Placement
-from shared.parallel.expert_map import map_of
+from shared.parallel.expert_map import ExpertPlacement, map_of
 
 LIMIT = 10.0  # time limit of a group in seconds
 NUM_LOCAL, HIDDEN, INTERMEDIATE, TOPK = 3, 8, 8, 2
@@ -142,12 +141,12 @@ class Replicated(Tokens):
     num_tokens = 5
     redundant = 0
 
-    def placement(self) -> Placement:
+    def placement(self) -> ExpertPlacement:
         """Physical experts in a shuffled order."""
         num_logical = self.num_physical - self.redundant
         generator = torch.Generator().manual_seed(self.redundant)
         order = torch.randperm(self.num_physical, generator=generator) % num_logical
-        return Placement(map_of(order[None], num_logical), 0, check_device())
+        return ExpertPlacement(map_of(order[None], num_logical), 0, check_device())
 
     def run_replicated(self, impl: type[ExpertDispatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The summand of each rank, and the load that it has counted."""
