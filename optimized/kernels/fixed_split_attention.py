@@ -7,8 +7,10 @@ Shape: flash attention with two levels. Within a split of SPLIT keys, an online 
 keys; then the splits, joined one after the other. Tiles and splits begin at multiples of their sizes, counted
 from the request's first token: not where a chunk, a cached prefix or a CTA begins. A tile that a row does not
 see changes no bit of it. So one CTA may take all splits of a tile of rows (prefill, and decoding of many
-requests), or one CTA each split, joined by a second launch (decoding of few requests): the bits are the same.
-Both use one size of tile, because the tensor cores may add in another order in another size.
+requests), or several CTAs may share the splits of a request, joined by a second launch (decoding of fewer
+requests): the bits are the same. How many share them follows the batch alone, because a CUDA graph is
+captured before lengths are known. Both use one size of tile, because the tensor cores may add in another
+order in another size.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from optimized.kernels.portable import Gpu, gpu_of, pdl_options, rounded
 
 SPLIT = 512
 """Keys of a split: a multiple of every BLOCK_N."""
+CTAS = 4
+"""CTAs of a launch for each multiprocessor. Where requests times heads are fewer, several share a request."""
 
 
 # --8<-- [start:join-splits]
@@ -51,12 +55,12 @@ def _normalized(acc, largest, total, sinks, v_scale, HAS_SINKS: tl.constexpr):
     return acc / tl.where(total == 0.0, 1.0, total) * v_scale
 
 
-@triton.jit(do_not_specialize=["batch_size", "window"])
+@triton.jit(do_not_specialize=["batch_size", "num_splits", "window"])
 def _fixed_split_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, sinks_ptr,
     req_to_token_ptr, req_pool_indices_ptr, seq_lens_ptr, extend_seq_lens_ptr, extend_start_loc_ptr,
     parts_ptr, states_ptr,  # [splits, bs, heads, HEAD_DIM], [2, splits, bs, heads]: maxima and sums
-    batch_size, scale, v_scale, logit_cap, window,
+    batch_size, num_splits, scale, v_scale, logit_cap, window,
     stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head, stride_row,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr,
@@ -93,11 +97,7 @@ def _fixed_split_kernel(
         first_position = seq_len - num_queries + tile * BLOCK_M // GROUP
         key_start = first_visible(first_position, window) // BLOCK_N * BLOCK_N
         first_keys = first_visible(query_positions, window)[:, None]
-    if IS_PART:
-        split = tl.program_id(2)
-        key_start = tl.maximum(key_start, split * SPLIT)
-        key_end = tl.minimum(key_end, split * SPLIT + SPLIT)
-    if key_start >= key_end:  # another split's keys, or an entry of a padded batch
+    if key_start >= key_end:  # an entry of a padded batch
         return
 
     offs_n, offs_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -110,56 +110,64 @@ def _fixed_split_kernel(
     q_tile = q_ptr + q_rows[:, None] * stride_q + heads[:, None] * stride_q_head + offs_d[None, :]
     q, scale = for_pool(tl.load(q_tile, mask=mask_q, other=0.0), scale, k_ptr.dtype.element_ty)
     k_head, v_head = k_ptr + head * stride_k_head, v_ptr + head * stride_v_head
-    all_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    all_largest = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
-    all_total = tl.zeros([BLOCK_M, 1], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    # --8<-- [start:fixed-splits]
-    for start in range(key_start, key_end, BLOCK_N):
-        if not IS_PART:  # noqa: SIM102 - the outer one is decided at compile time
-            if start % SPLIT == 0:
-                all_acc, all_largest, all_total = _joined(
-                    all_acc, all_largest, all_total,
-                    acc, largest[:, None], total[:, None],
-                )  # fmt: skip
-                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                total = tl.zeros([BLOCK_M], tl.float32)
-        positions = start + offs_n
-        # Beyond the end the last key is read again, which is live; its score is masked.
-        slots = slots_at(row_ptr, tl.minimum(positions, key_end - 1), PAGE_SIZE)
-        k_tile = k_head + slots[:, None] * stride_k + offs_d[None, :]
-        k = from_pool(tl.load(k_tile, mask=in_dim[None, :], other=0.0), q.dtype)
-        scores = scores_of(q, k, scale, logit_cap, HAS_CAP, PRECISION)
-        sees = (positions[None, :] <= query_positions[:, None]) & (positions < key_end)[None, :]
-        if HAS_WINDOW:
-            sees = sees & (positions[None, :] >= first_keys)
-        scores = tl.where(sees, scores, float("-inf"))
-        v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
-        v = values_from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
-        acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
-    # --8<-- [end:fixed-splits]
-
     NUM_HEADS = num_kv_heads * GROUP
     out_rows = q_rows * NUM_HEADS + heads
+    first_split, end_split = 0, 1  # all keys
     if IS_PART:
-        part_rows = tl.program_id(2).to(tl.int64) * batch_size * NUM_HEADS + out_rows
-        num_rows = tl.num_programs(2).to(tl.int64) * batch_size * NUM_HEADS
-        tl.store(parts_ptr + part_rows[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask_q)
-        tl.store(states_ptr + part_rows, largest, mask=live_rows)
-        tl.store(states_ptr + num_rows + part_rows, total, mask=live_rows)
-    else:
-        all_acc, all_largest, all_total = _joined(
-            all_acc, all_largest, all_total, acc, largest[:, None], total[:, None]
-        )
-        sinks = all_largest
-        if HAS_SINKS:
-            sinks = LOG2_E * tl.load(sinks_ptr + heads).to(tl.float32)[:, None]
-        output = _normalized(all_acc, all_largest, all_total, sinks, v_scale, HAS_SINKS)
-        out_tile = out_ptr + out_rows[:, None] * HEAD_DIM + offs_d[None, :]
-        tl.store(out_tile, rounded(output, out_ptr.dtype.element_ty), mask=mask_q)
+        first_split, end_split = key_start // SPLIT + tl.program_id(2), tl.cdiv(key_end, SPLIT)
+    for split in range(first_split, end_split, tl.num_programs(2) if IS_PART else 1):
+        first_key, end_key = key_start, key_end
+        if IS_PART:
+            first_key = tl.maximum(key_start, split * SPLIT)
+            end_key = tl.minimum(key_end, split * SPLIT + SPLIT)
+        all_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        all_largest = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
+        all_total = tl.zeros([BLOCK_M, 1], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        # --8<-- [start:fixed-splits]
+        for start in range(first_key, end_key, BLOCK_N):
+            if not IS_PART:  # noqa: SIM102 - the outer one is decided at compile time
+                if start % SPLIT == 0:
+                    all_acc, all_largest, all_total = _joined(
+                        all_acc, all_largest, all_total,
+                        acc, largest[:, None], total[:, None],
+                    )  # fmt: skip
+                    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                    total = tl.zeros([BLOCK_M], tl.float32)
+            positions = start + offs_n
+            # Beyond the end the last key is read again, which is live; its score is masked.
+            slots = slots_at(row_ptr, tl.minimum(positions, end_key - 1), PAGE_SIZE)
+            k_tile = k_head + slots[:, None] * stride_k + offs_d[None, :]
+            k = from_pool(tl.load(k_tile, mask=in_dim[None, :], other=0.0), q.dtype)
+            scores = scores_of(q, k, scale, logit_cap, HAS_CAP, PRECISION)
+            sees = (positions[None, :] <= query_positions[:, None]) & (positions < end_key)[None, :]
+            if HAS_WINDOW:
+                sees = sees & (positions[None, :] >= first_keys)
+            scores = tl.where(sees, scores, float("-inf"))
+            v_tile = v_head + slots[:, None] * stride_v + offs_d[None, :]
+            v = values_from_pool(tl.load(v_tile, mask=in_dim[None, :], other=0.0), q.dtype)
+            acc, largest, total = accumulate(acc, largest, total, scores, v, PRECISION)
+        # --8<-- [end:fixed-splits]
+
+        if IS_PART:
+            rows_of_split = batch_size.to(tl.int64) * NUM_HEADS
+            part_rows, num_rows = split * rows_of_split + out_rows, num_splits * rows_of_split
+            tl.store(parts_ptr + part_rows[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask_q)
+            tl.store(states_ptr + part_rows, largest, mask=live_rows)
+            tl.store(states_ptr + num_rows + part_rows, total, mask=live_rows)
+        else:
+            all_acc, all_largest, all_total = _joined(
+                all_acc, all_largest, all_total, acc, largest[:, None], total[:, None]
+            )
+            sinks = all_largest
+            if HAS_SINKS:
+                sinks = LOG2_E * tl.load(sinks_ptr + heads).to(tl.float32)[:, None]
+            output = _normalized(all_acc, all_largest, all_total, sinks, v_scale, HAS_SINKS)
+            out_tile = out_ptr + out_rows[:, None] * HEAD_DIM + offs_d[None, :]
+            tl.store(out_tile, rounded(output, out_ptr.dtype.element_ty), mask=mask_q)
 
 
 @triton.jit(do_not_specialize=["num_splits", "window"])
@@ -234,9 +242,9 @@ def fixed_split_attention(
     in_parts: bool | None = None,
 ) -> torch.Tensor:
     """q [num_tokens, num_qo_heads, head_dim], the last extend_seq_lens tokens of each request -> out, alike
-    and contiguous. is_decode: one of each request, in order. in_parts: a CTA for each split; default: where
-    requests are too few to fill the GPU. K and V in FP8 are multiplied by their scales: `scale` includes that
-    of K."""
+    and contiguous. is_decode: one of each request, in order. in_parts: several CTAs for a request; default:
+    where requests are too few to fill the GPU. K and V in FP8 are multiplied by their scales: `scale`
+    includes that of K."""
     num_tokens, num_qo_heads, head_dim = q.shape
     batch_size, num_kv_heads = seq_lens.shape[0], k_buffer.shape[1]
     if num_tokens == 0:
@@ -247,14 +255,15 @@ def fixed_split_attention(
     block_d = max(16, triton.next_power_of_2(head_dim))
     tile = _tile(group, block_d, q.dtype == torch.float32, gpu)
     if in_parts is None:
-        in_parts = batch_size * num_kv_heads < 2 * gpu.num_multiprocessors
+        in_parts = batch_size * num_kv_heads < CTAS * gpu.num_multiprocessors
     in_parts = in_parts and is_decode
     parts, states, num_splits = out, out, 1
     if in_parts:
         num_splits = triton.cdiv(req_to_token.shape[1], SPLIT)
         parts = torch.empty(num_splits, *q.shape, device=q.device)
         states = torch.empty(2, num_splits, batch_size, num_qo_heads, device=q.device)
-        grid = (num_kv_heads, batch_size, num_splits)
+        ctas = triton.cdiv(CTAS * gpu.num_multiprocessors, num_kv_heads * batch_size)
+        grid = (num_kv_heads, batch_size, min(max(ctas, 2), num_splits))
     else:  # a request's last tile may be nearly empty
         max_tiles = triton.cdiv(num_tokens * group, tile["BLOCK_M"]) + min(batch_size, num_tokens) - 1
         grid = (num_kv_heads, num_tokens if is_decode else max_tiles, 1)
@@ -264,7 +273,7 @@ def fixed_split_attention(
     _fixed_split_kernel[grid](
         q, k_buffer, v_buffer, out, sinks_or_any,
         req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, parts, states,
-        batch_size, scale, v_scale, logit_cap, sliding_window,
+        batch_size, num_splits, scale, v_scale, logit_cap, sliding_window,
         q.stride(0), q.stride(1), k_buffer.stride(0), k_buffer.stride(1),
         v_buffer.stride(0), v_buffer.stride(1), req_to_token.stride(0),
         PAGE_SIZE=page_size, BLOCK_BS=max(16, triton.next_power_of_2(batch_size)), IS_PART=in_parts,
