@@ -1,4 +1,4 @@
-"""Memory of each rank that the other ranks of its computer read: what the one-shot sum works on.
+"""Memory of each rank that the other ranks of its computer write: what the one-shot sum works on.
 
 It comes from torch's symmetric memory, which maps the memory of another GPU into this process. A group has
 one buffer for each rank from its start to its end, so CUDA graphs may contain its addresses. Multicast is not
@@ -7,6 +7,7 @@ used. Not yet run on two GPUs.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import uuid
@@ -49,8 +50,8 @@ class Place(NamedTuple):
 
 
 def share_memory(places: Sequence[Place]) -> bool:
-    """Whether each of these ranks can read the memory of the others: all are on one computer, on different
-    GPUs that reach each other. All ranks find the same answer."""
+    """Whether each of these ranks can write into the memory of the others: all are on one computer, on
+    different GPUs that reach each other. All ranks find the same answer."""
     gpus = [place.gpu for place in places]
     if len({place.host for place in places}) > 1 or len(set(gpus)) < len(gpus):
         return False
@@ -61,39 +62,45 @@ def connect_one_shot(
     store: Store, rank: int, size: int, nccl: Any, device: torch.device
 ) -> OneShotAllReduce | None:
     """The one-shot sum of a group, whose ranks meet in `store`; `nccl`: its NCCL process group. All ranks
-    call it. None if not all can read each other's memory."""
-    from optimized.kernels.one_shot_all_reduce import MAX_BLOCKS, OneShotAllReduce
+    call it. None if not all reach each other's memory."""
+    from optimized.kernels.one_shot_all_reduce import DATA_BYTES, OneShotAllReduce
 
     assert device.index is not None
     store.set(f"place of {rank}", f"{device.index} {socket.gethostname()}")
     texts = [store.get(f"place of {peer}").decode().split(maxsplit=1) for peer in range(size)]
     if one_shot_limit(size) == 0 or not share_memory([Place(host, int(gpu)) for gpu, host in texts]):
         return None
-    half_bytes = one_shot_limit(size)
-    memory = SymmetricMemory(store, rank, size, nccl, device, 2 * half_bytes + 4 * MAX_BLOCKS * size)
-    buffers = [each[: 2 * half_bytes] for each in memory.of_ranks]
-    signals = [each[2 * half_bytes :].view(torch.int32).view(MAX_BLOCKS, size) for each in memory.of_ranks]
-    one_shot = OneShotAllReduce(buffers, signals, rank)
+    num_words = one_shot_limit(size) // DATA_BYTES
+    memory = SymmetricMemory(store, rank, size, nccl, device, torch.int64, 2, size, num_words)
+    one_shot = OneShotAllReduce(memory.of_ranks, rank)
     one_shot.memory = memory  # kept alive
     return one_shot
 
 
 class SymmetricMemory:
-    """`of_ranks`: `num_bytes` bytes of each rank as this rank addresses them, zeros at first."""
+    """`of_ranks`: a tensor of each rank as this rank addresses it, zeros at first."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, nccl: Any, device: torch.device, num_bytes: int
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        nccl: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+        *shape: int,
     ) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._group = _named_group(store, rank, size, nccl)
-        own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        num = math.prod(shape)
+        own = _SymmetricMemory.empty_strided_p2p((num,), (1,), dtype, device)
         own.zero_()
-        torch.cuda.synchronize(device)  # before another rank can signal
+        torch.cuda.synchronize(device)  # before another rank can write
         self._handle = _SymmetricMemory.rendezvous(own, self._group.group_name)
         self.of_ranks = [
-            own if peer == rank else self._handle.get_buffer(peer, (num_bytes,), torch.uint8)
+            (own if peer == rank else self._handle.get_buffer(peer, (num,), dtype)).view(shape)
             for peer in range(size)
         ]
 

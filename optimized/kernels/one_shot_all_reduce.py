@@ -1,26 +1,28 @@
 """Sum over the ranks of one computer in one launch, alone or fused with residual sum and RMSNorm.
 
-Roofline bound: (size - 1) * n * itemsize bytes read over NVLink; for a few kilobytes it is one launch, and
-one signal to a peer. Loses to two-shot and ring sums for large n, of which it reads (size - 1) times all.
+Roofline bound: 2 * (size - 1) * n * itemsize bytes written over NVLink, for few of them the time of a write
+to a peer. Loses to ring sums for large n: data travels with its flags, which doubles it, and to every peer.
 
-A launch is one step of all ranks. Each block of it
+A launch is one step of all ranks. A block of it
 
-1. copies its part of the input into this rank's buffer, the half that the parity of the step says;
-2. signals the step to the same block of all ranks, and waits until all have signaled it: their parts are
-   there;
-3. reads the parts of all ranks, and adds in float32 in the order of ranks: the same bits everywhere.
+1. writes its part of the input into the inboxes of all other ranks, as words of 8 bytes: 4 bytes of data and
+   the step's number. A write of 8 aligned bytes arrives whole, so no fence and no other signal is needed;
+2. reads the words of the others in its own inbox until all have this step's number;
+3. adds in float32 in the order of ranks: the same bits everywhere.
 
-A half is written again two steps later. Then this rank has ended the step between, in which all ranks have
-signaled, so they have ended this step. It does not matter which blocks a launch has. All launches of a rank
-must run one after the other. All state is in device memory: replays of a CUDA graph go on counting. Steps
-wrap around after 2^32; a signal is at most one step ahead of another, so their difference orders them.
+An inbox has two halves, and the parity of the step says which one is used. A half is written again two steps
+later. Then this rank has received words of the step between from all others, and a rank sends these after it
+has ended this step. It does not matter which blocks a launch has. All launches of a rank must run one after
+the other. All state is in device memory: replays of a CUDA graph go on counting. Steps wrap around after
+2^32; words that no launch has written since would then count as arrived.
 
-Not yet run on two GPUs. Tested in Triton's interpreter, between processes that share memory.
+Tested between two GPUs, and in Triton's interpreter between processes that share memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -34,38 +36,58 @@ BLOCK = 2048
 MAX_BLOCKS = 1024
 """Of a launch: a megabyte in tiles of rows (rms_norm.py), which are at least half full, has fewer."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DATA_BYTES = 4
+"""Of a word."""
+
+
+@triton.jit
+def _data_of(x, PER_WORD: tl.constexpr):
+    """x [rows, columns] -> int32 [rows, columns / PER_WORD], the same bits."""
+    if PER_WORD == 1:
+        return x.to(tl.int32, bitcast=True)
+    else:
+        low, high = tl.split(tl.reshape(x.to(tl.int16, bitcast=True), [x.shape[0], x.shape[1] // 2, 2]))
+        return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+
+
+@triton.jit
+def _values_of(data, dtype: tl.constexpr, PER_WORD: tl.constexpr):
+    """The inverse of `_data_of`, in float32."""
+    if PER_WORD == 1:
+        return data.to(tl.float32, bitcast=True)
+    else:
+        pairs = tl.join(data.to(tl.int16), (data >> 16).to(tl.int16))
+        values = tl.reshape(pairs, [data.shape[0], data.shape[1] * 2])
+        return values.to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _sum_over_ranks(
-    x, offsets, mask, dtype: tl.constexpr, buffer_addresses, signal_addresses, steps_ptr, half_bytes, rank,
-    SIZE: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    x, words, mask, inboxes, steps_ptr, num_words,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr, MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """x: a block of this rank's input, at `offsets` of all of it -> the float32 sum of that block."""
+    """x: a tile of this rank's input, [rows, columns]. words, mask: where its words are in a message, and
+    which exist, [rows, columns / PER_WORD] -> the float32 sum of that tile."""
     block = tl.program_id(0)
     step = tl.load(steps_ptr + block) + 1
-    half = (step & 1).to(tl.int64) * half_bytes
-
-    own = (tl.load(buffer_addresses + rank) + half).to(tl.pointer_type(dtype))
-    tl.store(tl.multiple_of(own, 16) + offsets, x, mask=mask)
-    tl.debug_barrier()  # all threads have written before one signals
-
+    number = step.to(tl.int64) << 32
+    half = (step & 1) * SIZE
+    message = number | (_data_of(x, PER_WORD).to(tl.int64) & 0xFFFFFFFF)
     for peer in tl.static_range(SIZE):
-        theirs = tl.load(signal_addresses + peer).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(theirs + block * SIZE + rank, step, sem="release", scope="sys")
-    mine = tl.load(signal_addresses + rank).to(tl.pointer_type(tl.int32))
-    for peer in tl.static_range(SIZE):
-        signal = mine + block * SIZE + peer
-        # A signal may be one step ahead: a rank that has ended this step begins the next.
-        while tl.atomic_add(signal, 0, sem="acquire", scope="sys") - step < 0:
-            pass
-    tl.debug_barrier()  # no thread reads before one has seen the signals
+        if peer != RANK:
+            tl.store(inboxes[peer] + (half + RANK) * num_words + words, message, mask=mask)
 
     total = tl.zeros(x.shape, tl.float32)
     for peer in tl.static_range(SIZE):
-        buffer = (tl.load(buffer_addresses + peer) + half).to(tl.pointer_type(dtype))
-        part = tl.load(tl.multiple_of(buffer, 16) + offsets, mask=mask, other=0.0, volatile=True)
-        total += part.to(tl.float32)
+        if peer == RANK:
+            part = x.to(tl.float32)
+        else:
+            place = inboxes[RANK] + (half + peer) * num_words + words
+            received = tl.load(place, mask=mask, other=number, volatile=True)
+            while tl.max((received >> 32 != step).to(tl.int32)) > 0:
+                received = tl.load(place, mask=mask, other=number, volatile=True)
+            part = _values_of(received.to(tl.int32), x.dtype, PER_WORD)
+        total += part
     # The counters of all blocks, also of those that this launch does not have; its own is read by no other.
     blocks = tl.arange(0, MAX_BLOCKS)
     tl.store(steps_ptr + blocks, tl.zeros_like(blocks) + step, mask=blocks % tl.num_programs(0) == block)
@@ -74,33 +96,36 @@ def _sum_over_ranks(
 
 @triton.jit
 def _one_shot_kernel(
-    x_ptr, y_ptr, n, buffer_addresses, signal_addresses, steps_ptr, half_bytes, rank,
-    BLOCK: tl.constexpr, SIZE: tl.constexpr, MAX_BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
+    x_ptr, y_ptr, n, inboxes, steps_ptr, num_words,
+    BLOCK: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < n
+    offsets = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    words = (tl.program_id(0) * (BLOCK // PER_WORD) + tl.arange(0, BLOCK // PER_WORD))[None, :]
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     total = _sum_over_ranks(
-        tl.load(x_ptr + offsets, mask=mask), offsets, mask, dtype,
-        buffer_addresses, signal_addresses, steps_ptr, half_bytes, rank, SIZE, MAX_BLOCKS,
+        tl.load(x_ptr + offsets, mask=offsets < n, other=0.0), words, words * PER_WORD < n,
+        inboxes, steps_ptr, num_words, RANK, SIZE, PER_WORD, MAX_BLOCKS,
     )  # fmt: skip
-    tl.store(y_ptr + offsets, rounded(total, dtype), mask=mask)
+    tl.store(y_ptr + offsets, rounded(total, dtype), mask=offsets < n)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _one_shot_norm_kernel(
-    x_ptr, residual_ptr, y_ptr, weight_ptr, num_rows, eps, stride_residual,
-    buffer_addresses, signal_addresses, steps_ptr, half_bytes, rank,
-    SIZE: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr, residual_ptr, y_ptr, weight_ptr, num_rows, eps, stride_residual, inboxes, steps_ptr, num_words,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    columns = tl.arange(0, BLOCK)
+    columns, word_columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK // PER_WORD)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     mask = (rows < num_rows) & (columns < HIDDEN)[None, :]
     offsets = rows * HIDDEN + columns[None, :]
+    words = rows * (HIDDEN // PER_WORD) + word_columns[None, :]
+    word_mask = (rows < num_rows) & (word_columns < HIDDEN // PER_WORD)[None, :]
     weight = tl.load(weight_ptr + columns, mask=columns < HIDDEN, other=0.0).to(tl.float32)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     if USE_PDL:
@@ -109,8 +134,8 @@ def _one_shot_norm_kernel(
     residual_tile = residual_ptr + rows.to(tl.int64) * stride_residual + columns[None, :]
     residual = tl.load(residual_tile, mask=mask, other=0.0).to(tl.float32)
     total = _sum_over_ranks(
-        tl.load(x_ptr + offsets, mask=mask), offsets, mask, dtype,
-        buffer_addresses, signal_addresses, steps_ptr, half_bytes, rank, SIZE, MAX_BLOCKS,
+        tl.load(x_ptr + offsets, mask=mask, other=0.0), words, word_mask,
+        inboxes, steps_ptr, num_words, RANK, SIZE, PER_WORD, MAX_BLOCKS,
     )  # fmt: skip
     total += residual
     total = rounded(total, dtype)
@@ -120,33 +145,27 @@ def _one_shot_norm_kernel(
 
 
 class OneShotAllReduce:
-    """One rank of a group. `buffers`, `signals`: the memory of all ranks, in their order, as this rank
-    addresses it; `buffers` of 2 * half_bytes bytes at addresses that are multiples of 16, `signals` int32
-    zeros of [MAX_BLOCKS, size]."""
+    """One rank of a group. `inboxes`: the memory of all ranks, in their order, as this rank addresses it;
+    each int64 zeros [2, size, num_words] at an address that is a multiple of 16: halves, senders, words."""
 
     dtypes = DTYPES
-    memory: object = None  # of which buffers and signals are views
+    memory: object = None  # of which inboxes are views
 
-    def __init__(self, buffers: Sequence[torch.Tensor], signals: Sequence[torch.Tensor], rank: int) -> None:
-        self.rank, self.size = rank, len(buffers)
-        self.half_bytes = buffers[rank].numel() // 2
-        device = buffers[rank].device
-        self._memory = (buffers, signals)  # kept alive
-        steps = torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=device)
-        addresses = [[x.data_ptr() for x in each] for each in self._memory]
-        self._state = (*torch.tensor(addresses, device=device), steps, self.half_bytes, rank)
+    def __init__(self, inboxes: Sequence[torch.Tensor], rank: int) -> None:
+        self.rank, self.size = rank, len(inboxes)
+        self.max_bytes = inboxes[rank].shape[2] * DATA_BYTES
+        self._steps = torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=inboxes[rank].device)
+        self._state = (tuple(inboxes), self._steps, inboxes[rank].shape[2])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in x's shape and dtype. x: contiguous, one of DTYPES, at most half_bytes. All
+        """The sum over ranks, in x's shape and dtype. x: contiguous, one of DTYPES, at most max_bytes. All
         ranks call this object with the same shapes and dtypes in the same order, on one stream each."""
-        self._check(x)
+        options = self._options(x)
         y = torch.empty_like(x)
         if x.numel() > 0:
             _one_shot_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-                x, y, x.numel(), *self._state,
-                BLOCK=BLOCK, SIZE=self.size, MAX_BLOCKS=MAX_BLOCKS, num_warps=1 if INTERPRETED else 8,
-                **pdl_options(x),
-            )  # fmt: skip
+                x, y, x.numel(), *self._state, BLOCK=BLOCK, num_warps=1 if INTERPRETED else 8, **options
+            )
         return y
 
     def add_rms_norm(
@@ -158,9 +177,11 @@ class OneShotAllReduce:
         unit_offset: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`add_rms_norm` (rms_norm.py) of the sum over ranks, rounded once: after the residual is added.
-        x [num_tokens, hidden_size] as above, written over like residual, which is rows of one stride."""
-        self._check(x)
+        x [num_tokens, hidden_size] as above, rows of whole words, written over like residual, which is rows
+        of one stride."""
+        options = self._options(x)
         num_rows, hidden_size = x.shape
+        assert hidden_size % options["PER_WORD"] == 0
         assert residual.shape == x.shape
         assert residual.dtype == x.dtype
         assert residual.stride(1) == 1 or hidden_size == 1
@@ -169,13 +190,16 @@ class OneShotAllReduce:
         if num_rows > 0:
             _one_shot_norm_kernel[(triton.cdiv(num_rows, rows),)](
                 x, residual, x, weight, num_rows, eps, residual.stride(0), *self._state,
-                SIZE=self.size, HIDDEN=hidden_size, BLOCK=block, ROWS=rows, MAX_BLOCKS=MAX_BLOCKS,
-                UNIT_OFFSET=unit_offset, num_warps=num_warps, **pdl_options(x),
+                HIDDEN=hidden_size, BLOCK=block, ROWS=rows, UNIT_OFFSET=unit_offset, num_warps=num_warps,
+                **options,
             )  # fmt: skip
         return x, residual
 
-    def _check(self, x: torch.Tensor) -> None:
+    def _options(self, x: torch.Tensor) -> dict[str, Any]:
         num_bytes = x.numel() * x.element_size()
         assert x.is_contiguous()
         assert x.dtype in DTYPES
-        assert num_bytes <= self.half_bytes, f"{num_bytes} bytes; the buffers have {self.half_bytes}"
+        assert num_bytes <= self.max_bytes, f"{num_bytes} bytes; a message has {self.max_bytes}"
+        per_word = DATA_BYTES // x.element_size()
+        sizes = {"RANK": self.rank, "SIZE": self.size, "PER_WORD": per_word, "MAX_BLOCKS": MAX_BLOCKS}
+        return sizes | pdl_options(x)

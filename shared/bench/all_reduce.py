@@ -188,26 +188,24 @@ def _on_gpus(plan: SumsPlan, store: Store, rank: int) -> dict[str, Prepare]:
     device = torch.device("cuda", rank)
     nccl = collectives.NcclCollectives(store, rank, plan.num_ranks, SECONDS, "nccl")
 
-    def memory(name: str, num_bytes: int) -> Any:
+    def memory(name: str, dtype: torch.dtype, *shape: int) -> Any:
         where = PrefixStore(name, store)
         group = nccl._group(device)
-        return symmetric.SymmetricMemory(where, rank, plan.num_ranks, group, device, num_bytes)
+        return symmetric.SymmetricMemory(where, rank, plan.num_ranks, group, device, dtype, *shape)
 
-    half_bytes = min(max(plan.sizes), kernel.MAX_BLOCKS * kernel.BLOCK * plan.dtype.itemsize)
-    buffers = memory("buffers", 2 * half_bytes)
-    signals = memory("signals", 4 * kernel.MAX_BLOCKS * plan.num_ranks)
-    of_ranks = [each.view(torch.int32).view(-1, plan.num_ranks) for each in signals.of_ranks]
-    one_shot = kernel.OneShotAllReduce(buffers.of_ranks, of_ranks, rank)
-    one_shot.memory = buffers, signals  # kept alive
+    max_bytes = min(max(plan.sizes), kernel.MAX_BLOCKS * kernel.BLOCK * plan.dtype.itemsize)
+    inboxes = memory("inboxes", torch.int64, 2, plan.num_ranks, max_bytes // kernel.DATA_BYTES)
+    one_shot = kernel.OneShotAllReduce(inboxes.of_ranks, rank)
+    one_shot.memory = inboxes  # kept alive
 
     def torch_one_shot(x: torch.Tensor) -> Sum:
         num_bytes = x.numel() * x.element_size()
-        place = memory(f"input of {num_bytes} bytes", num_bytes)
-        own = place.of_ranks[rank].view(x.dtype).copy_(x)
+        place = memory(f"input of {num_bytes} bytes", x.dtype, x.numel())
+        own = place.of_ranks[rank].copy_(x)
         return lambda: torch.ops.symm_mem.one_shot_all_reduce(own, "sum", place._group.group_name)
 
     def triton_one_shot(x: torch.Tensor) -> Sum | None:
-        return None if x.numel() * x.element_size() > half_bytes else lambda: one_shot(x)
+        return None if x.numel() * x.element_size() > max_bytes else lambda: one_shot(x)
 
     return {
         "optimized": _of_collectives(_collectives("optimized", plan, store, rank)),

@@ -25,7 +25,7 @@ from optimized.kernels.moe_gemm import down_gemm, up_gemm
 from optimized.kernels.moe_gemv import gemv_experts
 from optimized.kernels.moe_permute import quantize_pairs, sort_pairs, weighted_sum
 from optimized.kernels.moe_tiles import GemvTile, Shape
-from optimized.kernels.one_shot_all_reduce import MAX_BLOCKS, OneShotAllReduce
+from optimized.kernels.one_shot_all_reduce import OneShotAllReduce
 from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store
 from optimized.kernels.quantize_input import quantize_input
 from optimized.kernels.quantized_gemm import quantized_gemm
@@ -282,9 +282,8 @@ def local(num_tokens: int) -> None:
 
 def one_shot(size: int, hidden: int, dtype: torch.dtype) -> None:
     """The sum alone, and with the residual and a norm."""
-    buffers = [torch.empty(2 << 20, dtype=torch.uint8) for _ in range(size)]
-    signals = [torch.empty(MAX_BLOCKS, size, dtype=torch.int32) for _ in range(size)]
-    all_reduce = OneShotAllReduce(buffers, signals, rank=0)
+    inboxes = [torch.empty(2, size, 1 << 18, dtype=torch.int64) for _ in range(size)]
+    all_reduce = OneShotAllReduce(inboxes, rank=0)
     x, weight = torch.empty(5, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
     all_reduce(x)
     for unit_offset in (False, True):

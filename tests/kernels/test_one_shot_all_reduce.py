@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,14 +14,15 @@ import pytest
 import torch
 
 from optimized.kernels import one_shot_all_reduce as kernels
-from optimized.kernels.one_shot_all_reduce import BLOCK, MAX_BLOCKS, OneShotAllReduce
+from optimized.kernels.one_shot_all_reduce import BLOCK, OneShotAllReduce
 from optimized.kernels.portable import INTERPRETED
 from optimized.kernels.rms_norm import add_partial_sums_rms_norm
 from shared import registry
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs two GPUs, or processes of the interpreter")
 EPS = 1e-6
-HALF_BYTES = 4 * 2 * BLOCK
+NUM_WORDS = 2 * BLOCK
+"""Of a message; 4 bytes of data each."""
 Shape = tuple[int, ...]
 """Of a sum alone (one number), or of a sum with a norm: tokens and hidden size."""
 
@@ -68,10 +70,10 @@ def on_processes(
     late: Callable[[int, int], float],
     first_step: int = 0,
     impl: Any = OneShotAllReduce,
+    seconds: int = 60,
 ) -> list[list[torch.Tensor]]:
-    """What each rank gets in each step; `late`: seconds before a rank's step."""
-    buffers = [shared(2 * HALF_BYTES, dtype=torch.uint8) for _ in range(size)]
-    signals = [shared(MAX_BLOCKS, size, dtype=torch.int32).fill_(first_step) for _ in range(size)]
+    """What each rank gets in each step; `late`: seconds before a rank's step. Raises `TimeoutError`."""
+    inboxes = [shared(2, size, NUM_WORDS, dtype=torch.int64) for _ in range(size)]
     results = [
         [shared(2 * torch.Size(shape).numel() if shape[1:] else shape[0], dtype=dtype) for _ in range(size)]
         for shape, dtype in zip(shapes, dtypes)
@@ -81,15 +83,20 @@ def on_processes(
         children.append(os.fork())
         if children[-1] == 0:
             try:
-                all_reduce = impl(buffers, signals, rank)
-                all_reduce._state[2].fill_(first_step)
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout has a handler
+                signal.alarm(seconds)
+                all_reduce = impl(inboxes, rank)
+                all_reduce._steps.fill_(first_step)
                 for step, (shape, dtype) in enumerate(zip(shapes, dtypes)):
                     time.sleep(late(rank, step))
                     results[step][rank].copy_(call(all_reduce, step, shape, dtype))
                 os._exit(0)
             finally:
                 os._exit(1)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * size
+    ends = {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children}
+    if -signal.SIGALRM in ends:
+        raise TimeoutError
+    assert ends == {0}
     return results
 
 
@@ -102,13 +109,14 @@ def check(
     dtypes: Sequence[torch.dtype],
     first_step: int = 0,
     impl: Any = OneShotAllReduce,
+    seconds: int = 60,
 ) -> list[tuple[int, int]]:
     """(step, rank) of each result with other bits."""
 
     def late(rank: int, step: int) -> float:
         return 0.02 * ((step + rank) % size)
 
-    found = on_processes(size, shapes, dtypes, late, first_step, impl)
+    found = on_processes(size, shapes, dtypes, late, first_step, impl, seconds)
     return [
         (step, rank)
         for step, (shape, dtype) in enumerate(zip(shapes, dtypes))
@@ -129,33 +137,64 @@ def test_steps_of_any_dtype_and_past_the_largest_number() -> None:
     assert check(2, SHAPES, dtypes, first_step=2**31 - 4) == []
 
 
-PLANTED = {
-    "own part first": ("(buffer_addresses + peer)", "(buffer_addresses + (peer + rank) % SIZE)"),
-    "no rank waits": ("- step < 0", "- step < -1"),
-    "signals are compared as numbers": ("- step < 0", "< step"),
-    "the sum is rounded before the residual is added": (
-        "total += residual", "total = rounded(total, dtype).to(tl.float32) + residual"
-    ),
-}  # fmt: skip
+Changes = Sequence[tuple[str, str]]
+"""Of the kernel's text: before and after."""
+TOTAL = "total = tl.zeros(x.shape, tl.float32)"
+
+
+def pause(line: str) -> Changes:
+    """Rank 0 waits before it comes to this line."""
+    sleep = f"if RANK == 0:\n        time.sleep(0.03)\n    {line}"
+    return [("import torch\n", "import time\n\nimport torch\n"), (line, sleep)]
+
+
+LATE_READER, LATE_WRITER = pause(TOTAL), pause("message = number")
+PLANTED: dict[str, Changes] = {
+    "own part first": [
+        (TOTAL, "total = x.to(tl.float32)"),
+        ("part = x.to(tl.float32)", "part = tl.zeros(x.shape, tl.float32)"),
+    ],
+    "no rank waits": [(".to(tl.int32)) > 0:", ".to(tl.int32)) > 1:"), *LATE_WRITER],
+    "one half": [("(step & 1) * SIZE", "(step & 0) * SIZE"), *LATE_READER],
+    "the steps of other blocks stay": [
+        ("blocks % tl.num_programs(0) == block", "blocks == block"),
+        *LATE_WRITER,
+    ],
+    "the sum is rounded before the residual is added": [
+        ("total += residual", "total = rounded(total, dtype).to(tl.float32) + residual")
+    ],
+}
+PLANTED_SHAPES: list[Shape] = [(64, 40), (64 * 40,), (3, 96), (BLOCK + 1,), (70, 40)]
+"""The first two have the same words, in one block and in two."""
+
+
+def check_changed(changes: Changes, tmp_path: Path) -> list[tuple[int, int]]:
+    source = Path(str(kernels.__file__)).read_text()
+    for before, after in changes:
+        assert source.count(before) == 1
+        source = source.replace(before, after)
+    (tmp_path / "changed.py").write_text(source)  # Triton reads a kernel's file
+    changed = registry.load("kernel", f"{tmp_path / 'changed.py'}:OneShotAllReduce")
+    dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16]
+    return check(3, PLANTED_SHAPES, dtypes, first_step=2**31 - 3, impl=changed, seconds=5)
 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
-    before, after = PLANTED[bug]
-    source = Path(str(kernels.__file__)).read_text()
-    assert source.count(before) == 1
-    (tmp_path / "planted.py").write_text(source.replace(before, after))  # Triton reads a kernel's file
-    planted = registry.load("kernel", f"{tmp_path / 'planted.py'}:OneShotAllReduce")
-    dtypes = [torch.float32, torch.float16, torch.bfloat16]
-    assert check(3, SHAPES[2:5], dtypes, first_step=2**31 - 3, impl=planted) != []
+    """By other bits, or because a rank waits forever."""
+    try:
+        assert check_changed(PLANTED[bug], tmp_path) != []
+    except TimeoutError:
+        return
+
+
+@pytest.mark.parametrize("changes", [LATE_READER, LATE_WRITER], ids=["reader", "writer"])
+def test_a_late_rank_loses_nothing(changes: Changes, tmp_path: Path) -> None:
+    assert check_changed(changes, tmp_path) == []
 
 
 def test_one_rank_and_no_elements() -> None:
-    buffer, signal = (
-        torch.zeros(1, 2 * HALF_BYTES, dtype=torch.uint8),
-        torch.zeros(MAX_BLOCKS, 1, dtype=torch.int32),
-    )
-    all_reduce = OneShotAllReduce([buffer[0]], [signal], 0)
+    all_reduce = OneShotAllReduce([torch.zeros(2, 1, NUM_WORDS, dtype=torch.int64)], 0)
     x = torch.randn(3, 5)
     assert torch.equal(all_reduce(x), x)
     assert all_reduce(torch.empty(0, 5)).shape == (0, 5)
@@ -163,5 +202,5 @@ def test_one_rank_and_no_elements() -> None:
         0,
         5,
     )
-    with pytest.raises(AssertionError, match=f"the buffers have {HALF_BYTES}"):
-        all_reduce(torch.zeros(HALF_BYTES // 4 + 1))
+    with pytest.raises(AssertionError, match=f"a message has {4 * NUM_WORDS}"):
+        all_reduce(torch.zeros(NUM_WORDS + 1))
