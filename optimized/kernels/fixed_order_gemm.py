@@ -3,7 +3,7 @@ of tokens. For deterministic mode.
 
 Roofline bound: the weights' bytes for few tokens, 2 * num_tokens * out * size operations for many.
 
-Shape: a CTA computes a tile of [TOKENS, ROWS] outputs from all columns, STEP at a time. No split-K: partial
+Shape: a CTA computes a tile of [TOKENS, ROWS] outputs from all columns, `step` at a time. No split-K: partial
 sums would be added in an order of their own. The size of a tile follows the number of tokens and of outputs;
 the tensor cores add 16 columns at a time in any tile, so its sums have the same order. That was measured on
 an H200, and `tests/kernels/test_fixed_order.py` tests it on each GPU. CTAs of the same weights are
@@ -24,8 +24,6 @@ from optimized.kernels.cublas_linear import HALF_TYPES
 from optimized.kernels.portable import INTERPRETED, Gpu, gpu_of, pdl_options, rounded
 from optimized.kernels.tiled_gemm import has_descriptors, tile_of
 
-STEP = 64
-"""Columns that a CTA loads at a time."""
 GROUP = 8
 """Tiles of tokens whose CTAs run side by side."""
 
@@ -33,20 +31,23 @@ GROUP = 8
 class Tile(NamedTuple):
     tokens: int
     rows: int  # outputs
+    step: int  # columns loaded at a time
     num_warps: int
     num_stages: int
 
 
 TILES = (
-    Tile(256, 128, 8, 4),
-    Tile(128, 128, 8, 4),
-    Tile(128, 64, 4, 4),
-    Tile(64, 64, 4, 6),
-    Tile(32, 64, 4, 8),
-    Tile(16, 64, 4, 10),
-    Tile(16, 32, 4, 10),
+    Tile(256, 128, 64, 8, 4),
+    Tile(128, 128, 64, 8, 4),
+    Tile(128, 64, 64, 4, 4),
+    Tile(64, 64, 128, 4, 7),
+    Tile(64, 32, 128, 4, 9),
+    Tile(32, 64, 256, 4, 4),
+    Tile(32, 32, 256, 4, 5),
+    Tile(16, 64, 256, 4, 5),
+    Tile(16, 32, 256, 4, 5),
 )
-FLOAT32_TILES = (Tile(64, 64, 8, 2), Tile(16, 32, 4, 3))
+FLOAT32_TILES = (Tile(64, 64, 64, 8, 2), Tile(16, 32, 64, 4, 3))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -134,12 +135,12 @@ def fixed_order_gemm(
     use_tma = is_half and has_descriptors(x, weight)
     num_tiles = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(out, tile.rows)
     _fixed_order_kernel[(num_tiles,)](
-        TensorDescriptor.from_tensor(x, [tile.tokens, STEP]) if use_tma else x,
-        TensorDescriptor.from_tensor(weight, [tile.rows, STEP]) if use_tma else weight,
+        TensorDescriptor.from_tensor(x, [tile.tokens, tile.step]) if use_tma else x,
+        TensorDescriptor.from_tensor(weight, [tile.rows, tile.step]) if use_tma else weight,
         x if bias is None else bias, x if residual is None else residual, y,
         num_tokens, out, size, x.stride(0), weight.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0),
-        TOKENS=tile.tokens, ROWS=tile.rows, STEP=STEP, GROUP=GROUP,
+        TOKENS=tile.tokens, ROWS=tile.rows, STEP=tile.step, GROUP=GROUP,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         PRECISION="tf32" if is_half else "ieee", USE_TMA=use_tma,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(x),
@@ -148,19 +149,20 @@ def fixed_order_gemm(
 
 @cache
 def plan(num_tokens: int, out: int, is_half: bool, gpu: Gpu) -> Tile:
-    """The tile with the least estimated time: waves of CTAs, each as long as its tile's loads. The constant
-    is the cost of weights, which are read from memory; tokens come from the L2 cache."""
+    """The tile with the least estimated time: waves of CTAs, each as long as its tile's loads. The constants
+    are the cost of weights, which are read from memory while tokens come from the L2 cache, and that of a
+    CTA's start and end."""
     if INTERPRETED:  # whose GEMM may add in another order for another tile shape
-        return Tile(64, 64, 4, 1)
+        return Tile(64, 64, 64, 4, 1)
     item_size = 2 if is_half else 4
 
     def fitted(tile: Tile) -> Tile:
-        num_fitting = gpu.shared_memory // ((tile.tokens + tile.rows) * STEP * item_size)
+        num_fitting = gpu.shared_memory // ((tile.tokens + tile.rows) * tile.step * item_size)
         return tile._replace(num_stages=min(tile.num_stages, num_fitting))
 
     def time(tile: Tile) -> int:
         num_ctas = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(out, tile.rows)
-        return triton.cdiv(num_ctas, gpu.num_multiprocessors) * tile.rows * (tile.tokens + 64)
+        return triton.cdiv(num_ctas, gpu.num_multiprocessors) * (tile.rows * (tile.tokens + 64) + 1024)
 
     tiles = [fitted(tile) for tile in (TILES if is_half else FLOAT32_TILES)]
     return min((tile for tile in tiles if tile.num_stages >= 2), key=time)

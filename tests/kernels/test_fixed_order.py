@@ -68,6 +68,16 @@ def expect_row_of_gemm(module: Any, size: int, out: int, dtype: torch.dtype) -> 
         assert torch.equal(summed[:1], module.linear_add(x[:1], weight, residual[:1].clone()))
 
 
+@pytest.mark.parametrize("tile", fixed_order_gemm.TILES, ids=str)
+def test_every_tile_computes_the_edges(tile: fixed_order_gemm.Tile) -> None:
+    """Of tokens, outputs and columns."""
+    inputs = Inputs(0)
+    x, weight = inputs.normal(tile.tokens + 3, 200, dtype=HALF), inputs.normal(tile.rows + 5, 200, dtype=HALF)
+    y = x.new_empty(len(x), len(weight), dtype=torch.float32)
+    fixed_order_gemm.fixed_order_gemm(x, weight, y, tile=tile)
+    torch.testing.assert_close(y.double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [HALF, torch.float16, torch.float32])
 def test_every_tile_adds_in_one_order(dtype: torch.dtype) -> None:
@@ -205,7 +215,7 @@ def test_norms_of_heads_take_one_token_at_a_time() -> None:
 
 MUTANTS = {
     "tiles_by_the_number_of_tokens": (
-        "fixed_order_gemm", " STEP=STEP,", " STEP=STEP if num_tokens < 17 else 16,"
+        "fixed_order_gemm", " STEP=tile.step,", " STEP=tile.step if num_tokens < 17 else 16,"
     ),
     "columns_in_another_order": (
         "fixed_order_gemm",
