@@ -55,9 +55,13 @@ def count_frozen() -> Generator[Callable[[], int], None, None]:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    """`torch.manual_seed` would format the stack of calls for each kind of device, in every test."""
     import torch
 
-    torch.manual_seed(0)
+    if cuda_is_available():
+        torch.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True)
