@@ -64,7 +64,7 @@ def _fixed_split_kernel(
     stride_q, stride_q_head, stride_k, stride_k_head, stride_v, stride_v_head, stride_row,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr,
-    SPLIT: tl.constexpr, IS_PART: tl.constexpr,
+    SPLIT: tl.constexpr, IS_DECODE: tl.constexpr, IS_PART: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +73,7 @@ def _fixed_split_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if IS_PART:
+    if IS_DECODE:
         request, tile, num_queries = program, 0, 1
     else:  # the last tiles of a request, which have the most keys, first
         offs_b = tl.arange(0, BLOCK_BS)
@@ -103,7 +103,7 @@ def _fixed_split_kernel(
     offs_n, offs_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     in_dim = offs_d < HEAD_DIM
     mask_q = live_rows[:, None] & in_dim[None, :]
-    if IS_PART:
+    if IS_DECODE:
         q_rows = request.to(tl.int64) + tokens
     else:
         q_rows = tl.load(extend_start_loc_ptr + request) + tokens
@@ -276,7 +276,8 @@ def fixed_split_attention(
         batch_size, num_splits, scale, v_scale, logit_cap, sliding_window,
         q.stride(0), q.stride(1), k_buffer.stride(0), k_buffer.stride(1),
         v_buffer.stride(0), v_buffer.stride(1), req_to_token.stride(0),
-        PAGE_SIZE=page_size, BLOCK_BS=max(16, triton.next_power_of_2(batch_size)), IS_PART=in_parts,
+        PAGE_SIZE=page_size, BLOCK_BS=16 if is_decode else max(16, triton.next_power_of_2(batch_size)),
+        IS_DECODE=is_decode, IS_PART=in_parts,
         HAS_CAP=logit_cap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         **sizes, **tile, **options,
     )  # fmt: skip
