@@ -11,8 +11,8 @@ import difflib
 import itertools
 import re
 import subprocess
-import sys
 import textwrap
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
+from ruff import find_ruff_bin
 
 from docs.generators.hook import expand
 
@@ -182,7 +183,11 @@ def _formatted(path: str, label: str) -> str:
         return text
     # A comment behind a line that is too long goes above it: a formatter would break the line around it.
     lines = [_COMMENT.sub(r"\1\3\n\1\2", x) if len(x) > MAX_COLUMNS else x for x in text.splitlines()]
-    text = "\n".join(lines) + "\n"
-    command = [sys.executable, "-m", "ruff", "format", "--line-length", str(MAX_COLUMNS), "-"]
-    formatted = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+    formatted = _ruff_formatted("\n".join(lines) + "\n")
     return formatted.replace("\n\n\n", "\n\n")  # methods, which look like functions of a module here
+
+
+@cache
+def _ruff_formatted(code: str) -> str:
+    command = [find_ruff_bin(), "format", "--line-length", str(MAX_COLUMNS), "-"]
+    return subprocess.run(command, input=code, capture_output=True, text=True, check=True).stdout
