@@ -15,7 +15,15 @@ from shared.engine.llm import LLM
 from tests.gpu.gpu_ranks import NUM_REPLAYS, norms, on_gpus, replays, sums_that_differ
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpus(2)]
-FLAGS: dict[str, Any] = {"device": "cuda", "panel": "optimized", "dtype": "float32", "max_total_tokens": 8192}
+FLAGS: dict[str, Any] = {
+    "device": "cuda",
+    "panel": "optimized",
+    "dtype": "float32",
+    "max_total_tokens": 8192,
+    "max_running_requests": 4,
+    "cuda_graph_max_tokens": 64,
+}
+"""Few sizes of graphs: each has kernels of its own to compile."""
 PROMPTS = ["Count from 3 to 9.", "What is 12 + 30?", "What is 7 + 5?"]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 48, "ignore_eos": True, "progress": False}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -104,8 +112,7 @@ def test_both_ranks_sample_the_same_tokens(tmp_path: Path) -> None:
     """Over 10^4 replays, before the tokens of rank 0 are taken: rank 0 learns what the other one sampled."""
     (tmp_path / "counts.py").write_text(COUNTS)
     use = {"collectives": f"{tmp_path / 'counts.py'}:Counts"}
-    flags = FLAGS | {"dtype": "bfloat16", "max_running_requests": 4, "cuda_graph_max_tokens": 64}
-    llm = LLM("tiny-dense", tp=2, use=use, **flags)
+    llm = LLM("tiny-dense", tp=2, use=use, **FLAGS | {"dtype": "bfloat16"})
     sampling = {"temperature": 1.0, "max_tokens": 200, "ignore_eos": True, "progress": False}
     runner: Any = llm.assembly.parts.model_runner
     scheduler: Any = llm.scheduler
