@@ -3,7 +3,7 @@
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -81,15 +81,23 @@ def _compiled(banned: dict[str, str]) -> list[tuple[re.Pattern[str], str]]:
 _BANNED, _IN_KERNELS, _IN_PAGES = _compiled(BANNED), _compiled(IN_KERNELS), _compiled(IN_PAGES)
 
 
-def texts_of(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of a page or settings file, or of the comments and strings of a source."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".py":
-        yield from enumerate(text.splitlines(), start=1)
-        return
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+@cache
+def tokens_of(path: Path) -> tuple[list[tuple[int, str]], set[str]]:
+    """(line, text) of the comments and strings of a source, and its names."""
+    texts, names = [], set()
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
         if token.type in (tokenize.COMMENT, tokenize.STRING):
-            yield from enumerate(token.string.splitlines(), start=token.start[0])
+            texts += enumerate(token.string.splitlines(), start=token.start[0])
+        elif token.type == tokenize.NAME:
+            names.add(token.string)
+    return texts, names
+
+
+def texts_of(path: Path) -> list[tuple[int, str]]:
+    """(line, text) of a page or settings file, or of the comments and strings of a source."""
+    if path.suffix == ".py":
+        return tokens_of(path)[0]
+    return list(enumerate(path.read_text(encoding="utf-8").splitlines(), start=1))
 
 
 def found_in(line: str, is_kernel: bool = False, is_page: bool = False) -> list[str]:
@@ -148,8 +156,7 @@ def test_identifiers_have_the_words_of_the_field() -> None:
     instead = {word: text for words, text in IDENTIFIER_WORDS.items() for word in words.split()}
     found = set()
     for path in files(".py"):
-        tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
-        for name in {token.string for token in tokens if token.type == tokenize.NAME}:
+        for name in tokens_of(path)[1]:
             where = f"{path.relative_to(ROOT).as_posix()}: {name}"
             found |= {f"{where}, use: {instead[word]}" for word in words_of(name) & instead.keys()}
     assert sorted(found) == []

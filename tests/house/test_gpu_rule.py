@@ -31,6 +31,9 @@ class cuda:
     device_count = staticmethod(lambda: {num_gpus})
     is_available = staticmethod(lambda: {has_gpu})
 
+class default_generator:
+    manual_seed = staticmethod(lambda seed: None)
+
 def manual_seed(seed): ...
 def set_num_threads(count): ...
 """

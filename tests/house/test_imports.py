@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,13 @@ FORBIDDEN = {
 }
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
 def imported_packages(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -58,13 +64,13 @@ def module_level_imports(body: list[ast.stmt]) -> Iterator[ast.Import | ast.Impo
                 yield from module_level_imports(getattr(node, part, []))
 
 
-def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+def import_graph(sources: Mapping[str, ast.Module]) -> dict[str, set[str]]:
     """Module -> modules among `sources` that it imports at module level. `from package import module` imports
     the module. `from package import name` counts as an import of the package."""
     graph: dict[str, set[str]] = {}
     for module, source in sources.items():
         imported = graph[module] = set()
-        for node in module_level_imports(ast.parse(source).body):
+        for node in module_level_imports(source.body):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             else:
@@ -89,9 +95,10 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return sorted(sorted(group) for group in groups)
 
 
+@cache
 def project_graph() -> dict[str, set[str]]:
     files = python_files("shared", "reference", "optimized")
-    return import_graph({module_name(path): (ROOT / path).read_text(encoding="utf-8") for path in files})
+    return import_graph({module_name(path): parsed(path) for path in files})
 
 
 def test_modules_import_one_another_without_a_cycle() -> None:
@@ -114,7 +121,7 @@ def test_engine_imports_nothing_that_is_around_it() -> None:
     for path in python_files("shared", "reference", "optimized"):
         if f"{module_name(path)}.".startswith(tuple(f"{name}." for name in AROUND_THE_ENGINE)):
             continue
-        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -138,7 +145,7 @@ def test_engine_imports_nothing_that_is_around_it() -> None:
     ids=["chain", "two modules", "for types alone", "modules of a package", "in a function"],
 )
 def test_cycles_are_found(sources: dict[str, str], found: list[list[str]]) -> None:
-    assert cycles(import_graph(sources)) == found
+    assert cycles(import_graph({name: ast.parse(source) for name, source in sources.items()})) == found
 
 
 def run_python(program: str) -> str:
