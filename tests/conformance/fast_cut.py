@@ -5,8 +5,8 @@ A clause of few cases keeps them all. Of a larger grid it keeps a pairwise cover
 many cases can. Of a grid with a single
 axis that several clauses of a component share (the model families), each clause keeps a few values, and
 together they keep all. Added to these are the cases that catch a planted bug (killers.json), and those that
-alone run a line (ALONE). The reference has half of a cover: where an implementation is compared with it, it
-runs the other cases too.
+alone run a line (ALONE). The reference has half of a cover, and of a slow component half of the cases of any
+clause: where an implementation is compared with it, it runs the other cases too.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from shared.conformance.clause import Clause
 from shared.conformance.suite import clauses_of
 from tests.conformance.killers import killers
 
-MAX_KEPT = 4  # a clause of so few cases keeps them all
+MAX_KEPT = 5  # a clause of so few cases keeps them all
 MAX_COVER = 8
-MAX_SLOW = 5
+MAX_SLOW = 4
+FEW = 4  # values of a single axis; one less of a component that is slow
 SLOW = {
     "attention",
     "draft_models",
@@ -38,6 +39,7 @@ SLOW = {
 ALONE = {
     "any-moment": {"retract twice after 3 steps, pages of 4"},
     "fixed-shape": {"window"},
+    "refused": {"prompt as long as the context"},
     "fused-experts": {"0 tokens, 2 of 5 experts, 0 empty, 32-16, bfloat16"},
     "routes": {"biased, no tokens"},
 }
@@ -54,7 +56,8 @@ class FastCut(NamedTuple):
 
 def fast_cases(clauses: list[Clause], component: str = "") -> dict[str, FastCut]:
     """Clause -> the cases that stay in the fast cut, for the clauses of a component."""
-    most = MAX_SLOW if component in SLOW else MAX_COVER
+    is_slow = component in SLOW
+    most = MAX_SLOW if is_slow else MAX_COVER
     named: dict[str, set[str]] = {}
     for name, case in killers().values():
         named.setdefault(name, set()).add(case)
@@ -62,11 +65,12 @@ def fast_cases(clauses: list[Clause], component: str = "") -> dict[str, FastCut]
     for number, clause in enumerate(clauses):
         names = [case.name for case in clause.cases]
         if len(names) <= MAX_KEPT:
-            cover, half = names, names
+            cover, half = names, (names[number % 2 :: 2] if is_slow else []) or names
         elif cover := pairwise_cover(clause.cases, most):
             half = cover[: (most + 1) // 2]
         else:
-            cover = half = [names[(number * MAX_KEPT + i) % len(names)] for i in range(MAX_KEPT)]
+            few = FEW - is_slow
+            cover = half = [names[(number * few + i) % len(names)] for i in range(few)]
         chosen = (named.get(clause.name, set()) | ALONE.get(clause.name, set())) & set(names)
         kept[clause.name] = FastCut({*cover, *chosen}, {*half, *chosen})
     return kept
