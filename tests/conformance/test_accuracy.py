@@ -33,7 +33,6 @@ def default_score(model: str, num_questions: int) -> float:
 
 MODELS = ("tiny-dense", "tiny-moe")
 FAST = [
-    ("tiny-dense", "radix off", NUM_QUESTIONS // 2),
     ("tiny-dense", "chunk 16, mixed", NUM_QUESTIONS // 2),
     ("tiny-moe", "page 16", NUM_QUESTIONS // 2),
 ]

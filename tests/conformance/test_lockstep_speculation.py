@@ -18,12 +18,30 @@ AHEAD = {**EAGLE, "use": {"scheduler": "optimized", "memory_pool": "optimized"}}
 """A round is launched before the kept tokens of the previous one are known."""
 
 
+SIDES = {
+    "ngram": ({}, NGRAM),
+    "eagle3": ({}, EAGLE),
+    "the-other-side": (EAGLE, {}),
+    "both": (NGRAM, EAGLE),
+    "ahead": ({}, AHEAD),
+}
+FORCED = ("eagle3", "both")
+"""In the fast cut these are teacher-forced, and the others are not."""
+
+
 @pytest.mark.parametrize(
-    ("a", "b"),
-    [({}, NGRAM), ({}, EAGLE), (EAGLE, {}), (NGRAM, EAGLE), ({}, AHEAD)],
-    ids=["ngram", "eagle3", "the-other-side", "both", "ahead"],
+    ("a", "b", "teacher_forced"),
+    [
+        pytest.param(
+            *sides,
+            is_forced,
+            id=f"{name}-forced" if is_forced else name,
+            marks=[] if is_forced == (name in FORCED) else pytest.mark.full,
+        )
+        for name, sides in SIDES.items()
+        for is_forced in (False, True)
+    ],
 )
-@pytest.mark.parametrize("teacher_forced", [False, True], ids=["", "forced"])
 def test_speculation_is_no_divergence(a: dict[str, Any], b: dict[str, Any], teacher_forced: bool) -> None:
     outcome = compare(a, b, teacher_forced=teacher_forced)
     assert outcome.divergence is None, outcome.divergence

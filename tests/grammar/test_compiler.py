@@ -165,7 +165,7 @@ def test_a_time_out_is_forgotten_after_a_while(tokenizer: Tokenizer, monkeypatch
     compiler.close()
 
 
-def test_a_killed_worker_is_replaced(tokenizer: Tokenizer) -> None:
+def test_a_killed_worker_is_replaced_and_one_ends_with_its_compiler(tokenizer: Tokenizer) -> None:
     compiler = make(tokenizer)
     assert accepts(compiler, "a", regex="a")
     assert compiler._worker is not None
@@ -174,17 +174,14 @@ def test_a_killed_worker_is_replaced(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="did not survive"):
         grammar(compiler, regex="b")
     assert accepts(compiler, "c", regex="c")
-    compiler.close()
-
-
-def test_the_worker_ends_with_its_compiler(tokenizer: Tokenizer) -> None:
-    compiler = make(tokenizer)
-    grammar(compiler, regex="a")
     assert compiler._worker is not None
     process = compiler._worker._process
     assert process.poll() is None
     compiler.close()
     assert process.poll() is not None
+
+
+def test_the_worker_ends_with_a_compiler_that_is_dropped(tokenizer: Tokenizer) -> None:
     compiler = make(tokenizer)
     grammar(compiler, regex="a")
     assert compiler._worker is not None

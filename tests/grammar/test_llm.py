@@ -41,13 +41,13 @@ TREE = {**NGRAM, "speculative_topk": 2, "speculative_num_draft_tokens": 6, "page
 EAGLE3 = {"speculative": "eagle3", "speculative_draft_model": "tiny-dense-eagle3"}
 OVERLAP = {"use": {"scheduler": "optimized", "drafter": "reference"}}
 SWITCHES: tuple[dict[str, Any], ...] = (
-    OVERLAP,
     {"chunked_prefill_size": 7, "enable_mixed_chunk": True, **OVERLAP},
     {**CHAIN, **OVERLAP},
     EAGLE3,
-    {**EAGLE3, **OVERLAP},
 )
 MORE_SWITCHES: tuple[dict[str, Any], ...] = (
+    OVERLAP,
+    {**EAGLE3, **OVERLAP},
     {"chunked_prefill_size": 5},
     {"page_size": 4, "max_running_requests": 3},
     CHAIN,

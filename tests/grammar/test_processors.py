@@ -59,12 +59,10 @@ def alone(llm: LLM) -> tuple[list[list[int]], ...]:
     "flags",
     [
         {},
-        OVERLAP,
         CHAIN,
-        {**CHAIN, **OVERLAP},
-        EAGLE3,
         {**EAGLE3, **OVERLAP},
         {"chunked_prefill_size": 4, **OVERLAP},
+        *(pytest.param(more, marks=pytest.mark.full) for more in (OVERLAP, {**CHAIN, **OVERLAP}, EAGLE3)),
     ],
     ids=lambda flags: ",".join(f"{k}={v}" for k, v in flags.items()) or "plain",
 )

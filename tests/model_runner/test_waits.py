@@ -42,7 +42,7 @@ PARAMS = [
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled: tests/gpu/test_waits.py")
-@pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe"])
+@pytest.mark.parametrize("model", [pytest.param("tiny-dense", marks=pytest.mark.full), "tiny-moe"])
 def test_forward_and_sampling_wait_for_nothing(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ nbclient = pytest.importorskip("nbclient", reason="pip install -e '.[test]'")
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FAST = ("00_first_tokens", "05_radix_cache")
+FAST = ("05_radix_cache",)
 RUNS = [
     pytest.param(path, id=path.stem, marks=[] if path.stem in FAST else pytest.mark.full)
     for path in NOTEBOOKS

@@ -81,15 +81,10 @@ def test_training_again_gives_the_same_score_within_a_point() -> None:
     assert abs(record["held_out"]["exact"] - record["trained_again"]["held_out"]["exact"]) <= 0.01
 
 
-FULL = pytest.mark.full
-
-
-@pytest.mark.parametrize(
-    ("name", "num_questions"),
-    [("dense", 20), pytest.param("dense", 60, marks=FULL), pytest.param("moe", 60, marks=FULL)],
-)
-def test_held_out_questions_are_answered(name: str, num_questions: int) -> None:
-    result = score(load_answers(folder(name)), held_out_questions(num_questions))
+@pytest.mark.full  # in the fast cut, tests/conformance/test_accuracy.py asks the engine
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_held_out_questions_are_answered(name: str) -> None:
+    result = score(load_answers(folder(name)), held_out_questions(60))
     assert result.exact >= 0.95, [(mistake.question, mistake.given) for mistake in result.mistakes]
 
 
