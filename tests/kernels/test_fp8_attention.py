@@ -27,8 +27,17 @@ def expect(impl: type[AttentionBackend], lengths: tuple[int, ...], **options: An
     batch.expect(batch.run(impl))
 
 
-@pytest.mark.parametrize("num_programs", [1, 4, 10])
-@pytest.mark.parametrize("options", [{}, EXTRAS], ids=["plain", "extras"])
+FAST = ((1, "extras"), (4, "plain"), (10, "extras"))
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "options"),
+    [
+        pytest.param(num, options, id=f"{num}-{name}", marks=[] if (num, name) in FAST else pytest.mark.full)
+        for num in (1, 4, 10)
+        for name, options in (("plain", {}), ("extras", EXTRAS))
+    ],
+)
 def test_any_number_of_programs(
     num_programs: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ def context(correct_server: LocalServer) -> Iterator[Context]:
     context.server.close()
 
 
+@pytest.mark.full  # in the fast cut, test_faults_are_found.py has the same checks
 @pytest.mark.parametrize("group", ["dependence", "streaming", "semantics"])
 def test_a_correct_server_passes(context: Context, group: str) -> None:
     found = list(run_checks(context, chosen([group])))
