@@ -2,8 +2,8 @@
 
 numpy computes an operation on a block in microseconds. Most of the interpreter's time goes to what it does
 around each operation: it patches the language, and makes shapes and types that it has made before. Here it
-patches once, and remembers shapes and types. An operator that has met operands of the same types before gives
-their arrays to numpy at once. Imported by `optimized.kernels` where kernels are interpreted.
+patches once, and remembers shapes and types. An operator or `tl.where` gives arrays to numpy at once if it has
+met operands of the same types before. Imported by `optimized.kernels` where kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from triton.runtime import interpreter
 
 _patch_lang, _patch_lang_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
 _init_block_type, _init_tensor = tl.core.block_type.__init__, tl.core.tensor.__init__
-_np_dtype, _broadcast = interpreter._get_np_dtype, TritonSemantic.broadcast_impl_value
-_convert_float, _is_equal_dtype = interpreter._convert_float, tl.core.dtype.__eq__
+_broadcast, _where = TritonSemantic.broadcast_impl_value, TritonSemantic.where
+_np_dtype, _convert_float = interpreter._get_np_dtype, interpreter._convert_float
+_is_equal_dtype = tl.core.dtype.__eq__
 
 
 @cache
@@ -61,20 +62,12 @@ def _patch_with_index(tensor: Any, scope: Any) -> None:
 
 
 _OPERATORS: dict[str, Any] = {
-    "__add__": np.add,
-    "__sub__": np.subtract,
-    "__mul__": np.multiply,
-    "__and__": np.bitwise_and,
-    "__or__": np.bitwise_or,
-    "__xor__": np.bitwise_xor,
-    "__lt__": np.less,
-    "__le__": np.less_equal,
-    "__gt__": np.greater,
-    "__ge__": np.greater_equal,
-    "__eq__": np.equal,
-    "__ne__": np.not_equal,
-}
-_ARITHMETIC = (np.add, np.subtract, np.multiply)
+    "__add__": np.add, "__radd__": np.add, "__sub__": np.subtract, "__mul__": np.multiply,
+    "__rmul__": np.multiply, "__and__": np.bitwise_and, "__or__": np.bitwise_or, "__xor__": np.bitwise_xor,
+    "__lshift__": np.left_shift, "__rshift__": np.right_shift, "__lt__": np.less, "__le__": np.less_equal,
+    "__gt__": np.greater, "__ge__": np.greater_equal, "__eq__": np.equal, "__ne__": np.not_equal,
+}  # fmt: skip
+_ARITHMETIC = (np.add, np.subtract, np.multiply, np.left_shift, np.right_shift)
 
 
 def _with_known_types(operator: Any, numpy_operator: Any) -> Any:
@@ -88,15 +81,15 @@ def _with_known_types(operator: Any, numpy_operator: Any) -> Any:
         if pair not in known:
             value = operator(self, other)
             compute = _numpy_form(numpy_operator, self.dtype, other)
-            known[pair] = compute and (compute, value.type)
+            known[pair] = compute and (compute, value.handle.dtype, value.type)
             return value
         form = known[pair]
         if form is None:
             return operator(self, other)
-        compute, result_type = form
+        compute, dtype, result_type = form
         handle = self.handle
         right = other.handle.data if is_tensor else _number(other, self.dtype)
-        return tl.tensor(interpreter.TensorHandle(compute(handle.data, right), handle.dtype), result_type)
+        return tl.tensor(interpreter.TensorHandle(compute(handle.data, right), dtype), result_type)
 
     return apply
 
@@ -107,7 +100,7 @@ def _numpy_form(numpy_operator: Any, dtype: Any, other: Any) -> Any:
     if isinstance(other, tl.tensor):
         if dtype.is_ptr():
             return _move(dtype) if numpy_operator is np.add and other.dtype.is_int() else None
-        alike = dtype == other.dtype
+        alike = dtype == other.dtype or _numpy_promotes_alike(dtype, other.dtype)
     elif dtype.is_ptr():
         return _move(dtype) if numpy_operator is np.add and type(other) is int else None
     else:
@@ -115,6 +108,14 @@ def _numpy_form(numpy_operator: Any, dtype: Any, other: Any) -> Any:
     # Triton's one-bit integers wrap around; numpy's booleans do not.
     is_bit = dtype.is_int1() and (numpy_operator in _ARITHMETIC or not isinstance(other, tl.tensor))
     return numpy_operator if alike and not is_bit else None
+
+
+def _numpy_promotes_alike(*dtypes: Any) -> bool:
+    """Of two types the result has the wider one, in Triton and in numpy."""
+    if not all(each.is_standard_floating() or (each.is_int() and not each.is_int1()) for each in dtypes):
+        return False
+    types = [_remember_np_dtype(each) for each in dtypes]
+    return np.result_type(*types) in types
 
 
 def _move(pointer: Any) -> Any:
@@ -219,11 +220,33 @@ def _broadcast_if_different(self: Any, lhs: Any, rhs: Any) -> Any:
     return _broadcast(self, lhs, rhs)
 
 
+_selected: dict[tuple[Any, ...], Any] = {}
+"""Types of a condition and two values -> type of the result; None: values are converted."""
+
+
+def _where_of_known_types(self: Any, condition: Any, x: Any, y: Any) -> Any:
+    key = (condition.type.name, *[v.type.name if isinstance(v, tl.tensor) else type(v) for v in (x, y)])
+    result_type = _selected.get(key)
+    if result_type is None:
+        value = _where(self, condition, x, y)
+        dtypes = [v.dtype for v in (x, y) if isinstance(v, tl.tensor)]
+        numbers = (int, float) if value.dtype.is_floating() else (int,)
+        is_plain = all(isinstance(v, tl.tensor) or type(v) in numbers for v in (x, y))
+        is_plain &= bool(dtypes) and all(dtype == value.dtype for dtype in dtypes)
+        is_plain &= condition.dtype.is_int1() and not value.dtype.is_ptr()
+        _selected[key] = value.type if is_plain else None
+        return value
+    dtype = result_type.scalar
+    values = [v.handle.data if isinstance(v, tl.tensor) else _number(v, dtype) for v in (x, y)]
+    selected = np.where(condition.handle.data, *values)
+    return tl.tensor(interpreter.TensorHandle(selected, dtype), result_type)
+
+
 interpreter._patch_lang, interpreter._patch_lang_tensor = _patch_for_good, _patch_with_index
 interpreter._patch_attr = _patch_builtin
 interpreter._get_np_dtype, interpreter._convert_float = _remember_np_dtype, _convert_quickly
 tl.core.dtype.__eq__ = _is_same_dtype
 tl.core.block_type.__init__, tl.core.tensor.__init__ = _remember_block_type, _remember_shape
-TritonSemantic.broadcast_impl_value = _broadcast_if_different
+TritonSemantic.broadcast_impl_value, TritonSemantic.where = _broadcast_if_different, _where_of_known_types
 # Without the overflow check, which repeats each int32 sum in int64; sizes of tests do not overflow.
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)

@@ -31,6 +31,10 @@ METHODS = {
     "__ge__": "greater_equal",
     "__eq__": "equal",
     "__ne__": "not_equal",
+    "__radd__": "add",
+    "__rmul__": "mul",
+    "__lshift__": "shl",
+    "__rshift__": "",  # by the sign of the left operand
 }
 SHAPES = [(), (4,), (2, 1), (2, 4)]
 VALUES: list[tuple[Any, list[Any]]] = [
@@ -51,11 +55,11 @@ def tensor(dtype: Any, values: list[Any], shape: tuple[int, ...], first: int) ->
     return tl.tensor(TensorHandle(array, dtype), tl.block_type(dtype, list(shape)) if shape else dtype)
 
 
-def outcome(operator: Any, left: Any, right: Any) -> Any:
+def outcome(operator: Any, *operands: Any) -> Any:
     """Type, bits and shape of the result; None: refused."""
     with np.errstate(all="ignore"):
         try:
-            value = operator(left, right)
+            value = operator(*operands)
         except Exception:
             return None
     data = value.handle.data
@@ -64,11 +68,12 @@ def outcome(operator: Any, left: Any, right: Any) -> Any:
 
 @pytest.mark.parametrize("name", interpreter._OPERATORS)
 def test_operators(name: str) -> None:
-    method = getattr(TritonSemantic, METHODS[name])
     flags = (True,) if METHODS[name] in ("add", "sub", "mul") else ()
 
     def of_triton(left: Any, right: Any) -> Any:
-        return method(interpreter_semantic, left, right, *flags)
+        method = METHODS[name] or ("ashr" if left.dtype.is_int_signed() else "lshr")
+        operands = (right, left) if name in ("__radd__", "__rmul__") else (left, right)
+        return getattr(TritonSemantic, method)(interpreter_semantic, *operands, *flags)
 
     fast = interpreter._with_known_types(of_triton, interpreter._OPERATORS[name])
     computed = 0
@@ -83,6 +88,20 @@ def test_operators(name: str) -> None:
         expected = outcome(of_triton, operand, number)
         assert outcome(fast, operand, number) == expected, (dtype, shape, number)
         computed += expected is not None
+    assert computed > 500
+
+
+def test_where() -> None:
+    conditions = [tensor(tl.int1, [True, False], shape, 0) for shape in SHAPES]
+    tensors = [tensor(dtype, values, shape, 0) for (dtype, values), shape in product(VALUES, SHAPES)]
+    computed = 0
+    for condition in conditions:
+        for x, y in product([*tensors, *NUMBERS], repeat=2):
+            for _ in range(2):
+                expected = outcome(interpreter._where, interpreter_semantic, condition, x, y)
+                found = outcome(interpreter._where_of_known_types, interpreter_semantic, condition, x, y)
+                assert found == expected, (condition.type, x, y)
+            computed += expected is not None
     assert computed > 500
 
 
