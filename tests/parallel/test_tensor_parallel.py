@@ -39,12 +39,15 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 
 def grid() -> list[Any]:
-    """Two ranks; experts where there is no draft model."""
-    full = pytest.mark.full
+    """Two ranks; of experts, the flags that change what a rank computes in a step."""
+    fast = {("llama", name) for name in FLAGS}
+    fast |= {("qwen3-moe", name) for name in ("mixed chunks", "small pool", "sums of the library")}
     return [
-        pytest.param(model, flags, size, marks=[full] if size > 2 or (model != "llama" and extra) else [])
+        pytest.param(
+            model, flags, size, marks=[] if size == 2 and (model, flags) in fast else pytest.mark.full
+        )
         for model in ("llama", "qwen3-moe")
-        for flags, extra in ((name, "speculative" in flags) for name, flags in FLAGS.items())
+        for flags in FLAGS
         for size in (2, 4)
     ]
 

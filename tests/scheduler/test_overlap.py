@@ -200,15 +200,17 @@ def run(clause: Clause, impl: type[Scheduler], case: Any) -> None:
         raise AssertionError(f"{clause.name}, {case.name}: {error}") from error
 
 
+@pytest.mark.parametrize("first", [100, pytest.param(103, marks=pytest.mark.full)])
 @pytest.mark.parametrize("impl", [LateScheduler, UnsteadyScheduler])
-def test_any_schedule_on_a_slow_device(impl: type[Scheduler]) -> None:
-    for seed in range(100, 106):
+def test_any_schedule_on_a_slow_device(impl: type[Scheduler], first: int) -> None:
+    for seed in range(first, first + 3):
         run_schedule(random_schedule(seed, is_spread=True), {"scheduler": impl})
 
 
+@pytest.mark.parametrize("first", [100, pytest.param(106, marks=pytest.mark.full)])
 @pytest.mark.parametrize("impl", [LateScheduler, UnsteadyScheduler])
-def test_any_faults_on_a_slow_device(impl: type[Scheduler]) -> None:
-    for seed in range(100, 112):
+def test_any_faults_on_a_slow_device(impl: type[Scheduler], first: int) -> None:
+    for seed in range(first, first + 6):
         run_schedule(random_faults(seed), {"scheduler": impl})
 
 
