@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from shared import registry
 from shared.config import EngineConfig
@@ -65,7 +69,18 @@ def assemble_lead(
         assembly = assemble(config, clock, tp=tp)
         for follower in followers:
             follower.next_message(time_limit)
-    return replace(assembly, scheduler=LeadScheduler(assembly, followers, clock, tp))
+    lead = LeadScheduler(assembly, followers, clock, tp)
+    # Its arguments keep the other ranks alive until the call, also where all of this is garbage.
+    weakref.finalize(lead, finish_launched, str(config.device), lead.watchdog, followers)
+    return replace(assembly, scheduler=lead)
+
+
+def finish_launched(device: str, watchdog: Watchdog, followers: Sequence[Child]) -> None:
+    """Wait for what this rank has launched, before the other ranks are ended: on a GPU it may need them, and
+    would never end without them."""
+    if device.startswith("cuda") and not _have_ended(followers):
+        with watchdog.working():  # ends this process if a rank ends meanwhile
+            torch.cuda.synchronize(device)
 
 
 def collectives_of(config: EngineConfig) -> type[Collectives]:
@@ -88,7 +103,9 @@ class LeadScheduler(Scheduler):
         self.clock = clock
         self.tp = tp
         self.problem: str | None = None  # why the engine cannot go on
-        self.watchdog = Watchdog(self._describe_all, has_ended=lambda: bool(self._readable(0)))
+        self.watchdog = Watchdog(  # without a reference to this object: it is freed when nobody uses it
+            partial(_describe_all, followers, tp), has_ended=partial(_have_ended, followers)
+        )
 
     def add_request(self, req: Req) -> None:
         if req.logit_processor is not None:
@@ -129,7 +146,7 @@ class LeadScheduler(Scheduler):
 
     def has_work(self) -> bool:
         """True also if a rank has ended, so that `step` is called and raises."""
-        return self.scheduler.has_work() or self.problem is not None or bool(self._readable(0))
+        return self.scheduler.has_work() or self.problem is not None or _have_ended(self.followers)
 
     def state(self) -> SchedulerState:
         return self.scheduler.state()
@@ -147,16 +164,12 @@ class LeadScheduler(Scheduler):
             follower.call(data)
         self._check()
 
-    def _readable(self, seconds: float) -> list[Any]:
-        """The pipes with a last report or an end of file. Running ranks send nothing."""
-        return wait([follower.pipe for follower in self.followers], seconds)
-
     def _check(self) -> None:
         """Raise `EngineProcessEnded` if another rank has ended or has stopped following."""
-        readable = self._readable(REPORT_SECONDS if self.tp.is_broken else 0)
+        readable = _readable(self.followers, REPORT_SECONDS if self.tp.is_broken else 0)
         if not readable and not self.tp.is_broken:
             return
-        found = self._describe_all()
+        found = _describe_all(self.followers, self.tp)
         ended = [follower for follower in self.followers if follower.pipe in readable]
         problem = (ended or self.followers)[0].describe_end()
         print(f"{problem}\n{found}", file=sys.stderr, flush=True)
@@ -169,8 +182,18 @@ class LeadScheduler(Scheduler):
         for follower in self.followers:
             follower.end()
 
-    def _describe_all(self) -> str:
-        return describe_all(self.followers, list(self.tp.log.entries.copy()))
+
+def _readable(followers: Sequence[Child], seconds: float) -> list[Any]:
+    """The pipes with a last report or an end of file. Running ranks send nothing."""
+    return wait([follower.pipe for follower in followers], seconds)
+
+
+def _have_ended(followers: Sequence[Child]) -> bool:
+    return bool(_readable(followers, 0))
+
+
+def _describe_all(followers: Sequence[Child], tp: Collectives) -> str:
+    return describe_all(followers, list(tp.log.entries.copy()))
 
 
 def _follow_parent(config: EngineConfig, rank: int, port: int, time_limit: float, pipe: Connection) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 from shared.engine.child import stacks_of_all_threads
@@ -35,33 +36,31 @@ class Watchdog:
         self.limit = limit
         self.has_ended = has_ended
         self._start: float | None = None  # of the current work
-        self._thread: threading.Thread | None = None
+        # It ends after this object is gone. A thread cannot be started at the end of the interpreter.
+        threading.Thread(target=_watch, args=(weakref.ref(self),), name="watchdog", daemon=True).start()
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """A block of work that must end within the limit."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-            self._thread.start()
         self._start = time.monotonic()
         try:
             yield
         finally:
             self._start = None
 
-    def _watch(self) -> None:
-        waits: float | None = None  # the start of a step during which another rank had ended
-        while True:
-            time.sleep(min(self.limit / 4, POLL_SECONDS))
-            start = self._start
-            if start is None:
-                continue
-            if time.monotonic() - start > self.limit:
-                self._end(f"a step takes longer than {self.limit:g} s:")
-            if self.has_ended():
-                if waits == start:
-                    self._end("another rank has ended, and a step waits for it:")
-                waits = start
+    def look(self, waits: float | None) -> float | None:
+        """Look once. `waits`: what the last look returned: the start of a step during which another rank had
+        ended."""
+        start = self._start
+        if start is None:
+            return None
+        if time.monotonic() - start > self.limit:
+            self._end(f"a step takes longer than {self.limit:g} s:")
+        if not self.has_ended():
+            return None
+        if waits == start:
+            self._end("another rank has ended, and a step waits for it:")
+        return start
 
     def _end(self, problem: str) -> None:
         """Now: the other processes of the engine end with this one."""
@@ -70,3 +69,12 @@ class Watchdog:
             print(self.describe(), file=sys.stderr)
         sys.stderr.flush()
         os._exit(EXIT_HANGS)
+
+
+def _watch(reference: weakref.ref[Watchdog]) -> None:
+    waits: float | None = None
+    while (watchdog := reference()) is not None:
+        waits = watchdog.look(waits)
+        seconds = min(watchdog.limit / 4, POLL_SECONDS)
+        del watchdog
+        time.sleep(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
@@ -18,10 +20,11 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
-from shared.engine.child import EngineProcessEnded, Inbox, started
+from shared.engine.child import Child, EngineProcessEnded, Inbox, started
 from shared.engine.llm import LLM
-from shared.engine.ranks import assemble_ranks
+from shared.engine.ranks import assemble_ranks, finish_launched
 from shared.engine.watchdog import EXIT_HANGS, Watchdog
 from shared.types import SamplingParams
 from tests.parallel.tiny_ranks import answers, make_config
@@ -56,6 +59,37 @@ def test_processes_and_a_rank_that_is_killed() -> None:
     assert llm.scheduler.has_work()  # whose step raises
     with pytest.raises(RuntimeError, match="rank 1 has ended"):
         llm.generate(prompts, **sampling)
+
+
+def test_an_engine_that_nobody_uses_ends_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the work that rank 0 has launched, for which a GPU may need them."""
+    seen: list[tuple[str, list[bool]]] = []
+
+    def finish(device: str, watchdog: Watchdog, followers: Sequence[Child]) -> None:
+        seen.append((device, [bool(each.process and each.process.is_alive()) for each in followers]))
+
+    monkeypatch.setattr("shared.engine.ranks.finish_launched", finish)
+    llm = LLM("tiny-dense", tp=2, panel="reference", device="cpu", max_total_tokens=512)
+    llm.generate("a", max_tokens=2, progress=False)
+    (follower,) = llm.scheduler.followers
+    process = follower.process
+    del llm, follower
+    gc.collect()
+    assert seen == [("cpu", [True])]
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_launched_work_is_waited_for_while_all_ranks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    watchdog = Watchdog(lambda: "")
+    pipe, other_end = multiprocessing.Pipe()
+    followers = [Child("rank 1", pipe)]
+    for device in ("cpu", "cuda:1"):
+        finish_launched(device, watchdog, followers)
+    other_end.close()  # that rank has ended
+    finish_launched("cuda:1", watchdog, followers)
+    assert waited == ["cuda:1"]
 
 
 def test_an_error_at_the_start_ends_the_other_processes_and_is_raised() -> None:
