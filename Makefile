@@ -48,7 +48,11 @@ help:
 run: $(VENV)/.installed
 	@$(BIN)/diptych generate --temperature 0 --system "$(SYSTEM)" "$(STORY) $(ASK_1)" "$(STORY) $(ASK_2)"
 
-test: format lint types docs pytest
+# The documentation is built beside the tests, some of which wait for processes. The last line is pytest's.
+test: format lint types
+	$(call banner,pytest and mkdocs build)
+	@$(BUILD_DOCS) & docs=$$!; $(FAST_CUT); tests=$$?; \
+	wait $$docs || { echo "error: mkdocs build failed: its message is above"; exit 1; }; exit $$tests
 
 test-all: format lint types docs pytest-all
 
@@ -64,17 +68,20 @@ types: $(VENV)/.installed-test
 	$(call banner,mypy)
 	@$(BIN)/mypy
 
+BUILD_DOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 docs: $(VENV)/.installed-test
 	$(call banner,mkdocs build)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@$(BUILD_DOCS)
 
 # One thread per worker: the results do not depend on the number of cores, and the workers do not compete.
 # Byte code is kept, whatever the environment says: tests start many processes, which would all compile it anew.
 RUN_TESTS = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+FAST_CUT = $(RUN_TESTS) -m "not gpu and not full"
 
 pytest: $(VENV)/.installed-test
 	$(call banner,pytest)
-	@$(RUN_TESTS) -m "not gpu and not full"
+	@$(FAST_CUT)
 
 pytest-all: $(VENV)/.installed-test
 	$(call banner,pytest with the whole grids)
