@@ -75,7 +75,7 @@ LeaksOnAbort = AbortLeaksMemory.impl
     ids=["wrong token", "lost token", "leak"],
 )
 def test_bugs_are_seen(use: dict[str, str]) -> None:
-    soak = Soak({**CPU, "use": use}, num_acts=50)
+    soak = Soak({**CPU, "use": use}, num_acts=30)
     with pytest.raises((Mismatch, InvariantViolation)):
         play(soak, num_rounds=6)
 

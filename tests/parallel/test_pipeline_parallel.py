@@ -73,8 +73,14 @@ def output_ids(reqs: list[Req]) -> list[list[int]]:
     return [req.output_ids for req in reqs]
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
-@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        *(("llama", name) for name in FLAGS),
+        *(("qwen3-moe", name) for name in ("chunks", "small pool")),
+        *(pytest.param("qwen3-moe", name, marks=pytest.mark.full) for name in ("whole", "no radix cache")),
+    ],
+)
 def test_stages_answer_as_one(folders: dict[str, str], model: str, flags: str) -> None:
     config = make_config(folders[model], **FLAGS[flags])
     expected = answers(assemble(config))
