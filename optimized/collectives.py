@@ -5,7 +5,7 @@ tensor's dtype at each addition. Small sums of GPUs of one computer are one kern
 float32 and in the order of ranks, with the residual and the norm behind them if a layer asks for that.
 Operations on CUDA tensors are queued on the current stream, and a CUDA graph may contain them; all of a group
 must run one after the other. Communicator and buffers are made at the first CUDA tensor, which takes time and
-memory, so use each group once before memory is measured. It has not run on two GPUs yet.
+memory, so use each group once before memory is measured.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It comes from torch's symmetric memory, which maps the memory of another GPU into this process. A group has
 one buffer for each rank from its start to its end, so CUDA graphs may contain its addresses. Multicast is not
-used. Not yet run on two GPUs.
+used.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from optimized.kernels.one_shot_all_reduce import OneShotAllReduce
 
 KIB = 1024
-LIMITS = ((2, 1024 * KIB), (4, 512 * KIB), (8, 256 * KIB))
-"""(number of ranks, bytes of a tensor up to which the one-shot sum is used instead of NCCL). Chosen from
-published times of other engines' kernels: these are not measured yet (`diptych bench allreduce`)."""
+LIMITS = ((2, 2560 * KIB), (4, 512 * KIB), (8, 256 * KIB))
+"""(number of ranks, bytes of a tensor up to which the one-shot sum is used instead of NCCL). For two ranks as
+measured on two H200s (docs/parallel.md); the others are chosen from published times of other engines."""
 
 
 # --8<-- [start:choose-sum]

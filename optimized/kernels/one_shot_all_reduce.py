@@ -31,10 +31,12 @@ import triton.language as tl
 from optimized.kernels.portable import INTERPRETED, interpreted_rows, pdl_options, rounded
 from optimized.kernels.rms_norm import normed_rows, tile_of_rows
 
-BLOCK = 2048
+BLOCK = 512
 """Elements of a block of a sum alone."""
-MAX_BLOCKS = 1024
-"""Of a launch: a megabyte in tiles of rows (rms_norm.py), which are at least half full, has fewer."""
+MAX_BLOCKS = 4096
+"""Of a launch: 4 MB of a sum alone, or in tiles of rows (rms_norm.py), which are at least half full."""
+COUNTERS = tl.constexpr(512)
+"""Of blocks, that a block writes at a time."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DATA_BYTES = 4
 """Of a word."""
@@ -63,11 +65,11 @@ def _values_of(data, dtype: tl.constexpr, PER_WORD: tl.constexpr):
 
 @triton.jit
 def _sum_over_ranks(
-    x, words, mask, inboxes, steps_ptr, num_words,
+    x, words, mask, inboxes, steps_ptr, capacity,
     RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr, MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """x: a tile of this rank's input, [rows, columns]. words, mask: where its words are in a message, and
-    which exist, [rows, columns / PER_WORD] -> the float32 sum of that tile."""
+    which exist, [rows, columns / PER_WORD]. capacity: words of a message -> the float32 sum of that tile."""
     block = tl.program_id(0)
     step = tl.load(steps_ptr + block) + 1
     number = step.to(tl.int64) << 32
@@ -75,28 +77,34 @@ def _sum_over_ranks(
     message = number | (_data_of(x, PER_WORD).to(tl.int64) & 0xFFFFFFFF)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            tl.store(inboxes[peer] + (half + RANK) * num_words + words, message, mask=mask)
+            tl.store(inboxes[peer] + (half + RANK) * capacity + words, message, mask=mask)
 
     total = tl.zeros(x.shape, tl.float32)
     for peer in tl.static_range(SIZE):
         if peer == RANK:
             part = x.to(tl.float32)
         else:
-            place = inboxes[RANK] + (half + peer) * num_words + words
+            place = inboxes[RANK] + (half + peer) * capacity + words
             received = tl.load(place, mask=mask, other=number, volatile=True)
             while tl.max((received >> 32 != step).to(tl.int32)) > 0:
                 received = tl.load(place, mask=mask, other=number, volatile=True)
             part = _values_of(received.to(tl.int32), x.dtype, PER_WORD)
         total += part
-    # The counters of all blocks, also of those that this launch does not have; its own is read by no other.
-    blocks = tl.arange(0, MAX_BLOCKS)
-    tl.store(steps_ptr + blocks, tl.zeros_like(blocks) + step, mask=blocks % tl.num_programs(0) == block)
+    # Counters go on: this block's, which no other reads, and a part of those of blocks that are not here.
+    tl.store(steps_ptr + block, step)
+    num_blocks = tl.num_programs(0)
+    share = (MAX_BLOCKS - 1) // num_blocks
+    first = num_blocks + block * share
+    others = tl.arange(0, COUNTERS)
+    for start in range(first, first + share, COUNTERS):
+        exist = start + others < tl.minimum(first + share, MAX_BLOCKS)
+        tl.store(steps_ptr + start + others, tl.zeros_like(others) + step, mask=exist)
     return total
 
 
 @triton.jit
 def _one_shot_kernel(
-    x_ptr, y_ptr, n, inboxes, steps_ptr, num_words,
+    x_ptr, y_ptr, n, num_words, inboxes, steps_ptr, capacity,
     BLOCK: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -107,15 +115,15 @@ def _one_shot_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     total = _sum_over_ranks(
-        tl.load(x_ptr + offsets, mask=offsets < n, other=0.0), words, words * PER_WORD < n,
-        inboxes, steps_ptr, num_words, RANK, SIZE, PER_WORD, MAX_BLOCKS,
+        tl.load(x_ptr + offsets, mask=offsets < n, other=0.0), words, words < num_words,
+        inboxes, steps_ptr, capacity, RANK, SIZE, PER_WORD, MAX_BLOCKS,
     )  # fmt: skip
     tl.store(y_ptr + offsets, rounded(total, dtype), mask=offsets < n)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _one_shot_norm_kernel(
-    x_ptr, residual_ptr, y_ptr, weight_ptr, num_rows, eps, stride_residual, inboxes, steps_ptr, num_words,
+    x_ptr, residual_ptr, y_ptr, weight_ptr, num_rows, eps, stride_residual, inboxes, steps_ptr, capacity,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
@@ -135,7 +143,7 @@ def _one_shot_norm_kernel(
     residual = tl.load(residual_tile, mask=mask, other=0.0).to(tl.float32)
     total = _sum_over_ranks(
         tl.load(x_ptr + offsets, mask=mask, other=0.0), words, word_mask,
-        inboxes, steps_ptr, num_words, RANK, SIZE, PER_WORD, MAX_BLOCKS,
+        inboxes, steps_ptr, capacity, RANK, SIZE, PER_WORD, MAX_BLOCKS,
     )  # fmt: skip
     total += residual
     total = rounded(total, dtype)
@@ -164,8 +172,9 @@ class OneShotAllReduce:
         y = torch.empty_like(x)
         if x.numel() > 0:
             _one_shot_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-                x, y, x.numel(), *self._state, BLOCK=BLOCK, num_warps=1 if INTERPRETED else 8, **options
-            )
+                x, y, x.numel(), triton.cdiv(x.numel(), options["PER_WORD"]), *self._state,
+                BLOCK=BLOCK, num_warps=1 if INTERPRETED else 4, **options,
+            )  # fmt: skip
         return y
 
     def add_rms_norm(

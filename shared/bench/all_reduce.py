@@ -1,8 +1,7 @@
 """Times the sum over ranks (all-reduce), with a process for each rank, for several implementations.
 
 On a CPU these are the collectives of both panels, over gloo. On GPUs, in a CUDA graph: the optimized panel's
-collectives, NCCL, torch's one-shot operation over symmetric memory, and our Triton kernel. It has not run on
-two GPUs yet.
+collectives, NCCL, torch's one-shot operation over symmetric memory, and our Triton kernel.
 """
 
 from __future__ import annotations

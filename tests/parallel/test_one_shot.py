@@ -25,9 +25,9 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs kernels on CPU te
 
 def test_the_sum_is_chosen_by_bytes_and_ranks() -> None:
     limits = [one_shot_limit(num_ranks) // KIB for num_ranks in range(2, 10)]
-    assert limits == [1024, 512, 512, 256, 256, 256, 256, 0]
-    assert uses_one_shot(1024 * KIB, 2)
-    assert not uses_one_shot(1024 * KIB + 2, 2)
+    assert limits == [2560, 512, 512, 256, 256, 256, 256, 0]
+    assert uses_one_shot(2560 * KIB, 2)
+    assert not uses_one_shot(2560 * KIB + 2, 2)
     assert uses_one_shot(256 * KIB, 8)
     assert not uses_one_shot(1, 9)
 
@@ -89,7 +89,7 @@ class OnGpu(Collectives):
 
 def test_small_sums_of_floats_take_the_kernel() -> None:
     def sums(tp: Any) -> list[float]:
-        large = torch.ones(1024 * KIB // 4 + 1)
+        large = torch.ones(2560 * KIB // 4 + 1)
         given = (torch.ones(2), large, torch.ones(2, dtype=torch.int64), torch.ones(2, 3).T)
         return [float(tp.all_reduce(x).flatten()[0]) for x in given]
 
