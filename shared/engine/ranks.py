@@ -103,7 +103,7 @@ class LeadScheduler(Scheduler):
         self.clock = clock
         self.tp = tp
         self.problem: str | None = None  # why the engine cannot go on
-        self.watchdog = Watchdog(  # without a reference to this object: it is freed when nobody uses it
+        self.watchdog = Watchdog(  # without a reference to this object: so it is freed after its last use
             partial(_describe_all, followers, tp), has_ended=partial(_have_ended, followers)
         )
 

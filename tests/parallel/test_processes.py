@@ -61,7 +61,7 @@ def test_processes_and_a_rank_that_is_killed() -> None:
         llm.generate(prompts, **sampling)
 
 
-def test_an_engine_that_nobody_uses_ends_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_not_used_any_more_ends_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the work that rank 0 has launched, for which a GPU may need them."""
     seen: list[tuple[str, list[bool]]] = []
 
