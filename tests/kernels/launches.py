@@ -127,7 +127,7 @@ def deterministic(
     head_dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, **options: Any
 ) -> None:
     """A GEMM of each size of tile, and attention of few and many requests."""
-    for num_tokens in (1, 64, 8192):
+    for num_tokens in (1, 32, 64, 192, 256, 512, 8192):
         x, weight = torch.empty(num_tokens, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=dtype)
         fixed_order_gemm.linear_add(x, weight, torch.empty_like(x))
     for is_decode in (True, False):

@@ -17,7 +17,7 @@ from optimized.kernels import fixed_order_gemm
 from optimized.kernels.fixed_split_attention import fixed_split_attention
 from optimized.kernels.lora import BLOCK_M, expand_add, shrink
 from optimized.kernels.moe_align import align
-from optimized.kernels.portable import INTERPRETED
+from optimized.kernels.portable import INTERPRETED, Gpu
 from optimized.kernels.qk_norm_rope_store import _tiles
 from optimized.layers import RMSNorm, SiluAndMul
 from optimized.quantization import QuantizedLinear, QuantizedMergedLinear
@@ -90,6 +90,35 @@ def test_every_tile_adds_in_one_order(dtype: torch.dtype) -> None:
         fixed_order_gemm.fixed_order_gemm(x, weight, results[-1], tile=tile._replace(num_stages=2))
     for tile, result in zip(tiles, results):
         assert torch.equal(result, results[0]), tile
+
+
+H200 = Gpu((9, 0), 132, 227 * 1024)
+SMALL_GPU = Gpu((8, 9), 128, 99 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "out", "expected"),
+    [
+        (1, 4096, (16, 64)),
+        (32, 4096, (32, 64)),
+        (33, 24576, (64, 64)),
+        (128, 4096, (64, 64)),
+        (128, 24576, (128, 64)),
+        (192, 6144, (64, 128)),  # whole tiles of tokens
+        (256, 4096, (128, 64)),
+        (256, 6144, (128, 128)),
+        (8192, 4096, (256, 128)),
+    ],
+)
+def test_the_tile_of_a_gemm(
+    num_tokens: int, out: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As measured on an H200; on a GPU with less shared memory there is a tile too."""
+    monkeypatch.setattr(fixed_order_gemm, "INTERPRETED", False)
+    plan = fixed_order_gemm.plan.__wrapped__
+    assert plan(num_tokens, out, True, H200)[:2] == expected
+    for is_half in (True, False):
+        assert plan(num_tokens, out, is_half, SMALL_GPU).num_stages >= 2
 
 
 SCHEMES = {
