@@ -27,6 +27,7 @@ FIGURES = {
     "waiting-queue": "charts.waiting_queue",
     "pools": "charts.pools",
     "goodput": "charts.goodput",
+    "sums": "charts.sums",
 }
 """Name of the .html file, which pages include -> the function of this folder that returns its text."""
 

@@ -187,17 +187,10 @@ def cuda_graphs() -> str:
         ("replayed, CPU", "CPU time, replayed", "sa"),
         ("GPU", "GPU time, replayed", "sa"),
     ]
-    most = max(number(row[header]) for row in table for _, header, _ in kinds)
-    wide, narrow = Svg(WIDE), Svg(NARROW)
-    for svg in (wide, narrow):
-        y = 0.0
-        for row in table:
-            svg.text(0, y + 14, f"Batch {row['batch']}", "b")
-            rows = []
-            for name, header, cls in kinds:
-                us = number(row[header])
-                rows.append(Bar(name, us / most, f"{us:,.0f} µs", cls))
-            y = bars(svg, 0, y + 22, svg.width - 1, rows, 130) + 8
+    groups = [
+        (f"Batch {row['batch']}", [(name, number(row[header]), cls) for name, header, cls in kinds])
+        for row in table
+    ]
     label = "Time of a decode step of Qwen3-8B. " + "; ".join(
         f"batch {row['batch']}: " + ", ".join(f"{header} {row[header]} µs" for _, header, _ in kinds)
         for row in table
@@ -206,4 +199,33 @@ def cuda_graphs() -> str:
         "The table as bars: kernels launched one by one (grey) and replayed from a graph (blue). Launched "
         "one by one, the step takes as long as the CPU needs to launch it."
     )
+    return groups_of_times(label, caption, groups)
+
+
+def sums() -> str:
+    table = read_table("several-gpus.md", "KB")
+    kinds = [("one-shot kernel", "sa"), ("NCCL", "fg"), ("torch one-shot", "fg")]
+    groups = [
+        (f"{row['KB']} KB", [(name, number(row[f"{name}, µs"]), cls) for name, cls in kinds])
+        for row in table
+        if row["one-shot kernel, µs"]
+    ]
+    label = "Time of a sum over two GPUs. " + "; ".join(
+        f"{title}: " + ", ".join(f"{name} {us:g} µs" for name, us, _ in times) for title, times in groups
+    )
+    caption = "Time of a sum over two GPUs, by the size of the tensor: our kernel (blue), NCCL and torch."
+    return groups_of_times(label, caption, groups)
+
+
+def groups_of_times(label: str, caption: str, groups: list[tuple[str, list[tuple[str, float, str]]]]) -> str:
+    """A figure of groups of bars: (title, bars as (name, microseconds, class))."""
+    most = max(us for _, times in groups for _, us, _ in times)
+    digits = int(most < 100)
+    wide, narrow = Svg(WIDE), Svg(NARROW)
+    for svg in (wide, narrow):
+        y = 0.0
+        for title, times in groups:
+            svg.text(0, y + 14, title, "b")
+            rows = [Bar(name, us / most, f"{us:,.{digits}f} µs", cls) for name, us, cls in times]
+            y = bars(svg, 0, y + 22, svg.width - 1, rows, 130) + 8
     return figure(views(label, wide, narrow), caption)

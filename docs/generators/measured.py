@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from docs.generators import run_rows as runs
 from docs.generators import step_rows as steps
-from docs.generators.record_measurements import DATA, RECORDINGS, SHAPES
+from docs.generators.record_measurements import DATA, RECORDINGS, SHAPES, TP_SHAPES
 from docs.generators.tables import table
 
 MAX_COLUMNS = 86
@@ -131,6 +131,26 @@ TABLES = {
         ["serve-rates"], ["arrivals/s", "goodput, requests/s", "output tokens/s", *TAILS], runs.goodput
     ),
     "even-times": Measured(LOOPS, ["prompt tokens of a step", "arrivals/s", *EVEN], runs.even_times),
+    "sums": Measured(
+        ["all-reduce"],
+        ["KB", "one-shot kernel, µs", "NCCL, µs", "torch one-shot, µs", "bound, µs"],
+        steps.sums,
+    ),
+    "tp-latency": Measured(
+        [f"latency-{name}-tp2" for name in TP_SHAPES],
+        ["single stream, two ranks", "ms/token", "bound, ms", "bound / time"],
+        runs.tp_latency,
+    ),
+    "tp-offline": Measured(
+        ["offline-Qwen3-14B-tp2"],
+        ["`offline-256`, two ranks", "tokens/s", "roofline bound", "of the bound"],
+        runs.tp_offline,
+    ),
+    "tp-steps": Measured(
+        ["steps-tp2", "steps-tp2-ep2"],
+        ["Qwen3-30B-A3B, requests", "parts of experts, ms", "whole experts, ms", "bound, ms"],
+        steps.tp_steps,
+    ),
     "scheduling": Measured(["scheduling"], ["policy", "panel", *WAITING], steps.scheduling),
     "scheduling-medians": Measured(["scheduling"], ["policy", *PANELS], steps.scheduling_medians),
     "cache-calls": Measured(["radix-cache"], CALLS, steps.cache_calls),
@@ -167,6 +187,8 @@ def where(report: dict[str, Any]) -> str:
     """The hardware and the versions of a result file."""
     versions, machine = report["versions"], report["machine"]
     device = machine["gpus"][0] if machine["gpus"] else machine["cpu"]
+    if len(machine["gpus"]) > 1:
+        device = f"{len(machine['gpus'])} x {device}"
     return f"{device}, torch {versions['torch']}"
 
 

@@ -4,7 +4,7 @@
     python -m docs.generators.record_measurements build/results steps scheduling   # some, again
 
 Files appear in the order of their importance, so a run can be stopped and continued. Most commands need an
-H200: a page compares its figures with those of other engines on this GPU.
+H200: a page compares its figures with those of other engines on this GPU. Those with several ranks need two.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "measurements" / "data"
 
 SHAPES = ("Qwen3-0.6B", "Qwen3-8B", "Llama-3.1-8B", "Qwen3-14B", "Qwen3-30B-A3B")
+TP_SHAPES = ("Qwen3-8B", "Qwen3-14B")
+"""With two ranks."""
 
 
 class Recording(NamedTuple):
@@ -122,6 +124,16 @@ RECORDINGS = {
     "serve-rates": Recording(f"{RATES} --request-rate 4,8,10,14,18 -o", 110),
     "serve-rates-mixed-256": Recording(f"{RATES} --request-rate 8,9.5 {MIXED} 256 -o", 60),
     "serve-rates-mixed-128": Recording(f"{RATES} --request-rate 6,8,9.5 {MIXED} 128 -o", 80),
+    # With two GPUs.
+    "all-reduce": Recording("diptych bench allreduce --sizes 8,64,256,512,1024,2048,8192 --link 374 -o", 30),
+    **{f"latency-{shape}-tp2": Recording(f"{LATENCY} {shape} --tp 2 -o", 60) for shape in TP_SHAPES},
+    "offline-Qwen3-14B-tp2": Recording(f"{OFFLINE} Qwen3-14B --tp 2 --warm-ups 0 -o", 130),
+    **{
+        f"steps-tp2{name}": Recording(
+            f"diptych bench step --model Qwen3-30B-A3B --tp 2 {flags}--batch 1,64 --context 1024 --json", 70
+        )
+        for name, flags in (("", ""), ("-ep2", "--ep 2 "))
+    },
     # Without a GPU.
     "shared-prefix-tiny": Recording(
         "diptych bench offline --workload shared-prefix --panel reference --groups 4 --group-size 8 "

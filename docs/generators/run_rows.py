@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from docs.generators.record_measurements import SHAPES
+from docs.generators.record_measurements import SHAPES, TP_SHAPES
 from docs.generators.step_rows import Results, Rows, ms, percent
 
 
@@ -37,6 +37,26 @@ def latency(*files: Results) -> Rows:
         other = f"{text_of(best)} ({engine.split()[0]})"
         rows.append([shape, other, f"**{ms(r['time_per_token_s'])}**", ms(r["bound_s"])])
     return rows
+
+
+def tp_latency(*files: Results) -> Rows:
+    rows: Rows = []
+    for shape, (r,) in zip(TP_SHAPES, files):
+        time, bound = r["time_per_token_s"], r["bound_s"]
+        rows.append([shape, ms(time, 3), ms(bound, 3), percent(bound / time)])
+    return rows
+
+
+def tp_offline(results: Results) -> Rows:
+    return [
+        [
+            r["flags"]["model"],
+            f"{rate(r):,.0f}",
+            f"{r['bound']['tokens_per_s']:,.0f}",
+            percent(r["bound"]["share"]),
+        ]
+        for r in results
+    ]
 
 
 def speculation(results: Results) -> Rows:

@@ -81,6 +81,25 @@ def _time_and_bound(result: dict[str, Any]) -> tuple[float, float]:
     return result["step_s"]["median"], result["bound_s"]
 
 
+def sums(results: Results) -> Rows:
+    """Microseconds of a sum over ranks, by its size."""
+    rows: Rows = []
+    for r in results:
+        seconds = [r["seconds"].get(name) for name in ("Triton one-shot", "NCCL", "torch one-shot")]
+        times = ["" if each is None else f"{each * 1e6:.1f}" for each in (*seconds, r["bound_s"])]
+        rows.append([f"{r['num_bytes'] // 1024:,}", *times])
+    return rows
+
+
+def tp_steps(*files: Results) -> Rows:
+    """files: with parts of experts, and with whole experts on each rank."""
+    rows: Rows = []
+    for parts, whole in zip(*files):
+        times = (parts["step_s"]["median"], whole["step_s"]["median"], parts["bound_s"])
+        rows.append([parts["batch_size"], *(ms(seconds, 3) for seconds in times)])
+    return rows
+
+
 def decode_attention(results: Results) -> Rows:
     by_case: dict[int, dict[str, Any]] = {}
     for r in results:
