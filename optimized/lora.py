@@ -3,8 +3,9 @@
 Differs from reference: the weights of every slot are in one tensor for each layer, zero where an adapter has
 a lower rank or does not change the layer, so a step does not depend on its adapters. `prepare` sorts the
 step's tokens by slot into blocks at a fixed address, and CUDA graphs read them there. q, k and v are one
-layer here, and so are gate and up. Assumes that kernels of other passes read a slot only before the pass that
-loads it: passes run in order on one stream. Loses the fusion of norms, activations and residual sums with the
+layer here, and so are gate and up. A x is computed on a second stream, beside the layer's own GEMM. Assumes
+that kernels of other passes read a slot only before the pass that loads it: passes run in order on one
+stream, and each layer joins the second one. Loses the fusion of norms, activations and residual sums with the
 GEMMs of adapted layers, and two short kernels in each of them, also where no request of a step has an
 adapter.
 """
@@ -12,6 +13,7 @@ adapter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
@@ -49,13 +51,15 @@ class _LoraLinear(nn.Module):
     # --8<-- [start:lora-linear]
     def forward(self, x: torch.Tensor, norm: layer_interface.RMSNorm | None = None) -> torch.Tensor:
         x = x if norm is None else norm(x)
-        h = self._shrink(x)  # first: the next GEMM loads weights meanwhile
+        h = self._shrink(x)  # beside the next GEMM
         return self._add(self.base(x), h)
 
     def _shrink(self, x: torch.Tensor) -> torch.Tensor:
-        return shrink(x, self.a, self.pool.blocks)
+        with self.pool.second_stream():
+            return shrink(x, self.a, self.pool.blocks)
 
     def _add(self, y: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        self.pool.join_second_stream()
         expand_add(y, h, self.b, self.scales, self.sizes, self.pool.blocks)
         return y
 
@@ -107,6 +111,7 @@ class LoraPool(interface.LoraPool):
         self.like = next(model.parameters())
         self.shapes = adaptable_modules(model.config)
         device = self.like.device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.slot_of_row = torch.full((num_rows + 1,), NO_ADAPTER, dtype=torch.int32, device=device)
         self.pending: list[tuple[int, LoraAdapter]] = []  # loaded by the next pass
         self.token_slots = torch.full((max_num_tokens, 1), NO_ADAPTER, dtype=torch.int32, device=device)
@@ -134,6 +139,19 @@ class LoraPool(interface.LoraPool):
         self._sorted()
 
     # --8<-- [end:lora-prepare]
+
+    def second_stream(self) -> AbstractContextManager[object]:
+        """Within the block, work is queued on the second stream, after the present work of the current one.
+        Until the streams are joined, the caller keeps the tensors that it reads."""
+        if self.stream is None:
+            return nullcontext()
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        return torch.cuda.stream(self.stream)
+
+    def join_second_stream(self) -> None:
+        """The current stream's next work waits for that of the second stream."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def _sorted(self) -> Blocks:
         """Tokens sorted by slot, always in the same memory."""

@@ -11,8 +11,9 @@ input is split into parts of SPLIT_K columns, since a few blocks would leave mos
 blocks is on the device, so a CUDA graph serves every batch of its size. Neither shape nor order of sums
 depends on the batch.
 
-Blocks and adapters are complete before the first layer. So both kernels, launched before the previous kernel
-has ended (programmatic dependent launch), load A or B before they wait for its results.
+Blocks and adapters are complete before the first layer. So both kernels, launched before the previous kernels
+have ended (programmatic dependent launch), load A or B before they wait for their results. `expand_add` waits
+for both the layer's own GEMM and `shrink`, which runs beside it on a second stream (optimized/lora.py).
 """
 
 from __future__ import annotations
