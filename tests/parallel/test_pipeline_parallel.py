@@ -19,7 +19,6 @@ from shared.conformance.clause import Clause
 from shared.conformance.ranks import on_ranks
 from shared.conformance.suite import clauses_of
 from shared.engine.assembly import Assembly, assemble
-from shared.engine.llm import LLM
 from shared.interfaces import SchedulerParts
 from shared.loading.stages import layers_of
 from shared.parallel.alone import ALONE
@@ -207,15 +206,6 @@ def test_layers_of_a_stage() -> None:
 def test_what_cannot_run(folders: dict[str, str], flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         assemble(make_config(folders["llama"], **flags), tp=ALONE)
-
-
-def test_processes() -> None:
-    flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
-    sampling = {"temperature": 0, "max_tokens": 16, "ignore_eos": True, "progress": False}
-    prompts = ["Count from 3 to 9.", "What is 12 + 30?"]
-    expected = [output.text for output in LLM("tiny-dense", **flags).generate(prompts, **sampling)]
-    llm = LLM("tiny-dense", pp=2, **flags)
-    assert [output.text for output in llm.generate(prompts, **sampling)] == expected
 
 
 def _all_stay(self: PipelineScheduler, launched: Any) -> list[Req | None]:

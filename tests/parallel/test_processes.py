@@ -31,16 +31,16 @@ from tests.parallel.tiny_ranks import answers, make_config
 from tests.server.running import serving
 
 ROOT = Path(__file__).parents[2]
+PROMPTS = ["Count from 3 to 9.", "What is 12 + 30?"]
 
 
 def test_processes_and_a_rank_that_is_killed() -> None:
     """LLM(tp=2): the text of one rank; a killed rank ends the engine with an error, and no process stays."""
     flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
     sampling = {"temperature": 0, "max_tokens": 16, "progress": False}
-    prompts = ["Count from 3 to 9.", "What is 12 + 30?"]
-    expected = [output.text for output in LLM("tiny-dense", **flags).generate(prompts, **sampling)]
+    expected = [output.text for output in LLM("tiny-dense", **flags).generate(PROMPTS, **sampling)]
     llm = LLM("tiny-dense", tp=2, **flags)
-    assert [output.text for output in llm.generate(prompts, **sampling)] == expected
+    assert [output.text for output in llm.generate(PROMPTS, **sampling)] == expected
     llm.submit("a", SamplingParams(), rid="x")
     with pytest.raises(ValueError, match="in use"):
         llm.submit("b", SamplingParams(), rid="x")
@@ -53,24 +53,28 @@ def test_processes_and_a_rank_that_is_killed() -> None:
     os.kill(follower.process.pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 has ended with signal SIGKILL"):
-        llm.generate(prompts, **sampling)
+        llm.generate(PROMPTS, **sampling)
     assert time.monotonic() - start < 10
     assert follower.process.exitcode == -signal.SIGKILL
     assert llm.scheduler.has_work()  # whose step raises
     with pytest.raises(RuntimeError, match="rank 1 has ended"):
-        llm.generate(prompts, **sampling)
+        llm.generate(PROMPTS, **sampling)
 
 
-def test_an_engine_that_is_not_used_any_more_ends_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the work that rank 0 has launched, for which a GPU may need them."""
+def test_stages_that_are_not_used_any_more_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLM(pp=2): the text of one rank. Processes of an engine end after the work that rank 0 launched,
+    for which a GPU may need them."""
     seen: list[tuple[str, list[bool]]] = []
 
     def finish(device: str, watchdog: Watchdog, followers: Sequence[Child]) -> None:
         seen.append((device, [bool(each.process and each.process.is_alive()) for each in followers]))
 
     monkeypatch.setattr("shared.engine.ranks.finish_launched", finish)
-    llm = LLM("tiny-dense", tp=2, panel="reference", device="cpu", max_total_tokens=512)
-    llm.generate("a", max_tokens=2, progress=False)
+    flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
+    sampling = {"temperature": 0, "max_tokens": 16, "ignore_eos": True, "progress": False}
+    expected = [output.text for output in LLM("tiny-dense", **flags).generate(PROMPTS, **sampling)]
+    llm = LLM("tiny-dense", pp=2, **flags)
+    assert [output.text for output in llm.generate(PROMPTS, **sampling)] == expected
     (follower,) = llm.scheduler.followers
     process = follower.process
     del llm, follower
@@ -109,7 +113,6 @@ def test_a_process_leaves_without_an_error_when_its_parent_has_ended() -> None:
     assert codes.get(timeout=20) == 0
 
 
-PROMPTS = ["Count from 3 to 9.", "What is 12 + 30?"]
 KILLED: dict[str, tuple[dict[str, Any], float | None]] = {
     "while it starts": ({"tp": 2}, None),
     "in a step": ({"tp": 2}, 0.3),
