@@ -2,8 +2,8 @@ import math
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 from shared.conformance.chi_square import ALPHA
 from shared.sampling.noise import gumbel_noise, hash_noise
@@ -27,7 +27,7 @@ def test_hash_is_uniform_along_each_argument(varied: str) -> None:
         len(n)
     )
     for bits in (h >> 26, h & 63):  # both ends of the word
-        assert stats.chisquare(np.bincount(bits.numpy(), minlength=NUM_BUCKETS)).pvalue > ALPHA
+        assert scipy.stats.chisquare(np.bincount(bits.numpy(), minlength=NUM_BUCKETS)).pvalue > ALPHA
 
 
 @pytest.mark.parametrize("stepped", ["seed", "position", "token id"])
@@ -40,7 +40,7 @@ def test_neighbours_are_independent(stepped: str) -> None:
     arguments[stepped] = arguments[stepped] + 1
     neighbour = hash_noise(*arguments.values()) >> 28
     table = np.bincount((h * 16 + neighbour).numpy(), minlength=256).reshape(16, 16)
-    assert stats.chi2_contingency(table).pvalue > ALPHA
+    assert scipy.stats.chi2_contingency(table).pvalue > ALPHA
 
 
 def test_every_input_bit_flips_about_half_of_the_output() -> None:
@@ -57,7 +57,7 @@ def test_every_input_bit_flips_about_half_of_the_output() -> None:
 def test_gumbel_noise_has_the_gumbel_distribution() -> None:
     g = gumbel_noise(torch.tensor(1), torch.tensor(2), torch.arange(50_000))
     assert g.dtype == torch.float64
-    assert stats.kstest(g.numpy(), stats.gumbel_r.cdf).pvalue > ALPHA
+    assert scipy.stats.kstest(g.numpy(), scipy.stats.gumbel_r.cdf).pvalue > ALPHA
 
 
 def test_gumbel_noise_is_finite_at_both_ends() -> None:
