@@ -14,7 +14,11 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT = 120.0
@@ -104,3 +108,16 @@ def serving(*flags: str, command: str = "serve") -> Iterator[RunningServer]:
         yield server
     finally:
         server.kill()
+
+
+def openai_client(server: RunningServer) -> openai.OpenAI:
+    """The client's package is large: only a worker that runs such a test imports it."""
+    import openai
+
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def anthropic_client(server: RunningServer) -> anthropic.Anthropic:
+    import anthropic
+
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import openai
 import pytest
 
 from shared.engine.llm import LLM
 from shared.tiny.corpus import held_out_questions
 from shared.tiny.evaluate import score
 from shared.types import SamplingParams
-from tests.server.running import RunningServer, serving
+from tests.server.running import RunningServer, openai_client, serving
 
 NUM_QUESTIONS = 20  # one of each kind
 FLAGS = {
@@ -41,7 +40,7 @@ def offline() -> list[str]:
 
 def texts_over_http(server: RunningServer, chats: list[Any], is_stream: bool) -> list[str]:
     """Eight at one time."""
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    client = openai_client(server)
 
     def ask(messages: Any) -> str:
         body = {"model": "tiny-dense", "messages": messages, "temperature": 0, "max_tokens": 128}

@@ -6,19 +6,20 @@ import json
 import urllib.request
 from pathlib import Path
 
-import openai
 import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from shared.conformance.configs import CONFIGS
 from shared.engine.llm import LLM
-from tests.server.running import RunningServer, serving
+from tests.server.running import RunningServer, openai_client, serving
 
 TEXTS = ["Mara has a red kite.", "Otto is a baker."]
 
 
 def test_openais_client_gets_the_offline_vectors(server: RunningServer) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    import openai
+
+    client = openai_client(server)
     llm = LLM("tiny-dense", max_total_tokens=512)
     offline = llm.embed(TEXTS)
     found = client.embeddings.create(model="tiny-dense", input=TEXTS)  # base64 on the wire
@@ -38,6 +39,8 @@ def test_openais_client_gets_the_offline_vectors(server: RunningServer) -> None:
 
 @pytest.mark.full
 def test_a_reward_model_is_served(tmp_path: Path) -> None:
+    import openai
+
     config = AutoConfig.for_model(**CONFIGS["llama-biases"], num_labels=2, pad_token_id=0)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     prompts = [[5, 6, 7], [8, 9]]
@@ -48,7 +51,7 @@ def test_a_reward_model_is_served(tmp_path: Path) -> None:
         with urllib.request.urlopen(request, timeout=60) as answer:
             data = json.loads(answer.read())["data"]
         assert [each["scores"] for each in data] == [pytest.approx(each, abs=1e-6) for each in offline]
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        client = openai_client(server)
         with pytest.raises(openai.BadRequestError, match="this model gives scores: POST /classify"):
             client.embeddings.create(model=str(tmp_path), input=prompts)
         with pytest.raises(openai.BadRequestError, match="reward model: it gives scores and no tokens"):

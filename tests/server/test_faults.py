@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import anthropic
-import openai
 import pytest
 
 from shared.server.connections import listen
-from tests.server.running import MAIN, ROOT, RunningServer, serving
+from tests.server.running import MAIN, ROOT, RunningServer, anthropic_client, openai_client, serving
 
 SUM = [{"role": "user", "content": "What is 12 + 30?"}]
 LONG = {"messages": SUM, "max_tokens": 1500, "ignore_eos": True, "temperature": 1.0}
@@ -135,27 +133,27 @@ def test_slow_reader_does_not_slow_the_others(server: RunningServer) -> None:
     assert_whole(server)
 
 
-def test_full_server_answers_429_with_retry_after() -> None:
-    with serving("--max-live-requests", "2") as server:
-        for body in ({"prompt": ["a"] * 3}, {"prompt": "a", "n": 3}):  # cannot succeed later
-            status, answer = post(server, "/v1/completions", body)
-            assert status == 400
-            assert "are 3 requests; this server takes at most 2" in answer["error"]["message"]
-        connections = [connect(server, {**LONG, "stream": True}) for _ in range(2)]
-        for connection in connections:
-            connection.recv(10)  # it runs
-        request = urllib.request.Request(
-            server.url + "/v1/chat/completions",
-            json.dumps({"messages": SUM}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(request, timeout=60)
-        assert caught.value.code == 429
-        assert int(caught.value.headers["Retry-After"]) >= 1
-        for connection in connections:
-            connection.close()
-        assert_whole(server)
+def assert_full_server_answers_429(server: RunningServer) -> None:
+    """Of a server that takes two requests at one time; with the header Retry-After."""
+    for body in ({"prompt": ["a"] * 3}, {"prompt": "a", "n": 3}):  # cannot succeed later
+        status, answer = post(server, "/v1/completions", body)
+        assert status == 400
+        assert "are 3 requests; this server takes at most 2" in answer["error"]["message"]
+    connections = [connect(server, {**LONG, "stream": True}) for _ in range(2)]
+    for connection in connections:
+        connection.recv(10)  # it runs
+    request = urllib.request.Request(
+        server.url + "/v1/chat/completions",
+        json.dumps({"messages": SUM}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=60)
+    assert caught.value.code == 429
+    assert int(caught.value.headers["Retry-After"]) >= 1
+    for connection in connections:
+        connection.close()
+    assert_whole(server)
 
 
 def grammar_processes(server: RunningServer) -> list[int]:
@@ -185,8 +183,8 @@ def assert_gone(pids: list[int]) -> None:
 
 def client_streams(server: RunningServer) -> list[Any]:
     """A long answer of each API, by its client."""
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    client = openai_client(server)
+    claude = anthropic_client(server)
     body: dict[str, Any] = {"model": "tiny-dense", "stream": True}
     chats = {**body, "messages": [{"role": "user", "content": "Count from 1 to 100."}]}
     return [
@@ -197,6 +195,9 @@ def client_streams(server: RunningServer) -> list[Any]:
 
 
 def test_death_of_the_engine_ends_everything() -> None:
+    import anthropic
+    import openai
+
     with serving("--separate-process") as server:
         processes = grammar_processes(server)
         streams = client_streams(server)
@@ -223,8 +224,9 @@ def test_death_of_the_api_leaves_no_orphan() -> None:
         assert_gone([*processes])
 
 
-def test_sigterm_drains() -> None:
-    with serving("--separate-process", "--drain-seconds", "20") as server:
+def test_full_server_and_sigterm_drains() -> None:
+    with serving("--separate-process", "--drain-seconds", "20", "--max-live-requests", "2") as server:
+        assert_full_server_answers_429(server)
         processes = grammar_processes(server)
         connection = connect(server, {**LONG, "max_tokens": 60, "stream": True})
         connection.recv(10)

@@ -7,13 +7,12 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from shared.engine.llm import LLM
 from shared.loading.model_path import ASSETS
 from tests.engine.test_images import PICTURES, llava, save
-from tests.server.running import serving
+from tests.server.running import openai_client, serving
 
 TEMPLATE = """{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}\
 {% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}\
@@ -33,6 +32,7 @@ def conversation(*urls: str) -> list[Any]:
 
 @pytest.mark.full
 def test_openais_client_gets_the_offline_answer(tmp_path: Path) -> None:
+    import openai
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny-dense")
@@ -47,7 +47,7 @@ def test_openais_client_gets_the_offline_answer(tmp_path: Path) -> None:
     offline = [llm.chat(each, **{**given, "logit_bias": {placeholder: float("-inf")}}) for each in messages]
     assert offline[0].text != offline[1].text
     with serving("--model", str(tmp_path), "--panel", "reference", "--max-total-tokens", "256") as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        client = openai_client(server)
         for _ in range(2):
             for each, expected in zip(messages, offline):
                 answer = client.chat.completions.create(model=str(tmp_path), messages=each, **given)
@@ -67,6 +67,8 @@ def test_openais_client_gets_the_offline_answer(tmp_path: Path) -> None:
 
 
 def test_a_model_without_images_refuses_them(server: Any) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    import openai
+
+    client = openai_client(server)
     with pytest.raises(openai.BadRequestError, match="this server takes no images: they need a LLaVA model"):
         client.chat.completions.create(model="tiny-dense", messages=conversation(url_of(PICTURES[0])))

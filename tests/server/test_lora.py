@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -18,7 +17,7 @@ from shared.config import ModelConfig
 from shared.engine.llm import LLM
 from shared.loading.lora import adaptable_modules
 from shared.loading.model_path import ASSETS
-from tests.server.running import RunningServer, serving
+from tests.server.running import RunningServer, openai_client, serving
 
 PROMPT = "Mara has a red kite."
 ASK: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8}
@@ -60,7 +59,9 @@ def post(server: RunningServer, path: str, body: dict[str, Any]) -> dict[str, An
 
 
 def test_adapters_are_models(lora_server: RunningServer, paths: dict[str, str]) -> None:
-    client = openai.OpenAI(base_url=f"{lora_server.url}/v1", api_key="none", max_retries=0)
+    import openai
+
+    client = openai_client(lora_server)
     llm = LLM("tiny-dense", lora_paths=paths, max_total_tokens=1024)
     offline = {
         name: llm.generate(PROMPT, temperature=0, max_tokens=8, lora=name, progress=False).text

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import openai
+from typing import TYPE_CHECKING
+
 import pytest
 
 from shared.engine.llm import LLM
 from shared.types import SamplingParams
-from tests.server.running import RunningServer
+from tests.server.running import RunningServer, openai_client
+
+if TYPE_CHECKING:
+    import openai
 
 SUM = [{"role": "user", "content": "What is 12 + 30?"}]
 STORY = [{"role": "user", "content": "Count from 3 to 12."}]
@@ -15,7 +19,7 @@ STORY = [{"role": "user", "content": "Count from 3 to 12."}]
 
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return openai_client(server)
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +183,8 @@ def test_logit_bias_bans_and_forces(client: openai.OpenAI, llm: LLM) -> None:
 def test_bad_requests_say_what_is_wrong(
     client: openai.OpenAI, body: dict[str, object], status: int, said: str
 ) -> None:
+    import openai
+
     with pytest.raises(openai.APIStatusError) as caught:
         client.chat.completions.create(**{"model": "tiny-dense", **body})  # type: ignore[call-overload]
     assert caught.value.status_code == status

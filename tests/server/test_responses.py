@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from shared.server.generation import Usage
 from shared.server.responses import ResponsesRequest, chat_request, fold_response, response_events
-from tests.server.running import RunningServer
+from tests.server.running import RunningServer, openai_client
 from tests.server.translations import ANSWER_WITH_TOOLS, FakeGeneration, chunk, translated
+
+if TYPE_CHECKING:
+    import openai
 
 STORY = "Count from 3 to 12."
 
 
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return openai_client(server)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,8 @@ def test_logprobs_cover_the_text(client: openai.OpenAI) -> None:
 def test_bad_requests_say_what_is_wrong(
     client: openai.OpenAI, body: dict[str, Any], said: str, is_stream: bool
 ) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError, match=said):
         client.responses.create(**{"model": "tiny-dense", "input": "a", "stream": is_stream, **body})
 

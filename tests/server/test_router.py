@@ -299,7 +299,7 @@ def test_long_bodies_are_refused(fakes: list[FakeServer]) -> None:
 
 def test_two_engines_behind_a_router_and_one_is_killed() -> None:
     """Real processes; a client that leaves ends its request on the server."""
-    flags = ("--separate-process", "--max-total-tokens", "4096")
+    flags = ("--max-total-tokens", "4096")
     with contextlib.ExitStack() as stack:
         one, two = (stack.enter_context(serving(*flags)) for _ in range(2))
         router = stack.enter_context(serving(one.url, two.url, command="route"))

@@ -7,13 +7,15 @@ import re
 import socket
 import time
 import urllib.request
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonschema
-import openai
 import pytest
 
-from tests.server.running import RunningServer
+from tests.server.running import RunningServer, openai_client
+
+if TYPE_CHECKING:
+    import openai
 
 ASK = [{"role": "user", "content": "Tell me about Mara."}]
 PERSON = {
@@ -31,7 +33,7 @@ SLOW = "(a|b)*" * 8000
 
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return openai_client(server)
 
 
 def chat(client: openai.OpenAI, **body: Any) -> Any:
