@@ -160,7 +160,8 @@ def test_a_planted_bug_changes_the_answers(
 
         replacement = half
     monkeypatch.setattr(target, replacement)
-    assert [[req.output_ids for req in rank] for rank in of_ranks(config, 4)] != [alone] * 4
+    size = 4 if replacement is _kv_heads_in_turn else 2  # more ranks than KV heads
+    assert [[req.output_ids for req in rank] for rank in of_ranks(config, size)] != [alone] * size
 
 
 def test_sums_in_another_order_are_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
