@@ -69,7 +69,7 @@ def test_a_rank_that_differs_in_a_last_bit_follows(
     monkeypatch.setattr("reference.models.llama.gather_logits", with_ties)
     first, second = run(folders, SPECULATIVE[flags])
     assert first == second
-    assert len(first[1]) > 16
+    assert len(first[1]) > 11
 
 
 def test_without_the_broadcast_it_does_not(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,9 +234,9 @@ def test_a_prompt_that_fails(folders: dict[str, str]) -> None:
 
 def test_a_request_waits_until_its_longest_answer_fits(folders: dict[str, str]) -> None:
     """It counts as waiting until its prompt has come, unless it is aborted."""
-    with pair_of(config_of(folders, "reference", max_total_tokens=64)) as pair:
+    with pair_of(config_of(folders, "reference", max_total_tokens=56)) as pair:
         first, second = requests()[3:]
-        assert first.num_tokens + second.num_tokens + 2 * first.max_new_tokens > 64
+        assert first.num_tokens + second.num_tokens + 2 * first.max_new_tokens > 56
         for req in (first, second):
             pair.decode_side.add_request(req)
         pair.decode_side.step()

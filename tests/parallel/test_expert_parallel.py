@@ -49,7 +49,7 @@ def output_ids(reqs: list[Req]) -> list[list[int]]:
 
 def grid() -> list[Any]:
     """The fast cut has each kind once."""
-    fast = {("all-gather", 2), ("all-to-all", 4), ("rebalanced", 4), ("rebalanced, all-to-all", 2)}
+    fast = {("all-gather", 2), ("all-to-all", 2), ("rebalanced", 4), ("rebalanced, all-to-all", 2)}
     return [
         pytest.param(kind, size, flags, marks=[] if not i and (kind, size) in fast else pytest.mark.full)
         for i, flags in enumerate(["mixed chunks", *OTHERS])

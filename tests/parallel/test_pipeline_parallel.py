@@ -29,7 +29,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "whole": {},
     "chunks": {"chunked_prefill_size": 8, "page_size": 4},
     "no radix cache": {"disable_radix_cache": True},
-    "small pool": {"max_total_tokens": 96, "schedule_conservativeness": 0.1},
+    "small pool": {"max_total_tokens": 80, "schedule_conservativeness": 0.1},
 }
 FOUR_LAYERS = {
     "llama": LLAMA | {"num_hidden_layers": 4},

@@ -24,7 +24,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "whole": {},
     "chunks": {"chunked_prefill_size": 8, "page_size": 4},
     "mixed chunks": {"chunked_prefill_size": 8, "enable_mixed_chunk": True},
-    "small pool": {"max_total_tokens": 96, "schedule_conservativeness": 0.1},
+    "small pool": {"max_total_tokens": 80, "schedule_conservativeness": 0.1},
     "overlap": {"use": dict.fromkeys(HOST_PARTS, "optimized")},
     "ngram": {"speculative": "ngram"},
     "sums of the library": {"use": {"collectives": "optimized"}},

@@ -63,7 +63,7 @@ def requests() -> list[Req]:
         Req(
             rid=f"r{i}",
             origin_input_ids=[(3 * j * (1 + i % 2) + 1) % 131 for j in range(5 + 4 * i)],
-            sampling_params=SamplingParams(max_new_tokens=16, **params),
+            sampling_params=SamplingParams(max_new_tokens=11, **params),
             seed=i,
         )
         for i, params in enumerate(asked)
