@@ -1,8 +1,8 @@
 """Compiles the kernels that a launcher would launch, for a GPU that is not present.
 
 Run as its own process with TRITON_INTERPRET=0. Each line of standard input names a GPU and a launch of
-`launches.py`, in JSON. The answer is one line: the kernels it launched, with their shared memory in bytes,
-the number of their asynchronous copies and the layouts of their `mma.sync`, or the error.
+`launches.py`, in JSON. The answer is one line: what was asked, and the kernels it launched, with their shared
+memory in bytes, the number of their asynchronous copies and the layouts of their `mma.sync`, or the error.
 
 The launchers run unchanged, on tensors of the device "meta". Triton gets a driver that names the target and
 cannot launch, so each launch ends after compilation.
@@ -95,7 +95,7 @@ def main() -> None:
             answer: Any = {"launched": launched}
         except Exception:
             answer = {"error": traceback.format_exc()}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer | {"asked": [gpu, name]}), flush=True)
 
 
 if __name__ == "__main__":

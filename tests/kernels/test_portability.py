@@ -90,7 +90,9 @@ def compiled() -> Iterator[Ask]:
 
     def ask(gpu: str, name: str) -> list[Launched]:
         print(json.dumps([gpu, name]), file=stdin, flush=True)
-        answer: dict[str, Any] = json.loads(stdout.readline())
+        answer: dict[str, Any] = {}
+        while answer.get("asked") != [gpu, name]:  # an answer to a test that was stopped comes first
+            answer = json.loads(stdout.readline())
         assert "error" not in answer, answer["error"]
         return [tuple(kernel) for kernel in answer["launched"]]
 
