@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 KIB = 1024
 LIMITS = ((2, 2560 * KIB), (4, 512 * KIB), (8, 256 * KIB))
-"""(number of ranks, bytes of a tensor up to which the one-shot sum is used instead of NCCL). For two ranks as
-measured on two H200s (docs/parallel.md); the others are chosen from published times of other engines."""
+"""(number of ranks, bytes of a tensor up to which the one-shot sum is used instead of NCCL). For two ranks it
+follows from times of up to 2 MB on two H200s (docs/measurements/several-gpus.md); the others are chosen from
+published times of other engines."""
 
 
 # --8<-- [start:choose-sum]

@@ -16,7 +16,8 @@ has ended this step. It does not matter which blocks a launch has. All launches 
 the other. All state is in device memory: replays of a CUDA graph go on counting. Steps wrap around after
 2^32; words that no launch has written since would then count as arrived.
 
-Tested between two GPUs, and in Triton's interpreter between processes that share memory.
+Tested in Triton's interpreter, between processes that share memory. docs/parallel.md says what has run
+between two GPUs.
 """
 
 from __future__ import annotations
