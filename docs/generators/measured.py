@@ -142,9 +142,14 @@ TABLES = {
         runs.tp_latency,
     ),
     "tp-offline": Measured(
-        ["offline-Qwen3-14B-tp2"],
-        ["`offline-256`, two ranks", "tokens/s", "roofline bound", "of the bound"],
+        ["offline-Qwen3-14B", "offline-Qwen3-14B-tp2"],
+        ["`offline-256`", "ranks", "tokens/s", "of one rank", "roofline bound", "of the bound"],
         runs.tp_offline,
+    ),
+    "deterministic": Measured(
+        ["offline-Qwen3-8B", "offline-deterministic"],
+        ["`offline-256`, Qwen3-8B", "tokens/s", "of the first"],
+        runs.deterministic,
     ),
     "tp-steps": Measured(
         ["steps-tp2", "steps-tp2-ep2"],

@@ -103,6 +103,7 @@ RECORDINGS = {
         )
         for tokens, seconds in ((138016, 25), (27603, 35), (13801, 45), (6900, 60))
     },
+    "offline-deterministic": Recording(f"{OFFLINE} Qwen3-8B --deterministic -o", 75),
     "offline-mixed": Recording(f"{OFFLINE} Qwen3-8B --schedule-policy lof {MIXED} 512 -o", 75),
     "offline-mixed-0.6B": Recording(f"{OFFLINE} Qwen3-0.6B {MIXED} 256 -o", 50),
     "serve-engine": Recording(
@@ -127,7 +128,7 @@ RECORDINGS = {
     # With two GPUs.
     "all-reduce": Recording("diptych bench allreduce --sizes 8,64,256,512,1024,2048,8192 --link 374 -o", 30),
     **{f"latency-{shape}-tp2": Recording(f"{LATENCY} {shape} --tp 2 -o", 60) for shape in TP_SHAPES},
-    "offline-Qwen3-14B-tp2": Recording(f"{OFFLINE} Qwen3-14B --tp 2 --warm-ups 0 -o", 130),
+    "offline-Qwen3-14B-tp2": Recording(f"{OFFLINE} Qwen3-14B --tp 2 -o", 65),
     **{
         f"steps-tp2{name}": Recording(
             f"diptych bench step --model Qwen3-30B-A3B --tp 2 {flags}--batch 1,64 --context 1024 --json", 70

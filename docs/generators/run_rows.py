@@ -47,16 +47,27 @@ def tp_latency(*files: Results) -> Rows:
     return rows
 
 
-def tp_offline(results: Results) -> Rows:
+def tp_offline(*files: Results) -> Rows:
+    """files: of one rank, and of several."""
+    ((one,), _) = files
     return [
         [
             r["flags"]["model"],
+            r["flags"]["tp"],
             f"{rate(r):,.0f}",
+            f"{rate(r) / rate(one):.2f}",
             f"{r['bound']['tokens_per_s']:,.0f}",
             percent(r["bound"]["share"]),
         ]
-        for r in results
+        for (r,) in files
     ]
+
+
+def deterministic(*files: Results) -> Rows:
+    """files: with default flags, and in deterministic mode."""
+    names = ("default flags", "`--deterministic`")
+    ((default,), _) = files
+    return [[name, f"{rate(r):,.0f}", percent(rate(r) / rate(default))] for name, (r,) in zip(names, files)]
 
 
 def speculation(results: Results) -> Rows:

@@ -31,6 +31,9 @@ from shared.types.quantization import QuantScheme
 NUM_TOKENS = (1, 2, 3, 16, 17, 64, 65, 256)
 HALF = torch.bfloat16
 LARGE = ((4096, 4096), (12288, 1024))
+TENSOR_CORE_ERROR = 1e-6
+"""Of a sum's magnitudes: tensor cores cut off the lower bits of what they add, and keep fewer than float32.
+An H200 had 3.2e-7 for 12,288 columns."""
 
 
 @pytest.mark.parametrize("dtype", [HALF, pytest.param(torch.float32, marks=pytest.mark.full)])
@@ -59,7 +62,8 @@ def expect_row_of_gemm(module: Any, size: int, out: int, dtype: torch.dtype) -> 
 
     expected = linear(x[:1])
     exact = x[:1].double() @ weight.double().T + bias.double()
-    torch.testing.assert_close(expected.double(), exact, rtol=1e-4, atol=1e-3)
+    magnitudes = x[:1].double().abs() @ weight.double().abs().T
+    assert ((expected.double() - exact).abs() <= TENSOR_CORE_ERROR * magnitudes).all()
     for num_tokens in (*NUM_TOKENS, len(x)):
         found = linear(x[:num_tokens])
         assert torch.equal(found[:1], expected), num_tokens
