@@ -1,6 +1,6 @@
 """Tables of measurements, from the files that benchmarks wrote into docs/measurements/data.
 
-`RECORDINGS` of docs/generators/record_measurements.py has the command of each file.
+`RECORDINGS` of docs/generators/recordings.py has the command of each file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from docs.generators import run_rows as runs
 from docs.generators import step_rows as steps
-from docs.generators.record_measurements import DATA, RECORDINGS, SHAPES, TP_SHAPES
+from docs.generators.recordings import DATA, FP8_SHAPES, RECORDINGS, SHAPES, TP_SHAPES
 from docs.generators.tables import table
 
 MAX_COLUMNS = 86
@@ -33,6 +33,7 @@ WAITING = ("10 waiting", "1,000", "10,000", "first pass over 10,000")
 PANELS = ("reference, 10", "reference, 10,000", "optimized, 10", "optimized, 10,000")
 TAILS = ("TTFT p50, ms", "TTFT p99, ms", "ITL p50, ms", "ITL p99, ms", "TPOT p99, ms")
 EVEN = ("TTFT p50, ms", "ITL p50, ms", "ITL p99, ms", "p99 / p50", "tokens/s at 64 clients")
+STEPS = ("shape", "batch", "step, ms", "CPU launch, ms", "bound, ms", "bound / step")
 BEST = ("best other engine", "Diptych", "roofline bound")
 LAUNCHED = ("one by one, GPU", "one by one, CPU", "replayed, GPU", "replayed, CPU")
 BOUNDS = ("1 request, ms", "its bound, ms", "64 requests, ms", "their bound, ms")
@@ -60,13 +61,29 @@ TABLES = {
     "latency": Measured(
         [f"latency-{name}" for name in SHAPES], ["single stream, ms/token", *BEST], runs.latency
     ),
-    "steps": Measured(
-        ["steps"], ["shape", "batch", "step, ms", "CPU launch, ms", "bound, ms", "bound / step"], steps.steps
-    ),
+    "steps": Measured(["steps"], STEPS, steps.steps),
     "eager-steps": Measured(["steps-eager", "steps"], ["batch", *LAUNCHED], steps.eager_steps),
     "formats": Measured(
         ["steps", "steps-fp8", "steps-fp8-kv", "steps-int4"], ["format", *BOUNDS], steps.formats
     ),
+    "formats-offline": Measured(
+        [f"offline-{name}{kind}" for name in FP8_SHAPES for kind in ("", "-fp8")],
+        [
+            "`offline-256`",
+            "KV cache with FP8 weights",
+            "bf16, tokens/s",
+            "FP8 weights, tokens/s",
+            "gain",
+            "bound with FP8",
+        ],
+        runs.formats,
+    ),
+    "layers": Measured(
+        ["layers-fp8"],
+        ["tokens", "bf16, µs", "`fp8`, µs", "`int4`, µs", "gain of `fp8`", "gain of `int4`"],
+        steps.layers,
+    ),
+    "other-steps": Measured(["steps-other"], STEPS, steps.steps),
     "prefill": Measured(
         ["prefill-eager", "prefill"], ["shape", "tokens", *LAUNCHED, "TFLOP/s"], steps.prefill
     ),

@@ -1,175 +1,114 @@
 """Writes the results that the measurement pages show: docs/measurements/data/, one JSON file each.
 
     python -m docs.generators.record_measurements build/results                 # all that are not there yet
+    python -m docs.generators.record_measurements build/results --seconds 500   # none that would end later
     python -m docs.generators.record_measurements build/results steps scheduling   # some, again
 
-Files appear in the order of their importance, so a run can be stopped and continued. Most commands need an
-H200: a page compares its figures with those of other engines on this GPU. Those with several ranks need two.
+Files appear in the order of their importance, so a run can be stopped and continued. Each GPU has one
+recording at a time. Most commands need an H200: a page compares its figures with those of other engines on
+this GPU. Those with several ranks need two.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
-DATA = ROOT / "docs" / "measurements" / "data"
-
-SHAPES = ("Qwen3-0.6B", "Qwen3-8B", "Llama-3.1-8B", "Qwen3-14B", "Qwen3-30B-A3B")
-TP_SHAPES = ("Qwen3-8B", "Qwen3-14B")
-"""With two ranks."""
+from docs.generators.recordings import RECORDINGS, ROOT
 
 
-class Recording(NamedTuple):
-    """command: ends with the option for the file. seconds: an estimate, on one H200."""
-
-    command: str
-    seconds: int = 0
-
-
-OFFLINE = "diptych bench offline --workload offline-256 --repeats 1 --model"
-LATENCY = "diptych bench latency --model"
-STEP = "diptych bench step --repeats 20 --model"
-PREFILL = f"{STEP} Qwen3-0.6B,Qwen3-8B --mode prefill --batch 1 --prefill-tokens 128,1024,8192"
-ROUND = "diptych bench round --model Qwen3-8B --speculative eagle3 --speculative-draft-model Qwen3-8B-eagle3"
-LONG = "diptych bench offline --workload long-prompts --model Qwen3-8B --seconds 5 --repeats 1"
-PAIRS = (
-    "diptych bench offline --concurrency 1,16,256 --input-len 128 --output-len 256 --temperature 0 --no-limit"
-)
-SERVE = "diptych bench serve --model Qwen3-8B --load-format dummy --input-len 1024"
-RATES = f"{SERVE} --output-len 256 --num-requests 120 --ttft-target 300 --tpot-target 20"
-MIXED = "--enable-mixed-chunk --chunked-prefill-size"
-PREFIX_CACHE = "diptych bench prefix-cache --page-size 1 --repeats 100"
-
-RECORDINGS = {
-    "steps": Recording(f"{STEP} {','.join(SHAPES)} --batch 1,16,64,256 --context 1024 --json", 110),
-    **{
-        f"offline-{shape}": Recording(f"{OFFLINE} {shape} -o", seconds)
-        for shape, seconds in zip(SHAPES, (35, 65, 65, 95, 110))
-    },
-    **{
-        f"latency-{shape}": Recording(f"{LATENCY} {shape} -o", seconds)
-        for shape, seconds in zip(SHAPES, (20, 25, 25, 30, 40))
-    },
-    "steps-eager": Recording(
-        f"{STEP} Qwen3-8B --batch 1,64,256 --context 1024 --disable-cuda-graph --json", 20
-    ),
-    **{
-        f"steps-{name}": Recording(f"{STEP} Qwen3-8B --batch 1,64 --context 1024 {flags} --json", 20)
-        for name, flags in (
-            ("fp8", "--quantization fp8"),
-            ("fp8-kv", "--quantization fp8 --kv-cache-dtype fp8_e4m3"),
-            ("int4", "--quantization int4"),
-        )
-    },
-    "prefill": Recording(f"{PREFILL} --json", 30),
-    "prefill-eager": Recording(f"{PREFILL} --disable-cuda-graph --json", 25),
-    "mixed": Recording(f"{STEP} Qwen3-8B --mode mixed --batch 128,200 --prefill-tokens 320,512 --json", 25),
-    "decode-attention": Recording(
-        "python -m shared.bench.decode_attention --backends triton,flashinfer,deterministic "
-        "--batch 8,32,64,128,256 --context 1024 --json",
-        30,
-    ),
-    "round-tree": Recording(f"{ROUND} -o", 30),
-    "round-chain": Recording(
-        f"{ROUND} --speculative-num-steps 3 --speculative-topk 1 --speculative-num-draft-tokens 4 -o", 30
-    ),
-    "speculation": Recording(
-        "diptych bench speculation --speculative eagle3 --speculative-draft-model tiny-dense-eagle3 "
-        "--dtype bfloat16 --batch 1,8,32 -o",
-        40,
-    ),
-    "itl": Recording(f"{LONG} -o", 35),
-    "itl-512": Recording(f"{LONG} {MIXED} 512 -o", 35),
-    "itl-256": Recording(f"{LONG} {MIXED} 256 -o", 35),
-    "overlap-0.6B": Recording(f"{PAIRS} --model Qwen3-0.6B -o", 30),
-    "sequential-0.6B": Recording(f"{PAIRS} --model Qwen3-0.6B --use scheduler=reference -o", 35),
-    "overlap-8B": Recording(f"{PAIRS} --model Qwen3-8B -o", 45),
-    "sequential-8B": Recording(f"{PAIRS} --model Qwen3-8B --use scheduler=reference -o", 50),
-    "shared-prefix-0.6B": Recording(
-        "diptych bench offline --workload shared-prefix --groups 16 --repeats 1 --model Qwen3-0.6B -o", 50
-    ),
-    "shared-prefix-8B": Recording(
-        "diptych bench offline --workload shared-prefix --groups 16 --repeats 1 --model Qwen3-8B -o", 95
-    ),
-    **{
-        f"pool-{tokens}": Recording(
-            f"{OFFLINE} Qwen3-0.6B --num-requests 128 --no-limit --max-total-tokens {tokens} -o", seconds
-        )
-        for tokens, seconds in ((138016, 25), (27603, 35), (13801, 45), (6900, 60))
-    },
-    "offline-deterministic": Recording(f"{OFFLINE} Qwen3-8B --deterministic -o", 75),
-    "offline-mixed": Recording(f"{OFFLINE} Qwen3-8B --schedule-policy lof {MIXED} 512 -o", 75),
-    "offline-mixed-0.6B": Recording(f"{OFFLINE} Qwen3-0.6B {MIXED} 256 -o", 50),
-    "serve-engine": Recording(
-        f"{OFFLINE} Qwen3-8B --num-requests 384 --input-len 1024 --output-len 256 "
-        "--max-running-requests 64 --no-limit --temperature 0 -o",
-        80,
-    ),
-    "serve-engine-1": Recording(
-        f"{LATENCY} Qwen3-8B --input-len 1024 --output-len 64 --temperature 0 --no-step -o", 25
-    ),
-    "serve-concurrency-64": Recording(f"{SERVE} --output-len 256 --num-requests 384 --concurrency 64 -o", 50),
-    **{
-        f"serve-concurrency-64-mixed-{size}": Recording(
-            f"{SERVE} --output-len 256 --num-requests 192 --concurrency 64 {MIXED} {size} -o", 45
-        )
-        for size in (256, 128)
-    },
-    "serve-concurrency-1": Recording(f"{SERVE} --output-len 64 --num-requests 30 --concurrency 1 -o", 35),
-    "serve-rates": Recording(f"{RATES} --request-rate 4,8,10,14,18 -o", 110),
-    "serve-rates-mixed-256": Recording(f"{RATES} --request-rate 8,9.5 {MIXED} 256 -o", 60),
-    "serve-rates-mixed-128": Recording(f"{RATES} --request-rate 6,8,9.5 {MIXED} 128 -o", 80),
-    # With two GPUs.
-    "all-reduce": Recording("diptych bench allreduce --sizes 8,64,256,512,1024,2048,8192 --link 374 -o", 30),
-    **{f"latency-{shape}-tp2": Recording(f"{LATENCY} {shape} --tp 2 -o", 60) for shape in TP_SHAPES},
-    "offline-Qwen3-14B-tp2": Recording(f"{OFFLINE} Qwen3-14B --tp 2 -o", 65),
-    **{
-        f"steps-tp2{name}": Recording(
-            f"diptych bench step --model Qwen3-30B-A3B --tp 2 {flags}--batch 1,64 --context 1024 --json", 70
-        )
-        for name, flags in (("", ""), ("-ep2", "--ep 2 "))
-    },
-    # Without a GPU.
-    "shared-prefix-tiny": Recording(
-        "diptych bench offline --workload shared-prefix --panel reference --groups 4 --group-size 8 "
-        "--shared-len 512 --input-len 16 --output-len 8 -o"
-    ),
-    "scheduling": Recording("diptych bench scheduling --seconds 2 --waiting 10,1000,10000 -o"),
-    "radix-cache": Recording(f"{PREFIX_CACHE} --tokens 10000,1000000,10000000 -o"),
-    "radix-cache-depth": Recording(f"{PREFIX_CACHE} --tokens 1000000 --depth 1,16,64 -o"),
-}
-"""Name of the file -> what writes it, the most important first."""
+class Running(NamedTuple):
+    name: str
+    gpus: Sequence[str]
+    process: subprocess.Popen[bytes]
+    log: Path
+    start: float
 
 
-def record(name: str, folder: Path) -> None:
-    """Run one command."""
+def start(name: str, folder: Path, gpus: Sequence[str]) -> Running:
+    """One command, which sees these GPUs only."""
     program, *arguments = shlex.split(RECORDINGS[name].command)
     if program == "diptych":  # without an installed script
         arguments[:0] = ["-c", "from shared.cli import main; main()"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    start = time.perf_counter()
+    env = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     command = [sys.executable, *arguments, str(folder / f"{name}.json")]
-    status = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}).returncode
-    print(f"{name}: {time.perf_counter() - start:.0f} s, exit status {status}", flush=True)
+    log = folder / f"{name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+    return Running(name, gpus, process, log, time.perf_counter())
 
 
-def main(arguments: list[str]) -> None:
-    if not arguments:
-        raise SystemExit("name the folder for the results")
-    folder, names = Path(arguments[0]).absolute(), arguments[1:]
-    wrong = sorted(set(names) - set(RECORDINGS))
+def finish(running: Running) -> bool:
+    """Whether it succeeded; what a failed command printed is shown."""
+    status = running.process.wait()
+    print(f"{running.name}: {time.perf_counter() - running.start:.0f} s, exit status {status}", flush=True)
+    if status:
+        print(running.log.read_text(encoding="utf-8", errors="replace"), flush=True)
+    running.log.unlink()
+    return status == 0
+
+
+def record(names: Sequence[str], folder: Path, gpus: Sequence[str], seconds: float) -> list[str]:
+    """Runs these in order, as many at a time as these GPUs have room for. None is started that would still
+    run, by its estimate, after `seconds`. Returns what was not recorded."""
+    deadline = time.perf_counter() + seconds
+    waiting, running, free, failed = list(names), list[Running](), list(gpus), []
+    while True:
+        for done in [each for each in running if each.process.poll() is not None]:
+            running.remove(done)
+            free.extend(done.gpus)
+            failed += [] if finish(done) else [done.name]
+        left = deadline - time.perf_counter()
+        name = next((name for name in waiting if RECORDINGS[name].seconds <= left), None)
+        if name is None and not running:
+            return [name for name in names if name in failed or name in waiting]
+        if name is not None and _has_room(RECORDINGS[name].num_gpus, free, running):
+            waiting.remove(name)
+            taken, free = free[: RECORDINGS[name].num_gpus], free[RECORDINGS[name].num_gpus :]
+            running.append(start(name, folder, taken))
+        else:
+            time.sleep(0.1)
+
+
+def _has_room(num_gpus: int, free: Sequence[str], running: Sequence[Running]) -> bool:
+    """What measures the CPU runs alone."""
+    if num_gpus == 0 or any(not each.gpus for each in running):
+        return not running
+    return num_gpus <= len(free)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the results")
+    parser.add_argument("names", nargs="*", help="recordings; default: those whose file is not there")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start none that would end later")
+    options = parser.parse_args(arguments)
+    folder, num_gpus = options.folder.absolute(), torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else list(map(str, range(num_gpus)))
+    wrong = sorted(set(options.names) - set(RECORDINGS))
     if wrong:
-        raise SystemExit(f"no recording {', '.join(wrong)}; there are {', '.join(RECORDINGS)}")
+        parser.error(f"no recording {', '.join(wrong)}; there are {', '.join(RECORDINGS)}")
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names or [name for name in RECORDINGS if not (folder / f"{name}.json").exists()]:
-        record(name, folder)
+    names = options.names or [name for name in RECORDINGS if not (folder / f"{name}.json").exists()]
+    too_many = [name for name in names if RECORDINGS[name].num_gpus > num_gpus]
+    possible = [name for name in names if name not in too_many]
+    missing = record(possible, folder, gpus[:num_gpus], options.seconds)
+    if too_many:
+        print(f"need more than {num_gpus} GPUs: {', '.join(too_many)}")
+    if missing:
+        raise SystemExit(f"not recorded: {', '.join(missing)}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from docs.generators.record_measurements import SHAPES, TP_SHAPES
+from docs.generators.recordings import SHAPES, TP_SHAPES
 from docs.generators.step_rows import Results, Rows, ms, percent
 
 
@@ -68,6 +68,21 @@ def deterministic(*files: Results) -> Rows:
     names = ("default flags", "`--deterministic`")
     ((default,), _) = files
     return [[name, f"{rate(r):,.0f}", percent(rate(r) / rate(default))] for name, (r,) in zip(names, files)]
+
+
+def formats(*files: Results) -> Rows:
+    """files: of each shape, in 16 bits and with FP8 weights."""
+    return [
+        [
+            plain["flags"]["model"],
+            "FP8" if quantized["flags"]["kv_cache_dtype"] != "auto" else "16 bits",
+            f"{rate(plain):,.0f}",
+            f"{rate(quantized):,.0f}",
+            f"{rate(quantized) / rate(plain):.2f}",
+            f"{quantized['bound']['tokens_per_s']:,.0f}",
+        ]
+        for (plain,), (quantized,) in zip(files[::2], files[1::2])
+    ]
 
 
 def speculation(results: Results) -> Rows:

@@ -77,6 +77,19 @@ def formats(*files: Results) -> Rows:
     ]
 
 
+def layers(results: Results) -> Rows:
+    """Microseconds of a layer's GEMMs by number of tokens, and how many times as fast 8 and 4 bits are."""
+    by_tokens: dict[int, list[dict[str, float]]] = {}
+    for r in results:
+        by_tokens.setdefault(r["case"]["num_tokens"], []).append(r["microseconds"])
+    rows: Rows = []
+    for num_tokens, found in by_tokens.items():
+        plain, *others = (sum(each[name] for each in found) for name in ("16 bits", "fp8", "int4"))
+        gains = [f"{plain / other:.2f}" for other in others]
+        rows.append([f"{num_tokens:,}", *(f"{time:.1f}" for time in (plain, *others)), *gains])
+    return rows
+
+
 def _time_and_bound(result: dict[str, Any]) -> tuple[float, float]:
     return result["step_s"]["median"], result["bound_s"]
 

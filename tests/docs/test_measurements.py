@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from docs.generators import hook, measured
-from docs.generators.record_measurements import DATA, RECORDINGS
+from docs.generators.recordings import DATA, RECORDINGS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "measurements"
