@@ -54,7 +54,8 @@ class Child:
         spawn = multiprocessing.get_context("spawn")  # CUDA does not work in a forked process
         pipe, theirs = spawn.Pipe()
         process = spawn.Process(target=main, args=(*args, theirs), name=name)
-        process.start()
+        with _no_progress_bars():
+            process.start()
         theirs.close()
         return cls(name, pipe, process)
 
@@ -98,6 +99,20 @@ class Child:
     def end(self) -> None:
         """End the process immediately."""
         self._finalizer()
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Of a process that starts, by the variable that tqdm reads: the first process alone draws them."""
+    before = os.environ.get("TQDM_DISABLE")
+    os.environ["TQDM_DISABLE"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TQDM_DISABLE"]
+        else:
+            os.environ["TQDM_DISABLE"] = before
 
 
 def _end(pipe: Connection, process: BaseProcess | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -83,6 +84,23 @@ def test_a_report_is_found_among_other_messages(ends: tuple[Child, Connection]) 
     assert other.report() == Report("stacks")
     pipe.close()
     assert other.report() is None
+
+
+def send_disabled_bar(pipe: Connection) -> None:
+    from tqdm.auto import tqdm
+
+    with tqdm(total=2) as bar:
+        pipe.send(bar.disable)
+
+
+def test_progress_is_drawn_by_the_first_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before in (None, "0"):
+        if before is not None:
+            monkeypatch.setenv("TQDM_DISABLE", before)
+        other = Child.spawn("rank 1", send_disabled_bar)
+        assert other.next_message(60.0) is True
+        assert os.environ.get("TQDM_DISABLE") == before
+        other.end()
 
 
 def test_a_running_process_reports(ends: tuple[Child, Connection], monkeypatch: pytest.MonkeyPatch) -> None:
