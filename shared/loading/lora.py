@@ -76,19 +76,16 @@ def check_modules(adapter: LoraAdapter, shapes: Mapping[str, tuple[int, ...]], m
 def read_adapter(folder: str | Path, name: str) -> LoraAdapter:
     """The adapter of a folder. Raises `ValueError` for files that cannot be read, and for unsupported
     settings, with the field's name."""
-    from safetensors.torch import load_file
-
-    folder = Path(folder).expanduser()
-    config = _read_config(folder / CONFIG_FILE, name)
-    path = folder / WEIGHTS_FILE
-    if not path.is_file():
-        raise ValueError(f"adapter {name!r}: {folder} has no {WEIGHTS_FILE}")
-    read_header(path)  # refuses what is damaged
-    tensors = load_file(path)
+    try:
+        path = Path(folder).expanduser()
+        config = _read_config(path / CONFIG_FILE, name)
+        tensors = _read_tensors(path / WEIGHTS_FILE, name)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no such user, JSON that is nested too deeply
+        raise ValueError(f"adapter {name!r}: {folder} cannot be read: {error}") from None
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         match = _NAME.fullmatch(key)
-        if match is None or tensor.dim() != 2:
+        if match is None or tensor.dim() != 2 or tensor.numel() == 0:
             raise ValueError(
                 f"adapter {name!r}: {key} {list(tensor.shape)} is not supported; tensors are "
                 f"{_PREFIX}MODULE.lora_A.weight and lora_B.weight"
@@ -96,7 +93,7 @@ def read_adapter(folder: str | Path, name: str) -> LoraAdapter:
         parts.setdefault(match.group(1), {})[match.group(2)] = tensor
     alone = [module for module, found in parts.items() if len(found) != 2]
     if alone or not parts:
-        raise ValueError(f"adapter {name!r}: {alone[0] if alone else path} lacks lora_A or lora_B")
+        raise ValueError(f"adapter {name!r}: {alone[0] if alone else folder} lacks lora_A or lora_B")
     modules = {
         module: LoraWeights(found["A"], found["B"], scale_of(config, module, found["A"].shape[0]))
         for module, found in sorted(parts.items())
@@ -138,7 +135,30 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
         raise ValueError(f"adapter {name!r}: peft_type is {kind!r}; only LORA is supported")
     if not isinstance(config.get("lora_alpha"), (int, float)):
         raise ValueError(f"adapter {name!r}: lora_alpha must be a number, got {config.get('lora_alpha')!r}")
+    _check_alpha_pattern(config.get("alpha_pattern"), name)
     for field, harmless in _UNSUPPORTED.items():
         if config.get(field) not in harmless:
             raise ValueError(f"adapter {name!r}: {field}={config[field]!r} is not supported")
     return config
+
+
+def _check_alpha_pattern(pattern: Any, name: str) -> None:
+    message = f"adapter {name!r}: alpha_pattern must map regexes of modules to numbers, got {pattern!r}"
+    if pattern is None:
+        return
+    if not isinstance(pattern, dict) or not all(isinstance(each, (int, float)) for each in pattern.values()):
+        raise ValueError(message)
+    try:
+        for each in pattern:
+            re.compile(each)
+    except re.error as error:
+        raise ValueError(f"{message}: {error}") from None
+
+
+def _read_tensors(path: Path, name: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise ValueError(f"adapter {name!r}: {path.parent} has no {WEIGHTS_FILE}")
+    read_header(path)  # refuses what is damaged
+    return load_file(path)

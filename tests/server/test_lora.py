@@ -95,6 +95,9 @@ def test_adapters_are_models(lora_server: RunningServer, paths: dict[str, str]) 
     for path, body in (
         ("/unload_lora_adapter", {"lora_name": "second"}),
         ("/load_lora_adapter", {"lora_name": "third", "lora_path": "/nowhere"}),
+        ("/load_lora_adapter", {"lora_name": "third", "lora_path": "a" * 5000}),
+        ("/load_lora_adapter", {"lora_name": "third", "lora_path": "~nouser/adapter"}),
     ):
         with pytest.raises(urllib.error.HTTPError, match="400"):
             post(lora_server, path, body)
+    assert client.completions.create(model="first", **ASK).choices[0].text == offline["first"]
