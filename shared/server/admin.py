@@ -51,11 +51,13 @@ def add_admin_routes(app: FastAPI, state: ServerState) -> None:
     async def pause_generation(body: PauseRequest | None = None) -> dict[str, Any]:
         """Run no step until /continue_generation. Without a body: in_place."""
         await state.client.control("pause", mode=(body or PauseRequest()).mode)
+        state.client.load.is_paused = True  # before the next heartbeat says so
         return {"paused": True}
 
     @app.post("/continue_generation", dependencies=admin)
     async def continue_generation() -> dict[str, Any]:
         await state.client.control("continue")
+        state.client.load.is_paused = False
         return {"paused": False}
 
     @app.post("/load_lora_adapter", dependencies=admin)

@@ -158,11 +158,17 @@ class EngineLoop:
                 self._refused.append(_refusal(req.rid, FinishAbort(str(error), 400)))
 
     def _abort(self, rid: str) -> bool:
-        """False when the request has ended or never was."""
+        """False when the request has ended or never was. The scheduler reports the end in its next step, for
+        which the client of a paused engine does not wait."""
         if self.grammar_queue.drop(rid):
             self._refused.append(_refusal(rid, FinishAbort("aborted")))
             return True
-        return self.scheduler.abort(rid)
+        if not self.scheduler.abort(rid):
+            return False
+        if self.is_paused:
+            self._live.pop(rid, None)
+            self._refused.append(_refusal(rid, FinishAbort("aborted")))
+        return True
 
     def _on_control(self, message: Control) -> None:
         handler: Callable[..., dict[str, Any]] | None = getattr(self, f"on_{message.action}", None)
@@ -194,7 +200,12 @@ class EngineLoop:
 
     def on_load_lora(self, name: str, path: str) -> dict[str, Any]:
         """Read an adapter from a folder of this computer."""
-        self._adapters().load(name, path, self.scheduler)
+        try:
+            self._adapters().load(name, path, self.scheduler)
+        except ValueError:
+            raise
+        except Exception as error:  # nothing has changed yet: running requests go on
+            raise ValueError(f"adapter {name!r} cannot be loaded: {error!r}") from error
         return {}
 
     def on_unload_lora(self, name: str) -> dict[str, Any]:
@@ -254,7 +265,7 @@ class EngineLoop:
     def _step(self) -> None:
         outputs, self._refused = self._refused, []
         if self.scheduler.has_work() and not self.is_paused:
-            outputs += map(self._output, self.scheduler.step())
+            outputs += self._step_outputs()
         if outputs:
             self.channel.send(Outputs(outputs=outputs))
 
@@ -263,9 +274,13 @@ class EngineLoop:
     def _drain(self) -> None:
         """Steps until no request is left: for requests that have just been aborted."""
         while self.scheduler.has_work():
-            outputs = [self._output(output) for output in self.scheduler.step()]
+            outputs = self._step_outputs()
             if outputs:
                 self.channel.send(Outputs(outputs=outputs))
+
+    def _step_outputs(self) -> list[RequestOutput]:
+        """Of one step, without the ends that were reported during a pause."""
+        return [self._output(output) for output in self.scheduler.step() if output.rid in self._live]
 
     def _output(self, output: StepOutput) -> RequestOutput:
         input_logprobs, queue_time = [], None

@@ -105,17 +105,25 @@ async def _until_end(
 
 
 async def _drain(state: ServerState) -> None:
-    """New work gets 503; running requests end, at the deadline by an abort."""
+    """New work gets 503; running requests end, at the deadline by an abort. A paused engine goes on, because
+    nobody is left who would continue it."""
     state.is_draining = True
+    if state.client.load.is_paused:
+        await _control(state, "continue")
     end = time.monotonic() + state.settings.drain_seconds
     while state.client.num_live and state.client.is_alive and time.monotonic() < end:
         await asyncio.sleep(0.05)
     if state.client.num_live and state.client.is_alive:
-        with contextlib.suppress(EngineDead):
-            await state.client.control("abort_all")
+        await _control(state, "abort_all")
         end = time.monotonic() + GRACE_SECONDS
         while state.client.num_live and time.monotonic() < end:
             await asyncio.sleep(0.02)
+
+
+async def _control(state: ServerState, action: str) -> None:
+    """Run an action of an engine that may have died or hang."""
+    with contextlib.suppress(EngineDead, asyncio.TimeoutError):
+        await asyncio.wait_for(state.client.control(action), GRACE_SECONDS)
 
 
 async def _first(work: asyncio.Future[_T], stop: asyncio.Event) -> _T | None:

@@ -236,6 +236,16 @@ def test_full_server_and_sigterm_drains() -> None:
         assert_gone(processes)
 
 
+def test_sigterm_continues_a_paused_server() -> None:
+    with serving("--separate-process", "--drain-seconds", "20") as server:
+        connection = connect(server, {**LONG, "max_tokens": 60, "stream": True})
+        connection.recv(10)
+        assert post(server, "/pause_generation", {})[0] == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert b'"finish_reason":"length"' in _read_all(connection)
+        assert server.process.wait(60) == 0
+
+
 @pytest.mark.full
 def test_deadline_of_the_drain() -> None:
     with serving("--separate-process", "--drain-seconds", "0.5") as server:

@@ -1,0 +1,112 @@
+"""The engine's loop with a channel of the test: what an operation does to the running requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+
+from shared.engine.llm import LLM
+from shared.server.engine_loop import EngineLoop
+from shared.server.messages import (
+    Abort,
+    Control,
+    FromEngine,
+    Generate,
+    Outputs,
+    Reply,
+    RequestOutput,
+    ToEngine,
+)
+from shared.types import SamplingParams
+
+
+class Script:
+    """A channel: messages to the engine, and what it sent."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[ToEngine] = deque()
+        self.sent: list[FromEngine] = []
+
+    def receive(self, timeout: float) -> ToEngine | None:
+        return self.waiting.popleft() if self.waiting else None
+
+    def send(self, message: FromEngine) -> None:
+        self.sent.append(message)
+
+
+class Driver:
+    """Steps of a loop, one by one."""
+
+    def __init__(self, loop: EngineLoop, script: Script) -> None:
+        self.loop, self.script = loop, script
+
+    def step(self, *messages: ToEngine) -> list[RequestOutput]:
+        """Give these messages; the outputs of the step that follows."""
+        self.script.waiting.extend(messages)
+        self.script.sent.clear()
+        self.loop._read_messages()
+        self.loop._step()
+        sent = [message for message in self.script.sent if isinstance(message, Outputs)]
+        return [output for message in sent for output in message.outputs]
+
+    def control(self, action: str, **args: Any) -> Reply:
+        self.step(Control(call_id=1, action=action, args=args))
+        return next(message for message in self.script.sent if isinstance(message, Reply))
+
+    def generate(self, *rids: str) -> None:
+        params = SamplingParams(max_new_tokens=50, ignore_eos=True)
+        self.step(*(Generate(rid=rid, input_ids=[5, 6, 7], params=params, seed=1) for rid in rids))
+
+
+@pytest.fixture
+def driver() -> Driver:
+    llm = LLM("tiny-dense", device="cpu", max_total_tokens=600, max_loras_per_batch=1)
+    script = Script()
+    return Driver(EngineLoop(llm.assembly, script), script)
+
+
+@pytest.mark.parametrize("error", [OSError("no"), KeyError("a"), MemoryError()], ids=repr)
+def test_an_adapter_that_fails_ends_no_request(
+    driver: Driver, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    driver.generate("a")
+    monkeypatch.setattr("shared.engine.lora_adapters.read_adapter", fail)
+    reply = driver.control("load_lora", name="mine", path="somewhere")
+    assert reply.error is not None
+    assert reply.error.startswith("adapter 'mine' cannot be loaded: ")
+    assert [output.rid for output in driver.step()] == ["a"]
+
+
+def test_an_abort_ends_a_request_of_a_paused_engine(driver: Driver) -> None:
+    driver.generate("a", "b", "c")
+    driver.control("pause")
+    (ended,) = driver.step(Abort(rids=["a"]))
+    assert (ended.rid, ended.finish and ended.finish.kind) == ("a", "abort")
+    assert driver.step() == []
+    assert driver.control("abort_all").result == {"num_aborted": 2}
+    ends = [
+        output.rid
+        for message in driver.script.sent
+        if isinstance(message, Outputs)
+        for output in message.outputs
+    ]
+    assert sorted(ends) == ["b", "c"]
+    assert driver.control("continue").result == {}
+    assert driver.step() == []  # each end is reported once
+    assert not driver.loop.scheduler.has_work()
+
+
+def test_the_others_go_on_after_a_pause(driver: Driver) -> None:
+    driver.generate("a", "b")
+    driver.control("pause")
+    driver.step(Abort(rids=["a"]))
+    driver.control("continue")
+    outputs = driver.step()
+    assert [output.rid for output in outputs] == ["b"]
+    assert driver.control("pause", mode="abort").result == {}
+    assert not driver.loop._live
