@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -109,7 +110,7 @@ class ToolParser:
                 if not marker:
                     return content, deltas
                 self._held, self._inside, self._num_sent, self._is_named = after, True, 0, False
-            body, marker, after = self._held.partition(self.end)
+            body, marker, after = _partition_call(self._held, self.end)
             if not marker:
                 body = body[: len(body) - held_length(body, self.end)]
             deltas += self._open_call(body, is_complete=bool(marker))
@@ -202,27 +203,42 @@ def _arguments_text(body: str) -> str | None:
 
 def _value_end(text: str, start: int) -> int:
     """Behind the JSON object or array that begins at `start`; the text's end while it is open."""
-    depth, is_string, is_escaped = 0, False, False
-    for i in range(start, len(text)):
-        character = text[i]
-        if is_string:
-            if is_escaped:
-                is_escaped = False
-            elif character == "\\":
-                is_escaped = True
-            elif character == '"':
-                is_string = False
-        elif character == '"':
-            is_string = True
-        elif character in "{[":
+    depth = 0
+    for i in _outside_strings(text, start):
+        if text[i] in "{[":
             depth += 1
-        elif character in "}]":
+        elif text[i] in "}]":
             depth -= 1
             if depth == 0:
                 return i + 1
             if depth < 0:
                 return i
     return len(text)
+
+
+def _partition_call(text: str, end: str) -> tuple[str, str, str]:
+    """`text.partition(end)`, at the first place outside of JSON strings: arguments may contain the marker."""
+    for i in _outside_strings(text, 0):
+        if text.startswith(end, i):
+            return text[:i], end, text[i + len(end) :]
+    return text, "", ""
+
+
+def _outside_strings(text: str, start: int) -> Iterator[int]:
+    """The places from `start` on that are not in a JSON string."""
+    is_string, is_escaped = False, False
+    for i in range(start, len(text)):
+        character = text[i]
+        if not is_string:
+            is_string = character == '"'
+            if not is_string:
+                yield i
+        elif is_escaped:
+            is_escaped = False
+        elif character == "\\":
+            is_escaped = True
+        elif character == '"':
+            is_string = False
 
 
 def _complete_arguments(body: str, streamed: str | None) -> str | None:

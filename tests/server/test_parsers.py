@@ -54,6 +54,15 @@ def test_two_calls_and_prose(cuts: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 100), max_size=10))
+def test_markers_within_strings_are_text(cuts: list[int]) -> None:
+    arguments = {"x": 'see </tool_call> \\"</tool_call>\\ <tool_call>', "y": 1}
+    call = f'<tool_call>{{"name": "f", "arguments": {json.dumps(arguments)}}}</tool_call>'
+    content, calls = read_tools(pieces(f"A {call}{SWAPPED} B", cuts))
+    assert content == "A  B"
+    assert [json.loads(call["arguments"]) for call in calls] == [arguments, {"city": "Bergen"}]
+
+
+@given(st.lists(st.integers(0, 100), max_size=10))
 def test_keys_in_another_order(cuts: list[int]) -> None:
     content, calls = read_tools(pieces(SWAPPED, cuts))
     assert content == ""
