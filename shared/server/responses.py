@@ -292,26 +292,21 @@ class OutputItems:
     def __init__(self) -> None:
         self.output: list[dict[str, Any]] = []
         self._open: Any = None  # its kind; of a function call, the call's index
+        self._held_logprobs: list[dict[str, Any]] = []  # of tokens that may turn out to be a message's text
 
     def of_delta(self, delta: dict[str, Any], logprobs: dict[str, Any] | None) -> Iterator[Event]:
         """Events of a chat delta."""
-        entries = logprobs["content"] if logprobs is not None else []
         if text := delta.get("reasoning_content"):
+            self._held_logprobs = []
             if self._open != "reasoning":
                 item = {"id": _new_id("rs"), "type": "reasoning", "summary": [], "content": []}
                 yield from self._start("reasoning", item, {"type": "reasoning_text", "text": ""})
             self._part["text"] += text
             yield self._event("reasoning_text.delta", content_index=0, delta=text)
-        text = delta.get("content")
-        if text or (text is not None and entries):
-            if self._open != "message":
-                item = {"id": _new_id("msg"), "type": "message", "role": "assistant", "content": []}
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                yield from self._start("message", item, part)
-            self._part["text"] += text
-            self._part["logprobs"] += entries
-            yield self._event("output_text.delta", content_index=0, delta=text, logprobs=entries)
+        if "content" in delta:
+            yield from self._of_content(delta["content"], logprobs["content"] if logprobs is not None else [])
         for call in delta.get("tool_calls", ()):
+            self._held_logprobs = []
             function = call["function"]
             if self._open != call["index"]:
                 item = {"id": _new_id("fc"), "type": "function_call", "call_id": call["id"]}
@@ -319,6 +314,22 @@ class OutputItems:
             self._item["arguments"] += function["arguments"]
             if function["arguments"]:
                 yield self._event("function_call_arguments.delta", delta=function["arguments"])
+
+    def _of_content(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+        """Without text these are tokens whose text is held back: they start no message."""
+        logprobs, self._held_logprobs = self._held_logprobs + logprobs, []
+        if not text and self._open != "message":
+            self._held_logprobs = logprobs
+            return
+        if not text and not logprobs:
+            return
+        if self._open != "message":
+            item = {"id": _new_id("msg"), "type": "message", "role": "assistant", "content": []}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            yield from self._start("message", item, part)
+        self._part["text"] += text
+        self._part["logprobs"] += logprobs
+        yield self._event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
     @property
     def _item(self) -> dict[str, Any]:

@@ -126,6 +126,25 @@ def test_a_function_is_called_and_its_output_is_read(client: openai.OpenAI, choi
     assert client.responses.create(**body, input=items, max_output_tokens=8).output_text
 
 
+@pytest.mark.parametrize("tool_choice", ["required", "auto"])
+def test_logprobs_beside_a_call(client: openai.OpenAI, tool_choice: Any) -> None:
+    """The text of some tokens is held back, because a marker may begin there."""
+    schema = {**CITY, "properties": {"city": {"enum": ["a<b", "c</d", "e</tool_call>f"]}}}
+    body: dict[str, Any] = {"input": STORY, "temperature": 0, "tools": [{**WEATHER, "parameters": schema}]}
+    body |= {"model": "tiny-dense", "tool_choice": tool_choice, "include": ["message.output_text.logprobs"]}
+    whole = client.responses.create(**body, parallel_tool_calls=False)
+    with client.responses.stream(**body, parallel_tool_calls=False) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_response()
+    for response in (whole, final):
+        assert [item.type for item in response.output] == [
+            "function_call" if tool_choice == "required" else "message"
+        ]
+        if tool_choice == "required":
+            assert json.loads(response.output[0].arguments)["city"] in ("a<b", "c</d", "e</tool_call>f")
+
+
 def test_structured_output(client: openai.OpenAI) -> None:
     form = {"format": {"type": "json_schema", "name": "place", "schema": CITY, "strict": True}}
     response = client.responses.create(model="tiny-dense", input=STORY, temperature=0, text=form)
@@ -160,6 +179,22 @@ def test_items_of_an_answer_with_tools() -> None:
         text = item["arguments"] if "arguments" in item else item["content"][0]["text"]
         assert "".join(event["delta"] for event in deltas) == text
     assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
+
+
+def test_logprobs_of_text_that_was_held_back() -> None:
+    def held(token: str, text: str = "") -> dict[str, Any]:
+        return chunk({"content": text}, logprobs={"content": [{"token": token}]})
+
+    begin, end = ANSWER_WITH_TOOLS[:3], ANSWER_WITH_TOOLS[-1]
+    calls = [*ANSWER_WITH_TOOLS[5:6], held("{"), *ANSWER_WITH_TOOLS[6:-1]]
+    response = events_of([*begin, held("<"), held("b", "<b"), held("<tool_call>"), *calls, end])[-1][
+        "response"
+    ]
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message", *["function_call"] * 2]
+    (part,) = response["output"][1]["content"]
+    assert part["text"] == "<b"
+    assert [entry["token"] for entry in part["logprobs"]] == ["<", "b", "<tool_call>"]
+    assert response["output"][2]["arguments"] == '{"a": 1, "b": "ü"}'
 
 
 def test_the_last_item_of_a_cut_answer_is_incomplete() -> None:
