@@ -66,8 +66,9 @@ class PrefillAdder(interface.PrefillAdder):
         )
 
     def add_one_req(self, req: Req) -> AddReqResult:
-        """Try one waiting request: CONTINUE if it was added, NO_TOKEN without memory, OTHER if a budget is
-        used up."""
+        """Try one waiting request: CONTINUE if it was added, NO_TOKEN without memory, WAIT if
+        `_is_computed_now` (at most MAX_WAITS times in a step, counted in `num_waits`, then OTHER), OTHER if
+        a budget is used up."""
         raise NotImplementedError("TODO admission: match, check, lock, check again, `_add`")
 
     def preempt_to_schedule(self, req: Req, min_priority_gap: int) -> list[Req]:
@@ -91,15 +92,18 @@ class PrefillAdder(interface.PrefillAdder):
 
     def _fits(self, req: Req, extend_len: int) -> bool:
         raise NotImplementedError(
-            "TODO admission: extension and output fit into rem_total_tokens; alone, only the extension must"
+            "TODO admission: extension in whole pages plus output is less than rem_total_tokens; if nothing "
+            "runs or was added, the extension in whole pages is at most rem_total_tokens"
         )
 
     def _truncate(self, remaining: int, limit: int | None) -> int:
-        """Tokens to compute in this step: all that remain, or as many whole pages as the limit allows."""
-        raise NotImplementedError("TODO admission: all that remain, or whole pages below the limit")
+        """Tokens to compute in this step."""
+        raise NotImplementedError(
+            "TODO admission: all that remain if they fit in whole pages, else the whole pages that fit"
+        )
 
     def _add(self, req: Req, extend_len: int) -> None:
-        """The request computes so many tokens in this step. Its last chunk also reserves its output."""
+        """The request computes `extend_len` tokens in this step. Its last chunk also reserves its output."""
         prefix_len = len(req.prefix_indices)
         req.fill_ids = req.all_ids[: prefix_len + extend_len]
         req.extend_input_len = extend_len

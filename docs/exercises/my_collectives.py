@@ -33,7 +33,7 @@ class MyCollectives(interface.Collectives):
         self.group = ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=seconds))
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """The tensor of rank `source`, as a new tensor."""
+        """The tensor of rank `source`."""
         raise NotImplementedError("TODO broadcast: add to the log; the source sends x to each other rank")
 
     def _gather(self, op: str, x: torch.Tensor) -> list[torch.Tensor]:
@@ -45,7 +45,8 @@ class MyCollectives(interface.Collectives):
         raise NotImplementedError("TODO gather: concatenate")
 
     def _sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The sum in float32 at least, in the order of the list, rounded to the dtype of the parts once."""
+        """The sum in the order of the list, in the dtype of the parts. The reference adds floats in float32
+        at least and rounds once; you may round each addition."""
         raise NotImplementedError("TODO sums: add the parts")
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,8 @@ from shared.types import Accepted, Beams, DraftTree, TopTokens
 
 class DraftTreeOps(contract.DraftTreeOps):
     def top_tokens(self, logits: torch.Tensor, k: int) -> TopTokens:
-        """logits [bs, ..., vocab_size] -> ids and probabilities [bs, ..., k]; a row with NaN: ids 0..k-1,
-        probability 0."""
+        """logits [bs, ..., vocab_size] -> TopTokens(probs, token_ids), [bs, ..., k] each. A row whose softmax
+        is NaN (a NaN, +inf, or nothing above -inf): ids 0..k-1, probability 0."""
         raise NotImplementedError(
             "TODO candidates: the k largest logits in order, with probabilities over the whole vocabulary"
         )

@@ -202,6 +202,14 @@ class CutsInsideAPage(PrefillAdder):
 
 
 @mutant_of("prefill_adder")
+class CountsTokensOfTheChunkBudget(PrefillAdder):
+    """A prompt whose tokens fit into the chunk budget is added whole, though its last page does not fit."""
+
+    def _truncate(self, remaining: int, limit: int | None) -> int:
+        return remaining if limit is not None and remaining <= limit else super()._truncate(remaining, limit)
+
+
+@mutant_of("prefill_adder")
 class AddsTheChunkedRequestAtAnyCost(PrefillAdder):
     """A chunked request takes memory that is not there."""
 

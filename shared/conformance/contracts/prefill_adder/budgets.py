@@ -196,6 +196,29 @@ def a_long_prompt_is_cut_to_whole_pages(impl: type[PrefillAdder], case: Case) ->
     )
 
 
+@contract(
+    "A prompt is added whole if its extension in whole pages fits into the chunk budget, else it is cut.",
+    table(
+        "page_size num_mixed length added",
+        (4, 2, 4, 4),
+        (4, 2, 5, 4),  # 5 tokens fit into the budget of 6, two pages do not
+        (4, 0, 7, 7),
+        (16, 1, 16, 16),
+        (16, 1, 30, 16),
+        name="{length} tokens of page {page_size}, {num_mixed} decode tokens",
+    ),
+)
+def the_chunk_budget_counts_whole_pages(impl: type[PrefillAdder], case: Case) -> None:
+    adder = Setup(impl, page_size=case.page_size).adder(
+        chunked_prefill_size=2 * case.page_size, num_mixed_decode_tokens=case.num_mixed
+    )
+    waiting = req(case.length)
+    expect_equal("add_one_req", adder.add_one_req(waiting), AddReqResult.CONTINUE)
+    expect_equal("extend_input_len", waiting.extend_input_len, case.added)
+    is_cut = case.added < case.length
+    expect_equal("new_chunked_req", adder.new_chunked_req, waiting if is_cut else None)
+
+
 def chunked(num_computed: int, num_prompt: int = 100, max_new: int = 30) -> Req:
     made = req(num_prompt, max_new)
     made.prefix_indices = torch.arange(num_computed)
