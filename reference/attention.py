@@ -104,7 +104,7 @@ class TorchAttention(interface.AttentionBackend):
         if layer.sinks is not None:  # one more column, without a value
             sinks = layer.sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)
             scores = torch.cat([scores, sinks], dim=-1)
-        # The softmax of a query that sees nothing is NaN: its weights become zeros.
+        # The softmax of a query without a visible key is NaN: its weights become zeros.
         weights = torch.softmax(scores, dim=-1)[..., : len(request.slots)]
         weights = weights.masked_fill(~visible, 0.0)
         return (weights @ v).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Contracts of mixture-of-experts: who goes where, and the experts themselves."""
+"""Contracts of mixture-of-experts: routing, and the experts."""
 
 from __future__ import annotations
 
