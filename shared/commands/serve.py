@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from shared.server.state import ServerState
 
 SERVER = "Server"
+API_KEY_VARIABLE = "DIPTYCH_API_KEY"
 
 
 def _option(text: str, *names: str, **more: Any) -> Any:
@@ -30,7 +32,7 @@ def serve(
         str | None, _option("Name of the model in the API. Default: --model.", show_default=False)
     ] = None,
     api_key: Annotated[
-        list[str] | None, _option("A key that clients must send; repeatable.", envvar="DIPTYCH_API_KEY")
+        list[str] | None, _option("A key that clients must send; repeatable.", envvar=API_KEY_VARIABLE)
     ] = None,
     max_live_requests: Annotated[
         int, _option("Requests in the engine at one time; beyond: 429.", min=1)
@@ -66,6 +68,7 @@ def serve(
     from shared.loading.model_path import resolve_model_path
     from shared.server.state import ServerSettings
 
+    api_keys = _checked_keys(api_key)
     config = EngineConfig(**engine.to_flags())
     if config.num_ranks > 1:
         from shared.engine.launcher import follow_if_launched
@@ -75,7 +78,7 @@ def serve(
         host=host,
         port=port,
         served_model_name=served_model_name,
-        api_keys=tuple(api_key or ()),
+        api_keys=api_keys,
         max_body_bytes=max_body_mib * 2**20,
         max_live_requests=max_live_requests,
         drain_seconds=drain_seconds,
@@ -97,6 +100,15 @@ def serve(
     )
     if code:
         raise typer.Exit(code)
+
+
+def _checked_keys(keys: list[str] | None) -> tuple[str, ...]:
+    """An empty key is most likely a variable that was not set: it must not leave the server open."""
+    if not all(key.strip() for key in keys or ()):
+        raise ValueError("--api-key must not be empty")
+    if not keys and API_KEY_VARIABLE in os.environ:  # typer takes an empty variable for one that is not set
+        raise ValueError(f"{API_KEY_VARIABLE} must not be empty; unset it to serve without a key")
+    return tuple(keys or ())
 
 
 def _announce(state: ServerState, port: int) -> None:

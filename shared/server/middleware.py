@@ -99,7 +99,7 @@ class ApiKeys:
         key = bearer.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         found = _hash(key)
         matches = [hmac.compare_digest(found, known) for known in self.hashes]  # all: constant time
-        return any(matches)
+        return any(matches) and key != b""
 
 
 def _hash(key: bytes) -> bytes:
