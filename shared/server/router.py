@@ -26,7 +26,10 @@ from shared.server.connections import until_disconnect
 from shared.server.errors import ApiError
 from shared.server.middleware import BodyLimit
 
-HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "te", "upgrade", "host", "content-length"}
+HOP_HEADERS = {
+    "connection", "keep-alive", "transfer-encoding", "te", "upgrade", "host", "content-length",
+    "x-forwarded-for",
+}  # fmt: skip
 """Headers of one connection, which a proxy does not pass on"""
 
 
@@ -301,6 +304,8 @@ class Router:
     async def _send(self, request: Request, replica: Replica, content: bytes) -> httpx.Response:
         """The response up to its headers. Cancelled when the client leaves."""
         headers = [(k, v) for k, v in request.headers.items() if k.lower() not in HOP_HEADERS]
+        client = request.client.host if request.client is not None else "unknown"
+        headers.append(("x-forwarded-for", client))  # else a server on this computer sees a loopback address
         url = httpx.URL(replica.url + request.url.path, query=request.url.query.encode())
         forwarded = self.client.build_request(request.method, url, headers=headers, content=content)
         return await self.client.send(forwarded, stream=True)

@@ -187,7 +187,9 @@ class FakeServer:
             return JSONResponse({"error": {"message": self.name}}, self.status)
         if body.get("stream"):
             return StreamingResponse(self._slowly(request), media_type="text/event-stream")
-        return JSONResponse({"from": self.name, "key": request.headers.get("authorization")})
+        forwarded = request.headers.getlist("x-forwarded-for")
+        key = request.headers.get("authorization")
+        return JSONResponse({"from": self.name, "key": key, "forwarded": forwarded})
 
     async def _slowly(self, request: Request) -> AsyncIterator[str]:
         try:
@@ -213,7 +215,7 @@ def fakes() -> Iterator[list[FakeServer]]:
 
 @contextlib.asynccontextmanager
 async def client_of(router: Router) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(router.app)
+    transport = httpx.ASGITransport(router.app, client=("203.0.113.9", 1))
     async with router._lifespan(router.app), httpx.AsyncClient(transport=transport, base_url="http://r") as c:
         yield c
 
@@ -238,6 +240,19 @@ def test_requests_with_one_prefix_go_to_one_server(fakes: list[FakeServer]) -> N
             replicas = (await client.get("/replicas")).json()
             assert [replica["load"] for replica in replicas] == [0, 0]
             assert [replica["num_sent"] for replica in replicas] == [3, 3]
+
+    asyncio.run(play())
+
+
+def test_a_server_is_told_the_address_of_the_client(fakes: list[FakeServer]) -> None:
+    """The administration answers loopback addresses: a client must not choose its own."""
+
+    async def play() -> None:
+        router = Router([fakes[0].url])
+        async with client_of(router) as client:
+            headers = [("X-Forwarded-For", "127.0.0.1"), ("x-forwarded-for", "::1")]
+            answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+            assert answer.json()["forwarded"] == ["203.0.113.9"]
 
     asyncio.run(play())
 
