@@ -21,8 +21,8 @@ def route(
         float, typer.Option(help="... and the largest is more than so many times the smallest.", min=1)
     ] = 1.5,
 ) -> None:
-    """Send each request to the server that probably has its prefix in the cache. Servers that do not answer
-    /health get no requests until they do."""
+    """Send each request to the server that probably has its prefix in the cache. Servers whose /ready fails
+    get no requests until it succeeds, unless all fail."""
     try:
         import uvicorn
 

@@ -13,8 +13,9 @@ from shared.server.errors import ApiError
 MAX_DISCARDED = 4
 """Times the longest body: so much of a body that is too long is read and discarded."""
 
-PUBLIC_PATHS = ("/", "/health")
-"""Answered without an API key. The page at / holds no data: it asks for /status with the key."""
+PUBLIC_PATHS = ("/", "/health", "/ready")
+"""Answered without an API key, for probes and routers. The page at / holds no data: it asks for /status with
+the key."""
 
 
 class BodyLimit:

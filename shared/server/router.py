@@ -50,7 +50,8 @@ class Replica:
     """One server. `load`: requests in flight."""
 
     url: str
-    is_healthy: bool = True
+    is_healthy: bool = True  # it answers
+    is_ready: bool = True  # it takes new requests; when it drains or is paused, it does not
     load: int = 0
     num_sent: int = 0
 
@@ -204,13 +205,13 @@ def prompt_text(content: bytes) -> str:
     first. Empty where there is none; whether the body is valid, the replica decides."""
     try:
         body = json.loads(content)
-    except ValueError:
+        if not isinstance(body, dict):
+            return ""
+        parts = [body.get(name) for name in ("cache_salt", "system", "instructions", "messages")]
+        parts += [body.get(name) for name in ("prompt", "input", "text", "input_ids")]
+        texts = [part if isinstance(part, str) else json.dumps(part) for part in parts if part is not None]
+    except (ValueError, RecursionError):
         return ""
-    if not isinstance(body, dict):
-        return ""
-    parts = [body.get(name) for name in ("cache_salt", "system", "instructions", "messages")]
-    parts += [body.get(name) for name in ("prompt", "input", "text", "input_ids")]
-    texts = [part if isinstance(part, str) else json.dumps(part) for part in parts if part is not None]
     return "\n".join(texts)
 
 
@@ -234,7 +235,7 @@ class Router:
         )
         routes = [
             Route("/health", self.health),
-            Route("/ready", self.health),
+            Route("/ready", self.ready),
             Route("/replicas", self.status),
             Route("/{path:path}", self.forward, methods=["GET", "POST", "HEAD"]),
         ]
@@ -255,6 +256,11 @@ class Router:
         is_healthy = any(replica.is_healthy for replica in self.replicas)
         return PlainTextResponse("ok" if is_healthy else "no replica answers", 200 if is_healthy else 503)
 
+    async def ready(self, request: Request) -> Response:
+        """200 while at least one replica takes requests."""
+        is_ready = any(replica.is_healthy and replica.is_ready for replica in self.replicas)
+        return PlainTextResponse("ok" if is_ready else "no replica is ready", 200 if is_ready else 503)
+
     async def status(self, request: Request) -> Response:
         """Load and tree size of each replica."""
         sizes = self.policy.tree.num_chars
@@ -263,6 +269,7 @@ class Router:
                 {
                     "url": replica.url,
                     "is_healthy": replica.is_healthy,
+                    "is_ready": replica.is_ready,
                     "load": replica.load,
                     "num_sent": replica.num_sent,
                     "num_tree_chars": sizes.get(replica, 0),
@@ -282,7 +289,7 @@ class Router:
         content = await request.body()
         prompt = prompt_text(content)
         tried: set[Replica] = set()
-        while candidates := [each for each in self.replicas if each.is_healthy and each not in tried]:
+        while candidates := self._candidates(tried):
             replica = self.policy.choose(prompt, candidates)
             tried.add(replica)
             replica.load += 1
@@ -298,8 +305,14 @@ class Router:
             relay = Relay(self, replica, answer)
             if answer.status_code != 503:
                 return relay
-            await relay.close()  # it is draining: another one may take the request
+            await relay.close()  # another one may take the request
+            replica.is_ready = False  # until the next check
         raise ApiError(503, "no replica can take the request")
+
+    def _candidates(self, tried: set[Replica]) -> list[Replica]:
+        """Those that are ready; if none is, those that answer, which may be ready before the next check."""
+        healthy = [each for each in self.replicas if each.is_healthy and each not in tried]
+        return [each for each in healthy if each.is_ready] or healthy
 
     async def _send(self, request: Request, replica: Replica, content: bytes) -> httpx.Response:
         """The response up to its headers. Cancelled when the client leaves."""
@@ -322,14 +335,21 @@ class Router:
             await asyncio.sleep(self.settings.health_interval)
 
     async def _check(self, replica: Replica) -> None:
-        try:
-            answer = await self.client.get(f"{replica.url}/health", timeout=self.settings.health_interval)
-            is_healthy = answer.status_code == 200
-        except httpx.HTTPError:
-            is_healthy = False
-        if replica.is_healthy and not is_healthy:
+        """Does it take requests? A server of another kind may have no /ready, or a key for it."""
+        status = await self._status_of(replica, "/ready")
+        if status in (401, 403, 404):
+            status = await self._status_of(replica, "/health")
+        if status is None and replica.is_healthy:
             self.on_failure(replica)
-        replica.is_healthy = is_healthy
+        replica.is_healthy, replica.is_ready = status is not None, status == 200
+
+    async def _status_of(self, replica: Replica, path: str) -> int | None:
+        """None: no answer."""
+        try:
+            answer = await self.client.get(replica.url + path, timeout=self.settings.health_interval)
+        except httpx.HTTPError:
+            return None
+        return answer.status_code
 
 
 class Relay(StreamingResponse):

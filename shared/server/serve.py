@@ -105,8 +105,8 @@ async def _until_end(
 
 
 async def _drain(state: ServerState) -> None:
-    """New work gets 503; running requests end, at the deadline by an abort. A paused engine goes on, because
-    nobody is left who would continue it."""
+    """New work gets 503; running requests end, at the deadline by an abort. A paused engine continues,
+    so that running requests can end."""
     state.is_draining = True
     if state.client.load.is_paused:
         await _control(state, "continue")

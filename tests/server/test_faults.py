@@ -290,7 +290,8 @@ def test_two_servers_on_one_port(server: RunningServer) -> None:
 
 def test_api_keys(locked_server: RunningServer) -> None:
     body = {"messages": SUM, "max_tokens": 1}
-    assert urllib.request.urlopen(locked_server.url + "/health", timeout=60).status == 200
+    for path in ("/health", "/ready"):
+        assert urllib.request.urlopen(locked_server.url + path, timeout=60).status == 200
     for path in ("/v1/chat/completions", "/generate", "/flush_cache"):
         assert post(locked_server, path, body)[0] == 401
     for headers, status in (

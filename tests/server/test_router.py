@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -128,6 +129,7 @@ def test_prompts_of_all_apis_have_a_text() -> None:
     assert longest_common(first, second) >= len(first) - 1
     assert prompt_text(b'{"prompt": "p"}') == "p"
     assert prompt_text(b'{"input_ids": [1, 2]}') == "[1, 2]"
+    assert prompt_text(b"[" * 100_000) == prompt_text(b'{"prompt": ' + b"[" * 100_000) == ""
     assert prompt_text(b"not json") == prompt_text(b"[1]") == prompt_text(b"") == ""
 
 
@@ -156,15 +158,17 @@ def test_simulated_conversations_hit_more_than_with_round_robin() -> None:
 
 
 class FakeServer:
-    """Streams its own name; `status`: of every answer."""
+    """Streams its own name; `status`: of every answer but that of /health, as of a server that drains."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.status = 200
+        self.ready_status: int | None = None  # None: `status`
         self.num_requests = 0
         self.num_disconnects = 0
         routes = [
             Route("/health", self.health),
+            Route("/ready", self.ready),
             Route("/v1/completions", self.complete, methods=["POST"]),
         ]
         self.server = uvicorn.Server(
@@ -178,7 +182,10 @@ class FakeServer:
         self.url = f"http://127.0.0.1:{self.port}"
 
     async def health(self, request: Request) -> Response:
-        return PlainTextResponse("ok", self.status)
+        return PlainTextResponse("ok")
+
+    async def ready(self, request: Request) -> Response:
+        return PlainTextResponse("ok", self.ready_status or self.status)
 
     async def complete(self, request: Request) -> Response:
         self.num_requests += 1
@@ -244,7 +251,7 @@ def test_requests_with_one_prefix_go_to_one_server(fakes: list[FakeServer]) -> N
     asyncio.run(play())
 
 
-def test_a_server_is_told_the_address_of_the_client(fakes: list[FakeServer]) -> None:
+def test_a_server_gets_the_address_of_the_client(fakes: list[FakeServer]) -> None:
     """The administration answers loopback addresses: a client must not choose its own."""
 
     async def play() -> None:
@@ -270,7 +277,9 @@ def test_a_server_that_fails_or_drains_is_left_out(fakes: list[FakeServer]) -> N
             before = holder.num_requests
             for i in range(4):
                 assert (await client.post("/v1/completions", json={"prompt": f"{i}"})).is_success
-            assert holder.num_requests == before  # /health fails: not even tried
+            assert holder.num_requests == before  # /ready fails: not even tried
+            found = {each["url"]: (each["is_healthy"], each["is_ready"]) for each in await status_of(client)}
+            assert found == {holder.url: (True, False), other.url: (True, True)}
             holder.status = 200
             await asyncio.sleep(0.5)
             for i in range(4):
@@ -285,6 +294,51 @@ def test_a_server_that_fails_or_drains_is_left_out(fakes: list[FakeServer]) -> N
             assert answer.json()["error"]["type"] == "server_error"
             assert (await client.get("/health")).status_code == 503
             assert [replica.load for replica in router.replicas] == [0, 0]
+
+    asyncio.run(play())
+
+
+async def status_of(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await client.get("/replicas")).json()
+    return found
+
+
+def test_a_503_leaves_a_server_out_until_the_next_check(fakes: list[FakeServer]) -> None:
+    async def play() -> None:
+        router = Router([fake.url for fake in fakes], RouterSettings(health_interval=60))
+        async with client_of(router) as client:
+            await asyncio.sleep(0.3)  # the first check
+            body = {"prompt": "x" * 100}
+            first = (await client.post("/v1/completions", json=body)).json()["from"]
+            holder, other = sorted(fakes, key=lambda fake: fake.name != first)
+            holder.status = 503
+            for _ in range(3):
+                assert (await client.post("/v1/completions", json=body)).json()["from"] == other.name
+            assert holder.num_requests == 2  # the first one, and the one that was refused
+            assert (await client.get("/ready")).status_code == 200
+            other.status = 503
+            assert (await client.post("/v1/completions", json=body)).status_code == 503
+            assert (await client.get("/ready")).status_code == 503
+            assert (await client.get("/health")).status_code == 200
+            holder.status = 200  # no check has come, but there is none that is ready
+            assert (await client.post("/v1/completions", json=body)).json()["from"] == holder.name
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_a_server_that_keeps_its_readiness_to_itself(fakes: list[FakeServer], status: int) -> None:
+    """With a key for /ready, or without that route: /health decides."""
+
+    async def play() -> None:
+        fakes[0].ready_status = status
+        router = Router([fakes[0].url], RouterSettings(health_interval=0.1))
+        async with client_of(router) as client:
+            await asyncio.sleep(0.3)
+            assert (await client.get("/ready")).status_code == 200
+            fakes[0].stop()
+            await asyncio.sleep(0.5)
+            assert (await client.get("/health")).status_code == 503
 
     asyncio.run(play())
 
