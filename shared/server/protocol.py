@@ -4,9 +4,11 @@ accepted anywhere, because public clients send their defaults."""
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from shared.server.errors import bad_request
 from shared.types import SamplingParams
@@ -15,6 +17,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 2048
 MAX_SAMPLES = 256
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
@@ -28,11 +31,38 @@ class Body(BaseModel):
     def _drop_unset(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        _check_values(data)
         return {
             name: value
             for name, value in data.items()
             if value is not None and not (value is False and name not in cls.model_fields)
         }
+
+
+def _check_values(data: dict[str, Any]) -> None:
+    """Refuse what JSON has and no later step can take: half of a surrogate pair, and numbers like 1e999."""
+    wrong = [name for name, value in data.items() if not (_is_valid(name) and _is_valid(value))]
+    if wrong:
+        loc = (wrong[0],) if _is_valid(wrong[0]) else ()
+        error = PydanticCustomError("invalid_value", "texts must be valid Unicode, and numbers finite")
+        raise ValidationError.from_exception_data("body", [{"type": error, "loc": loc, "input": None}])
+
+
+def _is_valid(value: Any) -> bool:
+    """Whether all texts of a JSON value, which may be nested deeply, are valid Unicode and all numbers finite."""
+    open_values = [value]
+    while open_values:
+        value = open_values.pop()
+        if isinstance(value, dict):
+            open_values += [*value, *value.values()]
+        elif isinstance(value, list):
+            open_values += value if set(map(type, value)) != {int} else []  # token ids need no look
+        elif isinstance(value, str):
+            if not value.isascii() and _SURROGATE.search(value):
+                return False
+        elif isinstance(value, float) and not math.isfinite(value):
+            return False
+    return True
 
 
 class StreamOptions(Body):

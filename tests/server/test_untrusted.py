@@ -60,6 +60,53 @@ def test_reserved_names_are_no_template_arguments(server: RunningServer, name: s
     assert repr(name) in message
 
 
+@pytest.mark.parametrize("value", [r'"\ud800"', r'["a", {"\udfff": 1}]', "1e999", "[[-1e999]]", "NaN"])
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/completions", "stop"),
+        ("/v1/completions", "cache_salt"),
+        ("/v1/completions", "routing_key"),
+        ("/v1/completions", "regex"),
+        ("/v1/completions", "guided_choice"),
+        ("/v1/completions", "stop_regex"),
+        ("/v1/completions", "user"),
+        ("/v1/completions", "metadata"),
+        ("/v1/completions", "model"),
+        ("/v1/chat/completions", "tools"),
+        ("/v1/responses", "metadata"),
+        ("/v1/messages", "system"),
+        ("/v1/embeddings", "input"),
+        ("/generate", "sampling_params"),
+        ("/generate", "rid"),
+        ("/tokenize", "prompt"),
+        ("/abort_request", "rid"),
+        ("/load_lora_adapter", "lora_path"),
+    ],
+)
+def test_values_that_only_json_has(server: RunningServer, path: str, field: str, value: str) -> None:
+    good = {"prompt": "a", "messages": SUM, "input": "a", "text": "a", "lora_name": "a", "max_tokens": 1}
+    body = json.dumps(good)[:-1] + f', "{field}": {value}' + "}"
+    status, param, message = error_of(post(server, path, body.encode()))
+    assert (status, param) == (400, field)
+    assert message == f"{field}: texts must be valid Unicode, and numbers finite"
+
+
+def test_names_of_fields_are_valid_unicode(server: RunningServer) -> None:
+    for body in (rb'{"prompt": "a", "\ud800": 1}', b'{"prompt": "\xed\xa0\x80"}'):
+        status, param, message = error_of(post(server, "/v1/completions", body))
+        assert status == 400
+        assert param in (None, "prompt")
+        assert "valid Unicode" in message
+    assert_whole(server)
+
+
+@pytest.mark.parametrize("text", [r'"\ud83d\ude42"', r'"a\u0000"', '"naïve 日"'])
+def test_other_texts_are_valid(server: RunningServer, text: str) -> None:
+    body = f'{{"prompt": {text}, "max_tokens": 1, "user": {text}, "top_p": 1e-2}}'
+    assert post(server, "/v1/completions", body.encode())[0] == 200
+
+
 @pytest.mark.parametrize("path", ["/pause_generation", "/abort_request"])
 @pytest.mark.parametrize("body", [b"{", b"[1]", b'"a"', b"[" * 100_000, b'{"mod": 1}'])
 def test_malformed_administration(server: RunningServer, path: str, body: bytes) -> None:
