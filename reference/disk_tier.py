@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import contextlib
+import secrets
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 
@@ -20,15 +21,27 @@ class DiskTier:
         self._used: OrderedDict[str, None] = OrderedDict((path.stem, None) for path in found)  # oldest first
 
     def write(self, key: str, data: bytes) -> None:
-        """Write a page. A file gets its name only when it is complete."""
-        handle, path = tempfile.mkstemp(dir=self.folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(path, self._path(key))
+        """Write a page. A file gets its name only when it is complete. What a disk does not take is left out:
+        the page is a copy."""
+        unfinished = self.folder / f"{key}.{secrets.token_hex(4)}"
+        try:
+            unfinished.write_bytes(data)
+            unfinished.replace(self._path(key))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            message = f"{self.folder}: KV pages are not written: {error.strerror}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            return
         self._used[key] = None
         self._used.move_to_end(key)
         while len(self._used) > self.num_pages:
-            self._path(self._used.popitem(last=False)[0]).unlink(missing_ok=True)
+            self.remove(next(iter(self._used)))
+
+    def remove(self, key: str) -> None:
+        self._used.pop(key, None)
+        with contextlib.suppress(OSError):
+            self._path(key).unlink()
 
     def read(self, key: str) -> bytes | None:
         """Read a page; None if it does not exist or has another size."""

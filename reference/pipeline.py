@@ -175,6 +175,10 @@ class PipelineScheduler(Scheduler):
         """The requests of batches in flight, without those that have left."""
         return [req for launched in self.under_way for req in self._staying(launched) if req is not None]
 
+    def _num_running(self) -> int:
+        """With the prompts in flight."""
+        return len({id(req) for req in (*self.running, *self._busy())})
+
     def _staying(self, launched: Launched) -> list[Req | None]:
         """The requests of a batch; None for one that has ended or was retracted since the launch."""
         return [

@@ -35,6 +35,12 @@ class ParallelFlags(Protocol):
     @property
     def check_idle(self) -> bool: ...
     @property
+    def enable_priority_scheduling(self) -> bool: ...
+    @property
+    def max_queued_requests(self) -> int | None: ...
+    @property
+    def waiting_timeout(self) -> float | None: ...
+    @property
     def num_lora_slots(self) -> int: ...
     @property
     def hicache_tokens(self) -> int | None: ...
@@ -78,8 +84,11 @@ def check_parallel_flags(flags: ParallelFlags) -> None:
         for name in ("tp", "pp", "dp"):
             if getattr(flags, name) > 1:
                 raise ValueError(f"disaggregation=True does not work with {name}={getattr(flags, name)}")
-        for name in ("dp_attention", "speculative", "disable_radix_cache", "check_invariants", "check_idle"):
-            if getattr(flags, name):
+        for name in (
+            *("dp_attention", "speculative", "disable_radix_cache", "check_invariants", "check_idle"),
+            *("enable_priority_scheduling", "max_queued_requests", "waiting_timeout"),
+        ):
+            if getattr(flags, name) not in (None, False):
                 raise ValueError(f"disaggregation=True does not work with {name}={getattr(flags, name)}")
     redundant = flags.ep_num_redundant_experts
     if type(redundant) is not int or redundant < 0:

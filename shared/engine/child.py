@@ -24,6 +24,10 @@ from shared.parallel.collective_log import first_difference
 REPORT_SECONDS = 5.0
 """Time limit in seconds for a process to report, or to end after its connections are closed."""
 
+ENDING_SECONDS = 0.2
+"""For which an error is kept back: a parent that ends kills its children one after the other. What a child
+then misses of another is no error, and it does not live so long."""
+
 
 class EngineProcessEnded(RuntimeError):
     """A process of the engine has ended. The engine cannot be used any more."""
@@ -177,6 +181,7 @@ def reported_end(inbox: Inbox) -> Iterator[None]:
     except BaseException as error:
         code = 1
         if inbox.is_ready:  # otherwise the parent reports the error
+            time.sleep(ENDING_SECONDS)
             traceback.print_exc()
         with contextlib.suppress(OSError):
             last = traceback.extract_tb(error.__traceback__)[-1]

@@ -109,7 +109,9 @@ class LeadScheduler(Scheduler):
 
     def add_request(self, req: Req) -> None:
         if req.logit_processor is not None:
-            raise ValueError("tp > 1 has no custom logit processors: they exist on one rank only")
+            raise ValueError(
+                "custom logit processors do not work with tp > 1 or pp > 1: they exist on rank 0 only"
+            )
         self._tell("add_request", req=req)
         self.scheduler.add_request(req)
 

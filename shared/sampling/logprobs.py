@@ -141,6 +141,7 @@ def keep_embeddings(
     vectors = states.cpu() if head is None else states.cpu() @ head.T
     for req, vector in zip(reqs, vectors.tolist()):
         if req.is_pooling and req is not chunked_req:
-            req.embedding = vector
-            if not all(map(math.isfinite, vector)):
+            if all(map(math.isfinite, vector)):
+                req.embedding = vector
+            else:
                 req.to_finish = FinishError("the hidden states held NaN or infinity")

@@ -180,6 +180,10 @@ class BaseScheduler(interface.Scheduler):
             self.lora.place(adder.can_run_list, self._with_memory(adder))
         return batch
 
+    def _num_running(self) -> int:
+        """Of `max_running_requests`."""
+        return len(self.running)
+
     def _with_memory(self, adder: PrefillAdder) -> list[Req]:
         """The requests that may be in a batch with those of this step."""
         return [*self.running, *adder.can_run_list, *([self.chunked_req] if self.chunked_req else [])]
@@ -189,10 +193,10 @@ class BaseScheduler(interface.Scheduler):
         for req in order:
             if req.rid in deprioritized and adder.can_run_list:
                 break  # one step later it finds its prefix in the cache
-            if len(self.running) + len(adder.can_run_list) >= self.config.max_running_requests:
-                result = AddReqResult.NO_TOKEN
-            elif self.lora is not None and not self.lora.admits(req, self._with_memory(adder)):
+            if self.lora is not None and not self.lora.admits(req, self._with_memory(adder)):
                 break  # until an adapter of the running requests is done: others must not overtake for ever
+            if self._num_running() + len(adder.can_run_list) >= self.config.max_running_requests:
+                result = AddReqResult.NO_TOKEN
             else:
                 if self.host is not None:
                     self.host.load(req, self.parts.tree_cache, self.parts.allocator)

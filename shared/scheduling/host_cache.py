@@ -27,6 +27,7 @@ class NextTier(Protocol):
 
     def write(self, key: str, data: bytes) -> None: ...
     def read(self, key: str) -> bytes | None: ...
+    def remove(self, key: str) -> None: ...
 
 
 class HostCache:
@@ -132,6 +133,14 @@ class HostCache:
             if digest in self.pages:
                 self.pages.move_to_end(digest)
 
+    def forget(self, key: RadixKey) -> None:
+        """KV of this key may hold NaN: its pages leave the tier below, and all pages leave this one, since
+        others may have been computed from them."""
+        if self.below is not None:
+            for digest in self.digests(key.token_ids, key.extra_key):
+                self.below.remove(digest)
+        self.clear()
+
     def check(self) -> None:
         """Every page has one owner."""
         owned = sorted([*self.free, *self.pages.values()])
@@ -155,8 +164,7 @@ class TieredCache:
         super().cache_finished_req(req, is_insert)  # type: ignore[misc]
 
     def discard(self: Any, key: RadixKey, start: int) -> None:
-        """KV that may hold NaN is forgotten. Other pages may have been computed from it: all go."""
-        self.host.clear()
+        self.host.forget(key)
         super().discard(key, start)  # type: ignore[misc]
 
     def reset(self: Any) -> None:

@@ -60,9 +60,6 @@ def check_finished(req: Req, num_new_tokens: int, decode_text: DecodeText, vocab
     if req.to_finish is not None:
         req.finished_reason, req.finished_len = req.to_finish, start
         return
-    if start >= req.max_new_tokens:  # max_new_tokens = 0: only the prompt's log-probabilities were wanted
-        req.finished_reason, req.finished_len = FinishLength(req.max_new_tokens), req.max_new_tokens
-        return
 
     params = req.sampling_params
     # --8<-- [start:reasons-to-finish]
@@ -147,8 +144,8 @@ def append_tokens(
 ) -> int:
     """How many of what one step gave a request are output: up to its end, if one of them is that.
     `finished_reason` says so. logprobs: of the tokens, or empty if not requested."""
-    if req.max_new_tokens == 0:  # only the prompt's log-probabilities or its KV were wanted
-        req.finished_reason, req.finished_len = FinishLength(0), 0
+    if req.max_new_tokens == 0:  # only the prompt's log-probabilities, its KV or its embedding were wanted
+        req.finished_reason, req.finished_len = req.to_finish or FinishLength(0), 0
         return 0
     num_before = len(req.output_ids)
     req.output_ids += token_ids

@@ -159,6 +159,29 @@ def test_an_end_is_reported(
     assert not other.pipe.poll()
 
 
+def fail_when_called(pipe: Connection) -> None:
+    inbox = Inbox(pipe, list)
+    with reported_end(inbox):
+        inbox.start("ready")
+        next(inbox.calls(is_busy=False))
+        raise RuntimeError("connection reset by peer")
+
+
+@pytest.mark.parametrize("parent_ends", [False, True])
+def test_what_a_child_misses_while_its_parent_ends_is_no_error(
+    parent_ends: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    other = Child.spawn("rank 1", fail_when_called)
+    assert other.next_message(60.0) == "ready"
+    other.call(encode(Call("step", 0.0)))
+    if parent_ends:
+        other.pipe.close()
+    assert other.process is not None
+    other.process.join(60.0)
+    assert other.process.exitcode == (0 if parent_ends else 1)
+    assert ("connection reset" in capfd.readouterr().err) == (not parent_ends)
+
+
 def test_an_error_of_the_start_names_the_process_that_has_ended(ends: tuple[Child, Connection]) -> None:
     other, pipe = ends
     pipe.send("started")

@@ -138,6 +138,15 @@ def test_dimensions_are_from_one_to_the_hidden_size() -> None:
             check_dimensions(dimensions, 8)  # type: ignore[arg-type]
 
 
+def test_states_that_are_not_finite_are_no_embedding(folder: Path) -> None:
+    llm = engine(folder)
+    norm: Any = llm.assembly.model.model.norm  # type: ignore[attr-defined]
+    with torch.no_grad():
+        norm.weight[3] = torch.nan
+    with pytest.raises(RuntimeError, match="the hidden states held NaN or infinity"):
+        llm.embed(PROMPTS[0])
+
+
 def test_an_output_without_a_vector_names_its_end() -> None:
     ended: Any = SimpleNamespace(rid="a", embedding=None, finish_reason=FinishAbort("aborted"))
     with pytest.raises(RuntimeError, match=r"^a: .*aborted"):

@@ -172,6 +172,22 @@ def test_a_cache_shared_between_adapters_is_found(
     assert [answers(llm), answers(llm)] != [expected, expected]
 
 
+@pytest.mark.parametrize("scheduler", ["reference", "optimized"])
+def test_a_more_important_request_waits_for_its_adapter(
+    folder: Path, expected: dict[str | None, list[list[int]]], scheduler: str
+) -> None:
+    """Though it could have the place of a request that runs."""
+    flags = {"max_loras_per_batch": 1, "max_running_requests": 2, "enable_priority_scheduling": True}
+    llm = engine(folder, use={"scheduler": scheduler}, **flags)
+    found = [llm.submit(prompt, GREEDY, lora="every")[0] for prompt in PROMPTS[:2]]
+    for _ in range(3):
+        llm.step()
+    found += llm.submit(PROMPTS[2], GREEDY, lora="patterns", priority=100)
+    while llm.step():
+        pass
+    assert [collector.output_ids for collector in found] == [*expected["every"][:2], expected["patterns"][2]]
+
+
 def test_loading_while_requests_run(folder: Path, expected: dict[str | None, list[list[int]]]) -> None:
     llm = engine(folder, lora_paths={"a": str(folder / "every")}, max_loras_per_batch=1)
     assert llm.generate(PROMPTS, GREEDY, lora="a", progress=False)[0].output_ids == expected["every"][0]

@@ -279,6 +279,9 @@ def test_a_reason_that_comes_after_the_end_of_its_room(folders: dict[str, str]) 
         ({"speculative": "ngram"}, "does not work with speculative=ngram"),
         ({"disable_radix_cache": True}, "does not work with disable_radix_cache=True"),
         ({"check_invariants": True}, "does not work with check_invariants=True"),
+        ({"enable_priority_scheduling": True}, "does not work with enable_priority_scheduling=True"),
+        ({"max_queued_requests": 3}, "does not work with max_queued_requests=3"),
+        ({"waiting_timeout": 2.0}, "does not work with waiting_timeout=2.0"),
     ],
 )
 def test_what_cannot_run(flags: dict[str, Any], message: str) -> None:

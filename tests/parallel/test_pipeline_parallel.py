@@ -149,6 +149,21 @@ def test_requests_that_leave_a_batch_under_way(folders: dict[str, str]) -> None:
         assert run.assembly.scheduler.flush_cache()
 
 
+def test_prompts_in_flight_are_running(folders: dict[str, str]) -> None:
+    """So there are never more requests than `max_running_requests`, however many stages take prompts."""
+    config = make_config(folders["llama"]).updated(max_running_requests=2)
+    expected = output_ids(answers(assemble(config)))
+    most = [0]
+
+    def count(scheduler: PipelineScheduler, _: int) -> None:
+        state = scheduler.state()
+        most.append(len({req.rid for req in (*state.running, state.chunked_req) if req is not None}))
+
+    for run in of_stages(config, 2, count):
+        assert output_ids(run.reqs) == expected
+    assert max(most) == 2
+
+
 class Late:
     """Three stages in one: batches are computed when they are launched, and their results come later."""
 

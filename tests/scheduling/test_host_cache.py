@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from reference.disk_tier import DiskTier
@@ -63,13 +64,46 @@ def test_files_that_were_there_before_leave_in_the_order_of_their_times(tmp_path
 
 def test_what_may_hold_nan_is_forgotten_in_every_tier() -> None:
     world = CacheWorld(tiered(RadixCache), 1)
-    cleared: list[int] = []
-    world.cache.host = SimpleNamespace(clear=lambda: cleared.append(1), store=lambda *_: None)
+    called: list[object] = []
+    world.cache.host = SimpleNamespace(
+        forget=called.append, clear=lambda: called.append("all"), store=lambda *_: None
+    )
     world.finish(world.prefill([1, 2, 3, 4]))
     key = RadixKey([1, 2, 3, 4])
     world.cache.discard(key, 0)
-    assert cleared == [1]
+    assert called == [key]
     assert len(world.cache.match_prefix(key).device_indices) == 0
     world.cache.reset()
-    assert cleared == [1, 1]
+    assert called == [key, "all"]
     assert len(world.cache.match_prefix(key).device_indices) == 0
+
+
+def test_forgotten_pages_leave_the_disk_and_others_stay(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    cache = cache_on(tier)
+    ids = IDS[: NUM_PAGES * PAGE_LEN]
+    keys = [RadixKey(ids), RadixKey(ids, "another namespace")]
+    for key in keys:
+        cache.store(key.token_ids, key.extra_key, torch.arange(1, len(ids) + 1))
+    forgotten, kept = ([tier.read(d) for d in cache.digests(key.token_ids, key.extra_key)] for key in keys)
+    assert None not in forgotten + kept
+    cache.forget(keys[0])
+    for key, before in zip(keys, ([None] * len(forgotten), kept)):
+        digests = cache_on(tier).digests(key.token_ids, key.extra_key)
+        assert [tier.read(digest) for digest in digests] == before
+        assert len(cache_on(tier_of(tmp_path))._find(digests, first=0)) == len(before) - before.count(None)
+    cache.check()
+    assert cache.pages == {}
+
+
+def test_a_disk_that_takes_nothing_costs_no_answer(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "tier", 3, 1)
+    tier.write("a", b"1")
+    tier.folder.rename(tmp_path / "away")
+    with pytest.warns(RuntimeWarning, match=r"tier: KV pages are not written: No such file or directory"):
+        tier.write("b", b"2")
+    assert (tier.read("a"), tier.read("b")) == (None, None)
+    (tmp_path / "away").rename(tier.folder)
+    tier.write("c", b"3")
+    assert (tier.read("a"), tier.read("b"), tier.read("c")) == (b"1", None, b"3")
+    assert {path.name for path in tier.folder.iterdir()} == {"a.kv", "c.kv"}

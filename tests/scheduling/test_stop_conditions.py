@@ -79,10 +79,6 @@ def test_the_clamped_length_counts_not_the_wish() -> None:
     assert_ends(feed(req, [1], [2], decode_text=never), FinishLength(2), 2)
 
 
-def test_no_token_at_all() -> None:
-    assert_ends(feed(make_req(max_new_tokens=0), [EOS], decode_text=never), FinishLength(0), 0)
-
-
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("token_id", [EOS, 7])
 def test_a_stop_token_at_any_offset(at: int, token_id: int) -> None:
@@ -124,6 +120,13 @@ def test_a_request_of_no_new_tokens_ends_without_output() -> None:
     assert append_tokens(req, [5], [], never, VOCAB_SIZE) == 0
     assert_ends(req, FinishLength(0), 0)
     assert req.output_ids == []
+
+
+def test_an_error_ends_a_request_of_no_new_tokens() -> None:
+    req = make_req(max_new_tokens=0)
+    req.to_finish = FinishError("NaN")
+    assert append_tokens(req, [5], [], never, VOCAB_SIZE) == 0
+    assert_ends(req, FinishError("NaN"), 0)
 
 
 def test_the_last_id_of_the_vocabulary_is_a_token() -> None:
