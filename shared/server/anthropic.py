@@ -166,6 +166,8 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     """The same conversation and sampling for /v1/chat/completions."""
     if body.messages[-1].role == "assistant":
         raise bad_request("the last message must not be the assistant's: it is not continued", "messages")
+    if not body.tools and body.tool_choice.type in ("any", "tool"):
+        raise bad_request("tool_choice needs tools", "tool_choice")
     messages = [message for turn in body.messages for message in _messages_of(turn)]
     system = body.system
     if isinstance(system, list) and system and system[0].text.startswith(BILLING_HEADER):

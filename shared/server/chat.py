@@ -80,7 +80,9 @@ class ChatChoice:
         self.texts = texts
         self.num_top = (body.top_logprobs or 0) if body.logprobs else None
         self.reasoning = ReasoningParser(starts_thinking) if body.separate_reasoning else None
-        self.tools = ToolParser() if body.tools and body.tool_choice != "none" else None
+        self.tools: ToolParser | None = None
+        if body.tools and body.tool_choice != "none":
+            self.tools = ToolParser(max_calls=None if body.parallel_tool_calls else 1)
         self.is_thinking = starts_thinking
         self.num_reasoning_tokens = 0
 

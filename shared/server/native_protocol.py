@@ -6,7 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from shared.server.protocol import MAX_SAMPLES, MAX_TOP_LOGPROBS, Body, Int64, Message, Schema, texts_of
+from shared.server.protocol import (
+    MAX_SAMPLES,
+    MAX_TOP_LOGPROBS,
+    Body,
+    Choices,
+    Int64,
+    Message,
+    Schema,
+    texts_of,
+)
 
 
 class TokenizeRequest(Body):
@@ -52,7 +61,7 @@ class NativeSamplingParams(Body):
     json_object: bool = False
     regex: str | None = None
     ebnf: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
     structural_tag: str | None = None
 
     def fields(self) -> dict[str, Any]:

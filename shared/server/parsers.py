@@ -86,10 +86,12 @@ class ReasoningParser:
 @dataclass
 class ToolParser:
     """Calls as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen). The arguments are
-    streamed as they are written; a call that never becomes valid stays what it is: content."""
+    streamed as they are written; a call that never becomes valid stays what it is: content. Calls beyond
+    `max_calls` are dropped."""
 
     start: str = "<tool_call>"
     end: str = "</tool_call>"
+    max_calls: int | None = None  # None: any number
     num_calls: int = 0
     _held: str = ""
     _inside: bool = False
@@ -113,7 +115,7 @@ class ToolParser:
             body, marker, after = _partition_call(self._held, self.end)
             if not marker:
                 body = body[: len(body) - held_length(body, self.end)]
-            deltas += self._open_call(body, is_complete=bool(marker))
+            deltas += self._allowed(self._open_call(body, is_complete=bool(marker)))
             if not marker:
                 return content, deltas
             if self._is_named:
@@ -137,8 +139,11 @@ class ToolParser:
         if self._is_named:
             arguments = _arguments_text(held)
             rest = (arguments or "")[self._num_sent :]
-            return "", [ToolDelta(self.num_calls, rest)] if rest else []
+            return "", self._allowed([ToolDelta(self.num_calls, rest)] if rest else [])
         return self.start + held, []
+
+    def _allowed(self, deltas: list[ToolDelta]) -> list[ToolDelta]:
+        return [delta for delta in deltas if self.max_calls is None or delta.index < self.max_calls]
 
     def _open_call(self, body: str, is_complete: bool) -> list[ToolDelta]:
         deltas = []

@@ -49,7 +49,7 @@ def _check_values(data: dict[str, Any]) -> None:
 
 
 def _is_valid(value: Any) -> bool:
-    """Whether all texts of a JSON value, which may be nested deeply, are valid Unicode and all numbers finite."""
+    """Whether texts of a JSON value are valid Unicode, and its numbers finite. It may be nested deeply."""
     open_values = [value]
     while open_values:
         value = open_values.pop()
@@ -83,6 +83,7 @@ class ResponseFormat(Body):
 
 
 Schema = str | dict[str, Any]
+Choices = Annotated[list[str], Field(min_length=1)]
 
 
 class StructuredOutputs(Body):
@@ -91,7 +92,7 @@ class StructuredOutputs(Body):
     json_: Schema | None = Field(None, alias="json")
     json_object: bool = False
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
     structural_tag: str | None = None
 
@@ -102,7 +103,7 @@ class GrammarFields(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
     regex: str | None = None
     ebnf: str | None = None

@@ -18,6 +18,7 @@ from pydantic import Discriminator, Field, Tag
 from shared.server import sse
 from shared.server.answers import Chunk, check_model, respond
 from shared.server.chat import chat_chunks, start_chat
+from shared.server.errors import bad_request
 from shared.server.generation import Generation, Usage
 from shared.server.protocol import (
     MAX_TOP_LOGPROBS,
@@ -171,6 +172,8 @@ def add_responses_routes(app: FastAPI, state: ServerState) -> None:
 
 def chat_request(body: ResponsesRequest) -> ChatRequest:
     """The same conversation and sampling for /v1/chat/completions."""
+    if not body.tools and body.tool_choice not in ("none", "auto"):
+        raise bad_request("tool_choice needs tools", "tool_choice")
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": _messages_of(body),

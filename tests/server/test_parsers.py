@@ -7,7 +7,12 @@ from itertools import pairwise
 
 import pytest
 
+from shared.server.chat import ChatChoice
+from shared.server.engine_client import Delta
+from shared.server.logprobs import TokenTexts
+from shared.server.messages import Finish
 from shared.server.parsers import ReasoningParser, ToolParser
+from shared.server.protocol import ChatRequest
 from tests.properties import given, st
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": "}\\"{ü"}}\n</tool_call>'
@@ -19,9 +24,9 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(places)]
 
 
-def read_tools(parts: list[str]) -> tuple[str, list[dict[str, str]]]:
+def read_tools(parts: list[str], max_calls: int | None = None) -> tuple[str, list[dict[str, str]]]:
     """Content and calls; asserts that a call's id and name come once and first."""
-    parser, content, calls = ToolParser(), "", []
+    parser, content, calls = ToolParser(max_calls=max_calls), "", []
     for text, deltas in [*map(parser.feed, parts), parser.finish()]:
         content += text
         for delta in deltas:
@@ -51,6 +56,26 @@ def test_two_calls_and_prose(cuts: list[int]) -> None:
     assert [call["name"] for call in calls] == ["add", "add"]
     for call in calls:
         assert json.loads(call["arguments"]) == {"a": 12, "b": '}"{ü'}
+
+
+@given(st.lists(st.integers(0, 300), max_size=20), st.sampled_from(["", "\n", "</tool_call>"]))
+def test_calls_beyond_the_limit_are_dropped(cuts: list[int], end: str) -> None:
+    text = f"A {CALL}\n{SWAPPED}{CALL} B<tool_call>{CALL[11:-12]}{end}"
+    content, calls = read_tools(pieces(text, cuts), max_calls=1)
+    assert content == "A  B"
+    assert [json.loads(call["arguments"]) for call in calls] == [{"a": 12, "b": '}"{ü'}]
+
+
+@pytest.mark.parametrize(("is_parallel", "num_calls"), [(True, 2), (False, 1)])
+def test_a_request_without_parallel_calls_gets_one(is_parallel: bool, num_calls: int) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    tools = [{"function": {"name": name}} for name in ("add", "weather")]
+    body = ChatRequest(messages=messages, tools=tools, parallel_tool_calls=is_parallel)
+    choice = ChatChoice(0, body, False, TokenTexts(None, as_ids=False))
+    deltas = choice.deltas(Delta(text=CALL + SWAPPED, finish=Finish(kind="stop")))
+    indices = [entry["index"] for delta in deltas for entry in delta.get("tool_calls", ())]
+    assert {*indices} == {*range(num_calls)}
+    assert choice.finish_reason(Finish(kind="stop")) == "tool_calls"
 
 
 @given(st.lists(st.integers(0, 100), max_size=10))

@@ -128,6 +128,8 @@ def test_a_required_tool_is_called(client: openai.OpenAI) -> None:
         ({"guided_json": {"$ref": "file:///etc/passwd"}}, "leads outside"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "not in tools"),
         ({"tool_choice": "required"}, "needs tools"),
+        ({"guided_choice": []}, "guided_choice: "),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice: "),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}]},
             "refers to itself",

@@ -178,6 +178,28 @@ def test_min_tokens_beyond_max_tokens(server: RunningServer) -> None:
     assert post(server, "/v1/completions", {**TEXT, "min_tokens": 2})[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("route", "choice"),
+    [
+        ("responses", "required"),
+        ("responses", {"type": "function", "name": "f"}),
+        ("messages", {"type": "any"}),
+        ("messages", {"type": "tool", "name": "f"}),
+        ("chat", "required"),
+    ],
+)
+def test_a_choice_among_no_tools(server: RunningServer, route: str, choice: Any) -> None:
+    path, body = ROUTES[route]
+    for tools in ({}, {"tools": []}):
+        answer = post(server, path, {**body, **tools, "tool_choice": choice})
+        assert error_of(answer) == (400, "tool_choice", "tool_choice needs tools")
+
+
+def test_a_choice_among_no_texts(server: RunningServer) -> None:
+    status, param, _ = error_of(post(server, "/generate", {"text": "a", "sampling_params": {"choice": []}}))
+    assert (status, param) == (400, "sampling_params.choice")
+
+
 def test_abort_by_id(server: RunningServer) -> None:
     params = {"max_new_tokens": 1500, "ignore_eos": True, "n": 2}
     server.wait_idle()
