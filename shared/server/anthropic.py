@@ -19,7 +19,7 @@ from pydantic_core import from_json
 from shared.server import sse
 from shared.server.answers import Chunk, check_model, respond
 from shared.server.chat import chat_chunks, start_chat
-from shared.server.errors import bad_request
+from shared.server.errors import bad_request, renamed
 from shared.server.generation import Generation, Usage
 from shared.server.protocol import Body, ChatRequest, Function, FunctionCall, Message, Tool, ToolCall
 from shared.server.state import ServerState
@@ -27,6 +27,13 @@ from shared.server.state import ServerState
 Event = dict[str, Any]
 CacheControl = dict[str, Any] | None
 """Accepted and not needed: every prompt is in the prefix cache."""
+
+FIELDS_OF_CHAT = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "chat_template_kwargs": "thinking",
+}
+"""Field of a chat request -> field from which it comes"""
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Begins a system block for Anthropic's accounting, which some agents send first. It is left out: it changes
@@ -145,7 +152,8 @@ def add_anthropic_routes(app: FastAPI, state: ServerState) -> None:
     async def messages(body: MessagesRequest, request: Request) -> Response:
         check_model(body.model, state)
         chat = chat_request(body)
-        generation = await start_chat(chat, state)
+        with renamed(FIELDS_OF_CHAT):
+            generation = await start_chat(chat, state)
         chunks = chat_chunks(chat, generation, state)
         events = message_events(chunks, generation, body.stop_sequences)
         return await respond(request, body.stream, events, generation, fold_message, sse.named_events)

@@ -15,7 +15,7 @@ from shared.server.answers import check_model, respond
 from shared.server.anthropic import add_anthropic_routes
 from shared.server.embeddings import add_embedding_routes
 from shared.server.engine_client import EngineDead
-from shared.server.errors import ApiError, bad_request
+from shared.server.errors import ApiError, invalid_body
 from shared.server.middleware import ApiKeys, BodyLimit
 from shared.server.native import add_native_routes
 from shared.server.protocol import ChatRequest, CompletionRequest
@@ -122,20 +122,9 @@ async def _on_dead_engine(request: Request, error: Exception) -> Response:
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
-    """FastAPI's 422 as a 400 that names the wrong field: of the forms that a field may have, the one that
-    was matched deepest."""
+    """FastAPI's 422 as a 400."""
     assert isinstance(error, RequestValidationError)
-    first = max(error.errors(), key=lambda each: len(each["loc"]))
-    place = [str(part) for part in first["loc"] if part != "body" and "[" not in str(part)]  # no type names
-    field = ".".join(place) or None
-    if first["type"] == "extra_forbidden":
-        message = f"unknown field {field!r}"
-    elif first["type"] == "json_invalid":
-        field, message = None, "the body is not valid JSON"
-    else:
-        message = f"{field}: {first['msg']}" if field else first["msg"]
-    answer = bad_request(message[:500], field)
-    return JSONResponse(answer.body(), answer.status)
+    return await _on_api_error(request, invalid_body(error.errors(), error.body))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -40,8 +40,9 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
         template_args.setdefault("reasoning_effort", body.reasoning_effort)
     prompt = await state.prompts.of_messages(body.messages, tools, template_args)
     images = await state.prompts.of_images(body.messages)
-    state.prompts.check(prompt)
-    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    state.prompts.check(prompt, "messages")
+    length_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    wanted = getattr(body, length_field)
     max_new_tokens = wanted if wanted is not None else state.prompts.ready.context_len - len(prompt)
     params = body.sampling_params(
         max_new_tokens,
@@ -49,7 +50,7 @@ async def start_chat(body: ChatRequest, state: ServerState) -> Generation:
         reasoning_first=True,
         **_tool_grammar(body),
     )
-    state.prompts.check(prompt, params)
+    state.prompts.check(prompt, "messages", params, length_field)
     return state.generation([prompt], params, body, images)
 
 

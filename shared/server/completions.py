@@ -30,7 +30,7 @@ async def start_completion(body: CompletionRequest, state: ServerState) -> Gener
         max_new_tokens, body.logprobs, **({"logprob_start_len": 0} if echoes_logprobs else {})
     )
     for prompt in prompts:
-        state.prompts.check(prompt, params)
+        state.prompts.check(prompt, "prompt", params)
     return state.generation(prompts, params, body)
 
 

@@ -69,7 +69,7 @@ async def _vectors(
         raise bad_request(f"this model gives {kind}")
     prompts = await state.prompts.of_each(body.input, "input")
     for prompt in prompts:
-        state.prompts.check(prompt, NO_TOKENS)
+        state.prompts.check(prompt, "input", NO_TOKENS)
     state.check_admission(len(prompts))
     generation = Generation(
         state.client,

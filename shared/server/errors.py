@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _TYPES = {
@@ -47,3 +50,78 @@ class ApiError(Exception):
 def bad_request(message: str, param: str | None = None) -> ApiError:
     """400: the request can never succeed as it is."""
     return ApiError(400, message, param=param)
+
+
+def first_word(error: ValueError) -> str:
+    """Of a message that begins with the name of a parameter."""
+    match = re.match(r"\w+", str(error))
+    return match[0] if match else ""
+
+
+@contextlib.contextmanager
+def renamed(fields: Mapping[str, str]) -> Iterator[None]:
+    """Errors about these fields name those of another body: field -> field from which it was made."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param is not None:
+            error.param = fields.get(error.param, error.param)
+        raise
+
+
+# ---- what pydantic finds ----
+
+MAX_FIELD_CHARS = 200
+
+
+def invalid_body(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """400 that names the wrong field: of the forms that a field may have, the one that was matched deepest,
+    and of those one that has the right type."""
+    place, error = max(
+        ((_place_of(each, body), each) for each in errors),
+        key=lambda found: (len(found[0]), not found[1]["type"].endswith("_type")),
+    )
+    field = ".".join(place)[:MAX_FIELD_CHARS]
+    if error["type"] == "extra_forbidden":
+        message = f"unknown field {field!r}"
+    elif error["type"] == "json_invalid":
+        field, message = "", "the body is not valid JSON"
+    else:
+        message = f"{field}: {_message_of(error)}" if field else _message_of(error)
+    return bad_request(message[:500], field or None)
+
+
+def _place_of(error: Mapping[str, Any], body: Any) -> list[str]:
+    """Keys and indices of the body. Pydantic's place also has the forms that were tried: names of types, and
+    values of `type`."""
+    root, *loc = error["loc"]
+    if root != "body":
+        return [*map(str, loc)]
+    place: list[str] = []
+    for part, following in zip(loc, [*loc[1:], None]):
+        if _has(body, part):
+            if isinstance(body, dict) and part == body.get("type") and following in body:
+                continue
+            body = body[part]
+        elif following is not None or error["type"] != "missing":
+            continue
+        place.append(str(part))
+    return place
+
+
+def _has(value: Any, part: str | int) -> bool:
+    if isinstance(value, dict):
+        return part in value
+    return isinstance(value, list) and isinstance(part, int) and 0 <= part < len(value)
+
+
+def _message_of(error: Mapping[str, Any]) -> str:
+    """Pydantic's, without names of our classes and functions."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in ("model_type", "model_attributes_type"):
+        return "Input should be an object"
+    if kind == "union_tag_not_found":
+        return "Input should be an object with a type"
+    if kind == "union_tag_invalid":
+        return f"type {context['tag']!r} is none of {context['expected_tags']}"
+    return str(error["msg"])

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from shared.engine.input_embeds import PLACEHOLDER
 from shared.server.answers import respond
-from shared.server.errors import ApiError, bad_request
+from shared.server.errors import ApiError, bad_request, first_word, renamed
 from shared.server.generation import Generation, Usage
 from shared.server.logprobs import finite
 from shared.server.native_protocol import DetokenizeRequest, NativeRequest, TokenizeRequest
@@ -35,7 +35,7 @@ def add_native_routes(app: FastAPI, state: ServerState) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if body.prompt is not None:
-            ids = await state.prompts.of_text(body.prompt, body.add_special_tokens)
+            ids = await state.prompts.of_text(body.prompt, "prompt", body.add_special_tokens)
         else:
             args = {"add_generation_prompt": body.add_generation_prompt}
             ids = await state.prompts.of_messages(body.messages or [], None, args)
@@ -76,14 +76,14 @@ async def _start(body: NativeRequest, state: ServerState) -> Generation:
         raise bad_request("give one of text, input_ids and input_embeds", "text")
     input_embeds = b""
     if body.input_embeds is not None:
-        input_embeds = _as_bytes(body.input_embeds)
+        field, input_embeds = "input_embeds", _as_bytes(body.input_embeds)
         prompt = [PLACEHOLDER] * len(body.input_embeds)
     elif body.input_ids is not None:
-        prompt = body.input_ids
+        field, prompt = "input_ids", body.input_ids
     else:
-        prompt = await state.prompts.of_text(body.text or "")
+        field, prompt = "text", await state.prompts.of_text(body.text or "", "text")
     fields = body.sampling_params.fields()
-    state.prompts.check(prompt)
+    state.prompts.check(prompt, field)
     room = state.prompts.ready.context_len - len(prompt)
     fields["max_new_tokens"] = min(fields["max_new_tokens"], room)
     try:
@@ -94,8 +94,11 @@ async def _start(body: NativeRequest, state: ServerState) -> Generation:
             logprob_start_len=body.logprob_start_len,
         )
     except ValueError as error:
-        raise bad_request(str(error), "sampling_params") from None
-    state.prompts.check(prompt, params)
+        name = first_word(error)
+        is_own = name in NativeRequest.model_fields
+        raise bad_request(str(error), name if is_own else f"sampling_params.{name}") from None
+    with renamed({name: f"sampling_params.{name}" for name in fields}):
+        state.prompts.check(prompt, field, params)
     state.check_admission(1, params.n)
     seed = body.sampling_params.seed
     seed = body.sampling_params.sampling_seed if seed is None else seed

@@ -11,7 +11,7 @@ from typing import Any
 from shared.config.vision import VisionConfig
 from shared.engine.images import MAX_IMAGES, bytes_of_data_url, expand_placeholders, pixels_of
 from shared.interfaces.detokenizer import TokenText
-from shared.server.errors import ApiError, bad_request
+from shared.server.errors import ApiError, bad_request, first_word
 from shared.server.messages import Ready
 from shared.server.protocol import MAX_PROMPTS, ImagePart, Message, TextPart
 from shared.text.detokenizer import IncrementalDetokenizer
@@ -40,15 +40,16 @@ class Prompts:
         self.max_text_bytes = ready.context_len * max(longest, 1)
         """No longer text can fit the context: it is refused before it is tokenized."""
 
-    async def of_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+    async def of_text(self, text: str, field: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. field: of the body."""
         tokenizer = self._need_tokenizer()
         if len(text) > self.max_text_bytes:
             raise bad_request(
                 f"the prompt has {len(text)} characters; the context of {self.ready.context_len} tokens "
-                f"holds at most {self.max_text_bytes}"
+                f"holds at most {self.max_text_bytes}",
+                field,
             )
-        return await self._run(tokenizer.encode, text, add_special_tokens)
+        return await self._run(field, tokenizer.encode, text, add_special_tokens)
 
     async def of_each(
         self, prompt: str | list[Any], field: str, add_special_tokens: bool = True
@@ -60,7 +61,7 @@ class Prompts:
         if len(prompts) > MAX_PROMPTS:
             raise bad_request(f"{field} takes at most {MAX_PROMPTS} entries, got {len(prompts)}", field)
         return [
-            await self.of_text(each, add_special_tokens) if isinstance(each, str) else list(each)
+            await self.of_text(each, field, add_special_tokens) if isinstance(each, str) else list(each)
             for each in prompts
         ]
 
@@ -84,7 +85,7 @@ class Prompts:
             ids = tokenizer.chat(plain, tools=tools or None, max_chars=self.max_text_bytes, **template_args)
             return ids if config is None else expand_placeholders(ids, num_images, config)
 
-        return await self._run(render)
+        return await self._run("messages", render)
 
     def check_template_args(self, template_args: dict[str, Any]) -> None:
         """400 for a client's argument that is no switch of the chat template."""
@@ -100,7 +101,7 @@ class Prompts:
             raise bad_request(f"tokens takes at most {self.max_text_bytes} ids, got {len(ids)}", "tokens")
         if ids and not 0 <= min(ids) <= max(ids) < self.ready.vocab_size:
             raise bad_request(f"tokens must be in [0, {self.ready.vocab_size})", "tokens")
-        return await self._run(decode_in_pieces, tokenizer, ids, skip_special_tokens)
+        return await self._run("tokens", decode_in_pieces, tokenizer, ids, skip_special_tokens)
 
     async def of_images(self, messages: Sequence[Message]) -> list[bytes]:
         """The pixels of the images in a conversation, as the engine takes them."""
@@ -110,39 +111,49 @@ class Prompts:
         if len(urls) > MAX_IMAGES:
             raise bad_request(f"a request has at most {MAX_IMAGES} images, got {len(urls)}", "messages")
         config = self._need_vision()
-        return [await self._run(_pixels, url, config) for url in urls]
+        return [await self._run("messages", _pixels, url, config) for url in urls]
 
     def _need_vision(self) -> VisionConfig:
         if self.ready.vision is None:
-            raise bad_request("this server takes no images: they need a LLaVA model and panel=reference")
+            raise bad_request(
+                "this server takes no images: they need a LLaVA model and panel=reference", "messages"
+            )
         return self.ready.vision
 
-    async def _run(self, function: Any, *args: Any) -> Any:
+    async def _run(self, field: str, function: Any, *args: Any) -> Any:
+        """In a thread. field: of the body, from which the arguments come."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._threads, function, *args)
         except ValueError as error:
-            raise bad_request(str(error)) from None
+            raise bad_request(str(error), field) from None
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise bad_request("this model has no tokenizer: send token ids")
         return self.tokenizer
 
-    def check(self, prompt: list[int], params: SamplingParams | None = None) -> None:
-        """400 for a prompt or parameters that the engine cannot serve."""
+    def check(
+        self,
+        prompt: list[int],
+        field: str,
+        params: SamplingParams | None = None,
+        length_field: str = "max_tokens",
+    ) -> None:
+        """400 for a prompt or parameters that the engine cannot serve. field, length_field: of the body, from
+        which the prompt and the longest answer come."""
         ready = self.ready
         if not prompt:
-            raise bad_request("the prompt is empty; it needs at least one token", "prompt")
+            raise bad_request("the prompt is empty; it needs at least one token", field)
         if min(prompt) < 0 or max(prompt) >= ready.vocab_size:
-            raise bad_request(f"prompt token ids must be in [0, {ready.vocab_size})", "prompt")
+            raise bad_request(f"prompt token ids must be in [0, {ready.vocab_size})", field)
         limit = min(ready.context_len, ready.max_total_tokens)
         if len(prompt) >= limit:
             raise ApiError(
                 400,
                 f"the prompt has {len(prompt)} tokens; this model takes at most {limit - 1} and one of "
                 "output",
-                param="messages",
+                param=field,
                 code="context_length_exceeded",
             )
         if params is None:
@@ -152,15 +163,16 @@ class Prompts:
                 400,
                 f"the prompt's {len(prompt)} tokens and max_tokens={params.max_new_tokens} exceed the "
                 f"context of {ready.context_len} tokens",
-                param="max_tokens",
+                param=length_field,
                 code="context_length_exceeded",
             )
         if (params.stop or params.stop_regex) and self.tokenizer is None:
-            raise bad_request("this model has no tokenizer: stop texts need one", "stop")
+            name = "stop" if params.stop else "stop_regex"
+            raise bad_request("this model has no tokenizer: stop texts need one", name)
         try:
             params.check_against_vocab(ready.vocab_size)
         except ValueError as error:
-            raise bad_request(str(error)) from None
+            raise bad_request(str(error), first_word(error)) from None
 
 
 def decode_in_pieces(tokenizer: TokenText, ids: list[int], skip_special_tokens: bool) -> str:

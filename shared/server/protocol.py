@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from shared.server.errors import bad_request
+from shared.server.errors import bad_request, first_word
 from shared.types import SamplingParams
 
 MAX_TOP_LOGPROBS = 20
@@ -211,7 +211,8 @@ class SamplingFields(GrammarFields):
                 **more,
             )
         except ValueError as error:
-            raise bad_request(str(error)) from None
+            name = first_word(error)
+            raise bad_request(str(error), name if name in type(self).model_fields else None) from None
 
     def _logit_bias(self) -> dict[int, float]:
         biases: dict[int, float] = {}

@@ -18,7 +18,7 @@ from pydantic import Discriminator, Field, Tag
 from shared.server import sse
 from shared.server.answers import Chunk, check_model, respond
 from shared.server.chat import chat_chunks, start_chat
-from shared.server.errors import bad_request
+from shared.server.errors import bad_request, renamed
 from shared.server.generation import Generation, Usage
 from shared.server.protocol import (
     MAX_TOP_LOGPROBS,
@@ -31,6 +31,14 @@ from shared.server.protocol import (
     ToolCall,
 )
 from shared.server.state import ServerState
+
+FIELDS_OF_CHAT = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+"""Field of a chat request -> field from which it comes"""
 
 Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -162,7 +170,8 @@ def add_responses_routes(app: FastAPI, state: ServerState) -> None:
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         check_model(body.model, state)
         chat = chat_request(body)
-        generation = await start_chat(chat, state)
+        with renamed(FIELDS_OF_CHAT):
+            generation = await start_chat(chat, state)
         events = response_events(body, chat_chunks(chat, generation, state), generation)
         return await respond(request, body.stream, events, generation, fold_response, sse.named_events)
 
