@@ -37,9 +37,14 @@ async def start_completion(body: CompletionRequest, state: ServerState) -> Gener
 class CompletionChoice:
     """One choice: its log-probabilities' offsets, and the echo that comes first."""
 
-    def __init__(self, body: CompletionRequest, echo: str, texts: TokenTexts) -> None:
+    def __init__(
+        self, body: CompletionRequest, echo: str, texts: TokenTexts, special_ids: frozenset[int]
+    ) -> None:
         self.echo = echo
-        self.logprobs = CompletionLogprobs(texts, body.logprobs) if body.logprobs is not None else None
+        self.logprobs: CompletionLogprobs | None = None
+        if body.logprobs is not None:
+            skipped = special_ids if body.skip_special_tokens else frozenset[int]()
+            self.logprobs = CompletionLogprobs(texts, body.logprobs, skipped)
 
     def piece(self, delta: Delta) -> tuple[str, dict[str, Any] | None]:
         """Text and log-probabilities of a delta; the first one begins with the echoed prompt."""
@@ -63,8 +68,10 @@ async def completion_chunks(
     if with_ids is None:
         with_ids = state.prompts.tokenizer is None
     texts = TokenTexts(state.prompts.token_bytes, body.return_tokens_as_token_ids)
+    tokenizer = state.prompts.tokenizer
+    special_ids = tokenizer.special_ids if tokenizer is not None else frozenset[int]()
     choices = [
-        CompletionChoice(body, _echo(body, state, generation, sample.index), texts)
+        CompletionChoice(body, _echo(body, state, generation, sample.index), texts, special_ids)
         for sample in generation.samples
     ]
     async for deltas in generation.run():

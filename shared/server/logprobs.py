@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import math
+from collections.abc import Container
 from typing import Any
 
 from shared.text.token_bytes import TokenBytes
@@ -53,11 +54,13 @@ def chat_entries(texts: TokenTexts, logprobs: list[TokenLogprob], num_top: int) 
 
 
 class CompletionLogprobs:
-    """`logprobs` of completions, piece by piece: offsets go on from piece to piece."""
+    """`logprobs` of completions, piece by piece: offsets go on from piece to piece. `skipped`: tokens that
+    are not in the text."""
 
-    def __init__(self, texts: TokenTexts, num_top: int) -> None:
+    def __init__(self, texts: TokenTexts, num_top: int, skipped: Container[int] = ()) -> None:
         self._texts = texts
         self._num_top = num_top
+        self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
@@ -67,7 +70,8 @@ class CompletionLogprobs:
         for found in logprobs:
             tokens.append(self._texts.text_of(found.token_id))
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self._texts.bytes_of(found.token_id)))
+            if found.token_id not in self._skipped:
+                self._offset += len(self._decoder.decode(self._texts.bytes_of(found.token_id)))
             values.append(None if found.logprob is None else finite(found.logprob))
             if found.logprob is None:
                 tops.append(None)

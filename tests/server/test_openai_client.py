@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
 from shared.engine.llm import LLM
@@ -142,6 +143,25 @@ def test_completions_echo_and_logprobs(client: openai.OpenAI) -> None:
         assert choice.text[offset:].startswith(token) or offset == len(choice.text)
     for token, value, top in zip(logprobs.tokens[1:], logprobs.token_logprobs[1:], logprobs.top_logprobs[1:]):
         assert top[token] == value
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_offsets_index_the_text(server: RunningServer, client: openai.OpenAI, skip: bool) -> None:
+    """Special tokens, such as those of a chat template, are in the text only if they are not skipped."""
+    body = {"messages": [{"role": "user", "content": "naïve 🙂 日"}]}
+    prompt = httpx.post(f"{server.url}/tokenize", json=body, timeout=60).json()["tokens"]
+    answer = client.completions.create(
+        model="tiny-dense", prompt=prompt, max_tokens=3, echo=True, logprobs=0, temperature=0,
+        extra_body={"skip_special_tokens": skip},
+    )  # fmt: skip
+    text, logprobs = answer.choices[0].text, answer.choices[0].logprobs
+    assert ("<|" in text) is not skip
+    places = [
+        (offset, token) for offset, token in zip(logprobs.text_offset, logprobs.tokens) if token in text
+    ]
+    assert all(text[offset:].startswith(token) for offset, token in places)
+    assert len(places) > 10
+    assert logprobs.text_offset[-1] + len(logprobs.tokens[-1]) == len(text)
 
 
 def test_completions_of_a_list(client: openai.OpenAI) -> None:
