@@ -50,7 +50,10 @@ def add_admin_routes(app: FastAPI, state: ServerState) -> None:
     @app.post("/pause_generation", dependencies=admin)
     async def pause_generation(body: PauseRequest | None = None) -> dict[str, Any]:
         """Run no step until /continue_generation. Without a body: in_place."""
-        await state.client.control("pause", mode=(body or PauseRequest()).mode)
+        try:
+            await state.client.control("pause", mode=(body or PauseRequest()).mode)
+        except ValueError as error:
+            raise bad_request(str(error)) from None
         state.client.load.is_paused = True  # before the next heartbeat says so
         return {"paused": True}
 

@@ -221,6 +221,10 @@ class EngineLoop:
         queue and give it back; abort: they end."""
         if mode not in ("in_place", "retract", "abort"):
             raise ValueError(f"mode must be in_place, retract or abort, got {mode!r}")
+        config = self.assembly.config
+        if config.disaggregation or (config.dp > 1 and not config.dp_attention):
+            flag = "disaggregation=True" if config.disaggregation else f"dp={config.dp}"
+            raise ValueError(f"an engine with {flag} cannot pause: it steps in several processes")
         if mode == "abort":
             self.on_abort_all()
             self._drain()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +101,27 @@ def test_an_abort_ends_a_request_of_a_paused_engine(driver: Driver) -> None:
     assert driver.control("continue").result == {}
     assert driver.step() == []  # each end is reported once
     assert not driver.loop.scheduler.has_work()
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_refused"),
+    [
+        ({"dp": 2}, True),
+        ({"disaggregation": True}, True),
+        ({"dp": 2, "dp_attention": True}, False),
+    ],
+    ids=str,
+)
+def test_engines_of_several_processes_refuse_a_pause(
+    driver: Driver, flags: dict[str, Any], is_refused: bool
+) -> None:
+    config: Any = SimpleNamespace(**{"dp": 1, "dp_attention": False, "disaggregation": False, **flags})
+    driver.loop.assembly = replace(driver.loop.assembly, config=config)
+    error = driver.control("pause").error
+    assert (
+        error is not None and f"{next(iter(flags))}={next(iter(flags.values()))} cannot pause" in error
+    ) == is_refused
+    assert driver.loop.is_paused != is_refused
 
 
 def test_the_others_go_on_after_a_pause(driver: Driver) -> None:
