@@ -19,7 +19,7 @@ from shared.server.logprobs import TokenTexts, chat_entries
 from shared.server.messages import Finish
 from shared.server.parsers import THINK_END, THINK_START, ReasoningParser, ToolParser
 from shared.server.prompts import Prompts
-from shared.server.protocol import ChatRequest, ToolChoice
+from shared.server.protocol import ChatRequest, StreamOptions, ToolChoice
 from shared.server.state import ServerState
 
 Chunk = dict[str, Any]
@@ -148,14 +148,13 @@ async def chat_chunks(body: ChatRequest, generation: Generation, state: ServerSt
         "created": int(time.time()),
         "model": body.model or state.model_name,
     }
-    include_usage = body.stream_options is not None and body.stream_options.include_usage
     texts = TokenTexts(state.prompts.token_bytes, body.return_tokens_as_token_ids)
     starts_thinking = _ends_inside_thinking(state.prompts, generation.prompts[0])
     choices = [ChatChoice(i, body, starts_thinking, texts) for i in range(len(generation.samples))]
 
     def chunk(choice: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> Chunk:
         entry = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish, **more}
-        return {**head, "choices": [entry], **({"usage": None} if include_usage else {})}
+        return {**head, "choices": [entry], **usage_of_chunk(body.stream_options, generation)}
 
     is_started = False
     async for deltas in generation.run():
@@ -166,6 +165,7 @@ async def chat_chunks(body: ChatRequest, generation: Generation, state: ServerSt
         for index, delta in deltas:
             choice = choices[index]
             found = choice.deltas(delta)
+            generation.num_reasoning_tokens = sum(choice.num_reasoning_tokens for choice in choices)
             entries = None
             if choice.num_top is not None and delta.logprobs:
                 entries = {"content": chat_entries(texts, delta.logprobs, choice.num_top)}
@@ -176,8 +176,7 @@ async def chat_chunks(body: ChatRequest, generation: Generation, state: ServerSt
                 matched = delta.finish.matched or delta.finish.token_id
                 more = {"matched_stop": matched} if delta.finish.kind == "stop" else {}
                 yield chunk(index, {}, choice.finish_reason(delta.finish), **more)
-    generation.num_reasoning_tokens = sum(choice.num_reasoning_tokens for choice in choices)
-    if include_usage:
+    if body.stream_options is not None and body.stream_options.include_usage:
         yield {**head, "choices": [], "usage": usage_body(generation.usage)}
 
 
@@ -229,6 +228,14 @@ def _fold_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
         function["arguments"] += piece["function"]["arguments"]
 
 
+def usage_of_chunk(options: StreamOptions | None, generation: Generation) -> dict[str, Any]:
+    """`usage` of a chunk before the last: the counts so far, if the client asked for them; else null, where
+    the last chunk will have them."""
+    if options is not None and options.continuous_usage_stats:
+        return {"usage": usage_body(generation.usage)}
+    return {"usage": None} if options is not None and options.include_usage else {}
+
+
 def usage_body(usage: Usage) -> dict[str, Any]:
     """`usage` of both endpoints."""
     return {
@@ -256,4 +263,7 @@ def _ends_inside_thinking(prompts: Prompts, prompt: list[int]) -> bool:
     return THINK_START in tail and THINK_END not in tail.rpartition(THINK_START)[2]
 
 
-__all__ = ["ApiError", "Chunk", "chat_chunks", "fold_chat", "fresh_seed", "start_chat", "usage_body"]
+__all__ = [
+    "ApiError", "Chunk", "chat_chunks", "fold_chat", "fresh_seed", "start_chat", "usage_body",
+    "usage_of_chunk",
+]  # fmt: skip

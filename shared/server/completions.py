@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from shared.server.chat import usage_body
+from shared.server.chat import usage_body, usage_of_chunk
 from shared.server.engine_client import Delta
 from shared.server.errors import bad_request
 from shared.server.generation import Generation, Usage
@@ -63,7 +63,6 @@ async def completion_chunks(
         "created": int(time.time()),
         "model": body.model or state.model_name,
     }
-    include_usage = body.stream_options is not None and body.stream_options.include_usage
     with_ids = body.return_token_ids
     if with_ids is None:
         with_ids = state.prompts.tokenizer is None
@@ -90,8 +89,8 @@ async def completion_chunks(
                 entry["token_ids"] = delta.token_ids
             if finish is not None and finish.kind == "stop":
                 entry["matched_stop"] = finish.matched or finish.token_id
-            yield {**head, "choices": [entry], **({"usage": None} if include_usage else {})}
-    if include_usage:
+            yield {**head, "choices": [entry], **usage_of_chunk(body.stream_options, generation)}
+    if body.stream_options is not None and body.stream_options.include_usage:
         yield {**head, "choices": [], "usage": usage_body(generation.usage)}
 
 

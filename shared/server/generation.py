@@ -40,9 +40,10 @@ class Sample:
     num_prompt_tokens: int
     is_first_of_prompt: bool
     finish: Finish | None = None
-    num_tokens: int = 0
+    num_tokens: int = 0  # taken so far, and so are accepted tokens
     num_cached_tokens: int = 0
     num_accepted_tokens: int = 0
+    has_tokens: bool = False  # of the engine, taken or not
     pending: Delta | None = None  # came since the last `take`
     last_time: float = field(default_factory=time.monotonic)
 
@@ -159,13 +160,11 @@ class Generation:
             if delta.queue_time is not None:
                 self.metrics.queue_time.observe(delta.queue_time)
             if delta.token_ids:
-                now, is_first = time.monotonic(), sample.num_tokens == 0
+                now, is_first = time.monotonic(), not sample.has_tokens
                 since = self.start_time if is_first else sample.last_time
                 self.metrics.tokens_came(len(delta.token_ids), now - since, is_first)
-                sample.last_time = now
-            sample.num_tokens += len(delta.token_ids)
+                sample.last_time, sample.has_tokens = now, True
             sample.num_cached_tokens = delta.num_cached_tokens
-            sample.num_accepted_tokens = delta.num_accepted_tokens
             sample.finish = delta.finish
             if sample.pending is None:
                 sample.pending = delta
@@ -182,6 +181,8 @@ class Generation:
         for sample in self.samples:
             if sample.pending is not None:
                 taken.append((sample.index, sample.pending))
+                sample.num_tokens += len(sample.pending.token_ids)
+                sample.num_accepted_tokens = sample.pending.num_accepted_tokens
                 sample.pending = None
         return taken
 

@@ -164,6 +164,28 @@ def test_offsets_index_the_text(server: RunningServer, client: openai.OpenAI, sk
     assert logprobs.text_offset[-1] + len(logprobs.tokens[-1]) == len(text)
 
 
+@pytest.mark.parametrize("include_usage", [True, False])
+@pytest.mark.parametrize("route", ["chat", "completions"])
+def test_usage_of_every_chunk(client: openai.OpenAI, route: str, include_usage: bool) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": include_usage}
+    body = {"model": "tiny-dense", "stream": True, "stream_options": options, "max_tokens": 12}
+    if route == "chat":
+        stream = client.chat.completions.create(messages=STORY, **body)  # type: ignore[call-overload]
+    else:
+        stream = client.completions.create(
+            prompt="Count:", extra_body={"ignore_eos": True, "return_token_ids": True}, **body
+        )  # type: ignore[call-overload]
+    chunks = list(stream)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 12
+    assert all(chunk.usage.prompt_tokens == chunks[-1].usage.prompt_tokens > 0 for chunk in chunks)
+    assert bool(chunks[-1].choices) is not include_usage
+    if route == "completions":
+        sizes = [len(choice.token_ids) for chunk in chunks for choice in chunk.choices]
+        assert counts[: len(sizes)] == [sum(sizes[: i + 1]) for i in range(len(sizes))]
+
+
 def test_completions_of_a_list(client: openai.OpenAI) -> None:
     one_by_one = [
         client.completions.create(model="tiny-dense", prompt=p, max_tokens=5, temperature=0).choices[0].text
