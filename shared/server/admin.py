@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from ipaddress import ip_address
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 
+from shared.server.connections import until_disconnect
 from shared.server.errors import ApiError, bad_request
 from shared.server.native_protocol import AbortRequest, LoadLoraRequest, PauseRequest, UnloadLoraRequest
 from shared.server.state import ServerState
+
+MAX_FLUSH_SECONDS = 600.0
 
 
 def add_admin_routes(app: FastAPI, state: ServerState) -> None:
@@ -26,15 +29,12 @@ def add_admin_routes(app: FastAPI, state: ServerState) -> None:
     admin = [Depends(guard)]
 
     @app.post("/flush_cache", dependencies=admin)
-    async def flush_cache(timeout: float = 0.0) -> Response:
+    async def flush_cache(
+        request: Request,
+        timeout: Annotated[float, Query(ge=0, le=MAX_FLUSH_SECONDS, allow_inf_nan=False)] = 0.0,
+    ) -> Response:
         """Empty the prefix cache; wait at most `timeout` seconds until the engine is idle."""
-        end = time.monotonic() + min(max(timeout, 0.0), 600.0)
-        while True:
-            result = await state.client.control("flush_cache")
-            if result["flushed"] or time.monotonic() >= end:
-                break
-            await asyncio.sleep(0.05)
-        if not result["flushed"]:
+        if not await until_disconnect(request, _flush(state, timeout)):
             raise ApiError(409, "the cache cannot be flushed while requests are alive")
         return JSONResponse({"success": True})
 
@@ -102,6 +102,15 @@ def add_admin_routes(app: FastAPI, state: ServerState) -> None:
             "load": load,
             "internal_states": [{"avg_spec_accept_length": accept}],
         }
+
+
+async def _flush(state: ServerState, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not (await state.client.control("flush_cache"))["flushed"]:
+        if time.monotonic() >= end:
+            return False
+        await asyncio.sleep(0.05)
+    return True
 
 
 def _is_loopback(host: str) -> bool:

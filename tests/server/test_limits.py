@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -10,12 +11,18 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from starlette.responses import PlainTextResponse
 
+from shared.server.admin import add_admin_routes
+from shared.server.errors import ApiError
+from shared.server.state import ServerSettings
 from tests.server.running import RunningServer, serving
 from tests.server.test_faults import SUM, assert_whole, post
 
@@ -214,6 +221,41 @@ def test_abort_all_and_flush(server: RunningServer) -> None:
         connection.close()
     assert server.wait_idle()["num_used_tokens"] == 0
     assert_whole(server)
+
+
+@pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "601", "a"])
+def test_a_flush_has_a_deadline(server: RunningServer, timeout: str) -> None:
+    status, answer = post(server, f"/flush_cache?timeout={timeout}", b"")
+    assert (status, answer["error"]["param"]) == (400, "timeout")
+
+
+def test_a_flush_ends_with_its_client() -> None:
+    """Of an engine that is never idle."""
+    calls: list[str] = []
+
+    async def control(action: str) -> dict[str, bool]:
+        calls.append(action)
+        return {"flushed": False}
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.2)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def ask() -> None:
+        state: Any = SimpleNamespace(
+            client=SimpleNamespace(control=control), settings=ServerSettings(api_keys=("key",))
+        )
+        app = FastAPI()
+        app.add_exception_handler(ApiError, lambda *_: PlainTextResponse())
+        add_admin_routes(app, state)
+        scope = {"type": "http", "method": "POST", "path": "/flush_cache", "headers": []}
+        await asyncio.wait_for(app({**scope, "query_string": b"timeout=600"}, receive, send), 20)
+        assert len(calls) > 1
+
+    asyncio.run(ask())
 
 
 def status_of(server: RunningServer, path: str) -> int:
