@@ -83,7 +83,7 @@ def check_kernel(
             raise ValueError(f"--ranks does not apply to {like}: it is of one process")
         operation = all_reduce_like(ranks)
     cases = chosen_cases(operation, case or [], features or [])
-    check_arguments(target, operation, chosen_convention, cases)
+    check_arguments(target, operation, chosen_convention, cases, features or [])
     bench_run.check_files(None, json_file, html)
     with running(target, operation, time_limit) as function:
         report = check_kernel(function, target, operation, chosen_convention, cases, time_limit)
@@ -171,12 +171,13 @@ def print_report(report: Report) -> None:
     table.add_column("verdict", overflow="fold")
     before = ""
     for verdict in report.verdicts:
-        words, style = "holds", "green"
+        words, style = verdict.words, "green"
         if verdict.failure is not None:
-            words, style = verdict.failure, "red"
+            style = "red"
+        elif verdict.refusal is not None or verdict.refused_forms:
+            style = "yellow"
+        if words != "holds":
             words, before = "as above" if words == before else words, words
-        elif verdict.refusal is not None:
-            words, style = f"refused: {verdict.refusal}", "yellow"
         table.add_row(
             Text(verdict.case), f"{verdict.error:.1e}", f"{verdict.allowed:.1e}", Text(words, style)
         )

@@ -115,6 +115,11 @@ def dense_memory(x: torch.Tensor, group: Any) -> None:
     in_place(torch.as_strided(x, (x.numel(),), (1,), x.storage_offset()), group)
 
 
+def asserts_dense(x: torch.Tensor, group: Any) -> None:
+    assert x.is_contiguous(), "x must be contiguous"
+    in_place(x, group)
+
+
 def refuses_slices(x: torch.Tensor, group: Any) -> None:
     if not x.is_contiguous():
         raise ValueError("x must be contiguous")

@@ -18,6 +18,10 @@ def paged_decode(
     return decode(q.float() * factor, k, v, table, lens, window_left).to(q.dtype)
 
 
+def decode_without_window(q: Any, k: Any, v: Any, table: Any, lens: Any) -> Any:
+    return decode(q, k, v, table, lens)
+
+
 def decode_flash_attn(
     q: Any, k_cache: Any, v_cache: Any, *, cache_seqlens: Any, block_table: Any, softmax_scale: float,
     causal: bool, window_size: tuple[int, int] = (-1, -1),
@@ -99,6 +103,12 @@ def flash_mla(
     q: Any, k: Any, table: Any, lens: Any, head_dim_v: int, *, softmax_scale: float, causal: bool
 ) -> Any:
     return paged_decode(q[:, 0], k, k, table, lens, scale=softmax_scale)[:, None, :, :head_dim_v], None
+
+
+def dense_rms_norm(x: Any, shape: Any, weight: Any, eps: float) -> Any:
+    if not x.is_contiguous():
+        raise ValueError("x must be contiguous")
+    return rms_norm(x, shape, weight, eps)
 
 
 def norm_flashinfer(x: Any, weight: Any, *, eps: float) -> Any:

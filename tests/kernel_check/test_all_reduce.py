@@ -26,17 +26,21 @@ WRONG = {
     "stale": ("torch", "a buffer is stale: the sum is that of the call before"),
     "stale_peers": ("torch", "the inputs of other ranks are those of the call before"),
     "reused_buffer": ("torch-functional", "a result is overwritten by a later call"),
-    "input_modified": ("torch-functional", "the input, or memory beside it, is modified"),
+    "input_modified": ("torch-functional", "all ranks: the input, or memory beside it, is modified"),
     "only_rank_0": ("torch", "only rank 0 has the sum"),
     "mean": ("torch", "divided by the number of ranks"),
     "one_element_beyond": ("torch", "memory beside the tensor is modified"),
+    "asserts_dense": (
+        "torch",
+        "a layout that is not dense: all ranks: raises AssertionError: x must be contiguous",
+    ),
     "dense_memory": ("torch", "strides or the address are ignored"),
     "one_refuses": ("torch", "rank 1: ValueError: not on this rank"),
-    "one_raises": ("torch", "rank 2: expected a result, got KeyError: 'lost'"),
-    "one_ends": ("torch", "rank 1: expected a result, got the process has ended with exit code 3"),
+    "one_raises": ("torch", "rank 2: raises KeyError: 'lost'"),
+    "one_ends": ("torch", "rank 1: the process has ended with exit code 3"),
     "one_hangs": ("torch", "the call: expected a return within"),
     "returns_nothing": ("vllm", "returns NoneType, not a tensor"),
-    "float32_result": ("vllm", "returns [3, 63], torch.float32, cpu; the input has [3, 63], torch.bfloat16"),
+    "float32_result": ("vllm", "all ranks: dtype of out: float32, expected that of the input"),
 }
 """name -> convention, what must be said"""
 
@@ -85,7 +89,8 @@ def test_planted_faults_are_found_and_named(
 ) -> None:
     monkeypatch.setattr(rank_processes, "GRACE_SECONDS", 0.3)
     convention, expected = WRONG[name]
-    case = {"dense_memory": "5 x 96, slices of wider rows, float32", "float32_result": "3 x 63, bfloat16"}
+    slices = "5 x 96, slices of wider rows, float32"
+    case = {"dense_memory": slices, "asserts_dense": slices, "float32_result": "3 x 63, bfloat16"}
     with monkeypatch.context() as patch:
         if name == "one_hangs":
             patch.setattr(ranks, "seconds", 0.5)

@@ -11,7 +11,7 @@ from shared import cli
 from shared.bench import bare_kernel
 from shared.bench.step_cost import Ceilings
 from shared.conformance.kernels import run
-from shared.conformance.kernels.attention_likes import dense
+from shared.conformance.kernels.attention_suspects import dense
 from shared.conformance.kernels.conventions import CONVENTIONS, LIKES, convention_of, operation_of
 from shared.conformance.kernels.report import Report
 from shared.conformance.kernels.report_html import render

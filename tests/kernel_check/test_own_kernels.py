@@ -13,10 +13,12 @@ from shared.conformance.device import check_device
 from shared.conformance.kernels import own_kernels
 from shared.conformance.kernels.attention_likes import make_mla
 from shared.conformance.kernels.conventions import LIKES
-from shared.conformance.kernels.draw_likes import frequency, make_sampler, make_verify
+from shared.conformance.kernels.draws import frequency
 from shared.conformance.kernels.layer_likes import make_w8a8
 from shared.conformance.kernels.one_call import check_form, check_values
 from shared.conformance.kernels.problem import Problem
+from shared.conformance.kernels.sampler_like import make_sampler
+from shared.conformance.kernels.verify_like import make_verify
 from shared.conformance.mla_batches import MLACase
 
 MLA = MLACase("tiny", ((20, 1), (0, 1)), page_size=16, num_qo_heads=2, kv_lora_rank=32, qk_rope_head_dim=16)
@@ -46,10 +48,10 @@ def check(problem: Problem) -> None:
 
 
 def test_sampler_draws_only_what_is_kept(made: Callable[..., Problem]) -> None:
-    case = Case("tiny", vocab_size=20, temperature=0.8, top_k=5, top_p=0.9, num_draws=64)
+    case = Case("tiny", vocab_size=20, groups=((0.8, 5, 0.9),), num_draws=64)
     problem = made(make_sampler, case)
     assert problem.ours is not None
-    expected = problem.expected["frequency"]
+    (expected,) = problem.expected["frequency"]
     drawn = frequency(problem.ours(), 20).cpu()
     assert bool((drawn[expected == 0] == 0).all())
     assert float((drawn - expected).abs().max()) < 0.3

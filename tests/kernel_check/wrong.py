@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from docs.examples.my_kernels import paged_decode, rms_norm, rms_norm_eps_outside, rope, silu_and_mul
-from tests.kernel_check.right import add_norm, extend, mla, moe, sample, verify, w8a8
+from tests.kernel_check.right import add_norm, extend, mla, moe, w8a8
+from tests.kernel_check.wrong_draws import WRONG_DRAWS
 
 
 def heads_interleaved(q: Any, k: Any, v: Any, table: Any, lens: Any) -> Any:
@@ -80,6 +81,41 @@ def never_returns(x: Any) -> Any:
         pass
 
 
+def next_page(q: Any, k: Any, v: Any, table: Any, lens: Any) -> Any:
+    return paged_decode(q, k, v, torch.cat((table[:, 1:], table[:, -1:]), 1), lens)
+
+
+def extend_with(visible: Callable[..., Any]) -> Callable[..., Any]:
+    """Each new token as a row of its own, which sees visible(cached tokens, place among the new ones, tokens
+    of its request)."""
+
+    def call(q: Any, k: Any, v: Any, table: Any, lens: Any, starts: Any) -> Any:
+        new = starts.diff()
+        rows = torch.repeat_interleave(torch.arange(len(lens)), new)
+        place = torch.arange(len(q)) - starts[rows]
+        return paged_decode(q, k, v, table[rows], visible((lens - new)[rows], place, lens[rows]))
+
+    return call
+
+
+def last_column_zero(x: Any, shape: Any, weight: Any, eps: float) -> Any:
+    y = rms_norm(x, shape, weight, eps)
+    if x.shape[1] >= 1000:
+        y[:, -1] = 0
+    return y
+
+
+def asserts_dense(x: Any, shape: Any, weight: Any, eps: float) -> Any:
+    assert x.is_contiguous(), "x must be contiguous"
+    return rms_norm(x, shape, weight, eps)
+
+
+def dense_cos_and_sin(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    """Takes the memory behind the first element for the whole tensor."""
+    cos, sin = (torch.as_strided(x, x.shape, (x.shape[1], 1), x.storage_offset()) for x in (cos, sin))
+    return rope(q, k, cos, sin)
+
+
 def rope_pairs(q: Any, k: Any, cos: Any, sin: Any) -> Any:
     cos, sin = cos[:, None], sin[:, None]
     results = []
@@ -92,6 +128,7 @@ def rope_pairs(q: Any, k: Any, cos: Any, sin: Any) -> Any:
 
 
 WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
+    **WRONG_DRAWS,
     "last token": (
         "attention.decode",
         lambda q, k, v, t, n: paged_decode(q, k, v, t, (n - 1).clamp(min=1)),
@@ -112,6 +149,13 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
         lambda q, k, v, t, n: paged_decode(q, k, v, torch.arange(t.shape[1]).expand_as(t), n),
         "the page table is ignored",
     ),
+    "next pages": (
+        "attention.decode",
+        lambda q, k, v, t, n: paged_decode(q, k, v, t.roll(-1, 0), n),
+        "every request reads the pages of the next",
+    ),
+    "next column": ("attention.decode", next_page, "read one column too far"),
+    "K and V": ("attention.decode", lambda q, k, v, t, n: paged_decode(q, v, k, t, n), "K and V are swapped"),
     "scale": (
         "attention.decode",
         lambda q, k, v, t, n: paged_decode(q * q.shape[2] ** 0.5, k, v, t, n),
@@ -144,6 +188,16 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
         ),
         "tokens of a prompt see later tokens",
     ),
+    "one later": (
+        "attention.extend",
+        extend_with(lambda cached, place, length: torch.minimum(cached + place + 2, length)),
+        "see one later token",
+    ),
+    "top-left": (
+        "attention.extend",
+        extend_with(lambda cached, place, length: place + 1),
+        "aligned top-left",
+    ),
     "first pages": (
         "attention.extend",
         lambda q, k, v, t, n, p: extend(q, k, v, t[:1].expand_as(t), n, p),
@@ -159,20 +213,15 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
         lambda a, b, k, r, t, n, s: mla(a, b, k, r, t, (n - 1).clamp(min=1), s),
         "the last token is not seen",
     ),
-    "temperature": (
-        "sampler",
-        lambda x, t, k, p: sample(x, torch.ones_like(t), k, p),
-        "the temperature is ignored",
-    ),
-    "top-k": ("sampler", lambda x, t, k, p: sample(x, t, k * 0 + 10**6, p), "top-k is ignored"),
-    "top-k + 1": ("sampler", lambda x, t, k, p: sample(x, t, k + 1, p), "one token too many"),
-    "top-p": ("sampler", lambda x, t, k, p: sample(x, t, k, torch.ones_like(p)), "top-p is ignored"),
-    "greedy": ("sampler", lambda x, t, k, p: x.argmax(-1), "most probable token"),
-    "residual of drafts": ("verify", lambda q, i, p: verify(q, i, p, "no residual"), "not the residual"),
-    "all drafts": ("verify", lambda q, i, p: verify(q, i, p, "all"), "every draft is accepted"),
-    "no ratio": ("verify", lambda q, i, p: verify(q, i, p, "target only"), "not p / q"),
     "eps": ("rms_norm", rms_norm_eps_outside, "eps is added outside the root"),
     "no eps": ("rms_norm", lambda x, s, w, eps: rms_norm(x, s, w, 0.0), "eps is left out"),
+    "other eps": ("rms_norm", lambda x, s, w, eps: rms_norm(x, s, w, 1e-6), "eps is 1e-6, not the argument"),
+    "last column": ("rms_norm", last_column_zero, "few elements are wrong: 4 of 4000 of out"),
+    "asserts": (
+        "rms_norm",
+        asserts_dense,
+        "strided rows: raises AssertionError: x must be contiguous; refuse with a ValueError",
+    ),
     "layer norm": (
         "rms_norm",
         lambda x, s, w, eps: torch.nn.functional.layer_norm(x, s, w, None, eps),
@@ -190,6 +239,17 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
         lambda x, r, w, eps: add_norm(x, r, w, eps)[0],
         "what is returned",
     ),
+    "old residual": (
+        "add_rms_norm",
+        lambda x, r, w, eps: (add_norm(x, r, w, eps)[0], r.clone()),
+        "the residual is not updated",
+    ),
+    "swapped results": (
+        "add_rms_norm",
+        lambda x, r, w, eps: add_norm(x, r, w, eps)[::-1],
+        "the results are swapped",
+    ),
+    "dense cos": ("rope", dense_cos_and_sin, "strides are ignored"),
     "pairs": ("rope", rope_pairs, "dimension 2i is paired with 2i + 1"),
     "direction": ("rope", lambda q, k, c, s: rope(q, k, c, -s), "the other direction"),
     "k": ("rope", lambda q, k, c, s: (rope(q, k, c, s)[0], k.clone()), "k is not turned"),

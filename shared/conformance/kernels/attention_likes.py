@@ -14,7 +14,8 @@ from shared.conformance.contracts.attention.batches import DECODE, EXTEND, MIXED
 from shared.conformance.contracts.mla_attention.batches import SMALL
 from shared.conformance.inputs import Inputs, type_name
 from shared.conformance.kernels import own_kernels
-from shared.conformance.kernels.problem import Like, Problem, Suspect
+from shared.conformance.kernels.attention_suspects import DECODE_SUSPECTS, MLA_SUSPECTS, SUSPECTS, dense
+from shared.conformance.kernels.problem import Like, Problem
 from shared.conformance.mla_batches import MLACase
 from shared.scheduling.pages import num_pages_of
 
@@ -184,62 +185,6 @@ def _ours(batch: AttentionBatch) -> object:
     return backend.run(batch.q, batch.layer, plan)
 
 
-def dense(problem: Problem, **change: Any) -> dict[str, torch.Tensor]:
-    """Attention in float64 from the problem's own tensors, with a change for each known mistake."""
-    q, k = problem["q"].cpu().double(), problem["k"].cpu().double()
-    v = problem["v"].cpu().double() if "v" in problem.tensors else k[..., : problem.constants["rank"]]
-    table, lens = problem["page_table"].cpu().long(), problem["lens"].tolist()
-    starts = problem["qo_indptr"].tolist()
-    page_size, group = k.shape[1], q.shape[1] // k.shape[2]
-    heads = torch.arange(q.shape[1])
-    kv_heads = heads % k.shape[2] if change.get("interleaved_heads") else heads // group
-    if change.get("identity_pages"):
-        table = torch.arange(table.shape[1]).repeat(len(table), 1)
-    if change.get("first_row_of_pages"):
-        table = table[:1].expand_as(table)
-    scale = change.get("scale", problem.constants["scale"])
-    if "scale_exponent" in change:
-        scale = q.shape[2] ** change["scale_exponent"]
-    window = problem.constants["window"] + change.get("window", 0)
-    has_window = problem.constants["window"] >= 0 and not change.get("no_window")
-    output = q.new_zeros(*q.shape[:2], v.shape[3])
-    for i, length in enumerate(lens):
-        keys, values = (x[table[i]].flatten(0, 1)[:, kv_heads] for x in (k, v))
-        new = starts[i + 1] - starts[i]
-        for t in range(new):
-            seen = length if change.get("no_mask") else length - new + t + 1
-            end = min(seen + change.get("end", 0), len(keys))
-            if change.get("whole_pages"):
-                end = min(-(-seen // page_size) * page_size, len(keys))
-            begin = max(change.get("begin", 0), seen - 1 - window if has_window else 0)
-            row = starts[i] + t
-            if end <= begin:  # no key is visible: any output of a kernel is allowed
-                output[row] = torch.nan
-                continue
-            scores = torch.einsum("hd,nhd->hn", q[row], keys[begin:end]) * scale
-            output[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1), values[begin:end])
-            if change.get("unnormalised"):
-                output[row] *= (scores - scores.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
-    return {"out": output}
-
-
-SUSPECTS: dict[str, Suspect] = {
-    "the last token is not seen": partial(dense, end=-1),
-    "one token too many is seen": partial(dense, end=1),
-    "the last page is read to its end": partial(dense, whole_pages=True),
-    "the first token is not seen": partial(dense, begin=1),
-    "the page table is ignored: pages are read in order": partial(dense, identity_pages=True),
-    "every request reads the pages of the first": partial(dense, first_row_of_pages=True),
-    "query head h reads KV head h % num_kv_heads, not h // group": partial(dense, interleaved_heads=True),
-    "the scale is forgotten": partial(dense, scale=1.0),
-    "scores are divided by head_dim, not by its root": partial(dense, scale_exponent=-1.0),
-    "the softmax is not divided by its sum": partial(dense, unnormalised=True),
-    "the window is one token too long": partial(dense, window=1),
-    "the window is one token too short": partial(dense, window=-1),
-    "the window is ignored": partial(dense, no_window=True),
-    "tokens of a prompt see later tokens": partial(dense, no_mask=True),
-}
-
 DECODE_LIKE = Like(
     "attention.decode",
     "One new token for each request attends to its KV pages.",
@@ -247,7 +192,7 @@ DECODE_LIKE = Like(
     (*typed(BATCHES, BOTH), *typed(SHARP, BF16)),
     partial(timed, is_extend=False),
     make_attention,
-    {name: suspect for name, suspect in SUSPECTS.items() if "prompt" not in name},
+    DECODE_SUSPECTS,
     paged=("k", "v"),
     rows=("q", "page_table", "lens"),
     more_cases={"window": WINDOWS},
@@ -259,7 +204,7 @@ MLA_LIKE = Like(
     typed(MLA_BATCHES, BOTH),
     timed_mla,
     make_mla,
-    {name: suspect for name, suspect in DECODE_LIKE.suspects.items() if "head" not in name},
+    MLA_SUSPECTS,
     paged=("k",),
     rows=("q", "page_table", "lens"),
     more_cases={"small": SMALL_MLA},

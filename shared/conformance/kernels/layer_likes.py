@@ -74,12 +74,15 @@ def make_rms_norm(case: Case, takes_scale: bool, is_added: bool = False) -> Prob
 
 def norm_like(problem: Problem, mistake: str) -> dict[str, torch.Tensor]:
     x, weight, eps = problem["x"].cpu(), problem["weight"].cpu().double(), problem.constants["eps"]
+    eps = {"no eps": 0.0, "other eps": 1e-6}.get(mistake, eps)
     residual = problem.tensors.get("residual")
     results = {}
     if residual is not None:
         summed = (x + residual.cpu()).double()
         results["residual"] = summed
         x = x if mistake in ("no residual", "residual after") else x + residual.cpu()
+        if mistake == "old residual":
+            results["residual"] = residual.cpu().double()
     x = x.double()
     mean = x.square().mean(-1, keepdim=True)
     if mistake == "layer norm":
@@ -87,16 +90,19 @@ def norm_like(problem: Problem, mistake: str) -> dict[str, torch.Tensor]:
         mean = x.square().mean(-1, keepdim=True)
     if mistake == "sum":
         mean = mean * x.shape[-1]
-    root = mean.sqrt() + eps if mistake == "eps outside" else (mean + eps * (mistake != "no eps")).sqrt()
+    root = mean.sqrt() + eps if mistake == "eps outside" else (mean + eps).sqrt()
     if mistake == "no weight":
         weight = torch.ones_like(weight)
     out = x / root * (weight + (mistake == "gemma"))
+    if mistake == "swapped":
+        return {"out": results["residual"], "residual": out}
     return {"out": out if mistake != "residual after" else out + residual.cpu().double(), **results}  # type: ignore[union-attr]
 
 
 NORM_SUSPECTS = {
     "eps is added outside the root": partial(norm_like, mistake="eps outside"),
     "eps is left out": partial(norm_like, mistake="no eps"),
+    "eps is 1e-6, not the argument": partial(norm_like, mistake="other eps"),
     "the mean is subtracted, as in LayerNorm": partial(norm_like, mistake="layer norm"),
     "squares are summed, not averaged": partial(norm_like, mistake="sum"),
     "the weight is left out": partial(norm_like, mistake="no weight"),
@@ -106,6 +112,8 @@ ADD_SUSPECTS = {
     **NORM_SUSPECTS,
     "the residual is not added": partial(norm_like, mistake="no residual"),
     "the residual is added after the norm": partial(norm_like, mistake="residual after"),
+    "the residual is not updated: x is not added to it": partial(norm_like, mistake="old residual"),
+    "the results are swapped: the sum is the first": partial(norm_like, mistake="swapped"),
 }
 
 

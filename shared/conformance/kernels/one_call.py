@@ -17,6 +17,9 @@ from shared.conformance.time_limit import DoesNotReturn, TimeLimitExceeded, time
 FAILURES = (Exception, SystemExit)
 """Whatever a function raises is its failure, not one of the check."""
 
+REFUSALS = (ValueError, NotImplementedError)
+"""What a function raises for an input that it does not support."""
+
 Results = dict[str, torch.Tensor]
 
 
@@ -47,6 +50,8 @@ def device_works() -> bool:
 
 
 def sentence(mismatch: Mismatch) -> str:
+    if mismatch.expected is None:  # `what` is the whole sentence
+        return mismatch.what
     expected, actual = (
         f"{value:.6g}" if isinstance(value, float) else str(value)
         for value in (mismatch.expected, mismatch.actual)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +22,9 @@ class Problem:
 
     `tensors`: the inputs under the names of the operation, on the device under check; memory that must not be
     read holds NaN. `expected`: the results in float64 on the CPU. `kind`: the row of the tolerance table, if
-    there is no `limit`. `size`: the x value in plots. `num_bytes`, `flops`: for the roofline bound. `ours`:
-    the same operation by an implementation of this project."""
+    there is no `limit`, which computes the tolerance from expected results. `size`: the x value in plots.
+    `num_bytes`, `flops`: for the roofline bound. `ours`: the same operation by an implementation of this
+    project."""
 
     name: str
     tensors: Tensors
@@ -35,11 +36,11 @@ class Problem:
     num_bytes: float
     flops: float
     ours: Callable[[], object] | None = field(default=None, compare=False)
-    limit: Tolerance | None = None
+    limit: Callable[[Tensors], Tolerance] | None = None
 
     @property
     def tolerance(self) -> Tolerance:
-        return self.limit or tolerance(self.kind, self.dtype)
+        return self.limit(self.expected) if self.limit else tolerance(self.kind, self.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -56,8 +57,9 @@ class Problem:
 
     def strided(self, names: tuple[str, ...]) -> Problem:
         """The problem with these tensors as slices of wider rows, as after a fused projection, with NaN
-        beside them."""
-        return self.with_tensors(**{name: beside_poison(self[name]) for name in names})
+        beside them. Tensors that a convention splits from an input stay slices of it."""
+        wider = {name: beside_poison(self[name]) for name in names if name in self.tensors}
+        return self.with_tensors(**wider).with_constants(is_strided=True)
 
     def with_other_pages(self, names: tuple[str, ...]) -> Problem:
         """The problem with the same KV on other pages; pages that are not live hold NaN in both."""
@@ -125,7 +127,8 @@ class Call:
 @dataclass(frozen=True)
 class Convention:
     """A calling convention. `signature`: how the function is called. `shapes`: of its arguments. `strided`:
-    inputs whose rows may be slices of wider rows; their last dimension is always dense."""
+    inputs whose rows may be slices of wider rows; their last dimension is always dense. Names that the
+    operation does not have are of tensors that `build` splits from an input."""
 
     library: str
     signature: str
@@ -133,6 +136,33 @@ class Convention:
     build: Callable[[Problem], Call]
     strided: tuple[str, ...] = ()
     takes_scale: bool = True
+
+
+class Variant(NamedTuple):
+    """A problem with the same expected results in another form. `what`: the form in a message; `label`: the
+    same in short; `mistake`: of a function that fails in this form only."""
+
+    label: str
+    what: str
+    problem: Problem
+    mistake: str = ""
+
+
+def variants_of(like: Like, convention: Convention, problem: Problem) -> list[Variant]:
+    """The forms in which a function is run: the problem itself comes first."""
+    variants = [Variant("values", "values", problem)]
+    if like.paged:
+        mistake = "the result depends on which pages hold the KV"
+        moved = problem.with_other_pages(like.paged)
+        variants.append(Variant("other pages", "on other pages", moved, mistake))
+    if convention.strided:
+        what = f"{', '.join(convention.strided)} as slices of wider rows"
+        mistake = "strides are ignored: rows that are slices of wider ones give other results"
+        variants.append(Variant("strided rows", what, problem.strided(convention.strided), mistake))
+    for rank in (0, like.ranks - 1) if like.ranks else ():
+        late = f"rank {rank} is late"
+        variants.append(Variant(late, f"when {late}", problem.with_constants(late=rank)))
+    return variants
 
 
 def beside_poison(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,10 @@ GRACE_SECONDS = 3.0
 START_SECONDS = 120.0
 
 
+class RankRaises(Mismatch):
+    """The function raises on a rank."""
+
+
 class RankProcesses:
     """`num_ranks` processes in one group: over NCCL if each can have a GPU, otherwise over gloo on the CPU.
     The first call starts them. After a failure they are ended and the next call starts new ones, because a
@@ -123,13 +127,16 @@ class RankProcesses:
             raise ValueError(answers[0].refusal)
         ended_first = sorted(
             answers.items(), key=lambda item: not item[1].has_ended
-        )  # the others lose their peer
+        )  # others lose their peer
         for rank, answer in ended_first:
             if answer.error or answer.wrong or answer.refusal:
                 self.end()
                 if answer.refusal:
                     raise Mismatch("ranks that refuse", "all or none", f"rank {rank}: {answer.refusal}")
-                raise Mismatch(f"rank {rank}", "a result", answer.error or answer.wrong)
+                is_same = all(other.failure == answer.failure for other in answers.values())
+                of_all = is_same and len(answers) == self.num_ranks
+                kind = RankRaises if answer.error and not answer.has_ended else Mismatch
+                raise kind(f"{'all ranks' if of_all else f'rank {rank}'}: {answer.failure}")
         if len(answers) < self.num_ranks:
             missing = [rank for rank in range(self.num_ranks) if rank not in answers]
             self.end()

@@ -64,6 +64,13 @@ class Answer:
     wrong: str = ""
     has_ended: bool = False
 
+    @property
+    def failure(self) -> str:
+        """What is wrong: a sentence whose subject, the rank, is missing."""
+        if not self.error:
+            return self.wrong
+        return self.error if self.has_ended else f"raises {self.error}"
+
 
 def serve(rank: int, size: int, store: str, device_type: str, seconds: float, pipe: Connection) -> None:
     """The main function of the process, which ends when its parent ends."""
@@ -117,9 +124,10 @@ def _run(task: Task, function: Callable[..., Any], device: torch.device) -> Answ
         result = x if form.is_in_place else returned
         if not isinstance(result, torch.Tensor):
             return Answer(wrong=f"returns {type(result).__name__}, not a tensor")
-        if (result.shape, result.dtype, result.device) != (x.shape, x.dtype, x.device):
-            made = f"{list(result.shape)}, {result.dtype}, {result.device}"
-            return Answer(wrong=f"returns {made}; the input has {list(x.shape)}, {x.dtype}, {x.device}")
+        for name in ("shape", "dtype", "device"):
+            if (made := getattr(result, name)) != getattr(x, name):
+                text = list(made) if name == "shape" else str(made).removeprefix("torch.")
+                return Answer(wrong=f"{name} of out: {text}, expected that of the input")
         results.append(result)
     found = tuple(result.detach().cpu().contiguous() for result in results)  # all are live at the end
     for x, copy in zip(inputs, before):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from shared.conformance.kernels.problem import Convention, Like
@@ -11,7 +12,9 @@ from shared.conformance.kernels.problem import Convention, Like
 class Verdict:
     """The verdict on one case. `error`: the norm of the error over the norm of the exact result; `allowed`:
     its limit. `failure`: what is wrong, or None. `refusal`: why the function does not support the case.
-    `reports`: observations that are not required. `ends_check`: no further case can be run."""
+    `refused_forms`: form of the inputs, such as strided rows -> why the function does not support it, in a
+    case that it supports. `reports`: observations that are not required. `ends_check`: no further case can be
+    run."""
 
     case: str
     dtype: str
@@ -20,8 +23,18 @@ class Verdict:
     allowed: float = 0.0
     failure: str | None = None
     refusal: str | None = None
+    refused_forms: dict[str, str] = field(default_factory=dict)
     reports: dict[str, bool] = field(default_factory=dict)
     ends_check: bool = False
+
+    @property
+    def words(self) -> str:
+        """The verdict as text."""
+        if self.failure is not None:
+            return self.failure
+        if self.refusal is not None:
+            return f"refused: {self.refusal}"
+        return "; ".join(["holds", *(f"{form} refused: {why}" for form, why in self.refused_forms.items())])
 
 
 @dataclass
@@ -86,5 +99,8 @@ class Report:
             return f"{len(self.failing)} of {num_cases} cases fail{rest}"
         if self.num_refused == num_cases:
             return f"all {num_cases} cases are refused: nothing was checked"
-        refused = f", {self.num_refused} are refused" if self.num_refused else ""
-        return f"all {num_cases - self.num_refused} cases hold{refused}"
+        without = Counter(form for verdict in self.verdicts for form in verdict.refused_forms)
+        parts = [f"all {num_cases - self.num_refused} cases hold"]
+        parts += [f"{count} without {form}" for form, count in without.items()]
+        parts += [f"{self.num_refused} are refused"] * bool(self.num_refused)
+        return ", ".join(parts)

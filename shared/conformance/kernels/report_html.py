@@ -202,7 +202,7 @@ in this run. Small inputs stay in a cache, which may be faster than the bound.</
 <td class="number" data-label="error">{{ "%.1e" | format(v.error) }}</td>
 <td class="number" data-label="allowed">{{ "%.1e" | format(v.allowed) }}</td>
 <td class="verdict {{ 'fails' if v.failure else 'holds' }}">
-{{ v.failure or ("refused: " + v.refusal if v.refusal else "holds") }}</td></tr>
+{{ v.words }}</td></tr>
 {% endfor %}</table>
 </body>
 </html>

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from shared.conformance.kernels.collective_likes import expect_same_sums, in_ord
 from shared.conformance.kernels.mistakes import name_mistakes
 from shared.conformance.kernels.one_call import (
     FAILURES,
+    REFUSALS,
     Results,
     call,
     check_form,
@@ -27,7 +28,7 @@ from shared.conformance.kernels.one_call import (
     same_bits,
     sentence,
 )
-from shared.conformance.kernels.problem import Convention, Like, Problem
+from shared.conformance.kernels.problem import Convention, Like, Problem, variants_of
 from shared.conformance.kernels.rank_processes import RankProcesses
 from shared.conformance.kernels.rank_worker import FORMS
 from shared.conformance.kernels.report import Report, Verdict
@@ -60,25 +61,29 @@ def running(target: str, like: Like, seconds: float = SECONDS) -> Iterator[Calla
         yield function
 
 
-def check_arguments(target: str, like: Like, convention: Convention, cases: tuple[Any, ...]) -> None:
-    """Raises `ValueError` if the function cannot take the arguments of the convention."""
+def check_arguments(
+    target: str, like: Like, convention: Convention, cases: tuple[Any, ...], features: Sequence[str] = ()
+) -> None:
+    """Raises `ValueError` if the function cannot take the arguments of the convention: those of the first
+    case, and of the first case of each feature."""
     function = load_function(target)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of a builtin: not known
         return
-    if like.ranks:
-        args, kwargs = FORMS[convention.library].arguments(torch.empty(0), None)
-    else:
-        made = convention.build(like.make(cases[0], convention.takes_scale))
-        args, kwargs = made.args, made.kwargs
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise ValueError(
-            f"{target} takes {signature}; convention {convention.library} calls "
-            f"{convention.signature}: {error}. Other conventions: --list --like {like.name}"
-        ) from None
+    for case in (cases[0], *(like.more_cases[feature][0] for feature in features)):
+        if like.ranks:
+            args, kwargs = FORMS[convention.library].arguments(torch.empty(0), None)
+        else:
+            made = convention.build(like.make(case, convention.takes_scale))
+            args, kwargs = made.args, made.kwargs
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ValueError(
+                f"{target} takes {signature}; convention {convention.library} calls "
+                f"{convention.signature}: {error}. Other conventions: --list --like {like.name}"
+            ) from None
 
 
 def check_problem(
@@ -90,31 +95,24 @@ def check_problem(
         problem.size,
         allowed=problem.tolerance.rms,
     )
-    variants = [("values", problem)]
-    if like.paged:
-        variants.append(("on other pages", problem.with_other_pages(like.paged)))
-    if convention.strided:
-        names = ", ".join(convention.strided)
-        variants.append((f"{names} as slices of wider rows", problem.strided(convention.strided)))
-    if like.ranks:
-        late = (0, like.ranks - 1)
-        variants += [(f"when rank {rank} is late", problem.with_constants(late=rank)) for rank in late]
-    outputs: list[Results] = []
+    outputs: dict[str, Results] = {}
     what = "values"
     try:
-        for what, variant in variants:
-            results = call(function, convention, variant)
-            outputs.append(results)
+        for label, what, variant, _ in variants_of(like, convention, problem):
+            results = call_or_refusal(function, convention, variant, label, verdict)
+            if verdict.refusal is not None:
+                return verdict
+            if results is None:
+                continue
+            outputs[label] = results
             check_form(problem, results, what)
             error = largest_error(problem, results)
             verdict.error = verdict.error if error <= verdict.error else error  # NaN is the largest
             check_values(problem, results, what)
             if like.ranks:
-                expect_same_sums(what, results["out"], outputs[0]["out"])
+                expect_same_sums(what, results["out"], outputs["values"]["out"])
         what = "another call"
-        verdict.reports = observations(function, like, convention, problem, outputs)
-    except (ValueError, NotImplementedError) as error:
-        verdict.refusal = f"{what}: {error}"
+        verdict.reports = observations(function, like, convention, problem, outputs, verdict)
     except Mismatch as mismatch:
         verdict.failure = sentence(mismatch)
         verdict.ends_check = isinstance(mismatch, DoesNotReturn)
@@ -126,24 +124,46 @@ def check_problem(
     return verdict
 
 
+def call_or_refusal(
+    function: Callable[..., Any], convention: Convention, problem: Problem, form: str, verdict: Verdict
+) -> Results | None:
+    """The results. None if the function refuses this form of the inputs, which the verdict then has."""
+    try:
+        return call(function, convention, problem)
+    except REFUSALS as error:
+        if form == "values":
+            verdict.refusal = str(error)
+        else:
+            verdict.refused_forms[form] = str(error)
+        return None
+
+
 def observations(
-    function: Callable[..., Any], like: Like, convention: Convention, problem: Problem, outputs: list[Results]
+    function: Callable[..., Any],
+    like: Like,
+    convention: Convention,
+    problem: Problem,
+    outputs: dict[str, Results],
+    verdict: Verdict,
 ) -> dict[str, bool]:
-    """Observations that are not required. `outputs`: the results of the problem, and of the problem with
-    other pages."""
+    """Observations that are not required. `outputs`: form of the inputs -> results."""
+    values = outputs["values"]
     if like.ranks:
         ordered = {"out": in_order(problem)}
-        return {"the bits are those of a float32 sum in the order of ranks": same_bits(outputs[0], ordered)}
+        return {"the bits are those of a float32 sum in the order of ranks": same_bits(values, ordered)}
     found = {}
     if problem.kind != "draws":
-        again = call(function, convention, problem)
-        found["a second call gives the same bits"] = same_bits(again, outputs[0])
-    if like.paged:
-        found["other pages give the same bits"] = same_bits(outputs[1], outputs[0])
+        again = call_or_refusal(function, convention, problem, "a second call", verdict)
+        if again is not None:
+            found["a second call gives the same bits"] = same_bits(again, values)
+    if "other pages" in outputs:
+        found["other pages give the same bits"] = same_bits(outputs["other pages"], values)
     if like.rows and len(problem[like.rows[0]]) > 1:
-        alone = call(function, convention, problem.row(1, like.rows))
-        in_batch = {name: result[1:2] for name, result in outputs[0].items()}
-        found["a row alone gives the same bits"] = same_bits(alone, in_batch)
+        row = problem.row(1, like.rows)
+        alone = call_or_refusal(function, convention, row, "a row alone", verdict)
+        if alone is not None:
+            in_batch = {name: result[1:2] for name, result in values.items()}
+            found["a row alone gives the same bits"] = same_bits(alone, in_batch)
     return found
 
 
