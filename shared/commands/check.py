@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +13,7 @@ from typer.core import TyperGroup
 
 from shared.commands import bench_run
 from shared.commands.check_kernel import check_kernel
+from shared.commands.check_results import as_json, gather, print_results, refusals_beside
 from shared.commands.check_server import check_server
 
 if TYPE_CHECKING:
@@ -34,6 +32,8 @@ class WhatIsChecked(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, self.with_subcommand(args))
 
+
+KERNEL_HINT = "a bare function is checked by `diptych check kernel FILE.py:NAME --like OPERATION`"
 
 app = typer.Typer(cls=WhatIsChecked, help="Hold an implementation to the reference.")
 app.command("kernel")(check_kernel)
@@ -92,6 +92,7 @@ def check(
 
     Exit status 0: every clause holds; 1: something fails; 2: nothing could be checked.
     """
+    from shared import registry
     from shared.conformance import suite
     from shared.conformance.contract_versions import older_than_current, versions_of
 
@@ -102,7 +103,7 @@ def check(
         return
     if component is None:
         raise ValueError(f"name a component ({', '.join(suite.CONTRACTS)}) or a --stage of the course")
-    clauses = chosen_clauses(suite.clauses_of(component), clause or [])
+    clauses = chosen_clauses(contract_of(component), clause or [])
     if list_clauses:
         print_clauses(clauses)
         return
@@ -117,6 +118,8 @@ def check(
     num_cases = 1 + sum(len(each.cases) for each in clauses)
     results = gather(refusals_beside(_with_progress(verdicts, num_cases)))
     print_results(results, f"{component}: {target}")
+    if hint := function_hint(registry.load(component, target)):
+        print(hint)
     if json_file is not None:
         version = versions_of(component)[-1]
         report = {"component": component, "target": target, "contract": version, **as_json(results)}
@@ -139,87 +142,30 @@ def _check_stage(number: str, file: str | None, shrink: bool, time_limit: float)
         raise typer.Exit(1)
 
 
-@dataclass
-class Result:
-    """The verdicts on one clause."""
+def contract_of(component: str) -> list[Clause]:
+    """The clauses of a component; an unknown name raises `ValueError`, with a hint if it is an operation of
+    bare functions."""
+    from shared.conformance import suite
 
-    clause: Clause
-    verdicts: list[Verdict] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)  # of cases that hold: refused features, and why
-
-    @property
-    def failures(self) -> list[Verdict]:
-        return [verdict for verdict in self.verdicts if not verdict.holds]
-
-    @property
-    def num_held(self) -> int:
-        return len(self.verdicts) - len(self.failures)
-
-    @property
-    def holds(self) -> bool:
-        return not self.failures
+    try:
+        return suite.clauses_of(component)
+    except ValueError as error:
+        raise ValueError(with_kernel_hint(str(error), component)) from None
 
 
-def refusals_beside(verdicts: Iterator[Verdict]) -> Iterator[tuple[Verdict, list[str]]]:
-    """Yields each verdict with the refusals that were warned about; other warnings are emitted again."""
-    from shared.conformance.attention_batches import RefusalWarning
+def with_kernel_hint(message: str, component: str) -> str:
+    """The message about an unknown component, with a hint if it is an operation of bare functions."""
+    from shared.conformance.kernels.conventions import operations_named
 
-    others: list[warnings.WarningMessage] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", RefusalWarning)
-        for verdict in verdicts:
-            yield verdict, [str(each.message) for each in caught if each.category is RefusalWarning]
-            others += [each for each in caught if each.category is not RefusalWarning]
-            caught.clear()
-    for each in others:
-        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    if not operations_named(component):
+        return message
+    like = " or ".join(operations_named(component))
+    return f"{component} is an operation, not a component: {KERNEL_HINT.replace('OPERATION', like)}"
 
 
-def gather(verdicts: Iterable[tuple[Verdict, list[str]]]) -> list[Result]:
-    results: list[Result] = []
-    for verdict, refusals in verdicts:
-        if not results or results[-1].clause is not verdict.clause:
-            results.append(Result(verdict.clause))
-        results[-1].verdicts.append(verdict)
-        if verdict.holds:  # shrinking runs a failing case many times
-            results[-1].refusals += refusals
-    return results
-
-
-def as_json(results: list[Result]) -> dict[str, Any]:
-    return {
-        "holds": all(result.holds for result in results),
-        "clauses": [
-            {
-                "name": result.clause.name,
-                "kind": result.clause.kind,
-                "statement": result.clause.statement,
-                "num_cases": len(result.clause.cases),
-                "num_held": result.num_held,
-                "refusals": result.refusals,
-                "failures": [_failure_as_json(verdict) for verdict in result.failures],
-            }
-            for result in results
-        ],
-    }
-
-
-def _failure_as_json(verdict: Verdict) -> dict[str, Any]:
-    assert verdict.failure is not None
-    return {
-        "case": dict(case_fields(verdict.case)),
-        "smallest_case": dict(case_fields(verdict.failure.smallest_case)),
-        "what": verdict.failure.what,
-        "expected": repr(verdict.failure.expected),
-        "actual": repr(verdict.failure.actual),
-    }
-
-
-def case_fields(case: Any) -> list[tuple[str, str]]:
-    """(field, value) of a case, as text."""
-    from shared.conformance.case import fields_of
-
-    return [(name, repr(value)) for name, value in (fields_of(case) or {}).items()]
+def function_hint(implementation: Any) -> str:
+    """How to check a bare function; empty for a class or a module."""
+    return KERNEL_HINT if callable(implementation) and not isinstance(implementation, type) else ""
 
 
 def chosen_clauses(clauses: list[Clause], names: list[str]) -> list[Clause]:
@@ -256,104 +202,3 @@ def print_clauses(clauses: list[Clause]) -> None:
         cells = (clause.name, clause.kind, str(len(clause.cases)), clause.statement)
         table.add_row(*map(Text, cells))
     Console().print(table)
-
-
-def print_results(results: list[Result], title: str) -> None:
-    """Print the summary, a table of all clauses, and the failures."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    failing = [result for result in results if not result.holds]
-    if failing:
-        console.print(f"{len(failing)} of {len(results)} clauses fail", style="bold red")
-    else:
-        num_cases = sum(len(result.verdicts) for result in results)
-        console.print(f"all {len(results)} clauses hold, in {num_cases} cases", style="green")
-    table = Table(title=title)
-    table.add_column("clause", overflow="fold")
-    table.add_column("kind")
-    table.add_column("cases", justify="right")
-    table.add_column("verdict")
-    for result in results:
-        table.add_row(
-            Text(result.clause.name),
-            result.clause.kind,
-            f"{result.num_held}/{len(result.clause.cases)}",
-            Text("holds", "green") if result.holds else Text("fails", "bold red"),
-        )
-    console.print(table)
-    _print_refusals(console, results)
-    for result in failing:
-        console.print()
-        print_failure(console, result)
-
-
-def _print_refusals(console: Any, results: list[Result]) -> None:
-    """Print the refused cases, which count as holding but did not run."""
-    from rich.text import Text
-
-    refusals = [refusal for result in results for refusal in result.refusals]
-    if not refusals:
-        return
-    reasons = Counter(refusal.removeprefix("refused: ").partition(": ")[2] or refusal for refusal in refusals)
-    console.print(f"{len(refusals)} cases are refused, which the contract allows:", style="yellow")
-    for reason, count in reasons.most_common():
-        console.print(Text(f"  {count} x {reason}"))
-
-
-def print_failure(console: Any, result: Result) -> None:
-    """Print a failing clause: its sentence, and the first failing case."""
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
-
-    first = result.failures[0]
-    failure = first.failure
-    assert failure is not None
-    console.print(Text(result.clause.name, "bold red"))
-    console.print(Padding(Text(result.clause.statement), (0, 2)))
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-
-    def row(label: str, value: str) -> None:
-        grid.add_row(label, Text(value))
-
-    case = failure.smallest_case
-    is_smaller = case != first.case
-    label = getattr(first.case, "name", None)
-    row("case", str(label) if label is not None else repr(first.case))
-    heading = "smallest input" if is_smaller else "input"
-    for line in _input_lines(case):
-        row(heading, line)
-        heading = ""
-    row("what", failure.what)
-    row("expected", _readable(failure.expected))
-    row("got", _readable(failure.actual))
-    if len(result.failures) > 1:
-        others = [str(getattr(each.case, "name", each.case)) for each in result.failures[1:]]
-        row("also in", "; ".join(others))
-    not_run = len(result.clause.cases) - len(result.verdicts)
-    if not_run:
-        row("not run", f"{not_run} more cases: each could take as long")
-    console.print(Padding(grid, (0, 2)))
-
-
-def _input_lines(case: Any) -> list[str]:
-    """The lines of a case: its fields except the name; sequences have one element per line."""
-    from shared.conformance.case import fields_of
-
-    lines: list[str] = []
-    for name, value in (fields_of(case) or {}).items():
-        if isinstance(value, tuple) and len(value) > 1 and all(map(fields_of, value)):
-            lines += [f"{name}[{i}] = {element!r}" for i, element in enumerate(value)]
-        elif name != "name":
-            lines.append(f"{name} = {value!r}")
-    return lines
-
-
-def _readable(value: object) -> str:
-    """Strings unchanged; any other value as its repr."""
-    return value if isinstance(value, str) else repr(value)

@@ -62,7 +62,7 @@ def print_grade(stage: Stage, file: str, grade: Grade) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from shared.commands.check import Result, print_failure
+    from shared.commands.check_results import Result, print_failure
 
     console = Console()
     line = Text(f"stage {stage.number}, {stage.title}: ")

@@ -125,10 +125,20 @@ def _check_version(config: pytest.Config, checked: Checked) -> None:
     try:
         note = older_than_current(checked.component, checked.contract)
     except ValueError as error:
-        raise pytest.UsageError(str(error)) from None
+        raise pytest.UsageError(_with_hint(str(error), checked.component)) from None
     is_worker = hasattr(config, "workerinput")  # of xdist: its controller has warned
     if note and not is_worker:
         config.issue_config_time_warning(OlderContractWarning(note), stacklevel=2)
+
+
+def _with_hint(message: str, component: str) -> str:
+    from shared.conformance.contract_versions import recorded
+
+    if component in recorded():  # the version is unknown, not the component
+        return message
+    from shared.commands.check import with_kernel_hint
+
+    return with_kernel_hint(message, component)
 
 
 class Contract(pytest.Collector):
@@ -174,7 +184,8 @@ class Case(pytest.Item):
         self.user_properties.append(("clause", clause.statement))
 
     def runtest(self) -> None:
-        from shared.commands.check import gather, refusals_beside
+        from shared.commands.check import function_hint
+        from shared.commands.check_results import gather, refusals_beside
         from shared.conformance.suite import check_implementation
 
         contract, option = self.parent, self.config.option
@@ -194,7 +205,7 @@ class Case(pytest.Item):
             contract.failed.add(self.clause.name)
             if verdict.failure.what == "time limit":
                 contract.late.add(self.clause.name)
-            raise ClauseFails(result)
+            raise ClauseFails(result, function_hint(contract.implementation))
         if result.refusals:
             pytest.skip("; ".join(dict.fromkeys(result.refusals)))
 
@@ -208,21 +219,23 @@ class Case(pytest.Item):
 
 
 class ClauseFails(Exception):
-    """`result`: a `shared.commands.check.Result` with one failing case."""
+    """`result`: a `shared.commands.check_results.Result` with one failing case. `hint`: how to check a bare
+    function; empty for others."""
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: Any, hint: str) -> None:
         super().__init__(result.clause.name)
         self.result = result
+        self.hint = hint
 
     def text(self) -> str:
         """What `diptych check` prints."""
         from rich.console import Console
 
-        from shared.commands.check import print_failure
+        from shared.commands.check_results import print_failure
 
         stream = io.StringIO()
         print_failure(Console(file=stream), self.result)
-        return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+        return "\n".join(line.rstrip() for line in (*stream.getvalue().splitlines(), self.hint)).rstrip()
 
 
 def _absolute(target: str, folder: str) -> str:

@@ -1,6 +1,7 @@
 """`diptych check`: verdicts, what a failure shows, and the exit status."""
 
 import json
+import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -84,9 +85,35 @@ def test_what_is_refused_is_shown(diptych: Diptych, tmp_path: Path) -> None:
     num_cases = len(verdict["refusals"])
     assert num_cases > 0
     assert f"{num_cases} cases are refused, which the contract allows:" in result.stdout
+    assert (verdict["num_held"], verdict["num_refused"]) == (0, num_cases)
+    assert result.stdout.startswith(f"all 2 clauses hold, in 1 cases; {num_cases} are refused")
+    (row,) = (line for line in result.stdout.splitlines() if "sliding-window" in line)
+    assert f" 0/{num_cases} │ refused " in row
     assert f"{num_cases} x sliding_window is not supported" in result.stdout
     held = diptych("check", "attention", "reference", "--clause", "sliding-window")
     assert "refused" not in held.stdout
+
+
+PAGES_ONLY = """
+    from reference.attention import TorchAttention
+
+    class FewWindows(TorchAttention):
+        def run(self, q, layer, plan, **kv):
+            if layer.sliding_window > 20:
+                raise ValueError("sliding_window above 20 is not supported")
+            return super().run(q, layer, plan, **kv)
+"""
+
+
+def test_a_clause_of_which_a_part_is_refused(diptych: Diptych, tmp_path: Path) -> None:
+    target = f"{plant(tmp_path, PAGES_ONLY)}:FewWindows"
+    result = diptych("check", "attention", target, "--clause", "sliding-window")
+    assert result.exit_code == 0, result.output
+    (row,) = (line for line in result.stdout.splitlines() if "sliding-window" in line)
+    found = re.search(r" (\d+)/(\d+) │ holds, (\d+) refused ", row)
+    assert found is not None
+    num_held, num_cases, num_refused = map(int, found.groups())
+    assert 0 < num_held == num_cases - num_refused < num_cases
 
 
 # ---- what fails ----
@@ -162,6 +189,14 @@ def test_what_is_no_implementation_is_one_clear_line(
     assert message in result.stdout
     assert "1 of 1 clauses fail" in result.stdout
     assert "Traceback" not in result.output
+    assert ("diptych check kernel FILE.py:NAME --like OPERATION" in result.stdout) == ("def" in code)
+
+
+def test_an_operation_is_no_component(diptych: Diptych) -> None:
+    result = diptych("check", "rms_norm", "mine.py:f")
+    assert result.exit_code == 2
+    assert "rms_norm is an operation, not a component" in result.output
+    assert "diptych check kernel FILE.py:NAME --like rms_norm" in result.output
 
 
 def test_a_class_is_missing_in_a_module_or_in_its_place(diptych: Diptych, tmp_path: Path) -> None:

@@ -110,6 +110,16 @@ def test_failure_prints_what_check_prints(run: Callable[..., Run], project: Path
     assert "smallest input" in case.find("failure").text
 
 
+def test_bare_functions_are_for_check_kernel(run: Callable[..., Run], project: Path) -> None:
+    (project / "mine.py").write_text("def f(q): ...", encoding="utf-8")
+    result = run("--diptych", "mine.py:f", "--component", "attention")
+    assert result.status == 1
+    assert "diptych check kernel FILE.py:NAME --like OPERATION" in result.text
+    result = run("--diptych", "mine.py:f", "--component", "rms_norm")
+    assert result.status == 4
+    assert "diptych check kernel FILE.py:NAME --like rms_norm" in result.text
+
+
 def test_no_shrink(run: Callable[..., Run], project: Path) -> None:
     plant(project)
     result = run(*CACHE, "--diptych-clause", "any-calls", "--diptych-no-shrink", "-k", "calls_21")
