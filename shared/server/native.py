@@ -95,8 +95,8 @@ async def _start(body: NativeRequest, state: ServerState) -> Generation:
         )
     except ValueError as error:
         name = first_word(error)
-        is_own = name in NativeRequest.model_fields
-        raise bad_request(str(error), name if is_own else f"sampling_params.{name}") from None
+        field = name if name in NativeRequest.model_fields else f"sampling_params.{name}"
+        raise bad_request(str(error), field) from None
     with renamed({name: f"sampling_params.{name}" for name in fields}):
         state.prompts.check(prompt, field, params)
     state.check_admission(1, params.n)
