@@ -46,7 +46,7 @@ def test_files_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return opened(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(ValueError, match="adapter 'mine': .* cannot be read: .*Permission denied"):
+    with pytest.raises(ValueError, match=r"adapter 'mine': .* cannot be read: .*Permission denied"):
         read_adapter(tmp_path, "mine")
 
 
