@@ -82,6 +82,12 @@ def _options(
 
 
 def main() -> None:
-    # Python looks for garbage when it ends, among all that torch has made: a third of a second for nothing.
-    atexit.register(gc.freeze)
+    atexit.register(_end_quickly)
     app(prog_name="diptych")
+
+
+def _end_quickly() -> None:
+    """Python looks for garbage when it ends, among all that torch has made: a third of a second for nothing.
+    Without that, Triton's bindings print what they take for leaks."""
+    if "triton._C.libtriton" not in sys.modules:
+        gc.freeze()
