@@ -20,6 +20,7 @@ from optimized.speculative.decoding import SpeculativeDecoding
 from shared.config import EngineConfig, ModelConfig
 from shared.interfaces import SchedulerParts
 from shared.scheduling.base_scheduler import BaseScheduler
+from shared.scheduling.stop_conditions import held_nan
 from shared.scheduling.waiting_queue import WaitingQueue
 from shared.types import ForwardMode, Req, ScheduleBatch, StepOutput
 
@@ -118,7 +119,7 @@ class Scheduler(BaseScheduler):
         for req, token_ids, logprobs in self.decoding.finish(batch, result):
             if batch.rows.pop(req, None) is not None:
                 self._append_tokens(req, token_ids, logprobs)
-            if token_ids[0] < 0 and req in batch.prompts:
+            if req in batch.prompts and held_nan(req, token_ids, self.parts.num_token_ids):
                 self._discard(batch.prompts[req], batch)
 
     # --8<-- [end:process-batch-result]

@@ -31,6 +31,7 @@ from shared.sampling.logprobs import (
     to_token_logprobs,
 )
 from shared.sampling.sampling_batch import make_sampling_batch_info
+from shared.scheduling.stop_conditions import held_nan
 from shared.types import (
     ForwardBatch,
     LogprobsOutput,
@@ -230,7 +231,7 @@ class PipelineScheduler(Scheduler):
             if not req.finished and is_prefilled:
                 self.parts.tree_cache.cache_unfinished_req(req)
                 self.running.append(req)
-            if req.finished and is_prefilled and token_ids[i] < 0:
+            if req.finished and is_prefilled and held_nan(req, [token_ids[i]], self.parts.num_token_ids):
                 self._discard(req)
 
     def _collect_input_logprobs(

@@ -8,6 +8,7 @@ from shared.config import EngineConfig, ModelConfig
 from shared.interfaces import RadixKey, SchedulerParts
 from shared.sampling.logprobs import collect_input_logprobs
 from shared.scheduling.base_scheduler import BaseScheduler
+from shared.scheduling.stop_conditions import held_nan
 from shared.types import BatchResult, Req, ScheduleBatch, StepOutput
 
 
@@ -70,7 +71,7 @@ class Scheduler(BaseScheduler):
                 self.running.append(req)
         # --8<-- [end:process-batch-result]
         for req, token_ids in zip(extending, result.token_ids):
-            if req.finished and token_ids and token_ids[0] < 0:
+            if req.finished and token_ids and held_nan(req, token_ids, self.parts.num_token_ids):
                 self._discard(req)
 
     # --8<-- [start:discard-a-prompt]

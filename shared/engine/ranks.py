@@ -112,6 +112,10 @@ class LeadScheduler(Scheduler):
             raise ValueError(
                 "custom logit processors do not work with tp > 1 or pp > 1: they exist on rank 0 only"
             )
+        if req.sampling_params.stop_regex:
+            raise ValueError(
+                "stop_regex does not work with tp > 1 or pp > 1: its time limit may end a request on one rank"
+            )
         self._tell("add_request", req=req)
         self.scheduler.add_request(req)
 

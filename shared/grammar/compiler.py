@@ -84,6 +84,13 @@ class GrammarCompiler:
                 self._cache.popitem(last=False)
         return entry[0]
 
+    def withdraw(self, compiled: Future[Any]) -> None:
+        """Nothing waits for this grammar any more: unless it is being compiled, it is not."""
+        with self._lock:
+            if compiled.cancel():
+                for spec in [spec for spec, entry in self._cache.items() if entry[0] is compiled]:
+                    del self._cache[spec]
+
     def grammar_for(self, req: Req, compiled: Any) -> Grammar:
         """A grammar of the request's own, at its beginning."""
         grammar: Grammar = MatcherGrammar(import_xgrammar().GrammarMatcher(compiled))

@@ -68,12 +68,14 @@ class MatcherGrammar(Grammar):
     def next_tokens(self, output_ids: Sequence[int], vocab_size: int) -> torch.Tensor:
         mask = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32)
         with self._time_limit(1):
-            if self._go_to(output_ids):
+            if not self._is_too_slow and self._go_to(output_ids):
                 self._fill(mask, 0)
         return mask[0]
 
     def is_terminated(self, output_ids: Sequence[int]) -> bool:
-        return self._go_to(output_ids) and self._matcher.is_terminated()
+        """It does not depend on time: all ranks answer alike."""
+        with self._time_limit(1):
+            return self._go_to(output_ids) and self._matcher.is_terminated()
 
     def next_tokens_at_nodes(
         self, output_ids: Sequence[int], token_ids: Sequence[int], parents: Sequence[int], vocab_size: int
@@ -92,7 +94,7 @@ class MatcherGrammar(Grammar):
                     self._matcher.rollback(1)
 
         with self._time_limit(len(token_ids)):
-            if self._go_to(output_ids):
+            if not self._is_too_slow and self._go_to(output_ids):
                 visit(0)
         return masks
 
@@ -104,8 +106,6 @@ class MatcherGrammar(Grammar):
 
     def _go_to(self, output_ids: Sequence[int]) -> bool:
         """Bring the matcher behind these ids; False when the grammar does not allow them."""
-        if self._is_too_slow:
-            return False
         known, num_known = self._accepted, len(self._accepted)
         if num_known and list(output_ids[:num_known]) != known:
             num_same = 0

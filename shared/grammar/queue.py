@@ -1,4 +1,4 @@
-"""Requests whose grammar is being compiled: they wait here, and no other request waits for them."""
+"""Requests whose grammar is being compiled: they wait here, and requests without a grammar do not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,12 @@ class GrammarQueue:
 
     def drop(self, rid: str) -> bool:
         """The request leaves without a grammar. False when it does not wait."""
-        return self._waiting.pop(rid, None) is not None
+        dropped = self._waiting.pop(rid, None)
+        if dropped is None:
+            return False
+        if not any(other.compiled is dropped.compiled for other in self._waiting.values()):
+            self._compiler.withdraw(dropped.compiled)
+        return True
 
     def take_ready(self) -> list[tuple[Req, str | None]]:
         """Requests that wait no longer, with their grammar set, or with what is wrong with it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from shared.sampling.logprobs import cut_top
@@ -9,6 +10,7 @@ from shared.sampling.sampling_batch import bans_every_token
 from shared.text.stop_text import (
     MAX_CHARACTER_BYTES,
     NUM_CONTEXT_TOKENS,
+    REGEX_SECONDS,
     REPLACEMENT,
     RegexTimeout,
     first_stop_string,
@@ -92,6 +94,12 @@ def _no_token(req: Req, position: int, vocab_size: int) -> FinishError:
     return FinishError(f"{where}: the model's logits held NaN")
 
 
+def held_nan(req: Req, token_ids: Sequence[int], vocab_size: int) -> bool:
+    """Whether a step's first token is none because the logits held NaN, not because every token is banned.
+    The step's tokens have been appended."""
+    return token_ids[0] < 0 and not bans_every_token(req, len(req.output_ids), vocab_size)
+
+
 def _match_stop_text(req: Req, count: int, decode_text: DecodeText) -> FinishReason | None:
     """Why the first `count` output ids end the request, given that the first `count - 1` do not."""
     params = req.sampling_params
@@ -102,8 +110,12 @@ def _match_stop_text(req: Req, count: int, decode_text: DecodeText) -> FinishRea
             return FinishString(matched)
     if params.stop_regex:
         text = _output_text(req, count, decode_text)
+        end = time.monotonic() + REGEX_SECONDS
         try:
-            found = [(search_stop_regex(pattern, text), pattern) for pattern in params.stop_regex]
+            found = [
+                (search_stop_regex(pattern, text, max(end - time.monotonic(), 0.001)), pattern)
+                for pattern in params.stop_regex
+            ]
         except RegexTimeout as error:
             return FinishError(str(error), status=400)
         matches = [(*match, pattern) for match, pattern in found if match is not None]

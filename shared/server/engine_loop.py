@@ -142,6 +142,9 @@ class EngineLoop:
                 self._add_request(req)
         except ValueError as error:
             self._refused.append(_refusal(message.rid, FinishAbort(str(error), 400)))
+        except Exception as error:  # of the vision tower, for one: the scheduler has nothing of the request
+            problem = f"the request cannot be prepared: {error!r}"
+            self._refused.append(_refusal(message.rid, FinishAbort(problem, 500)))
 
     def _add_request(self, req: Req) -> None:
         self.scheduler.add_request(req)

@@ -20,11 +20,11 @@ MAX_CHARACTER_BYTES = 4
 """Bytes of the longest UTF-8 character."""
 
 REGEX_SECONDS = 0.05
-"""Time limit of one search. It runs between two steps: all requests wait for it."""
+"""Time limit of the searches of a request after a token. They run between two steps: all requests wait."""
 
 
 class RegexTimeout(Exception):
-    """A stop regex exceeded REGEX_SECONDS. `pattern`: which one."""
+    """Stop regexes exceeded REGEX_SECONDS. `pattern`: the one that was searched then."""
 
     def __init__(self, pattern: str) -> None:
         super().__init__(f"stop_regex {pattern!r} took more than {REGEX_SECONDS} s on the output so far")
@@ -37,10 +37,10 @@ def first_stop_string(text: str, stops: Sequence[str]) -> str | None:
     return min(found, key=lambda match: match[0])[1] if found else None
 
 
-def search_stop_regex(pattern: str, text: str) -> tuple[int, str] | None:
+def search_stop_regex(pattern: str, text: str, seconds: float = REGEX_SECONDS) -> tuple[int, str] | None:
     """Where the first match begins, and its text. Raises `RegexTimeout`."""
     try:
-        match = regex.search(pattern, text, timeout=REGEX_SECONDS)
+        match = regex.search(pattern, text, timeout=seconds)
     except TimeoutError:
         raise RegexTimeout(pattern) from None
     return (match.start(), match.group()) if match else None

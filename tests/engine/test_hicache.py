@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,21 @@ def test_only_what_the_tree_lacks_is_loaded() -> None:
     assert in_tree >= first.num_cached_tokens > 0
     output = llm.generate(prompt, ONE, progress=False)
     assert num_loaded(llm) - before == output.num_cached_tokens - in_tree > 0
+
+
+@pytest.mark.parametrize("scheduler", ["reference", "optimized"])
+def test_a_request_that_bans_every_token_leaves_the_tiers_as_they_are(scheduler: str) -> None:
+    llm = engine(use={"scheduler": scheduler})
+    first, second = prompts(llm)[:2]
+    llm.generate(first, ONE, progress=False)
+    host = llm.assembly.parts.tree_cache.host
+    before = set(host.pages)
+    banned = dict.fromkeys(range(llm.assembly.parts.num_token_ids), -math.inf)
+    params = SamplingParams(max_new_tokens=2, logit_bias=banned)
+    assert "every token is banned" in llm.generate(second, params, progress=False).finish_reason.message
+    assert before <= set(host.pages) != set()
+    evict_all(llm)
+    assert llm.generate(first, ONE, progress=False).num_cached_tokens > 0
 
 
 def test_namespaces_never_share_pages() -> None:

@@ -211,6 +211,27 @@ def test_a_request_that_waits_can_leave(tokenizer: Tokenizer, name: str) -> None
     is_over.set()
 
 
+def test_what_only_dropped_requests_wait_for_is_not_compiled(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(GrammarCompiler, "_compile", lambda self, spec: compiled.append(spec.text))
+    compiler, is_over = make(tokenizer), threading.Event()
+    compiler._thread.submit(is_over.wait)
+    queue = GrammarQueue(compiler)
+    for rid, pattern in (("a", "x"), ("b", "y"), ("c", "y"), ("d", "z")):
+        queue.add(Req(rid, [1], SamplingParams(regex=pattern), 0))
+    assert queue.drop("a")
+    assert queue.drop("b")  # "c" waits for the same grammar
+    queue.add(Req("e", [1], SamplingParams(regex="x"), 0))  # a new one, behind the others
+    assert queue.drop("d")
+    is_over.set()
+    for waiting in queue._waiting.values():
+        waiting.compiled.result(60)
+    assert compiled == ["y", "x"]
+    compiler.close()
+
+
 def test_the_queue(compiler: GrammarCompiler) -> None:
     queue = GrammarQueue(compiler)
     assert not queue.add(Req("free", [1], SamplingParams(), 0))

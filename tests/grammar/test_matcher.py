@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shared.conformance.brackets import END, OPEN, BracketMatcher
+from shared.conformance.brackets import CLOSE, END, OPEN, BracketMatcher
 from shared.grammar import matcher as module
 from shared.grammar.matcher import BaseGrammar, MatcherGrammar, allows
 from shared.grammar.reasoning import ReasoningGrammar, ReasoningTokens
@@ -164,6 +164,16 @@ def test_a_slow_grammar_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "MAX_MASK_SECONDS", 0.0)
     grammar.next_tokens([OPEN], VOCAB_SIZE)
     assert not grammar.next_tokens([OPEN], VOCAB_SIZE).any()
+
+
+def test_time_of_the_end_counts_and_does_not_decide_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = MatcherGrammar(BracketMatcher())
+    monkeypatch.setattr(module, "MAX_MASK_SECONDS", 0.0)
+    text: list[int] = []
+    for token_id, is_over in ((OPEN, False), (CLOSE, False), (END, True)):
+        text.append(token_id)
+        assert grammar.is_terminated(text) == is_over
+    assert not grammar.next_tokens([], VOCAB_SIZE).any()
 
 
 def test_a_reasoning_block_in_the_prompt() -> None:

@@ -11,6 +11,7 @@ import pytest
 from shared.engine.assembly import assemble
 from shared.engine.input_log import Call, CallClock, apply, decode, encode
 from shared.engine.ranks import LeadScheduler
+from shared.types import SamplingParams
 from tests.parallel.tiny_ranks import make_config, requests
 
 
@@ -50,8 +51,11 @@ def test_each_call_of_the_first_rank_is_sent_and_made() -> None:
     assert [(call.method, call.rid) for call in found] == [(n, *(a or ("",))) for n, a in calls.items()]
     assert found[-1].now == lead.clock.now
     assert (lead.state(), lead.stats()) == ("state", "stats")  # of rank 0 alone
-    with pytest.raises(ValueError, match="no custom logit processors"):
+    with pytest.raises(ValueError, match="custom logit processors do not work with tp > 1 or pp > 1"):
         lead.add_request(SimpleNamespace(logit_processor=print))
+    params = SamplingParams(stop_regex="a")
+    with pytest.raises(ValueError, match="stop_regex does not work with tp > 1 or pp > 1: its time limit"):
+        lead.add_request(SimpleNamespace(logit_processor=None, sampling_params=params))
     with pytest.raises(ValueError, match="only 3"):
         lead.run(choose, assembly, 3, [4])
     assert lead.run(choose, assembly, 4, [4]) == (assembly, 4)

@@ -67,6 +67,13 @@ def test_an_invalid_value_is_refused_by_name_and_range(params: dict, message: st
         SamplingParams(**params)
 
 
+def test_a_slow_stop_regex_is_valid_at_any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameters are checked in each process that gets them: all must come to the same verdict."""
+    for seconds in (0.1, 0.0):
+        monkeypatch.setattr("shared.types.stops.REGEX_CHECK_SECONDS", seconds)
+        SamplingParams(stop_regex=(r"(?:^|$){19}\b",) * 2)
+
+
 @pytest.mark.parametrize(
     "params",
     [

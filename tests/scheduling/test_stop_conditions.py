@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
+from shared.scheduling import stop_conditions
 from shared.scheduling.stop_conditions import append_tokens, check_finished
+from shared.text.stop_text import REGEX_SECONDS
 from shared.types import (
     FinishAbort,
     FinishError,
@@ -144,6 +147,15 @@ def test_a_finished_request_keeps_its_first_reason() -> None:
     req.output_ids.append(EOS)
     check_finished(req, 1, never, VOCAB_SIZE)
     assert_ends(req, FinishLength(1), 1)
+
+
+def test_stop_regexes_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 0.0, 0.02, 0.06])
+    monkeypatch.setattr(stop_conditions, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    given: list[float] = []
+    monkeypatch.setattr(stop_conditions, "search_stop_regex", lambda *args: given.append(args[2]))
+    feed(make_req(stop_regex=("x", "y", "z")), [1])
+    assert given == [pytest.approx(REGEX_SECONDS), pytest.approx(REGEX_SECONDS - 0.02), 0.001]
 
 
 # ---- stop strings ----

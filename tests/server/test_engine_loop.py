@@ -84,6 +84,23 @@ def test_an_adapter_that_fails_ends_no_request(
     assert [output.rid for output in driver.step()] == ["a"]
 
 
+@pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("CUDA out of memory")], ids=repr)
+def test_images_that_cannot_be_read_end_their_request_only(
+    driver: Driver, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    driver.generate("a")
+    monkeypatch.setattr("shared.server.engine_loop.received_images", fail)
+    params = SamplingParams(max_new_tokens=2)
+    outputs = driver.step(Generate(rid="b", input_ids=[5], params=params, seed=1, images=[b"1"]))
+    (ended,) = (output for output in outputs if output.rid == "b")
+    assert ended.finish is not None
+    assert (ended.finish.status, str(error) in str(ended.finish.message)) == (500, True)
+    assert "a" in [output.rid for output in driver.step()]
+
+
 def test_an_abort_ends_a_request_of_a_paused_engine(driver: Driver) -> None:
     driver.generate("a", "b", "c")
     driver.control("pause")

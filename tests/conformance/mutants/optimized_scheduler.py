@@ -265,7 +265,9 @@ class CachesWhatTheModelDidNotCompute(changed("scheduler", "req.kv_committed_len
 
 
 @mutant_of("scheduler")
-class NaNPromptsStayCached(changed("scheduler", "if token_ids[0] < 0 and req", "if False and req")):
+class NaNPromptsStayCached(
+    changed("scheduler", "if req in batch.prompts and held_nan", "if False and held_nan")
+):
     """A prompt whose logits are NaN goes on being found."""
 
 
