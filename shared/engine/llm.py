@@ -16,7 +16,7 @@ from shared.engine.input_embeds import EmbedsPrompt, as_prompts, embeds_prompt
 from shared.engine.lora_adapters import adapters_of, cache_namespace
 from shared.engine.output_collector import OutputCollector
 from shared.engine.prompts import Prompt, max_prompt_chars, plain_prompt_ids, prompt_list
-from shared.engine.python_runtime import deferred_interrupts, gc_freeze
+from shared.engine.python_runtime import deferred_interrupts, gc_freeze, set_at_exit
 from shared.engine.request_seeds import RequestSeeds
 from shared.engine.start import start_engine
 from shared.sampling.processors import LogitProcessor
@@ -63,6 +63,7 @@ class LLM:
         self._lock = threading.RLock()
         self._depth = 0  # of nested calls that work on the engine, in the thread that holds the lock
         self._aborts: list[str] = []  # asked for inside such a call: done at its end
+        self._is_over = set_at_exit(self)
 
     # ---- answers ----
 
@@ -341,7 +342,7 @@ class LLM:
     def _show_progress(self, collectors: list[OutputCollector]) -> None:
         from tqdm.auto import tqdm
 
-        with tqdm(total=len(collectors), unit="req", desc="generate", leave=False) as bar:
+        with tqdm(total=len(collectors), unit="answer", desc="generate", leave=False, disable=None) as bar:
             while not all(c.is_finished for c in collectors) and self.step():
                 bar.update(sum(c.is_finished for c in collectors) - bar.n)
                 bar.set_postfix(tokens=sum(c.num_output_tokens for c in collectors))
@@ -371,7 +372,7 @@ class LLM:
         """End one sample, at the end of the step if one runs: the garbage collector may close a stream."""
         with deferred_interrupts(), self._lock:
             rid = collector.scheduler_rid
-            if rid not in self._collectors or collector.is_aborted:
+            if rid not in self._collectors or collector.is_aborted or self._is_over.is_set():
                 return False
             collector.is_aborted = True
             if self._depth == 0:

@@ -1,10 +1,11 @@
-"""Keeps garbage collection and Ctrl-C out of a step."""
+"""Keeps garbage collection and Ctrl-C out of a step, and the end of the interpreter out of the engine."""
 
 from __future__ import annotations
 
 import gc
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -60,3 +61,13 @@ def deferred_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if is_pending:
             raise KeyboardInterrupt
+
+
+def set_at_exit(owner: object) -> threading.Event:
+    """An event that is set when the interpreter begins to exit, or when `owner` is freed.
+
+    Python closes the generators that are left only while it frees modules. Work on tensors ends the process
+    with SIGABRT then."""
+    event = threading.Event()
+    weakref.finalize(owner, event.set)
+    return event

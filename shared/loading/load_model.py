@@ -220,7 +220,7 @@ MIN_BYTES = 500_000_000
 
 
 class LoadingBar:
-    """Shows how much of a checkpoint is read: `update` is the `on_progress` of `iterate_weights`."""
+    """On a terminal, shows how much of a checkpoint is read: `update` is `on_progress` of `iterate_weights`."""
 
     def __init__(self) -> None:
         self._bar: tqdm[Any] | None = None
@@ -229,7 +229,8 @@ class LoadingBar:
         if num_bytes < MIN_BYTES:
             return
         if self._bar is None:
-            self._bar = tqdm(total=num_bytes, unit="B", unit_scale=True, desc="load weights", leave=False)
+            options = {"unit_scale": True, "leave": False, "disable": None}  # None: shown on a terminal only
+            self._bar = tqdm(total=num_bytes, unit="B", desc="load weights", **options)
         self._bar.update(num_bytes_read - self._bar.n)
         if num_bytes_read == num_bytes:
             self._bar.close()

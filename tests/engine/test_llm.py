@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
 from typing import Any
 
 import pytest
@@ -79,9 +81,14 @@ class TestInput:
         assert other.is_finished
         assert other.whole().text == llm.generate("one two", GREEDY, progress=False).text
 
-    def test_a_progress_bar_counts_requests(self, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_progress_bar_counts_answers_on_a_terminal(
+        self, llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         llm.generate(["a", "b"], GREEDY)
-        assert "/2" in capsys.readouterr().err
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        llm.generate("a", GREEDY, n=2)
+        assert re.search("/2 .*answer", capsys.readouterr().err)
 
 
 class TestStream:

@@ -298,3 +298,13 @@ def test_version() -> None:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == f"diptych {diptych.__version__}"
+
+
+def test_a_stream_may_be_unfinished_at_exit() -> None:
+    program = (
+        "from diptych import LLM\n"
+        "llm = LLM('tiny-dense', device='cpu', panel='reference')\n"
+        "stream = llm.stream('Count', temperature=0)\n"
+        "print(len(next(stream).output_ids))"
+    )
+    assert run_python(program) == "1"

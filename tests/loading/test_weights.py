@@ -1,4 +1,5 @@
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shared.config import ModelConfig
 from shared.conformance.configs import CONFIGS
 from shared.loading import weights as weights_module
+from shared.loading.load_model import MIN_BYTES, LoadingBar
 from shared.loading.weight_names import expected_shapes
 from shared.loading.weights import dummy_weights, iterate_weights
 
@@ -327,3 +329,14 @@ def test_dummy_weights_have_the_dtype_of_the_checkpoint() -> None:
 def test_dummy_weights_can_be_saved_and_read_back(tmp_path: Path) -> None:
     config = save(tmp_path)
     assert_same_weights(load_file(tmp_path / "model.safetensors"), dict(dummy_weights(config)))
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_loading_bar_is_shown_on_a_terminal_only(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    bar = LoadingBar()
+    for num_read in (MIN_BYTES // 2, MIN_BYTES):
+        bar.update(num_read, MIN_BYTES)
+    assert ("load weights" in capsys.readouterr().err) == is_terminal
