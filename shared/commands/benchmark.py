@@ -111,9 +111,10 @@ def run(
         console.print(benchmark.table(results))
         for line in benchmark.notes(results):
             console.print(line)
-    elif failure is None:
-        console.print("interrupted before the first repeat was complete")
-    if output is not None and (results or failure is None):
+    elif progress.is_interrupted:
+        console.print("interrupted before the first result; nothing is written")
+    is_complete = failure is None and not progress.is_interrupted
+    if output is not None and (results or is_complete):
         facts = benchmark.facts | {"is_interrupted": progress.is_interrupted}
         report.write_json(output, header | facts | {"results": list(map(benchmark.as_json, results))})
         print(f"written to {output}")

@@ -74,9 +74,17 @@ def test_what_is_complete_is_kept(
     assert "sum 8" in capsys.readouterr().out
 
 
-def test_an_error_before_any_result_writes_nothing(tmp_path: Path) -> None:
-    benchmark = Ends()
-    benchmark.error = ValueError("no model")
-    with pytest.raises(ValueError, match="no model"):
-        run(benchmark, output=tmp_path / "r.json")
-    assert not (tmp_path / "r.json").exists()
+@pytest.mark.parametrize(
+    ("error", "raised"), [(KeyboardInterrupt(), typer.Exit), (ValueError("no model"), ValueError)]
+)
+def test_an_end_before_any_result_writes_nothing(
+    tmp_path: Path, error: BaseException, raised: type[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark, file = Ends(), tmp_path / "r.json"
+    benchmark.error = error
+    file.write_text("earlier results")
+    with pytest.raises(raised):
+        run(benchmark, output=file)
+    assert file.read_text() == "earlier results"
+    is_reported = "interrupted before the first result; nothing is written" in capsys.readouterr().out
+    assert is_reported == isinstance(error, KeyboardInterrupt)
