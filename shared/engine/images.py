@@ -190,7 +190,8 @@ def bytes_of_data_url(url: str) -> bytes:
 
 def take_images(messages: Any) -> tuple[Any, list[Any]]:
     """Messages as chat templates take them, and the images in their parts: {"type": "image", "image": ...} or
-    OpenAI's {"type": "image_url", "image_url": {"url": ...}}."""
+    OpenAI's {"type": "image_url", "image_url": {"url": ...}}. Parts that are all text become one text,
+    because templates of models without images take no parts."""
     if not isinstance(messages, (list, tuple)):
         return messages, []  # the tokenizer refuses them
     plain: list[Any] = []
@@ -208,8 +209,13 @@ def take_images(messages: Any) -> tuple[Any, list[Any]]:
                 kept.append({"type": "image"})
             else:
                 kept.append(part)
-        plain.append({**message, "content": kept})
+        texts = [part["text"] for part in kept if _is_text(part)]
+        plain.append({**message, "content": "".join(texts) if len(texts) == len(kept) else kept})
     return plain, images
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _image_of(part: Mapping[str, Any], kind: str) -> Any:

@@ -220,7 +220,8 @@ MIN_BYTES = 500_000_000
 
 
 class LoadingBar:
-    """On a terminal, shows how much of a checkpoint is read: `update` is `on_progress` of `iterate_weights`."""
+    """On a terminal, shows how much of a checkpoint is read. `update`: the `on_progress` of
+    `iterate_weights`."""
 
     def __init__(self) -> None:
         self._bar: tqdm[Any] | None = None

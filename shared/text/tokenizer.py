@@ -86,15 +86,10 @@ class Tokenizer:
 
         max_chars: of the prompt's text; a longer one is refused before it is tokenized. `template_args` are
         the template's own switches, such as enable_thinking. Raises `ValueError` when there is no template or
-        it refuses the messages, and for names of `template_args` that are reserved."""
+        it refuses the messages, for malformed ones, and for names of `template_args` that are reserved."""
         if not self.hf_tokenizer.chat_template:
             raise ValueError("this tokenizer has no chat template: give a text instead of messages")
-        is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
-        if not is_list or not all(isinstance(message, Mapping) for message in messages):
-            raise ValueError(
-                "messages must be a non-empty list of mappings with role and content, got "
-                f"{type(messages).__name__}"
-            )
+        check_messages(messages)
         if template_args:
             self.check_template_args(template_args)
         from jinja2 import TemplateError
@@ -139,6 +134,24 @@ class Tokenizer:
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling, in which bytes may be encoded; for text use `decode`."""
         return self.hf_tokenizer.convert_ids_to_tokens(token_id)
+
+
+def check_messages(messages: Any) -> None:
+    """Raise `ValueError` for what is no conversation: errors of templates do not name the cause."""
+    is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
+    if not is_list or not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError(
+            "messages must be a non-empty list of mappings with role and content, got "
+            f"{type(messages).__name__}"
+        )
+    for i, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"message {i} has no role; it needs role and content")
+        content = message.get("content")
+        if content is not None and not isinstance(content, (str, list, tuple)):
+            raise ValueError(
+                f"content of message {i} must be a text or a list of parts, got {type(content).__name__}"
+            )
 
 
 def _plain_decoder(hf_tokenizer: Any) -> Any:

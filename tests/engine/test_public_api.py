@@ -106,6 +106,11 @@ def test_chat(llm: LLM) -> None:
     assert "".join(piece.text for piece in llm.stream(llm.chat_prompt(SUM), temperature=0)) == output.text
 
 
+def test_parts_that_are_all_text_are_one_text(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "12 + 30?"}]
+    assert llm.chat_prompt([{"role": "user", "content": parts}]) == llm.chat_prompt(SUM)
+
+
 def test_an_rid_is_free_again_after_an_abort(llm: LLM) -> None:
     """The second request must not get the first one's end."""
     (first,) = llm.submit("one two", SamplingParams(max_new_tokens=50, ignore_eos=True), rid="a")

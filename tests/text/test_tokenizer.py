@@ -99,6 +99,27 @@ def test_messages_that_are_none_are_refused(messages: list) -> None:
         byte_level().chat(messages)
 
 
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"content": "hi"}, "message 1 has no role; it needs role and content"),
+        ({"role": 3, "content": "hi"}, "message 1 has no role; it needs role and content"),
+        ({"role": "user", "content": 3}, "content of message 1 must be a text or a list of parts, got int"),
+        (
+            {"role": "user", "content": {"text": "hi"}},
+            "content of message 1 must be a text or a list of parts, got dict",
+        ),
+    ],
+)
+def test_a_malformed_message_is_named(message: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        byte_level().chat([{"role": "user", "content": "hi"}, message])
+
+
+def test_a_message_may_have_no_content() -> None:
+    assert byte_level().chat([{"role": "assistant", "content": None, "tool_calls": []}])
+
+
 def test_a_template_that_refuses_says_why() -> None:
     tokenizer = Tokenizer(
         byte_level().hf_tokenizer.__class__(tokenizer_object=byte_level().hf_tokenizer.backend_tokenizer)
