@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from shared.commands import bench_run
 from shared.commands.check_kernel import check_kernel
-from shared.commands.check_results import as_json, gather, print_results, refusals_beside
+from shared.commands.check_results import as_json, gather_until_interrupt, print_results, refusals_beside
 from shared.commands.check_server import check_server
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def check(
     """Run the contract of COMPONENT against TARGET, or grade an exercise: check --stage 05 my_cache.py.
     The word "component" may be left out: check radix_cache reference.
 
-    Exit status 0: every clause holds; 1: something fails; 2: nothing could be checked.
+    Exit status 0: every clause holds; 1: something fails; 2: nothing could be checked; 130: interrupted.
     """
     from shared import registry
     from shared.conformance import suite
@@ -116,14 +116,20 @@ def check(
         component, target, clauses=clauses, shrink_failures=shrink, time_limit=time_limit
     )
     num_cases = 1 + sum(len(each.cases) for each in clauses)
-    results = gather(refusals_beside(_with_progress(verdicts, num_cases)))
-    print_results(results, f"{component}: {target}")
-    if hint := function_hint(registry.load(component, target)):
+    results, is_interrupted = gather_until_interrupt(refusals_beside(_with_progress(verdicts, num_cases)))
+    if results:
+        print_results(results, f"{component}: {target}", is_interrupted)
+    if is_interrupted:
+        print(f"interrupted after {len(results)} of {1 + len(clauses)} clauses")
+    elif hint := function_hint(registry.load(component, target)):
         print(hint)
-    if json_file is not None:
+    if json_file is not None and results:
         version = versions_of(component)[-1]
-        report = {"component": component, "target": target, "contract": version, **as_json(results)}
+        report = {"component": component, "target": target, "contract": version}
+        report |= as_json(results, is_interrupted)
         json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if is_interrupted:
+        raise typer.Exit(130)  # as a shell reports an interrupted program
     if not all(result.holds for result in results):
         raise typer.Exit(1)
 

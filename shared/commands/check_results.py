@@ -61,6 +61,25 @@ def refusals_beside(verdicts: Iterator[Verdict]) -> Iterator[tuple[Verdict, list
 
 def gather(verdicts: Iterable[tuple[Verdict, list[str]]]) -> list[Result]:
     results: list[Result] = []
+    gather_into(results, verdicts)
+    return results
+
+
+def gather_until_interrupt(verdicts: Iterable[tuple[Verdict, list[str]]]) -> tuple[list[Result], bool]:
+    """The results, and whether Ctrl-C ended them: then of the clauses that are decided. A clause of which
+    some cases have held is not."""
+    results: list[Result] = []
+    try:
+        gather_into(results, verdicts)
+    except KeyboardInterrupt:
+        last = results[-1] if results else None
+        if last is not None and last.holds and len(last.verdicts) < len(last.clause.cases):
+            results.pop()
+        return results, True
+    return results, False
+
+
+def gather_into(results: list[Result], verdicts: Iterable[tuple[Verdict, list[str]]]) -> None:
     for verdict, refusals in verdicts:
         if not results or results[-1].clause is not verdict.clause:
             results.append(Result(verdict.clause))
@@ -68,12 +87,13 @@ def gather(verdicts: Iterable[tuple[Verdict, list[str]]]) -> list[Result]:
         if verdict.holds:  # shrinking runs a failing case many times
             results[-1].refusals += {reason_of(refusal): refusal for refusal in refusals}.values()
             results[-1].num_refused += bool(refusals)
-    return results
 
 
-def as_json(results: list[Result]) -> dict[str, Any]:
+def as_json(results: list[Result], is_interrupted: bool) -> dict[str, Any]:
+    """An interrupted check does not show that the contract holds."""
     return {
-        "holds": all(result.holds for result in results),
+        "holds": not is_interrupted and all(result.holds for result in results),
+        "is_interrupted": is_interrupted,
         "clauses": [
             {
                 "name": result.clause.name,
@@ -108,7 +128,7 @@ def case_fields(case: Any) -> list[tuple[str, str]]:
     return [(name, repr(value)) for name, value in (fields_of(case) or {}).items()]
 
 
-def print_results(results: list[Result], title: str) -> None:
+def print_results(results: list[Result], title: str, is_interrupted: bool) -> None:
     """Print the summary, a table of all clauses, and the failures."""
     from rich.console import Console
     from rich.table import Table
@@ -122,7 +142,8 @@ def print_results(results: list[Result], title: str) -> None:
         console.print(f"{len(failing)} of {len(results)} clauses fail", style="bold red")
     else:
         num_held = sum(result.num_held for result in results)
-        console.print(f"all {len(results)} clauses hold, in {num_held} cases{refused}", style="green")
+        which = "the first" if is_interrupted else "all"
+        console.print(f"{which} {len(results)} clauses hold, in {num_held} cases{refused}", style="green")
     table = Table(title=title)
     table.add_column("clause", overflow="fold")
     table.add_column("kind")
@@ -197,7 +218,9 @@ def print_failure(console: Any, result: Result) -> None:
         row("also in", "; ".join(others))
     not_run = len(result.clause.cases) - len(result.verdicts)
     if not_run:
-        row("not run", f"{not_run} more cases: each could take as long")
+        last = result.failures[-1].failure
+        is_late = last is not None and last.what == "time limit"
+        row("not run", f"{not_run} more cases" + (": each could take as long" if is_late else ""))
     console.print(Padding(grid, (0, 2)))
 
 

@@ -3,12 +3,14 @@
 import json
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from typer.testing import Result
 
+from shared.conformance import suite
 from shared.conformance.suite import CONTRACTS, clauses_of
 
 Diptych = Callable[..., Result]
@@ -116,6 +118,55 @@ def test_a_clause_of_which_a_part_is_refused(diptych: Diptych, tmp_path: Path) -
     assert 0 < num_held == num_cases - num_refused < num_cases
 
 
+# ---- what is interrupted ----
+
+
+@pytest.mark.parametrize("num_beyond", [-1, 0, 1], ids=["within the last", "at its end", "in the next"])
+def test_an_interrupt_keeps_the_finished_clauses(
+    diptych: Diptych, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_beyond: int
+) -> None:
+    clauses = [clause for clause in clauses_of("prefill_adder") if len(clause.cases) > 1][:3]
+    options = [option for clause in clauses for option in ("--clause", clause.name)]
+    num_verdicts = 1 + sum(len(clause.cases) for clause in clauses[:2]) + num_beyond
+    check_component = suite.check_component
+
+    def interrupted(*arguments: str, **options: object) -> Iterator[suite.Verdict]:
+        yield from islice(check_component(*arguments, **options), num_verdicts)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "check_component", interrupted)
+    file = tmp_path / "verdicts.json"
+    result = diptych("check", "prefill_adder", "reference", *options, "--json", str(file))
+    assert result.exit_code == 130, result.output
+    num_finished = 2 if num_beyond < 0 else 3
+    assert f"interrupted after {num_finished} of 4 clauses" in result.stdout
+    assert result.stdout.startswith(f"the first {num_finished} clauses hold")
+    data = json.loads(file.read_text())
+    assert (data["is_interrupted"], data["holds"]) == (True, False)
+    names = [clause["name"] for clause in data["clauses"]]
+    assert names[1:] == [clause.name for clause in clauses[: num_finished - 1]]
+
+
+def test_an_interrupt_keeps_a_clause_that_has_failed(
+    diptych: Diptych, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_component = suite.check_component
+
+    def interrupted(*arguments: str, **options: object) -> Iterator[suite.Verdict]:
+        for verdict in check_component(*arguments, **options):
+            yield verdict
+            if not verdict.holds:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "check_component", interrupted)
+    options = ["--clause", "locks-count-along-the-path", "--clause", "any-calls", "--no-shrink"]
+    result = diptych("check", "radix_cache", f"{plant(tmp_path, BROKEN)}:Broken", *options)
+    assert result.exit_code == 130, result.output
+    assert "1 of 2 clauses fail" in result.stdout
+    assert "interrupted after 2 of 3 clauses" in result.stdout
+    assert "each could take as long" not in result.stdout
+
+
 # ---- what fails ----
 
 BROKEN = f"""
@@ -148,6 +199,7 @@ def test_a_broken_variant_fails_with_the_smallest_case(diptych: Diptych, tmp_pat
         assert expected in text
     data = json.loads(file.read_text())
     assert (data["component"], data["target"], data["holds"]) == ("radix_cache", target, False)
+    assert not data["is_interrupted"]
     by_name = {clause["name"]: clause for clause in data["clauses"]}
     assert by_name["whole-pages"]["failures"] == []
     assert by_name["whole-pages"]["num_held"] == by_name["whole-pages"]["num_cases"]
