@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+MIN_WIDTH = 72
+"""Of the table: on a narrower terminal its lines wrap, because the last column would have no width."""
+
 MARKS = {"ok": "[green]yes[/]", "absent": "[yellow]no[/]", "problem": "[red]problem[/]"}
 
 
@@ -38,4 +41,6 @@ def doctor(
         found = escape(check.found) + (f"\n[dim]{escape(check.remedy)}[/]" if check.remedy else "")
         table.add_row(check.area if check.area != area else "", check.name, MARKS[check.state], found)
         area = check.area
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, MIN_WIDTH)
+    console.print(table)

@@ -162,6 +162,16 @@ def test_the_table_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (linear.state, linear.found, linear.remedy) == ("ok", "of the H200", "")
 
 
+def test_a_narrow_terminal_loses_nothing(diptych: Diptych, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = Check("components", "x" * 24, "problem", "needs 24 words " * 8, "pip install it")
+    monkeypatch.setattr(doctor, "examine", lambda: [check])
+    monkeypatch.setenv("COLUMNS", "40")
+    table = diptych("doctor").stdout
+    cells = [line.split("│")[4] for line in table.splitlines() if "│" in line]
+    assert " ".join(" ".join(cells).split()) == f"{check.found}{check.remedy}"
+    assert check.name in table
+
+
 def test_table_and_json_say_the_same(diptych: Diptych, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     table = diptych("doctor")
