@@ -67,7 +67,6 @@ class NativeSamplingParams(Body):
     def fields(self) -> dict[str, Any]:
         """Fields of SamplingParams; the seed is the request's."""
         found = self.model_dump(exclude={"sampling_seed", "seed", "stop", "stop_regex"})
-        found |= {name: tuple(found[name] or ()) for name in ("stop_token_ids", "choice")}
         return {**found, "stop": texts_of(self.stop), "stop_regex": texts_of(self.stop_regex)}
 
 

@@ -82,7 +82,7 @@ class SamplingParams:
     json_object: bool = False  # any JSON object
     regex: str | None = None  # a text that the whole regex matches
     ebnf: str | None = None  # a text of the rule `root`
-    choice: tuple[str, ...] = ()  # one of these texts
+    choice: tuple[str, ...] | None = None  # one of these texts
     structural_tag: str | None = None  # xgrammar's format: tags with a JSON schema inside
     reasoning_first: bool = False  # a reasoning block may come before the constrained text
 
@@ -90,8 +90,9 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids", "stop_regex", "choice"):
             value = getattr(self, name)
             if value is None:
-                value = ()
-            elif isinstance(value, (str, int)):
+                object.__setattr__(self, name, getattr(SamplingParams, name))  # the default
+                continue
+            if isinstance(value, (str, int)):
                 value = (value,)
             elif not isinstance(value, (list, tuple, set, frozenset)):
                 raise ValueError(f"{name} must be one value or a list of them, got {value!r:.80}")
@@ -147,7 +148,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"{name} must be a text or None, got {value!r:.80}")
-        if any(not isinstance(text, str) or not text for text in self.choice):
+        if self.choice == ():
+            raise ValueError("choice must hold at least one text")
+        if any(not isinstance(text, str) or not text for text in self.choice or ()):
             raise ValueError(f"choice must hold non-empty strings, got {self.choice!r:.80}")
         if len(self.given_grammars) > 1:
             raise ValueError(f"{' and '.join(self.given_grammars)} exclude each other: give one of them")

@@ -32,6 +32,7 @@ def nested(depth: int) -> Any:
     ("params", "kind", "text"),
     [
         ({}, None, None),
+        ({"choice": None}, None, None),
         ({"json_object": True}, "json_object", ""),
         ({"json_schema": {"type": "string"}}, "json_schema", '{"type": "string"}'),
         ({"json_schema": '{"type":"string"}'}, "json_schema", '{"type":"string"}'),
@@ -52,6 +53,8 @@ def test_the_spec_of_a_request(params: dict[str, Any], kind: str | None, text: s
         ({"json_object": True, "ebnf": "x"}, "json_object and ebnf exclude"),
         ({"regex": 3}, "regex must be a text"),
         ({"choice": ("",)}, "choice must hold non-empty strings"),
+        ({"choice": []}, "choice must hold at least one text"),
+        ({"choice": ()}, "choice must hold at least one text"),
         ({"json_schema": {"a": object()}}, "json_schema is no JSON"),
         ({"json_schema": [1]}, "json_schema must be a text"),
         ({"json_object": 1}, "json_object must be True or False"),
