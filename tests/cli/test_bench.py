@@ -180,7 +180,7 @@ def test_ctrl_c_before_anything_was_complete(
     file = tmp_path / "result.json"
     result = diptych(*OFFLINE, "--concurrency", "2", *FEW, "-o", str(file))
     assert result.exit_code == 130
-    assert "before the first repeat" in result.output
+    assert "interrupted before the first result; nothing is written" in result.output
     assert json.loads(file.read_text())["results"] == []
 
 
