@@ -181,7 +181,7 @@ def test_ctrl_c_before_anything_was_complete(
     result = diptych(*OFFLINE, "--concurrency", "2", *FEW, "-o", str(file))
     assert result.exit_code == 130
     assert "interrupted before the first result; nothing is written" in result.output
-    assert json.loads(file.read_text())["results"] == []
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(
