@@ -176,10 +176,6 @@ class PipelineScheduler(Scheduler):
         """The requests of batches in flight, without those that have left."""
         return [req for launched in self.under_way for req in self._staying(launched) if req is not None]
 
-    def _num_running(self) -> int:
-        """With the prompts in flight."""
-        return len({id(req) for req in (*self.running, *self._busy())})
-
     def _staying(self, launched: Launched) -> list[Req | None]:
         """The requests of a batch; None for one that has ended or was retracted since the launch."""
         return [
@@ -190,6 +186,7 @@ class PipelineScheduler(Scheduler):
     def _get_new_batch_prefill(self) -> ScheduleBatch | None:
         if self.chunked_req is not None and any(req is self.chunked_req for req in self._busy()):
             return None  # the next chunk follows after this one is computed
+        self.num_in_flight = len({id(req) for req in self._busy()} - {id(req) for req in self.running})
         return super()._get_new_batch_prefill()
 
     def _get_batch_decode(self) -> ScheduleBatch | None:

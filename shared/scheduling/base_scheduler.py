@@ -63,6 +63,7 @@ class BaseScheduler(interface.Scheduler):
         self.context_len = config.context_len or model_config.context_len
         self.waiting_queue: list[Req] | WaitingQueue = []
         self.running: list[Req] = []
+        self.num_in_flight = 0  # requests whose prompt a pipeline computes: not in `running` yet
         self.chunked_req: Req | None = None
         self.live: dict[str, Req] = {}
         self.outputs: list[StepOutput] = []  # for the next return of step()
@@ -180,10 +181,6 @@ class BaseScheduler(interface.Scheduler):
             self.lora.place(adder.can_run_list, self._with_memory(adder))
         return batch
 
-    def _num_running(self) -> int:
-        """Of `max_running_requests`."""
-        return len(self.running)
-
     def _with_memory(self, adder: PrefillAdder) -> list[Req]:
         """The requests that may be in a batch with those of this step."""
         return [*self.running, *adder.can_run_list, *([self.chunked_req] if self.chunked_req else [])]
@@ -195,7 +192,8 @@ class BaseScheduler(interface.Scheduler):
                 break  # one step later it finds its prefix in the cache
             if self.lora is not None and not self.lora.admits(req, self._with_memory(adder)):
                 break  # until an adapter of the running requests is done: others must not overtake for ever
-            if self._num_running() + len(adder.can_run_list) >= self.config.max_running_requests:
+            num_running = len(self.running) + self.num_in_flight + len(adder.can_run_list)
+            if num_running >= self.config.max_running_requests:
                 result = AddReqResult.NO_TOKEN
             else:
                 if self.host is not None:
