@@ -93,14 +93,14 @@ def send_disabled_bar(pipe: Connection) -> None:
         pipe.send(bar.disable)
 
 
-def test_progress_is_drawn_by_the_first_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for before in (None, "0"):
-        if before is not None:
-            monkeypatch.setenv("TQDM_DISABLE", before)
-        other = Child.spawn("rank 1", send_disabled_bar)
-        assert other.next_message(60.0) is True
-        assert os.environ.get("TQDM_DISABLE") == before
-        other.end()
+@pytest.mark.parametrize("before", [None, pytest.param("0", marks=pytest.mark.full)])
+def test_progress_is_drawn_by_the_first_process(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if before is not None:
+        monkeypatch.setenv("TQDM_DISABLE", before)
+    other = Child.spawn("rank 1", send_disabled_bar)
+    assert other.next_message(60.0) is True
+    assert os.environ.get("TQDM_DISABLE") == before
+    other.end()
 
 
 def test_a_running_process_reports(ends: tuple[Child, Connection], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def fail_when_called(pipe: Connection) -> None:
         raise RuntimeError("connection reset by peer")
 
 
-@pytest.mark.parametrize("parent_ends", [False, True])
+@pytest.mark.parametrize("parent_ends", [pytest.param(False, marks=pytest.mark.full), True])
 def test_what_a_child_misses_while_its_parent_ends_is_no_error(
     parent_ends: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:

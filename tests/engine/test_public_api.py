@@ -231,7 +231,7 @@ def test_threads_share_an_llm(llm: LLM) -> None:
 
 
 def test_a_regex_without_end_ends_its_own_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.text.stop_text.REGEX_SECONDS", 0.002)
+    monkeypatch.setattr("shared.scheduling.stop_conditions.REGEX_SECONDS", 0.002)
     ids = llm.tokenizer.encode("a" * 60)
     bias = {ids[-1]: 1000.0}
     (hostile,) = llm.submit(ids, SamplingParams(stop_regex="(a+)+b", max_new_tokens=400, logit_bias=bias))

@@ -77,6 +77,7 @@ def routed() -> Iterator[RunningServer]:
         yield router
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("address", "status"), [("203.0.113.9", 403), ("127.0.0.1", 200)])
 def test_administration_through_a_router(routed: RunningServer, address: str, status: int) -> None:
     """A proxy on the router's computer, such as nginx, gives it the address."""

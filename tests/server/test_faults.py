@@ -236,6 +236,7 @@ def test_full_server_and_sigterm_drains() -> None:
         assert_gone(processes)
 
 
+@pytest.mark.full
 def test_sigterm_continues_a_paused_server() -> None:
     with serving("--separate-process", "--drain-seconds", "20") as server:
         connection = connect(server, {**LONG, "max_tokens": 60, "stream": True})
