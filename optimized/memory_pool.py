@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from optimized.kernels.move_kv import can_move, move_kv
 from optimized.page_ring import Array, PageRing, PagesState
 from shared.interfaces import memory_pool as interface
 from shared.modeling.kv_pool import to_fp8
@@ -259,17 +260,12 @@ class TokenToKVPool(interface.TokenToKVPool):
             slots = slots.pin_memory() if self._k.is_cuda and slots.numel() else slots
             slots = slots.to(self._k.device, non_blocking=self._k.is_cuda)
         targets, sources = slots
-        if self._k.is_cuda:
-            # Not on a CPU: Triton's bindings warn of leaks when `diptych`, which skips the last garbage
-            # collection, ends.
-            from optimized.kernels.move_kv import can_move, move_kv
-
-            if can_move(self._k, len(targets)):
-                move_kv(self._k, self._v, targets, sources)
-                return
-        # Indexing on the right-hand side copies: all sources are read before a target is written.
-        self._k[:, targets] = self._k[:, sources]
-        self._v[:, targets] = self._v[:, sources]
+        if self._k.is_cuda and can_move(self._k, len(targets)):
+            move_kv(self._k, self._v, targets, sources)
+        else:
+            # Indexing on the right-hand side copies: all sources are read before a target is written.
+            self._k[:, targets] = self._k[:, sources]
+            self._v[:, targets] = self._v[:, sources]
 
     @property
     def num_bytes_per_token(self) -> int:

@@ -119,7 +119,7 @@ class Scheduler(BaseScheduler):
         for req, token_ids, logprobs in self.decoding.finish(batch, result):
             if batch.rows.pop(req, None) is not None:
                 self._append_tokens(req, token_ids, logprobs)
-            if req in batch.prompts and held_nan(req, token_ids, self.parts.num_token_ids):
+            if token_ids[0] < 0 and req in batch.prompts and held_nan(req, self.parts.num_token_ids):
                 self._discard(batch.prompts[req], batch)
 
     # --8<-- [end:process-batch-result]

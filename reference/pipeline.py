@@ -228,7 +228,8 @@ class PipelineScheduler(Scheduler):
             if not req.finished and is_prefilled:
                 self.parts.tree_cache.cache_unfinished_req(req)
                 self.running.append(req)
-            if req.finished and is_prefilled and held_nan(req, [token_ids[i]], self.parts.num_token_ids):
+            has_no_token = req.finished and is_prefilled and token_ids[i] < 0
+            if has_no_token and held_nan(req, self.parts.num_token_ids):
                 self._discard(req)
 
     def _collect_input_logprobs(

@@ -71,7 +71,8 @@ class Scheduler(BaseScheduler):
                 self.running.append(req)
         # --8<-- [end:process-batch-result]
         for req, token_ids in zip(extending, result.token_ids):
-            if req.finished and token_ids and held_nan(req, token_ids, self.parts.num_token_ids):
+            has_no_token = req.finished and token_ids and token_ids[0] < 0
+            if has_no_token and held_nan(req, self.parts.num_token_ids):
                 self._discard(req)
 
     # --8<-- [start:discard-a-prompt]

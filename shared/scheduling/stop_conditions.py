@@ -94,10 +94,9 @@ def _no_token(req: Req, position: int, vocab_size: int) -> FinishError:
     return FinishError(f"{where}: the model's logits held NaN")
 
 
-def held_nan(req: Req, token_ids: Sequence[int], vocab_size: int) -> bool:
-    """Whether a step's first token is none because the logits held NaN, not because every token is banned.
-    The step's tokens have been appended."""
-    return token_ids[0] < 0 and not bans_every_token(req, len(req.output_ids), vocab_size)
+def held_nan(req: Req, vocab_size: int) -> bool:
+    """Whether the logits of a step that gave no token held NaN; otherwise every token is banned."""
+    return not bans_every_token(req, len(req.output_ids), vocab_size)
 
 
 def _match_stop_text(req: Req, count: int, decode_text: DecodeText) -> FinishReason | None:

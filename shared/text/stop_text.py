@@ -27,7 +27,7 @@ class RegexTimeout(Exception):
     """Stop regexes exceeded REGEX_SECONDS. `pattern`: the one that was searched then."""
 
     def __init__(self, pattern: str) -> None:
-        super().__init__(f"stop_regex {pattern!r} took more than {REGEX_SECONDS} s on the output so far")
+        super().__init__(f"stop_regex {pattern!r}: the search of the output took more than {REGEX_SECONDS} s")
         self.pattern = pattern
 
 

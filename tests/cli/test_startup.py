@@ -46,3 +46,11 @@ def test_our_own_modules_take_little_of_the_start() -> None:
     assert "shared.cli" in own
     # Generous against a loaded machine; measured at 6 ms. Importing torch alone would be over a second.
     assert sum(own.values()) < 500_000
+
+
+def test_a_command_that_uses_triton_ends_without_warnings() -> None:
+    """Of its bindings, about what they take for leaks."""
+    pytest.importorskip("triton")
+    program = "import triton, sys; sys.argv = ['diptych', '--version']; from shared.cli import main; main()"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")

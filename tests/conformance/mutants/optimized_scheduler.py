@@ -265,9 +265,7 @@ class CachesWhatTheModelDidNotCompute(changed("scheduler", "req.kv_committed_len
 
 
 @mutant_of("scheduler")
-class NaNPromptsStayCached(
-    changed("scheduler", "if req in batch.prompts and held_nan", "if False and held_nan")
-):
+class NaNPromptsStayCached(changed("scheduler", "if token_ids[0] < 0 and req", "if False and req")):
     """A prompt whose logits are NaN goes on being found."""
 
 
