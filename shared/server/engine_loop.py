@@ -27,6 +27,7 @@ from shared.server.messages import (
     Reply,
     RequestOutput,
     ToEngine,
+    Unreadable,
     finish_of,
 )
 from shared.server.warm_up import warm_up
@@ -45,7 +46,7 @@ MAX_MESSAGES_PER_STEP = 512
 class Channel(Protocol):
     """Where messages come from and go to."""
 
-    def receive(self, timeout: float) -> ToEngine | None:
+    def receive(self, timeout: float) -> ToEngine | Unreadable | None:
         """The next message; None when none comes within `timeout` seconds (0: none is there)."""
 
     def send(self, message: FromEngine) -> None: ...
@@ -102,6 +103,8 @@ class EngineLoop:
             timeout = 0.0
             if isinstance(message, Generate):
                 self._on_generate(message)
+            elif isinstance(message, Unreadable):
+                self._refused.append(_refusal(message.rid, FinishAbort(message.problem, 400)))
             elif isinstance(message, Abort):
                 for rid in message.rids:
                     self._abort(rid)

@@ -21,7 +21,7 @@ from pathlib import Path
 import zmq
 
 from shared.config import EngineConfig
-from shared.server.messages import Dead, FromEngine, ToEngine, decode_to_engine, encode
+from shared.server.messages import Dead, FromEngine, ToEngine, Unreadable, decode_to_engine, encode
 
 EXIT_ENGINE_DIED = 70
 """Exit code of a server whose engine died (EX_SOFTWARE): never 0, so that a supervisor starts it again."""
@@ -38,7 +38,7 @@ class ZmqChannel:
             socket.setsockopt(zmq.LINGER, 1000)  # milliseconds to deliver the last words
             socket.connect(address)
 
-    def receive(self, timeout: float) -> ToEngine | None:
+    def receive(self, timeout: float) -> ToEngine | Unreadable | None:
         """The next message; None when none comes within `timeout` seconds."""
         if not self._in.poll(int(timeout * 1000)):
             return None

@@ -61,6 +61,14 @@ class Abort(Message):
 # --8<-- [end:generate-and-abort]
 
 
+class Unreadable(msgspec.Struct):
+    """In place of a request whose parameters were right in the API and are refused here: checks with a time
+    limit may end differently."""
+
+    rid: str
+    problem: str
+
+
 class Control(Message):
     """An operation on the whole engine; answered by one `Reply` with the same call_id."""
 
@@ -165,7 +173,7 @@ FromEngine = Ready | Outputs | Reply | Heartbeat | Dead
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
-decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 
@@ -199,3 +207,11 @@ def reason_of(finish: Finish) -> FinishReason:
         return FinishString(finish.matched)
     assert finish.token_id is not None
     return FinishToken(finish.token_id)
+
+
+def decode_to_engine(data: bytes) -> ToEngine | Unreadable:
+    try:
+        message: ToEngine = _to_engine.decode(data)
+    except msgspec.ValidationError as error:
+        return Unreadable(msgspec.msgpack.decode(data)["rid"], str(error))
+    return message

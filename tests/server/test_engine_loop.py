@@ -20,6 +20,8 @@ from shared.server.messages import (
     Reply,
     RequestOutput,
     ToEngine,
+    decode_to_engine,
+    encode,
 )
 from shared.types import SamplingParams
 
@@ -150,3 +152,22 @@ def test_the_others_go_on_after_a_pause(driver: Driver) -> None:
     assert [output.rid for output in outputs] == ["b"]
     assert driver.control("pause", mode="abort").result == {}
     assert not driver.loop._live
+
+
+def test_parameters_that_are_refused_on_arrival_end_their_request_only(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check with a time limit may come to another verdict than in the API."""
+
+    def refuse(patterns: Any) -> None:
+        raise ValueError("stop_regex matches the empty text")
+
+    params = SamplingParams(max_new_tokens=2, stop_regex="x")
+    data = encode(Generate(rid="b", input_ids=[5], params=params, seed=1))
+    driver.generate("a")
+    monkeypatch.setattr("shared.types.sampling_params.check_stop_regexes", refuse)
+    outputs = driver.step(decode_to_engine(data))  # type: ignore[arg-type]
+    (ended,) = (output for output in outputs if output.rid == "b")
+    assert ended.finish is not None
+    assert (ended.finish.status, "matches the empty text" in ended.finish.message) == (400, True)
+    assert [output.rid for output in driver.step()] == ["a"]
