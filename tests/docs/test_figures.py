@@ -6,9 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from docs.figures import charts
 from docs.figures.__main__ import FIGURES, FILES, FOLDER, main, remake
-from docs.figures.tables import cells_of, read_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")}
@@ -112,16 +110,6 @@ def test_steps_have_texts() -> None:
         for number, step in enumerate(steps, start=1):
             assert [child.tag.rpartition("}")[2] for child in step] == ["p", "svg", "svg"]
             assert step[0][0].text == f"Step {number} of {len(steps)}."
-
-
-def test_the_table_of_the_readme_is_that_of_the_results() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    offline, stream = (
-        read_table("index.md", header) for header in (charts.OFFLINE.header, charts.STREAM.header)
-    )
-    for left, right in zip(offline, stream):
-        row = [*left.values(), *list(right.values())[1:]]
-        assert row in [cells_of(line) for line in readme.splitlines()]
 
 
 def test_unknown_names_are_refused() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from docs.figures.tables import cells_of
 from docs.generators import hook, measured
 from docs.generators.recordings import DATA, RECORDINGS
 
@@ -64,6 +65,19 @@ def test_measured_tables_are_shown_and_can_be_recorded(name: str) -> None:
     if all((DATA / f"{file}.json").exists() for file in files):
         pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
         assert f"<!-- generate: measured {name} -->" in pages
+
+
+def test_the_table_of_the_readme_is_recorded() -> None:
+    """README.md is not expanded, so its table is typed: the rows of `offline` and `latency` side by side."""
+    offline, latency = (rows_of(measured.measured(name)) for name in ("offline", "latency"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (typed,) = (block for block in readme.split("\n\n") if block.startswith("| model shape |"))
+    expected = [[*left, *right[1:]] for left, right in zip(offline[2:], latency[2:], strict=True)]
+    assert rows_of(typed)[2:] == expected
+
+
+def rows_of(text: str) -> list[list[str]]:
+    return [cells_of(line) for line in text.splitlines() if line.startswith("|")]
 
 
 def test_numbers_of_the_course_are_recorded() -> None:
