@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
-from typing import NamedTuple
-
-import torch
+from typing import Any, NamedTuple
 
 from docs.figures.svg import HUES, NARROW, WIDE, Svg, figure, views
-from docs.figures.tables import FOLDER, number, read_table
-from shared.bench.step_cost import Ceilings, StepCost, step_cost
-from shared.config.hf_config import read_config
-from shared.loading.model_path import resolve_model_path
+from docs.figures.timelines import load
+from shared.bench.step_cost import Ceilings
 
 X_RANGE, Y_RANGE = (0.8, 20_000.0), (2.0, 2000.0)
 HEIGHT = 380
+NAMED = "Qwen3-8B"
+"""The model whose points have labels."""
+LABELS = {"1": (-6, 20, "end"), "prefill": (0, 20, "mid")}
+"""Where a label does not go to the right of its point: its offset and class."""
 
 
 class Point(NamedTuple):
@@ -28,33 +27,22 @@ class Point(NamedTuple):
 
 
 def ceilings() -> Ceilings:
-    """Of the run that measured the steps, as its page says."""
-    text = (FOLDER / "steps.md").read_text(encoding="utf-8")
-    match = re.search(r"Memory ([\d.]+) TB/s and GEMM ([\d.]+) TFLOP/s in this run", text)
-    assert match is not None
-    return Ceilings(float(match[1]) * 1e12, float(match[2]) * 1e12)
+    """Of the run that measured the decode steps."""
+    (rates,) = load("steps")["ceilings"].values()
+    return Ceilings(rates["bytes_per_s"], rates["flops_per_s"])
 
 
 def points() -> list[Point]:
-    found = []
-    for row in read_table("steps.md", "shape"):
-        batch, context = int(row["batch"]), int(row["context"])
-        cost = cost_of(row["shape"], [context] * batch, [1] * batch)
-        found.append(point(row["shape"], f"{batch}", cost, number(row["step, ms"])))
-    text = (FOLDER / "steps.md").read_text(encoding="utf-8")
-    prefill = re.search(r"8,192 tokens of one request, (\S+): ([\d.]+) ms", text)
-    assert prefill is not None
-    cost = cost_of(prefill[1], [8192], [8192])
-    return [*found, point(prefill[1], "prefill", cost, float(prefill[2]))]
+    """Decode steps, and the largest prefill step of a model of 8B."""
+    decode = [(r, f"{r['batch_size']}") for r in load("steps")["results"]]
+    prompts = [r for r in load("prefill")["results"] if r["model"] == NAMED]
+    longest = max(prompts, key=lambda r: r["num_new_tokens"])
+    return [point(result, name) for result, name in [*decode, (longest, "prefill")]]
 
 
-def cost_of(shape: str, seq_lens: list[int], extend_seq_lens: list[int]) -> StepCost:
-    config = read_config(resolve_model_path(shape, "dummy"))
-    return step_cost(config, seq_lens, extend_seq_lens, torch.bfloat16)
-
-
-def point(shape: str, name: str, cost: StepCost, ms: float) -> Point:
-    return Point(shape, name, cost.flops / cost.num_bytes, cost.flops / ms / 1e9)
+def point(result: dict[str, Any], name: str) -> Point:
+    intensity = result["flops"] / (result["weight_bytes"] + result["kv_bytes"])
+    return Point(result["model"], name, intensity, result["flops_per_s"] / 1e12)
 
 
 class Plane:
@@ -105,12 +93,10 @@ def draw(width: int) -> Svg:
         svg.path(decode, f"l{hue}")
         for each in own:
             svg.dot(plane.x(each.intensity), plane.y(each.rate), 4.5, f"s{hue}")
-        if shape == "Qwen3-8B":
+        if shape == NAMED:
             for each in own:
-                below = 20 if each.name == "prefill" else 14
-                cls = "mid" if each.name == "prefill" else ""
-                x = plane.x(each.intensity) + (0 if cls else 8)
-                svg.text(x, plane.y(each.rate) + below, each.name, cls)
+                right, below, cls = LABELS.get(each.name, (8, 14, ""))
+                svg.text(plane.x(each.intensity) + right, plane.y(each.rate) + below, each.name, cls)
     svg.legend(HEIGHT + 48, [(f"s{hue}", shape) for hue, shape in zip(HUES, shapes)])
     return svg
 
@@ -119,9 +105,9 @@ def make() -> str:
     steps = ", ".join(f"{each.shape} {each.name}: {each.rate:.0f} TFLOP/s" for each in points())
     label = f"Measured steps below the roofline. {steps}."
     caption = (
-        "Steps of the optimized panel on one H200, from the tables of decode and prefill steps. A step at "
-        "the slope is bound by the memory bandwidth, one at the flat part by the GEMM rate. Numbers: "
-        "requests of a decode step of Qwen3-8B; prefill is one prompt of 8,192 tokens. More requests do more "
-        "operations with the same weights, so the points move up and to the right."
+        "Steps of the optimized panel on one H200: decode steps with 1,024 tokens of context, and one prompt "
+        "of 8,192 tokens. A step at the slope is bound by the memory bandwidth, one at the flat part by the "
+        "GEMM rate. Numbers: requests of a decode step of Qwen3-8B. More requests do more operations with "
+        "the same weights, so the points move up and to the right."
     )
     return figure(views(label, draw(WIDE), draw(NARROW)), caption)

@@ -36,7 +36,7 @@ def cells_of(line: str) -> list[str]:
 
 
 def number(cell: str) -> float:
-    """The first number of a cell: 10,300 of "10,300 to 11,070"."""
+    """The first number of a cell: 9390 of "9,390 (vLLM)"."""
     match = re.search(r"[\d.,]*\d", cell)
     if match is None:
         raise ValueError(f"no number in the cell {cell!r}")
