@@ -2,10 +2,10 @@
 
 Differs from reference: weights stay in 8 or 4 bits up to the tile of a GEMM, and inputs of 8 bits are
 multiplied as such. A norm or SwiGLU before a layer also quantizes its input, except where it is divided
-among ranks. For many tokens, cuBLAS multiplies row-wise FP8, and weights whose inputs are not quantized are
-dequantized first. Falls back to the reference's way for groups that are not made of whole tiles. Merged
-layers with static scales, one for each part, are a GEMM for each part. Deterministic mode has one kernel and
-tile for any number of tokens.
+among ranks. For many tokens, cuBLAS multiplies row-wise FP8 where it is faster, and weights whose inputs are
+not quantized are dequantized first. Falls back to the reference's way for groups that are not made of whole
+tiles. Merged layers with static scales, one for each part, are a GEMM for each part. Deterministic mode has
+one kernel and tile for any number of tokens.
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ from torch import nn
 
 from optimized.kernels import fixed_order_gemm
 from optimized.kernels.dequantize import dequantize
-from optimized.kernels.portable import INTERPRETED, gpu_of
 from optimized.kernels.quantize_input import QuantizedInput, quantize_input
-from optimized.kernels.quantized_choice import MAX_TOKENS, multiply
+from optimized.kernels.quantized_choice import (
+    FEW_TOKENS,
+    goes_to_cublas,
+    measured_tile,
+    multiply,
+    row_wise,
+    suits_cublas,
+)
 from optimized.kernels.quantized_gemm import quantized_gemm
 from optimized.kernels.quantized_tiles import can_compute, fixed_tile
 from optimized.layers import Linear, MergedLinear, RMSNorm, SiluAndMul, is_builtin_layer
@@ -27,8 +33,6 @@ from shared.interfaces import quantization as interface
 from shared.modeling import quantization
 from shared.types.quantization import QuantScheme
 
-MAX_TRITON_TOKENS = MAX_TOKENS
-"""Beyond, cuBLAS multiplies row-wise FP8."""
 MAX_WIDENED_TOKENS = 256
 """Beyond, it is faster to dequantize a whole weight than to widen its tiles for every 128 tokens."""
 
@@ -47,7 +51,7 @@ class QuantizedLinear(interface.QuantizedLinear):
         num_tokens = len(x.q) if isinstance(x, QuantizedInput) else len(x)
         if self.is_deterministic:
             return self._in_fixed_order(x)
-        if isinstance(x, QuantizedInput) and num_tokens > MAX_TRITON_TOKENS and self._suits_cublas(x):
+        if isinstance(x, QuantizedInput) and goes_to_cublas(x, self.weight, self.weight_scale, self.scheme):
             return self._row_wise(x)
         if isinstance(x, torch.Tensor) and num_tokens > MAX_WIDENED_TOKENS:
             return F.linear(x, self._dequantized(x.dtype), self.bias)
@@ -58,10 +62,12 @@ class QuantizedLinear(interface.QuantizedLinear):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor | QuantizedInput) -> torch.Tensor:
         """residual + forward(x), rounded once for few tokens. May be written over residual."""
-        is_whole = can_compute(self.scheme, self.in_features) and not self.is_deterministic
-        if len(residual) > MAX_TRITON_TOKENS or not is_whole:
+        if self.is_deterministic or not can_compute(self.scheme, self.in_features):
             return residual.add_(self(x))
-        self._multiply(self.quantize(x), residual, residual)
+        x = self.quantize(x)
+        if len(residual) > FEW_TOKENS and measured_tile(x, self.weight, self.scheme) is None:
+            return residual.add_(self(x))
+        self._multiply(x, residual, residual)
         return residual
 
     def add_later(
@@ -116,21 +122,10 @@ class QuantizedLinear(interface.QuantizedLinear):
             bias=self.bias, residual=residual,
         )  # fmt: skip
 
-    def _suits_cublas(self, x: QuantizedInput) -> bool:
-        """Whether torch._scaled_mm has this GEMM: e4m3 with one scale for each row, on Hopper and later."""
-        return (
-            not INTERPRETED
-            and self.scheme.weight_type == "fp8"
-            and self.weight_scale.shape[1] == 1 == x.scale.shape[-1]
-            and x.dtype == torch.bfloat16
-            and self.in_features % 16 == 0 == self.out_features % 16
-            and gpu_of(self.weight.device).is_hopper_or_newer
-        )
-
     def _in_fixed_order(self, x: torch.Tensor | QuantizedInput) -> torch.Tensor:
         """The bits of a row do not depend on the others: that was measured for cuBLAS's row-wise FP8 on an
         H200 at 1 to 4,096 tokens."""
-        if isinstance(x, QuantizedInput) and self._suits_cublas(x):
+        if isinstance(x, QuantizedInput) and suits_cublas(x, self.weight, self.weight_scale):
             return self._row_wise(x)
         num_tokens = len(x.q) if isinstance(x, QuantizedInput) else len(x)
         y = torch.empty(num_tokens, self.out_features, dtype=x.dtype, device=self.weight.device)
@@ -141,8 +136,7 @@ class QuantizedLinear(interface.QuantizedLinear):
         return y
 
     def _row_wise(self, x: QuantizedInput) -> torch.Tensor:
-        scale = x.scale if x.scale.dim() == 2 else x.scale.expand(len(x.q), 1).contiguous()
-        y = torch._scaled_mm(x.q, self.weight.T, scale, self.weight_scale.T, out_dtype=x.dtype)
+        y = row_wise(x, self.weight, self.weight_scale)
         return y if self.bias is None else y.add_(self.bias)
 
 

@@ -24,6 +24,7 @@ class LinearShape(NamedTuple):
     out_features: int  # of the weight: gate's and up's rows if gated
     in_features: int
     gated: bool = False
+    added: bool = False  # to the residual
 
 
 def shapes_of(config: ModelConfig) -> list[LinearShape]:
@@ -39,10 +40,10 @@ def decoder_shapes_of(config: ModelConfig) -> list[LinearShape]:
     hidden, inter, dim = config.hidden_size, config.intermediate_size, config.head_dim
     shapes = [
         LinearShape((config.num_qo_heads + 2 * config.num_kv_heads) * dim, hidden),
-        LinearShape(hidden, config.num_qo_heads * dim),
+        LinearShape(hidden, config.num_qo_heads * dim, added=True),
     ]
     if len(config.moe_layers) < config.num_hidden_layers:
-        shapes += [LinearShape(2 * inter, hidden, gated=True), LinearShape(hidden, inter)]
+        shapes += [LinearShape(2 * inter, hidden, gated=True), LinearShape(hidden, inter, added=True)]
     return shapes
 
 

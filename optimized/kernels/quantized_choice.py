@@ -1,6 +1,5 @@
-"""Chooses the kernel and tile of a quantized linear layer for few tokens: from the GPU's table (`gpu_table`),
-by scheme, shape and number of tokens, if `diptych tune --quantization` has measured them; otherwise by a
-rule.
+"""Chooses the kernel and tile of a quantized linear layer: from the GPU's table (`gpu_table`), by scheme,
+shape and number of tokens, if `diptych tune --quantization` has measured them; otherwise by a rule.
 """
 
 from __future__ import annotations
@@ -12,13 +11,19 @@ import torch
 
 from optimized.kernels import gpu_table
 from optimized.kernels.cublas_linear import HALF_TYPES
+from optimized.kernels.portable import INTERPRETED, gpu_of
 from optimized.kernels.quantize_input import QuantizedInput
 from optimized.kernels.quantized_gemm import quantized_gemm
 from optimized.kernels.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
 from optimized.kernels.quantized_tiles import Tile
 from shared.types.quantization import QuantScheme
 
-MAX_TOKENS = 64
+FEW_TOKENS = 64
+"""Beyond, the rule is that cuBLAS multiplies row-wise FP8."""
+MAX_TOKENS = 256
+"""Beyond, it always does."""
+CUBLAS = ["cublas"]
+"""Its row in the table."""
 
 
 def multiply(
@@ -43,7 +48,7 @@ def multiply(
 def measured_tile(
     x: torch.Tensor | QuantizedInput, weight: torch.Tensor, scheme: QuantScheme
 ) -> Tile | GemvTile | None:
-    """The tile of the GPU's table; None: it has none, or one of another type."""
+    """The tile of the GPU's table; None: it has none, or cuBLAS, or one of another type."""
     num_tokens, size = _values(x).shape
     if num_tokens > MAX_TOKENS or weight.device.type != "cuda" or x.dtype not in HALF_TYPES:
         return None
@@ -55,16 +60,50 @@ def measured_tile(
     return None if isinstance(tile, GemvTile) and not suits_gemv(x, scheme, size) else tile
 
 
+def goes_to_cublas(
+    x: torch.Tensor | QuantizedInput, weight: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme
+) -> bool:
+    """Whether `row_wise` multiplies, and not a kernel of ours."""
+    return (
+        len(_values(x)) > FEW_TOKENS
+        and suits_cublas(x, weight, scale)
+        and measured_tile(x, weight, scheme) is None
+    )
+
+
+def suits_cublas(x: torch.Tensor | QuantizedInput, weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether torch._scaled_mm has this GEMM: e4m3 with one scale for each row, on Hopper and later."""
+    return (
+        isinstance(x, QuantizedInput)
+        and not INTERPRETED
+        and weight.dtype == torch.float8_e4m3fn
+        and scale.shape[1] == 1 == x.scale.shape[-1]
+        and x.dtype == torch.bfloat16
+        and weight.shape[0] % 16 == 0 == weight.shape[1] % 16
+        and gpu_of(weight.device).is_hopper_or_newer
+    )
+
+
+def row_wise(x: QuantizedInput, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """By cuBLAS, with the padding of x."""
+    q, x_scale = (x.q, x.scale) if x.padded is None else x.padded
+    if x_scale.dim() != 2:
+        x_scale = x_scale.expand(len(q), 1).contiguous()
+    return torch._scaled_mm(q, weight.T, x_scale, scale.T, out_dtype=x.dtype)[: len(x.q)]
+
+
 def shape_name(scheme: QuantScheme, out: int, size: int) -> str:
     return f"{out} x {size} {scheme}"
 
 
-def as_row(tile: Tile | GemvTile) -> list[Any]:
-    """A tile as a row of the table."""
-    return ["gemv" if isinstance(tile, GemvTile) else "gemm", *tile]
+def as_row(tile: Tile | GemvTile | None) -> list[Any]:
+    """A tile as a row of the table; None: cuBLAS."""
+    return CUBLAS if tile is None else ["gemv" if isinstance(tile, GemvTile) else "gemm", *tile]
 
 
-def from_row(row: list[Any]) -> Tile | GemvTile:
+def from_row(row: list[Any]) -> Tile | GemvTile | None:
+    if row == CUBLAS:
+        return None
     kind: type[Tile | GemvTile] = GemvTile if row[0] == "gemv" else Tile
     return kind(*row[1:])
 
@@ -74,8 +113,8 @@ def _values(x: torch.Tensor | QuantizedInput) -> torch.Tensor:
 
 
 @cache
-def _measured(device: torch.device) -> dict[str, dict[int, Tile | GemvTile]]:
-    """Shape name -> number of tokens -> the tile up to that number."""
+def _measured(device: torch.device) -> dict[str, dict[int, Tile | GemvTile | None]]:
+    """Shape name -> number of tokens -> the tile up to that number; None: cuBLAS."""
     return {
         name: {int(size): from_row(row) for size, row in rows.items()}
         for name, rows in gpu_table.read(torch.cuda.get_device_name(device)).quantized.items()

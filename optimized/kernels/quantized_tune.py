@@ -17,13 +17,13 @@ from optimized.kernels.gpu_table import GpuTable
 from optimized.kernels.linear_tune import L2_BYTES, LinearShape
 from optimized.kernels.moe_tune import graph_time
 from optimized.kernels.quantize_input import QuantizedInput, quantize_input
-from optimized.kernels.quantized_choice import as_row, shape_name
+from optimized.kernels.quantized_choice import FEW_TOKENS, as_row, row_wise, shape_name, suits_cublas
 from optimized.kernels.quantized_gemm import quantized_gemm
 from optimized.kernels.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
 from optimized.kernels.quantized_tiles import Tile, largest_step
 from shared.types.quantization import QuantScheme
 
-TOKENS = (1, 8, 16, 32, 64)
+TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256)
 PARTS = (2, 3, 4, 6)
 MAX_CTAS = 512
 
@@ -37,31 +37,44 @@ def tune(
     name = shape_name(scheme, *shape[:2])
     layers = _layers(scheme, shape)
     for num_tokens in tqdm(all_tokens, desc=name, unit="size", leave=False):
-        tile, time = fastest_tile(scheme, layers, num_tokens)
-        tqdm.write(f"{name}, {num_tokens:2} tokens  {time:6.1f} us  {tile}")
+        tile, time = fastest_tile(scheme, layers, num_tokens, shape.added)
+        tqdm.write(f"{name}, {num_tokens:2} tokens  {time:6.1f} us  {tile or 'cuBLAS'}")
         rows = {**table.quantized.get(name, {}), str(num_tokens): as_row(tile)}
         table = replace(table, quantized={**table.quantized, name: rows})
         yield table
 
 
-def fastest_tile(scheme: QuantScheme, layers: list[Layer], num_tokens: int) -> tuple[Tile | GemvTile, float]:
-    """The fastest tile and its time in microseconds, without quantization of the input."""
+def fastest_tile(
+    scheme: QuantScheme, layers: list[Layer], num_tokens: int, added: bool = False
+) -> tuple[Tile | GemvTile | None, float]:
+    """The fastest tile, None: cuBLAS, and its time in microseconds, without quantization of the input. added:
+    to a residual."""
     out, size = len(layers[0]["weight"]), layers[0]["weight"].shape[1] * (2 if scheme.is_packed else 1)
     x = torch.randn(num_tokens, size, device=layers[0]["weight"].device).to(torch.bfloat16)
     values = x if scheme.inputs == "none" else quantize_input(x, scheme, layers[0].get("input_scale"))
     y = torch.empty(num_tokens, out, dtype=x.dtype, device=x.device)
-    times: dict[Tile | GemvTile, float] = {}
+    residual = y if added else None
+    times: dict[Tile | GemvTile | None, float] = {}
     for tile in candidates(values, scheme, out, size):
 
         def run(i: int, tile: Any = tile) -> None:
             kernel = quantized_gemv if isinstance(tile, GemvTile) else quantized_gemm
             weight, zero = layers[i]["weight"], layers[i].get("weight_zero")
-            kernel(values, weight, layers[i]["weight_scale"], zero, scheme, y, tile=tile)
+            kernel(values, weight, layers[i]["weight_scale"], zero, scheme, y, residual=residual, tile=tile)
 
         try:
             times[tile] = graph_time(run, num_layers=len(layers))
         except OutOfResources:  # shared memory, or registers of so many warps
             continue
+
+    def run_cublas(i: int) -> None:
+        assert isinstance(values, QuantizedInput)
+        result = row_wise(values, layers[i]["weight"], layers[i]["weight_scale"])
+        if added:
+            y.add_(result)
+
+    if num_tokens > FEW_TOKENS and suits_cublas(values, layers[0]["weight"], layers[0]["weight_scale"]):
+        times[None] = graph_time(run_cublas, num_layers=len(layers))
     return min(times.items(), key=lambda item: item[1])
 
 
@@ -77,6 +90,9 @@ def candidates(
         for rows, warps, (steps, ahead) in itertools.product((1, 2, 4), (4, 8), loads):
             yield GemvTile(rows, warps, steps, ahead)
     num_tokens = len(values.q) if isinstance(values, QuantizedInput) else len(values)
+    if num_tokens > FEW_TOKENS:
+        yield from _tiles_of_many(num_tokens, scheme, out)
+        return
     tokens = next(tokens for tokens in (8, 16, 32, 64) if num_tokens <= tokens)
     largest = largest_step(scheme, size)
     is_int4 = scheme.weight_type == "int4"
@@ -88,6 +104,21 @@ def candidates(
             yield Tile(tokens, rows, step, stages, warps)
             for parts in PARTS if rows >= 64 and warps == 4 and isinstance(values, QuantizedInput) else ():
                 if triton.cdiv(out, rows) * parts <= MAX_CTAS:
+                    yield Tile(tokens, rows, step, stages, warps, parts)
+
+
+def _tiles_of_many(num_tokens: int, scheme: QuantScheme, out: int) -> Iterator[Tile]:
+    """A thread has at most 64 sums, and as many again of the present step. Split-K: for fewer tiles than
+    multiprocessors."""
+    if scheme.inputs == "none":
+        return
+    step = min(largest_step(scheme, 0), 128)
+    sizes = [tokens for tokens in (64, 128, 256) if tokens < 2 * num_tokens]
+    for tokens, rows, warps, stages in itertools.product(sizes, (64, 128), (4, 8), (3, 4, 6)):
+        num_tiles = triton.cdiv(out, rows) * triton.cdiv(num_tokens, tokens)
+        if 1024 * warps <= tokens * rows <= 2048 * warps:
+            for parts in (1, 2, 3, 4):
+                if parts == 1 or (num_tiles <= 128 and num_tiles * parts <= MAX_CTAS):
                     yield Tile(tokens, rows, step, stages, warps, parts)
 
 

@@ -20,8 +20,8 @@ def tune(
     all_tokens: Sequence[int] | None = None,
     schemes: Sequence[QuantScheme] = (),
 ) -> Path:
-    """Measures linear layers of few tokens and tiles of experts, or the linear layers of few tokens with
-    weights of these schemes. Writes the file after each measurement, so an interrupt keeps what was measured.
+    """Measures linear layers of few tokens and tiles of experts, or the linear layers with weights of these
+    schemes. Writes the file after each measurement, so an interrupt keeps what was measured.
     `all_tokens`: numbers of tokens; None: the usual ones."""
     gpu = torch.cuda.get_device_name()
     table = replace(gpu_table.read(gpu), torch=torch.__version__, triton=triton.__version__)

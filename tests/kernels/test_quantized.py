@@ -15,6 +15,7 @@ from optimized.kernels import quantized_gemm as gemm_kernel
 from optimized.kernels.dequantize import dequantize
 from optimized.kernels.portable import Gpu
 from optimized.kernels.quantize_input import quantize_input
+from optimized.kernels.quantized_choice import row_wise
 from optimized.kernels.quantized_gemm import quantized_gemm
 from optimized.kernels.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
 from optimized.kernels.quantized_tiles import Tile, plan
@@ -108,6 +109,24 @@ def test_any_tile_gives_the_same(kind: str, tile: Tile) -> None:
     if not kind.startswith("int4"):
         tile = tile._replace(step=max(tile.step, 32))
     y, expected = multiply(kind, 37, tile)
+    expect_close("y", y, expected, tolerance("quantized linear", HALF))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(128, 128), (129, 256), (255, 256), (300, 300)])
+@pytest.mark.parametrize("kind", ["fp8 token", "fp8 static"])
+def test_row_wise_multiplies_padding_too(kind: str, num_tokens: int, num_rows: int) -> None:
+    """Whatever its rows are, the tokens have their products."""
+    scheme, x = SCHEMES[kind], draw(num_tokens, 256)
+    tensors = quantize_weight(draw(96, 256, seed=3), scheme)
+    static = torch.full((1,), 0.01, device=x.device) if kind == "fp8 static" else None
+    weight, scale = tensors["weight"], tensors["weight_scale"].float()
+    values = quantize_input(x, scheme, static)
+    assert values.padded is not None
+    assert len(values.padded[0]) == num_rows
+    values.padded[0][num_tokens:].view(torch.uint8).fill_(0x7F)  # NaN
+    expected = quantization.dequantized_input(x, scheme, static).double()
+    expected = expected @ (weight.double() * scale.double()).T
+    y = row_wise(values, weight, scale.expand(96, 1).contiguous())
     expect_close("y", y, expected, tolerance("quantized linear", HALF))
 
 
