@@ -116,7 +116,7 @@ def read_anew(drafter: EagleDrafter, ids: list[int]) -> tuple[DraftSession, Any]
 CASES = (
     (DraftShape(3, 1, 4), {}),
     (DraftShape(4, 3, 12), {"chunked_prefill_size": 7}),
-    (DraftShape(3, 2, 6), {"page_size": 4, "chunked_prefill_size": 12}),
+    pytest.param(DraftShape(3, 2, 6), {"page_size": 4, "chunked_prefill_size": 12}, marks=pytest.mark.full),
 )
 
 

@@ -115,7 +115,7 @@ def test_any_tile_gives_the_same(kind: str, tile: Tile) -> None:
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(128, 128), (129, 256), (255, 256), (300, 300)])
 @pytest.mark.parametrize("kind", ["fp8 token", "fp8 static"])
 def test_row_wise_multiplies_padding_too(kind: str, num_tokens: int, num_rows: int) -> None:
-    """Whatever its rows are, the tokens have their products."""
+    """Whatever its rows are, the rows of the tokens are right."""
     scheme, x = SCHEMES[kind], draw(num_tokens, 256)
     tensors = quantize_weight(draw(96, 256, seed=3), scheme)
     static = torch.full((1,), 0.01, device=x.device) if kind == "fp8 static" else None

@@ -37,7 +37,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_pretrained(resolve_model_path("tiny-dense"))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.full) for i in range(2, 6))])
 def test_random_tokens(server: RunningServer, tokenizer: Tokenizer, seed: int) -> None:
     params = {**RANDOM, "max_new_tokens": 80, "seed": seed, "skip_special_tokens": False}
     prompt = "naïve 🙂 日"
@@ -68,7 +68,9 @@ def test_random_tokens(server: RunningServer, tokenizer: Tokenizer, seed: int) -
                 assert found == pytest.approx(values, abs=1e-4)
 
 
-@pytest.mark.parametrize("length", [1, 2, 5])
+@pytest.mark.parametrize(
+    "length", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(5, marks=pytest.mark.full)]
+)
 def test_stops_cut_anywhere(server: RunningServer, length: int) -> None:
     """A stop text taken out of a known answer ends that answer right before it, wherever it lies."""
     body = {"prompt": "Count:", "max_tokens": 30, "seed": 3, "ignore_eos": True, "temperature": 20.0}
