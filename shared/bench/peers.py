@@ -30,7 +30,7 @@ class Comparison(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.of_bound:.2f} of the roofline bound ({self.bound:,g} {self.unit} in the table), "
+            f"{self.of_bound:.2f} of the roofline bound ({self.bound:,g} {self.unit} at 4.3 TB/s), "
             f"{self.of_best_peer:.2f} of the best peer ({self.best_peer}: {self.best_peer_value:,g})"
         )
 

@@ -95,7 +95,7 @@ def test_the_table_is_compared_with_in_speed() -> None:
     found = ROWS["Qwen3-8B"].compare_stream(4.1)
     assert (round(found.of_bound, 3), round(found.of_best_peer, 3)) == (0.863, 1.256)
     assert str(found).startswith(
-        "0.86 of the roofline bound (3.54 ms in the table), 1.26 of the best peer (SGLang"
+        "0.86 of the roofline bound (3.54 ms at 4.3 TB/s), 1.26 of the best peer (SGLang"
     )
 
 
