@@ -21,6 +21,7 @@ from optimized.kernels import (
     tune,
 )
 from optimized.kernels.gpu_table import FORMAT, GpuTable
+from optimized.kernels.portable import Gpu
 from optimized.kernels.quantize_input import QuantizedInput
 from optimized.kernels.quantized_gemv import GemvTile
 from optimized.kernels.quantized_tiles import Tile
@@ -210,6 +211,41 @@ def test_tune_measures_quantized_layers(folder: Path, monkeypatch: pytest.Monkey
     assert [chosen(num_tokens) for num_tokens in (1, 2, 8, 9, 65)] == [gemv, gemm, gemm, None, None]
     assert [chosen(num_tokens) for num_tokens in (97, 128, 129)] == [many, many, None]
     assert chosen(2, "fp8-block") is chosen(2, dtype=torch.float32) is None
+
+
+def test_what_cublas_multiplies(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 64 tokens of row-wise e4m3 in bfloat16, on Hopper, unless the table has a tile."""
+    scheme, hopper = ONLINE["fp8"], Gpu((9, 0), 132, 227 * 1024)
+    rows = {"128": ["gemm", 128, 128, 128, 3, 8, 1], "192": ["cublas"]}
+    gpu_table.write(GpuTable("A GPU", quantized={f"2048 x 4096 {scheme}": rows}))
+    monkeypatch.setattr(quantized_choice, "INTERPRETED", False)
+
+    def chosen(
+        num_tokens: int,
+        out: int = 2048,
+        size: int = 4096,
+        groups: int = 1,
+        x_groups: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        gpu: Gpu = hopper,
+        weight_type: torch.dtype = torch.float8_e4m3fn,
+    ) -> bool:
+        monkeypatch.setattr(quantized_choice, "gpu_of", lambda _: gpu)
+        q = torch.empty(num_tokens, size, dtype=torch.float8_e4m3fn)
+        x = QuantizedInput(q, torch.ones(num_tokens, x_groups), dtype)
+        weight: Any = OnGpu(torch.empty(out, size, dtype=torch.float8_e4m3fn).view(weight_type))
+        return quantized_choice.goes_to_cublas(x, weight, torch.ones(out, groups), scheme)
+
+    assert [chosen(num_tokens) for num_tokens in (64, 65, 128, 129, 193)] == [False, False, False, True, True]
+    assert [chosen(num_tokens, out=4096) for num_tokens in (64, 65)] == [False, True]
+    assert chosen(300, out=48, size=48)
+    refused: list[dict[str, Any]] = [
+        {"out": 2056}, {"size": 4104}, {"groups": 2}, {"x_groups": 2}, {"groups": 2, "x_groups": 2},
+        {"dtype": torch.float16}, {"weight_type": torch.int8}, {"gpu": hopper._replace(capability=(8, 9))},
+    ]  # fmt: skip
+    assert [flags for flags in refused if chosen(300, **flags)] == []
+    monkeypatch.setattr(quantized_choice, "INTERPRETED", True)
+    assert not chosen(300)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-block", "int8", "int4"])
