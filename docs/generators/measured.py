@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+from docs.generators import profile_rows as profile
 from docs.generators import run_rows as runs
 from docs.generators import step_rows as steps
 from docs.generators.recordings import DATA, FP8_SHAPES, RECORDINGS, SHAPES, TP_SHAPES
@@ -52,6 +53,13 @@ CALLS = (
     "nodes per sequence",
     *(f"{operation}, {panel}" for operation in steps.OPERATIONS for panel in steps.PANELS),
 )
+PROFILED = {
+    "Qwen3-8B": "bf16",
+    "Qwen3-8B-fp8": "FP8 weights and KV",
+    "Qwen3-14B-fp8": "FP8 weights and KV",
+    "Qwen3-30B-A3B": "bf16",
+    "Qwen3-30B-A3B-fp8": "FP8 weights",
+}
 LOOPS = [
     f"serve-{loop}{size}" for size in ("", "-mixed-256", "-mixed-128") for loop in ("rates", "concurrency-64")
 ]
@@ -82,6 +90,16 @@ TABLES = {
         ["layers-fp8"],
         ["tokens", "bf16, µs", "`fp8`, µs", "`int4`, µs", "gain of `fp8`", "gain of `int4`"],
         steps.layers,
+    ),
+    "profiles": Measured(
+        [f"profile-{name}" for name in PROFILED],
+        ["microseconds", *(f"{name.removesuffix('-fp8')}, {kind}" for name, kind in PROFILED.items())],
+        profile.profiles,
+    ),
+    "kernels": Measured(
+        ["decode-attention", "profile-Qwen3-8B", "profile-Qwen3-30B-A3B"],
+        ["kernel", "work", "bound, µs", "time, µs", "of the bound"],
+        profile.kernels,
     ),
     "other-steps": Measured(["steps-other"], STEPS, steps.steps),
     "prefill": Measured(
