@@ -104,10 +104,12 @@ def engines() -> str:
         + "."
         for of in (OFFLINE, STREAM)
     )
+    with_flashinfer, *shipped = peers.ENGINES
     caption = (
-        f"One NVIDIA H200, bf16, random weights, default flags; {', '.join(peers.ENGINES)} as they ship, on "
-        "the same machine type. Left or above: 256 requests of 100 to 1,024 tokens of prompt and of output, "
-        "output tokens over the whole run. Right or below: one stream after a prompt of 512 tokens."
+        f"One NVIDIA H200, bf16, random weights, default flags; {' and '.join(shipped)} as they ship, "
+        f"{with_flashinfer} with FlashInfer, in separate runs on the same machine type. Left or above: "
+        "256 requests of 100 to 1,024 tokens of prompt and of output, output tokens over the whole run. "
+        "Right or below: one stream after a prompt of 512 tokens."
     )
     return figure(views(label, draw_engines(WIDE), draw_engines(NARROW)), caption)
 
@@ -128,7 +130,7 @@ def kernels() -> str:
         rows.append(Bar(row["kernel"], share / 100, f"{share:.0f} %", "sa"))
     return chart(
         "Share of the roofline bound.",
-        "Share of the roofline bound, which is the right edge.",
+        "Share of the roofline bound on one H200, which is the right edge.",
         rows,
         (150, 130),
     )

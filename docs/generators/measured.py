@@ -178,7 +178,7 @@ TABLES = {
     ),
     "tp-offline": Measured(
         ["offline-Qwen3-14B", "offline-Qwen3-14B-tp2"],
-        ["`offline-256`", "ranks", "tokens/s", "of one rank", "roofline bound", "of the bound"],
+        ["`offline-256`", "ranks", "tokens/s", "gain over one rank", "roofline bound", "of the bound"],
         runs.tp_offline,
     ),
     "deterministic": Measured(
