@@ -51,7 +51,7 @@ class QuantizedLinear(interface.QuantizedLinear):
         num_tokens = len(x.q) if isinstance(x, QuantizedInput) else len(x)
         if self.is_deterministic:
             return self._in_fixed_order(x)
-        if isinstance(x, QuantizedInput) and goes_to_cublas(x, self.weight, self.weight_scale, self.scheme):
+        if goes_to_cublas(x, self.weight, self.weight_scale, self.scheme):
             return self._row_wise(x)
         if isinstance(x, torch.Tensor) and num_tokens > MAX_WIDENED_TOKENS:
             return F.linear(x, self._dequantized(x.dtype), self.bias)
@@ -61,7 +61,7 @@ class QuantizedLinear(interface.QuantizedLinear):
         # --8<-- [end:quantized-linear]
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor | QuantizedInput) -> torch.Tensor:
-        """residual + forward(x), rounded once for few tokens. May be written over residual."""
+        """residual + forward(x), rounded once where Triton multiplies. May be written over residual."""
         if self.is_deterministic or not can_compute(self.scheme, self.in_features):
             return residual.add_(self(x))
         x = self.quantize(x)
@@ -125,7 +125,7 @@ class QuantizedLinear(interface.QuantizedLinear):
     def _in_fixed_order(self, x: torch.Tensor | QuantizedInput) -> torch.Tensor:
         """The bits of a row do not depend on the others: that was measured for cuBLAS's row-wise FP8 on an
         H200 at 1 to 4,096 tokens."""
-        if isinstance(x, QuantizedInput) and suits_cublas(x, self.weight, self.weight_scale):
+        if suits_cublas(x, self.weight, self.weight_scale):
             return self._row_wise(x)
         num_tokens = len(x.q) if isinstance(x, QuantizedInput) else len(x)
         y = torch.empty(num_tokens, self.out_features, dtype=x.dtype, device=self.weight.device)

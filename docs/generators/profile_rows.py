@@ -28,11 +28,17 @@ PARTS = {
 def profiles(*files: Results) -> Rows:
     """Microseconds of each part of the step with the most requests; the first row is the step without the
     profiler."""
-    steps = [max(results, key=lambda r: r["batch_size"]) for results in files]
+    steps = [fewest_and_most(results)[1] for results in files]
     found = [parts_of(step) for step in steps]
     rows: Rows = [["step", *(_microseconds(step["step_s"]["median"]) for step in steps)]]
     rows += [[part, *(_microseconds(parts.get(part, 0.0)) for parts in found)] for part in (*PARTS, "others")]
     return rows
+
+
+def fewest_and_most(results: Results) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The steps of these numbers of requests."""
+    ordered = sorted(results, key=lambda r: r["batch_size"])
+    return ordered[0], ordered[-1]
 
 
 def parts_of(step: dict[str, Any]) -> dict[str, float]:
@@ -54,7 +60,7 @@ def kernels(attention: Results, dense: Results, experts: Results) -> Rows:
     """The share of its roofline bound that each kind of kernel reaches. dense, experts: steps of Qwen3-8B and
     of Qwen3-30B-A3B."""
     widest = max((r for r in attention if r["backend"] == "triton"), key=lambda r: r["batch_size"])
-    step, largest, of_experts = dense[0], dense[-1], experts[0]
+    (step, largest), (of_experts, _) = map(fewest_and_most, (dense, experts))
     num_tokens, parts = step["batch_size"], parts_of(step)
     config, moe_config = config_of(step), config_of(of_experts)
     moe = moe_config.moe

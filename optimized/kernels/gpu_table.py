@@ -3,7 +3,8 @@
     {"format": 1, "gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "triton": "3.6.0",
      "experts": {"128 experts, top 8, 2048-768": {"64": [[...], [...]]}},
      "linear": {"6144 x 4096": {"1": "cta_gemv", "64": "tiled_gemm"}},
-     "quantized": {"6144 x 4096 int4 ...": {"1": ["gemv", 4, 4, 1, 1], "64": ["gemm", 64, 64, 64, 6, 4]}}}
+     "quantized": {"6144 x 4096 int4 ...": {"1": ["gemv", 4, 4, 1, 1], "64": ["gemm", 64, 64, 64, 6, 4],
+                                             "128": ["cublas"]}}}
 
 `moe_tiles`, `linear_choice` and `quantized_choice` read it, and have a rule for GPUs and shapes that were not
 measured.

@@ -5,14 +5,14 @@ shape and number of tokens, if `diptych tune --quantization` has measured them; 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from optimized.kernels import gpu_table
 from optimized.kernels.cublas_linear import HALF_TYPES
 from optimized.kernels.portable import INTERPRETED, gpu_of
-from optimized.kernels.quantize_input import QuantizedInput
+from optimized.kernels.quantize_input import PADDED_TOKENS, QuantizedInput, is_padded
 from optimized.kernels.quantized_gemm import quantized_gemm
 from optimized.kernels.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
 from optimized.kernels.quantized_tiles import Tile
@@ -53,6 +53,8 @@ def measured_tile(
     if num_tokens > MAX_TOKENS or weight.device.type != "cuda" or x.dtype not in HALF_TYPES:
         return None
     measured = _measured(weight.device).get(shape_name(scheme, len(weight), size), {})
+    if num_tokens <= FEW_TOKENS:
+        measured = {tokens: tile for tokens, tile in measured.items() if tokens <= FEW_TOKENS}
     sizes = [tokens for tokens in measured if tokens >= num_tokens]
     if not sizes:
         return None
@@ -62,7 +64,7 @@ def measured_tile(
 
 def goes_to_cublas(
     x: torch.Tensor | QuantizedInput, weight: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme
-) -> bool:
+) -> TypeGuard[QuantizedInput]:
     """Whether `row_wise` multiplies, and not a kernel of ours."""
     return (
         len(_values(x)) > FEW_TOKENS
@@ -71,7 +73,9 @@ def goes_to_cublas(
     )
 
 
-def suits_cublas(x: torch.Tensor | QuantizedInput, weight: torch.Tensor, scale: torch.Tensor) -> bool:
+def suits_cublas(
+    x: torch.Tensor | QuantizedInput, weight: torch.Tensor, scale: torch.Tensor
+) -> TypeGuard[QuantizedInput]:
     """Whether torch._scaled_mm has this GEMM: e4m3 with one scale for each row, on Hopper and later."""
     return (
         isinstance(x, QuantizedInput)
@@ -85,11 +89,19 @@ def suits_cublas(x: torch.Tensor | QuantizedInput, weight: torch.Tensor, scale: 
 
 
 def row_wise(x: QuantizedInput, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """By cuBLAS, with the padding of x."""
-    q, x_scale = (x.q, x.scale) if x.padded is None else x.padded
-    if x_scale.dim() != 2:
-        x_scale = x_scale.expand(len(q), 1).contiguous()
-    return torch._scaled_mm(q, weight.T, x_scale, scale.T, out_dtype=x.dtype)[: len(x.q)]
+    """By cuBLAS, with the rows behind x if that is faster: they have any values."""
+    num_tokens = len(x.q)
+    q, x_scale = x.q, x.scale if x.scale.dim() == 2 else x.scale.expand(num_tokens, 1)
+    if is_padded(num_tokens) and _has_room(q) and _has_room(x_scale):
+        q, x_scale = (rows.as_strided((PADDED_TOKENS, rows.shape[1]), rows.stride()) for rows in (q, x_scale))
+    y = torch._scaled_mm(q, weight.T, x_scale.contiguous(), scale.T, out_dtype=x.dtype)
+    return y[:num_tokens]
+
+
+def _has_room(rows: torch.Tensor) -> bool:
+    """Whether the memory of these rows goes on for PADDED_TOKENS."""
+    end = rows.storage_offset() + (PADDED_TOKENS - 1) * rows.stride(0) + rows.shape[1]
+    return end * rows.itemsize <= rows.untyped_storage().nbytes()
 
 
 def shape_name(scheme: QuantScheme, out: int, size: int) -> str:

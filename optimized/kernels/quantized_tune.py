@@ -17,7 +17,14 @@ from optimized.kernels.gpu_table import GpuTable
 from optimized.kernels.linear_tune import L2_BYTES, LinearShape
 from optimized.kernels.moe_tune import graph_time
 from optimized.kernels.quantize_input import QuantizedInput, quantize_input
-from optimized.kernels.quantized_choice import FEW_TOKENS, as_row, row_wise, shape_name, suits_cublas
+from optimized.kernels.quantized_choice import (
+    FEW_TOKENS,
+    MAX_TOKENS,
+    as_row,
+    row_wise,
+    shape_name,
+    suits_cublas,
+)
 from optimized.kernels.quantized_gemm import quantized_gemm
 from optimized.kernels.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
 from optimized.kernels.quantized_tiles import Tile, largest_step
@@ -33,12 +40,16 @@ Layer = dict[str, torch.Tensor]
 def tune(
     table: GpuTable, scheme: QuantScheme, shape: LinearShape, all_tokens: Sequence[int]
 ) -> Iterator[GpuTable]:
-    """Yields the table after each measurement, with the fastest tile for one more number of tokens."""
+    """Yields the table after each measurement, with the fastest tile for one more number of tokens. Weights
+    alone have one tile for more than 64."""
     name = shape_name(scheme, *shape[:2])
     layers = _layers(scheme, shape)
-    for num_tokens in tqdm(all_tokens, desc=name, unit="size", leave=False):
+    limit = FEW_TOKENS if scheme.inputs == "none" else MAX_TOKENS
+    for num_tokens in tqdm(
+        [size for size in all_tokens if size <= limit], desc=name, unit="size", leave=False
+    ):
         tile, time = fastest_tile(scheme, layers, num_tokens, shape.added)
-        tqdm.write(f"{name}, {num_tokens:2} tokens  {time:6.1f} us  {tile or 'cuBLAS'}")
+        tqdm.write(f"{name}, {num_tokens:3} tokens  {time:6.1f} us  {tile or 'cuBLAS'}")
         rows = {**table.quantized.get(name, {}), str(num_tokens): as_row(tile)}
         table = replace(table, quantized={**table.quantized, name: rows})
         yield table
@@ -48,7 +59,7 @@ def fastest_tile(
     scheme: QuantScheme, layers: list[Layer], num_tokens: int, added: bool = False
 ) -> tuple[Tile | GemvTile | None, float]:
     """The fastest tile, None: cuBLAS, and its time in microseconds, without quantization of the input. added:
-    to a residual."""
+    to a residual, whose sum cuBLAS has not."""
     out, size = len(layers[0]["weight"]), layers[0]["weight"].shape[1] * (2 if scheme.is_packed else 1)
     x = torch.randn(num_tokens, size, device=layers[0]["weight"].device).to(torch.bfloat16)
     values = x if scheme.inputs == "none" else quantize_input(x, scheme, layers[0].get("input_scale"))
@@ -110,8 +121,6 @@ def candidates(
 def _tiles_of_many(num_tokens: int, scheme: QuantScheme, out: int) -> Iterator[Tile]:
     """A thread has at most 64 sums, and as many again of the present step. Split-K: for fewer tiles than
     multiprocessors."""
-    if scheme.inputs == "none":
-        return
     step = min(largest_step(scheme, 0), 128)
     sizes = [tokens for tokens in (64, 128, 256) if tokens < 2 * num_tokens]
     for tokens, rows, warps, stages in itertools.product(sizes, (64, 128), (4, 8), (3, 4, 6)):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import triton
 
-from optimized.kernels import gpu_table, linear_tune, moe_tune, quantized_choice, quantized_tune
+from optimized.kernels import gpu_table, linear_tune, moe_tune, quantized_tune
 from shared.config import ModelConfig
 from shared.types.quantization import QuantScheme
 
@@ -27,10 +27,10 @@ def tune(
     table = replace(gpu_table.read(gpu), torch=torch.__version__, triton=triton.__version__)
     linear_shapes = [shape for config in configs for shape in linear_tune.shapes_of(config)]
     if schemes:
-        few = [size for size in all_tokens or quantized_tune.TOKENS if size <= quantized_choice.MAX_TOKENS]
+        sizes = sorted(all_tokens or quantized_tune.TOKENS)
         layers = [shape for config in configs for shape in linear_tune.decoder_shapes_of(config)]
         for scheme, layer in itertools.product(schemes, dict.fromkeys(layers)):
-            for measured in quantized_tune.tune(table, scheme, layer, sorted(few)):
+            for measured in quantized_tune.tune(table, scheme, layer, sizes):
                 table = measured
                 gpu_table.write(table)
         return gpu_table.path_of(gpu)

@@ -28,7 +28,7 @@ from shared.loading.quantize import quantize_weight
 from shared.types import ForwardMode
 from shared.types.quantization import QuantScheme
 
-NUM_TOKENS = (1, 2, 3, 16, 17, 64, 65, 256)
+NUM_TOKENS = (1, 2, 3, 16, 17, 64, 65, 129, 200, 256)
 HALF = torch.bfloat16
 LARGE = ((4096, 4096), (12288, 1024))
 TENSOR_CORE_ERROR = 1e-6

@@ -28,6 +28,7 @@ from optimized.kernels.quantized_tiles import Tile
 from shared.config import ModelConfig
 from shared.config.quantization import ONLINE
 from shared.loading.model_path import resolve_model_path
+from shared.types.quantization import QuantScheme
 
 TABLE = GpuTable(
     gpu="A GPU",
@@ -238,6 +239,9 @@ def test_what_cublas_multiplies(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
     assert [chosen(num_tokens) for num_tokens in (64, 65, 128, 129, 193)] == [False, False, False, True, True]
     assert [chosen(num_tokens, out=4096) for num_tokens in (64, 65)] == [False, True]
+    x = QuantizedInput(torch.empty(8, 4096), torch.ones(8, 1), torch.bfloat16)
+    few: Any = OnGpu(torch.empty(2048, 4096))
+    assert quantized_choice.measured_tile(x, few, scheme) is None, "rows of many tokens are not for few"
     assert chosen(300, out=48, size=48)
     refused: list[dict[str, Any]] = [
         {"out": 2056}, {"size": 4104}, {"groups": 2}, {"x_groups": 2}, {"groups": 2, "x_groups": 2},
@@ -248,15 +252,41 @@ def test_what_cublas_multiplies(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not chosen(300)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-block", "int8", "int4"])
-@pytest.mark.parametrize("num_tokens", [1, 64, 200])
+@pytest.mark.parametrize(
+    ("name", "num_tokens"),
+    [
+        *((name, num_tokens) for name in ("fp8", "fp8-block", "int8") for num_tokens in (1, 64, 200)),
+        *(("int4", num_tokens) for num_tokens in (1, 64)),
+    ],
+)
 def test_candidates_of_quantized_layers(name: str, num_tokens: int) -> None:
     scheme, x = ONLINE[name], torch.empty(num_tokens, 4096, dtype=torch.bfloat16)
     values = x if name == "int4" else QuantizedInput(x, x, x.dtype)
     tiles = list(quantized_tune.candidates(values, scheme, 4096, 4096))
-    assert len(set(tiles)) == len(tiles) >= (0 if name == "int4" and num_tokens == 200 else 10)
+    assert len(set(tiles)) == len(tiles) >= 10
     has_gemv = num_tokens == 1 and name != "int8"
     assert any(isinstance(tile, GemvTile) for tile in tiles) == has_gemv
+
+
+@pytest.mark.parametrize(("name", "most"), [("fp8", 256), ("int8", 256), ("int4", 64)])
+def test_usual_sizes_have_candidates(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes for which there is nothing to choose are left out."""
+
+    def fastest_tile(
+        scheme: QuantScheme, layers: object, num_tokens: int, added: bool
+    ) -> tuple[Tile | GemvTile, float]:
+        x = torch.empty(num_tokens, 4096, dtype=torch.bfloat16)
+        values = x if scheme.inputs == "none" else QuantizedInput(x, x, x.dtype)
+        return next(quantized_tune.candidates(values, scheme, 2048, 4096)), 1.0
+
+    monkeypatch.setattr(quantized_tune, "_layers", lambda *_: None)
+    monkeypatch.setattr(quantized_tune, "fastest_tile", fastest_tile)
+    sizes = (*quantized_tune.TOKENS, 512)
+    *_, table = quantized_tune.tune(
+        GpuTable("A GPU"), ONLINE[name], linear_tune.LinearShape(2048, 4096), sizes
+    )
+    (rows,) = table.quantized.values()
+    assert [int(size) for size in rows] == [size for size in sizes if size <= most]
 
 
 @pytest.mark.gpu

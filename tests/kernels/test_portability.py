@@ -21,13 +21,14 @@ from tests.kernels.compile_worker import GPUS
 from tests.kernels.launches import LAUNCHES
 
 ROOT = Path(__file__).parents[2]
-FAST = (  # each kind of tile, and each GPU
+FAST = (
     ("sm_80", "decode-d128-g4-bf16"),
     ("sm_80", "extend-d128-m128-bf16-fp8kv"),
-    ("sm_86", "tree-d256-m64-bf16"),
+    ("sm_89", "tree-d256-m64-bf16"),
     ("sm_86", "experts-Mixtral-8x7B-v0.1-t4096-bf16"),
     ("sm_90", "decode-d64-g4-bf16"),
     ("sm_90", "decode-d128-g4-bf16"),
+    ("sm_90", "decode-d128-g4-bf16-fp8kv"),
     ("sm_90", "rope-d128-t8-bf16-fp8kv"),
     ("sm_86", "mla-extend-h16-t4-bf16"),
     ("sm_90", "mla-rope-h16-bf16"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from optimized import quantization as quantized_layers
 from optimized.kernels import dequantize as dequantize_kernel
 from optimized.kernels import quantize_input as quantize_kernel
+from optimized.kernels import quantized_choice
 from optimized.kernels import quantized_gemm as gemm_kernel
 from optimized.kernels.dequantize import dequantize
 from optimized.kernels.portable import Gpu
@@ -112,27 +115,66 @@ def test_any_tile_gives_the_same(kind: str, tile: Tile) -> None:
     expect_close("y", y, expected, tolerance("quantized linear", HALF))
 
 
+def room_of(rows: torch.Tensor) -> torch.Tensor:
+    """The rows, and those that its memory has behind them."""
+    num_rows = rows.untyped_storage().nbytes() // (rows.itemsize * rows.shape[1])
+    return rows.as_strided((num_rows, rows.shape[1]), rows.stride())
+
+
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(128, 128), (129, 256), (255, 256), (300, 300)])
 @pytest.mark.parametrize("kind", ["fp8 token", "fp8 static"])
-def test_row_wise_multiplies_padding_too(kind: str, num_tokens: int, num_rows: int) -> None:
-    """Whatever its rows are, the rows of the tokens are right."""
+def test_row_wise_multiplies_padding_too(
+    kind: str, num_tokens: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its rows are, the rows of the tokens are right; without room there is no padding."""
     scheme, x = SCHEMES[kind], draw(num_tokens, 256)
     tensors = quantize_weight(draw(96, 256, seed=3), scheme)
     static = torch.full((1,), 0.01, device=x.device) if kind == "fp8 static" else None
-    weight, scale = tensors["weight"], tensors["weight_scale"].float()
+    weight, scale = tensors["weight"], tensors["weight_scale"].float().expand(96, 1).contiguous()
     values = quantize_input(x, scheme, static)
-    assert values.padded is not None
-    assert len(values.padded[0]) == num_rows
-    values.padded[0][num_tokens:].view(torch.uint8).fill_(0x7F)  # NaN
+    room_of(values.q)[num_tokens:].view(torch.uint8).fill_(0x7F)  # NaN
+    if static is None:
+        room_of(values.scale)[num_tokens:].fill_(float("nan"))
     expected = quantization.dequantized_input(x, scheme, static).double()
     expected = expected @ (weight.double() * scale.double()).T
-    y = row_wise(values, weight, scale.expand(96, 1).contiguous())
-    expect_close("y", y, expected, tolerance("quantized linear", HALF))
+    multiplied: list[int] = []
+    scaled_mm = torch._scaled_mm
+
+    def watched(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        multiplied.append(len(q))
+        return scaled_mm(q, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", watched)
+    for each in (values, replace(values, q=values.q.clone())):
+        y = row_wise(each, weight, scale)
+        expect_close("y", y, expected, tolerance("quantized linear", HALF))
+    assert multiplied == [num_rows, num_tokens]
 
 
-def check_split_k(module: ModuleType, kind: str, parts: int) -> None:
+@pytest.mark.parametrize("kind", ["fp8 token", "int8 token"])
+def test_a_measured_tile_adds_the_residual_of_many_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme, x, residual = SCHEMES[kind], draw(70, 256), draw(70, 96, seed=7)
+    tensors = quantize_weight(draw(96, 256, seed=3), scheme)
+    with building(HALF):
+        layer = QuantizedLinear(256, 96, scheme)
+    layer.load_state_dict({name: value for name, value in tensors.items() if value is not None}, strict=True)
+    without = residual + layer(x)
+    tile = Tile(32, 64, 128, 3, 4, 2)
+    for module in (quantized_layers, quantized_choice):
+        monkeypatch.setattr(module, "measured_tile", lambda *_: tile)
+    result = residual.clone()
+    assert layer.add_to(result, x) is result
+    expected = quantization.dequantized_input(x, scheme, None).double()
+    weight = quantization.dequantize(layer.weight, layer.weight_scale, None, scheme)
+    expect_close(
+        "sum", result, expected @ weight.double().T + residual.double(), tolerance("quantized linear", HALF)
+    )
+    assert (result != without).any(), "the sum is rounded once, not twice"
+
+
+def check_split_k(module: ModuleType, kind: str, parts: int, num_tokens: int = 19) -> None:
     """Whole sums, with the same bits beside other tokens; the counters are zeros again."""
-    scheme, x, residual = SCHEMES[kind], draw(19, 640), draw(19, 100, seed=7)
+    scheme, x, residual = SCHEMES[kind], draw(num_tokens, 640), draw(num_tokens, 100, seed=7)
     tensors = quantize_weight(draw(100, 640, seed=3), scheme)
     weight, scale = tensors["weight"], tensors["weight_scale"].contiguous()
     tile = Tile(32, 64, 128, 3, 4, parts)
@@ -152,7 +194,7 @@ def check_split_k(module: ModuleType, kind: str, parts: int) -> None:
     expected = quantization.dequantized_input(x, scheme, None).double()
     expected = expected @ quantization.dequantize(weight, scale, None, scheme).double().T
     expect_close("y", y, expected + residual.double(), tolerance("quantized linear", HALF))
-    other = run(torch.cat([x[:4], draw(15, 640, seed=9)]))
+    other = run(torch.cat([x[:4], draw(num_tokens - 4, 640, seed=9)]))
     expect_equal("tokens beside others", other[:4], y[:4])
 
 
@@ -160,6 +202,10 @@ def check_split_k(module: ModuleType, kind: str, parts: int) -> None:
 @pytest.mark.parametrize("parts", [2, 3, 8])  # of 8 three have no columns
 def test_split_k(kind: str, parts: int) -> None:
     check_split_k(gemm_kernel, kind, parts)
+
+
+def test_split_k_of_several_tiles_of_tokens() -> None:
+    check_split_k(gemm_kernel, "fp8 token", 3, num_tokens=70)
 
 
 def test_what_is_cut_into_parts() -> None:

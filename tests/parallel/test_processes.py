@@ -61,7 +61,6 @@ def test_processes_and_a_rank_that_is_killed() -> None:
         llm.generate(PROMPTS, **sampling)
 
 
-@pytest.mark.full
 def test_stages_that_are_not_used_any_more_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """LLM(pp=2): the text of one rank. Processes of an engine end after the work that rank 0 launched,
     for which a GPU may need them."""
