@@ -66,6 +66,7 @@ def expect_texts_and_score(server: RunningServer, offline: list[str]) -> None:
     assert scores == [scores[0]] * 3
 
 
+@pytest.mark.full  # in the fast cut, tests/server_check/test_server_diff.py compares texts
 def test_texts_and_score_are_those_of_the_offline_engine(server: RunningServer, offline: list[str]) -> None:
     expect_texts_and_score(server, offline)
 

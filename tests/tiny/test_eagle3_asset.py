@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from shared.config import DraftConfig, ModelConfig
@@ -50,6 +51,7 @@ def test_later_steps_are_guessed_nearly_as_well_as_the_first() -> None:
     assert min(top1[1:4]) > 0.8 * top1[0]
 
 
+@pytest.mark.full
 def test_it_is_accepted_as_often_as_the_record_says() -> None:
     recorded = record()["acceptance"]["5/4/16"]
     assert recorded["with_bonus"] >= 3.0
