@@ -5,8 +5,9 @@
     python -m docs.generators.record_measurements build/results steps scheduling   # some, again
 
 Files appear in the order of their importance, so a run can be stopped and continued. Each GPU has one
-recording at a time. Most commands need an H200: a page compares its figures with those of other engines on
-this GPU. Those with several ranks need two.
+recording at a time. With several GPUs recordings share the CPUs, so times of the CPU may be too long. Most
+commands need an H200: a page compares its figures with those of other engines on this GPU. Those with
+several ranks need two.
 """
 
 from __future__ import annotations

@@ -53,9 +53,8 @@ def measured_tile(
     if num_tokens > MAX_TOKENS or weight.device.type != "cuda" or x.dtype not in HALF_TYPES:
         return None
     measured = _measured(weight.device).get(shape_name(scheme, len(weight), size), {})
-    if num_tokens <= FEW_TOKENS:
-        measured = {tokens: tile for tokens, tile in measured.items() if tokens <= FEW_TOKENS}
-    sizes = [tokens for tokens in measured if tokens >= num_tokens]
+    most = FEW_TOKENS if num_tokens <= FEW_TOKENS else MAX_TOKENS
+    sizes = [tokens for tokens in measured if num_tokens <= tokens <= most]
     if not sizes:
         return None
     tile = measured[min(sizes)]
