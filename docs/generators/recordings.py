@@ -36,7 +36,7 @@ PAIRS = (
 )
 SERVE = "diptych bench serve --model Qwen3-8B --load-format dummy --input-len 1024"
 RATES = f"{SERVE} --output-len 256 --num-requests 120 --ttft-target 300 --tpot-target 20"
-KV_FP8 = "--kv-cache-dtype fp8_e4m3 "
+FP8 = "--quantization fp8 --kv-cache-dtype fp8_e4m3"
 MIXED = "--enable-mixed-chunk --chunked-prefill-size"
 PROFILE = "--batch 64,128,200,256 --context 1024 --profile --json"
 PREFIX_CACHE = "diptych bench prefix-cache --page-size 1 --repeats 100"
@@ -58,24 +58,19 @@ RECORDINGS = {
         f"steps-{name}": Recording(f"{STEP} Qwen3-8B --batch 1,64 --context 1024 {flags} --json", 20)
         for name, flags in (
             ("fp8", "--quantization fp8"),
-            ("fp8-kv", "--quantization fp8 --kv-cache-dtype fp8_e4m3"),
+            ("fp8-kv", FP8),
             ("int4", "--quantization int4"),
         )
     },
     **{
-        f"offline-{shape}-fp8": Recording(f"{OFFLINE} {shape} --quantization fp8 {flags}-o", seconds)
-        for shape, flags, seconds in zip(FP8_SHAPES, (KV_FP8, KV_FP8, ""), (60, 75, 100))
+        f"offline-{shape}-fp8": Recording(f"{OFFLINE} {shape} {FP8} -o", seconds)
+        for shape, seconds in zip(FP8_SHAPES, (60, 75, 100))
     },
     **{
-        f"profile-{name}": Recording(f"{STEP} {flags} {PROFILE}", 30)
-        for name, flags in (
-            ("Qwen3-8B", "Qwen3-8B"),
-            ("Qwen3-30B-A3B", "Qwen3-30B-A3B"),
-            ("Qwen3-8B-fp8", f"Qwen3-8B --quantization fp8 {KV_FP8.strip()}"),
-            ("Qwen3-14B-fp8", f"Qwen3-14B --quantization fp8 {KV_FP8.strip()}"),
-            ("Qwen3-30B-A3B-fp8", "Qwen3-30B-A3B --quantization fp8"),
-        )
+        f"profile-{shape}": Recording(f"{STEP} {shape} {PROFILE}", 30)
+        for shape in ("Qwen3-8B", "Qwen3-30B-A3B")
     },
+    **{f"profile-{shape}-fp8": Recording(f"{STEP} {shape} {FP8} {PROFILE}", 30) for shape in FP8_SHAPES},
     "layers-fp8": Recording(
         "diptych bench quantization --model Qwen3-8B --schemes fp8,int4 --tokens 1,16,64,256,2048,8192 -o", 40
     ),

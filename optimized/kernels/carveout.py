@@ -5,6 +5,9 @@ with the carve-out of the previous kernel. A GEMV reads weights straight into re
 attention, which reads keys into shared memory: whole steps took up to a tenth longer
 (docs/lab/decode-batch-1.md). A likely reason is that each outstanding read needs a line of the L1 cache.
 Triton has no option for it, so the driver is called. The experts' GEMVs (moe_gemv.py) become slower with it.
+
+Every CTA needs 1 KB of shared memory for the system. With the largest L1 cache there is room for a few CTAs
+only, so a kernel of more CTAs per multiprocessor says how many.
 """
 
 from __future__ import annotations
@@ -19,22 +22,25 @@ import torch
 from optimized.kernels.portable import INTERPRETED
 
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
-MAX_L1 = 0  # no more shared memory than the kernel itself has
+MAX_SHARED = 228 * 1024  # bytes of a Hopper multiprocessor, of which the attribute is a percentage
+OF_CTA = 1024  # bytes for the system
 
 
 # --8<-- [start:prefer-l1]
-def prefer_l1(launched: Any) -> None:
+def prefer_l1(launched: Any, num_ctas: int = 0) -> None:
     """`launched`: what `kernel[grid](...)` returned. It applies to later launches of
-    that kernel, and to graphs captured afterwards."""
+    that kernel, and to graphs captured afterwards. The shared memory is that of
+    num_ctas CTAs on a multiprocessor; 0: the least there is."""
     if not INTERPRETED and torch.version.cuda is not None:
-        _ask(launched.function)
+        room = num_ctas * (launched.metadata.shared + OF_CTA) if num_ctas > 0 else 0
+        _ask(launched.function, -(-100 * room // MAX_SHARED))
 
 
 @cache
-def _ask(function: int) -> None:
+def _ask(function: int, percent: int) -> None:
     """Called once for each compiled kernel. If the driver refuses, only speed is
     lost."""
-    error = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, MAX_L1)
+    error = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, percent)
     if error != 0:
         message = f"GEMVs stay slow: cuFuncSetAttribute gives CUDA error {error}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)

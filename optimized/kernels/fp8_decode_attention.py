@@ -241,5 +241,5 @@ def fp8_decode_attention(
         HAS_WINDOW=sliding_window != -1, HAS_CAP=logit_cap > 0, HAS_SINKS=sinks is not None,
         num_warps=4 if INTERPRETED else WARPS, **pdl_options(q),
     )  # fmt: skip
-    prefer_l1(launched)
+    prefer_l1(launched, CTAS_PER_SM)
     return out

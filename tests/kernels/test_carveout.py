@@ -50,6 +50,14 @@ def test_each_kernel_asks_once(driver: Driver) -> None:
     assert driver.asked == [(11, carveout.CARVEOUT, 0), (12, carveout.CARVEOUT, 0)]
 
 
+def test_room_for_ctas(driver: Driver) -> None:
+    """In percent of 228 KB, rounded up: each CTA has its own shared memory and 1 KB of the system's."""
+    launched = [SimpleNamespace(function=n, metadata=SimpleNamespace(shared=512)) for n in range(3)]
+    for each, num_ctas in zip(launched, (1, 8, 150)):
+        carveout.prefer_l1(each, num_ctas)
+    assert [percent for _, _, percent in driver.asked] == [1, 6, 99]
+
+
 def test_a_driver_that_refuses_is_heard(driver: Driver) -> None:
     driver.error = 400
     with pytest.warns(RuntimeWarning, match="GEMVs stay slow: .* CUDA error 400"):
@@ -83,7 +91,7 @@ def test_the_driver_knows_it() -> None:
     launched = _fill_kernel[(1,)](y, SIZE=64)
     before = _carveout_of(launched.function)
     carveout.prefer_l1(launched)
-    assert (before, _carveout_of(launched.function)) == (-1, carveout.MAX_L1)
+    assert (before, _carveout_of(launched.function)) == (-1, 0)
     _fill_kernel[(1,)](y, SIZE=64)
     assert y.eq(1).all()
 
