@@ -75,7 +75,6 @@ def formats(*files: Results) -> Rows:
     return [
         [
             plain["flags"]["model"],
-            "FP8" if quantized["flags"]["kv_cache_dtype"] != "auto" else "16 bits",
             f"{rate(plain):,.0f}",
             f"{rate(quantized):,.0f}",
             f"{rate(quantized) / rate(plain):.2f}",
