@@ -1,6 +1,6 @@
 """Measured choices of kernels: gpu_tables/<GPU>.json, one file per kind of GPU, written by `diptych tune`.
 
-    {"format": 2, "gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "triton": "3.6.0",
+    {"format": 1, "gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "triton": "3.6.0",
      "experts": {"128 experts, top 8, 2048-768": {"64": [[...], [...]]}},
      "linear": {"6144 x 4096": {"1": "cta_gemv", "64": "tiled_gemm"}},
      "quantized": {"6144 x 4096 int4 ...": {"1": ["gemv", 4, 4, 1, 1], "64": ["gemm", 64, 64, 64, 6, 4],
@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
+FORMAT = 1
 FOLDER = Path(__file__).parent / "gpu_tables"
 
 Measured = dict[str, dict[str, Any]]

@@ -95,12 +95,11 @@ def candidates(
     """The tiles worth timing: a warp has 16 to 64 outputs, and registers for their sums. Split-K: with the
     64 outputs that Hopper's tensor cores take, and up to MAX_CTAS, about four for a multiprocessor."""
     if suits_gemv(values, scheme, size):
-        if scheme.weight_type == "int4":
-            for rows, warps, ahead in itertools.product((16, 32), (2, 4, 8), (1, 2, 4)):
-                yield GemvTile(rows, warps, 1, ahead)
-        else:
-            for rows, warps, steps, ahead in itertools.product((1, 2, 4), (4, 8), (1, 2), (1, 2)):
-                yield GemvTile(rows, warps, steps, ahead)
+        loads = [(1, 1), (1, 2)]
+        if scheme.weight_type == "fp8":
+            loads = [(1, 1), (1, 2), (2, 1), (2, 2)]
+        for rows, warps, (steps, ahead) in itertools.product((1, 2, 4), (4, 8), loads):
+            yield GemvTile(rows, warps, steps, ahead)
     num_tokens = len(values.q) if isinstance(values, QuantizedInput) else len(values)
     if num_tokens > FEW_TOKENS:
         yield from _tiles_of_many(num_tokens, scheme, out)

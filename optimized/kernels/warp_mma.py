@@ -27,38 +27,34 @@ _E4M3 = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $1, high;
 }""")
 
-_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 "
-_OPERANDS = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-_MMA_F16 = tl.constexpr(_MMA.format("f16") + _OPERANDS)
-_MMA_BF16 = tl.constexpr(_MMA.format("bf16") + _OPERANDS)
-
 
 @triton.jit
-def mma(a, b, c, WARPS: tl.constexpr, dtype: tl.constexpr = tl.float16):
-    """A @ B + C in float32, of values of dtype. a: four words, of row g, g + 8, g, g + 8; b: two words of
-    column g, the first for the first two of a. c: (row g, column 2 t), (g, 2 t + 1), (g + 8, 2 t),
-    (g + 8, 2 t + 1)."""
+def mma(a, b, c, WARPS: tl.constexpr):
+    """A @ B + C in float32. a: four words, of row g, g + 8, g, g + 8; b: two words of column g, the first for
+    the first two of a. c: (row g, column 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1)."""
     if _INTERPRETED:
-        upper = _products(a[0], b[0], WARPS, dtype) + _products(a[2], b[1], WARPS, dtype)
-        lower = _products(a[1], b[0], WARPS, dtype) + _products(a[3], b[1], WARPS, dtype)
+        upper = _products(a[0], b[0], WARPS) + _products(a[2], b[1], WARPS)
+        lower = _products(a[1], b[0], WARPS) + _products(a[3], b[1], WARPS)
         u0, u1 = tl.split(tl.permute(tl.reshape(upper, (32, 2, WARPS)), (0, 2, 1)))
         l0, l1 = tl.split(tl.permute(tl.reshape(lower, (32, 2, WARPS)), (0, 2, 1)))
         return c[0] + u0, c[1] + u1, c[2] + l0, c[3] + l1
     else:
         return tl.inline_asm_elementwise(
-            _MMA_BF16 if dtype == tl.bfloat16 else _MMA_F16, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
             [a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3]],
             dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
 
 
 @triton.jit
-def _products(a, b, WARPS: tl.constexpr, dtype: tl.constexpr):
+def _products(a, b, WARPS: tl.constexpr):
     """The interpreter's sums over the values of the four lanes of a row and a column: [8, 8, WARPS]."""
     total = tl.zeros([8, 8, WARPS], tl.float32)
     for i in tl.static_range(2):
-        row = (a >> (16 * i)).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-        column = (b >> (16 * i)).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        row = (a >> (16 * i)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        column = (b >> (16 * i)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         total += tl.sum(tl.reshape(row, (8, 1, 4, WARPS)) * tl.reshape(column, (1, 8, 4, WARPS)), 2)
     return total
 

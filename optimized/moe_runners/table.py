@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -52,14 +53,16 @@ class Needs(NamedTuple):
     majors: tuple[int, ...]  # of the compute capability
     library: str
     install: str
+    note: str = ""  # printed when an engine starts with it
 
 
+COMPILES = "FlashInfer compiles its MoE module once, up to an hour; flashinfer-jit-cache has it compiled"
 NEEDS = {
     "triton_kernel": Needs("16 bits, MXFP4", (9, 10), "triton_kernels", "sglang-kernel==0.4.4"),
     "deep_gemm": Needs("FP8 blocks", (9, 10), "deep_gemm", "sgl-deep-gemm==0.1.3"),
     "cutlass": Needs("FP8 blocks", (9, 10), "sgl_kernel", "sglang-kernel==0.4.4"),
-    "flashinfer_cutlass": Needs("16 bits, FP8 blocks", (9, 10), "flashinfer", "flashinfer-python"),
-    "flashinfer_mxfp4": Needs("MXFP4", (9,), "flashinfer", "flashinfer-python"),
+    "flashinfer_cutlass": Needs("16 bits, FP8 blocks", (9, 10), "flashinfer", "flashinfer-python", COMPILES),
+    "flashinfer_mxfp4": Needs("MXFP4", (9,), "flashinfer", "flashinfer-python", COMPILES),
     "flashinfer_trtllm": Needs("FP8 blocks, FP4", (10,), "flashinfer", "flashinfer-python"),
     "flashinfer_cutedsl": Needs("FP4", (10,), "flashinfer", "flashinfer-python"),
 }
@@ -105,6 +108,8 @@ def use_runner(model: nn.Module, config: EngineConfig, device: torch.device, dty
     if config.deterministic:
         raise ValueError(f"deterministic=True works with moe_runner_backend {' or '.join(OWN)}, not {name}")
     runner_class = find_runner(name, dispatch, device)
+    if NEEDS[name].note:
+        print(f"moe_runner_backend={name}: {NEEDS[name].note}", file=sys.stderr, flush=True)
     for experts in layers:
         experts.runner = runner_class(experts)
         experts.runner.check_dtype(dtype)

@@ -59,10 +59,8 @@ Triton leaves a loop that it cannot pipeline as it is, for instance one with a b
 THREADS = re.compile(
     r"#ttg.linear<\{register = \[\], lane = \[\[1, 0\], \[2, 0\], \[4, 0\], \[8, 0\], \[16, 0\]\], .*"
     r"|#ttg.blocked<\{sizePerThread = \[1, 1\], threadsPerWarp = \[32, 1\], warpsPerCTA = \[1, \d+\], .*"
-    r"|#ttg.blocked<\{sizePerThread = \[1\], threadsPerWarp = \[32\], warpsPerCTA = \[\d+\], .*"
 )
-"""The layouts of warp_mma.py: dimension 0 is the lane, or the lane of one warp after the other, and each thread
-has one word."""
+"""The layouts of warp_mma.py: dimension 0 is the lane, and each thread has one word."""
 
 Launched = tuple[str, int, int, list[str]]  # see compile_worker.watch
 Ask = Callable[[str, str], list[Launched]]
@@ -103,7 +101,7 @@ def check(compiled: Ask, gpu: str, name: str) -> None:
     limit = GPUS[gpu].shared_memory_per_cta(num_ctas)
     assert [kernel for kernel in launched if kernel[1] > limit] == []
     for kernel, _, _, layouts in launched:
-        assert bool(layouts) == (kernel in ("_fp8_decode_kernel", "int4_gemv_kernel"))
+        assert bool(layouts) == (kernel == "_fp8_decode_kernel")
         assert [layout for layout in layouts if not THREADS.fullmatch(layout)] == []
     if name.startswith("decode") and launched[0][0] != "_fp8_decode_kernel":
         assert launched[0][2] >= 2 * DECODE_COPIES, "the loop is not pipelined"

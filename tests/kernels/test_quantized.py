@@ -59,30 +59,20 @@ def multiply(
     return y, expected
 
 
-GEMVS = [
-    *(
-        (kind, tile)
-        for kind in ("fp8 token", "fp8 block", "fp8 static")
-        for tile in (GemvTile(1, 2), GemvTile(4, 4, 2, 2))
-    ),
-    *(
-        (kind, tile)
-        for kind in ("int4 128", "int4 channel")
-        for tile in (GemvTile(16, 4), GemvTile(32, 2, 1, 2), GemvTile(16, 1, 1, 4))
-    ),
-]
-
-
-@pytest.mark.parametrize(("kind", "tile"), GEMVS, ids=str)
-@pytest.mark.parametrize(("size", "out"), [(256, 100), (1408, 9), (512, 64)])
+@pytest.mark.parametrize(
+    "kind", ["fp8 token", "fp8 block", "fp8 static", "int4 128", "int4 32", "int4 channel"]
+)
+@pytest.mark.parametrize(("size", "out"), [(256, 100), (1408, 9)])
+@pytest.mark.parametrize("tile", [GemvTile(1, 2), GemvTile(4, 4, 2, 2)])
 def test_gemv(kind: str, size: int, out: int, tile: GemvTile) -> None:
     """Rows and columns beyond the last tile, zero points, a bias and a residual."""
     scheme, x = SCHEMES[kind], draw(1, size)
+    tile = tile._replace(steps=1) if scheme.weight_type == "int4" else tile
     static = torch.tensor([0.02], device=x.device) if scheme.inputs == "static" else None
     tensors = quantize_weight(draw(out, size, seed=3), scheme)
     weight, scale = tensors["weight"], tensors["weight_scale"].contiguous()
     zero = tensors.get("weight_zero")
-    if scheme.weight_type == "int4" and zero is None and tile.rows > 16:
+    if scheme.weight_type == "int4" and zero is None and tile.rows > 1:
         zero = torch.arange(scale.numel(), device=x.device).view_as(scale).remainder(16).to(torch.uint8)
     bias, residual = draw(out, seed=5), draw(1, out, seed=6)
     values = x if scheme.inputs == "none" else quantize_input(x, scheme, static)

@@ -207,6 +207,7 @@ def interleave_scales(scales: torch.Tensor) -> torch.Tensor:
 def fused_moe(**arguments: Any) -> list[torch.Tensor]:
     x, ids, weights = (arguments[name] for name in ("input", "token_selected_experts", "token_final_scales"))
     assert ids.min() >= 0
+    assert (ids.sort(1).values.diff(dim=1) > 0).all(), "the library keeps one of several choices of an expert"
     w31, w2, scales = (
         arguments["fc1_expert_weights"],
         arguments["fc2_expert_weights"],

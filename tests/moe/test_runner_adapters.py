@@ -14,7 +14,7 @@ from optimized.moe_runners import deep_gemm
 from optimized.moe_runners.base import MoeRunner
 from optimized.moe_runners.cutlass import CutlassRunner
 from optimized.moe_runners.deep_gemm import DeepGemmRunner
-from optimized.moe_runners.flashinfer_cutlass import FlashInferCutlassRunner
+from optimized.moe_runners.flashinfer_cutlass import FlashInferCutlassRunner, distinct_ids
 from optimized.moe_runners.flashinfer_mxfp4 import FlashInferMxfp4Runner
 from optimized.moe_runners.layouts import FP8_BLOCKS, MXFP4
 from optimized.moe_runners.triton_kernel import TritonKernelRunner
@@ -90,6 +90,15 @@ def test_flashinfer_cutlass_in_fp8_blocks(case: Any, monkeypatch: pytest.MonkeyP
     check_quantized(case, FlashInferCutlassRunner, NOT_QUANTIZED)
 
 
+def test_padding_is_an_expert_that_the_token_has_not() -> None:
+    choices = [[-1, 0], [-1, -1], [5, -1], [1, -1], [0, 1]]
+    ids = distinct_ids(torch.tensor(choices, dtype=torch.int64, device=check_device()))
+    assert ids.tolist() == [[1, 0], [0, 1], [5, 0], [1, 0], [0, 1]]
+    ids = distinct_ids(torch.tensor([[-1, 3, 0, -1, 1, -1]], device=check_device()))
+    assert ids.tolist() == [[2, 3, 0, 4, 1, 5]]
+    assert ids.dtype == torch.int32
+
+
 @pytest.mark.parametrize(("bias", "limit"), [(False, 0.0), (True, 1.5), (True, 0.0)])
 @pytest.mark.parametrize("runner_class", [TritonKernelRunner, FlashInferCutlassRunner])
 def test_16_bits(
@@ -100,8 +109,8 @@ def test_16_bits(
     experts = FusedExperts(4, 32, 24, bias, limit)
     inputs.fill_(experts)
     experts.to(check_device(), torch.bfloat16)
-    ids = torch.tensor([[0, 3], [2, -1], [-1, -1]], dtype=torch.int32, device=check_device())
-    topk, x = TopKOutput(inputs.uniform(3, 2), ids), inputs.normal(3, 32, dtype=torch.bfloat16)
+    ids = torch.tensor([[0, 3], [2, -1], [-1, -1], [-1, 0]], dtype=torch.int32, device=check_device())
+    topk, x = TopKOutput(inputs.uniform(4, 2), ids), inputs.normal(4, 32, dtype=torch.bfloat16)
     wanted = experts64(x, topk, experts.w13, experts.w2, experts.b13, experts.b2, limit)
     experts.runner = runner_class(experts)
     experts.runner.prepare()

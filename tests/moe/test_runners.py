@@ -125,6 +125,13 @@ def test_auto_keeps_the_own_kernels(monkeypatch: pytest.MonkeyPatch, hopper: Non
     assert chosen(FP8_BLOCKS) is None
 
 
+def test_a_long_compilation_is_announced(hopper: None, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen(FP8_BLOCKS, moe_runner_backend="cutlass")
+    assert capsys.readouterr().err == ""
+    chosen(FP8_BLOCKS, moe_runner_backend="flashinfer_cutlass")
+    assert "flashinfer_cutlass: FlashInfer compiles its MoE module once" in capsys.readouterr().err
+
+
 def test_a_named_runner_refuses_the_type_of_the_model(hopper: None) -> None:
     with pytest.raises(ValueError, match=r"dtype torch\.float32 is not supported; supported: bfloat16"):
         chosen(FP8_BLOCKS, torch.float32, moe_runner_backend="deep_gemm")
