@@ -80,7 +80,7 @@ def main() -> None:
     driver.set_active(no_driver)
     # Before other modules import them.
     portable.gpu_of = lambda device: GPUS[no_driver.name]
-    carveout.prefer_l1 = lambda launched: None
+    carveout.prefer_l1 = lambda launched, num_ctas=0: None
     from tests.kernels.launches import LAUNCHES, clear_caches
 
     launched = watch()
