@@ -32,7 +32,7 @@ def prefer_l1(launched: Any, num_ctas: int = 0) -> None:
     that kernel, and to graphs captured afterwards. The shared memory is that of
     num_ctas CTAs on a multiprocessor; 0: the least there is."""
     if not INTERPRETED and torch.version.cuda is not None:
-        room = num_ctas * (launched.metadata.shared + OF_CTA) if num_ctas > 0 else 0
+        room = num_ctas * (launched.metadata.shared + OF_CTA)
         _ask(launched.function, -(-100 * room // MAX_SHARED))
 
 

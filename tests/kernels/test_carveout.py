@@ -32,6 +32,11 @@ class Driver:
         return self.error
 
 
+def launched(function: int) -> SimpleNamespace:
+    """What a launch returns."""
+    return SimpleNamespace(function=function, metadata=SimpleNamespace(shared=512))
+
+
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     """In place of the GPU's, as if there were one."""
@@ -46,27 +51,26 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 def test_each_kernel_asks_once(driver: Driver) -> None:
     for function in (11, 12, 11, 12, 12):
-        carveout.prefer_l1(SimpleNamespace(function=function))
+        carveout.prefer_l1(launched(function))
     assert driver.asked == [(11, carveout.CARVEOUT, 0), (12, carveout.CARVEOUT, 0)]
 
 
 def test_room_for_ctas(driver: Driver) -> None:
     """In percent of 228 KB, rounded up: each CTA has its own shared memory and 1 KB of the system's."""
-    launched = [SimpleNamespace(function=n, metadata=SimpleNamespace(shared=512)) for n in range(3)]
-    for each, num_ctas in zip(launched, (1, 8, 150)):
-        carveout.prefer_l1(each, num_ctas)
+    for function, num_ctas in enumerate((1, 8, 150)):
+        carveout.prefer_l1(launched(function), num_ctas)
     assert [percent for _, _, percent in driver.asked] == [1, 6, 99]
 
 
 def test_a_driver_that_refuses_is_heard(driver: Driver) -> None:
     driver.error = 400
     with pytest.warns(RuntimeWarning, match="GEMVs stay slow: .* CUDA error 400"):
-        carveout.prefer_l1(SimpleNamespace(function=13))
+        carveout.prefer_l1(launched(13))
 
 
 def test_elsewhere_the_driver_is_not_asked(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)  # as on an AMD GPU
-    carveout.prefer_l1(SimpleNamespace(function=14))
+    carveout.prefer_l1(launched(14))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(carveout, "INTERPRETED", True)
     carveout.prefer_l1(None)  # all that the interpreter returns
@@ -88,10 +92,10 @@ def test_gemvs_ask(kernel: Callable[..., None], monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 def test_the_driver_knows_it() -> None:
     y = torch.zeros(64, device="cuda")
-    launched = _fill_kernel[(1,)](y, SIZE=64)
-    before = _carveout_of(launched.function)
-    carveout.prefer_l1(launched)
-    assert (before, _carveout_of(launched.function)) == (-1, 0)
+    kernel = _fill_kernel[(1,)](y, SIZE=64)
+    before = _carveout_of(kernel.function)
+    carveout.prefer_l1(kernel)
+    assert (before, _carveout_of(kernel.function)) == (-1, 0)
     _fill_kernel[(1,)](y, SIZE=64)
     assert y.eq(1).all()
 
