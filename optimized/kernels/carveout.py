@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from optimized.kernels.portable import INTERPRETED
+from optimized.kernels.portable import INTERPRETED, gpu_of
 
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
-MAX_SHARED = 228 * 1024  # bytes of a Hopper multiprocessor, of which the attribute is a percentage
-OF_CTA = 1024  # bytes for the system
+OF_CTA = 1024  # bytes of shared memory for the system
 
 
 # --8<-- [start:prefer-l1]
@@ -32,17 +31,18 @@ def prefer_l1(launched: Any, num_ctas: int = 0) -> None:
     that kernel, and to graphs captured afterwards. The shared memory is that of
     num_ctas CTAs on a multiprocessor; 0: the least there is."""
     if not INTERPRETED and torch.version.cuda is not None:
-        room = num_ctas * (launched.metadata.shared + OF_CTA)
-        _ask(launched.function, -(-100 * room // MAX_SHARED))
+        _ask(launched.function, num_ctas * (launched.metadata.shared + OF_CTA))
 
 
 @cache
-def _ask(function: int, percent: int) -> None:
-    """Called once for each compiled kernel. If the driver refuses, only speed is
-    lost."""
+def _ask(function: int, room: int) -> None:
+    """Called once for each compiled kernel, with bytes. If the driver refuses, only
+    speed is lost."""
+    whole = gpu_of(torch.device("cuda")).shared_memory + OF_CTA
+    percent = -(-100 * room // whole)
     error = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, percent)
     if error != 0:
-        message = f"GEMVs stay slow: cuFuncSetAttribute gives CUDA error {error}"
+        message = f"kernels stay slow: cuFuncSetAttribute gives CUDA error {error}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 

@@ -1,5 +1,5 @@
 """Rows sorted by expert for the libraries' grouped GEMMs, their inputs in FP8, and the weighted sum of their
-results.
+results; choices without padding for those that sort by themselves.
 
 Roofline bound: of the order, a few bytes a pair of token and expert, so a launch; of the inputs, a row of x
 read and a quantized row written for each pair; of the sum, k + 1 rows of hidden a token.
@@ -170,3 +170,42 @@ def weighted_sum(rows: torch.Tensor, slots: torch.Tensor, topk: TopKOutput) -> t
         BLOCK_N=block_n, num_warps=4, **pdl_options(rows),
     )  # fmt: skip
     return y
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _distinct_kernel(
+    ids_ptr, weights_ptr, new_ids_ptr, new_weights_ptr, num_tokens,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    tokens, slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
+    places = tokens[:, None] * TOP_K + slots[None, :]
+    mask = (tokens < num_tokens)[:, None] & (slots < TOP_K)[None, :]
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    ids = tl.load(ids_ptr + places, mask=mask, other=-1).to(tl.int32)
+    weights = tl.load(weights_ptr + places, mask=mask, other=0.0)
+    is_padding = ids < 0
+    is_free = tl.sum((ids[:, :, None] == slots[None, None, :]).to(tl.int32), 1) == 0
+    # The nth padding takes the nth free candidate. There are enough: each choice takes one at most.
+    nth_free = tl.where(is_free, tl.cumsum(is_free.to(tl.int32), 1), 0)
+    is_match = nth_free[:, None, :] == tl.cumsum(is_padding.to(tl.int32), 1)[:, :, None]
+    candidates = tl.sum(tl.where(is_match, slots[None, None, :], 0), 2)
+    tl.store(new_ids_ptr + places, tl.where(is_padding, candidates, ids), mask=mask)
+    tl.store(new_weights_ptr + places, tl.where(is_padding, 0.0, weights), mask=mask)
+
+
+def distinct_choices(topk: TopKOutput) -> TopKOutput:
+    """The choices without -1: it becomes an expert that its token has not chosen, with the weight 0. For a
+    library that keeps only the first of several choices of one expert."""
+    ids, weights = topk.topk_ids.contiguous(), topk.topk_weights.contiguous()
+    num_tokens, top_k = ids.shape
+    found = TopKOutput(torch.empty_like(weights), torch.empty_like(ids, dtype=torch.int32))
+    block_k = triton.next_power_of_2(top_k)
+    block = max(1, 2048 // block_k**2)
+    if num_tokens > 0:
+        _distinct_kernel[(triton.cdiv(num_tokens, block),)](
+            ids, weights, found.topk_ids, found.topk_weights, num_tokens,
+            TOP_K=top_k, BLOCK=block, BLOCK_K=block_k, **pdl_options(ids),
+        )  # fmt: skip
+    return found

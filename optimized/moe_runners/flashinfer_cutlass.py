@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from optimized.kernels.moe_permute import distinct_choices
 from optimized.moe_runners.base import MoeRunner
 from optimized.moe_runners.layouts import FP8_BLOCKS, swap_halves
 from shared.interfaces.moe import FusedExperts, TopKOutput
@@ -71,24 +72,13 @@ class FlashInferCutlassRunner(MoeRunner):
         from flashinfer.fused_moe import cutlass_fused_moe
 
         self.check_dtype(x.dtype)
+        topk = distinct_choices(topk)
         result = cutlass_fused_moe(
             input=x.contiguous(),
-            token_selected_experts=distinct_ids(topk.topk_ids),
-            token_final_scales=torch.where(topk.topk_ids >= 0, topk.topk_weights, 0.0),
+            token_selected_experts=topk.topk_ids,
+            token_final_scales=topk.topk_weights,
             output_dtype=x.dtype,
             **self.arguments,
         )
         output: torch.Tensor = result[0] if isinstance(result, (list, tuple)) else result
         return output
-
-
-def distinct_ids(ids: torch.Tensor) -> torch.Tensor:
-    """ids [num_tokens, top_k] as int32, each -1 replaced by an expert that its token has not chosen: the
-    library keeps only the first of several choices of one expert."""
-    is_padding = ids < 0
-    candidates = torch.arange(ids.shape[1], device=ids.device)
-    is_free = (ids[:, :, None] != candidates).all(1)
-    # The nth padding takes the nth free candidate. There are enough: each choice takes one at most.
-    nth_free = is_free.cumsum(1) * is_free  # from 1 on; 0: not free
-    is_match = nth_free[:, None, :] == is_padding.cumsum(1)[:, :, None]
-    return torch.where(is_padding, is_match.int().argmax(2), ids).to(torch.int32)

@@ -23,7 +23,7 @@ from optimized.kernels.moe_align import align
 from optimized.kernels.moe_combine import combine
 from optimized.kernels.moe_gemm import down_gemm, up_gemm
 from optimized.kernels.moe_gemv import gemv_experts
-from optimized.kernels.moe_permute import quantize_pairs, sort_pairs, weighted_sum
+from optimized.kernels.moe_permute import distinct_choices, quantize_pairs, sort_pairs, weighted_sum
 from optimized.kernels.moe_tiles import GemvTile, Shape
 from optimized.kernels.one_shot_all_reduce import OneShotAllReduce
 from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -209,6 +209,7 @@ def permuted(shape: Shape, num_tokens: int, dtype: torch.dtype) -> None:
     num_experts, top_k, hidden, inter = shape
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32)
     topk = TopKOutput(torch.empty(num_tokens, top_k), ids)
+    distinct_choices(topk)
     for alignment, by_expert in ((1, False), (128, False), (128, True)):
         order = sort_pairs(ids, num_experts, alignment, by_expert)
         num_rows = len(order.pairs)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from optimized.kernels import carveout, cta_gemv, warp_gemv
+from optimized.kernels.portable import Gpu
 from shared.conformance.device import check_device
 
 
@@ -43,6 +44,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     driver = Driver()
     monkeypatch.setattr(carveout, "_driver", lambda: driver)
     monkeypatch.setattr(carveout, "INTERPRETED", False)
+    monkeypatch.setattr(carveout, "gpu_of", lambda device: Gpu((9, 0), 132, 227 * 1024))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     carveout._ask.cache_clear()
     yield driver
@@ -62,9 +64,15 @@ def test_room_for_ctas(driver: Driver) -> None:
     assert [percent for _, _, percent in driver.asked] == [1, 6, 99]
 
 
+def test_room_on_a_gpu_with_less_shared_memory(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carveout, "gpu_of", lambda device: Gpu((8, 9), 128, 99 * 1024))
+    carveout.prefer_l1(launched(20), 8)
+    assert driver.asked == [(20, carveout.CARVEOUT, 12)]
+
+
 def test_a_driver_that_refuses_is_heard(driver: Driver) -> None:
     driver.error = 400
-    with pytest.warns(RuntimeWarning, match="GEMVs stay slow: .* CUDA error 400"):
+    with pytest.warns(RuntimeWarning, match="kernels stay slow: .* CUDA error 400"):
         carveout.prefer_l1(launched(13))
 
 

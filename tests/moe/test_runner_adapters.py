@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.kernels.moe_permute import quantize_pairs, sort_pairs, weighted_sum
+from optimized.kernels.moe_permute import distinct_choices, quantize_pairs, sort_pairs, weighted_sum
 from optimized.kernels.quantize_input import quantize_input
 from optimized.moe import FusedExperts
 from optimized.moe_runners import deep_gemm
 from optimized.moe_runners.base import MoeRunner
 from optimized.moe_runners.cutlass import CutlassRunner
 from optimized.moe_runners.deep_gemm import DeepGemmRunner
-from optimized.moe_runners.flashinfer_cutlass import FlashInferCutlassRunner, distinct_ids
+from optimized.moe_runners.flashinfer_cutlass import FlashInferCutlassRunner
 from optimized.moe_runners.flashinfer_mxfp4 import FlashInferMxfp4Runner
 from optimized.moe_runners.layouts import FP8_BLOCKS, MXFP4
 from optimized.moe_runners.triton_kernel import TritonKernelRunner
@@ -90,13 +90,24 @@ def test_flashinfer_cutlass_in_fp8_blocks(case: Any, monkeypatch: pytest.MonkeyP
     check_quantized(case, FlashInferCutlassRunner, NOT_QUANTIZED)
 
 
-def test_padding_is_an_expert_that_the_token_has_not() -> None:
-    choices = [[-1, 0], [-1, -1], [5, -1], [1, -1], [0, 1]]
-    ids = distinct_ids(torch.tensor(choices, dtype=torch.int64, device=check_device()))
-    assert ids.tolist() == [[1, 0], [0, 1], [5, 0], [1, 0], [0, 1]]
-    ids = distinct_ids(torch.tensor([[-1, 3, 0, -1, 1, -1]], device=check_device()))
-    assert ids.tolist() == [[2, 3, 0, 4, 1, 5]]
-    assert ids.dtype == torch.int32
+@pytest.mark.parametrize(
+    ("choices", "expected"),
+    [
+        ([[-1, 0], [-1, -1], [5, -1], [1, -1], [0, 1]], [[1, 0], [0, 1], [5, 0], [1, 0], [0, 1]]),
+        ([[-1, 3, 0, -1, 1, -1]], [[2, 3, 0, 4, 1, 5]]),
+        ([[4, -1, 2]] * 300, [[4, 0, 2]] * 300),
+        ([[-1]], [[0]]),
+    ],
+)
+def test_padding_is_an_expert_that_the_token_has_not(
+    choices: list[list[int]], expected: list[list[int]]
+) -> None:
+    ids = torch.tensor(choices, dtype=torch.int32, device=check_device())
+    weights = torch.rand(ids.shape, device=check_device()) + 1
+    found = distinct_choices(TopKOutput(weights, ids))
+    assert found.topk_ids.tolist() == expected
+    assert found.topk_ids.dtype == torch.int32
+    expect_equal("weights", found.topk_weights, torch.where(ids >= 0, weights, 0.0))
 
 
 @pytest.mark.parametrize(("bias", "limit"), [(False, 0.0), (True, 1.5), (True, 0.0)])
