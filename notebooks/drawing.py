@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
-from shared.engine.llm import LLM
-from shared.interfaces import CacheNode
+from diptych.shared.engine.llm import LLM
+from diptych.shared.interfaces import CacheNode
 
 KINDS = (
     "free",

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shared.interfaces.prefix_cache import RadixKey
-from shared.scheduling.pages import round_down_to_page
+from diptych.shared.interfaces.prefix_cache import RadixKey
+from diptych.shared.scheduling.pages import round_down_to_page
 
 Array = npt.NDArray[np.int64]
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from optimized.overlap.pipeline import BatchInFlight, InFlight, Pipeline
-from shared.interfaces import SchedulerParts
-from shared.sampling.logprobs import keep_embeddings, to_token_logprobs
-from shared.scheduling.pages import prepare_for_decode
-from shared.types import (
+from diptych.optimized.overlap.pipeline import BatchInFlight, InFlight, Pipeline
+from diptych.shared.interfaces import SchedulerParts
+from diptych.shared.sampling.logprobs import keep_embeddings, to_token_logprobs
+from diptych.shared.scheduling.pages import prepare_for_decode
+from diptych.shared.types import (
     LogitsOutput,
     Req,
     SampleOutput,

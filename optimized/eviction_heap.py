@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from optimized.array_tree import TreeNode
+from diptych.optimized.array_tree import TreeNode
 
 MIN_LIMIT = 1024
 """Entries that the heap may hold before outdated ones are searched for."""

@@ -16,17 +16,22 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from optimized.kernels import cublas_linear, fixed_order_gemm, linear_choice, small_batch_linear
-from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store, rotate
-from optimized.kernels.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
-from optimized.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
-from shared.config import RopeConfig
-from shared.interfaces import layers as interface
-from shared.interfaces.attention import BatchAttention
-from shared.interfaces.collectives import Collectives
-from shared.modeling.forward import layer_output
-from shared.modeling.rope import rope_angles
-from shared.types.attention import AttentionLayer
+from diptych.optimized.kernels.attention.qk_norm_rope_store import qk_norm_rope_store, rotate
+from diptych.optimized.kernels.linear import (
+    cublas_linear,
+    fixed_order_gemm,
+    linear_choice,
+    small_batch_linear,
+)
+from diptych.optimized.kernels.linear.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
+from diptych.optimized.kernels.linear.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
+from diptych.shared.config import RopeConfig
+from diptych.shared.interfaces import layers as interface
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.interfaces.collectives import Collectives
+from diptych.shared.modeling.forward import layer_output
+from diptych.shared.modeling.rope import rope_angles
+from diptych.shared.types.attention import AttentionLayer
 
 
 class Linear(nn.Module):

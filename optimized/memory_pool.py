@@ -24,12 +24,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from optimized.kernels.move_kv import can_move, move_kv
-from optimized.page_ring import Array, PageRing, PagesState
-from shared.interfaces import memory_pool as interface
-from shared.modeling.kv_pool import to_fp8
-from shared.scheduling.pages import num_pages_of
-from shared.types.attention import FP8, KVScales
+from diptych.optimized.kernels.attention.move_kv import can_move, move_kv
+from diptych.optimized.page_ring import Array, PageRing, PagesState
+from diptych.shared.interfaces import memory_pool as interface
+from diptych.shared.modeling.kv_pool import to_fp8
+from diptych.shared.scheduling.pages import num_pages_of
+from diptych.shared.types.attention import FP8, KVScales
 
 
 class ReqToTokenPool(interface.ReqToTokenPool):

@@ -22,20 +22,20 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from optimized.graphs.cuda_graph import CapturedCall, CudaGraphs, try_to_capture, warn_of_launches
-from optimized.graphs.decode_graph import DecodeBuffers, SamplingKind, captured_batch_sizes
-from optimized.graphs.extend_graph import ExtendSteps, captured_token_counts
-from optimized.graphs.verify_graph import VerifyBuffers, verify_batch_sizes
-from optimized.host_pool import HostPool
-from shared.config import EngineConfig
-from shared.config.speculation import possible_shapes
-from shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
-from shared.interfaces import model_runner as interface
-from shared.interfaces.attention import BatchAttention
-from shared.modeling.forward import no_hidden_states, run_model
-from shared.parallel.alone import ALONE
-from shared.sampling.logprobs import LOGPROB_ROWS, input_logprobs_of
-from shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
+from diptych.optimized.graphs.cuda_graph import CapturedCall, CudaGraphs, try_to_capture, warn_of_launches
+from diptych.optimized.graphs.decode_graph import DecodeBuffers, SamplingKind, captured_batch_sizes
+from diptych.optimized.graphs.extend_graph import ExtendSteps, captured_token_counts
+from diptych.optimized.graphs.verify_graph import VerifyBuffers, verify_batch_sizes
+from diptych.optimized.tiers.host_pool import HostPool
+from diptych.shared.config import EngineConfig
+from diptych.shared.config.speculation import possible_shapes
+from diptych.shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
+from diptych.shared.interfaces import model_runner as interface
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.modeling.forward import no_hidden_states, run_model
+from diptych.shared.parallel.alone import ALONE
+from diptych.shared.sampling.logprobs import LOGPROB_ROWS, input_logprobs_of
+from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
 
 @dataclass

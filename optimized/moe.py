@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from optimized.kernels.moe_align import align
-from optimized.kernels.moe_combine import combine
-from optimized.kernels.moe_gemm import down_gemm, up_gemm
-from optimized.kernels.moe_gemv import gemv_experts
-from optimized.kernels.moe_tiles import GemvTile, Shape, plan
-from optimized.kernels.moe_topk import route
-from optimized.layers import MLP, Linear
-from shared.config import MoEConfig
-from shared.interfaces import moe as interface
-from shared.interfaces.moe import TopKOutput
+from diptych.optimized.kernels.moe.moe_align import align
+from diptych.optimized.kernels.moe.moe_combine import combine
+from diptych.optimized.kernels.moe.moe_gemm import down_gemm, up_gemm
+from diptych.optimized.kernels.moe.moe_gemv import gemv_experts
+from diptych.optimized.kernels.moe.moe_tiles import GemvTile, Shape, plan
+from diptych.optimized.kernels.moe.moe_topk import route
+from diptych.optimized.layers import MLP, Linear
+from diptych.shared.config import MoEConfig
+from diptych.shared.interfaces import moe as interface
+from diptych.shared.interfaces.moe import TopKOutput
 
 
 class TopK(interface.TopK):
@@ -37,7 +37,7 @@ class TopK(interface.TopK):
 
 class FusedExperts(interface.FusedExperts):
     is_deterministic = False  # one tile for any number of tokens
-    runner: Any = None  # of `optimized.moe_runners`, in place of these kernels
+    runner: Any = None  # of `diptych.optimized.moe_runners`, in place of these kernels
 
     def __init__(
         self,

@@ -15,15 +15,29 @@ from itertools import islice, pairwise
 import numpy as np
 import torch
 
-from optimized.array_tree import Array, TreeNode, as_array, child_key, child_key_of, matched_len, part_of
-from optimized.eviction_heap import EvictionHeap
-from shared.config.engine import EvictionPolicyName
-from shared.interfaces import prefix_cache as interface
-from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
-from shared.interfaces.prefix_cache import CacheNode, CacheWatcher, InsertResult, MatchResult, RadixKey
-from shared.scheduling.eviction_order import eviction_order
-from shared.scheduling.pages import round_down_to_page
-from shared.types import Req
+from diptych.optimized.array_tree import (
+    Array,
+    TreeNode,
+    as_array,
+    child_key,
+    child_key_of,
+    matched_len,
+    part_of,
+)
+from diptych.optimized.eviction_heap import EvictionHeap
+from diptych.shared.config.engine import EvictionPolicyName
+from diptych.shared.interfaces import prefix_cache as interface
+from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from diptych.shared.interfaces.prefix_cache import (
+    CacheNode,
+    CacheWatcher,
+    InsertResult,
+    MatchResult,
+    RadixKey,
+)
+from diptych.shared.scheduling.eviction_order import eviction_order
+from diptych.shared.scheduling.pages import round_down_to_page
+from diptych.shared.types import Req
 
 
 class RadixCache(interface.WatchablePrefixCache):

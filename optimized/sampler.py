@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import torch
 
-from optimized.kernels.sampling_adjust import adjust, dense, empty_rows
-from optimized.kernels.sampling_check import check
-from optimized.kernels.sampling_greedy import argmax
-from optimized.kernels.sampling_logprobs import logprobs
-from optimized.kernels.sampling_pick import Picked, pick
-from optimized.kernels.sampling_race import race
-from optimized.kernels.sampling_scan import Scan, scan
-from optimized.kernels.sampling_small import MAX_VOCAB_SIZE, sample_small
-from shared.interfaces import sampler as contract
-from shared.sampling.processors import apply_processors
-from shared.types import SampleOutput, SamplingBatchInfo
+from diptych.optimized.kernels.sampling.sampling_adjust import adjust, dense, empty_rows
+from diptych.optimized.kernels.sampling.sampling_check import check
+from diptych.optimized.kernels.sampling.sampling_greedy import argmax
+from diptych.optimized.kernels.sampling.sampling_logprobs import logprobs
+from diptych.optimized.kernels.sampling.sampling_pick import Picked, pick
+from diptych.optimized.kernels.sampling.sampling_race import race
+from diptych.optimized.kernels.sampling.sampling_scan import Scan, scan
+from diptych.optimized.kernels.sampling.sampling_small import MAX_VOCAB_SIZE, sample_small
+from diptych.shared.interfaces import sampler as contract
+from diptych.shared.sampling.processors import apply_processors
+from diptych.shared.types import SampleOutput, SamplingBatchInfo
 
 
 class Sampler(contract.Sampler):

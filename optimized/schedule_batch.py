@@ -11,9 +11,9 @@ from itertools import accumulate
 
 import torch
 
-from shared.sampling.logprobs import input_logprob_rows
-from shared.to_device import ALIGNMENT, copy_to_device, pinned, vectors_to_device
-from shared.types import ForwardBatch, ForwardMode, ScheduleBatch
+from diptych.shared.sampling.logprobs import input_logprob_rows
+from diptych.shared.to_device import ALIGNMENT, copy_to_device, pinned, vectors_to_device
+from diptych.shared.types import ForwardBatch, ForwardMode, ScheduleBatch
 
 
 def name_tokens(

@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-from optimized.waiting_matches import WaitingMatches
-from shared.config import EngineConfig
-from shared.interfaces import PolicyResult, PrefixCache
-from shared.interfaces import schedule_policy as interface
-from shared.scheduling.waiting_queue import Changes, Follower, WaitingQueue
-from shared.types import Req
+from diptych.optimized.waiting_matches import WaitingMatches
+from diptych.shared.config import EngineConfig
+from diptych.shared.interfaces import PolicyResult, PrefixCache
+from diptych.shared.interfaces import schedule_policy as interface
+from diptych.shared.scheduling.waiting_queue import Changes, Follower, WaitingQueue
+from diptych.shared.types import Req
 
 LPM_QUEUE_LIMIT = 128
 """In a longer queue, matching and sorting cost more than a good order saves."""

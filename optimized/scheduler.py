@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from optimized.decoding import PlainDecoding
-from optimized.overlap.cached_prompt import CachedPrompt
-from optimized.overlap.pipeline import BatchInFlight, InFlight
-from optimized.speculative.decoding import SpeculativeDecoding
-from shared.config import EngineConfig, ModelConfig
-from shared.interfaces import SchedulerParts
-from shared.scheduling.base_scheduler import BaseScheduler
-from shared.scheduling.stop_conditions import held_nan
-from shared.scheduling.waiting_queue import WaitingQueue
-from shared.types import ForwardMode, Req, ScheduleBatch, StepOutput
+from diptych.optimized.decoding import PlainDecoding
+from diptych.optimized.overlap.cached_prompt import CachedPrompt
+from diptych.optimized.overlap.pipeline import BatchInFlight, InFlight
+from diptych.optimized.speculative.decoding import SpeculativeDecoding
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.interfaces import SchedulerParts
+from diptych.shared.scheduling.base_scheduler import BaseScheduler
+from diptych.shared.scheduling.stop_conditions import held_nan
+from diptych.shared.scheduling.waiting_queue import WaitingQueue
+from diptych.shared.types import ForwardMode, Req, ScheduleBatch, StepOutput
 
 
 class Scheduler(BaseScheduler):

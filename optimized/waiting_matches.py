@@ -16,12 +16,12 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from optimized.waiting_forest import NO_NODE, Forest
-from shared.config import EngineConfig
-from shared.interfaces import CacheWatcher, PrefixCache, RadixKey, WatchablePrefixCache
-from shared.scheduling.pages import round_up_to_page
-from shared.scheduling.waiting_queue import Changes
-from shared.types import Req
+from diptych.optimized.waiting_forest import NO_NODE, Forest
+from diptych.shared.config import EngineConfig
+from diptych.shared.interfaces import CacheWatcher, PrefixCache, RadixKey, WatchablePrefixCache
+from diptych.shared.scheduling.pages import round_up_to_page
+from diptych.shared.scheduling.waiting_queue import Changes
+from diptych.shared.types import Req
 
 
 @dataclass(eq=False, slots=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from shared.config.engine import EvictionPolicyName
-from shared.interfaces import prefix_cache as interface
-from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
-from shared.interfaces.prefix_cache import CacheNode, InsertResult, MatchResult, RadixKey
-from shared.types import Req
+from diptych.shared.config.engine import EvictionPolicyName
+from diptych.shared.interfaces import prefix_cache as interface
+from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from diptych.shared.interfaces.prefix_cache import CacheNode, InsertResult, MatchResult, RadixKey
+from diptych.shared.types import Req
 
 
 class ChunkCache(interface.PrefixCache):

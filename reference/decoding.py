@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reference.schedule_batch import make_forward_batch
-from shared.interfaces import SchedulerParts
-from shared.sampling.logprobs import keep_embeddings, last_hidden_states, to_token_logprobs
-from shared.sampling.sampling_batch import make_sampling_batch_info
-from shared.scheduling.pages import prepare_for_decode
-from shared.types import BatchResult, Req, ScheduleBatch, SpeculationStats, TokenLogprob
+from diptych.reference.schedule_batch import make_forward_batch
+from diptych.shared.interfaces import SchedulerParts
+from diptych.shared.sampling.logprobs import keep_embeddings, last_hidden_states, to_token_logprobs
+from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
+from diptych.shared.scheduling.pages import prepare_for_decode
+from diptych.shared.types import BatchResult, Req, ScheduleBatch, SpeculationStats, TokenLogprob
 
 
 class PlainDecoding:

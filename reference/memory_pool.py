@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from shared.interfaces import memory_pool as interface
-from shared.modeling.kv_pool import to_fp8
-from shared.scheduling.pages import num_pages_of, round_up_to_page
-from shared.types.attention import FP8, KVScales
+from diptych.shared.interfaces import memory_pool as interface
+from diptych.shared.modeling.kv_pool import to_fp8
+from diptych.shared.scheduling.pages import num_pages_of, round_up_to_page
+from diptych.shared.types.attention import FP8, KVScales
 
 
 class ReqToTokenPool(interface.ReqToTokenPool):

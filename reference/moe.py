@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reference.layers import MLP, Linear, SiluAndMul
-from shared.config import MoEConfig
-from shared.interfaces import moe as interface
-from shared.interfaces.moe import TopKOutput
-from shared.modeling.layer_choice import ClampedSwiGLU
+from diptych.reference.layers import MLP, Linear, SiluAndMul
+from diptych.shared.config import MoEConfig
+from diptych.shared.interfaces import moe as interface
+from diptych.shared.interfaces.moe import TopKOutput
+from diptych.shared.modeling.layer_choice import ClampedSwiGLU
 
 
 class TopK(interface.TopK):

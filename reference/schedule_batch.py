@@ -8,9 +8,9 @@ from itertools import accumulate
 
 import torch
 
-from reference.input_embeds import embeds_of_step
-from shared.sampling.logprobs import input_logprob_rows
-from shared.types import ForwardBatch, Req, ScheduleBatch
+from diptych.reference.modes.input_embeds import embeds_of_step
+from diptych.shared.sampling.logprobs import input_logprob_rows
+from diptych.shared.types import ForwardBatch, Req, ScheduleBatch
 
 
 def make_forward_batch(batch: ScheduleBatch, num_token_ids: int, device: torch.device) -> ForwardBatch:

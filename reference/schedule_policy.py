@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shared.config import EngineConfig
-from shared.interfaces import MatchResult, PolicyResult, PrefixCache, RadixKey
-from shared.interfaces import schedule_policy as interface
-from shared.types import Req
+from diptych.shared.config import EngineConfig
+from diptych.shared.interfaces import MatchResult, PolicyResult, PrefixCache, RadixKey
+from diptych.shared.interfaces import schedule_policy as interface
+from diptych.shared.types import Req
 
 LPM_QUEUE_LIMIT = 128
 """In a longer queue, matching and sorting cost more than a good order saves."""

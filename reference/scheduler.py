@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from reference.decoding import PlainDecoding
-from reference.speculative.decoding import SpeculativeDecoding
-from shared.config import EngineConfig, ModelConfig
-from shared.interfaces import RadixKey, SchedulerParts
-from shared.sampling.logprobs import collect_input_logprobs
-from shared.scheduling.base_scheduler import BaseScheduler
-from shared.scheduling.stop_conditions import held_nan
-from shared.types import BatchResult, Req, ScheduleBatch, StepOutput
+from diptych.reference.decoding import PlainDecoding
+from diptych.reference.speculative.decoding import SpeculativeDecoding
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.interfaces import RadixKey, SchedulerParts
+from diptych.shared.sampling.logprobs import collect_input_logprobs
+from diptych.shared.scheduling.base_scheduler import BaseScheduler
+from diptych.shared.scheduling.stop_conditions import held_nan
+from diptych.shared.types import BatchResult, Req, ScheduleBatch, StepOutput
 
 
 class Scheduler(BaseScheduler):
@@ -24,7 +24,7 @@ class Scheduler(BaseScheduler):
         )
 
     def _decode_blocks(self) -> None:
-        from reference.block_diffusion import DiffusionDecoding
+        from diptych.reference.modes.block_diffusion import DiffusionDecoding
 
         self.decoding = DiffusionDecoding(self.parts)  # plain requests go on as before
 

@@ -19,98 +19,110 @@ PANELS = ("reference", "optimized")
 
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "scheduler": {
-        "reference": "reference.scheduler:Scheduler",
-        "optimized": "optimized.scheduler:Scheduler",
+        "reference": "diptych.reference.scheduler:Scheduler",
+        "optimized": "diptych.optimized.scheduler:Scheduler",
     },
     "schedule_policy": {
-        "reference": "reference.schedule_policy:SchedulePolicy",
-        "optimized": "optimized.schedule_policy:SchedulePolicy",
+        "reference": "diptych.reference.schedule_policy:SchedulePolicy",
+        "optimized": "diptych.optimized.schedule_policy:SchedulePolicy",
     },
     "prefill_adder": {
-        "reference": "reference.prefill_adder:PrefillAdder",
-        "optimized": "optimized.prefill_adder:PrefillAdder",
+        "reference": "diptych.reference.prefill_adder:PrefillAdder",
+        "optimized": "diptych.optimized.prefill_adder:PrefillAdder",
     },
     "radix_cache": {
-        "reference": "reference.radix_cache:RadixCache",
-        "optimized": "optimized.radix_cache:RadixCache",
+        "reference": "diptych.reference.radix_cache:RadixCache",
+        "optimized": "diptych.optimized.radix_cache:RadixCache",
     },
-    "chunk_cache": {"reference": "reference.chunk_cache:ChunkCache"},
+    "chunk_cache": {"reference": "diptych.reference.chunk_cache:ChunkCache"},
     "host_pool": {
-        "reference": "reference.host_pool:HostPool",
-        "optimized": "optimized.host_pool:HostPool",
+        "reference": "diptych.reference.tiers.host_pool:HostPool",
+        "optimized": "diptych.optimized.tiers.host_pool:HostPool",
     },
-    "memory_pool": {"reference": "reference.memory_pool", "optimized": "optimized.memory_pool"},
+    "memory_pool": {
+        "reference": "diptych.reference.memory_pool",
+        "optimized": "diptych.optimized.memory_pool",
+    },
     "mla_memory_pool": {
-        "reference": "reference.mla_memory_pool:MLATokenToKVPool",
-        "optimized": "optimized.mla_memory_pool:MLATokenToKVPool",
+        "reference": "diptych.reference.mla.mla_memory_pool:MLATokenToKVPool",
+        "optimized": "diptych.optimized.mla.mla_memory_pool:MLATokenToKVPool",
     },
     "attention": {
-        "reference": "reference.attention:TorchAttention",
-        "optimized": "optimized.attention.default:DefaultAttention",
-        "triton": "optimized.attention.triton:TritonAttention",
-        "flashinfer": "optimized.attention.flashinfer:FlashInferAttention",
-        "fa3": "optimized.attention.fa3:FA3Attention",
-        "flex_attention": "optimized.attention.flex:FlexAttention",
-        "deterministic": "optimized.attention.deterministic:DeterministicAttention",
+        "reference": "diptych.reference.attention:TorchAttention",
+        "optimized": "diptych.optimized.attention.default:DefaultAttention",
+        "triton": "diptych.optimized.attention.triton:TritonAttention",
+        "flashinfer": "diptych.optimized.attention.flashinfer:FlashInferAttention",
+        "fa3": "diptych.optimized.attention.fa3:FA3Attention",
+        "flex_attention": "diptych.optimized.attention.flex:FlexAttention",
+        "deterministic": "diptych.optimized.attention.deterministic:DeterministicAttention",
     },
     "mla_attention": {
-        "reference": "reference.mla_attention:ExpandedMLA",
-        "optimized": "optimized.attention.mla_triton:TritonMLA",
-        "absorbed": "reference.mla_attention:AbsorbedMLA",
-        "triton": "optimized.attention.mla_triton:TritonMLA",
-        "flashinfer": "optimized.attention.mla_flashinfer:FlashInferMLA",
+        "reference": "diptych.reference.mla.mla_attention:ExpandedMLA",
+        "optimized": "diptych.optimized.mla.mla_triton:TritonMLA",
+        "absorbed": "diptych.reference.mla.mla_attention:AbsorbedMLA",
+        "triton": "diptych.optimized.mla.mla_triton:TritonMLA",
+        "flashinfer": "diptych.optimized.mla.mla_flashinfer:FlashInferMLA",
     },
-    "layers": {"reference": "reference.layers", "optimized": "optimized.layers"},
-    "quantization": {"reference": "reference.quantization", "optimized": "optimized.quantization"},
+    "layers": {"reference": "diptych.reference.layers", "optimized": "diptych.optimized.layers"},
+    "quantization": {
+        "reference": "diptych.reference.quantized.quantized_layers",
+        "optimized": "diptych.optimized.quantized.quantized_layers",
+    },
     "quantized_experts": {
-        "reference": "reference.quantized_moe:QuantizedExperts",
-        "optimized": "optimized.quantized_moe:QuantizedExperts",
+        "reference": "diptych.reference.quantized.quantized_moe:QuantizedExperts",
+        "optimized": "diptych.optimized.quantized.quantized_moe:QuantizedExperts",
     },
-    "lora": {"reference": "reference.lora:LoraPool", "optimized": "optimized.lora:LoraPool"},
-    "moe": {"reference": "reference.moe:MoE", "optimized": "optimized.moe:MoE"},
-    "models": {"reference": "reference.models", "optimized": "optimized.models"},
+    "lora": {
+        "reference": "diptych.reference.modes.lora:LoraPool",
+        "optimized": "diptych.optimized.modes.lora:LoraPool",
+    },
+    "moe": {"reference": "diptych.reference.moe:MoE", "optimized": "diptych.optimized.moe:MoE"},
+    "models": {"reference": "diptych.reference.models", "optimized": "diptych.optimized.models"},
     "draft_models": {
-        "reference": "reference.speculative.draft_models",
-        "optimized": "optimized.speculative.draft_models",
+        "reference": "diptych.reference.speculative.draft_models",
+        "optimized": "diptych.optimized.speculative.draft_models",
     },
     "model_runner": {
-        "reference": "reference.model_runner:ModelRunner",
-        "optimized": "optimized.model_runner:ModelRunner",
+        "reference": "diptych.reference.model_runner:ModelRunner",
+        "optimized": "diptych.optimized.model_runner:ModelRunner",
     },
-    "sampler": {"reference": "reference.sampler:Sampler", "optimized": "optimized.sampler:Sampler"},
-    "drafter": {"reference": "reference.speculative", "optimized": "optimized.speculative"},
-    "detokenizer": {"reference": "shared.text.detokenizer:IncrementalDetokenizer"},
+    "sampler": {
+        "reference": "diptych.reference.sampler:Sampler",
+        "optimized": "diptych.optimized.sampler:Sampler",
+    },
+    "drafter": {"reference": "diptych.reference.speculative", "optimized": "diptych.optimized.speculative"},
+    "detokenizer": {"reference": "diptych.shared.text.detokenizer:IncrementalDetokenizer"},
     "draft_tree": {
-        "reference": "reference.speculative.draft_tree:DraftTreeOps",
-        "optimized": "optimized.speculative.draft_tree:DraftTreeOps",
+        "reference": "diptych.reference.speculative.draft_tree:DraftTreeOps",
+        "optimized": "diptych.optimized.speculative.draft_tree:DraftTreeOps",
     },
-    "expert_balancer": {"reference": "reference.expert_balancer:ExpertBalancer"},
+    "expert_balancer": {"reference": "diptych.reference.parallel.expert_balancer:ExpertBalancer"},
     "transport": {
-        "reference": "reference.transport:Transport",
-        "shared_memory": "reference.transport:SharedMemoryTransport",
+        "reference": "diptych.reference.parallel.transport:Transport",
+        "shared_memory": "diptych.reference.parallel.transport:SharedMemoryTransport",
     },
     "expert_dispatch": {
-        "reference": "reference.expert_dispatch:AllGather",
-        "optimized": "optimized.expert_dispatch:AllGather",
-        "all_to_all": "reference.expert_all_to_all:AllToAll",
+        "reference": "diptych.reference.parallel.expert_dispatch:AllGather",
+        "optimized": "diptych.optimized.parallel.expert_dispatch:AllGather",
+        "all_to_all": "diptych.reference.parallel.expert_all_to_all:AllToAll",
     },
     "collectives": {
-        "reference": "reference.collectives:Collectives",
-        "optimized": "optimized.collectives:Collectives",
-        "nccl": "optimized.collectives:NcclCollectives",
+        "reference": "diptych.reference.parallel.collectives:Collectives",
+        "optimized": "diptych.optimized.parallel.collectives:Collectives",
+        "nccl": "diptych.optimized.parallel.collectives:NcclCollectives",
     },
 }
 """component -> choice -> "module" or "module:attribute". A choice is a panel's name or a backend's."""
 
 DETERMINISTIC: dict[str, dict[str, str]] = {
     "reference": {
-        "model_runner": "reference.deterministic:DeterministicModelRunner",
-        "sampler": "reference.deterministic:DeterministicSampler",
+        "model_runner": "diptych.reference.modes.deterministic:DeterministicModelRunner",
+        "sampler": "diptych.reference.modes.deterministic:DeterministicSampler",
     },
     "optimized": {
-        "attention": "optimized.attention.deterministic:DeterministicAttention",
-        "model_runner": "optimized.deterministic:DeterministicModelRunner",
-        "sampler": "optimized.deterministic:DeterministicSampler",
+        "attention": "diptych.optimized.attention.deterministic:DeterministicAttention",
+        "model_runner": "diptych.optimized.modes.deterministic:DeterministicModelRunner",
+        "sampler": "diptych.optimized.modes.deterministic:DeterministicSampler",
     },
 }
 """panel -> component -> what takes its place with the flag `deterministic`"""
@@ -154,7 +166,7 @@ UNAVAILABLE: dict[str, dict[str, str]] = {
 }
 """component -> choices of other engines -> what they need. They are refused: Diptych does not call them."""
 
-PAIRS: dict[str, str] = {"attention": "optimized.attention.hybrid:hybrid_of"}
+PAIRS: dict[str, str] = {"attention": "diptych.optimized.attention.hybrid:hybrid_of"}
 """component -> what makes one implementation of two choices"""
 
 

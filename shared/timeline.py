@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from shared.types import ForwardBatch
+from diptych.shared.types import ForwardBatch
 
 Clock = Callable[[], float]
 

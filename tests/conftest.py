@@ -38,7 +38,7 @@ def _one_thread() -> None:
 def _small_kv_pools() -> Generator[None, None, None]:
     """Engines without `max_total_tokens` get a pool that is quickly filled with zeros and checked."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shared.loading.kv_sizing.MAX_CPU_TOKENS", 8192)
+        patch.setattr("diptych.shared.loading.kv_sizing.MAX_CPU_TOKENS", 8192)
         yield
 
 

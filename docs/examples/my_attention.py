@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from shared.interfaces import AttentionBackend, ReqToTokenPool, TokenToKVPool
-from shared.modeling.forward import attention_output
-from shared.types import ForwardBatch
-from shared.types.attention import AttentionLayer
+from diptych.shared.interfaces import AttentionBackend, ReqToTokenPool, TokenToKVPool
+from diptych.shared.modeling.forward import attention_output
+from diptych.shared.types import ForwardBatch
+from diptych.shared.types.attention import AttentionLayer
 
 KEYS_PER_BLOCK = 64
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from reference.moe import FusedExperts, MoE
-from shared.config import MoEConfig
-from shared.interfaces import TopKOutput
+from diptych.reference.moe import FusedExperts, MoE
+from diptych.shared.config import MoEConfig
+from diptych.shared.interfaces import TopKOutput
 
 
 class MyExperts(FusedExperts):

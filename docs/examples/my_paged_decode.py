@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from shared.modeling.paged_decode import PagedDecodeAttention
+from diptych.shared.modeling.paged_decode import PagedDecodeAttention
 
 
 # --8<-- [start:paged-decode]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shared.interfaces import (
+from diptych.shared.interfaces import (
     CacheNode,
     InsertResult,
     MatchResult,
@@ -23,7 +23,7 @@ from shared.interfaces import (
     ReqToTokenPool,
     TokenToKVPoolAllocator,
 )
-from shared.types import Req
+from diptych.shared.types import Req
 
 Page = tuple[Any, ...]  # (namespace, token, token, ...): pages of different namespaces are never equal
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shared.interfaces import (
+from diptych.shared.interfaces import (
     CLIP_MAX_NEW_TOKENS,
     MAX_WAITS,
     AddReqResult,
@@ -19,10 +19,10 @@ from shared.interfaces import (
     RadixKey,
     TokenToKVPoolAllocator,
 )
-from shared.interfaces import prefill_adder as interface
-from shared.scheduling.admission import prefix_key
-from shared.scheduling.pages import round_down_to_page, round_up_to_page
-from shared.types import Req
+from diptych.shared.interfaces import prefill_adder as interface
+from diptych.shared.scheduling.admission import prefix_key
+from diptych.shared.scheduling.pages import round_down_to_page, round_up_to_page
+from diptych.shared.types import Req
 
 
 class PrefillAdder(interface.PrefillAdder):

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from reference.attention import virtual_requests
-from shared.interfaces import attention as interface
-from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
-from shared.modeling.forward import attention_output
-from shared.types import ForwardBatch
-from shared.types.attention import FP8, AttentionLayer
+from diptych.reference.attention import virtual_requests
+from diptych.shared.interfaces import attention as interface
+from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from diptych.shared.modeling.forward import attention_output
+from diptych.shared.types import ForwardBatch
+from diptych.shared.types.attention import FP8, AttentionLayer
 
 
 class RequestPlan(NamedTuple):

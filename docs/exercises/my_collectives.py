@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shared.interfaces import collectives as interface
-from shared.parallel.collective_log import CollectiveLog
+from diptych.shared.interfaces import collectives as interface
+from diptych.shared.parallel.collective_log import CollectiveLog
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store, Work

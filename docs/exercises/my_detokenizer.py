@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shared.interfaces import detokenizer as interface
-from shared.text.stop_text import (
+from diptych.shared.interfaces import detokenizer as interface
+from diptych.shared.text.stop_text import (
     MAX_CHARACTER_BYTES,
     NUM_CONTEXT_TOKENS,
     REPLACEMENT,
     RegexTimeout,
     search_stop_regex,
 )
-from shared.types import FinishReason, FinishRegex, FinishString, FinishToken, SamplingParams
+from diptych.shared.types import FinishReason, FinishRegex, FinishString, FinishToken, SamplingParams
 
 _MAX_PENDING_TOKENS = 16
 """More tokens than any incomplete character can have: then the bytes are no characters."""

@@ -14,9 +14,9 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from shared.interfaces import draft_tree as contract
-from shared.sampling.logprobs import sort_descending
-from shared.types import Accepted, Beams, DraftTree, TopTokens
+from diptych.shared.interfaces import draft_tree as contract
+from diptych.shared.sampling.logprobs import sort_descending
+from diptych.shared.types import Accepted, Beams, DraftTree, TopTokens
 
 
 class DraftTreeOps(contract.DraftTreeOps):

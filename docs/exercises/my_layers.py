@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shared.config import RopeConfig
-from shared.interfaces import layers as interface
-from shared.modeling.rope import rope_angles
+from diptych.shared.config import RopeConfig
+from diptych.shared.interfaces import layers as interface
+from diptych.shared.modeling.rope import rope_angles
 
 
 class Linear(nn.Module):

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from reference.layers import MLP, Linear, SiluAndMul
-from shared.config import MoEConfig
-from shared.interfaces import moe as interface
-from shared.interfaces.moe import TopKOutput
-from shared.modeling.layer_choice import ClampedSwiGLU
+from diptych.reference.layers import MLP, Linear, SiluAndMul
+from diptych.shared.config import MoEConfig
+from diptych.shared.interfaces import moe as interface
+from diptych.shared.interfaces.moe import TopKOutput
+from diptych.shared.modeling.layer_choice import ClampedSwiGLU
 
 
 class TopK(interface.TopK):

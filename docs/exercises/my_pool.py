@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from shared.interfaces import memory_pool as interface
-from shared.modeling.kv_pool import to_fp8
-from shared.types.attention import KVScales
+from diptych.shared.interfaces import memory_pool as interface
+from diptych.shared.modeling.kv_pool import to_fp8
+from diptych.shared.types.attention import KVScales
 
 
 class ReqToTokenPool(interface.ReqToTokenPool):

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reference.layers import Linear
-from shared.interfaces import quantization as interface
-from shared.types.quantization import INT4_ZERO, QuantScheme
+from diptych.reference.layers import Linear
+from diptych.shared.interfaces import quantization as interface
+from diptych.shared.types.quantization import INT4_ZERO, QuantScheme
 
 FP8_MAX = 448.0
 INT8_STEPS = 127.5  # half of the range from -128 to 127

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
-from shared.interfaces import model_runner as interface
-from shared.interfaces.attention import BatchAttention
-from shared.modeling.forward import no_hidden_states, run_model
-from shared.sampling.logprobs import input_logprobs_of
-from shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
+from diptych.shared.interfaces import AttentionBackend, CausalLM, Sampler, TokenToKVPool
+from diptych.shared.interfaces import model_runner as interface
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.modeling.forward import no_hidden_states, run_model
+from diptych.shared.sampling.logprobs import input_logprobs_of
+from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
 
 class ModelRunner(interface.ModelRunner):

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from shared.interfaces import sampler as contract
-from shared.sampling.logprobs import logprobs_of, sort_descending
-from shared.sampling.noise import gumbel_noise
-from shared.sampling.processors import apply_processors
-from shared.types import SampleOutput, SamplingBatchInfo
+from diptych.shared.interfaces import sampler as contract
+from diptych.shared.sampling.logprobs import logprobs_of, sort_descending
+from diptych.shared.sampling.noise import gumbel_noise
+from diptych.shared.sampling.processors import apply_processors
+from diptych.shared.types import SampleOutput, SamplingBatchInfo
 
 NEG_INF = float("-inf")
 

@@ -9,14 +9,14 @@ what you call: `_get_new_batch_prefill`, `_append_tokens`, `_retract_to_decode`,
 
 from __future__ import annotations
 
-from reference.decoding import PlainDecoding
-from reference.speculative.decoding import SpeculativeDecoding
-from shared.config import EngineConfig, ModelConfig
-from shared.interfaces import RadixKey, SchedulerParts
-from shared.sampling.logprobs import collect_input_logprobs
-from shared.scheduling.base_scheduler import BaseScheduler
-from shared.scheduling.pages import mix
-from shared.types import BatchResult, Req, ScheduleBatch, StepOutput
+from diptych.reference.decoding import PlainDecoding
+from diptych.reference.speculative.decoding import SpeculativeDecoding
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.interfaces import RadixKey, SchedulerParts
+from diptych.shared.sampling.logprobs import collect_input_logprobs
+from diptych.shared.scheduling.base_scheduler import BaseScheduler
+from diptych.shared.scheduling.pages import mix
+from diptych.shared.types import BatchResult, Req, ScheduleBatch, StepOutput
 
 
 class MyScheduler(BaseScheduler):

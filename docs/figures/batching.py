@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from diptych.shared.engine.llm import LLM
+from diptych.shared.engine.requests.output_collector import OutputCollector
+from diptych.shared.types import SamplingParams
 from docs.figures.svg import NARROW, WIDE, Svg, figure, num, standalone, views
-from shared.engine.llm import LLM
-from shared.engine.output_collector import OutputCollector
-from shared.types import SamplingParams
 
 ARRIVALS = (
     (0, "What is 7 + 8?"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from diptych.shared.tools.bench import peers
 from docs.figures.svg import NARROW, WIDE, Svg, figure, views
 from docs.figures.tables import number, read_table
-from shared.bench import peers
 
 PAGE = "index.md"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diptych.shared.engine.llm import LLM
+from diptych.shared.types import Accepted, DraftTree, SamplingParams
 from docs.figures.svg import CHAR, NARROW, WIDE, Svg, figure, views
-from shared.engine.llm import LLM
-from shared.types import Accepted, DraftTree, SamplingParams
 
 QUESTION = "Tell me a story about Otto."
 ROUND = 1

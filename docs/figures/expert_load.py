@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from diptych.reference.moe import TopK
+from diptych.shared.engine.llm import LLM
+from diptych.shared.types import SamplingParams
 from docs.figures.svg import NARROW, WIDE, Svg, figure, views
-from reference.moe import TopK
-from shared.engine.llm import LLM
-from shared.types import SamplingParams
 
 PROMPTS = (
     [f"What is {n} + {n + 7}?" for n in (3, 12, 25, 31)]

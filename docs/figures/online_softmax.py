@@ -6,10 +6,10 @@ import math
 
 import torch
 
+from diptych.shared.engine.llm import LLM
+from diptych.shared.types import SamplingParams
+from diptych.shared.types.attention import AttentionLayer
 from docs.figures.svg import NARROW, WIDE, Svg, slider, views
-from shared.engine.llm import LLM
-from shared.types import SamplingParams
-from shared.types.attention import AttentionLayer
 
 LAYER, HEAD, BLOCK = 3, 3, 8
 NUM_STEPS = 7

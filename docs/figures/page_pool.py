@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diptych.shared.engine.llm import LLM
+from diptych.shared.types import SamplingParams
 from docs.figures.svg import HUES, NARROW, WIDE, Svg, slider, views
-from shared.engine.llm import LLM
-from shared.types import SamplingParams
 
 PAGE_SIZE = 4
 NUM_PAGES = 32

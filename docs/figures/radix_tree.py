@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
+from diptych.shared.engine.llm import LLM
+from diptych.shared.interfaces import CacheNode
+from diptych.shared.types import SamplingParams
 from docs.figures.svg import CHAR, NARROW, WIDE, Svg, slider, views
-from shared.engine.llm import LLM
-from shared.interfaces import CacheNode
-from shared.types import SamplingParams
 
 NUM_SLOTS = 68
 MARKS = {"<|im_start|>": "‹start›", "<|im_end|>": "‹end›", "\n": "↵"}

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from shared import hardware
-from shared.bench.drive import Sampling, submit, submitted
-from shared.bench.workloads import Request
-from shared.engine.llm import LLM
-from shared.timeline import Recording, Span
+from diptych.shared import hardware
+from diptych.shared.engine.llm import LLM
+from diptych.shared.timeline import Recording, Span
+from diptych.shared.tools.bench.drive import Sampling, submit, submitted
+from diptych.shared.tools.bench.workloads import Request
 
 SAMPLING = Sampling(temperature=0.6, seed=0)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from diptych.shared.tools.bench.step_cost import Ceilings
 from docs.figures.svg import HUES, NARROW, WIDE, Svg, figure, views
 from docs.figures.timelines import load
-from shared.bench.step_cost import Ceilings
 
 X_RANGE, Y_RANGE = (0.8, 20_000.0), (2.0, 2000.0)
 HEIGHT = 380

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from diptych.shared.engine.llm import LLM
 from docs.figures.svg import NARROW, WIDE, Svg, figure, num, views
-from shared.engine.llm import LLM
 
 NAME = "model.layers.0.self_attn.o_proj.weight"
 NUM_WEIGHTS, GROUP = 32, 8

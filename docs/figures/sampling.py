@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from diptych.reference.sampler import draw as draw_tokens
+from diptych.reference.sampler import filter_mask, scale
+from diptych.shared.engine.llm import LLM
+from diptych.shared.sampling.logprobs import sort_descending
+from diptych.shared.sampling.noise import gumbel_noise
+from diptych.shared.types import SamplingBatchInfo, SamplingParams
 from docs.figures.svg import NARROW, WIDE, Svg, slider, views
-from reference.sampler import draw as draw_tokens
-from reference.sampler import filter_mask, scale
-from shared.engine.llm import LLM
-from shared.sampling.logprobs import sort_descending
-from shared.sampling.noise import gumbel_noise
-from shared.types import SamplingBatchInfo, SamplingParams
 
 QUESTION = "Read this story: Mara lives in Bergen. Mara works as a baker. Who is the nurse?"
 TEMPERATURE, TOP_K, TOP_P = 2.0, 6, 0.35

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("shared.types", "shared.interfaces", "shared.config")
+PACKAGES = ("diptych.shared.types", "diptych.shared.interfaces", "diptych.shared.config")
 """Where the types are that components exchange."""
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import typer
 
+from diptych.shared.tools.cli import app
+from diptych.shared.tools.commands.options import EngineOptions, SamplingOptions
 from docs.generators.tables import cell, code, option_helps, table
-from shared.cli import app
-from shared.commands.options import EngineOptions, SamplingOptions
 
 
 @cache

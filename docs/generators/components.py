@@ -11,12 +11,12 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
+from diptych.shared import registry
+from diptych.shared.engine.build.component_check import _CLASSES, _FINDERS, _MODULES
+from diptych.shared.tools.conformance.clauses import suite
+from diptych.shared.tools.conformance.clauses.contract_versions import FIRST, recorded
 from docs.generators.classes import ROOT, fields_of, methods_of, path_of, types_reached
 from docs.generators.tables import card, cell, field_table, indented, table
-from shared import registry
-from shared.conformance import suite
-from shared.conformance.contract_versions import FIRST, recorded
-from shared.engine.component_check import _CLASSES, _FINDERS, _MODULES
 
 KILLERS = ROOT / "tests" / "conformance" / "killers.json"
 
@@ -26,10 +26,10 @@ INTERFACES = {
     "models": "model",
     "draft_models": "draft_model",
 }
-"""Component -> the module of shared.interfaces with its contract, where the name differs."""
+"""Component -> the module of diptych.shared.interfaces with its contract, where the name differs."""
 
 PAGES = {"prefix_cache": "radix_cache", "model": "models", "draft_model": "draft_models"}
-"""Module of shared.interfaces -> its page, where the name differs."""
+"""Module of diptych.shared.interfaces -> its page, where the name differs."""
 
 ELSEWHERE = {
     "EngineConfig": "../reference/engine-flags.md",
@@ -54,7 +54,7 @@ def overview() -> str:
     """All components of the registry."""
     rows = []
     for name in registry.IMPLEMENTATIONS:
-        module = importlib.import_module(f"shared.interfaces.{INTERFACES.get(name, name)}")
+        module = importlib.import_module(f"diptych.shared.interfaces.{INTERFACES.get(name, name)}")
         interfaces = ", ".join(f"`{cls.__name__}`" for cls in _interfaces(module.__name__))
         found = suite.clauses_of(name)
         num_cases = sum(len(clause.cases) for clause in found)
@@ -76,11 +76,11 @@ def contract_versions() -> str:
 
 
 def contract(module: str) -> str:
-    """mkdocstrings of every interface of a module of shared.interfaces."""
-    text = inspect.getdoc(importlib.import_module(f"shared.interfaces.{module}")) or ""
+    """mkdocstrings of every interface of a module of diptych.shared.interfaces."""
+    text = inspect.getdoc(importlib.import_module(f"diptych.shared.interfaces.{module}")) or ""
     rest = text.partition("\n\n")[2]
     blocks = [f"`shared/interfaces/{module}.py`", rest]
-    for cls in _interfaces(f"shared.interfaces.{module}"):
+    for cls in _interfaces(f"diptych.shared.interfaces.{module}"):
         methods = ", ".join(each.__name__ for each in methods_of(cls) if each.__name__[0] != "_")
         options = f"\n    options:\n      members: [{methods}]" if methods else ""
         blocks.append(f"::: {cls.__module__}.{cls.__name__}{options}")
@@ -92,7 +92,7 @@ def contract(module: str) -> str:
 
 def types(module: str) -> str:
     """A card for every type that the interfaces take or return: own types open, shared ones folded."""
-    name = f"shared.interfaces.{module}"
+    name = f"diptych.shared.interfaces.{module}"
     reached = types_reached(_interfaces(name))
     own = [cls for cls in _defined_in(name) if not inspect.isabstract(cls) and cls not in _interfaces(name)]
     own += [cls for cls in reached if cls.__module__ == name and cls not in own and not _has_page(cls)]
@@ -125,7 +125,7 @@ def clauses(name: str) -> str:
         row = [f"`{clause.name}`", cell(clause.statement), clause.kind, len(clause.cases)]
         by_module.setdefault(clause.check.__module__, []).append([*row, caught[clause.name] or ""])
     for module, rows in by_module.items():
-        path = module.replace(".", "/") + ".py"
+        path = module.removeprefix("diptych.").replace(".", "/") + ".py"
         about = (inspect.getdoc(importlib.import_module(module)) or "").partition("\n\n")[0]
         blocks.append(f"**`{path}`.** {' '.join(about.split())}")
         blocks.append(table(["Clause", "What must hold", "Kind", "Cases", "Bugs"], rows, "lllrr"))
@@ -137,7 +137,7 @@ def implementations(name: str) -> str:
     items = []
     for choice, target in registry.IMPLEMENTATIONS[name].items():
         module, _, attribute = target.partition(":")
-        stem = ROOT / module.replace(".", "/")
+        stem = ROOT / module.removeprefix("diptych.").replace(".", "/")
         path = stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
         where = f"`{path.relative_to(ROOT).as_posix()}`"
         needs = ""

@@ -15,8 +15,8 @@ from docs.generators.tables import cell, code, table
 @cache
 def _schema() -> dict[str, Any]:
     """The application without an engine: routes read the engine only when they are called."""
-    from shared.server.app import create_app
-    from shared.server.state import ServerSettings
+    from diptych.shared.server.http.app import create_app
+    from diptych.shared.server.http.state import ServerSettings
 
     state: Any = SimpleNamespace(settings=ServerSettings())
     return create_app(state).openapi()

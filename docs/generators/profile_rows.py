@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from docs.generators.step_rows import Results, Rows, percent
 
 if TYPE_CHECKING:
-    from shared.config import ModelConfig
+    from diptych.shared.config import ModelConfig
 
 PARTS = {
     "attention": ("_decode_kernel", "_fp8_decode_kernel"),
@@ -108,8 +108,8 @@ def kernels(attention: Results, dense: Results, experts: Results) -> Rows:
 
 
 def config_of(step: dict[str, Any]) -> ModelConfig:
-    from shared.config import ModelConfig
-    from shared.loading.model_path import resolve_model_path
+    from diptych.shared.config import ModelConfig
+    from diptych.shared.loading.model_path import resolve_model_path
 
     return ModelConfig.from_pretrained(resolve_model_path(step["model"], "dummy"))
 

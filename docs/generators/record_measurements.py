@@ -37,7 +37,7 @@ def start(name: str, folder: Path, gpus: Sequence[str]) -> Running:
     """One command, which sees these GPUs only."""
     program, *arguments = shlex.split(RECORDINGS[name].command)
     if program == "diptych":  # without an installed script
-        arguments[:0] = ["-c", "from shared.cli import main; main()"]
+        arguments[:0] = ["-c", "from diptych.shared.tools.cli import main; main()"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     command = [sys.executable, *arguments, str(folder / f"{name}.json")]

@@ -16,8 +16,8 @@ def rate(result: dict[str, Any]) -> float:
 
 
 def offline(*files: Results) -> Rows:
+    from diptych.shared.tools.bench.peers import ROWS
     from docs.figures.charts import text_of
-    from shared.bench.peers import ROWS
 
     rows: Rows = []
     for shape, (r,) in zip(SHAPES, files):
@@ -28,8 +28,8 @@ def offline(*files: Results) -> Rows:
 
 
 def latency(*files: Results) -> Rows:
+    from diptych.shared.tools.bench.peers import ROWS
     from docs.figures.charts import text_of
-    from shared.bench.peers import ROWS
 
     rows: Rows = []
     for shape, (r,) in zip(SHAPES, files):

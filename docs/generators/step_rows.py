@@ -194,7 +194,7 @@ def scheduling_medians(results: Results) -> Rows:
 
 def pool_steps() -> Rows:
     """Counted now: they do not depend on the computer."""
-    from shared.bench.small_pools import LOADS, count
+    from diptych.shared.tools.bench.small_pools import LOADS, count
 
     rows: Rows = []
     for conservativeness in (1.0, 0.1):

@@ -75,12 +75,12 @@ def _sentence(text: str) -> str:
 def flags(group: str, *more: str, notes: dict[str, str] | None = None) -> str:
     """The fields of EngineConfig under one of its headings, as command-line flags, with the help text of the
     commands. `notes`: what a flag costs."""
-    from shared.commands.options import EngineOptions
+    from diptych.shared.tools.commands.options import EngineOptions
 
     wanted, notes = " ".join([group, *more]), dict(notes or {})
     helps = option_helps(EngineOptions)
     rows, heading, known = [], "", []
-    for each in fields_of(named("shared.config.EngineConfig")):
+    for each in fields_of(named("diptych.shared.config.EngineConfig")):
         if each.default == "computed":
             continue
         heading = each.group.partition(" (")[0] or heading
@@ -99,14 +99,14 @@ def flags(group: str, *more: str, notes: dict[str, str] | None = None) -> str:
 
 
 def option_helps(options: type) -> dict[str, str]:
-    """Name -> help text, of a class in shared.commands.options."""
+    """Name -> help text, of a class in diptych.shared.tools.commands.options."""
     hints = get_type_hints(options, include_extras=True)
     return {name: " ".join((get_args(hints[name])[1].help or "").split()) for name in hints}
 
 
 def tolerances() -> str:
-    """The table of shared.conformance.tolerance, with its reasons below."""
-    found = importlib.import_module("shared.conformance.tolerance")
+    """The table of diptych.shared.tools.conformance.clauses.tolerance, with its reasons below."""
+    found = importlib.import_module("diptych.shared.tools.conformance.clauses.tolerance")
     rows: list[list[object]] = [["exact", "any", 0, 0, 0, found.EXACT.reason]]
     for kind, by_dtype in found.TABLE.items():
         for i, (dtype, row) in enumerate(by_dtype.items()):
@@ -117,13 +117,15 @@ def tolerances() -> str:
 
 
 def near_ties() -> str:
-    found: dict[Any, float] = importlib.import_module("shared.conformance.tolerance").NEAR_TIE
+    found: dict[Any, float] = importlib.import_module(
+        "diptych.shared.tools.conformance.clauses.tolerance"
+    ).NEAR_TIE
     return table(["dtype", "Gap of logits"], [[_dtype(dtype), gap] for dtype, gap in found.items()], "lr")
 
 
 def accuracy_limits() -> str:
     """What each number format may lose, and why."""
-    limits = importlib.import_module("shared.conformance.accuracy").LIMITS
+    limits = importlib.import_module("diptych.shared.tools.conformance.whole_engine.accuracy").LIMITS
     rows = [
         [f"`{name}`", f"{limit.exact:.0%}", f"{limit.perplexity:.1%}", limit.logprob, cell(limit.reason)]
         for name, limit in limits.items()
@@ -133,7 +135,7 @@ def accuracy_limits() -> str:
 
 def server_checks(group: str) -> str:
     """The checks of `diptych check server` in one of its groups."""
-    from shared.conformance.server.checks import GROUPS, all_checks
+    from diptych.shared.tools.conformance.server.checks import GROUPS, all_checks
 
     if group not in GROUPS:
         raise ValueError(f"no group {group!r} of checks; there are {', '.join(GROUPS)}")
@@ -159,7 +161,7 @@ def families() -> str:
 
 def draft_shapes() -> str:
     """The default shapes of each algorithm of speculation."""
-    from shared.config.speculation import DEFAULT_SHAPES
+    from diptych.shared.config.speculation import DEFAULT_SHAPES
 
     head = ["Algorithm", *(f"`--speculative-{name}`" for name in ("num-steps", "topk", "num-draft-tokens"))]
     return table(head, [[f"`{name}`", *shape] for name, shape in DEFAULT_SHAPES.items()], "lrrr")

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from optimized.attention.hybrid import HybridAttention, HybridPlan
-from shared.interfaces import attention as interface
-from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
-from shared.types import ForwardBatch
-from shared.types.attention import FP8, AttentionLayer
+from diptych.optimized.attention.hybrid import HybridAttention, HybridPlan
+from diptych.shared.interfaces import attention as interface
+from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from diptych.shared.types import ForwardBatch
+from diptych.shared.types.attention import FP8, AttentionLayer
 
 MIN_TOKENS_PER_REQUEST = 64
 """The mean number of new tokens per request from which the prefill backend is used. Smaller batches are more

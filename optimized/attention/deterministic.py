@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from optimized.attention.triton import TritonAttention, TritonPlan
-from optimized.kernels.fixed_split_attention import fixed_split_attention
-from optimized.kernels.paged_softmax import window_of
-from shared.modeling.forward import attention_output
-from shared.types.attention import AttentionLayer
+from diptych.optimized.attention.triton import TritonAttention, TritonPlan
+from diptych.optimized.kernels.attention.fixed_split_attention import fixed_split_attention
+from diptych.optimized.kernels.attention.paged_softmax import window_of
+from diptych.shared.modeling.forward import attention_output
+from diptych.shared.types.attention import AttentionLayer
 
 
 class DeterministicAttention(TritonAttention):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from optimized.attention.flashinfer import FlashInferAttention
-from shared.types.attention import FP8
+from diptych.optimized.attention.flashinfer import FlashInferAttention
+from diptych.shared.types.attention import FP8
 
 
 class FA3Attention(FlashInferAttention):

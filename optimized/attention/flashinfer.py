@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from optimized.attention.flashinfer_wrappers import (
+from diptych.optimized.attention.flashinfer_wrappers import (
     Kernels,
     Kind,
     PackedMask,
@@ -25,14 +25,14 @@ from optimized.attention.flashinfer_wrappers import (
     Workspace,
     make_wrapper,
 )
-from optimized.attention.page_tables import HostTable, PageTable
-from optimized.kernels.draft_mask import flatten_mask
-from shared.interfaces import attention as interface
-from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
-from shared.modeling.forward import attention_output
-from shared.scheduling.pages import num_pages_of
-from shared.types import ForwardBatch
-from shared.types.attention import FP8, AttentionLayer
+from diptych.optimized.attention.page_tables import HostTable, PageTable
+from diptych.optimized.kernels.draft.draft_mask import flatten_mask
+from diptych.shared.interfaces import attention as interface
+from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from diptych.shared.modeling.forward import attention_output
+from diptych.shared.scheduling.pages import num_pages_of
+from diptych.shared.types import ForwardBatch
+from diptych.shared.types.attention import FP8, AttentionLayer
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)

@@ -13,10 +13,10 @@ from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPaged
 from flashinfer.decode import fast_decode_plan
 from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 
-from optimized.attention.page_tables import HostTable, PageTable
-from optimized.kernels.pack_mask import pack_mask
-from shared.types import ForwardBatch
-from shared.types.attention import FP8, AttentionLayer, KVScales
+from diptych.optimized.attention.page_tables import HostTable, PageTable
+from diptych.optimized.kernels.attention.pack_mask import pack_mask
+from diptych.shared.types import ForwardBatch
+from diptych.shared.types.attention import FP8, AttentionLayer, KVScales
 
 Kernels = Literal["decode", "fa2", "fa3"]
 """decode: one token a request. fa2, fa3: any number of tokens, by the kernels of FlashAttention 2 or 3."""

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shared import registry
-from shared.interfaces import attention as interface
-from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
-from shared.modeling.forward import attention_output
-from shared.types import ForwardBatch, ForwardMode
-from shared.types.attention import AttentionLayer
+from diptych.shared import registry
+from diptych.shared.interfaces import attention as interface
+from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from diptych.shared.modeling.forward import attention_output
+from diptych.shared.types import ForwardBatch, ForwardMode
+from diptych.shared.types.attention import AttentionLayer
 
 
 class Part(NamedTuple):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from optimized.kernels.page_table import fill_page_table
-from shared.interfaces.memory_pool import ReqToTokenPool
-from shared.scheduling.pages import num_pages_of, round_down_to_page
-from shared.types import ForwardBatch
+from diptych.optimized.kernels.attention.page_table import fill_page_table
+from diptych.shared.interfaces.memory_pool import ReqToTokenPool
+from diptych.shared.scheduling.pages import num_pages_of, round_down_to_page
+from diptych.shared.types import ForwardBatch
 
 
 @dataclass(frozen=True)

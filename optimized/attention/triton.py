@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
-from optimized.kernels.decode_attention import _decode_kernel, decode_attention
-from optimized.kernels.extend_attention import extend_attention
-from optimized.kernels.fp8_decode_attention import fp8_decode_attention, suits_fp8_kernel
-from optimized.kernels.paged_softmax import window_of
-from optimized.kernels.tree_attention import tree_attention
-from shared.interfaces import attention as interface
-from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
-from shared.modeling.forward import attention_output
-from shared.types import ForwardBatch, ForwardMode
-from shared.types.attention import FP8, AttentionLayer
+from diptych.optimized.kernels.attention.decode_attention import _decode_kernel, decode_attention
+from diptych.optimized.kernels.attention.extend_attention import extend_attention
+from diptych.optimized.kernels.attention.fp8_decode_attention import fp8_decode_attention, suits_fp8_kernel
+from diptych.optimized.kernels.attention.paged_softmax import window_of
+from diptych.optimized.kernels.attention.tree_attention import tree_attention
+from diptych.shared.interfaces import attention as interface
+from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from diptych.shared.modeling.forward import attention_output
+from diptych.shared.types import ForwardBatch, ForwardMode
+from diptych.shared.types.attention import FP8, AttentionLayer
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 POOL_DTYPES = (*DTYPES, FP8)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from optimized.graphs.borrowed_buffers import Borrower, Memory
-from shared.interfaces import Collectives
-from shared.parallel.alone import ALONE
+from diptych.optimized.graphs.borrowed_buffers import Borrower, Memory
+from diptych.shared.interfaces import Collectives
+from diptych.shared.parallel.alone import ALONE
 
 Replay = Callable[[], None]
 Cut = Callable[[list[torch.Tensor]], tuple[Replay, list[torch.Tensor]]]

@@ -12,8 +12,8 @@ from enum import Enum, auto
 
 import torch
 
-from shared.config import EngineConfig
-from shared.types import ForwardBatch, ForwardMode, SamplingBatchInfo
+from diptych.shared.config import EngineConfig
+from diptych.shared.types import ForwardBatch, ForwardMode, SamplingBatchInfo
 
 DEFAULT_MAX_BS = 512
 """Beyond this size a step takes longer than launching its kernels, so a graph saves no time."""

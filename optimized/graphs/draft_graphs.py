@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from tqdm.auto import tqdm
 
-from optimized.graphs.cuda_graph import CapturedCall, CudaGraphs, try_to_capture, warn_of_launches
-from optimized.graphs.decode_graph import PaddedVectors
-from optimized.graphs.verify_graph import verify_batch_sizes
-from shared.config import EngineConfig
-from shared.interfaces import AttentionBackend
-from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode
+from diptych.optimized.graphs.cuda_graph import CapturedCall, CudaGraphs, try_to_capture, warn_of_launches
+from diptych.optimized.graphs.decode_graph import PaddedVectors
+from diptych.optimized.graphs.verify_graph import verify_batch_sizes
+from diptych.shared.config import EngineConfig
+from diptych.shared.interfaces import AttentionBackend
+from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode
 
 Draft = Callable[[DraftBatch, DraftShape], DraftTree]
 Extend = Callable[[ForwardBatch, torch.Tensor, torch.Tensor], None]

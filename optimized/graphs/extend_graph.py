@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from optimized.graphs.cuda_graph import CudaGraphs, Cut, warn_of_launches
-from optimized.graphs.mixed_graph import MixedRows
-from shared.config import EngineConfig, ModelConfig
-from shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
-from shared.interfaces.attention import BatchAttention
-from shared.modeling.forward import run_model
-from shared.types import ForwardBatch, ForwardMode
-from shared.types.attention import AttentionLayer
+from diptych.optimized.graphs.cuda_graph import CudaGraphs, Cut, warn_of_launches
+from diptych.optimized.graphs.mixed_graph import MixedRows
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.interfaces import AttentionBackend, CausalLM, TokenToKVPool
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.modeling.forward import run_model
+from diptych.shared.types import ForwardBatch, ForwardMode
+from diptych.shared.types.attention import AttentionLayer
 
 MAX_LAYER_FLOPS = 260e9
 """FLOPs of the GEMMs of one layer. Above it, a GPU computes a layer for longer than its kernels take to

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from optimized.attention.hybrid import num_decoding
-from shared.interfaces import AttentionBackend
-from shared.types import ForwardBatch, ForwardMode
-from shared.types.attention import AttentionLayer
+from diptych.optimized.attention.hybrid import num_decoding
+from diptych.shared.interfaces import AttentionBackend
+from diptych.shared.types import ForwardBatch, ForwardMode
+from diptych.shared.types.attention import AttentionLayer
 
 MAX_PROMPTS = 16
 """The maximum number of prompts of a step. Each adds a tile to the grid, even if it is absent."""

@@ -11,9 +11,9 @@ from bisect import bisect_right
 
 import torch
 
-from optimized.graphs.decode_graph import PaddedVectors, SamplingKind, captured_batch_sizes
-from shared.config import EngineConfig
-from shared.types import ForwardBatch, ForwardMode, SamplingBatchInfo
+from diptych.optimized.graphs.decode_graph import PaddedVectors, SamplingKind, captured_batch_sizes
+from diptych.shared.config import EngineConfig
+from diptych.shared.types import ForwardBatch, ForwardMode, SamplingBatchInfo
 
 MAX_TOKENS = 512
 """The number of nodes of all requests beyond which a step takes longer than launching its kernels."""

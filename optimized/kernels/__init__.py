@@ -6,4 +6,4 @@ Without a GPU they run in Triton's interpreter (TRITON_INTERPRET=1), for tests.
 import triton
 
 if triton.knobs.runtime.interpret:
-    import optimized.kernels.interpreter  # noqa: F401
+    import diptych.optimized.kernels.interpreter  # noqa: F401

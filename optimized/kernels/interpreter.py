@@ -3,7 +3,8 @@
 numpy computes an operation on a block in microseconds. Most of the interpreter's time goes to what it does
 around each operation: it patches the language, and makes shapes and types that it has made before. Here it
 patches once, and remembers shapes and types. Operators and `tl.where` give arrays to numpy at once if they
-have met operands of the same types before. Imported by `optimized.kernels` where kernels are interpreted.
+have met operands of the same types before. Imported by `diptych.optimized.kernels` where kernels are
+interpreted.
 """
 
 from __future__ import annotations

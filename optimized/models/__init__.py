@@ -1,7 +1,8 @@
 """The model families: "architectures" of a config.json -> model class.
 
 Nearly all families are one decoder, llama.py. What a family adds is a field of ModelConfig, which
-`shared.config.hf_config` reads; the comments name it. A family whose forward pass differs has its own file.
+`diptych.shared.config.hf_config` reads; the comments name it. A family whose forward pass differs has its
+own file.
 
 Differs from reference: the decoder (llama.py).
 """
@@ -10,33 +11,33 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from shared.interfaces.model import CausalLM
+from diptych.shared.interfaces.model import CausalLM
 
 MODELS = {
     # no biases (attention_bias and mlp_bias in config.json), scaled RoPE
-    "LlamaForCausalLM": "optimized.models.llama:LlamaForCausalLM",
+    "LlamaForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
     # a sliding window in every layer, in early releases
-    "MistralForCausalLM": "optimized.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
     # four norms a layer, 1 + weight in each; soft-caps; a window in every other layer
-    "Gemma2ForCausalLM": "optimized.models.gemma:GemmaForCausalLM",
+    "Gemma2ForCausalLM": "diptych.optimized.models.gemma:GemmaForCausalLM",
     # norms on heads instead of the caps; windows in five layers of six, and a RoPE of their own
-    "Gemma3ForCausalLM": "optimized.models.gemma:GemmaForCausalLM",
+    "Gemma3ForCausalLM": "diptych.optimized.models.gemma:GemmaForCausalLM",
     # sinks in attention; experts with biases and a clamped SwiGLU; a window in every other layer
-    "GptOssForCausalLM": "optimized.models.llama:LlamaForCausalLM",
+    "GptOssForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
     # chunked attention with RoPE, full attention without; one expert of many, and a shared one
-    "Llama4ForCausalLM": "optimized.models.llama4:Llama4ForCausalLM",
+    "Llama4ForCausalLM": "diptych.optimized.models.llama4:Llama4ForCausalLM",
     # MoE in every layer: softmax over all experts, the best two renormalised
-    "MixtralForCausalLM": "optimized.models.llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
     # biases on q, k and v; windows from layer max_window_layers on
-    "Qwen2ForCausalLM": "optimized.models.llama:LlamaForCausalLM",
+    "Qwen2ForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
     # RMSNorm on each head of q and k; head_dim is set apart from hidden_size
-    "Qwen3ForCausalLM": "optimized.models.llama:LlamaForCausalLM",
+    "Qwen3ForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
     # Qwen3 with MoE in the layers of decoder_sparse_step and mlp_only_layers
-    "Qwen3MoeForCausalLM": "optimized.models.llama:LlamaForCausalLM",
+    "Qwen3MoeForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
     # multi-head latent attention; dense first layers, then MoE with shared experts and groups of experts
-    "DeepseekV2ForCausalLM": "optimized.models.llama:LlamaForCausalLM",
+    "DeepseekV2ForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
     # the same, routed by a sigmoid and a bias for each expert
-    "DeepseekV3ForCausalLM": "optimized.models.llama:LlamaForCausalLM",
+    "DeepseekV3ForCausalLM": "diptych.optimized.decoder:LlamaForCausalLM",
 }
 
 LAYERS = "optimized"

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from optimized.layers import add_and_norm
-from optimized.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
-from shared.config import ModelConfig
-from shared.interfaces.attention import BatchAttention
-from shared.interfaces.layers import Layers
-from shared.modeling.forward import soft_cap
-from shared.modeling.layer_choice import norm_class
+from diptych.optimized.decoder import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from diptych.optimized.layers import add_and_norm
+from diptych.shared.config import ModelConfig
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.interfaces.layers import Layers
+from diptych.shared.modeling.forward import soft_cap
+from diptych.shared.modeling.layer_choice import norm_class
 
 
 class GemmaDecoderLayer(LlamaDecoderLayer):

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from shared.interfaces.moe import FusedExperts, TopKOutput
+from diptych.shared.interfaces.moe import FusedExperts, TopKOutput
 
 Rows = TypeVar("Rows")
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from optimized.kernels.moe_permute import SortedPairs, quantize_pairs, sort_pairs, weighted_sum
-from optimized.kernels.quantize_input import QuantizedInput
-from optimized.moe_runners.base import PermutedRunner
-from optimized.moe_runners.deep_gemm import fp8_block_experts
-from shared.interfaces.moe import FusedExperts, TopKOutput
+from diptych.optimized.kernels.linear.quantize_input import QuantizedInput
+from diptych.optimized.kernels.moe.moe_permute import SortedPairs, quantize_pairs, sort_pairs, weighted_sum
+from diptych.optimized.moe_runners.base import PermutedRunner
+from diptych.optimized.moe_runners.deep_gemm import fp8_block_experts
+from diptych.shared.interfaces.moe import FusedExperts, TopKOutput
 
 WORKSPACE = 8 * 2**20
 """Bytes for the library's descriptors of all experts' matrices."""

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from optimized.kernels.moe_permute import SortedPairs, quantize_pairs, sort_pairs, weighted_sum
-from optimized.kernels.quantize_input import QuantizedInput
-from optimized.moe_runners.base import MoeRunner, PermutedRunner
-from optimized.moe_runners.layouts import FP8_BLOCKS
-from shared.interfaces.moe import FusedExperts, TopKOutput
-from shared.interfaces.quantized_experts import QuantizedExperts
+from diptych.optimized.kernels.linear.quantize_input import QuantizedInput
+from diptych.optimized.kernels.moe.moe_permute import SortedPairs, quantize_pairs, sort_pairs, weighted_sum
+from diptych.optimized.moe_runners.base import MoeRunner, PermutedRunner
+from diptych.optimized.moe_runners.layouts import FP8_BLOCKS
+from diptych.shared.interfaces.moe import FusedExperts, TopKOutput
+from diptych.shared.interfaces.quantized_experts import QuantizedExperts
 
 ALIGNMENT = 128
 MAX_MASKED_TOKENS = ALIGNMENT

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from optimized.kernels.moe_permute import distinct_choices
-from optimized.moe_runners.base import MoeRunner
-from optimized.moe_runners.layouts import FP8_BLOCKS, swap_halves
-from shared.interfaces.moe import FusedExperts, TopKOutput
-from shared.interfaces.quantized_experts import QuantizedExperts
+from diptych.optimized.kernels.moe.moe_permute import distinct_choices
+from diptych.optimized.moe_runners.base import MoeRunner
+from diptych.optimized.moe_runners.layouts import FP8_BLOCKS, swap_halves
+from diptych.shared.interfaces.moe import FusedExperts, TopKOutput
+from diptych.shared.interfaces.quantized_experts import QuantizedExperts
 
 ALIGNMENT = 128
 

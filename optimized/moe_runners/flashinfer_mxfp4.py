@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from optimized.moe_runners.flashinfer_cutlass import ALIGNMENT, FlashInferCutlassRunner
-from optimized.moe_runners.layouts import MXFP4, adjacent_inputs
-from shared.interfaces.moe import TopKOutput
-from shared.interfaces.quantized_experts import QuantizedExperts
-from shared.types.quantization import MXFP4_GROUP
+from diptych.optimized.moe_runners.flashinfer_cutlass import ALIGNMENT, FlashInferCutlassRunner
+from diptych.optimized.moe_runners.layouts import MXFP4, adjacent_inputs
+from diptych.shared.interfaces.moe import TopKOutput
+from diptych.shared.interfaces.quantized_experts import QuantizedExperts
+from diptych.shared.types.quantization import MXFP4_GROUP
 
 
 class FlashInferMxfp4Runner(FlashInferCutlassRunner):

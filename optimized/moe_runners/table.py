@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from optimized.kernels.moe_mxfp4_gemv import MAX_TOKENS
-from optimized.moe import FusedExperts
-from optimized.moe_runners.base import MoeRunner
-from optimized.moe_runners.layouts import FP8_BLOCKS, MXFP4
-from optimized.quantized_moe import QuantizedExperts
-from shared.config import EngineConfig
-from shared.types.quantization import QuantScheme
+from diptych.optimized.kernels.moe.moe_mxfp4_gemv import MAX_TOKENS
+from diptych.optimized.moe import FusedExperts
+from diptych.optimized.moe_runners.base import MoeRunner
+from diptych.optimized.moe_runners.layouts import FP8_BLOCKS, MXFP4
+from diptych.optimized.quantized.quantized_moe import QuantizedExperts
+from diptych.shared.config import EngineConfig
+from diptych.shared.types.quantization import QuantScheme
 
 OWN = ("auto", "triton")
-"""Names that work everywhere. triton: the kernels of `optimized.moe` and `optimized.quantized_moe`."""
+"""Names that work everywhere. triton: the kernels of `diptych.optimized.moe` and
+`diptych.optimized.quantized.quantized_moe`."""
 
 
 class Choice(NamedTuple):
@@ -165,7 +166,7 @@ def find_runner(name: str, dispatch: str, device: torch.device) -> Any:
             f"{', '.join((*OWN, *others))}"
         )
     module, class_name = entry
-    return getattr(importlib.import_module(f"optimized.moe_runners.{module}"), class_name)
+    return getattr(importlib.import_module(f"diptych.optimized.moe_runners.{module}"), class_name)
 
 
 def compute_capability_major(device: torch.device) -> int:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from optimized.kernels.moe_permute import SortedPairs, sort_pairs, weighted_sum
-from optimized.kernels.silu_and_mul import silu_and_mul
-from optimized.moe_runners.base import PermutedRunner
-from optimized.moe_runners.layouts import MXFP4, adjacent_inputs, interleave_halves
-from shared.interfaces.moe import FusedExperts, TopKOutput
-from shared.interfaces.quantized_experts import QuantizedExperts
+from diptych.optimized.kernels.linear.silu_and_mul import silu_and_mul
+from diptych.optimized.kernels.moe.moe_permute import SortedPairs, sort_pairs, weighted_sum
+from diptych.optimized.moe_runners.base import PermutedRunner
+from diptych.optimized.moe_runners.layouts import MXFP4, adjacent_inputs, interleave_halves
+from diptych.shared.interfaces.moe import FusedExperts, TopKOutput
+from diptych.shared.interfaces.quantized_experts import QuantizedExperts
 
 ALIGNMENT = 64
 """Of MXFP4 inputs in the library's order for Hopper."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shared.interfaces import PrefixCache, RadixKey
-from shared.types import Req
+from diptych.shared.interfaces import PrefixCache, RadixKey
+from diptych.shared.types import Req
 
 
 class CachedPrompt(NamedTuple):

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from shared.types import ForwardBatch, ForwardMode, SamplingBatchInfo
+from diptych.shared.types import ForwardBatch, ForwardMode, SamplingBatchInfo
 
 NUM_BATCHES = 4
 """The number of batches in the ring. Two suffice, because only the next batch reads a place."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from shared.types import SamplingBatchInfo
+from diptych.shared.types import SamplingBatchInfo
 
 
 class FutureRuns:

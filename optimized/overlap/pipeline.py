@@ -13,14 +13,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from optimized.overlap.cached_prompt import CachedPrompt
-from optimized.overlap.future_map import FutureMap, count_in_flight
-from optimized.overlap.streams import Pending, streams_for
-from optimized.schedule_batch import name_tokens
-from shared.interfaces import SchedulerParts
-from shared.sampling.logprobs import distribute_input_logprobs, input_logprob_positions, last_hidden_states
-from shared.sampling.sampling_batch import make_sampling_batch_info
-from shared.types import (
+from diptych.optimized.overlap.cached_prompt import CachedPrompt
+from diptych.optimized.overlap.future_map import FutureMap, count_in_flight
+from diptych.optimized.overlap.streams import Pending, streams_for
+from diptych.optimized.schedule_batch import name_tokens
+from diptych.shared.interfaces import SchedulerParts
+from diptych.shared.sampling.logprobs import (
+    distribute_input_logprobs,
+    input_logprob_positions,
+    last_hidden_states,
+)
+from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
+from diptych.shared.types import (
     ForwardBatch,
     LogitsOutput,
     LogprobsOutput,

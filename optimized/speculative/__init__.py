@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from shared.interfaces import Drafter
+from diptych.shared.interfaces import Drafter
 
 DRAFTERS = {
-    "eagle": "optimized.speculative.eagle:EagleDrafter",
-    "eagle3": "optimized.speculative.eagle:EagleDrafter",
-    "nextn": "optimized.speculative.eagle:EagleDrafter",
-    "ngram": "optimized.speculative.ngram_lookup:NgramLookupDrafter",
-    "standalone": "optimized.speculative.standalone:StandaloneDrafter",
+    "eagle": "diptych.optimized.speculative.eagle:EagleDrafter",
+    "eagle3": "diptych.optimized.speculative.eagle:EagleDrafter",
+    "nextn": "diptych.optimized.speculative.eagle:EagleDrafter",
+    "ngram": "diptych.optimized.speculative.ngram_lookup:NgramLookupDrafter",
+    "standalone": "diptych.optimized.speculative.standalone:StandaloneDrafter",
 }
 
 

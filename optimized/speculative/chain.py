@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import torch
 
-from optimized.overlap.future_runs import FutureRuns, count_runs
-from optimized.overlap.pipeline import Pipeline
-from optimized.speculative.node_sampler import NodeSampler
-from optimized.speculative.round import KeptRows, Outcome, RoundInFlight
-from optimized.speculative.round_batch import RoundBatches
-from shared.interfaces import SchedulerParts
-from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, LogprobsOutput
+from diptych.optimized.overlap.future_runs import FutureRuns, count_runs
+from diptych.optimized.overlap.pipeline import Pipeline
+from diptych.optimized.speculative.node_sampler import NodeSampler
+from diptych.optimized.speculative.round import KeptRows, Outcome, RoundInFlight
+from diptych.optimized.speculative.round_batch import RoundBatches
+from diptych.shared.interfaces import SchedulerParts
+from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, LogprobsOutput
 
 
 class ChainRound:

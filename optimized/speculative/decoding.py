@@ -17,21 +17,21 @@ from typing import Any
 
 import torch
 
-from optimized.decoding import PlainDecoding, Tokens
-from optimized.overlap.pipeline import BatchInFlight, Extension, InFlight
-from optimized.speculative.chain import ChainRound
-from optimized.speculative.round import Outcome, RoundInFlight, Starts, max_kept
-from optimized.speculative.tree import TreeRound
-from shared.config import EngineConfig
-from shared.interfaces import SchedulerParts
-from shared.loading.kv_sizing import num_speculative_slots
-from shared.sampling.logprobs import to_token_logprobs
-from shared.scheduling.pages import evict_for, round_up_to_page, rows_of
-from shared.speculation.adaptive_shape import Acceptance
-from shared.speculation.kept_tokens import kept_tokens
-from shared.speculation.node_sampling import make_early_bans
-from shared.to_device import to_device, vectors_to_device
-from shared.types import (
+from diptych.optimized.decoding import PlainDecoding, Tokens
+from diptych.optimized.overlap.pipeline import BatchInFlight, Extension, InFlight
+from diptych.optimized.speculative.chain import ChainRound
+from diptych.optimized.speculative.round import Outcome, RoundInFlight, Starts, max_kept
+from diptych.optimized.speculative.tree import TreeRound
+from diptych.shared.config import EngineConfig
+from diptych.shared.interfaces import SchedulerParts
+from diptych.shared.loading.kv_sizing import num_speculative_slots
+from diptych.shared.sampling.logprobs import to_token_logprobs
+from diptych.shared.scheduling.pages import evict_for, round_up_to_page, rows_of
+from diptych.shared.speculation.adaptive_shape import Acceptance
+from diptych.shared.speculation.kept_tokens import kept_tokens
+from diptych.shared.speculation.node_sampling import make_early_bans
+from diptych.shared.to_device import to_device, vectors_to_device
+from diptych.shared.types import (
     ForwardBatch,
     ForwardMode,
     LogitsOutput,

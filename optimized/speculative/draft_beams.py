@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from shared.interfaces import ReqToTokenPool
-from shared.types import Beams, DraftBatch, ForwardBatch, ForwardMode
+from diptych.shared.interfaces import ReqToTokenPool
+from diptych.shared.types import Beams, DraftBatch, ForwardBatch, ForwardMode
 
 
 class BeamSteps:

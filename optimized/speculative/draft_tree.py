@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 import torch
 
-from optimized.kernels.draft_accept import accept_walk
-from optimized.kernels.draft_beams import best_beams
-from optimized.kernels.draft_link import link
-from optimized.kernels.draft_mask import flatten_mask
-from optimized.kernels.draft_select import select_nodes
-from optimized.kernels.top_tokens import top_tokens
-from shared.interfaces import draft_tree as contract
-from shared.types import Accepted, Beams, DraftTree, TopTokens
+from diptych.optimized.kernels.draft.draft_accept import accept_walk
+from diptych.optimized.kernels.draft.draft_beam_step import best_beams
+from diptych.optimized.kernels.draft.draft_link import link
+from diptych.optimized.kernels.draft.draft_mask import flatten_mask
+from diptych.optimized.kernels.draft.draft_select import select_nodes
+from diptych.optimized.kernels.sampling.top_tokens import top_tokens
+from diptych.shared.interfaces import draft_tree as contract
+from diptych.shared.types import Accepted, Beams, DraftTree, TopTokens
 
 MAX_NODES = 128
 """A tree's N x N matrices lie in registers."""

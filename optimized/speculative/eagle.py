@@ -16,19 +16,19 @@ from typing import NamedTuple
 
 import torch
 
-from optimized.graphs.cuda_graph import CudaGraphs
-from optimized.graphs.draft_graphs import DraftGraphs
-from optimized.speculative.draft_beams import BeamSteps
-from shared.config import EngineConfig
-from shared.config.speculation import possible_shapes
-from shared.interfaces import DrafterParts, DraftOutput, ReqToTokenPool
-from shared.interfaces import drafter as interface
-from shared.interfaces.attention import BatchAttention
-from shared.loading.kv_sizing import kv_bytes_per_token
-from shared.loading.load_model import load_draft_model
-from shared.modeling.kv_pool import attention_component, build_kv_pool
-from shared.speculation.draft_model_base import padding_token_ids
-from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, Req, TopTokens
+from diptych.optimized.graphs.cuda_graph import CudaGraphs
+from diptych.optimized.graphs.draft_graphs import DraftGraphs
+from diptych.optimized.speculative.draft_beams import BeamSteps
+from diptych.shared.config import EngineConfig
+from diptych.shared.config.speculation import possible_shapes
+from diptych.shared.interfaces import DrafterParts, DraftOutput, ReqToTokenPool
+from diptych.shared.interfaces import drafter as interface
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.loading.kv_sizing import kv_bytes_per_token
+from diptych.shared.loading.load_model import load_draft_model
+from diptych.shared.modeling.kv_pool import attention_component, build_kv_pool
+from diptych.shared.speculation.draft_model_base import padding_token_ids
+from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, Req, TopTokens
 
 
 class LastRow(NamedTuple):

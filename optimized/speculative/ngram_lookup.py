@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from shared.config import EngineConfig
-from shared.interfaces import DrafterParts, ReqToTokenPool
-from shared.interfaces import drafter as interface
-from shared.to_device import vectors_to_device
-from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req
+from diptych.shared.config import EngineConfig
+from diptych.shared.interfaces import DrafterParts, ReqToTokenPool
+from diptych.shared.interfaces import drafter as interface
+from diptych.shared.to_device import vectors_to_device
+from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req
 
 MAX_MATCH_LEN = 8  # longest suffix to match; longer matches add little
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from optimized.overlap.pipeline import Pipeline
-from shared.interfaces import SchedulerParts
-from shared.speculation.node_sampling import EarlyBans, expand_to_nodes, with_texts
-from shared.types import DraftTree, ForwardBatch, LogitsOutput, Req, SampleOutput, SamplingBatchInfo
+from diptych.optimized.overlap.pipeline import Pipeline
+from diptych.shared.interfaces import SchedulerParts
+from diptych.shared.speculation.node_sampling import EarlyBans, expand_to_nodes, with_texts
+from diptych.shared.types import DraftTree, ForwardBatch, LogitsOutput, Req, SampleOutput, SamplingBatchInfo
 
 
 class NodeSampler:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from optimized.overlap.pipeline import InFlight
-from shared.speculation.node_sampling import EarlyBans
-from shared.types import DraftShape, ForwardBatch, LogprobsOutput, SamplingBatchInfo
+from diptych.optimized.overlap.pipeline import InFlight
+from diptych.shared.speculation.node_sampling import EarlyBans
+from diptych.shared.types import DraftShape, ForwardBatch, LogprobsOutput, SamplingBatchInfo
 
 
 class Starts(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from optimized.speculative.round import Starts
-from shared.types import DraftBatch, DraftTree, ForwardBatch, ForwardMode, Req
+from diptych.optimized.speculative.round import Starts
+from diptych.shared.types import DraftBatch, DraftTree, ForwardBatch, ForwardMode, Req
 
 
 class RoundBatches:

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from optimized.speculative.chain import ChainRound
-from shared.types import DraftBatch, DraftTree, ForwardBatch
+from diptych.optimized.speculative.chain import ChainRound
+from diptych.shared.types import DraftBatch, DraftTree, ForwardBatch
 
 
 class TreeRound(ChainRound):

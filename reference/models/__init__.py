@@ -1,40 +1,41 @@
 """The model families: "architectures" of a config.json -> model class.
 
 Nearly all families are one decoder, llama.py. What a family adds is a field of ModelConfig, which
-`shared.config.hf_config` reads; the comments name it. A family whose forward pass differs has its own file.
+`diptych.shared.config.hf_config` reads; the comments name it. A family whose forward pass differs has its
+own file.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 
-from shared.interfaces.model import CausalLM
+from diptych.shared.interfaces.model import CausalLM
 
 MODELS = {
     # no biases (attention_bias and mlp_bias in config.json), scaled RoPE
-    "LlamaForCausalLM": "reference.models.llama:LlamaForCausalLM",
+    "LlamaForCausalLM": "diptych.reference.decoder:LlamaForCausalLM",
     # a sliding window in every layer, in early releases
-    "MistralForCausalLM": "reference.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "diptych.reference.decoder:LlamaForCausalLM",
     # four norms a layer, 1 + weight in each; soft-caps; a window in every other layer
-    "Gemma2ForCausalLM": "reference.models.gemma:GemmaForCausalLM",
+    "Gemma2ForCausalLM": "diptych.reference.models.gemma:GemmaForCausalLM",
     # norms on heads instead of the caps; windows in five layers of six, and a RoPE of their own
-    "Gemma3ForCausalLM": "reference.models.gemma:GemmaForCausalLM",
+    "Gemma3ForCausalLM": "diptych.reference.models.gemma:GemmaForCausalLM",
     # sinks in attention; experts with biases and a clamped SwiGLU; a window in every other layer
-    "GptOssForCausalLM": "reference.models.llama:LlamaForCausalLM",
+    "GptOssForCausalLM": "diptych.reference.decoder:LlamaForCausalLM",
     # chunked attention with RoPE, full attention without; one expert of many, and a shared one
-    "Llama4ForCausalLM": "reference.models.llama4:Llama4ForCausalLM",
+    "Llama4ForCausalLM": "diptych.reference.models.llama4:Llama4ForCausalLM",
     # MoE in every layer: softmax over all experts, the best two renormalised
-    "MixtralForCausalLM": "reference.models.llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "diptych.reference.decoder:LlamaForCausalLM",
     # biases on q, k and v; windows from layer max_window_layers on
-    "Qwen2ForCausalLM": "reference.models.llama:LlamaForCausalLM",
+    "Qwen2ForCausalLM": "diptych.reference.decoder:LlamaForCausalLM",
     # RMSNorm on each head of q and k; head_dim is set apart from hidden_size
-    "Qwen3ForCausalLM": "reference.models.llama:LlamaForCausalLM",
+    "Qwen3ForCausalLM": "diptych.reference.decoder:LlamaForCausalLM",
     # Qwen3 with MoE in the layers of decoder_sparse_step and mlp_only_layers
-    "Qwen3MoeForCausalLM": "reference.models.llama:LlamaForCausalLM",
+    "Qwen3MoeForCausalLM": "diptych.reference.decoder:LlamaForCausalLM",
     # multi-head latent attention; dense first layers, then MoE with shared experts and groups of experts
-    "DeepseekV2ForCausalLM": "reference.models.llama:LlamaForCausalLM",
+    "DeepseekV2ForCausalLM": "diptych.reference.decoder:LlamaForCausalLM",
     # the same, routed by a sigmoid and a bias for each expert
-    "DeepseekV3ForCausalLM": "reference.models.llama:LlamaForCausalLM",
+    "DeepseekV3ForCausalLM": "diptych.reference.decoder:LlamaForCausalLM",
 }
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from reference.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
-from shared.config import ModelConfig
-from shared.interfaces.attention import BatchAttention
-from shared.interfaces.layers import Layers
-from shared.modeling.forward import soft_cap
-from shared.modeling.layer_choice import norm_class
+from diptych.reference.decoder import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from diptych.shared.config import ModelConfig
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.interfaces.layers import Layers
+from diptych.shared.modeling.forward import soft_cap
+from diptych.shared.modeling.layer_choice import norm_class
 
 
 class GemmaDecoderLayer(LlamaDecoderLayer):

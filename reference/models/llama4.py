@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from reference.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
-from shared.config import ModelConfig
-from shared.interfaces.attention import BatchAttention
-from shared.modeling.forward import temperature
+from diptych.reference.decoder import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from diptych.shared.config import ModelConfig
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.modeling.forward import temperature
 
 
 class Llama4Attention(LlamaAttention):

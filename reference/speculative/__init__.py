@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from shared.interfaces import Drafter
+from diptych.shared.interfaces import Drafter
 
 DRAFTERS = {
-    "eagle": "reference.speculative.eagle:EagleDrafter",
-    "eagle3": "reference.speculative.eagle:EagleDrafter",
-    "nextn": "reference.speculative.eagle:EagleDrafter",
-    "standalone": "reference.speculative.standalone:StandaloneDrafter",
-    "ngram": "reference.speculative.ngram:NgramDrafter",
+    "eagle": "diptych.reference.speculative.eagle:EagleDrafter",
+    "eagle3": "diptych.reference.speculative.eagle:EagleDrafter",
+    "nextn": "diptych.reference.speculative.eagle:EagleDrafter",
+    "standalone": "diptych.reference.speculative.standalone:StandaloneDrafter",
+    "ngram": "diptych.reference.speculative.ngram:NgramDrafter",
 }
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from shared.interfaces import SchedulerParts
-from shared.sampling.logprobs import to_token_logprobs
-from shared.sampling.sampling_batch import make_sampling_batch_info
-from shared.scheduling.pages import round_up_to_page
-from shared.speculation.kept_tokens import kept_tokens
-from shared.speculation.node_sampling import expand_to_nodes, make_early_bans, with_texts
-from shared.types import (
+from diptych.shared.interfaces import SchedulerParts
+from diptych.shared.sampling.logprobs import to_token_logprobs
+from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
+from diptych.shared.scheduling.pages import round_up_to_page
+from diptych.shared.speculation.kept_tokens import kept_tokens
+from diptych.shared.speculation.node_sampling import expand_to_nodes, make_early_bans, with_texts
+from diptych.shared.types import (
     BatchResult,
     DraftBatch,
     DraftShape,

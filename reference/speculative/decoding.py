@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from reference.decoding import PlainDecoding
-from reference.speculative.chain import ChainRound
-from reference.speculative.tree import TreeRound
-from shared.config import EngineConfig
-from shared.interfaces import SchedulerParts
-from shared.loading.kv_sizing import num_speculative_slots
-from shared.scheduling.pages import evict_for, round_up_to_page, rows_of
-from shared.speculation.adaptive_shape import Acceptance
-from shared.types import BatchResult, DraftBatch, ForwardMode, Req, ScheduleBatch, SpeculationStats
+from diptych.reference.decoding import PlainDecoding
+from diptych.reference.speculative.chain import ChainRound
+from diptych.reference.speculative.tree import TreeRound
+from diptych.shared.config import EngineConfig
+from diptych.shared.interfaces import SchedulerParts
+from diptych.shared.loading.kv_sizing import num_speculative_slots
+from diptych.shared.scheduling.pages import evict_for, round_up_to_page, rows_of
+from diptych.shared.speculation.adaptive_shape import Acceptance
+from diptych.shared.types import BatchResult, DraftBatch, ForwardMode, Req, ScheduleBatch, SpeculationStats
 
 
 class SpeculativeDecoding(PlainDecoding):

@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 import torch
 
-from reference.speculative.draft_beams import BeamSteps
-from shared.config import EngineConfig
-from shared.interfaces import DrafterParts, DraftOutput, ReqToTokenPool
-from shared.interfaces import drafter as interface
-from shared.interfaces.attention import BatchAttention
-from shared.loading.kv_sizing import kv_bytes_per_token
-from shared.loading.load_model import load_draft_model
-from shared.modeling.kv_pool import attention_component, build_kv_pool
-from shared.speculation.draft_model_base import padding_token_ids
-from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req, TopTokens
+from diptych.reference.speculative.draft_beams import BeamSteps
+from diptych.shared.config import EngineConfig
+from diptych.shared.interfaces import DrafterParts, DraftOutput, ReqToTokenPool
+from diptych.shared.interfaces import drafter as interface
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.loading.kv_sizing import kv_bytes_per_token
+from diptych.shared.loading.load_model import load_draft_model
+from diptych.shared.modeling.kv_pool import attention_component, build_kv_pool
+from diptych.shared.speculation.draft_model_base import padding_token_ids
+from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req, TopTokens
 
 
 class LastRow(NamedTuple):

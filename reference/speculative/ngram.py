@@ -10,10 +10,10 @@ from itertools import count
 
 import torch
 
-from shared.config import EngineConfig, draft_shape
-from shared.interfaces import DrafterParts
-from shared.interfaces import drafter as interface
-from shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req
+from diptych.shared.config import EngineConfig, draft_shape
+from diptych.shared.interfaces import DrafterParts
+from diptych.shared.interfaces import drafter as interface
+from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, Req
 
 MAX_MATCH_LEN = 8  # longest suffix to match; longer matches add little
 MAX_NODES = 1_000_000  # of the trie: some hundred megabytes

@@ -7,24 +7,16 @@ from dataclasses import replace
 
 import torch
 
-from reference.speculative.draft_beams import BeamSteps
-from shared.config import EngineConfig, ModelConfig
-from shared.interfaces import DrafterParts, ReqToTokenPool
-from shared.interfaces import drafter as interface
-from shared.loading.kv_sizing import kv_bytes_per_token
-from shared.loading.load_model import load_model
-from shared.loading.model_path import resolve_model_path
-from shared.modeling.kv_pool import attention_component, build_kv_pool
-from shared.speculation.draft_model_base import check_draft_model_fits
-from shared.types import (
-    DraftBatch,
-    DraftShape,
-    DraftTree,
-    ForwardBatch,
-    ForwardMode,
-    Req,
-    TopTokens,
-)
+from diptych.reference.speculative.draft_beams import BeamSteps
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.interfaces import DrafterParts, ReqToTokenPool
+from diptych.shared.interfaces import drafter as interface
+from diptych.shared.loading.kv_sizing import kv_bytes_per_token
+from diptych.shared.loading.load_model import load_model
+from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.modeling.kv_pool import attention_component, build_kv_pool
+from diptych.shared.speculation.draft_model_base import check_draft_model_fits
+from diptych.shared.types import DraftBatch, DraftShape, DraftTree, ForwardBatch, ForwardMode, Req, TopTokens
 
 
 class StandaloneDrafter(interface.Drafter):

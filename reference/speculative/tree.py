@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from reference.speculative.chain import ChainRound
-from shared.scheduling.pages import round_up_to_page
-from shared.types import DraftBatch, DraftTree, ForwardBatch, Req
+from diptych.reference.speculative.chain import ChainRound
+from diptych.shared.scheduling.pages import round_up_to_page
+from diptych.shared.types import DraftBatch, DraftTree, ForwardBatch, Req
 
 
 class TreeRound(ChainRound):

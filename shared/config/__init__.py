@@ -1,10 +1,10 @@
 """Configuration: of the engine (flags, validated) and of a model (from a Hugging Face config.json)."""
 
-from shared.config.draft import DraftConfig, DraftFormat
-from shared.config.engine import EngineConfig
-from shared.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
-from shared.config.quantization import QuantConfig
-from shared.config.speculation import draft_shape
+from diptych.shared.config.draft import DraftConfig, DraftFormat
+from diptych.shared.config.engine import EngineConfig
+from diptych.shared.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from diptych.shared.config.quantization import QuantConfig
+from diptych.shared.config.speculation import draft_shape
 
 __all__ = [
     "DraftConfig",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shared.config.model import ModelConfig
+from diptych.shared.config.model import ModelConfig
 
 DraftFormat = Literal["eagle", "eagle3", "nextn"]
 
@@ -54,7 +54,7 @@ class DraftConfig:
         """Read the contents of a draft model's config.json. What it leaves out is as in the target.
         `draft_format`: None takes it from the name under "architectures", which many checkpoints give as the
         plain family's. Whatever is ill-typed, unsupported or does not fit the target raises `ValueError`."""
-        from shared.config.hf_draft_config import parse_draft_config
+        from diptych.shared.config.hf_draft_config import parse_draft_config
 
         return parse_draft_config(hf_config, target, draft_format)
 
@@ -63,6 +63,6 @@ class DraftConfig:
         cls, folder: str | Path, target: ModelConfig, draft_format: DraftFormat | None = None
     ) -> DraftConfig:
         """Like `from_dict`, from a folder's config.json."""
-        from shared.config.hf_draft_config import read_draft_config
+        from diptych.shared.config.hf_draft_config import read_draft_config
 
         return read_draft_config(Path(folder), target, draft_format)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from shared.config.deterministic import check_deterministic
-from shared.config.parallel import check_parallel_flags
-from shared.config.speculation import check_speculation
+from diptych.shared.config.deterministic import check_deterministic
+from diptych.shared.config.parallel import check_parallel_flags
+from diptych.shared.config.speculation import check_speculation
 
 Panel = Literal["reference", "optimized"]
 SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"]
@@ -26,9 +26,9 @@ SpeculativeAlgorithm = Literal["eagle", "eagle3", "nextn", "standalone", "ngram"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Flags. `None` means that the engine chooses by model and hardware; `shared.engine.llm` resolves it, and
-    the resolved value can be read from the engine. A bad value raises `ValueError` with flag, value and
-    range.
+    """Flags. `None` means that the engine chooses by model and hardware; `diptych.shared.engine.llm`
+    resolves it, and the resolved value can be read from the engine. A bad value raises `ValueError` with
+    flag, value and range.
     """
 
     # What to run

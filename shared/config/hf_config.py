@@ -10,19 +10,19 @@ from typing import Any, Literal
 
 import torch
 
-from shared.config.fields import REQUIRED, Fields
-from shared.config.hf_deepseek import (
+from diptych.shared.config.fields import REQUIRED, Fields
+from diptych.shared.config.hf_deepseek import (
     deepseek_moe_layers,
     num_nextn_layers,
     parse_deepseek_moe,
     parse_mla,
 )
-from shared.config.hf_llama4 import with_llama4
-from shared.config.hf_multimodal import TEXT_MODELS, text_part
-from shared.config.hf_rope import context_len, parse_local_rope, parse_rope
-from shared.config.hf_windows import NO_WINDOWS, Windows, sliding_windows
-from shared.config.model import HiddenAct, ModelConfig, MoEConfig
-from shared.config.quantization import QuantConfig
+from diptych.shared.config.hf_llama4 import with_llama4
+from diptych.shared.config.hf_multimodal import TEXT_MODELS, text_part
+from diptych.shared.config.hf_rope import context_len, parse_local_rope, parse_rope
+from diptych.shared.config.hf_windows import NO_WINDOWS, Windows, sliding_windows
+from diptych.shared.config.model import HiddenAct, ModelConfig, MoEConfig
+from diptych.shared.config.quantization import QuantConfig
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from shared.config.fields import Fields
-from shared.config.model import MLAConfig, MoEConfig
+from diptych.shared.config.fields import Fields
+from diptych.shared.config.model import MLAConfig, MoEConfig
 
 DeepseekMoE = Literal["deepseek-v2", "deepseek-v3"]
 

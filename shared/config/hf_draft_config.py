@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from shared.config.draft import DraftConfig, DraftFormat
-from shared.config.fields import Fields
-from shared.config.hf_config import FAMILIES, config_path, parse_config, read_json
-from shared.config.model import ModelConfig
+from diptych.shared.config.draft import DraftConfig, DraftFormat
+from diptych.shared.config.fields import Fields
+from diptych.shared.config.hf_config import FAMILIES, config_path, parse_config, read_json
+from diptych.shared.config.model import ModelConfig
 
 # Ends of the names under "architectures"; what is before names a family.
 SUFFIXES: dict[str, DraftFormat] = {

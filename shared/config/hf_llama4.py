@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shared.config.fields import Fields
-from shared.config.model import AttnTemperature, ModelConfig, MoEConfig
+from diptych.shared.config.fields import Fields
+from diptych.shared.config.model import AttnTemperature, ModelConfig, MoEConfig
 
 
 def with_llama4(config: ModelConfig, fields: Fields) -> ModelConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shared.config.fields import Fields
+from diptych.shared.config.fields import Fields
 
 TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # text_config of published checkpoints lacks what is the default of transformers' class

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shared.config.fields import Fields
-from shared.config.quantization import ALL_LINEAR, REGEX, QuantConfig
-from shared.types.quantization import MXFP4_GROUP, QuantScheme
+from diptych.shared.config.fields import Fields
+from diptych.shared.config.quantization import ALL_LINEAR, REGEX, QuantConfig
+from diptych.shared.types.quantization import MXFP4_GROUP, QuantScheme
 
 COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 

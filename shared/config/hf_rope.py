@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from shared.config.fields import MAXIMA, Fields
-from shared.config.model import RopeConfig, RopeType
+from diptych.shared.config.fields import MAXIMA, Fields
+from diptych.shared.config.model import RopeConfig, RopeType
 
 
 def parse_rope(fields: Fields, head_dim: int, default_theta: float, has_local: bool = False) -> RopeConfig:

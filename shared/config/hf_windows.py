@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from shared.config.fields import Fields
+from diptych.shared.config.fields import Fields
 
 
 class Windows(NamedTuple):

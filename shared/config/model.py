@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from shared.config.quantization import QuantConfig
+from diptych.shared.config.quantization import QuantConfig
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 HiddenAct = Literal["silu", "gelu_tanh"]
@@ -18,7 +18,7 @@ HiddenAct = Literal["silu", "gelu_tanh"]
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding. The fields beyond `rotary_dim` belong to the scaling types named beside
-    them; `shared.modeling.rope` turns them into frequencies."""
+    them; `diptych.shared.modeling.rope` turns them into frequencies."""
 
     rope_type: RopeType
     theta: float
@@ -156,7 +156,7 @@ class ModelConfig:
     def from_dict(cls, hf_config: Mapping[str, Any]) -> ModelConfig:
         """Read the contents of a config.json, as transformers 4 or 5 writes it. Whatever is missing,
         ill-typed or unsupported raises `ValueError`: what was found, and what would do."""
-        from shared.config.hf_config import parse_config
+        from diptych.shared.config.hf_config import parse_config
 
         return parse_config(hf_config)
 
@@ -164,7 +164,7 @@ class ModelConfig:
     def from_pretrained(cls, folder: str | Path) -> ModelConfig:
         """Like `from_dict`, from a folder's config.json. A generation_config.json adds its end-of-sequence
         tokens."""
-        from shared.config.hf_config import read_config
+        from diptych.shared.config.hf_config import read_config
 
         return read_config(Path(folder))
 

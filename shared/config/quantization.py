@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shared.types.quantization import QuantScheme
+from diptych.shared.types.quantization import QuantScheme
 
 ALL_LINEAR = "Linear"
 """As a target: every linear layer of the decoder."""
@@ -38,7 +38,9 @@ class QuantConfig:
     or some successive parts of a name: "mlp.gate" is in model.layers.0.mlp.gate and not in
     model.layers.0.mlp.gate_up_proj."""
 
-    storage: str  # how the checkpoint stores it: a key of shared.loading.quantized_formats, or "online"
+    storage: (
+        str  # how the checkpoint stores it: a key of diptych.shared.loading.quantized_formats, or "online"
+    )
     targets: tuple[tuple[str, QuantScheme], ...]
     ignore: tuple[str, ...] = ()
 
@@ -66,7 +68,7 @@ class QuantConfig:
     def from_dict(cls, values: Mapping[str, Any], where: str = "config.json") -> QuantConfig:
         """Read the quantization_config of a config.json. Whatever is not supported raises `ValueError`: what
         was found, and what is supported."""
-        from shared.config.hf_quantization import parse_quantization
+        from diptych.shared.config.hf_quantization import parse_quantization
 
         return parse_quantization(values, where)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from shared.config.model import ModelConfig
-from shared.types.speculation import DraftShape
+from diptych.shared.config.model import ModelConfig
+from diptych.shared.types.speculation import DraftShape
 
 
 class SpeculationFlags(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.config.fields import Fields
+from diptych.shared.config.fields import Fields
 
 LLAVA = "LlavaForConditionalGeneration"
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

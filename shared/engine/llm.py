@@ -8,22 +8,28 @@ from contextlib import contextmanager
 from itertools import chain, count
 from typing import Any
 
-from shared.config import EngineConfig
-from shared.engine.diffusion import check_diffusion
-from shared.engine.embedding import NO_TOKENS, EmbedOutput, check_dimensions, check_pooling, embed_outputs
-from shared.engine.images import ImagesPrompt, images_prompt, take_images, with_images
-from shared.engine.input_embeds import EmbedsPrompt, as_prompts, embeds_prompt
-from shared.engine.lora_adapters import adapters_of, cache_namespace
-from shared.engine.output_collector import OutputCollector
-from shared.engine.prompts import Prompt, max_prompt_chars, plain_prompt_ids, prompt_list
-from shared.engine.python_runtime import deferred_interrupts, gc_freeze, set_at_exit
-from shared.engine.request_seeds import RequestSeeds
-from shared.engine.start import start_engine
-from shared.sampling.processors import LogitProcessor
-from shared.sampling.sampling_batch import derive_seed
-from shared.scheduling.admission import check_fields
-from shared.types import DiffusionParams, GenerateOutput, PromptEmbeds, Req, SamplingParams
-from shared.types.sampling_params import params_of_prompts
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.processes.start import start_engine
+from diptych.shared.engine.python_runtime import deferred_interrupts, gc_freeze, set_at_exit
+from diptych.shared.engine.requests.diffusion import check_diffusion
+from diptych.shared.engine.requests.embedding import (
+    NO_TOKENS,
+    EmbedOutput,
+    check_dimensions,
+    check_pooling,
+    embed_outputs,
+)
+from diptych.shared.engine.requests.images import ImagesPrompt, images_prompt, take_images, with_images
+from diptych.shared.engine.requests.input_embeds import EmbedsPrompt, as_prompts, embeds_prompt
+from diptych.shared.engine.requests.lora_adapters import adapters_of, cache_namespace
+from diptych.shared.engine.requests.output_collector import OutputCollector
+from diptych.shared.engine.requests.prompts import Prompt, max_prompt_chars, plain_prompt_ids, prompt_list
+from diptych.shared.engine.requests.request_seeds import RequestSeeds
+from diptych.shared.sampling.processors import LogitProcessor
+from diptych.shared.sampling.sampling_batch import derive_seed
+from diptych.shared.scheduling.admission import check_fields
+from diptych.shared.types import DiffusionParams, GenerateOutput, PromptEmbeds, Req, SamplingParams
+from diptych.shared.types.sampling_params import params_of_prompts
 
 Message = Mapping[str, Any]
 

@@ -17,14 +17,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from shared.grammar.matcher import MatcherGrammar
-from shared.grammar.reasoning import ReasoningGrammar, ReasoningTokens
-from shared.grammar.spec import GrammarSpec, spec_of
-from shared.grammar.worker import read_frame, write_frame
-from shared.interfaces.grammar import Grammar
-from shared.text.token_bytes import TokenBytes
-from shared.text.tokenizer import Tokenizer
-from shared.types import Req, SamplingParams
+from diptych.shared.grammar.matcher import MatcherGrammar
+from diptych.shared.grammar.reasoning import ReasoningGrammar, ReasoningTokens
+from diptych.shared.grammar.spec import GrammarSpec, spec_of
+from diptych.shared.grammar.worker import read_frame, write_frame
+from diptych.shared.interfaces.grammar import Grammar
+from diptych.shared.text.token_bytes import TokenBytes
+from diptych.shared.text.tokenizer import Tokenizer
+from diptych.shared.types import Req, SamplingParams
 
 COMPILE_SECONDS = 10.0
 """CPU time of one grammar."""
@@ -37,7 +37,7 @@ MAX_CACHED = 256
 RETRY_SECONDS = 60.0
 """How long a time-out is remembered: the computer may have been busy."""
 MISSING = "structured output needs xgrammar: pip install 'diptych[grammar]'"
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class GrammarCompiler:
@@ -175,7 +175,7 @@ class Worker:
 
     def __init__(self, info_text: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "shared.grammar.worker"],
+            [sys.executable, "-m", "diptych.shared.grammar.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

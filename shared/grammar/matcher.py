@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from shared.interfaces.grammar import Grammar
+from diptych.shared.interfaces.grammar import Grammar
 
 MAX_MASK_SECONDS = 0.25
 """CPU time of one call. Ambiguous grammars take longer with every token, and the engine waits for them."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from shared.grammar.compiler import GrammarCompiler
-from shared.types import Req
+from diptych.shared.grammar.compiler import GrammarCompiler
+from diptych.shared.types import Req
 
 
 class Waiting(NamedTuple):

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from shared.grammar.matcher import BaseGrammar
-from shared.interfaces.grammar import Grammar
-from shared.text.tokenizer import Tokenizer
+from diptych.shared.grammar.matcher import BaseGrammar
+from diptych.shared.interfaces.grammar import Grammar
+from diptych.shared.text.tokenizer import Tokenizer
 
 THINK_START, THINK_END = "<think>", "</think>"
 

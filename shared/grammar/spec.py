@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from shared.types import SamplingParams
+from diptych.shared.types import SamplingParams
 
 MAX_BYTES = 64 * 2**10
 """Of the text of a grammar."""
@@ -60,7 +60,8 @@ def choice_to_ebnf(choice: Sequence[str]) -> str:
 
 def tool_call_tag(tools: Sequence[tuple[str, Mapping[str, Any] | None]], is_parallel: bool) -> str:
     """A structural tag for calls of these tools (name, schema of the arguments), in the form that
-    `shared.server.parsers.ToolParser` reads. `is_parallel`: one call or more; else exactly one."""
+    `diptych.shared.server.api.parsers.ToolParser` reads. `is_parallel`: one call or more; else exactly
+    one."""
     tags = [
         {
             "type": "tag",

@@ -1,4 +1,4 @@
-"""The process that compiles grammars: `python -m shared.grammar.worker`.
+"""The process that compiles grammars: `python -m diptych.shared.grammar.worker`.
 
 A compiler in C++ can run for ever, exhaust memory or overflow its stack, and a thread cannot be killed. This
 process can. It talks in frames over stdin and stdout: four bytes of length, then UTF-8. The first frame in is

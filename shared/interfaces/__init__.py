@@ -1,16 +1,16 @@
 """The contracts: one abstract class per component, its docstring says what must hold."""
 
-from shared.interfaces.attention import AttentionBackend, BatchAttention
-from shared.interfaces.collectives import Collectives
-from shared.interfaces.detokenizer import Detokenizer
-from shared.interfaces.draft_model import DraftModel, DraftOutput
-from shared.interfaces.draft_tree import DraftTreeOps
-from shared.interfaces.drafter import Drafter, DrafterParts
-from shared.interfaces.expert_balancer import ExpertBalancer, ExpertMap
-from shared.interfaces.expert_dispatch import ExpertDispatch
-from shared.interfaces.grammar import Grammar
-from shared.interfaces.host_pool import HostPool
-from shared.interfaces.layers import (
+from diptych.shared.interfaces.attention import AttentionBackend, BatchAttention
+from diptych.shared.interfaces.collectives import Collectives
+from diptych.shared.interfaces.detokenizer import Detokenizer
+from diptych.shared.interfaces.draft_model import DraftModel, DraftOutput
+from diptych.shared.interfaces.draft_tree import DraftTreeOps
+from diptych.shared.interfaces.drafter import Drafter, DrafterParts
+from diptych.shared.interfaces.expert_balancer import ExpertBalancer, ExpertMap
+from diptych.shared.interfaces.expert_dispatch import ExpertDispatch
+from diptych.shared.interfaces.grammar import Grammar
+from diptych.shared.interfaces.host_pool import HostPool
+from diptych.shared.interfaces.layers import (
     GeluTanhAndMul,
     GemmaRMSNorm,
     Layers,
@@ -19,21 +19,21 @@ from shared.interfaces.layers import (
     RotaryEmbedding,
     SiluAndMul,
 )
-from shared.interfaces.lora import LoraPool
-from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
-from shared.interfaces.mla_attention import MLAAttentionBackend
-from shared.interfaces.mla_memory_pool import MLATokenToKVPool
-from shared.interfaces.model import CausalLM
-from shared.interfaces.model_runner import ModelRunner
-from shared.interfaces.moe import FusedExperts, MoE, TopK, TopKOutput
-from shared.interfaces.prefill_adder import (
+from diptych.shared.interfaces.lora import LoraPool
+from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
+from diptych.shared.interfaces.mla_attention import MLAAttentionBackend
+from diptych.shared.interfaces.mla_memory_pool import MLATokenToKVPool
+from diptych.shared.interfaces.model import CausalLM
+from diptych.shared.interfaces.model_runner import ModelRunner
+from diptych.shared.interfaces.moe import FusedExperts, MoE, TopK, TopKOutput
+from diptych.shared.interfaces.prefill_adder import (
     CLIP_MAX_NEW_TOKENS,
     MAX_WAITS,
     AddReqResult,
     PrefillAdder,
     PrefillBudget,
 )
-from shared.interfaces.prefix_cache import (
+from diptych.shared.interfaces.prefix_cache import (
     CacheNode,
     CacheWatcher,
     InsertResult,
@@ -42,12 +42,12 @@ from shared.interfaces.prefix_cache import (
     RadixKey,
     WatchablePrefixCache,
 )
-from shared.interfaces.quantization import Quantization, QuantizedLinear
-from shared.interfaces.quantized_experts import QuantizedExperts
-from shared.interfaces.sampler import Sampler
-from shared.interfaces.schedule_policy import PolicyResult, SchedulePolicy
-from shared.interfaces.scheduler import Scheduler, SchedulerParts, SchedulerState, SchedulerStats
-from shared.interfaces.transport import TransferStatus, Transport
+from diptych.shared.interfaces.quantization import Quantization, QuantizedLinear
+from diptych.shared.interfaces.quantized_experts import QuantizedExperts
+from diptych.shared.interfaces.sampler import Sampler
+from diptych.shared.interfaces.schedule_policy import PolicyResult, SchedulePolicy
+from diptych.shared.interfaces.scheduler import Scheduler, SchedulerParts, SchedulerState, SchedulerStats
+from diptych.shared.interfaces.transport import TransferStatus, Transport
 
 __all__ = [
     "CLIP_MAX_NEW_TOKENS",

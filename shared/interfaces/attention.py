@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
-from shared.types import ForwardBatch
-from shared.types.attention import AttentionLayer
+from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from diptych.shared.types import ForwardBatch
+from diptych.shared.types.attention import AttentionLayer
 
 
 class AttentionBackend(ABC):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shared.interfaces.layers import RMSNorm
+from diptych.shared.interfaces.layers import RMSNorm
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -29,8 +29,8 @@ class Collectives(ABC):
     size: int
     is_broken: bool = False
     log: Any
-    """A `shared.parallel.collective_log.CollectiveLog` of what all ranks call in the same order: everything
-    but `send` and `receive`."""
+    """A `diptych.shared.parallel.collective_log.CollectiveLog` of what all ranks call in the same order:
+    everything but `send` and `receive`."""
 
     @abstractmethod
     def __init__(self, store: Store, rank: int, size: int, seconds: float, name: str = "tp") -> None:

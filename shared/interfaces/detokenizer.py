@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-from shared.types import FinishReason, SamplingParams
+from diptych.shared.types import FinishReason, SamplingParams
 
 
 class TokenText(Protocol):

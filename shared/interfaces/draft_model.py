@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shared.config.draft import DraftConfig
-from shared.interfaces.attention import BatchAttention
-from shared.interfaces.layers import Layers
-from shared.interfaces.model import CausalLM
-from shared.interfaces.moe import MoE
+from diptych.shared.config.draft import DraftConfig
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.interfaces.layers import Layers
+from diptych.shared.interfaces.model import CausalLM
+from diptych.shared.interfaces.moe import MoE
 
 
 class DraftOutput(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shared.types.draft_tree import Accepted, Beams, DraftTree, TopTokens
+from diptych.shared.types.draft_tree import Accepted, Beams, DraftTree, TopTokens
 
 
 class DraftTreeOps(ABC):

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from shared.config import EngineConfig, ModelConfig
-from shared.interfaces.memory_pool import ReqToTokenPool
-from shared.interfaces.model import CausalLM
-from shared.types import ForwardBatch, Req
-from shared.types.draft_tree import DraftTree
-from shared.types.speculation import DraftBatch, DraftShape
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.interfaces.memory_pool import ReqToTokenPool
+from diptych.shared.interfaces.model import CausalLM
+from diptych.shared.types import ForwardBatch, Req
+from diptych.shared.types.draft_tree import DraftTree
+from diptych.shared.types.speculation import DraftBatch, DraftShape
 
 
 @dataclass(frozen=True)

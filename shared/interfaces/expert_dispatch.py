@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from shared.interfaces.collectives import Collectives
-from shared.interfaces.moe import FusedExperts, TopKOutput
+from diptych.shared.interfaces.collectives import Collectives
+from diptych.shared.interfaces.moe import FusedExperts, TopKOutput
 
 
 class Placement(Protocol):
-    """Where the experts of one layer are, on the device of the model (`shared.parallel.expert_map`). The
-    tensors stay the same ones, so CUDA graphs may read them. All are int64."""
+    """Where the experts of one layer are, on the device of the model (`diptych.shared.parallel.expert_map`).
+    The tensors stay the same ones, so CUDA graphs may read them. All are int64."""
 
     logical_to_physical: torch.Tensor
     """[num_logical, most replicas], padded with -1."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shared.interfaces.memory_pool import TokenToKVPool
+from diptych.shared.interfaces.memory_pool import TokenToKVPool
 
 
 class HostPool(ABC):

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from shared.config import RopeConfig
+from diptych.shared.config import RopeConfig
 
 
 class RMSNorm(nn.Module, ABC):
@@ -42,7 +42,7 @@ class RotaryEmbedding(nn.Module, ABC):
     """Rotates the first `rope.rotary_dim` dimensions of every head by position-dependent angles, halves
     convention (dimension i pairs with i + rotary_dim / 2; with rope.is_interleaved 2 i with 2 i + 1), in
     float32. The frequencies follow
-    `rope.rope_type`, as in the papers and in Hugging Face's configs (`shared.modeling.rope`).
+    `rope.rope_type`, as in the papers and in Hugging Face's configs (`diptych.shared.modeling.rope`).
 
     A token's angles depend on its own position alone, also with "dynamic": past the trained length a token
     at position p turns with the frequencies of a sequence of p + 1 tokens. That is what decoding token by

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shared.types.attention import KVScales
+from diptych.shared.types.attention import KVScales
 
 
 class ReqToTokenPool(ABC):

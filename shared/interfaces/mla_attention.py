@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from shared.interfaces.attention import AttentionBackend
-from shared.types.attention import AttentionLayer
+from diptych.shared.interfaces.attention import AttentionBackend
+from diptych.shared.types.attention import AttentionLayer
 
 
 class MLAAttentionBackend(AttentionBackend):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from shared.interfaces.memory_pool import TokenToKVPool
-from shared.types.attention import KVScales
+from diptych.shared.interfaces.memory_pool import TokenToKVPool
+from diptych.shared.types.attention import KVScales
 
 
 class MLATokenToKVPool(TokenToKVPool):

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from shared.config import ModelConfig
-from shared.interfaces.attention import BatchAttention
-from shared.interfaces.layers import Layers
-from shared.interfaces.moe import MoE
+from diptych.shared.config import ModelConfig
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.interfaces.layers import Layers
+from diptych.shared.interfaces.moe import MoE
 
 
 class CausalLM(nn.Module, ABC):
@@ -19,7 +19,7 @@ class CausalLM(nn.Module, ABC):
     come in as `attention`. Built on any device (also "meta"); usable once `load_weights` has returned.
 
     A model that runs on several ranks takes them as a fourth argument, `tp`. It is one rank's part then:
-    `config` has its sizes (`shared.loading.shards`), and all ranks call the same methods.
+    `config` has its sizes (`diptych.shared.loading.shards`), and all ranks call the same methods.
 
     A model whose prompts may have rows in place of token ids (`ForwardBatch.embeds`) takes another argument
     of `forward`, `input_embeds` [num_tokens, hidden_size]: it goes into layer 0, and input_ids are not read.
@@ -57,8 +57,8 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take tensors under the names that Hugging Face gives them (`shared.loading.weight_names`), in any
-        order and one at a time: each may be dropped once the next is asked for. They are cast to the type
-        that the model was built with. Raises `ValueError` for a tensor of the wrong shape, a name that is
-        unknown or comes twice, and, at the end, for missing names; each error says which, what was found
+        """Take tensors under the names that Hugging Face gives them (`diptych.shared.loading.weight_names`),
+        in any order and one at a time: each may be dropped once the next is asked for. They are cast to the
+        type that the model was built with. Raises `ValueError` for a tensor of the wrong shape, a name that
+        is unknown or comes twice, and, at the end, for missing names; each error says which, what was found
         and what would be right."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from shared.config import EngineConfig
-from shared.interfaces.attention import AttentionBackend
-from shared.interfaces.host_pool import HostPool
-from shared.interfaces.lora import LoraPool
-from shared.interfaces.memory_pool import TokenToKVPool
-from shared.interfaces.model import CausalLM
-from shared.interfaces.sampler import Sampler
-from shared.types import ForwardBatch, LogitsOutput, SampleOutput, SamplingBatchInfo
+from diptych.shared.config import EngineConfig
+from diptych.shared.interfaces.attention import AttentionBackend
+from diptych.shared.interfaces.host_pool import HostPool
+from diptych.shared.interfaces.lora import LoraPool
+from diptych.shared.interfaces.memory_pool import TokenToKVPool
+from diptych.shared.interfaces.model import CausalLM
+from diptych.shared.interfaces.sampler import Sampler
+from diptych.shared.types import ForwardBatch, LogitsOutput, SampleOutput, SamplingBatchInfo
 
 
 class ModelRunner(ABC):
@@ -37,7 +37,7 @@ class ModelRunner(ABC):
     capture_hidden: tuple[int, ...] | None = None
     lora: LoraPool | None = None
     host_pool: HostPool | None = None
-    expert_manager: Any = None  # a `shared.parallel.expert_manager.ExpertManager`
+    expert_manager: Any = None  # a `diptych.shared.parallel.expert_manager.ExpertManager`
 
     @abstractmethod
     def __init__(self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool) -> None: ...

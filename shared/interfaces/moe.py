@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from shared.config import MoEConfig
+from diptych.shared.config import MoEConfig
 
 
 class TopKOutput(NamedTuple):
@@ -77,7 +77,7 @@ class FusedExperts(nn.Module, ABC):
 
 
 class ExpertsOnRanks(Protocol):
-    """The routed experts of one layer, on several ranks (`shared.parallel.expert_parallel`)."""
+    """The routed experts of one layer, on several ranks (`diptych.shared.parallel.expert_parallel`)."""
 
     def run(self, x: torch.Tensor, topk: TopKOutput, experts: FusedExperts) -> torch.Tensor:
         """x, topk: tokens of this rank. experts: those that this rank has. Returns what all experts add; with

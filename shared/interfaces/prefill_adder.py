@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from shared.interfaces.memory_pool import TokenToKVPoolAllocator
-from shared.interfaces.prefix_cache import PrefixCache
-from shared.types import Req
+from diptych.shared.interfaces.memory_pool import TokenToKVPoolAllocator
+from diptych.shared.interfaces.prefix_cache import PrefixCache
+from diptych.shared.types import Req
 
 CLIP_MAX_NEW_TOKENS = 4096
 """Upper limit of output tokens that admission reserves: a huge max_new_tokens would starve other requests."""

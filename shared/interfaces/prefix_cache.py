@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shared.config.engine import EvictionPolicyName
-from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
-from shared.types import Req
+from diptych.shared.config.engine import EvictionPolicyName
+from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from diptych.shared.types import Req
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from shared.interfaces.collectives import Collectives
-from shared.types.quantization import QuantScheme
+from diptych.shared.interfaces.collectives import Collectives
+from diptych.shared.types.quantization import QuantScheme
 
 
 class QuantizedLinear(nn.Module, ABC):

@@ -7,9 +7,9 @@ from abc import ABC
 import torch
 from torch import nn
 
-from shared.interfaces.collectives import Collectives
-from shared.interfaces.moe import FusedExperts
-from shared.types.quantization import QuantScheme
+from diptych.shared.interfaces.collectives import Collectives
+from diptych.shared.interfaces.moe import FusedExperts
+from diptych.shared.types.quantization import QuantScheme
 
 SUFFIXES = {"weight": "", "weight_scale": "_scale", "weight_zero": "_zero"}
 """A tensor of `QuantScheme.tensors` -> the end of the parameter's name."""

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from shared.types import SampleOutput, SamplingBatchInfo
+from diptych.shared.types import SampleOutput, SamplingBatchInfo
 
 
 class Sampler(ABC):
@@ -24,7 +24,8 @@ class Sampler(ABC):
        keep p >= min_p * max p. The three are joint: all on the same p. Renormalise what is kept;
     6. take the token with the largest log p + g, where g = -log(-log1p(-v)) and
        v = (hash(seed, position, token id) + 0.5) / 2^32: a token's noise depends on nothing else, so a
-       request's tokens never depend on its batch-mates. The hash is `shared.sampling.noise.hash_noise`.
+       request's tokens never depend on its batch-mates. The hash is
+       `diptych.shared.sampling.noise.hash_noise`.
 
     Steps 5 and 6 decide as float64 does on the float32 values of (logit - largest logit) / temperature.
 

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
-from shared.config import EngineConfig
-from shared.interfaces.prefix_cache import PrefixCache
-from shared.types import Req
+from diptych.shared.config import EngineConfig
+from diptych.shared.interfaces.prefix_cache import PrefixCache
+from diptych.shared.types import Req
 
 
 class PolicyResult(NamedTuple):

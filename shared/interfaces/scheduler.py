@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 import torch
 
-from shared.config import EngineConfig, ModelConfig
-from shared.interfaces.draft_tree import DraftTreeOps
-from shared.interfaces.drafter import Drafter
-from shared.interfaces.lora import LoraPool
-from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
-from shared.interfaces.model_runner import ModelRunner
-from shared.interfaces.prefill_adder import PrefillAdder
-from shared.interfaces.prefix_cache import PrefixCache
-from shared.interfaces.sampler import Sampler
-from shared.interfaces.schedule_policy import SchedulePolicy
-from shared.timeline import Timeline
-from shared.types import Req, SpeculationStats, StepOutput
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.interfaces.draft_tree import DraftTreeOps
+from diptych.shared.interfaces.drafter import Drafter
+from diptych.shared.interfaces.lora import LoraPool
+from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
+from diptych.shared.interfaces.model_runner import ModelRunner
+from diptych.shared.interfaces.prefill_adder import PrefillAdder
+from diptych.shared.interfaces.prefix_cache import PrefixCache
+from diptych.shared.interfaces.sampler import Sampler
+from diptych.shared.interfaces.schedule_policy import SchedulePolicy
+from diptych.shared.timeline import Timeline
+from diptych.shared.types import Req, SpeculationStats, StepOutput
 
 
 @dataclass(frozen=True)

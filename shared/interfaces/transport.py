@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal
 
-from shared.interfaces.memory_pool import TokenToKVPool
+from diptych.shared.interfaces.memory_pool import TokenToKVPool
 
 TransferStatus = Literal["open", "done", "failed"]
 

@@ -12,8 +12,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from shared.loading import quantize, save_quantized
-from shared.loading.safetensors_file import SINGLE_FILE
+from diptych.shared.loading import quantize, save_quantized
+from diptych.shared.loading.safetensors_file import SINGLE_FILE
 
 
 def quantized_folder(source: Path, method: str) -> Path:

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import torch
 
-from shared.config import DraftConfig
-from shared.config.draft import DraftFormat
-from shared.config.hf_config import FAMILIES, config_path, read_json
-from shared.loading.quantize import scheme_of_weight
-from shared.loading.quantized_weights import Layer, dequantized, read_quantized, take_quantized
-from shared.loading.safetensors_file import (
+from diptych.shared.config import DraftConfig
+from diptych.shared.config.draft import DraftFormat
+from diptych.shared.config.hf_config import FAMILIES, config_path, read_json
+from diptych.shared.loading.quantize import scheme_of_weight
+from diptych.shared.loading.quantized_weights import Layer, dequantized, read_quantized, take_quantized
+from diptych.shared.loading.safetensors_file import (
     INDEX_DTYPES,
     QUANTIZED_DTYPES,
     SUPPORTED_DTYPES,
     read_checkpoint,
 )
-from shared.loading.weight_names import canonical_parts, expected_shapes
-from shared.loading.weights import Weights, dummy_tensors, stream
+from diptych.shared.loading.weight_names import canonical_parts, expected_shapes
+from diptych.shared.loading.weights import Weights, dummy_tensors, stream
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # The name of the layer that takes the target's hidden states, and the draft model that has it.
@@ -84,7 +84,7 @@ def _quantized_layers(config: DraftConfig, names: Iterable[str]) -> dict[str, La
 
 
 def dummy_draft_weights(config: DraftConfig, seed: int = 0, device: torch.device | str = "cpu") -> Weights:
-    """Seeded random weights, as `shared.loading.weights.dummy_weights`, under the names of public
+    """Seeded random weights, as `diptych.shared.loading.weights.dummy_weights`, under the names of public
     checkpoints. A draft vocabulary smaller than the target's is spread evenly over it."""
     yield from dummy_tensors(draft_shapes(config), config.model.dtype, seed, device)
     vocab_size, target_vocab_size = config.model.vocab_size, config.target.vocab_size

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.config import ModelConfig
-from shared.config.hf_config import read_json
-from shared.loading.weights import Weights, iterate_weights
+from diptych.shared.config import ModelConfig
+from diptych.shared.config.hf_config import read_json
+from diptych.shared.loading.weights import Weights, iterate_weights
 
 ARCHITECTURES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3moe"}
 """Architecture in config.json -> its name in GGUF. For these families llama.cpp rotates halves of a head, as

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from shared.config import EngineConfig, ModelConfig
-from shared.config.hf_config import config_path, read_json
-from shared.loading.safetensors_file import QUANTIZED_DTYPES, SUPPORTED_DTYPES, read_checkpoint
-from shared.types.attention import FP8, KVScales
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.config.hf_config import config_path, read_json
+from diptych.shared.loading.safetensors_file import QUANTIZED_DTYPES, SUPPORTED_DTYPES, read_checkpoint
+from diptych.shared.types.attention import FP8, KVScales
 
 _SCALE = re.compile(
     r"model\.layers\.(\d+)\.self_attn\."

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
-from shared.config import EngineConfig, ModelConfig, draft_shape
-from shared.config.speculation import possible_shapes
-from shared.interfaces import Drafter
-from shared.sampling.logprobs import LOGPROB_ROWS
+from diptych.shared.config import EngineConfig, ModelConfig, draft_shape
+from diptych.shared.config.speculation import possible_shapes
+from diptych.shared.interfaces import Drafter
+from diptych.shared.sampling.logprobs import LOGPROB_ROWS
 
 MAX_CPU_TOKENS = 65_536
 """Enough for the requests of a laptop; set max_total_tokens for more."""

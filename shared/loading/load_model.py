@@ -13,24 +13,24 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from shared.config import DraftConfig, EngineConfig, ModelConfig, QuantConfig
-from shared.config.speculation import check_windows
-from shared.interfaces import CausalLM, Collectives, DrafterParts, DraftModel, ExpertMap
-from shared.loading.draft_weights import (
+from diptych.shared.config import DraftConfig, EngineConfig, ModelConfig, QuantConfig
+from diptych.shared.config.speculation import check_windows
+from diptych.shared.interfaces import CausalLM, Collectives, DrafterParts, DraftModel, ExpertMap
+from diptych.shared.loading.draft_weights import (
     draft_shapes,
     dummy_draft_weights,
     iterate_draft_weights,
     refuse_language_model,
 )
-from shared.loading.kv_sizing import check_memory
-from shared.loading.model_path import resolve_model_path
-from shared.loading.quantize import num_weight_bytes, quantize_linears
-from shared.loading.shards import Shards, shard_config
-from shared.loading.stages import Stage, remove_foreign, stage_config
-from shared.loading.weight_names import expected_shapes
-from shared.loading.weights import Weights, dummy_weights, iterate_weights, named_targets
-from shared.parallel.expert_manager import ExpertManager
-from shared.parallel.expert_map import in_order
+from diptych.shared.loading.kv_sizing import check_memory
+from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.loading.quantize import num_weight_bytes, quantize_linears
+from diptych.shared.loading.shards import Shards, shard_config
+from diptych.shared.loading.stages import Stage, remove_foreign, stage_config
+from diptych.shared.loading.weight_names import expected_shapes
+from diptych.shared.loading.weights import Weights, dummy_weights, iterate_weights, named_targets
+from diptych.shared.parallel.expert_manager import ExpertManager
+from diptych.shared.parallel.expert_map import in_order
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -71,7 +71,7 @@ def load_model(
                 quantize_linears(model, model_config.quantization, component, shards, ranks)
         runners: Any = None
         if config.moe_runner_backend != "auto" or any(hasattr(part, "runner") for part in model.modules()):
-            runners = import_module("optimized.moe_runners.table")
+            runners = import_module("diptych.optimized.moe_runners.table")
             runners.use_runner(model, config, device, dtype)
         model.load_weights(weights)
         if runners is not None:

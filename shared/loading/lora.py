@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from shared.config import ModelConfig
-from shared.loading.safetensors_file import read_header
-from shared.loading.weight_names import expected_shapes
-from shared.types.lora import LoraAdapter, LoraWeights
+from diptych.shared.config import ModelConfig
+from diptych.shared.loading.safetensors_file import read_header
+from diptych.shared.loading.weight_names import expected_shapes
+from diptych.shared.types.lora import LoraAdapter, LoraWeights
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

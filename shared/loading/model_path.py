@@ -40,7 +40,7 @@ def resolve_model_path(model: str, load_format: str = "auto") -> Path:
     if (ASSETS / model / "config.json").is_file():
         return ASSETS / model
     if (match := QUANTIZED.fullmatch(model)) and match[1] in builtin_models():
-        from shared.loading.builtin_quantized import quantized_folder
+        from diptych.shared.loading.builtin_quantized import quantized_folder
 
         return quantized_folder(ASSETS / match[1], match[2])
     if is_shape(model):

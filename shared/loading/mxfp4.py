@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shared.loading.quantized_formats import pack_units
-from shared.loading.quantized_weights import Layer
-from shared.loading.safetensors_file import TensorInfo
-from shared.loading.shards import Shards
-from shared.types.quantization import MXFP4_GROUP
+from diptych.shared.loading.quantized_formats import pack_units
+from diptych.shared.loading.quantized_weights import Layer
+from diptych.shared.loading.safetensors_file import TensorInfo
+from diptych.shared.loading.shards import Shards
+from diptych.shared.types.quantization import MXFP4_GROUP
 
 _PACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj_(blocks|scales)")
 _SUFFIX = {"blocks": "weight", "scales": "weight_scale"}

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shared.config import ModelConfig
-from shared.config.quantization import DEQUANTIZED
-from shared.loading.quantize import quantize_weight, scheme_of_weight
-from shared.loading.quantized_formats import Axis, Stored, pack_units, stored_tensors
-from shared.loading.safetensors_file import TensorInfo
-from shared.loading.shards import Shards
-from shared.loading.weight_names import canonical_parts, expected_shapes
-from shared.modeling.quantization import dequantize
-from shared.types.quantization import INT4_ZERO, STORED, QuantScheme
+from diptych.shared.config import ModelConfig
+from diptych.shared.config.quantization import DEQUANTIZED
+from diptych.shared.loading.quantize import quantize_weight, scheme_of_weight
+from diptych.shared.loading.quantized_formats import Axis, Stored, pack_units, stored_tensors
+from diptych.shared.loading.safetensors_file import TensorInfo
+from diptych.shared.loading.shards import Shards
+from diptych.shared.loading.weight_names import canonical_parts, expected_shapes
+from diptych.shared.modeling.quantization import dequantize
+from diptych.shared.types.quantization import INT4_ZERO, STORED, QuantScheme
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
@@ -122,7 +122,7 @@ def read_quantized(
     entries: list[Entry], shards: Shards | None, on_progress: Callable[[int, int], None] | None = None
 ) -> Weights:
     """The tensors of quantized layers, or a rank's parts of them, one at a time. `on_progress`: see
-    `shared.loading.weights.iterate_weights`."""
+    `diptych.shared.loading.weights.iterate_weights`."""
     num_bytes, num_bytes_read = sum(entry.info.num_bytes for entry in entries), 0
     for layer in {entry.layer.name: entry.layer for entry in entries}.values():
         layer.part(shards)  # raises before any tensor is read

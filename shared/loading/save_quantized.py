@@ -2,7 +2,8 @@
 
 A layer of FP8 or INT8 has `weight` and `weight_scale`, one of INT4 `weight_packed` (8 values in an int32, the
 lowest first), `weight_scale` and `weight_shape`. Other weights stay as they are. Names are the canonical ones
-of `shared.loading.weight_names`: experts have tensors of their own, also where the source packs them."""
+of `diptych.shared.loading.weight_names`: experts have tensors of their own, also where the source packs
+them."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from shared.config import ModelConfig, QuantConfig
-from shared.config.hf_config import read_json
-from shared.loading.model_path import WANTED_FILES
-from shared.loading.quantize import with_quantization
-from shared.loading.quantized_weights import quantized_layers
-from shared.loading.safetensors_file import INDEX_FILE, SINGLE_FILE, read_checkpoint
-from shared.loading.weight_names import is_harmless
-from shared.loading.weights import HEAD, Weights, iterate_weights
-from shared.types.quantization import QuantScheme
+from diptych.shared.config import ModelConfig, QuantConfig
+from diptych.shared.config.hf_config import read_json
+from diptych.shared.loading.model_path import WANTED_FILES
+from diptych.shared.loading.quantize import with_quantization
+from diptych.shared.loading.quantized_weights import quantized_layers
+from diptych.shared.loading.safetensors_file import INDEX_FILE, SINGLE_FILE, read_checkpoint
+from diptych.shared.loading.weight_names import is_harmless
+from diptych.shared.loading.weights import HEAD, Weights, iterate_weights
+from diptych.shared.types.quantization import QuantScheme
 
 SCHEMES: dict[str, tuple[dict[str, Any], bool, str]] = {
     "fp8": ({"num_bits": 8, "type": "float", "strategy": "channel"}, True, "float-quantized"),

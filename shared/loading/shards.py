@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shared.config import ModelConfig
-from shared.interfaces.expert_balancer import ExpertMap
-from shared.loading.weight_names import expected_shapes
-from shared.modeling.vocabulary import vocabulary_rows
+from diptych.shared.config import ModelConfig
+from diptych.shared.interfaces.expert_balancer import ExpertMap
+from diptych.shared.loading.weight_names import expected_shapes
+from diptych.shared.modeling.vocabulary import vocabulary_rows
 
 REDUCED_BIASES = (".o_proj.bias", ".down_proj.bias")
 """Added before the sum over ranks, so one rank has them, and the others zeros."""

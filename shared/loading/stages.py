@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shared.config import ModelConfig
-from shared.loading.shards import Shards
+from diptych.shared.config import ModelConfig
+from diptych.shared.loading.shards import Shards
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 EMBEDDING, LAST = "model.embed_tokens.weight", ("model.norm.weight", "lm_head.weight")

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from shared.config import MLAConfig, ModelConfig
-from shared.loading.kv_scales import is_kv_scale
+from diptych.shared.config import MLAConfig, ModelConfig
+from diptych.shared.loading.kv_scales import is_kv_scale
 
 _MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|experts\.(\d+)\.(w1|w2|w3))\.weight")
 _MIXTRAL_PROJ = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -104,8 +104,8 @@ def _transposed_parts(name: str, shape: tuple[int, ...], rows_take_turns: bool) 
 
 def is_harmless(name: str, config: ModelConfig) -> bool:
     """Whether a tensor may be in a checkpoint though the model does not load it: RoPE frequencies, a tied
-    head, scales of KV (`shared.loading.kv_scales`), the head of a reward model, layers for drafting, and
-    those for images."""
+    head, scales of KV (`diptych.shared.loading.kv_scales`), the head of a reward model, layers for drafting,
+    and those for images."""
     if name.endswith(".rotary_emb.inv_freq") or is_kv_scale(name) or name.startswith(VISION):
         return True
     name = name.removeprefix("language_model.")

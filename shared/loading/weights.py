@@ -1,5 +1,5 @@
 """Weights: streamed from a checkpoint or random, and copied into a model. Names are the canonical ones of
-`shared.loading.weight_names`."""
+`diptych.shared.loading.weight_names`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from shared.config import ModelConfig
-from shared.interfaces.layers import MergedLinear
-from shared.interfaces.moe import FusedExperts
-from shared.interfaces.quantized_experts import QuantizedExperts
-from shared.loading.mxfp4 import read_mxfp4, take_mxfp4
-from shared.loading.quantized_weights import (
+from diptych.shared.config import ModelConfig
+from diptych.shared.interfaces.layers import MergedLinear
+from diptych.shared.interfaces.moe import FusedExperts
+from diptych.shared.interfaces.quantized_experts import QuantizedExperts
+from diptych.shared.loading.mxfp4 import read_mxfp4, take_mxfp4
+from diptych.shared.loading.quantized_weights import (
     dequantize_some,
     quantize_while_reading,
     quantized_layers,
     read_quantized,
     take_quantized,
 )
-from shared.loading.safetensors_file import QUANTIZED_DTYPES, SUPPORTED_DTYPES, TensorInfo, read_checkpoint
-from shared.loading.shards import Shards
-from shared.loading.weight_names import (
+from diptych.shared.loading.safetensors_file import (
+    QUANTIZED_DTYPES,
+    SUPPORTED_DTYPES,
+    TensorInfo,
+    read_checkpoint,
+)
+from diptych.shared.loading.shards import Shards
+from diptych.shared.loading.weight_names import (
     WeightPart,
     canonical_parts,
     check_shapes,

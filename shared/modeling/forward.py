@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from shared.config.model import AttnTemperature
-from shared.interfaces.attention import BatchAttention
-from shared.interfaces.model import CausalLM
-from shared.types import ForwardBatch
-from shared.types.attention import AttentionLayer
+from diptych.shared.config.model import AttnTemperature
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.interfaces.model import CausalLM
+from diptych.shared.types import ForwardBatch
+from diptych.shared.types.attention import AttentionLayer
 
 
 def run_model(

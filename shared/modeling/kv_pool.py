@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from shared.config import ModelConfig
-from shared.interfaces import TokenToKVPool
-from shared.types.attention import FP8, FP8_MAX, KVScales
+from diptych.shared.config import ModelConfig
+from diptych.shared.interfaces import TokenToKVPool
+from diptych.shared.types.attention import FP8, FP8_MAX, KVScales
 
 
 def build_kv_pool(

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shared.config import ModelConfig
-from shared.interfaces.layers import Layers, RMSNorm
+from diptych.shared.config import ModelConfig
+from diptych.shared.interfaces.layers import Layers, RMSNorm
 
 
 def norm_class(config: ModelConfig, layers: Layers) -> type[RMSNorm]:

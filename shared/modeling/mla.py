@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from shared.config import ModelConfig
-from shared.types.attention import MLALayer
+from diptych.shared.config import ModelConfig
+from diptych.shared.types.attention import MLALayer
 
 
 def mla_scale(config: ModelConfig) -> float:

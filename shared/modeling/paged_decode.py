@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from shared.interfaces.attention import AttentionBackend
-from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
-from shared.modeling.forward import attention_output
-from shared.scheduling.pages import num_pages_of
-from shared.types import ForwardBatch
-from shared.types.attention import FP8, AttentionLayer
+from diptych.shared.interfaces.attention import AttentionBackend
+from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPool
+from diptych.shared.modeling.forward import attention_output
+from diptych.shared.scheduling.pages import num_pages_of
+from diptych.shared.types import ForwardBatch
+from diptych.shared.types.attention import FP8, AttentionLayer
 
 
 class PagedDecodePlan(NamedTuple):

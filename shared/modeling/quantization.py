@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from shared.interfaces.collectives import Collectives
-from shared.types.quantization import INT4_ZERO, MXFP4_BIAS, MXFP4_VALUES, QuantScheme
+from diptych.shared.interfaces.collectives import Collectives
+from diptych.shared.types.quantization import INT4_ZERO, MXFP4_BIAS, MXFP4_VALUES, QuantScheme
 
 FP8_MAX = 448.0
 INT8_STEPS = 127.5  # half of the range from -128 to 127

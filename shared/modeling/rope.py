@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from shared.config import RopeConfig
+from diptych.shared.config import RopeConfig
 
 
 def rope_frequencies(rope: RopeConfig, seq_len: int = 0) -> tuple[torch.Tensor, float]:

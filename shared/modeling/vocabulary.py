@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shared.interfaces.collectives import Collectives
+from diptych.shared.interfaces.collectives import Collectives
 
 
 def vocabulary_rows(vocab_size: int, rank: int, size: int) -> slice:

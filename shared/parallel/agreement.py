@@ -13,8 +13,8 @@ from dataclasses import fields
 
 import torch
 
-from shared.interfaces import Collectives, Drafter, ReqToTokenPool, Sampler
-from shared.types import (
+from diptych.shared.interfaces import Collectives, Drafter, ReqToTokenPool, Sampler
+from diptych.shared.types import (
     DraftBatch,
     DraftShape,
     DraftTree,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from shared.interfaces.collectives import Collectives
-from shared.parallel.collective_log import CollectiveLog
+from diptych.shared.interfaces.collectives import Collectives
+from diptych.shared.parallel.collective_log import CollectiveLog
 
 
 class Alone(Collectives):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from shared.interfaces import Collectives
+from diptych.shared.interfaces import Collectives
 
 LENGTH = 1000
 """The number of entries kept."""

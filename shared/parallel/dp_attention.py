@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shared.interfaces import Collectives, FusedExperts, ModelRunner, MoE, Sampler, TopKOutput
-from shared.interfaces.expert_dispatch import ExpertDispatch
-from shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
+from diptych.shared.interfaces import Collectives, FusedExperts, ModelRunner, MoE, Sampler, TopKOutput
+from diptych.shared.interfaces.expert_dispatch import ExpertDispatch
+from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput, SampleOutput, SamplingBatchInfo
 
 
 @dataclass(frozen=True)

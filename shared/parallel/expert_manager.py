@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shared.interfaces import (
+from diptych.shared.interfaces import (
     CausalLM,
     Collectives,
     ExpertBalancer,
@@ -20,8 +20,8 @@ from shared.interfaces import (
     FusedExperts,
     MoE,
 )
-from shared.parallel.expert_map import ExpertPlacement, map_of
-from shared.parallel.expert_parallel import ExpertParallel, ExpertsLost
+from diptych.shared.parallel.expert_map import ExpertPlacement, map_of
+from diptych.shared.parallel.expert_parallel import ExpertParallel, ExpertsLost
 
 
 class ExpertManager:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shared.interfaces.expert_balancer import ExpertMap
+from diptych.shared.interfaces.expert_balancer import ExpertMap
 
 
 def map_of(physical_to_logical: torch.Tensor, num_logical: int) -> ExpertMap:
@@ -35,7 +35,8 @@ def rank_loads(load: torch.Tensor, experts: ExpertMap, num_ranks: int) -> torch.
 
 
 class ExpertPlacement:
-    """`shared.interfaces.expert_dispatch.Placement`, taken from one layer of a map. `use` overwrites it."""
+    """`diptych.shared.interfaces.expert_dispatch.Placement`, taken from one layer of a map. `use` overwrites
+    it."""
 
     def __init__(self, experts: ExpertMap, layer: int, device: torch.device) -> None:
         """layer: the row of the map."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import torch
 
-from shared.interfaces.expert_dispatch import ExpertDispatch, Placement
-from shared.interfaces.moe import FusedExperts, TopKOutput
+from diptych.shared.interfaces.expert_dispatch import ExpertDispatch, Placement
+from diptych.shared.interfaces.moe import FusedExperts, TopKOutput
 
 
 class ExpertsLost(RuntimeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shared.interfaces import Collectives
+from diptych.shared.interfaces import Collectives
 
 NUM_SMALL = 1
 NUM_LARGE = 2**23

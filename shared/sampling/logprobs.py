@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shared.types import FinishError, ForwardBatch, LogitsOutput, LogprobsOutput, Req, TokenLogprob
+from diptych.shared.types import FinishError, ForwardBatch, LogitsOutput, LogprobsOutput, Req, TokenLogprob
 
 LOGPROB_ROWS = 512
 """Prompt positions whose logits exist at once: those of a long prompt over a large vocabulary fill memory."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.to_device import to_device
-from shared.types import Req, SamplingBatchInfo
+from diptych.shared.to_device import to_device
+from diptych.shared.types import Req, SamplingBatchInfo
 
 LogitProcessor = Callable[[Sequence[Sequence[int]], torch.Tensor], torch.Tensor]
 """(output_ids, logits) -> logits: the output so far of n requests, and their logits [n, vocab_size] float32,

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from shared.sampling.noise import hash_noise
-from shared.sampling.processors import group_processors
-from shared.to_device import copy_to_device, to_device
-from shared.types import Req, SamplingBatchInfo, SamplingParams
+from diptych.shared.sampling.noise import hash_noise
+from diptych.shared.sampling.processors import group_processors
+from diptych.shared.to_device import copy_to_device, to_device
+from diptych.shared.types import Req, SamplingBatchInfo, SamplingParams
 
 
 def make_sampling_batch_info(

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shared.config import EngineConfig
-from shared.interfaces import PrefillBudget, RadixKey
-from shared.scheduling.pages import round_down_to_page
-from shared.types import FinishAbort, Req
+from diptych.shared.config import EngineConfig
+from diptych.shared.interfaces import PrefillBudget, RadixKey
+from diptych.shared.scheduling.pages import round_down_to_page
+from diptych.shared.types import FinishAbort, Req
 
 
 def admit(req: Req, vocab_size: int, context_len: int, pool_size: int) -> None:

@@ -6,23 +6,23 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-from shared.config import EngineConfig, ModelConfig
-from shared.interfaces import (
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.interfaces import (
     AddReqResult,
     PrefillAdder,
     SchedulerParts,
     SchedulerState,
     SchedulerStats,
 )
-from shared.interfaces import scheduler as interface
-from shared.scheduling.admission import NewTokenRatio, admit, budget_of_step, overdue, turned_away
-from shared.scheduling.host_cache import HostCache
-from shared.scheduling.invariants import check_invariants
-from shared.scheduling.lora_slots import LoraSlots
-from shared.scheduling.pages import mix, prepare_for_extend, retraction_order
-from shared.scheduling.stop_conditions import append_tokens
-from shared.scheduling.waiting_queue import WaitingQueue
-from shared.types import (
+from diptych.shared.interfaces import scheduler as interface
+from diptych.shared.scheduling.admission import NewTokenRatio, admit, budget_of_step, overdue, turned_away
+from diptych.shared.scheduling.host_cache import HostCache
+from diptych.shared.scheduling.invariants import check_invariants
+from diptych.shared.scheduling.lora_slots import LoraSlots
+from diptych.shared.scheduling.pages import mix, prepare_for_extend, retraction_order
+from diptych.shared.scheduling.stop_conditions import append_tokens
+from diptych.shared.scheduling.waiting_queue import WaitingQueue
+from diptych.shared.types import (
     FinishAbort,
     FinishError,
     FinishReason,

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from shared.interfaces import HostPool, PrefixCache, RadixKey, TokenToKVPoolAllocator
-from shared.scheduling.pages import evict_for
-from shared.types import Req
+from diptych.shared.interfaces import HostPool, PrefixCache, RadixKey, TokenToKVPoolAllocator
+from diptych.shared.scheduling.pages import evict_for
+from diptych.shared.types import Req
 
 MIN_LOADED_TOKENS = 10
 """Fewer tokens are computed again as fast as they are loaded."""

@@ -15,11 +15,11 @@ from typing import NoReturn
 
 import torch
 
-from shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
-from shared.interfaces.prefix_cache import CacheNode, PrefixCache
-from shared.interfaces.scheduler import SchedulerState
-from shared.scheduling.pages import round_up_to_page
-from shared.types import Req
+from diptych.shared.interfaces.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from diptych.shared.interfaces.prefix_cache import CacheNode, PrefixCache
+from diptych.shared.interfaces.scheduler import SchedulerState
+from diptych.shared.scheduling.pages import round_up_to_page
+from diptych.shared.types import Req
 
 NUM_SLOTS_SHOWN = 8
 

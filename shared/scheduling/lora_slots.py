@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shared.interfaces.lora import NO_ADAPTER, LoraPool
-from shared.types import Req
-from shared.types.lora import LoraAdapter
+from diptych.shared.interfaces.lora import NO_ADAPTER, LoraPool
+from diptych.shared.types import Req
+from diptych.shared.types.lora import LoraAdapter
 
 
 class LoraSlots:

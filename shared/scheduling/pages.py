@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import numpy.typing as npt
 import torch
 
-from shared.interfaces import PrefixCache, ReqToTokenPool, TokenToKVPoolAllocator
-from shared.types import ForwardMode, Req, ScheduleBatch
+from diptych.shared.interfaces import PrefixCache, ReqToTokenPool, TokenToKVPoolAllocator
+from diptych.shared.types import ForwardMode, Req, ScheduleBatch
 
 Count = TypeVar("Count", int, npt.NDArray[Any])
 

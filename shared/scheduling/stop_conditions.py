@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from shared.sampling.logprobs import cut_top
-from shared.sampling.sampling_batch import bans_every_token
-from shared.text.stop_text import (
+from diptych.shared.sampling.logprobs import cut_top
+from diptych.shared.sampling.sampling_batch import bans_every_token
+from diptych.shared.text.stop_text import (
     MAX_CHARACTER_BYTES,
     NUM_CONTEXT_TOKENS,
     REGEX_SECONDS,
@@ -16,7 +16,7 @@ from shared.text.stop_text import (
     first_stop_string,
     search_stop_regex,
 )
-from shared.types import (
+from diptych.shared.types import (
     FinishError,
     FinishLength,
     FinishReason,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, overload
 
-from shared.types import Req
+from diptych.shared.types import Req
 
 
 class Changes(NamedTuple):

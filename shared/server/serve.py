@@ -13,15 +13,15 @@ from typing import TypeVar
 
 import uvicorn
 
-from shared.config import EngineConfig
-from shared.server.app import create_app
-from shared.server.connections import listen
-from shared.server.engine_client import EngineClient, EngineDead
-from shared.server.engine_process import EXIT_ENGINE_DIED
-from shared.server.prompts import Prompts
-from shared.server.request_log import log_to_stderr
-from shared.server.state import ServerSettings, ServerState
-from shared.text.tokenizer import Tokenizer
+from diptych.shared.config import EngineConfig
+from diptych.shared.server.api.prompts import Prompts
+from diptych.shared.server.engine.engine_client import EngineClient, EngineDead
+from diptych.shared.server.engine.engine_process import EXIT_ENGINE_DIED
+from diptych.shared.server.http.app import create_app
+from diptych.shared.server.http.connections import listen
+from diptych.shared.server.http.request_log import log_to_stderr
+from diptych.shared.server.http.state import ServerSettings, ServerState
+from diptych.shared.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shared.config import EngineConfig, draft_shape
-from shared.config.speculation import shapes_up_to
-from shared.types import DraftShape, Req, SpeculationStats
+from diptych.shared.config import EngineConfig, draft_shape
+from diptych.shared.config.speculation import shapes_up_to
+from diptych.shared.types import DraftShape, Req, SpeculationStats
 
 WINDOW = 32
 """Verifications after which the shape is looked at again: few enough to follow a change of the text."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.nn.functional as F
 
-from shared.config import DraftConfig, EngineConfig, ModelConfig, draft_shape
-from shared.interfaces import CausalLM, DrafterParts, DraftModel, MoE
-from shared.interfaces.layers import Layers
-from shared.loading.weights import load_weights, named_targets
+from diptych.shared.config import DraftConfig, EngineConfig, ModelConfig, draft_shape
+from diptych.shared.interfaces import CausalLM, DrafterParts, DraftModel, MoE
+from diptych.shared.interfaces.layers import Layers
+from diptych.shared.loading.weights import load_weights, named_targets
 
 
 class BaseDraftModel(DraftModel):

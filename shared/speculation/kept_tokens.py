@@ -7,8 +7,8 @@ from itertools import accumulate
 
 import torch
 
-from shared.to_device import vectors_to_device
-from shared.types import ForwardBatch, ForwardMode
+from diptych.shared.to_device import vectors_to_device
+from diptych.shared.types import ForwardBatch, ForwardMode
 
 
 def kept_tokens(

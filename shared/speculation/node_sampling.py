@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from shared.sampling.processors import group_processors
-from shared.to_device import copy_to_device, to_device
-from shared.types import DraftTree, Req, SamplingBatchInfo
+from diptych.shared.sampling.processors import group_processors
+from diptych.shared.to_device import copy_to_device, to_device
+from diptych.shared.types import DraftTree, Req, SamplingBatchInfo
 
 
 class EarlyBans(NamedTuple):

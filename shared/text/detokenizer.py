@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shared.interfaces import detokenizer as interface
-from shared.text.stop_text import (
+from diptych.shared.interfaces import detokenizer as interface
+from diptych.shared.text.stop_text import (
     MAX_CHARACTER_BYTES,
     NUM_CONTEXT_TOKENS,
     REPLACEMENT,
@@ -13,7 +13,7 @@ from shared.text.stop_text import (
     num_held_chars,
     search_stop_regex,
 )
-from shared.types import FinishReason, FinishRegex, FinishString, FinishToken, SamplingParams
+from diptych.shared.types import FinishReason, FinishRegex, FinishString, FinishToken, SamplingParams
 
 _MAX_PENDING_TOKENS = 16
 """More tokens than any incomplete character can have: then the bytes are no characters."""

@@ -9,7 +9,7 @@ import json
 import re
 from functools import cache
 
-from shared.text.tokenizer import Tokenizer
+from diptych.shared.text.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

@@ -94,7 +94,7 @@ class Tokenizer:
             self.check_template_args(template_args)
         from jinja2 import TemplateError
 
-        from shared.text.template_limits import bound_templates
+        from diptych.shared.text.template_limits import bound_templates
 
         bound_templates()
         try:

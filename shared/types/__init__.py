@@ -1,9 +1,15 @@
 """The vocabulary of the engine: plain data that both panels exchange."""
 
-from shared.types.batch import BatchResult, ForwardBatch, ForwardMode, SamplingBatchInfo, ScheduleBatch
-from shared.types.diffusion import DiffusionParams
-from shared.types.draft_tree import Accepted, Beams, DraftTree, TopTokens
-from shared.types.finish import (
+from diptych.shared.types.batch import (
+    BatchResult,
+    ForwardBatch,
+    ForwardMode,
+    SamplingBatchInfo,
+    ScheduleBatch,
+)
+from diptych.shared.types.diffusion import DiffusionParams
+from diptych.shared.types.draft_tree import Accepted, Beams, DraftTree, TopTokens
+from diptych.shared.types.finish import (
     FinishAbort,
     FinishError,
     FinishLength,
@@ -12,8 +18,8 @@ from shared.types.finish import (
     FinishString,
     FinishToken,
 )
-from shared.types.lora import LoraAdapter, LoraWeights
-from shared.types.outputs import (
+from diptych.shared.types.lora import LoraAdapter, LoraWeights
+from diptych.shared.types.outputs import (
     GenerateOutput,
     LogitsOutput,
     LogprobsOutput,
@@ -22,10 +28,10 @@ from shared.types.outputs import (
     StepOutput,
     TokenLogprob,
 )
-from shared.types.prompt_embeds import PromptEmbeds
-from shared.types.req import Req
-from shared.types.sampling_params import MIN_TEMPERATURE, SamplingParams
-from shared.types.speculation import DraftBatch, DraftShape
+from diptych.shared.types.prompt_embeds import PromptEmbeds
+from diptych.shared.types.req import Req
+from diptych.shared.types.sampling_params import MIN_TEMPERATURE, SamplingParams
+from diptych.shared.types.speculation import DraftBatch, DraftShape
 
 __all__ = [
     "MIN_TEMPERATURE",

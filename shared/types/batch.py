@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shared.types.outputs import LogitsOutput, TokenLogprob
-from shared.types.req import Req
+from diptych.shared.types.outputs import LogitsOutput, TokenLogprob
+from diptych.shared.types.req import Req
 
 
 class ForwardMode(Enum):
@@ -156,6 +156,6 @@ class SamplingBatchInfo:
     repetition_penalties: torch.Tensor | None = None  # [bs] float32
     processors: tuple[
         Any, ...
-    ] = ()  # shared.sampling.processors.ProcessorRows: functions that run on the CPU
+    ] = ()  # diptych.shared.sampling.processors.ProcessorRows: functions that run on the CPU
     return_logprob: bool = False
     num_top_logprobs: int = 0  # maximum over the rows

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from shared.types.finish import FinishReason
+from diptych.shared.types.finish import FinishReason
 
 
 class TokenLogprob(NamedTuple):

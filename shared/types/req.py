@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from shared.types.diffusion import DiffusionParams
-from shared.types.finish import FinishReason
-from shared.types.lora import LoraAdapter
-from shared.types.outputs import NO_SPECULATION, SpeculationStats, StepOutput, TokenLogprob
-from shared.types.prompt_embeds import PromptEmbeds
-from shared.types.sampling_params import SamplingParams
+from diptych.shared.types.diffusion import DiffusionParams
+from diptych.shared.types.finish import FinishReason
+from diptych.shared.types.lora import LoraAdapter
+from diptych.shared.types.outputs import NO_SPECULATION, SpeculationStats, StepOutput, TokenLogprob
+from diptych.shared.types.prompt_embeds import PromptEmbeds
+from diptych.shared.types.sampling_params import SamplingParams
 
 NO_SLOTS = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -35,7 +35,7 @@ class Req:
     extra_key: Any = None  # hashable, namespace in the prefix cache: different keys never share a prefix
     priority: int = 0  # larger is more important
     routing_key: str | None = None  # for the policy of that name
-    grammar: Any = None  # a shared.interfaces.Grammar; None: all tokens are allowed
+    grammar: Any = None  # a diptych.shared.interfaces.Grammar; None: all tokens are allowed
     lora: LoraAdapter | None = None  # None: the model alone
     diffusion: DiffusionParams | None = None  # None: token by token
     embeds: PromptEmbeds | None = None  # rows that are given in place of the prompt's embeddings

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from shared.types.stops import check_stop_regexes, check_stop_strings
+from diptych.shared.types.stops import check_stop_regexes, check_stop_strings
 
 MIN_TEMPERATURE = 1e-6
 """A temperature below this means greedy: dividing by it would overflow half precision."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from shared.types.req import Req
+from diptych.shared.types.req import Req
 
 
 class DraftShape(NamedTuple):

@@ -8,15 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from reference.attention import TorchAttention
-from shared.conformance.attention_batches import LAYER_ID, AttentionBatch, AttentionCase, expect_attention
-from shared.conformance.clause import clauses_in
-from shared.conformance.compare import expect_close
-from shared.conformance.contracts.attention import outputs as attention_outputs
-from shared.conformance.contracts.attention import ragged as attention_ragged
-from shared.conformance.suite import check_implementation, clauses_of
-from shared.conformance.tolerance import Tolerance, tolerance
-from shared.types import ForwardMode
+from diptych.reference.attention import TorchAttention
+from diptych.shared.tools.conformance.clauses.clause import clauses_in
+from diptych.shared.tools.conformance.clauses.compare import expect_close
+from diptych.shared.tools.conformance.clauses.suite import check_implementation, clauses_of
+from diptych.shared.tools.conformance.clauses.tolerance import Tolerance, tolerance
+from diptych.shared.tools.conformance.contracts.attention import outputs as attention_outputs
+from diptych.shared.tools.conformance.contracts.attention import ragged as attention_ragged
+from diptych.shared.tools.conformance.oracles.attention_batches import (
+    LAYER_ID,
+    AttentionBatch,
+    AttentionCase,
+    expect_attention,
+)
+from diptych.shared.types import ForwardMode
 from tests.conformance.mutants.attention_outputs import Lenient, Output
 from tests.conformance.mutants.ragged_attention import Ragged
 from tests.conformance.mutants.stepped_attention import SteppedAttention

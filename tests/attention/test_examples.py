@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from reference.attention import TorchAttention
-from shared.conformance.attention_batches import RefusalWarning
-from shared.conformance.clause import Clause
-from shared.conformance.suite import Verdict, check_implementation, clauses_of
-from shared.modeling.paged_decode import PagedDecodeAttention
+from diptych.reference.attention import TorchAttention
+from diptych.shared.modeling.paged_decode import PagedDecodeAttention
+from diptych.shared.tools.conformance.clauses.clause import Clause
+from diptych.shared.tools.conformance.clauses.suite import Verdict, check_implementation, clauses_of
+from diptych.shared.tools.conformance.oracles.attention_batches import RefusalWarning
 from tests.conformance.fast_cut import fast_clauses
 
 ROOT = Path(__file__).parents[2]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from shared import registry
-from shared.conformance.attention_batches import LAYER_ID, AttentionBatch, AttentionCase
-from shared.conformance.poison import poison_
-from shared.interfaces import AttentionBackend
-from shared.types import ForwardBatch
+from diptych.shared import registry
+from diptych.shared.interfaces import AttentionBackend
+from diptych.shared.tools.conformance.clauses.poison import poison_
+from diptych.shared.tools.conformance.oracles.attention_batches import LAYER_ID, AttentionBatch, AttentionCase
+from diptych.shared.types import ForwardBatch
 
 pytestmark = pytest.mark.gpu
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shared.engine.llm import LLM
-from shared.types import SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.types import SamplingParams
 
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.attention import default
-from optimized.attention.default import DefaultAttention
-from optimized.attention.hybrid import HybridAttention, hybrid_of
-from reference.attention import TorchAttention
-from shared import registry
-from shared.conformance import suite
-from shared.conformance.attention_batches import AttentionBatch, AttentionCase
-from shared.conformance.clause import clauses_in
-from shared.conformance.contracts.attention import outputs as attention_outputs
-from shared.conformance.replanned_attention import _replanned
-from shared.conformance.suite import check_implementation, clauses_of
-from shared.types import ForwardBatch, ForwardMode
+from diptych.optimized.attention import default
+from diptych.optimized.attention.default import DefaultAttention
+from diptych.optimized.attention.hybrid import HybridAttention, hybrid_of
+from diptych.reference.attention import TorchAttention
+from diptych.shared import registry
+from diptych.shared.tools.conformance.clauses import suite
+from diptych.shared.tools.conformance.clauses.clause import clauses_in
+from diptych.shared.tools.conformance.clauses.suite import check_implementation, clauses_of
+from diptych.shared.tools.conformance.contracts.attention import outputs as attention_outputs
+from diptych.shared.tools.conformance.oracles.attention_batches import AttentionBatch, AttentionCase
+from diptych.shared.tools.conformance.oracles.replanned_attention import _replanned
+from diptych.shared.types import ForwardBatch, ForwardMode
 
 DECODE = AttentionCase("decode", ((4, 1), (9, 1)))
 EXTEND = AttentionCase("extend", ((4, 3), (0, 9)))

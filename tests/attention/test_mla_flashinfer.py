@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.attention.mla_flashinfer import FlashInferMLA
-from shared.conformance.attention_batches import expect_attention
-from shared.conformance.contracts.mla_attention.batches import DECODE, EXTEND, MIXED, SMALL
-from shared.conformance.mla_batches import MLACase
+from diptych.optimized.mla.mla_flashinfer import FlashInferMLA
+from diptych.shared.tools.conformance.contracts.mla_attention.batches import DECODE, EXTEND, MIXED, SMALL
+from diptych.shared.tools.conformance.oracles.attention_batches import expect_attention
+from diptych.shared.tools.conformance.oracles.mla_batches import MLACase
 
 
 class StandIn:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from optimized.attention.mla_triton import MAX_GROUPS, TritonMLA
+from diptych.optimized.mla.mla_triton import MAX_GROUPS, TritonMLA
 
 
 def test_a_graph_has_counters_for_as_many_requests_as_there_are_rows() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from shared.conformance.attention_batches import AttentionBatch, AttentionCase
-from shared.conformance.device import check_device
-from shared.types import ForwardBatch
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.oracles.attention_batches import AttentionBatch, AttentionCase
+from diptych.shared.types import ForwardBatch
 
 pytest.importorskip("triton")
 
-from optimized.attention.page_tables import HostTable, PageTable
-from optimized.kernels.pack_mask import pack_mask
+from diptych.optimized.attention.page_tables import HostTable, PageTable
+from diptych.optimized.kernels.attention.pack_mask import pack_mask
 
 REQUESTS = ((4, 1), (0, 7), (15, 1), (16, 3), (31, 33), (0, 1), (600, 2))
 

@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.attention.default import DefaultAttention
-from optimized.attention.triton import TritonAttention
-from reference.attention import TorchAttention
-from shared import registry
-from shared.conformance.attention_batches import (
+from diptych.optimized.attention.default import DefaultAttention
+from diptych.optimized.attention.triton import TritonAttention
+from diptych.reference.attention import TorchAttention
+from diptych.shared import registry
+from diptych.shared.interfaces import AttentionBackend
+from diptych.shared.tools.conformance.clauses.compare import Mismatch
+from diptych.shared.tools.conformance.clauses.suite import check_implementation, clauses_of
+from diptych.shared.tools.conformance.oracles.attention_batches import (
     AttentionBatch,
     AttentionCase,
     RefusalWarning,
     expect_attention,
     run_or_refuse,
 )
-from shared.conformance.compare import Mismatch
-from shared.conformance.suite import check_implementation, clauses_of
-from shared.interfaces import AttentionBackend
-from shared.types.attention import AttentionLayer
+from diptych.shared.types.attention import AttentionLayer
 
 PLAIN = AttentionCase("plain", ((3, 1),), dtype=torch.bfloat16)
 WINDOW = AttentionCase("window", ((3, 1),), dtype=torch.bfloat16, sliding_window=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from reference.attention import RequestPlan, virtual_requests
+from diptych.reference.attention import RequestPlan, virtual_requests
 
 
 def request(num_queries: int, num_keys: int, first_row: int) -> RequestPlan:

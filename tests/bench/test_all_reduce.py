@@ -12,10 +12,10 @@ import torch
 from torch.distributed import HashStore
 from typer.testing import CliRunner
 
-from shared import registry
-from shared.bench.all_reduce import KIB, SumsPlan, SumsResult, time_sums
-from shared.cli import app
-from shared.commands.bench_all_reduce import AllReduceBenchmark
+from diptych.shared import registry
+from diptych.shared.tools.bench.all_reduce import KIB, SumsPlan, SumsResult, time_sums
+from diptych.shared.tools.cli import app
+from diptych.shared.tools.commands.bench_all_reduce import AllReduceBenchmark
 
 
 def test_sums_between_two_processes(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.bench.decode_attention import DecodeCase, decode_batch, main, measure
-from shared.types import ForwardMode
+from diptych.shared.tools.bench.decode_attention import DecodeCase, decode_batch, main, measure
+from diptych.shared.types import ForwardMode
 
 
 def test_a_batch_and_its_bytes() -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from shared.bench.step_cost import step_cost
-from shared.cli import app
-from shared.config import ModelConfig
-from shared.loading.model_path import ASSETS
-from shared.loading.quantize import with_quantization
+from diptych.shared.config import ModelConfig
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.loading.quantize import with_quantization
+from diptych.shared.tools.bench.step_cost import step_cost
+from diptych.shared.tools.cli import app
 
 
 def test_every_layer_and_scheme_has_a_time(tmp_path: Path) -> None:

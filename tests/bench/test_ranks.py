@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from shared.bench import latency, step
-from shared.bench.round import measure_round
-from shared.bench.step import time_step
-from shared.bench.step_cost import Ceilings, of_rank, step_cost
-from shared.bench.step_inputs import StepCase
-from shared.commands.launch import set_num_threads
-from shared.config import EngineConfig, ModelConfig
-from shared.conformance.ranks import on_ranks
-from shared.engine.llm import LLM
-from shared.interfaces import Collectives
-from shared.loading.model_path import ASSETS
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.engine.llm import LLM
+from diptych.shared.interfaces import Collectives
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.tools.bench import latency, step
+from diptych.shared.tools.bench.round import measure_round
+from diptych.shared.tools.bench.step import time_step
+from diptych.shared.tools.bench.step_cost import Ceilings, of_rank, step_cost
+from diptych.shared.tools.bench.step_inputs import StepCase
+from diptych.shared.tools.commands.launch import set_num_threads
+from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 
 
 def test_a_slower_rank_repeats_as_often() -> None:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from timed_engine import TimedEngine
 
-from shared.bench import latency, long_prompts, offline
-from shared.bench.drive import Sampling, run_to_end
-from shared.bench.itl import Interval, ItlMeter, percentile, summarize
-from shared.bench.latency import LatencyResult, Streams, run_streams
-from shared.bench.long_prompts import LongPromptsResult, Repeat, Window, run_window
-from shared.bench.offline import CaseResult
-from shared.bench.workloads import Case, LongPrompts, Request
+from diptych.shared.tools.bench import latency, long_prompts, offline
+from diptych.shared.tools.bench.drive import Sampling, run_to_end
+from diptych.shared.tools.bench.itl import Interval, ItlMeter, percentile, summarize
+from diptych.shared.tools.bench.latency import LatencyResult, Streams, run_streams
+from diptych.shared.tools.bench.long_prompts import LongPromptsResult, Repeat, Window, run_window
+from diptych.shared.tools.bench.offline import CaseResult
+from diptych.shared.tools.bench.workloads import Case, LongPrompts, Request
 
 SAMPLING = Sampling(0.6, 3)
 
@@ -151,7 +151,7 @@ def test_summary_of_intervals() -> None:
 
 
 def params(output_len: int) -> Any:
-    from shared.types import SamplingParams
+    from diptych.shared.types import SamplingParams
 
     return SamplingParams(max_new_tokens=output_len)
 

@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from shared.bench.serve_client import Outcome, _take
-from shared.bench.serve_load import Arrivals, LoadResult, Targets, run_load
-from shared.bench.serve_workloads import MultiTurn, RandomPrompts, SharedPrefixes, ShareGpt, Turn
+from diptych.shared.tools.bench.serve_client import Outcome, _take
+from diptych.shared.tools.bench.serve_load import Arrivals, LoadResult, Targets, run_load
+from diptych.shared.tools.bench.serve_workloads import (
+    MultiTurn,
+    RandomPrompts,
+    SharedPrefixes,
+    ShareGpt,
+    Turn,
+)
 
 
 def outcome(*chunk_times: float, start: float = 0.0, num_tokens: int | None = None) -> Outcome:

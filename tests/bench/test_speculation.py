@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from shared.bench.drive import check_fits
-from shared.bench.prompts import encode, held_out, read_prompts
-from shared.bench.speculation import Comparison, Departure, Pass, departures, measure
-from shared.bench.workloads import Request
-from shared.engine.llm import LLM
-from shared.types import SpeculationStats
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.bench.drive import check_fits
+from diptych.shared.tools.bench.prompts import encode, held_out, read_prompts
+from diptych.shared.tools.bench.speculation import Comparison, Departure, Pass, departures, measure
+from diptych.shared.tools.bench.workloads import Request
+from diptych.shared.types import SpeculationStats
 
 NO_MODEL = {"speculative": "ngram", "speculative_num_steps": 3, "speculative_topk": 1}
 

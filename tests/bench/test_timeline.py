@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from shared.bench.trace import chrome_trace, idle_time, write_trace
-from shared.conformance.scheduler_harness import SchedulerHarness
-from shared.engine.llm import LLM
-from shared.timeline import Recording, Span, Timeline
-from shared.types import ForwardBatch, ForwardMode, SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.timeline import Recording, Span, Timeline
+from diptych.shared.tools.bench.trace import chrome_trace, idle_time, write_trace
+from diptych.shared.tools.conformance.oracles.scheduler_harness import SchedulerHarness
+from diptych.shared.types import ForwardBatch, ForwardMode, SamplingParams
 
 CPU = torch.device("cpu")
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared.bench import peers
-from shared.bench.peers import CEILINGS, ROWS
-from shared.bench.step_cost import Ceilings, step_cost
-from shared.bench.workload_bound import stream_bound, workload_bound
-from shared.bench.workloads import Offline256, Request
-from shared.config import ModelConfig
-from shared.loading.model_path import ASSETS
+from diptych.shared.config import ModelConfig
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.tools.bench import peers
+from diptych.shared.tools.bench.peers import CEILINGS, ROWS
+from diptych.shared.tools.bench.step_cost import Ceilings, step_cost
+from diptych.shared.tools.bench.workload_bound import stream_bound, workload_bound
+from diptych.shared.tools.bench.workloads import Offline256, Request
 
 BF16 = torch.bfloat16
 

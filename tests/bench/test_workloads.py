@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from shared.bench.drive import Sampling, run_to_end
-from shared.bench.workloads import WORKLOADS, LongPrompts, Offline256, SharedPrefix, Uniform
-from shared.engine.llm import LLM
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.bench.drive import Sampling, run_to_end
+from diptych.shared.tools.bench.workloads import WORKLOADS, LongPrompts, Offline256, SharedPrefix, Uniform
 
 
 def test_offline_256_is_the_published_one() -> None:

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import torch
 
-from shared.interfaces import SchedulerStats
-from shared.timeline import Timeline
-from shared.types import FinishAbort, FinishLength, FinishReason, SamplingParams
+from diptych.shared.interfaces import SchedulerStats
+from diptych.shared.timeline import Timeline
+from diptych.shared.types import FinishAbort, FinishLength, FinishReason, SamplingParams
 
 
 class Clock:

@@ -4,14 +4,14 @@ import pytest
 from fake_engine import FakeLLM
 from typer.testing import CliRunner, Result
 
-from shared.cli import app
-from shared.commands import launch
+from diptych.shared.tools.cli import app
+from diptych.shared.tools.commands import launch
 
 
 @pytest.fixture(autouse=True)
 def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little memory is read, and small matrices are multiplied: the figures do not matter here."""
-    from shared.bench import ceilings
+    from diptych.shared.tools.bench import ceilings
 
     monkeypatch.setitem(ceilings.READ_BYTES, "cpu", 16 * ceilings.MIB)
     monkeypatch.setitem(ceilings.MATRIX_SIZE, "cpu", 128)

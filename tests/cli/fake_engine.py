@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.config import EngineConfig
-from shared.config.engine import SpeculativeAlgorithm
-from shared.interfaces import SchedulerStats
-from shared.types import (
+from diptych.shared.config import EngineConfig
+from diptych.shared.config.engine import SpeculativeAlgorithm
+from diptych.shared.interfaces import SchedulerStats
+from diptych.shared.types import (
     FinishAbort,
     FinishLength,
     FinishToken,

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from fake_engine import FakeLLM
 
-from shared.commands.answer import Answer, collect
-from shared.types import FinishLength, GenerateOutput, SamplingParams, SpeculationStats
+from diptych.shared.tools.commands.answer import Answer, collect
+from diptych.shared.types import FinishLength, GenerateOutput, SamplingParams, SpeculationStats
 
 
 def piece(ids: list[int], finish: FinishLength | None = None) -> GenerateOutput:

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from shared.bench import plots
-from shared.bench.drive import Run
-from shared.bench.offline import CaseResult
-from shared.bench.peers import ROWS
-from shared.bench.workloads import Offline256
-from shared.commands.bench_offline import make_workload, parse_range
-from shared.commands.bench_run import Progress, check_files, check_folder
-from shared.commands.offline_benchmark import OfflineBenchmark, engines_for
-from shared.engine.llm import LLM
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.bench import plots
+from diptych.shared.tools.bench.drive import Run
+from diptych.shared.tools.bench.offline import CaseResult
+from diptych.shared.tools.bench.peers import ROWS
+from diptych.shared.tools.bench.workloads import Offline256
+from diptych.shared.tools.commands.bench_offline import make_workload, parse_range
+from diptych.shared.tools.commands.bench_run import Progress, check_files, check_folder
+from diptych.shared.tools.commands.offline_benchmark import OfflineBenchmark, engines_for
 
 Diptych = Callable[..., Result]
 

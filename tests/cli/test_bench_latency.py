@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from shared.bench import plots
-from shared.bench.peers import ROWS
-from shared.engine.llm import LLM
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.bench import plots
+from diptych.shared.tools.bench.peers import ROWS
 
 Diptych = Callable[..., Result]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from shared.bench.round import engine_flags, measure_round, pieces_of
-from shared.engine.llm import LLM
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.bench.round import engine_flags, measure_round, pieces_of
 
 EAGLE = {
     "speculative": "eagle3",

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from shared.bench import plots
-from shared.bench.prefix_cache import CacheCase, FullCache
-from shared.bench.scheduling import POLICIES, Rehearsal, SchedulingCase
+from diptych.shared.tools.bench import plots
+from diptych.shared.tools.bench.prefix_cache import CacheCase, FullCache
+from diptych.shared.tools.bench.scheduling import POLICIES, Rehearsal, SchedulingCase
 
 Diptych = Callable[..., Result]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from shared.bench.speculation import Comparison, Departure
-from shared.commands.bench_speculation import choose_batches, departures_text
+from diptych.shared.tools.bench.speculation import Comparison, Departure
+from diptych.shared.tools.commands.bench_speculation import choose_batches, departures_text
 
 EAGLE3 = ["eagle3", "--speculative-draft-model=tiny-dense-eagle3"]
 STANDALONE = ["standalone", "--speculative-draft-model=tiny-dense"]

@@ -10,13 +10,13 @@ import pytest
 import torch
 from typer.testing import Result
 
-from shared.bench.ceilings import launch_times
-from shared.bench.kernel_table import IDLE, KernelTime, kernel_table, readable_name
-from shared.bench.step import engine_flags, step_of
-from shared.bench.step_inputs import StepCase, fill_pool, make_forward_batch, place_requests
-from shared.commands.bench_step import make_cases, shortened
-from shared.engine.llm import LLM
-from shared.types import ForwardMode, LoraAdapter
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.bench.ceilings import launch_times
+from diptych.shared.tools.bench.kernel_table import IDLE, KernelTime, kernel_table, readable_name
+from diptych.shared.tools.bench.step import engine_flags, step_of
+from diptych.shared.tools.bench.step_inputs import StepCase, fill_pool, make_forward_batch, place_requests
+from diptych.shared.tools.commands.bench_step import make_cases, shortened
+from diptych.shared.types import ForwardMode, LoraAdapter
 
 
 def engine(**flags: object) -> LLM:

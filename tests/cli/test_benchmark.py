@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import typer
 
-from shared.commands.bench_run import Progress
-from shared.commands.benchmark import Benchmark, Column, run
+from diptych.shared.tools.commands.bench_run import Progress
+from diptych.shared.tools.commands.benchmark import Benchmark, Column, run
 
 
 class Squares(Benchmark):

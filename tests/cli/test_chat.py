@@ -7,8 +7,8 @@ import pytest
 from fake_engine import FakeLLM
 from typer.testing import Result
 
-from shared.commands.chat import Chat
-from shared.types import SamplingParams
+from diptych.shared.tools.commands.chat import Chat
+from diptych.shared.types import SamplingParams
 
 Reader = Callable[[str], str]
 

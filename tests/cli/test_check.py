@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from shared.conformance import suite
-from shared.conformance.suite import CONTRACTS, clauses_of
+from diptych.shared.tools.conformance.clauses import suite
+from diptych.shared.tools.conformance.clauses.suite import CONTRACTS, clauses_of
 
 Diptych = Callable[..., Result]
 
@@ -52,7 +52,9 @@ def test_the_example_of_the_documentation_holds(diptych: Diptych) -> None:
 
 
 def test_single_clauses(diptych: Diptych) -> None:
-    result = diptych("check", "layers", "reference.layers", "--clause", "slices", "--clause", "no-tokens")
+    result = diptych(
+        "check", "layers", "diptych.reference.layers", "--clause", "slices", "--clause", "no-tokens"
+    )
     assert result.exit_code == 0, result.output
     assert "all 3 clauses hold" in result.stdout
 
@@ -68,7 +70,7 @@ def test_list_shows_the_sentences(diptych: Diptych, component: str) -> None:
 
 
 HALF_ONLY = """
-    from reference.attention import TorchAttention
+    from diptych.reference.attention import TorchAttention
 
     class HalfOnly(TorchAttention):
         def run(self, q, layer, plan, **kv):
@@ -97,7 +99,7 @@ def test_what_is_refused_is_shown(diptych: Diptych, tmp_path: Path) -> None:
 
 
 PAGES_ONLY = """
-    from reference.attention import TorchAttention
+    from diptych.reference.attention import TorchAttention
 
     class FewWindows(TorchAttention):
         def run(self, q, layer, plan, **kv):
@@ -225,9 +227,9 @@ def test_without_shrinking_the_case_stays(diptych: Diptych, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("class Mine: ...", "Mine is no subclass of shared.interfaces.Sampler and lacks sample"),
+        ("class Mine: ...", "Mine is no subclass of diptych.shared.interfaces.Sampler and lacks sample"),
         (
-            "from shared.interfaces import Sampler\nclass Mine(Sampler): ...",
+            "from diptych.shared.interfaces import Sampler\nclass Mine(Sampler): ...",
             "Mine lacks sample",
         ),
         ("def Mine(): ...", "Mine is no class"),
@@ -252,16 +254,16 @@ def test_an_operation_is_no_component(diptych: Diptych) -> None:
 
 
 def test_a_class_is_missing_in_a_module_or_in_its_place(diptych: Diptych, tmp_path: Path) -> None:
-    result = diptych("check", "layers", plant(tmp_path, "from reference.layers import RMSNorm"))
+    result = diptych("check", "layers", plant(tmp_path, "from diptych.reference.layers import RMSNorm"))
     assert result.exit_code == 1
     assert "has no RotaryEmbedding; it must hold RMSNorm, RotaryEmbedding, SiluAndMul" in result.stdout
-    result = diptych("check", "sampler", "reference.sampler")
+    result = diptych("check", "sampler", "diptych.reference.sampler")
     assert result.exit_code == 1
-    assert "name the class in it, reference.sampler:Class" in result.stdout
+    assert "name the class in it, diptych.reference.sampler:Class" in result.stdout
 
 
 HANGING = """
-    from reference.schedule_policy import SchedulePolicy
+    from diptych.reference.schedule_policy import SchedulePolicy
 
     class Mine(SchedulePolicy):
         def order(self, waiting_queue, running):
@@ -283,7 +285,7 @@ def test_a_hanging_implementation_is_a_failure(diptych: Diptych, tmp_path: Path)
 @pytest.mark.parametrize("wish", ["raise SystemExit(0)", "raise KeyError('seed')"])
 def test_whatever_it_raises_is_its_failure(diptych: Diptych, tmp_path: Path, wish: str) -> None:
     code = f"""
-        from reference.schedule_policy import SchedulePolicy
+        from diptych.reference.schedule_policy import SchedulePolicy
 
         class Mine(SchedulePolicy):
             def order(self, waiting_queue, running):
@@ -308,7 +310,7 @@ def test_whatever_it_raises_is_its_failure(diptych: Diptych, tmp_path: Path, wis
         (["sampler"], "name an implementation of sampler"),
         (["sampler", "no_such_file.py:Sampler"], "no such file: no_such_file.py"),
         (["sampler", "no_such_module.at_all:Sampler"], "no module named"),
-        (["sampler", "reference.sampler:NoSuchClass"], "has no 'NoSuchClass'"),
+        (["sampler", "diptych.reference.sampler:NoSuchClass"], "has no 'NoSuchClass'"),
         (["sampler", "reference", "--clause", "no-such-clause"], "the clauses are "),
         (["sampler", "reference", "--json", "no/such/folder/x.json"], "for x.json"),
         (["sampler", "reference", "--json", "."], ". is a folder: name a file in it"),

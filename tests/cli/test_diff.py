@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from shared.commands.diff import parse_flags, parse_side, runnable_components
-from shared.loading.model_path import ASSETS
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.tools.commands.diff import parse_flags, parse_side, runnable_components
 
 Diptych = Callable[..., Result]
 
@@ -22,7 +22,7 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def bad_attention(tmp_path: Path) -> str:
     code = """
-        from reference.attention import TorchAttention
+        from diptych.reference.attention import TorchAttention
 
         class Bad(TorchAttention):
             def run(self, q, layer, plan, **kv):

@@ -12,9 +12,9 @@ import torch
 from packaging.requirements import Requirement
 from typer.testing import Result
 
-from shared import hardware, registry
-from shared.commands import doctor_checks as doctor
-from shared.commands.doctor_checks import Check, examine
+from diptych.shared import hardware, registry
+from diptych.shared.tools.commands import doctor_checks as doctor
+from diptych.shared.tools.commands.doctor_checks import Check, examine
 
 Diptych = Callable[..., Result]
 

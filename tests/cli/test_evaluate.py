@@ -64,7 +64,7 @@ def test_wrong_arguments_are_one_line(diptych: Diptych, arguments: list[str], me
 
 
 def test_other_models_need_a_text(diptych: Diptych, tmp_path: Path) -> None:
-    from shared.loading.model_path import ASSETS
+    from diptych.shared.loading.model_path import ASSETS
 
     for file in (ASSETS / "tiny-dense").iterdir():
         (tmp_path / file.name).symlink_to(file)

@@ -7,9 +7,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shared.commands.options import EngineOptions, SamplingOptions, spread
-from shared.config import EngineConfig
-from shared.types import SamplingParams
+from diptych.shared.config import EngineConfig
+from diptych.shared.tools.commands.options import EngineOptions, SamplingOptions, spread
+from diptych.shared.types import SamplingParams
 
 
 def test_engine_options_are_the_fields_of_the_config() -> None:

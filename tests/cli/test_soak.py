@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 from typer.testing import Result
 
-from shared.commands import soak as soak_command
-from shared.conformance import soak
-from shared.conformance.soak import Soak, Tally
+from diptych.shared.tools.commands import soak as soak_command
+from diptych.shared.tools.conformance.whole_engine import soak
+from diptych.shared.tools.conformance.whole_engine.soak import Soak, Tally
 
 Diptych = Callable[..., Result]
 

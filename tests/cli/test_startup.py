@@ -12,7 +12,7 @@ COMMANDS = [[], ["generate"], ["chat"], ["doctor"], ["bench"], ["bench", "offlin
 
 PROGRAM = """
 import sys
-from shared.cli import main
+from diptych.shared.tools.cli import main
 sys.argv = ["diptych", *{arguments!r}, "--help"]
 try:
     main()
@@ -35,7 +35,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
 def test_our_own_modules_take_little_of_the_start() -> None:
     # -X importtime prints "import time: own us | cumulative us | name" for every module.
     result = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", "import shared.cli"],
+        [sys.executable, "-X", "importtime", "-c", "import diptych.shared.tools.cli"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -43,7 +43,7 @@ def test_our_own_modules_take_little_of_the_start() -> None:
     )
     rows = [line.removeprefix("import time:").split("|") for line in result.stderr.splitlines()[1:]]
     own = {name.strip(): int(own_us) for own_us, _, name in rows if name.strip().startswith("shared")}
-    assert "shared.cli" in own
+    assert "diptych.shared.tools.cli" in own
     # Generous against a loaded machine; measured at 6 ms. Importing torch alone would be over a second.
     assert sum(own.values()) < 500_000
 
@@ -51,6 +51,6 @@ def test_our_own_modules_take_little_of_the_start() -> None:
 def test_a_command_that_uses_triton_ends_without_warnings() -> None:
     """Of its bindings, about what they take for leaks."""
     pytest.importorskip("triton")
-    program = "import triton, sys; sys.argv = ['diptych', '--version']; from shared.cli import main; main()"
+    program = "import triton, sys, diptych.shared.tools.cli as cli; sys.argv[1:] = ['--version']; cli.main()"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")

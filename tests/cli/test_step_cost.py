@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared.bench.step_cost import Ceilings, StepCost, expected_experts_hit, step_cost
-from shared.config import ModelConfig
-from shared.loading.model_path import ASSETS
+from diptych.shared.config import ModelConfig
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.tools.bench.step_cost import Ceilings, StepCost, expected_experts_hit, step_cost
 
 BF16 = torch.bfloat16
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import Result
 
-from shared.config.quantization import ONLINE
+from diptych.shared.config.quantization import ONLINE
 
 Diptych = Callable[..., Result]
 
@@ -29,7 +29,7 @@ def test_models_and_numbers_of_tokens(diptych: Diptych, monkeypatch: pytest.Monk
         return Path("TABLE.json")
 
     import_module = importlib.import_module
-    fake = {"optimized.kernels.tune": SimpleNamespace(tune=tune)}
+    fake = {"diptych.optimized.tune.tune": SimpleNamespace(tune=tune)}
     monkeypatch.setattr(
         importlib, "import_module", lambda name, *rest: fake.get(name) or import_module(name, *rest)
     )

@@ -10,10 +10,10 @@ import psutil
 import pytest
 from typer.testing import Result
 
-from shared import registry
-from shared.bench import ceilings
-from shared.bench.step_cost import Ceilings
-from shared.engine import assembly
+from diptych.shared import registry
+from diptych.shared.engine.build import assembly
+from diptych.shared.tools.bench import ceilings
+from diptych.shared.tools.bench.step_cost import Ceilings
 
 MY_RADIX_CACHE = f"{Path(__file__).parents[2] / 'docs' / 'examples' / 'my_radix_cache.py'}:MyRadixCache"
 
@@ -161,16 +161,19 @@ def test_a_module_of_ones_own_that_cannot_be_imported_and_one_of_ours(
 @pytest.mark.parametrize(
     ("component", "problem"),
     [
-        ("sampler", "MyRadixCache is no subclass of shared.interfaces.Sampler and lacks sample"),
+        ("sampler", "MyRadixCache is no subclass of diptych.shared.interfaces.Sampler and lacks sample"),
         (
             "model_runner",
-            "MyRadixCache is no subclass of shared.interfaces.ModelRunner and lacks forward, "
+            "MyRadixCache is no subclass of diptych.shared.interfaces.ModelRunner and lacks forward, "
             "forward_and_sample",
         ),
         ("layers", "MyRadixCache has no RMSNorm; it must hold RMSNorm, RotaryEmbedding, SiluAndMul"),
         ("models", "MyRadixCache has no model_class"),
         ("draft_models", "MyRadixCache has no draft_model_class"),
-        ("drafter", "MyRadixCache is no subclass of shared.interfaces.Drafter and lacks draft, extend"),
+        (
+            "drafter",
+            "MyRadixCache is no subclass of diptych.shared.interfaces.Drafter and lacks draft, extend",
+        ),
     ],
 )
 def test_a_class_of_another_component_is_refused_before_weights_are_read(

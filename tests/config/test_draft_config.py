@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared.config import DraftConfig, ModelConfig
-from shared.loading.model_path import ASSETS
+from diptych.shared.config import DraftConfig, ModelConfig
+from diptych.shared.loading.model_path import ASSETS
 
 EAGLE = {  # like the heads of EAGLE's authors: the plain family's name
     "architectures": ["LlamaForCausalLM"],

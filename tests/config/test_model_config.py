@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from shared.config import ModelConfig, MoEConfig, RopeConfig
-from shared.conformance.configs import CONFIGS
+from diptych.shared.config import ModelConfig, MoEConfig, RopeConfig
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 
 
 @pytest.mark.parametrize("name", CONFIGS)

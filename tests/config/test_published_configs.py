@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.config import DraftConfig, MLAConfig, ModelConfig, MoEConfig, QuantConfig, RopeConfig
-from shared.loading.weight_names import expected_shapes
-from shared.types.quantization import QuantScheme
+from diptych.shared.config import DraftConfig, MLAConfig, ModelConfig, MoEConfig, QuantConfig, RopeConfig
+from diptych.shared.loading.weight_names import expected_shapes
+from diptych.shared.types.quantization import QuantScheme
 
 PUBLISHED = Path(__file__).parents[2] / "shared" / "assets" / "configs"
 

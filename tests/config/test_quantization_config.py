@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shared.config import QuantConfig
-from shared.types.quantization import QuantScheme
+from diptych.shared.config import QuantConfig
+from diptych.shared.types.quantization import QuantScheme
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 

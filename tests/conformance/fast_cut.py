@@ -15,9 +15,9 @@ from collections import Counter
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from shared.conformance.case import fields_of
-from shared.conformance.clause import Clause
-from shared.conformance.suite import clauses_of
+from diptych.shared.tools.conformance.clauses.case import fields_of
+from diptych.shared.tools.conformance.clauses.clause import Clause
+from diptych.shared.tools.conformance.clauses.suite import clauses_of
 from tests.conformance.killers import killers
 
 MAX_KEPT = 5  # a clause of so few cases keeps them all

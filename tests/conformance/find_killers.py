@@ -24,7 +24,7 @@ from functools import cache
 
 from tqdm import tqdm
 
-from shared import registry
+from diptych.shared import registry
 from tests.conformance.fast_cut import fast_clauses
 from tests.conformance.killers import KILLERS_FILE, find_killer, holds, killers, planted
 

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import tests.conformance.mutants as mutants
-from shared import registry
-from shared.conformance.suite import check_implementation, clauses_of
+from diptych.shared import registry
+from diptych.shared.tools.conformance.clauses.suite import check_implementation, clauses_of
 from tests.conformance.mutants import Mutant
 
 KILLERS_FILE = Path(__file__).with_name("killers.json")

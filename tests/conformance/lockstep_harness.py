@@ -6,10 +6,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from shared.conformance.lockstep import Lockstep
-from shared.conformance.outcome import Divergence, Outcome
-from shared.engine.llm import LLM
-from shared.types import SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.conformance.diff.lockstep import Lockstep
+from diptych.shared.tools.conformance.diff.outcome import Divergence, Outcome
+from diptych.shared.types import SamplingParams
 
 NUM_NEW = 8
 QUESTIONS = (
@@ -57,8 +57,8 @@ def divergence_of(outcome: Outcome) -> Divergence:
 
 
 MODEL = """
-    from reference import models
-    from reference.models.llama import LlamaForCausalLM
+    from diptych.reference import models
+    from diptych.reference.decoder import LlamaForCausalLM
 
     class Bad(LlamaForCausalLM):
         {body}

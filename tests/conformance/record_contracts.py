@@ -13,7 +13,7 @@ import argparse
 import json
 from typing import Any
 
-from shared.conformance.contract_versions import (
+from diptych.shared.tools.conformance.clauses.contract_versions import (
     FILE,
     FIRST,
     parse_version,
@@ -22,7 +22,7 @@ from shared.conformance.contract_versions import (
     recorded_surface,
     surface_of,
 )
-from shared.conformance.suite import CONTRACTS
+from diptych.shared.tools.conformance.clauses.suite import CONTRACTS
 
 
 def changed() -> dict[str, list[str]]:

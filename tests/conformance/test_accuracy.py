@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from shared.conformance.accuracy import (
+from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.loading.quantize import quantize_weight
+from diptych.shared.text.tokenizer import Tokenizer
+from diptych.shared.tools.conformance.whole_engine.accuracy import (
     CONFIGURATIONS,
     FORMAT_QUESTIONS,
     LARGEST_LOSS,
@@ -19,11 +22,14 @@ from shared.conformance.accuracy import (
     exact_match,
     excess,
 )
-from shared.conformance.formats import AccuracyCase, AccuracyResult, built_in_inputs, flags_of, measure
-from shared.loading.model_path import resolve_model_path
-from shared.loading.quantize import quantize_weight
-from shared.text.tokenizer import Tokenizer
-from shared.types.quantization import QuantScheme
+from diptych.shared.tools.conformance.whole_engine.formats import (
+    AccuracyCase,
+    AccuracyResult,
+    built_in_inputs,
+    flags_of,
+    measure,
+)
+from diptych.shared.types.quantization import QuantScheme
 
 
 @cache
@@ -88,6 +94,6 @@ def test_limits_find_scales_of_the_wrong_group(monkeypatch: pytest.MonkeyPatch) 
         return found | {"weight_scale": found["weight_scale"].roll(1, dims=1)}
 
     baseline = measured("tiny-dense", "", 0, NUM_TEXTS)
-    monkeypatch.setattr("shared.loading.quantized_weights.quantize_weight", wrong)
+    monkeypatch.setattr("diptych.shared.loading.quantized_weights.quantize_weight", wrong)
     found = measured.__wrapped__("tiny-dense", "int4", 0, NUM_TEXTS)
     assert any("log-probability" in what for what in excess(found.compared_with(baseline), LIMITS["int4"]))

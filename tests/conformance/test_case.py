@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.conformance.case import Case, fields_of, grid, table
-from shared.conformance.clause import Clause
-from shared.conformance.shrink import shrink, smaller_cases
-from shared.conformance.suite import CONTRACTS, clauses_of
+from diptych.shared.tools.conformance.clauses.case import Case, fields_of, grid, table
+from diptych.shared.tools.conformance.clauses.clause import Clause
+from diptych.shared.tools.conformance.clauses.shrink import shrink, smaller_cases
+from diptych.shared.tools.conformance.clauses.suite import CONTRACTS, clauses_of
 from tests.conformance.fast_cut import (
     ALONE,
     FEW,

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from shared.conformance.closeness import (
+from diptych.shared.tools.conformance.clauses.closeness import (
     GROWTH,
     INSIDE,
     PEAK,
@@ -16,7 +16,7 @@ from shared.conformance.closeness import (
     compare_rows,
     error_ratio,
 )
-from shared.conformance.tolerance import EXACT, TABLE, Tolerance
+from diptych.shared.tools.conformance.clauses.tolerance import EXACT, TABLE, Tolerance
 
 LOOSE = Tolerance(0.1, 0.1, 0.1, "for these tests")
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from shared.cli import app
-from shared.conformance import contract_versions
-from shared.conformance.contract_versions import (
+from diptych.shared.tools.cli import app
+from diptych.shared.tools.conformance.clauses import contract_versions
+from diptych.shared.tools.conformance.clauses.contract_versions import (
     older_than_current,
     parse_version,
     reasons_for_major,
     recorded,
     versions_of,
 )
-from shared.conformance.suite import CONTRACTS
+from diptych.shared.tools.conformance.clauses.suite import CONTRACTS
 from tests.conformance import record_contracts
 from tests.conformance.record_contracts import changed, next_record
 

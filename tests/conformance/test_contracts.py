@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from shared import registry
-from shared.conformance.clause import Clause
-from shared.conformance.suite import CONTRACTS, clauses_of
+from diptych.shared import registry
+from diptych.shared.tools.conformance.clauses.clause import Clause
+from diptych.shared.tools.conformance.clauses.suite import CONTRACTS, clauses_of
 from tests.conformance.fast_cut import fast_cases
 
 

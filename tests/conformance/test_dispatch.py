@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from shared.conformance.compare import Mismatch
-from shared.conformance.dispatch import DispatchRecord
-from shared.engine.llm import LLM
-from shared.types import SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.conformance.clauses.compare import Mismatch
+from diptych.shared.types import SamplingParams
+from tests.dispatch_recorder import DispatchRecord
 
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
 
 MY_ATTENTION = """
-from reference.attention import TorchAttention
+from diptych.reference.attention import TorchAttention
 class MyAttention(TorchAttention):
     pass
 """
@@ -29,14 +29,14 @@ def test_components_of_an_engine() -> None:
     with DispatchRecord() as record:
         record.watch_engine(llm)
         llm.generate("one two", GREEDY, progress=False)
-    assert record.calls["model_runner.forward", "reference.model_runner.ModelRunner"] == 4
-    assert record.calls["sampler.sample", "reference.sampler.Sampler"] == 4
+    assert record.calls["model_runner.forward", "diptych.reference.model_runner.ModelRunner"] == 4
+    assert record.calls["sampler.sample", "diptych.reference.sampler.Sampler"] == 4
     num_layers = llm.model_config.num_hidden_layers
-    assert record.calls["attention.run", "reference.attention.TorchAttention"] == 4 * num_layers
-    assert record.calls["attention.plan", "reference.attention.TorchAttention"] == 4
+    assert record.calls["attention.run", "diptych.reference.attention.TorchAttention"] == 4 * num_layers
+    assert record.calls["attention.plan", "diptych.reference.attention.TorchAttention"] == 4
 
     llm.generate("one two", GREEDY, progress=False)
-    assert record.calls["sampler.sample", "reference.sampler.Sampler"] == 4, "it still watches"
+    assert record.calls["sampler.sample", "diptych.reference.sampler.Sampler"] == 4, "it still watches"
     assert set(vars(llm.assembly.parts.sampler)) == set(before["sampler"])
 
 
@@ -49,7 +49,7 @@ def test_a_chosen_implementation_is_the_one_that_ran(tmp_path: Path) -> None:
         llm.generate("one two", GREEDY, progress=False)
     record.expect_ran("attention.run", "diptych_user_mine.MyAttention")
     with pytest.raises(Mismatch, match=r"who did attention\.run"):
-        record.expect_ran("attention.run", "reference.attention.TorchAttention")
+        record.expect_ran("attention.run", "diptych.reference.attention.TorchAttention")
 
 
 def test_a_path_that_did_not_run_is_an_error() -> None:

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from reference.moe import TopK
-from shared.config import MoEConfig
-from shared.conformance.outcome import Outcome
-from shared.conformance.routing import experts_part, take_experts
+from diptych.reference.moe import TopK
+from diptych.shared.config import MoEConfig
+from diptych.shared.tools.conformance.diff.outcome import Outcome
+from diptych.shared.tools.conformance.oracles.routing import experts_part, take_experts
 
 from .lockstep_harness import NUM_NEW, compare, divergence_of, engine, num_tokens, plant, prompts
 
 # Two experts' router logits are a millionth apart, and each side prefers another one.
 NEAR = """
     import torch
-    from reference import moe
+    from diptych.reference import moe
 
     class Near(moe.MoE):
         def __init__(self, config, hidden_size):
@@ -93,7 +93,7 @@ def test_a_bug_behind_a_near_tie_is_found(tmp_path: Path, forced: bool) -> None:
 @pytest.mark.parametrize("forced", [False, True])
 def test_a_choice_that_no_logits_explain_is_a_divergence(tmp_path: Path, forced: bool) -> None:
     code = """
-        from reference import moe
+        from diptych.reference import moe
 
         class Bad(moe.MoE):
             def __init__(self, config, hidden_size):

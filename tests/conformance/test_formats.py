@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from shared.conformance.accuracy import Limit, excess
-from shared.conformance.formats import (
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.tools.conformance.whole_engine.accuracy import Limit, excess
+from diptych.shared.tools.conformance.whole_engine.formats import (
     AccuracyCase,
     AccuracyResult,
     Inputs,
@@ -18,8 +20,6 @@ from shared.conformance.formats import (
     flags_of,
     score_texts,
 )
-from shared.engine.llm import LLM
-from shared.loading.model_path import resolve_model_path
 
 
 def result(answers: list[str], exact: float | None, logprobs: list[float]) -> AccuracyResult:

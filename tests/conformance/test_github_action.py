@@ -72,7 +72,10 @@ def test_the_check_passes_and_fails_in_an_outside_project(tmp_path: Path, has_se
     line = '[tool.pytest.ini_options]\ndiptych = ["radix_cache my_cache.py:MyRadixCache 1.0"]\n'
     (tmp_path / "pyproject.toml").write_text(line if has_settings else "", encoding="utf-8")
     inputs = {"target": "my_cache.py:MyRadixCache", "component": "radix_cache", "contract": "1.0"}
-    plugin = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "shared.conformance.pytest_plugin"}
+    plugin = {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTEST_PLUGINS": "diptych.shared.tools.conformance.pytest_plugin",
+    }
     paths = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     chosen = environment("Check", arguments="-k split", **({} if has_settings else inputs))
     for text, status, num_failures in ((EXAMPLE, 0, "0"), (EXAMPLE.replace(*BUG), 1, "4")):

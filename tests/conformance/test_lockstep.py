@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared.conformance.recorder import LOGITS, SAMPLED_IDS, Recorder
-from shared.types import SamplingParams
+from diptych.shared.tools.conformance.diff.recorder import LOGITS, SAMPLED_IDS, Recorder
+from diptych.shared.types import SamplingParams
 
 from .lockstep_harness import MODEL, NUM_NEW, compare, divergence_of, engine, num_tokens, plant, prompts
 
@@ -115,7 +115,7 @@ def test_an_engine_is_left_as_it_was() -> None:
 # ---- what is planted is found ----
 
 ATTENTION = """
-    from reference.attention import TorchAttention
+    from diptych.reference.attention import TorchAttention
 
     class Bad(TorchAttention):
         def plan(self, forward_batch):
@@ -154,7 +154,7 @@ def test_attention_that_is_wrong_in_one_layer_when_decoding(tmp_path: Path, chun
 
 def test_attention_that_is_wrong_at_one_position_of_a_prompt(tmp_path: Path) -> None:
     code = """
-        from reference.attention import TorchAttention
+        from diptych.reference.attention import TorchAttention
 
         class Bad(TorchAttention):
             def run(self, q, layer, plan, **kv):
@@ -170,7 +170,7 @@ def test_attention_that_is_wrong_at_one_position_of_a_prompt(tmp_path: Path) -> 
 
 def test_a_sampler_that_takes_the_second_best_once(tmp_path: Path) -> None:
     code = """
-        from reference.sampler import Sampler
+        from diptych.reference.sampler import Sampler
 
         class Bad(Sampler):
             num_calls = 0
@@ -205,8 +205,8 @@ def test_wrong_rope_in_one_layer(tmp_path: Path) -> None:
 
 def test_wrong_values_in_the_pool(tmp_path: Path) -> None:
     code = """
-        from reference import memory_pool
-        from reference.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+        from diptych.reference import memory_pool
+        from diptych.reference.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 
         class TokenToKVPool(memory_pool.TokenToKVPool):
             def store(self, layer_id, out_cache_loc, k, v):
@@ -219,7 +219,7 @@ def test_wrong_values_in_the_pool(tmp_path: Path) -> None:
 
 def test_a_nan_is_no_closeness(tmp_path: Path) -> None:
     code = """
-        from reference.attention import TorchAttention
+        from diptych.reference.attention import TorchAttention
 
         class Bad(TorchAttention):
             def run(self, q, layer, plan, **kv):
@@ -235,7 +235,7 @@ def test_a_nan_is_no_closeness(tmp_path: Path) -> None:
 
 def test_an_exception_is_a_divergence_that_says_so(tmp_path: Path) -> None:
     code = """
-        from reference.sampler import Sampler
+        from diptych.reference.sampler import Sampler
 
         class Bad(Sampler):
             def sample(self, logits, info, positions):
@@ -248,7 +248,7 @@ def test_an_exception_is_a_divergence_that_says_so(tmp_path: Path) -> None:
 
 def test_a_request_that_ends_otherwise(tmp_path: Path) -> None:
     code = """
-        from reference.scheduler import Scheduler
+        from diptych.reference.scheduler import Scheduler
 
         class Bad(Scheduler):
             def add_request(self, req):
@@ -261,7 +261,7 @@ def test_a_request_that_ends_otherwise(tmp_path: Path) -> None:
 
 def test_a_scheduler_that_does_nothing_is_stuck_not_waited_for(tmp_path: Path) -> None:
     code = """
-        from reference.scheduler import Scheduler
+        from diptych.reference.scheduler import Scheduler
 
         class Bad(Scheduler):
             def get_next_batch_to_run(self):
@@ -280,8 +280,8 @@ def test_a_strict_schedule_is_compared_first() -> None:
 
 
 ONE_ULP = """
-    from reference import memory_pool
-    from reference.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+    from diptych.reference import memory_pool
+    from diptych.reference.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 
     class TokenToKVPool(memory_pool.TokenToKVPool):
         def store(self, layer_id, out_cache_loc, k, v):

@@ -11,9 +11,9 @@ from .lockstep_harness import compare, divergence_of, plant
 FUSED = {"use": {"models": "optimized", "layers": "optimized"}}
 PRODUCTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 BUG = """
-    import optimized.layers
-    from optimized.layers import *
-    from optimized.layers import {base}
+    import diptych.optimized.layers
+    from diptych.optimized.layers import *
+    from diptych.optimized.layers import {base}
 
     class {base}({base}):
         {body}
@@ -46,8 +46,8 @@ def test_layers_whose_sums_are_left_in_parts_are_compared_too(tmp_path: Path, la
         tmp_path,
         """
         import torch
-        from optimized.layers import Linear
-        from optimized.models.llama import LlamaForCausalLM
+        from diptych.optimized.layers import Linear
+        from diptych.optimized.decoder import LlamaForCausalLM
 
         def in_parts(linear):
             def add_later(residual, x):
@@ -106,7 +106,7 @@ def test_rows_of_the_merged_weight_in_another_order(tmp_path: Path) -> None:
     models = plant(
         tmp_path,
         """
-        from optimized.models.llama import LlamaForCausalLM
+        from diptych.optimized.decoder import LlamaForCausalLM
 
         class Bad(LlamaForCausalLM):
             def load_weights(self, weights):

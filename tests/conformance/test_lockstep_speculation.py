@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shared.conformance.recorder import Recorder
-from shared.types import ForwardMode, SamplingParams
+from diptych.shared.tools.conformance.diff.recorder import Recorder
+from diptych.shared.types import ForwardMode, SamplingParams
 
 from .lockstep_harness import compare, divergence_of, engine, num_tokens, plant, prompts
 
@@ -78,8 +78,8 @@ def test_drafts_that_are_not_accepted_have_no_key() -> None:
 
 
 ATTENTION = """
-    from reference.attention import TorchAttention
-    from shared.types import ForwardMode
+    from diptych.reference.attention import TorchAttention
+    from diptych.shared.types import ForwardMode
 
     class Bad(TorchAttention):
         def plan(self, forward_batch):

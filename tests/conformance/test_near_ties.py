@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shared.conformance.recorder import SAMPLED_IDS
+from diptych.shared.tools.conformance.diff.recorder import SAMPLED_IDS
 
 from .lockstep_harness import MODEL, NUM_NEW, compare, divergence_of, engine, num_tokens, plant, prompts
 
@@ -53,7 +53,7 @@ def test_teacher_forcing_works_when_a_is_behind() -> None:
 def test_with_equal_logits_there_is_no_near_tie(tmp_path: Path) -> None:
     side = near_tie_sides(tmp_path)[0]
     code = """
-        from reference.sampler import Sampler
+        from diptych.reference.sampler import Sampler
 
         class Bad(Sampler):
             def sample(self, logits, info, positions):

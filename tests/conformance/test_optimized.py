@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shared.conformance.lockstep import Lockstep
-from shared.conformance.outcome import Outcome
-from shared.engine.llm import LLM
-from shared.loading.model_path import ASSETS
-from shared.types import SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.tools.conformance.diff.lockstep import Lockstep
+from diptych.shared.tools.conformance.diff.outcome import Outcome
+from diptych.shared.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="tests/gpu has the same for kernels as compiled"

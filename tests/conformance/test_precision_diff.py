@@ -10,11 +10,15 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from shared.conformance.precision import Precision, measure
-from shared.conformance.precision_report import choice_tables, token_rows, write_precision_report
-from shared.conformance.token_choice import compare_logits
-from shared.engine.llm import LLM
-from shared.types import SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.conformance.diff.precision import Precision, measure
+from diptych.shared.tools.conformance.diff.precision_report import (
+    choice_tables,
+    token_rows,
+    write_precision_report,
+)
+from diptych.shared.tools.conformance.diff.token_choice import compare_logits
+from diptych.shared.types import SamplingParams
 
 from .lockstep_harness import engine, prompts
 

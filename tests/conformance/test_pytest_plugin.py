@@ -13,12 +13,12 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from shared.cli import app
-from shared.conformance import suite
-from shared.conformance.contract_versions import versions_of
+from diptych.shared.tools.cli import app
+from diptych.shared.tools.conformance.clauses import suite
+from diptych.shared.tools.conformance.clauses.contract_versions import versions_of
 
 ROOT = Path(__file__).parents[2]
-PLUGIN = "shared.conformance.pytest_plugin"
+PLUGIN = "diptych.shared.tools.conformance.pytest_plugin"
 EXAMPLE = (ROOT / "docs" / "examples" / "my_radix_cache.py").read_text(encoding="utf-8")
 BUG = ("upper.lock_ref, lower.parent = lower.lock_ref, upper", "lower.parent = upper")
 CACHE = ("--diptych", "my_cache.py:MyRadixCache", "--component", "radix_cache")
@@ -149,7 +149,7 @@ def test_a_case_that_does_not_end_fails_and_the_others_are_skipped(
     """Two pairs, and modules by name."""
     clause = "lof-takes-the-longest-output-first"
     (project / "mine.py").write_text(
-        "from reference.schedule_policy import SchedulePolicy\n"
+        "from diptych.reference.schedule_policy import SchedulePolicy\n"
         "class Endless(SchedulePolicy):\n"
         "    def order(self, *args):\n"
         "        while True: pass\n"
@@ -173,7 +173,10 @@ def test_a_case_that_does_not_end_fails_and_the_others_are_skipped(
         ((*CACHE, "--diptych-contract", "one"), "a version of a contract is major.minor"),
         ((*CACHE, "--diptych-clause", "copy"), "no clause copy; the clauses are"),
         (("--diptych", "my_cache.py:Mine", *CACHE[2:]), "has no 'Mine'"),
-        (("--diptych", "my_cache.py:Node", *CACHE[2:]), "is no subclass of shared.interfaces.PrefixCache"),
+        (
+            ("--diptych", "my_cache.py:Node", *CACHE[2:]),
+            "is no subclass of diptych.shared.interfaces.PrefixCache",
+        ),
         (("-o", "diptych=radix_cache"), "a line of diptych is: component target"),
     ],
     ids=["no component", "component", "newer", "version", "clause", "class", "interface", "line"],
@@ -187,7 +190,7 @@ def test_what_cannot_be_checked_is_named(
 
 
 def test_older_contract_is_a_warning(run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    from shared.conformance import contract_versions
+    from diptych.shared.tools.conformance.clauses import contract_versions
 
     monkeypatch.setattr(contract_versions, "older_than_current", lambda *_: "written for contract 0.9")
     result = run("-k", "test_own")
@@ -202,7 +205,7 @@ def test_start_without_a_component_imports_nothing_heavy(project: Path) -> None:
     assert "1 passed" in out
     assert PLUGIN in out
     assert not re.search(
-        r"'(torch|numpy|rich|typer|transformers|shared\.registry|shared\.conformance\.suite)'", out
+        r"'(torch|numpy|rich|typer|transformers|diptych\.shared\.registry|diptych\.shared\S+\.suite)'", out
     )
 
 

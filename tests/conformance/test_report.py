@@ -11,14 +11,14 @@ from xml.etree import ElementTree
 import torch
 from safetensors import safe_open
 
-from shared.conformance.error_chart import Series, error_chart
-from shared.conformance.report import PAGE, TENSORS, summary, write_report
+from diptych.shared.tools.conformance.diff.error_chart import Series, error_chart
+from diptych.shared.tools.conformance.diff.report import PAGE, TENSORS, summary, write_report
 
 from .lockstep_harness import compare, divergence_of, plant
 
 SVG = "{http://www.w3.org/2000/svg}"
 BAD = """
-    from reference.attention import TorchAttention
+    from diptych.reference.attention import TorchAttention
 
     class Bad(TorchAttention):
         def run(self, q, layer, plan, **kv):

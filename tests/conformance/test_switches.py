@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 
-from shared.conformance.compare import Mismatch
-from shared.conformance.switches import NUM_NEW_TOKENS, answers_with_alternatives, expect_near_answers
+from diptych.shared.tools.conformance.clauses.compare import Mismatch
+from diptych.shared.tools.conformance.whole_engine.switches import (
+    NUM_NEW_TOKENS,
+    answers_with_alternatives,
+    expect_near_answers,
+)
 
 from .lockstep_harness import plant
 
 REFERENCE = {"device": "cpu", "panel": "reference"}
 
 SECOND_BEST = """
-    from reference.sampler import Sampler
+    from diptych.reference.sampler import Sampler
 
     class Bad(Sampler):
         num_calls = 0

@@ -8,7 +8,12 @@ import time
 
 import pytest
 
-from shared.conformance.time_limit import REPEAT, TimeLimitExceeded, can_limit_time, time_limit
+from diptych.shared.tools.conformance.clauses.time_limit import (
+    REPEAT,
+    TimeLimitExceeded,
+    can_limit_time,
+    time_limit,
+)
 
 
 def run_for_ever() -> None:

@@ -20,7 +20,10 @@ MAX_SECTIONS = 4
 SOURCES = ("shared", "reference", "optimized", "docs/examples", "docs/course/toys")
 
 ONE_PANEL = {  # (file, label): why its twin does not have it
-    ("reference/speculative/draft_tree.py", "next-beams"): "one kernel, optimized/kernels/draft_beams.py",
+    (
+        "reference/speculative/draft_tree.py",
+        "next-beams",
+    ): "one kernel, optimized/kernels/draft/draft_beam_step.py",
     ("reference/speculative/draft_tree.py", "choose-nodes"): "one kernel, find-the-bound of draft_select.py",
     ("reference/speculative/draft_tree.py", "link-tree"): "one kernel, climb-to-the-root of draft_link.py",
     ("reference/speculative/draft_tree.py", "accept-walk"): "one kernel, ask-all-nodes of draft_accept.py",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.conformance.stages import STAGES, Stage
+from diptych.shared.tools.conformance.clauses.stages import STAGES, Stage
 
 ROOT = Path(__file__).parents[2]
 COURSE = ROOT / "docs" / "course"
@@ -72,7 +72,7 @@ def test_page_names_its_parts(stage: Stage) -> None:
 
 @each_stage
 def test_clauses_named_as_traps_exist(stage: Stage) -> None:
-    from shared.conformance import suite
+    from diptych.shared.tools.conformance.clauses import suite
 
     traps = page_of(stage).partition("## Traps")[2].partition("\n## ")[0]
     named = [

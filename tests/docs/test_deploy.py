@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from shared.cli import app
+from diptych.shared.tools.cli import app
 
 ROOT = Path(__file__).parents[2]
 FILES = [*sorted((ROOT / "docs/deploy").iterdir()), ROOT / "docs/deploy.md", ROOT / "docs/serving.md"]

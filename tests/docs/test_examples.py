@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import typer
 
-from shared.cli import app
-from shared.conformance import suite
+from diptych.shared.tools.cli import app
+from diptych.shared.tools.conformance.clauses import suite
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])

@@ -14,7 +14,7 @@ FOLDERS = ("shared", "reference", "optimized", "docs", "tests", "notebooks")
 _FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:/[\w.*-]+)*/?|[\w.-]+\.(?:toml|yml|md)|Makefile|\.ci/run")
-_DOTTED = re.compile(r"(?:shared|reference|optimized)(?:\.\w+)+(?:\(\))?")
+_DOTTED = re.compile(r"(?:diptych\.)?(?:shared|reference|optimized)(?:\.\w+)+(?:\(\))?")
 _CONTRACT = re.compile(r"([A-Z]\w+)\.(\w+)(?:\(.*\))?")
 
 
@@ -46,11 +46,11 @@ def vocabulary() -> dict[str, type]:
     """Classes that pages name without their module: interfaces, types, the engine."""
     found: dict[str, type] = {}
     for name in (
-        "shared.interfaces",
-        "shared.types",
-        "shared.types.attention",
-        "shared.config",
-        "shared.engine.llm",
+        "diptych.shared.interfaces",
+        "diptych.shared.types",
+        "diptych.shared.types.attention",
+        "diptych.shared.config",
+        "diptych.shared.engine.llm",
     ):
         module = importlib.import_module(name)
         found |= {key: value for key, value in vars(module).items() if isinstance(value, type)}
@@ -94,9 +94,9 @@ def test_methods_of_known_classes_exist(page: Path) -> None:
 
 
 def test_the_check_can_fail() -> None:
-    assert resolve("shared.types.SamplingParams.top_k") is not None
+    assert resolve("diptych.shared.types.SamplingParams.top_k") is not None
     with pytest.raises(AttributeError):
-        resolve("shared.types.NoSuchClass")
+        resolve("diptych.shared.types.NoSuchClass")
     with pytest.raises(ImportError):
         resolve("no_such_package.module")
     assert _PATH.fullmatch("shared/no_such_file.py")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from diptych.shared import registry
+from diptych.shared.interfaces import PrefixCache, Scheduler
+from diptych.shared.tools.conformance.server.checks import all_checks
+from diptych.shared.types import ForwardBatch, ForwardMode, Req, StepOutput
 from docs.generators import classes, hook, http, tables
 from docs.generators.record_samples import FOLDER, SAMPLES
-from shared import registry
-from shared.conformance.server.checks import all_checks
-from shared.interfaces import PrefixCache, Scheduler
-from shared.types import ForwardBatch, ForwardMode, Req, StepOutput
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -51,14 +51,14 @@ def test_every_component_has_a_page_in_the_navigation() -> None:
         assert f"components/{name}.md" in navigation
     texts = {path: hook.expand(path.read_text("utf-8")) for path in PAGES}
     for interface in (ROOT / "shared" / "interfaces").glob("[a-z]*.py"):
-        pages = [path for path in PAGES if f"::: shared.interfaces.{interface.stem}." in texts[path]]
+        pages = [path for path in PAGES if f"::: diptych.shared.interfaces.{interface.stem}." in texts[path]]
         assert len(pages) == 1, f"{interface.stem}: {pages}"
 
 
 def test_every_flag_says_what_it_does_and_costs() -> None:
     text = expanded("reference/engine-flags.md")
     assert rows_without_text(text, "Flag") == []
-    for field in classes.fields_of(classes.named("shared.config.EngineConfig")):
+    for field in classes.fields_of(classes.named("diptych.shared.config.EngineConfig")):
         if field.default != "computed":
             assert text.count(f"| `--{field.name.replace('_', '-')}` |") == 1, f"{field.name}: give it a note"
 
@@ -152,4 +152,4 @@ def test_wrong_markers_are_refused() -> None:
     with pytest.raises(ValueError, match="no flag page_sise"):
         hook.expand("<!-- generate: flags Memory\npage_sise: x\n-->")
     with pytest.raises(ValueError, match="no field temp"):
-        tables.card("shared.types.SamplingParams", {"temp": "x"})
+        tables.card("diptych.shared.types.SamplingParams", {"temp": "x"})

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from shared import registry
-from shared.cli import app
-from shared.commands.check_stage import grade
-from shared.conformance import suite
-from shared.conformance.stages import STAGES, Stage, stage_of
+from diptych.shared import registry
+from diptych.shared.tools.cli import app
+from diptych.shared.tools.commands.check_stage import grade
+from diptych.shared.tools.conformance.clauses import suite
+from diptych.shared.tools.conformance.clauses.stages import STAGES, Stage, stage_of
 
 ROOT = Path(__file__).parents[2]
 SOLUTIONS = {  # by default the reference
@@ -51,7 +51,7 @@ def test_solution_passes_every_group(stage: Stage) -> None:
     if stage.number in SOLUTIONS:
         file, _, class_name = SOLUTIONS[stage.number].partition(":")
     else:
-        file = default.replace(".", "/") + ".py"
+        file = default.removeprefix("diptych.").replace(".", "/") + ".py"
     result = grade(Stage(**{**vars(stage), "class_name": class_name}), str(ROOT / file))
     assert result.failure is None
     assert result.passed == list(stage.groups)

@@ -65,9 +65,9 @@ IDENTIFIER_WORDS = {
 """Words of identifiers, between underscores or capitals."""
 ALLOWED = (
     "tests/docs/test_words.py",
-    "shared/tiny/small_talk.py",  # sentences of the training corpus
-    "shared/tiny/stories.py",
-    "shared/tiny/words.py",
+    "shared/tools/corpus/small_talk.py",  # sentences of the training corpus
+    "shared/tools/corpus/stories.py",
+    "shared/tools/corpus/words.py",
     "tests/tiny/test_corpus.py",
     "tests/kernels/test_small_batch_linear.py",  # quotes an identifier
     "tests/conformance/mutants/optimized_draft_tree.py",  # quotes an identifier

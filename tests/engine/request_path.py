@@ -18,7 +18,7 @@ def functions_of_a_request() -> list[tuple[str, str]]:
     """(file, function) of this project, each once, in the order of the first call, from a prompt to its text.
 
     Lambdas, comprehensions and the methods that `dataclass` makes are part of what calls them."""
-    from shared.engine.llm import LLM
+    from diptych.shared.engine.llm import LLM
 
     llm = LLM("tiny-dense", panel="reference", device="cpu", dtype="float32", max_total_tokens=1024)
     seen: dict[CodeType, None] = {}

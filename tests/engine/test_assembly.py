@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from shared.config import EngineConfig, ModelConfig
-from shared.engine.assembly import assemble, print_memory, resolve_config
-from shared.loading.model_path import ASSETS
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.engine.build.assembly import assemble, print_memory, resolve_config
+from diptych.shared.loading.model_path import ASSETS
 
 MODEL = ModelConfig.from_pretrained(ASSETS / "tiny-dense")
 

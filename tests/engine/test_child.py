@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from shared.engine import child
-from shared.engine.child import (
+from diptych.shared.engine.processes import child
+from diptych.shared.engine.processes.child import (
     Child,
     EngineProcessEnded,
     Inbox,
@@ -26,7 +26,7 @@ from shared.engine.child import (
     stacks_of_all_threads,
     started,
 )
-from shared.engine.input_log import Call, encode
+from diptych.shared.engine.processes.input_log import Call, encode
 
 
 @pytest.fixture(autouse=True)

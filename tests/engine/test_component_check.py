@@ -3,10 +3,10 @@
 from abc import abstractmethod
 from types import ModuleType, SimpleNamespace
 
-import reference.layers
-import reference.sampler
-from shared import interfaces
-from shared.engine.component_check import problem_with
+import diptych.reference.layers
+import diptych.reference.sampler
+from diptych.shared import interfaces
+from diptych.shared.engine.build.component_check import problem_with
 
 
 class NoSampler:
@@ -17,28 +17,30 @@ class Unfinished(interfaces.Sampler):
     pass
 
 
-class StillAbstract(reference.sampler.Sampler):
+class StillAbstract(diptych.reference.sampler.Sampler):
     @abstractmethod
     def sample(self, *args: object) -> None: ...
 
 
 def test_what_a_class_lacks_is_named() -> None:
     names = ", ".join(sorted(interfaces.Sampler.__abstractmethods__))
-    assert problem_with("sampler", reference.sampler.Sampler) is None
+    assert problem_with("sampler", diptych.reference.sampler.Sampler) is None
     assert problem_with("sampler", Unfinished) == f"Unfinished lacks {names}"
-    expected = f"NoSampler is no subclass of shared.interfaces.Sampler and lacks {names}"
+    expected = f"NoSampler is no subclass of diptych.shared.interfaces.Sampler and lacks {names}"
     assert problem_with("sampler", NoSampler) == expected
     assert problem_with("sampler", StillAbstract) == "StillAbstract lacks sample"
 
 
 def test_what_is_no_class_is_named() -> None:
-    module = "reference.sampler is a module: name the class in it, reference.sampler:Class"
-    assert problem_with("sampler", reference.sampler) == module
+    module = "diptych.reference.sampler is a module: name the class in it, diptych.reference.sampler:Class"
+    assert problem_with("sampler", diptych.reference.sampler) == module
     assert problem_with("sampler", len) == "len is no class"
 
 
 def test_each_class_of_a_module_is_checked() -> None:
-    classes = {name: getattr(reference.layers, name) for name in ("RMSNorm", "RotaryEmbedding", "SiluAndMul")}
+    classes = {
+        name: getattr(diptych.reference.layers, name) for name in ("RMSNorm", "RotaryEmbedding", "SiluAndMul")
+    }
     assert problem_with("layers", SimpleNamespace(**classes)) is None
     names = ", ".join(classes)
     for name in classes:
@@ -47,14 +49,14 @@ def test_each_class_of_a_module_is_checked() -> None:
         assert problem_with("layers", SimpleNamespace(**others)) == expected
         problem = problem_with("layers", SimpleNamespace(**classes | {name: NoSampler}))
         assert problem is not None
-        assert problem.startswith(f"NoSampler is no subclass of shared.interfaces.{name} and lacks ")
+        assert problem.startswith(f"NoSampler is no subclass of diptych.shared.interfaces.{name} and lacks ")
     assert problem_with("models", SimpleNamespace()) == "SimpleNamespace has no model_class"
 
 
 def test_a_drafter_is_a_class_or_a_module_of_them() -> None:
     problem = problem_with("drafter", NoSampler)
     assert problem is not None
-    assert problem.startswith("NoSampler is no subclass of shared.interfaces.Drafter and lacks ")
+    assert problem.startswith("NoSampler is no subclass of diptych.shared.interfaces.Drafter and lacks ")
     assert problem_with("drafter", SimpleNamespace()) == "SimpleNamespace has no drafter_class"
     assert problem_with("drafter", SimpleNamespace(drafter_class=len)) is None
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from shared.config import EngineConfig
-from shared.conformance.compare import Mismatch
-from shared.conformance.configs import CONFIGS
-from shared.conformance.deterministic import (
+from diptych.shared.config import EngineConfig
+from diptych.shared.tools.conformance.clauses.compare import Mismatch
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
+from diptych.shared.types import GenerateOutput
+from tests.engine.deterministic_answers import (
     DETERMINISTIC_SWITCHES,
     all_at_once,
     engine,
     expect_same_bits,
     one_by_one,
 )
-from shared.types import GenerateOutput
 
 REFERENCE: dict[str, Any] = {"device": "cpu", "panel": "reference"}
 NUM_NEW_TOKENS = 8

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from reference.speculative.eagle import EagleDrafter
-from shared.config import DraftConfig, ModelConfig
-from shared.conformance.contracts.draft_models.forward import DraftSession
-from shared.conformance.model_session import ModelSession
-from shared.engine.llm import LLM
-from shared.loading.draft_weights import dummy_draft_weights
-from shared.loading.model_path import ASSETS
-from shared.types import DraftBatch, DraftShape, DraftTree, SamplingParams
+from diptych.reference.speculative.eagle import EagleDrafter
+from diptych.shared.config import DraftConfig, ModelConfig
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.draft_weights import dummy_draft_weights
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.tools.conformance.contracts.draft_models.forward import DraftSession
+from diptych.shared.tools.conformance.oracles.model_session import ModelSession
+from diptych.shared.types import DraftBatch, DraftShape, DraftTree, SamplingParams
 
 TARGET = ASSETS / "tiny-dense"
 PROMPTS = [

@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from shared.conformance.configs import CONFIGS
-from shared.engine.embedding import (
+from diptych.shared.engine.llm import LLM
+from diptych.shared.engine.requests.embedding import (
     HEAD,
     check_dimensions,
     embed_outputs,
     finish_embedding,
     read_reward_head,
 )
-from shared.engine.llm import LLM
-from shared.types import FinishAbort, SamplingParams
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
+from diptych.shared.types import FinishAbort, SamplingParams
 from tests.models.model_harness import random_hf_model
 
 PROMPTS = [[(7 * i + j * j) % 331 for j in range(length)] for i, length in enumerate((1, 23, 40, 40))]

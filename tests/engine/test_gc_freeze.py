@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shared.engine.llm import LLM
-from shared.engine.python_runtime import FEW, gc_freeze
-from shared.types import SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.engine.python_runtime import FEW, gc_freeze
+from diptych.shared.types import SamplingParams
 
 
 class Knot:

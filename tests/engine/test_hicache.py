@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from reference.disk_tier import DiskTier
-from shared.config import EngineConfig
-from shared.conformance.switches import GREEDY, prompts
-from shared.engine import hicache
-from shared.engine.llm import LLM
-from shared.scheduling import host_cache
-from shared.types import SamplingParams
+from diptych.reference.tiers.disk_tier import DiskTier
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build import hicache
+from diptych.shared.engine.llm import LLM
+from diptych.shared.scheduling import host_cache
+from diptych.shared.tools.conformance.whole_engine.switches import GREEDY, prompts
+from diptych.shared.types import SamplingParams
 
 REFERENCE = {"device": "cpu", "panel": "reference"}
 ONE = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)

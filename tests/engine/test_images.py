@@ -15,11 +15,11 @@ import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from reference.vision import VisionTower
-from shared.config.vision import read_vision_config
-from shared.engine import images as image_prompts
-from shared.engine.llm import LLM
-from shared.types import SamplingParams
+from diptych.reference.modes.vision import VisionTower
+from diptych.shared.config.vision import read_vision_config
+from diptych.shared.engine.llm import LLM
+from diptych.shared.engine.requests import images as image_prompts
+from diptych.shared.types import SamplingParams
 
 Image = pytest.importorskip("PIL.Image")
 IMAGE, NUM_ROWS, NUM_NEW = 330, 9, 5

@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import reference.schedule_batch
-from reference.input_embeds import embeds_of_step
-from shared.config import EngineConfig
-from shared.conformance.configs import CONFIGS
-from shared.engine import input_embeds
-from shared.engine.input_embeds import check_supported, rows_of_bytes
-from shared.engine.llm import LLM
-from shared.types import SamplingParams
+import diptych.reference.schedule_batch
+from diptych.reference.modes.input_embeds import embeds_of_step
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.llm import LLM
+from diptych.shared.engine.requests import input_embeds
+from diptych.shared.engine.requests.input_embeds import check_supported, rows_of_bytes
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
+from diptych.shared.types import SamplingParams
 from tests.models.model_harness import random_hf_model
 
 CONFIG = "qwen3-layer-types"
@@ -204,7 +204,7 @@ def test_planted_bugs_in_chunks_are_found(
     bug: Callable,
     flags: Any,
 ) -> None:
-    monkeypatch.setattr(reference.schedule_batch, "embeds_of_step", bug)
+    monkeypatch.setattr(diptych.reference.schedule_batch, "embeds_of_step", bug)
     assert [ids for ids, _ in answers(engine(folder, **flags), prompts)] != [ids for ids, _ in expected]
 
 

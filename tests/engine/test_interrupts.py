@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.engine.llm import LLM
-from shared.engine.python_runtime import deferred_interrupts
-from shared.scheduling.invariants import check_invariants
+from diptych.shared.engine.llm import LLM
+from diptych.shared.engine.python_runtime import deferred_interrupts
+from diptych.shared.scheduling.invariants import check_invariants
 
 PROMPTS = ["Count from 3 to 9.", "What is 12 + 30?", "Spell the word river."]
 HOST_PARTS = ("scheduler", "memory_pool", "radix_cache", "schedule_policy", "prefill_adder")

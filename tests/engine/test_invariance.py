@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from shared.conformance.switches import (
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.tools.conformance.whole_engine.switches import (
     GREEDY,
     NGRAM,
     SPECULATION_SWITCHES,
@@ -16,9 +18,7 @@ from shared.conformance.switches import (
     expect_answers,
     prompts,
 )
-from shared.engine.llm import LLM
-from shared.loading.model_path import ASSETS
-from shared.types import SamplingParams
+from diptych.shared.types import SamplingParams
 
 MODELS = ("tiny-dense", "tiny-moe")
 REFERENCE = {"device": "cpu", "panel": "reference"}

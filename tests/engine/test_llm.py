@@ -11,9 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shared.engine.llm import LLM
-from shared.loading.model_path import ASSETS
-from shared.types import FinishAbort, FinishError, FinishLength, FinishString, FinishToken, SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.types import (
+    FinishAbort,
+    FinishError,
+    FinishLength,
+    FinishString,
+    FinishToken,
+    SamplingParams,
+)
 
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)
 QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -378,23 +385,3 @@ def test_a_shape_with_dummy_weights_and_no_tokenizer() -> None:
     one, same, other = (LLM(**flags, random_seed=seed) for seed in (1, 1, 2))
     outputs = [llm.generate([5, 6, 7], GREEDY, progress=False).output_ids for llm in (one, same, other)]
     assert outputs[0] == outputs[1] != outputs[2]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"model": "no-such-model"}, "no model 'no-such-model'"),
-        ({"model": "Qwen3-8B"}, "is a shape without weights"),
-        ({"device": "tpu"}, "device must be cpu, mps, cuda"),
-        ({"context_len": 4096}, "context_len=4096 exceeds the model's 2048"),
-        ({"page_size": 0}, "page_size must be an integer >= 1"),
-        ({"nonsense": 1}, "unknown flag nonsense"),
-        ({"use": {"attention": "triton_x"}}, "attention=triton_x: no such implementation"),
-        ({"use": {"nothing": "reference"}}, "unknown component 'nothing'"),
-        ({"max_total_tokens": 8, "page_size": 16}, "no room for a KV pool"),
-        ({"chunked_prefill_size": 4, "page_size": 16}, "chunk"),
-    ],
-)
-def test_bad_flags(flags: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LLM(**{"model": "tiny-dense", "device": "cpu", "panel": "reference", **flags})

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from shared.conformance.configs import CONFIGS
-from shared.engine import llm as llm_module
-from shared.engine.llm import LLM
-from shared.loading.lora import read_adapter
-from shared.types import SamplingParams
+from diptych.shared.engine import llm as llm_module
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.lora import read_adapter
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
+from diptych.shared.types import SamplingParams
 from tests.models.model_harness import random_hf_model
 
 NUM_NEW = 8

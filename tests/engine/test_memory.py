@@ -7,9 +7,9 @@ import gc
 import pytest
 import torch
 
-from shared.engine.llm import LLM
-from shared.loading.model_path import ASSETS
-from shared.types import SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.types import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

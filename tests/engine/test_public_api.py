@@ -13,8 +13,8 @@ import torch
 
 import diptych
 from diptych import LLM, EngineConfig, GenerateOutput, SamplingParams
-from shared.engine import llm as llm_module
-from shared.types import FinishAbort, FinishError
+from diptych.shared.engine import llm as llm_module
+from diptych.shared.types import FinishAbort, FinishError
 from tests.house.tree import ROOT
 
 SUM = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -231,7 +231,7 @@ def test_threads_share_an_llm(llm: LLM) -> None:
 
 
 def test_a_regex_without_end_ends_its_own_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.scheduling.stop_conditions.REGEX_SECONDS", 0.002)
+    monkeypatch.setattr("diptych.shared.scheduling.stop_conditions.REGEX_SECONDS", 0.002)
     ids = llm.tokenizer.encode("a" * 60)
     bias = {ids[-1]: 1000.0}
     (hostile,) = llm.submit(ids, SamplingParams(stop_regex="(a+)+b", max_new_tokens=400, logit_bias=bias))
@@ -298,7 +298,9 @@ def test_a_checkpoint_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> No
 
 
 def test_version() -> None:
-    program = "import sys; sys.argv = ['diptych', '--version']; from shared.cli import main; main()"
+    program = (
+        "import sys; sys.argv = ['diptych', '--version']; from diptych.shared.tools.cli import main; main()"
+    )
     result = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from reference.sampler import Sampler
-from reference.scheduler import Scheduler
-from shared.conformance.compare import Mismatch
-from shared.conformance.random_load import Question
-from shared.conformance.soak import Soak, Tally
-from shared.scheduling.invariants import InvariantViolation
-from shared.types import GenerateOutput, Req, SamplingParams
+from diptych.reference.sampler import Sampler
+from diptych.reference.scheduler import Scheduler
+from diptych.shared.scheduling.invariants import InvariantViolation
+from diptych.shared.tools.conformance.clauses.compare import Mismatch
+from diptych.shared.tools.conformance.whole_engine.random_load import Question
+from diptych.shared.tools.conformance.whole_engine.soak import Soak, Tally
+from diptych.shared.types import GenerateOutput, Req, SamplingParams
 from tests.conformance.mutants.scheduling import AbortLeaksMemory
 
 HOST_PARTS = ("scheduler", "memory_pool", "radix_cache", "schedule_policy", "prefill_adder")

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from shared.config import EngineConfig
-from shared.engine import disaggregated, launcher, ranks, replicas, replicas_in_step, start
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.llm import LLM
+from diptych.shared.engine.processes import disaggregated, launcher, ranks, replicas, replicas_in_step, start
 
 STARTS = (
     (start, "assemble"),
@@ -88,3 +89,23 @@ def test_a_function_on_every_rank(num_ranks: int, dp: int, on_all: bool) -> None
     assembly: Any = SimpleNamespace(config=config, scheduler=scheduler)
     found = start.on_every_rank(assembly, lambda assembly, *arguments: ("here", *arguments), 7)
     assert found == ("all" if on_all else "here", 7)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"model": "no-such-model"}, "no model 'no-such-model'"),
+        ({"model": "Qwen3-8B"}, "is a shape without weights"),
+        ({"device": "tpu"}, "device must be cpu, mps, cuda"),
+        ({"context_len": 4096}, "context_len=4096 exceeds the model's 2048"),
+        ({"page_size": 0}, "page_size must be an integer >= 1"),
+        ({"nonsense": 1}, "unknown flag nonsense"),
+        ({"use": {"attention": "triton_x"}}, "attention=triton_x: no such implementation"),
+        ({"use": {"nothing": "reference"}}, "unknown component 'nothing'"),
+        ({"max_total_tokens": 8, "page_size": 16}, "no room for a KV pool"),
+        ({"chunked_prefill_size": 4, "page_size": 16}, "chunk"),
+    ],
+)
+def test_bad_flags(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(**{"model": "tiny-dense", "device": "cpu", "panel": "reference", **flags})

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from optimized.collectives import Collectives, NcclCollectives
-from optimized.kernels.rms_norm import add_partial_sums_rms_norm
-from optimized.layers import RMSNorm
-from optimized.symmetric_memory import one_shot_limit
-from shared.engine.child import Child, Inbox, reported_end, started
+from diptych.optimized.kernels.linear.rms_norm import add_partial_sums_rms_norm
+from diptych.optimized.layers import RMSNorm
+from diptych.optimized.parallel.collectives import Collectives, NcclCollectives
+from diptych.optimized.parallel.symmetric_memory import one_shot_limit
+from diptych.shared.engine.processes.child import Child, Inbox, reported_end, started
 
 SECONDS = 120.0
 NUM_REPLAYS = 10_000

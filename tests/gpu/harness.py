@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from shared import registry
-from shared.conformance.switches import answers_with_alternatives
-from shared.engine.llm import LLM
-from shared.types import GenerateOutput
+from diptych.shared import registry
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.conformance.whole_engine.switches import answers_with_alternatives
+from diptych.shared.types import GenerateOutput
 
 MODELS = ("tiny-dense", "tiny-moe")
 REFERENCE = {"device": "cuda", "panel": "reference"}

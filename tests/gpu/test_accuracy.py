@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from shared.conformance.accuracy import CONFIGURATIONS, LARGEST_LOSS, LOWEST_SCORE, exact_match
+from diptych.shared.tools.conformance.whole_engine.accuracy import (
+    CONFIGURATIONS,
+    LARGEST_LOSS,
+    LOWEST_SCORE,
+    exact_match,
+)
 
 from .harness import MODELS, REFERENCE, attention_backends, with_attention
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shared import registry
-from shared.bench.kernel_table import IDLE, profile_kernels
-from shared.bench.step import step_of
-from shared.bench.step_inputs import StepCase, fill_pool
-from shared.conformance.dispatch import DispatchRecord
-from shared.conformance.switches import prompts
-from shared.types import SamplingParams
+from diptych.shared import registry
+from diptych.shared.tools.bench.kernel_table import IDLE, profile_kernels
+from diptych.shared.tools.bench.step import step_of
+from diptych.shared.tools.bench.step_inputs import StepCase, fill_pool
+from diptych.shared.tools.conformance.whole_engine.switches import prompts
+from diptych.shared.types import SamplingParams
+from tests.dispatch_recorder import DispatchRecord
 
 from .harness import MODELS, attention_backends, optimized
 
@@ -33,7 +33,7 @@ def test_the_optimized_components_did_the_work(model: str, backend: str) -> None
     with DispatchRecord() as record:
         record.watch_engine(llm)
         llm.generate(prompts(llm), PARAMS, progress=False)
-    record.expect_ran("model_runner.forward_and_sample", "optimized.model_runner.ModelRunner")
+    record.expect_ran("model_runner.forward_and_sample", "diptych.optimized.model_runner.ModelRunner")
     target = registry.IMPLEMENTATIONS["attention"][backend].replace(":", ".")
     record.expect_ran("attention.plan", target)
     record.expect_ran("attention.run", target)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optimized.speculative.draft_tree import DraftTreeOps
-from reference.speculative.draft_tree import DraftTreeOps as ReferenceOps
-from shared.conformance.compare import expect_equal
-from shared.conformance.draft_trees import draft, expect_tree
-from shared.interfaces import DraftTreeOps as Contract
-from shared.types import Accepted, DraftTree, TopTokens
+from diptych.optimized.speculative.draft_tree import DraftTreeOps
+from diptych.reference.speculative.draft_tree import DraftTreeOps as ReferenceOps
+from diptych.shared.interfaces import DraftTreeOps as Contract
+from diptych.shared.tools.conformance.clauses.compare import expect_equal
+from diptych.shared.tools.conformance.oracles.draft_trees import draft, expect_tree
+from diptych.shared.types import Accepted, DraftTree, TopTokens
 
 pytestmark = pytest.mark.gpu
 

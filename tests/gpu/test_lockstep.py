@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from shared.conformance.lockstep import Lockstep
-from shared.conformance.outcome import Outcome
-from shared.conformance.recorder import SAMPLED_IDS
-from shared.conformance.switches import prompts
-from shared.engine.llm import LLM
-from shared.types import SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.conformance.diff.lockstep import Lockstep
+from diptych.shared.tools.conformance.diff.outcome import Outcome
+from diptych.shared.tools.conformance.diff.recorder import SAMPLED_IDS
+from diptych.shared.tools.conformance.whole_engine.switches import prompts
+from diptych.shared.types import SamplingParams
 
 from .harness import MODELS, attention_backends, name_of, optimized, reference
 

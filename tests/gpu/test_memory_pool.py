@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from optimized import memory_pool
-from optimized.radix_cache import RadixCache
-from shared.interfaces import RadixKey
-from shared.scheduling.pages import prepare_for_decode, prepare_for_extend
-from shared.types import Req, SamplingParams
+from diptych.optimized import memory_pool
+from diptych.optimized.radix_cache import RadixCache
+from diptych.shared.interfaces import RadixKey
+from diptych.shared.scheduling.pages import prepare_for_decode, prepare_for_extend
+from diptych.shared.types import Req, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -83,7 +83,7 @@ def test_move_waits_for_nothing_and_takes_slots_of_the_host() -> None:
 
 
 def test_the_same_answers_as_on_the_references_pools() -> None:
-    from shared.conformance.switches import prompts
+    from diptych.shared.tools.conformance.whole_engine.switches import prompts
 
     from .harness import optimized
 

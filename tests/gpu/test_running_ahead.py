@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.overlap.streams import CudaStreams
-from optimized.speculative.round import RoundInFlight
-from shared.conformance.switches import GREEDY, expect_answers, prompts
-from shared.engine.llm import LLM
-from shared.types import SamplingParams
+from diptych.optimized.overlap.streams import CudaStreams
+from diptych.optimized.speculative.round import RoundInFlight
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.conformance.whole_engine.switches import GREEDY, expect_answers, prompts
+from diptych.shared.types import SamplingParams
 
 from .harness import OPTIMIZED, name_of, optimized, reference_answers
 from .test_scheduler import SAMPLED, Checked, no_waiting, scheduler_of

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.overlap.streams import CudaStreams, Pending, Work
-from optimized.scheduler import Scheduler
-from shared.conformance.dispatch import DispatchRecord
-from shared.conformance.switches import GREEDY, expect_answers, prompts
-from shared.engine.llm import LLM
-from shared.types import SamplingParams
+from diptych.optimized.overlap.streams import CudaStreams, Pending, Work
+from diptych.optimized.scheduler import Scheduler
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.conformance.whole_engine.switches import GREEDY, expect_answers, prompts
+from diptych.shared.types import SamplingParams
+from tests.dispatch_recorder import DispatchRecord
 
 from .harness import MODELS, OPTIMIZED, name_of, optimized, reference, reference_answers
 
@@ -160,4 +160,4 @@ def test_it_did_the_work() -> None:
     with DispatchRecord() as record:
         record.watch_engine(llm)
         llm.generate("one two", GREEDY, progress=False)
-    record.expect_ran("scheduler.step", "optimized.scheduler.Scheduler")
+    record.expect_ran("scheduler.step", "diptych.optimized.scheduler.Scheduler")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.conformance.soak import Soak, Tally
+from diptych.shared.tools.conformance.whole_engine.soak import Soak, Tally
 
 
 @pytest.mark.gpu

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from shared.bench.round import pieces_of
-from shared.bench.step_inputs import fill_pool
-from shared.conformance.switches import expect_answers
-from shared.engine.llm import LLM
-from shared.loading.model_path import ASSETS
-from shared.tiny.acceptance import measure_acceptance
-from shared.types import DraftShape, DraftTree
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.tools.bench.round import pieces_of
+from diptych.shared.tools.bench.step_inputs import fill_pool
+from diptych.shared.tools.conformance.whole_engine.switches import expect_answers
+from diptych.shared.tools.training.acceptance import measure_acceptance
+from diptych.shared.types import DraftShape, DraftTree
 
 from .harness import OPTIMIZED, name_of, optimized, reference_answers
 

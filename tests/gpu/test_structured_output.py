@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shared.engine.llm import LLM
+from diptych.shared.engine.llm import LLM
 from tests.grammar.test_llm import answers
 from tests.grammar.test_processors import count_up, no_repeats, run
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shared.conformance.switches import (
+from diptych.shared.tools.conformance.whole_engine.switches import (
     GRAPH_SWITCHES,
     GREEDY,
     QUESTIONS,

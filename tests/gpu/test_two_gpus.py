@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.engine.llm import LLM
+from diptych.shared.engine.llm import LLM
 from tests.gpu.gpu_ranks import NUM_REPLAYS, norms, on_gpus, replays, sums_that_differ
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpus(2)]
@@ -99,7 +99,7 @@ def test_two_engines_answer_as_one(panel: str, more: dict[str, Any]) -> None:
 
 COUNTS = """
 import torch
-from optimized.collectives import Collectives
+from diptych.optimized.parallel.collectives import Collectives
 
 class Counts(Collectives):
     num_different = None

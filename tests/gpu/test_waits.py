@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from shared.bench.step import step_of
-from shared.bench.step_inputs import StepCase, fill_pool
+from diptych.shared.tools.bench.step import step_of
+from diptych.shared.tools.bench.step_inputs import StepCase, fill_pool
 
 from .harness import MODELS, attention_backends, optimized
 

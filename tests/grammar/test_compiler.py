@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from shared.grammar import compiler as module
-from shared.grammar.compiler import GrammarCompiler
-from shared.grammar.matcher import allows
-from shared.grammar.queue import GrammarQueue
-from shared.interfaces.grammar import Grammar
-from shared.loading.model_path import ASSETS
-from shared.text.tokenizer import Tokenizer
-from shared.types import Req, SamplingParams
+from diptych.shared.grammar import compiler as module
+from diptych.shared.grammar.compiler import GrammarCompiler
+from diptych.shared.grammar.matcher import allows
+from diptych.shared.grammar.queue import GrammarQueue
+from diptych.shared.interfaces.grammar import Grammar
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.text.tokenizer import Tokenizer
+from diptych.shared.types import Req, SamplingParams
 
 PERSON = {
     "type": "object",
@@ -266,4 +266,4 @@ def test_nothing_starts_before_the_first_grammar(tokenizer: Tokenizer) -> None:
     compiler = make(tokenizer)
     assert compiler.submit(SamplingParams()) is None
     assert compiler._worker is None
-    assert Path(module.ROOT, "shared").is_dir()
+    assert Path(module.ROOT, "diptych", "shared").is_dir()

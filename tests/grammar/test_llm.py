@@ -12,9 +12,9 @@ import jsonschema
 import pytest
 import torch
 
-from shared.engine.llm import LLM
-from shared.grammar.reasoning import ReasoningTokens
-from shared.types import FinishLength, FinishToken, GenerateOutput, SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.grammar.reasoning import ReasoningTokens
+from diptych.shared.types import FinishLength, FinishToken, GenerateOutput, SamplingParams
 
 PERSON = {
     "type": "object",

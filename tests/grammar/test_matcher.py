@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shared.conformance.brackets import CLOSE, END, OPEN, BracketMatcher
-from shared.grammar import matcher as module
-from shared.grammar.matcher import BaseGrammar, MatcherGrammar, allows
-from shared.grammar.reasoning import ReasoningGrammar, ReasoningTokens
-from shared.interfaces.grammar import Grammar
+from diptych.shared.grammar import matcher as module
+from diptych.shared.grammar.matcher import BaseGrammar, MatcherGrammar, allows
+from diptych.shared.grammar.reasoning import ReasoningGrammar, ReasoningTokens
+from diptych.shared.interfaces.grammar import Grammar
+from diptych.shared.tools.conformance.oracles.brackets import CLOSE, END, OPEN, BracketMatcher
 
 VOCAB_SIZE = 70
 

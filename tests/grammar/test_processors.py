@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared.engine.llm import LLM
-from shared.types import FinishError, SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.types import FinishError, SamplingParams
 from tests.grammar.test_llm import CHAIN, CPU, EAGLE3, OVERLAP, PROMPTS
 
 NUM_TOKENS = 24

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shared.grammar.spec import (
+from diptych.shared.grammar.spec import (
     MAX_BYTES,
     MAX_DEPTH,
     MAX_REPETITIONS,
@@ -19,7 +19,7 @@ from shared.grammar.spec import (
     choice_to_ebnf,
     spec_of,
 )
-from shared.types import SamplingParams
+from diptych.shared.types import SamplingParams
 
 NODE = {"$defs": {"node": {"properties": {"next": {"$ref": "#/$defs/node"}}}}, "$ref": "#/$defs/node"}
 

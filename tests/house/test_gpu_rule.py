@@ -44,9 +44,9 @@ def run_pytest(tmp_path: Path, case: str, num_gpus: int) -> tuple[str, str]:
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
     (tmp_path / "test_case.py").write_text(case)
     (tmp_path / "torch.py").write_text(TORCH_STAND_IN.format(num_gpus=num_gpus, has_gpu=num_gpus > 0))
-    loading = tmp_path / "shared" / "loading"  # the session's fixture limits pools
+    loading = tmp_path / "diptych" / "shared" / "loading"  # the session's fixture limits pools
     loading.mkdir(parents=True)
-    for package in (loading.parent, loading):
+    for package in (loading.parents[1], loading.parent, loading):
         (package / "__init__.py").touch()
     (loading / "kv_sizing.py").write_text("MAX_CPU_TOKENS = 65_536")
     (tmp_path / "pytest.ini").write_text(

@@ -12,9 +12,9 @@ from tree import ROOT, python_files
 
 FORBIDDEN = {
     # `shared` imports components by name (importlib), so no import statement names a panel.
-    "shared": {"reference", "optimized"},
-    "reference": {"optimized", "triton", "flashinfer", "tests"},
-    "optimized": {"reference", "tests"},
+    "shared": {"diptych.reference", "diptych.optimized"},
+    "reference": {"diptych.optimized", "triton", "flashinfer", "tests"},
+    "optimized": {"diptych.reference", "tests"},
 }
 
 
@@ -26,10 +26,10 @@ def parsed(path: Path) -> ast.Module:
 def imported_packages(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: a relative import hides where a name comes from"
-            yield node.lineno, (node.module or "").partition(".")[0]
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
@@ -40,18 +40,18 @@ def test_package_imports_only_what_it_may(package: str) -> None:
         f"{path}:{line}: imports {name}"
         for path in files
         for line, name in imported_packages(path)
-        if name in FORBIDDEN[package]
+        if f"{name}.".startswith(tuple(f"{forbidden}." for forbidden in FORBIDDEN[package]))
     ]
     assert wrong == []
 
 
 # Modules of shared/ that are no part of the engine: they measure it, test it, train its models, or start it.
-AROUND_THE_ENGINE = ("shared.conformance", "shared.bench", "shared.commands", "shared.tiny", "shared.cli")
+AROUND_THE_ENGINE = ("diptych.shared.tools",)
 
 
 def module_name(path: Path) -> str:
     parts = path.with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return ".".join(("diptych", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
 def module_level_imports(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -106,11 +106,13 @@ def test_modules_import_one_another_without_a_cycle() -> None:
 
 
 def test_folders_import_one_another_without_a_cycle() -> None:
-    """The folders of shared/, such as shared.types and shared.config."""
+    """The folders of shared/, such as diptych.shared.types and diptych.shared.config."""
     folders: dict[str, set[str]] = {}
     for module, imported in project_graph().items():
-        folder = ".".join(module.split(".")[:2])
-        targets = {".".join(name.split(".")[:2]) for name in imported}
+        if not module.startswith("diptych.shared."):
+            continue
+        folder = ".".join(module.split(".")[:3])
+        targets = {".".join(name.split(".")[:3]) for name in imported}
         folders[folder] = folders.get(folder, set()) | (targets - {folder})
     assert cycles({folder: targets & set(folders) for folder, targets in folders.items()}) == []
 
@@ -157,7 +159,7 @@ def run_python(program: str) -> str:
 
 
 def test_reference_and_engine_run_where_triton_and_flashinfer_are_missing() -> None:
-    modules = [module_name(path) for path in python_files("reference")] + ["shared.engine.llm"]
+    modules = [module_name(path) for path in python_files("reference")] + ["diptych.shared.engine.llm"]
     program = f"""
 import importlib, sys
 for blocked in ("triton", "flashinfer"):
@@ -172,9 +174,12 @@ print("done")
 @pytest.mark.parametrize(
     ("modules", "heavy"),
     [
-        (["reference", "optimized", "shared", "shared.cli"], ["torch", "numpy", "transformers"]),
         (
-            ["torch", "shared.types", "shared.interfaces", "shared.engine.llm"],
+            ["diptych", "diptych.reference", "diptych.optimized", "diptych.shared.tools.cli"],
+            ["torch", "numpy", "transformers"],
+        ),
+        (
+            ["torch", "diptych.shared.types", "diptych.shared.interfaces", "diptych.shared.engine.llm"],
             ["transformers", "triton", "flashinfer", "matplotlib"],
         ),
     ],

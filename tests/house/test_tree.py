@@ -7,8 +7,8 @@ import pytest
 from tree import ROOT, project_files
 
 TOP_LEVEL = {
-    "LICENSE", "Makefile", "README.md", "diptych.py", "docs", "mkdocs.yml", "notebooks", "optimized",
-    "pyproject.toml", "reference", "shared", "tests",
+    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "diptych", "docs",
+    "mkdocs.yml", "notebooks", "optimized", "pyproject.toml", "reference", "shared", "tests",
 }  # fmt: skip
 MAX_LINES = 400
 MIB = 2**20
@@ -47,8 +47,9 @@ def test_package_data_is_in_the_wheel() -> None:
         if name.parts[0] in ("shared", "reference", "optimized")
         and name.suffix != ".py"
         and not any(
-            fnmatch(str(name), f"{name.parts[0]}/{pattern}")
-            for pattern in settings["package-data"].get(name.parts[0], [])
+            fnmatch(f"diptych/{name}", f"{package.replace('.', '/')}/{pattern}")
+            for package, patterns in settings["package-data"].items()
+            for pattern in patterns
         )
     ]
     assert missing == []

@@ -8,6 +8,11 @@ ROOT = Path(__file__).parents[2]
 _NOT_OURS = {".git", ".venv", "build", "dist", "site", "__pycache__"}
 
 
+def _through_link(name: Path) -> bool:
+    """diptych/ links to the three folders: their files count once."""
+    return name.parts[0] == "diptych" and len(name.parts) > 2
+
+
 @cache
 def project_files() -> list[Path]:
     """Files tracked, or new and not ignored, relative to the root. An unpacked archive without git: all."""
@@ -24,7 +29,7 @@ def project_files() -> list[Path]:
             for name in names
             if not _NOT_OURS & set(name.parts) and not any(part.endswith(".egg-info") for part in name.parts)
         ]
-    return sorted(name for name in names if (ROOT / name).is_file())
+    return sorted(name for name in names if (ROOT / name).is_file() and not _through_link(name))
 
 
 def python_files(*folders: str) -> list[Path]:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shared.conformance.case import Case
-from shared.conformance.kernels import rank_processes
-from shared.conformance.kernels.collective_likes import all_reduce_like
-from shared.conformance.kernels.conventions import convention_of
-from shared.conformance.kernels.rank_processes import RankProcesses
-from shared.conformance.kernels.report import Report
-from shared.conformance.kernels.run import check_arguments, check_kernel
+from diptych.shared.tools.conformance.clauses.case import Case
+from diptych.shared.tools.conformance.kernels import rank_processes
+from diptych.shared.tools.conformance.kernels.collective_likes import all_reduce_like
+from diptych.shared.tools.conformance.kernels.conventions import convention_of
+from diptych.shared.tools.conformance.kernels.rank_processes import RankProcesses
+from diptych.shared.tools.conformance.kernels.report import Report
+from diptych.shared.tools.conformance.kernels.run import check_arguments, check_kernel
 from tests.kernel_check import reductions
 
 LIKE = all_reduce_like()

@@ -7,14 +7,19 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from shared import cli
-from shared.bench import bare_kernel
-from shared.bench.step_cost import Ceilings
-from shared.conformance.kernels import run
-from shared.conformance.kernels.attention_suspects import dense
-from shared.conformance.kernels.conventions import CONVENTIONS, LIKES, convention_of, operation_of
-from shared.conformance.kernels.report import Report
-from shared.conformance.kernels.report_html import render
+from diptych.shared.tools import cli
+from diptych.shared.tools.bench import bare_kernel
+from diptych.shared.tools.bench.step_cost import Ceilings
+from diptych.shared.tools.conformance.kernels import run
+from diptych.shared.tools.conformance.kernels.attention_suspects import dense
+from diptych.shared.tools.conformance.kernels.conventions import (
+    CONVENTIONS,
+    LIKES,
+    convention_of,
+    operation_of,
+)
+from diptych.shared.tools.conformance.kernels.report import Report
+from diptych.shared.tools.conformance.kernels.report_html import render
 from tests.kernel_check.right import RIGHT
 from tests.kernel_check.wrong import WRONG, fails_at_times, never_returns, one_element_beyond
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from diptych.shared.tools.conformance.kernels.conventions import CONVENTIONS, LIKES, convention_of
+from diptych.shared.tools.conformance.kernels.mistakes import PRECISION, is_rounding
+from diptych.shared.tools.conformance.kernels.report import Report
+from diptych.shared.tools.conformance.kernels.report_html import render
+from diptych.shared.tools.conformance.kernels.run import check_arguments, check_kernel
+from diptych.shared.tools.conformance.kernels.sampler_like import drawn
 from docs.examples.my_kernels import rms_norm, silu_and_mul
-from shared.conformance.kernels.conventions import CONVENTIONS, LIKES, convention_of
-from shared.conformance.kernels.mistakes import PRECISION, is_rounding
-from shared.conformance.kernels.report import Report
-from shared.conformance.kernels.report_html import render
-from shared.conformance.kernels.run import check_arguments, check_kernel
-from shared.conformance.kernels.sampler_like import drawn
 from tests.kernel_check.right import decode_flashinfer, extend, paged_decode, rope, sample
 from tests.kernel_check.test_check_kernel import QUICK, diptych
 

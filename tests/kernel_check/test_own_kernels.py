@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared.conformance.case import Case
-from shared.conformance.device import check_device
-from shared.conformance.kernels import own_kernels
-from shared.conformance.kernels.attention_likes import make_mla
-from shared.conformance.kernels.conventions import LIKES
-from shared.conformance.kernels.draws import frequency
-from shared.conformance.kernels.layer_likes import make_w8a8
-from shared.conformance.kernels.one_call import check_form, check_values
-from shared.conformance.kernels.problem import Problem
-from shared.conformance.kernels.sampler_like import make_sampler
-from shared.conformance.kernels.verify_like import make_verify
-from shared.conformance.mla_batches import MLACase
+from diptych.shared.tools.conformance.clauses.case import Case
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.kernels import own_kernels
+from diptych.shared.tools.conformance.kernels.attention_likes import make_mla
+from diptych.shared.tools.conformance.kernels.conventions import LIKES
+from diptych.shared.tools.conformance.kernels.draws import frequency
+from diptych.shared.tools.conformance.kernels.layer_likes import make_w8a8
+from diptych.shared.tools.conformance.kernels.one_call import check_form, check_values
+from diptych.shared.tools.conformance.kernels.problem import Problem
+from diptych.shared.tools.conformance.kernels.sampler_like import make_sampler
+from diptych.shared.tools.conformance.kernels.verify_like import make_verify
+from diptych.shared.tools.conformance.oracles.mla_batches import MLACase
 
 MLA = MLACase("tiny", ((20, 1), (0, 1)), page_size=16, num_qo_heads=2, kv_lora_rank=32, qk_rope_head_dim=16)
 

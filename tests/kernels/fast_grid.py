@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shared.conformance.case import Case
+from diptych.shared.tools.conformance.clauses.case import Case
 from tests.conformance.fast_cut import pairwise_cover
 
 

@@ -12,36 +12,42 @@ from typing import Any
 
 import torch
 
-from optimized.kernels import fixed_order_gemm, moe_tiles, small_batch_linear
-from optimized.kernels.decode_attention import decode_attention
-from optimized.kernels.dequantize import dequantize
-from optimized.kernels.extend_attention import extend_attention
-from optimized.kernels.fixed_split_attention import fixed_split_attention
-from optimized.kernels.fp8_decode_attention import fp8_decode_attention, suits_fp8_kernel
-from optimized.kernels.local_experts import local_experts
-from optimized.kernels.moe_align import align
-from optimized.kernels.moe_combine import combine
-from optimized.kernels.moe_gemm import down_gemm, up_gemm
-from optimized.kernels.moe_gemv import gemv_experts
-from optimized.kernels.moe_permute import distinct_choices, quantize_pairs, sort_pairs, weighted_sum
-from optimized.kernels.moe_tiles import GemvTile, Shape
-from optimized.kernels.one_shot_all_reduce import OneShotAllReduce
-from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store
-from optimized.kernels.quantize_input import quantize_input
-from optimized.kernels.quantized_gemm import quantized_gemm
-from optimized.kernels.quantized_gemv import quantized_gemv, suits_gemv
-from optimized.kernels.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
-from optimized.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
-from optimized.kernels.tree_attention import tree_attention
-from optimized.quantized_moe import QuantizedExperts
-from optimized.sampler import Sampler
-from shared.config import ModelConfig
-from shared.config.quantization import ONLINE
-from shared.interfaces import TopKOutput
-from shared.parallel.expert_map import ExpertPlacement, in_order
-from shared.types import SamplingBatchInfo
-from shared.types.attention import FP8
-from shared.types.quantization import QuantScheme
+from diptych.optimized.kernels.attention.decode_attention import decode_attention
+from diptych.optimized.kernels.attention.extend_attention import extend_attention
+from diptych.optimized.kernels.attention.fixed_split_attention import fixed_split_attention
+from diptych.optimized.kernels.attention.fp8_decode_attention import fp8_decode_attention, suits_fp8_kernel
+from diptych.optimized.kernels.attention.qk_norm_rope_store import qk_norm_rope_store
+from diptych.optimized.kernels.attention.tree_attention import tree_attention
+from diptych.optimized.kernels.collectives.one_shot_all_reduce import OneShotAllReduce
+from diptych.optimized.kernels.linear import fixed_order_gemm, small_batch_linear
+from diptych.optimized.kernels.linear.dequantize import dequantize
+from diptych.optimized.kernels.linear.quantize_input import quantize_input
+from diptych.optimized.kernels.linear.quantized_gemm import quantized_gemm
+from diptych.optimized.kernels.linear.quantized_gemv import quantized_gemv, suits_gemv
+from diptych.optimized.kernels.linear.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
+from diptych.optimized.kernels.linear.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
+from diptych.optimized.kernels.moe import moe_tiles
+from diptych.optimized.kernels.moe.local_experts import local_experts
+from diptych.optimized.kernels.moe.moe_align import align
+from diptych.optimized.kernels.moe.moe_combine import combine
+from diptych.optimized.kernels.moe.moe_gemm import down_gemm, up_gemm
+from diptych.optimized.kernels.moe.moe_gemv import gemv_experts
+from diptych.optimized.kernels.moe.moe_permute import (
+    distinct_choices,
+    quantize_pairs,
+    sort_pairs,
+    weighted_sum,
+)
+from diptych.optimized.kernels.moe.moe_tiles import GemvTile, Shape
+from diptych.optimized.quantized.quantized_moe import QuantizedExperts
+from diptych.optimized.sampler import Sampler
+from diptych.shared.config import ModelConfig
+from diptych.shared.config.quantization import ONLINE
+from diptych.shared.interfaces import TopKOutput
+from diptych.shared.parallel.expert_map import ExpertPlacement, in_order
+from diptych.shared.types import SamplingBatchInfo
+from diptych.shared.types.attention import FP8
+from diptych.shared.types.quantization import QuantScheme
 from tests.kernels.mode_launches import lora, mla
 
 Launch = Callable[[], object]

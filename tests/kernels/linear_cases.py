@@ -14,12 +14,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from optimized.kernels import small_batch_linear
-from shared.conformance.compare import Mismatch
-from shared.conformance.device import check_device
-from shared.conformance.inputs import Inputs
-from shared.conformance.poison import amid_poison, poisoned
-from shared.conformance.tolerance import Tolerance, tolerance
+from diptych.optimized.kernels.linear import small_batch_linear
+from diptych.shared.tools.conformance.clauses.compare import Mismatch
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.clauses.inputs import Inputs
+from diptych.shared.tools.conformance.clauses.poison import amid_poison, poisoned
+from diptych.shared.tools.conformance.clauses.tolerance import Tolerance, tolerance
 
 EPS = 1e-2
 """As large as the squares of the rows below are on average: forgetting it shows."""
@@ -103,7 +103,7 @@ class Mutant(NamedTuple):
 
 def with_bug(kernel: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """A copy of a module of kernels in which `old` is `new`."""
-    source = importlib.import_module(f"optimized.kernels.{kernel}")
+    source = importlib.import_module(f"diptych.optimized.kernels.{kernel}")
     text = Path(str(source.__file__)).read_text("utf-8")
     assert old in text
     path = tmp_path / "mutant.py"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from optimized.kernels.expanded_attention import AttentionState, expanded_attention
-from optimized.kernels.lora import BLOCK_M, expand_add, shrink
-from optimized.kernels.mla_decode import mla_decode
-from optimized.kernels.mla_extend import mla_extend
-from optimized.kernels.mla_rope_store import mla_rope_store
-from optimized.kernels.mla_small_batch import absorb_few
-from optimized.kernels.moe_align import align
+from diptych.optimized.kernels.attention.expanded_attention import AttentionState, expanded_attention
+from diptych.optimized.kernels.attention.mla_decode import mla_decode
+from diptych.optimized.kernels.attention.mla_extend import mla_extend
+from diptych.optimized.kernels.attention.mla_rope_store import mla_rope_store
+from diptych.optimized.kernels.attention.mla_small_batch import absorb_few
+from diptych.optimized.kernels.linear.lora_linear import BLOCK_M, expand_add, shrink
+from diptych.optimized.kernels.moe.moe_align import align
 
 
 def mla(

@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 import torch
 
-from shared.interfaces import sampler as contract
-from shared.types import SampleOutput, SamplingBatchInfo
+from diptych.shared.interfaces import sampler as contract
+from diptych.shared.types import SampleOutput, SamplingBatchInfo
 
 OPTIMIZED = Path(__file__).parents[2] / "optimized"
 _FOLDER = tempfile.TemporaryDirectory(prefix="sampler_variants_")
 
 
 class Change(NamedTuple):
-    """In the file that sampler.py (file "") or kernels/sampling_`file`.py is: `old` occurs there once."""
+    """In sampler.py (file "") or kernels/sampling/sampling_`file`.py: `old` occurs there once."""
 
     file: str
     old: str
@@ -35,7 +35,7 @@ def variant(*changes: Change) -> ModuleType:
     name = f"sampler_variant_{zlib.crc32(repr(changes).encode()):08x}"
     folder = Path(_FOLDER.name) / name
     folder.mkdir()
-    for path in (OPTIMIZED / "sampler.py", *sorted((OPTIMIZED / "kernels").glob("sampling_*.py"))):
+    for path in (OPTIMIZED / "sampler.py", *sorted(OPTIMIZED.glob("kernels/sampling/sampling_*.py"))):
         text = path.read_text("utf-8")
         for change in changes:
             if path.stem == (f"sampling_{change.file}" if change.file else "sampler"):
@@ -43,9 +43,11 @@ def variant(*changes: Change) -> ModuleType:
                 assert found == 1, f"{path.name} has {change.old!r} {found} times"
                 text = text.replace(change.old, change.new)
         (folder / path.name).write_text(
-            text.replace("optimized.kernels.sampling_", f"{name}.sampling_"), "utf-8"
+            text.replace("diptych.optimized.kernels.sampling.sampling_", f"{name}.sampling_"), "utf-8"
         )
-    (folder / "__init__.py").write_text("import optimized.kernels  # what the interpreter needs", "utf-8")
+    (folder / "__init__.py").write_text(
+        "import diptych.optimized.kernels  # what the interpreter needs", "utf-8"
+    )
     spec = importlib.util.spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )

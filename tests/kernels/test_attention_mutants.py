@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from reference.attention import TorchAttention
-from shared.conformance.compare import Mismatch
-from shared.conformance.suite import check_implementation, clauses_of
+from diptych.reference.attention import TorchAttention
+from diptych.shared.tools.conformance.clauses.compare import Mismatch
+from diptych.shared.tools.conformance.clauses.suite import check_implementation, clauses_of
 from tests.conformance.mutants.optimized_attention import MUTANTS, SPLIT_MUTANTS, KernelMutant
 from tests.kernels.test_decode_attention import expect_steps
 

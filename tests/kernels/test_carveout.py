@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.kernels import carveout, cta_gemv, warp_gemv
-from optimized.kernels.portable import Gpu
-from shared.conformance.device import check_device
+from diptych.optimized.kernels.attention import carveout
+from diptych.optimized.kernels.linear import cta_gemv, warp_gemv
+from diptych.optimized.kernels.portable import Gpu
+from diptych.shared.tools.conformance.clauses.device import check_device
 
 
 @triton.jit

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optimized import layers
-from optimized.kernels import cublas_linear, small_batch_linear
-from shared.conformance.compare import expect_close
-from shared.conformance.device import building
-from shared.conformance.inputs import Inputs
-from shared.conformance.poison import run_poisoned
+from diptych.optimized import layers
+from diptych.optimized.kernels.linear import cublas_linear, small_batch_linear
+from diptych.shared.tools.conformance.clauses.compare import expect_close
+from diptych.shared.tools.conformance.clauses.device import building
+from diptych.shared.tools.conformance.clauses.inputs import Inputs
+from diptych.shared.tools.conformance.clauses.poison import run_poisoned
 from tests.kernels.test_small_batch_linear import close
 
 BF16 = torch.bfloat16

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.attention.triton import TritonAttention
-from shared.conformance.attention_batches import AttentionBatch, AttentionCase
-from shared.conformance.compare import expect_close
-from shared.conformance.device import check_device
-from shared.conformance.poison import poisoned_allocations
-from shared.conformance.tolerance import tolerance
-from shared.interfaces import AttentionBackend
+from diptych.optimized.attention.triton import TritonAttention
+from diptych.shared.interfaces import AttentionBackend
+from diptych.shared.tools.conformance.clauses.compare import expect_close
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.clauses.poison import poisoned_allocations
+from diptych.shared.tools.conformance.clauses.tolerance import tolerance
+from diptych.shared.tools.conformance.oracles.attention_batches import AttentionBatch, AttentionCase
 from tests.kernels.fast_grid import fast_grid
 
 LENGTHS = (1, 300, 5, 64, 65, 128, 129, 2)
@@ -49,13 +49,15 @@ def test_any_number_of_programs(
     num_programs: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From one that does everything to one for each tile, with and without requests in several runs."""
-    monkeypatch.setattr("optimized.kernels.decode_attention.num_split_ctas", lambda *_: num_programs)
+    monkeypatch.setattr(
+        "diptych.optimized.kernels.attention.decode_attention.num_split_ctas", lambda *_: num_programs
+    )
     batch = AttentionBatch(decode_case(LENGTHS, **options))
     batch.expect(batch.run(TritonAttention))
 
 
 def test_more_parts_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optimized.kernels.decode_attention.num_split_ctas", lambda *_: 100)
+    monkeypatch.setattr("diptych.optimized.kernels.attention.decode_attention.num_split_ctas", lambda *_: 100)
     batch = AttentionBatch(decode_case((1300, 700), num_kv_heads=4, sinks=(1.0,)))
     batch.expect(batch.run(TritonAttention))
 

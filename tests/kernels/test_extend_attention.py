@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.attention.triton import TritonAttention
-from optimized.kernels import extend_attention
-from shared.conformance.attention_batches import AttentionBatch, AttentionCase
-from shared.conformance.compare import expect_close
-from shared.conformance.tolerance import tolerance
-from shared.types import ForwardMode
+from diptych.optimized.attention.triton import TritonAttention
+from diptych.optimized.kernels.attention import extend_attention
+from diptych.shared.tools.conformance.clauses.compare import expect_close
+from diptych.shared.tools.conformance.clauses.tolerance import tolerance
+from diptych.shared.tools.conformance.oracles.attention_batches import AttentionBatch, AttentionCase
+from diptych.shared.types import ForwardMode
 from tests.kernels.fast_grid import fast_grid
 
 

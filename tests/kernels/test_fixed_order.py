@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.attention import deterministic
-from optimized.attention.deterministic import DeterministicAttention
-from optimized.kernels import fixed_order_gemm
-from optimized.kernels.fixed_split_attention import fixed_split_attention
-from optimized.kernels.lora import BLOCK_M, expand_add, shrink
-from optimized.kernels.moe_align import align
-from optimized.kernels.portable import INTERPRETED, Gpu
-from optimized.kernels.qk_norm_rope_store import _tiles
-from optimized.layers import RMSNorm, SiluAndMul
-from optimized.quantization import QuantizedLinear, QuantizedMergedLinear
-from shared.conformance.attention_batches import AttentionBatch, AttentionCase
-from shared.conformance.device import building
-from shared.conformance.inputs import Inputs
-from shared.loading.quantize import quantize_weight
-from shared.types import ForwardMode
-from shared.types.quantization import QuantScheme
+from diptych.optimized.attention import deterministic
+from diptych.optimized.attention.deterministic import DeterministicAttention
+from diptych.optimized.kernels.attention.fixed_split_attention import fixed_split_attention
+from diptych.optimized.kernels.attention.qk_norm_rope_store import _tiles
+from diptych.optimized.kernels.linear import fixed_order_gemm
+from diptych.optimized.kernels.linear.lora_linear import BLOCK_M, expand_add, shrink
+from diptych.optimized.kernels.moe.moe_align import align
+from diptych.optimized.kernels.portable import INTERPRETED, Gpu
+from diptych.optimized.layers import RMSNorm, SiluAndMul
+from diptych.optimized.quantized.quantized_layers import QuantizedLinear, QuantizedMergedLinear
+from diptych.shared.loading.quantize import quantize_weight
+from diptych.shared.tools.conformance.clauses.device import building
+from diptych.shared.tools.conformance.clauses.inputs import Inputs
+from diptych.shared.tools.conformance.oracles.attention_batches import AttentionBatch, AttentionCase
+from diptych.shared.types import ForwardMode
+from diptych.shared.types.quantization import QuantScheme
 
 NUM_TOKENS = (1, 2, 3, 16, 17, 64, 65, 129, 200, 256)
 HALF = torch.bfloat16

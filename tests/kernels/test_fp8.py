@@ -7,14 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.kernels.fp8 import from_pool, kernel_view, to_pool
-from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store
-from shared.conformance.compare import expect_equal
-from shared.conformance.contracts.memory_pool.fp8_pool import NON_NEGATIVE, SCALES
-from shared.conformance.device import check_device
-from shared.conformance.inputs import FLOAT_TYPES, Inputs
-from shared.modeling.kv_pool import to_fp8
-from shared.types.attention import FP8, KVScales
+from diptych.optimized.kernels.attention.qk_norm_rope_store import qk_norm_rope_store
+from diptych.optimized.kernels.linear.fp8 import from_pool, kernel_view, to_pool
+from diptych.shared.modeling.kv_pool import to_fp8
+from diptych.shared.tools.conformance.clauses.compare import expect_equal
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.clauses.inputs import FLOAT_TYPES, Inputs
+from diptych.shared.tools.conformance.contracts.memory_pool.fp8_pool import NON_NEGATIVE, SCALES
+from diptych.shared.types.attention import FP8, KVScales
 
 
 @triton.jit

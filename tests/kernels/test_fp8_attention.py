@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.attention.triton import TritonAttention
-from optimized.kernels import fp8_decode_attention as kernel
-from shared.conformance.attention_batches import AttentionBatch, AttentionCase
-from shared.conformance.compare import Mismatch
-from shared.conformance.device import check_device
-from shared.interfaces import AttentionBackend
-from shared.types.attention import FP8, KVScales
+from diptych.optimized.attention.triton import TritonAttention
+from diptych.optimized.kernels.attention import fp8_decode_attention as kernel
+from diptych.shared.interfaces import AttentionBackend
+from diptych.shared.tools.conformance.clauses.compare import Mismatch
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.oracles.attention_batches import AttentionBatch, AttentionCase
+from diptych.shared.types.attention import FP8, KVScales
 from tests.conformance.mutants.optimized_attention import FP8_MUTANTS, KernelMutant
 
 SIZES: dict[str, Any] = {"dtype": torch.float16, "num_qo_heads": 4, "num_kv_heads": 1, "head_dim": 128}

@@ -10,25 +10,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from optimized.kernels import (
-    gpu_table,
-    linear_choice,
-    linear_tune,
-    moe_tiles,
-    moe_tune,
-    quantized_choice,
-    quantized_tune,
-    tune,
-)
-from optimized.kernels.gpu_table import FORMAT, GpuTable
-from optimized.kernels.portable import Gpu
-from optimized.kernels.quantize_input import QuantizedInput
-from optimized.kernels.quantized_gemv import GemvTile
-from optimized.kernels.quantized_tiles import Tile
-from shared.config import ModelConfig
-from shared.config.quantization import ONLINE
-from shared.loading.model_path import resolve_model_path
-from shared.types.quantization import QuantScheme
+from diptych.optimized.kernels import gpu_table
+from diptych.optimized.kernels.gpu_table import FORMAT, GpuTable
+from diptych.optimized.kernels.linear import linear_choice, quantized_choice
+from diptych.optimized.kernels.linear.quantize_input import QuantizedInput
+from diptych.optimized.kernels.linear.quantized_gemv import GemvTile
+from diptych.optimized.kernels.linear.quantized_tiles import Tile
+from diptych.optimized.kernels.moe import moe_tiles
+from diptych.optimized.kernels.portable import Gpu
+from diptych.optimized.tune import linear_tune, moe_tune, quantized_tune, tune
+from diptych.shared.config import ModelConfig
+from diptych.shared.config.quantization import ONLINE
+from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.types.quantization import QuantScheme
 
 TABLE = GpuTable(
     gpu="A GPU",

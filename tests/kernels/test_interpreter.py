@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import TensorHandle, interpreter_semantic
 
-from optimized.kernels import interpreter
+from diptych.optimized.kernels import interpreter
 
 METHODS = {
     "__add__": "add",

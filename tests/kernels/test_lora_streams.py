@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from optimized import lora
-from optimized.kernels.moe_align import align
-from optimized.layers import Linear
-from shared.conformance.device import building, check_device
-from shared.conformance.inputs import Inputs
+from diptych.optimized.kernels.moe.moe_align import align
+from diptych.optimized.layers import Linear
+from diptych.optimized.modes import lora
+from diptych.shared.tools.conformance.clauses.device import building, check_device
+from diptych.shared.tools.conformance.clauses.inputs import Inputs
 
 NUM_SLOTS, RANK, NUM_TOKENS = 3, 16, 40
 

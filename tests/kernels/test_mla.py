@@ -7,23 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-import optimized.layers
-import reference.layers
-from optimized.attention import mla_triton
-from optimized.attention.mla_triton import TritonMLA
-from optimized.kernels.expanded_attention import AttentionState, expanded_attention
-from optimized.kernels.mla_decode import group_size
-from optimized.kernels.mla_rope_store import mla_rope_store
-from optimized.mla_memory_pool import MLATokenToKVPool
-from shared.config import RopeConfig
-from shared.conformance.attention_batches import expect_attention
-from shared.conformance.compare import expect_close, expect_equal
-from shared.conformance.contracts.mla_attention.batches import EXTEND, MIXED, SMALL
-from shared.conformance.device import check_device
-from shared.conformance.inputs import Inputs
-from shared.conformance.mla_batches import MLACase
-from shared.conformance.tolerance import tolerance
-from shared.types.attention import FP8, KVScales
+import diptych.optimized.layers
+import diptych.reference.layers
+from diptych.optimized.kernels.attention.expanded_attention import AttentionState, expanded_attention
+from diptych.optimized.kernels.attention.mla_decode import group_size
+from diptych.optimized.kernels.attention.mla_rope_store import mla_rope_store
+from diptych.optimized.mla import mla_triton
+from diptych.optimized.mla.mla_memory_pool import MLATokenToKVPool
+from diptych.optimized.mla.mla_triton import TritonMLA
+from diptych.shared.config import RopeConfig
+from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_equal
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.clauses.inputs import Inputs
+from diptych.shared.tools.conformance.clauses.tolerance import tolerance
+from diptych.shared.tools.conformance.contracts.mla_attention.batches import EXTEND, MIXED, SMALL
+from diptych.shared.tools.conformance.oracles.attention_batches import expect_attention
+from diptych.shared.tools.conformance.oracles.mla_batches import MLACase
+from diptych.shared.types.attention import FP8, KVScales
 
 LONG = MLACase("long", ((70, 90), (0, 40), (33, 1)), **SMALL)
 FAST = ("cached prefixes", 24, torch.float32), ("mixed", 24, torch.bfloat16)
@@ -107,14 +107,14 @@ def test_rows_and_rotation(dtype: torch.dtype, is_interleaved: bool) -> None:
     positions = torch.tensor([3, 0, 60, 63, 70], device=q.device)  # the last beyond the context's end
     slots = torch.tensor([8, 2, 5, 1, 3], device=q.device)
     config = RopeConfig("default", 100.0, rope, is_interleaved=is_interleaved)
-    theirs = reference.layers.RotaryEmbedding(config, rope, 64)
-    norm = reference.layers.RMSNorm(rank, 1e-6).to(q.device)
+    theirs = diptych.reference.layers.RotaryEmbedding(config, rope, 64)
+    norm = diptych.reference.layers.RMSNorm(rank, 1e-6).to(q.device)
     norm.weight.data = weight
     q_rope, k_rope = theirs(positions.clamp(max=63), q[..., nope:], kv[:, None, rank:])
     expected_q = torch.cat((q[..., :nope], q_rope), dim=-1).clone()
     expected = rows.clone()
     expected[slots] = torch.cat((norm(kv[:, None, :rank]), k_rope), dim=-1)
-    cos_sin = optimized.layers.RotaryEmbedding(config, rope, 64).cos_sin(q.device)
+    cos_sin = diptych.optimized.layers.RotaryEmbedding(config, rope, 64).cos_sin(q.device)
     mla_rope_store(q, kv, positions, cos_sin, weight, 1e-6, rows, slots, is_interleaved)
     close = tolerance("rotary", dtype)
     expect_close("q", q, expected_q, close)
@@ -126,7 +126,9 @@ def test_fp8_rows_are_the_other_rows_rounded() -> None:
     inputs = Inputs(0)
     q, kv = inputs.normal(n, heads, nope + rope), inputs.normal(n, rank + rope)
     positions, slots = (torch.arange(i, i + n, device=q.device) for i in (0, 2))
-    cos_sin = optimized.layers.RotaryEmbedding(RopeConfig("default", 100.0, rope), rope, 64).cos_sin(q.device)
+    cos_sin = diptych.optimized.layers.RotaryEmbedding(RopeConfig("default", 100.0, rope), rope, 64).cos_sin(
+        q.device
+    )
     pools = [
         MLATokenToKVPool(8, 1, 1, rank, rope, dtype, q.device, [KVScales(scale, scale)])
         for dtype in (torch.float32, FP8)

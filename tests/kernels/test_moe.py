@@ -9,21 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from optimized import moe
-from optimized.kernels import gpu_table, moe_tiles
-from optimized.kernels.local_experts import local_experts
-from optimized.kernels.moe_align import align, max_num_blocks
-from optimized.kernels.moe_tiles import GemvTile, Plan, Shape, Tile
-from reference.moe import MoE as ReferenceMoE
-from shared.conformance.compare import expect_close, expect_equal
-from shared.conformance.contracts.moe.experts import experts64
-from shared.conformance.device import building, check_device
-from shared.conformance.inputs import FLOAT_TYPES, Inputs, type_name
-from shared.conformance.poison import run_poisoned
-from shared.conformance.suite import check_implementation, clauses_of
-from shared.conformance.tolerance import tolerance
-from shared.interfaces import TopKOutput
-from shared.parallel.expert_map import ExpertPlacement, in_order, map_of
+from diptych.optimized import moe
+from diptych.optimized.kernels import gpu_table
+from diptych.optimized.kernels.moe import moe_tiles
+from diptych.optimized.kernels.moe.local_experts import local_experts
+from diptych.optimized.kernels.moe.moe_align import align, max_num_blocks
+from diptych.optimized.kernels.moe.moe_tiles import GemvTile, Plan, Shape, Tile
+from diptych.reference.moe import MoE as ReferenceMoE
+from diptych.shared.interfaces import TopKOutput
+from diptych.shared.parallel.expert_map import ExpertPlacement, in_order, map_of
+from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_equal
+from diptych.shared.tools.conformance.clauses.device import building, check_device
+from diptych.shared.tools.conformance.clauses.inputs import FLOAT_TYPES, Inputs, type_name
+from diptych.shared.tools.conformance.clauses.poison import run_poisoned
+from diptych.shared.tools.conformance.clauses.suite import check_implementation, clauses_of
+from diptych.shared.tools.conformance.clauses.tolerance import tolerance
+from diptych.shared.tools.conformance.contracts.moe.experts import experts64
 from tests.conformance.mutants.optimized_moe import MUTANTS, KernelMutant
 from tests.kernels.fast_grid import fast_grid
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optimized.kernels.move_kv import MAX_SLOTS, can_move, move_kv
-from optimized.memory_pool import TokenToKVPool
-from shared.conformance.contracts.memory_pool.kv_pool import move_reads_before_it_writes
-from shared.conformance.device import check_device
+from diptych.optimized.kernels.attention.move_kv import MAX_SLOTS, can_move, move_kv
+from diptych.optimized.memory_pool import TokenToKVPool
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.contracts.memory_pool.kv_pool import move_reads_before_it_writes
 
 
 def check(

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.kernels import one_shot_all_reduce as kernels
-from optimized.kernels.one_shot_all_reduce import BLOCK, OneShotAllReduce
-from optimized.kernels.portable import INTERPRETED
-from optimized.kernels.rms_norm import add_partial_sums_rms_norm
-from shared import registry
+from diptych.optimized.kernels.collectives import one_shot_all_reduce as kernels
+from diptych.optimized.kernels.collectives.one_shot_all_reduce import BLOCK, OneShotAllReduce
+from diptych.optimized.kernels.linear.rms_norm import add_partial_sums_rms_norm
+from diptych.optimized.kernels.portable import INTERPRETED
+from diptych.shared import registry
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs two GPUs, or processes of the interpreter")
 EPS = 1e-6

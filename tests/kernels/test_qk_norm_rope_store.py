@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from optimized.kernels.qk_norm_rope_store import qk_norm_rope_store, rotate
-from shared.conformance.compare import expect_close, expect_equal
-from shared.conformance.device import check_device
-from shared.conformance.inputs import FLOAT_TYPES, Inputs
-from shared.conformance.poison import amid_poison, poisoned, run_poisoned
-from shared.conformance.tolerance import Tolerance, tolerance
+from diptych.optimized.kernels.attention.qk_norm_rope_store import qk_norm_rope_store, rotate
+from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_equal
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.clauses.inputs import FLOAT_TYPES, Inputs
+from diptych.shared.tools.conformance.clauses.poison import amid_poison, poisoned, run_poisoned
+from diptych.shared.tools.conformance.clauses.tolerance import Tolerance, tolerance
 
 EPS = 1e-6
 

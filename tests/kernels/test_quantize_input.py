@@ -8,15 +8,15 @@ from types import ModuleType
 import pytest
 import torch
 
-from optimized.kernels import quantize_input as kernel
-from optimized.kernels.quantize_input import quantize_input
-from optimized.kernels.rms_norm import rms_norm
-from optimized.kernels.silu_and_mul import silu_and_mul
-from shared.conformance.compare import Mismatch, expect_equal
-from shared.conformance.contracts.quantization.linear import SCHEMES
-from shared.conformance.device import check_device
-from shared.conformance.inputs import HALF_TYPES, Inputs, type_name
-from shared.conformance.poison import amid_poison
+from diptych.optimized.kernels.linear import quantize_input as kernel
+from diptych.optimized.kernels.linear.quantize_input import quantize_input
+from diptych.optimized.kernels.linear.rms_norm import rms_norm
+from diptych.optimized.kernels.linear.silu_and_mul import silu_and_mul
+from diptych.shared.tools.conformance.clauses.compare import Mismatch, expect_equal
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.clauses.inputs import HALF_TYPES, Inputs, type_name
+from diptych.shared.tools.conformance.clauses.poison import amid_poison
+from diptych.shared.tools.conformance.contracts.quantization.linear import SCHEMES
 from tests.kernels.linear_cases import with_bug
 
 

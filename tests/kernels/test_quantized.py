@@ -9,27 +9,27 @@ from types import ModuleType
 import pytest
 import torch
 
-from optimized import quantization as quantized_layers
-from optimized.kernels import dequantize as dequantize_kernel
-from optimized.kernels import quantize_input as quantize_kernel
-from optimized.kernels import quantized_choice
-from optimized.kernels import quantized_gemm as gemm_kernel
-from optimized.kernels.dequantize import dequantize
-from optimized.kernels.portable import Gpu
-from optimized.kernels.quantize_input import quantize_input
-from optimized.kernels.quantized_choice import row_wise
-from optimized.kernels.quantized_gemm import quantized_gemm
-from optimized.kernels.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
-from optimized.kernels.quantized_tiles import Tile, plan
-from optimized.quantization import QuantizedLinear, QuantizedMergedLinear
-from shared.conformance.compare import Mismatch, expect_close, expect_equal
-from shared.conformance.contracts.quantization.linear import SCHEMES
-from shared.conformance.device import building, check_device
-from shared.conformance.inputs import Inputs
-from shared.conformance.poison import run_poisoned
-from shared.conformance.tolerance import tolerance
-from shared.loading.quantize import quantize_weight
-from shared.modeling import quantization
+from diptych.optimized.kernels.linear import dequantize as dequantize_kernel
+from diptych.optimized.kernels.linear import quantize_input as quantize_kernel
+from diptych.optimized.kernels.linear import quantized_choice
+from diptych.optimized.kernels.linear import quantized_gemm as gemm_kernel
+from diptych.optimized.kernels.linear.dequantize import dequantize
+from diptych.optimized.kernels.linear.quantize_input import quantize_input
+from diptych.optimized.kernels.linear.quantized_choice import row_wise
+from diptych.optimized.kernels.linear.quantized_gemm import quantized_gemm
+from diptych.optimized.kernels.linear.quantized_gemv import GemvTile, quantized_gemv, suits_gemv
+from diptych.optimized.kernels.linear.quantized_tiles import Tile, plan
+from diptych.optimized.kernels.portable import Gpu
+from diptych.optimized.quantized import quantized_layers
+from diptych.optimized.quantized.quantized_layers import QuantizedLinear, QuantizedMergedLinear
+from diptych.shared.loading.quantize import quantize_weight
+from diptych.shared.modeling import quantization
+from diptych.shared.tools.conformance.clauses.compare import Mismatch, expect_close, expect_equal
+from diptych.shared.tools.conformance.clauses.device import building, check_device
+from diptych.shared.tools.conformance.clauses.inputs import Inputs
+from diptych.shared.tools.conformance.clauses.poison import run_poisoned
+from diptych.shared.tools.conformance.clauses.tolerance import tolerance
+from diptych.shared.tools.conformance.contracts.quantization.linear import SCHEMES
 from tests.kernels.linear_cases import with_bug
 
 HALF = torch.bfloat16

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from optimized.kernels.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
-from shared.conformance.compare import expect_close, expect_equal
-from shared.conformance.device import check_device
-from shared.conformance.inputs import FLOAT_TYPES, Inputs
-from shared.conformance.poison import amid_poison, poisoned, run_poisoned
-from shared.conformance.tolerance import tolerance
+from diptych.optimized.kernels.linear.rms_norm import add_partial_sums_rms_norm, add_rms_norm, rms_norm
+from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_equal
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.clauses.inputs import FLOAT_TYPES, Inputs
+from diptych.shared.tools.conformance.clauses.poison import amid_poison, poisoned, run_poisoned
+from diptych.shared.tools.conformance.clauses.tolerance import tolerance
 
 EPS = 1e-6
 SHAPES = [(1, 1), (3, 63), (1, 127), (2, 129), (130, 24), (5, 1000), (1, 1024), (2, 5120), (1, 16384)]

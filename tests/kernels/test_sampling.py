@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.kernels.sampling_scan import readable_columns
-from optimized.sampler import Sampler
-from reference.sampler import Sampler as ReferenceSampler
-from shared.conformance.compare import expect_close, expect_equal
-from shared.conformance.device import check_device
-from shared.conformance.inputs import Inputs
-from shared.conformance.poison import amid_poison, run_poisoned
-from shared.conformance.sampling import ADJUSTED, KINDS, Ask, exact_token, make_info
-from shared.conformance.tolerance import tolerance
-from shared.interfaces import Sampler as AnySampler
-from shared.types import SampleOutput, SamplingBatchInfo
+from diptych.optimized.kernels.sampling.sampling_scan import readable_columns
+from diptych.optimized.sampler import Sampler
+from diptych.reference.sampler import Sampler as ReferenceSampler
+from diptych.shared.interfaces import Sampler as AnySampler
+from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_equal
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.clauses.inputs import Inputs
+from diptych.shared.tools.conformance.clauses.poison import amid_poison, run_poisoned
+from diptych.shared.tools.conformance.clauses.tolerance import tolerance
+from diptych.shared.tools.conformance.oracles.sampling import ADJUSTED, KINDS, Ask, exact_token, make_info
+from diptych.shared.types import SampleOutput, SamplingBatchInfo
 from tests.conformance.mutants import Mutant, optimized_sampling
 from tests.kernels.fast_grid import fast_grid
 from tests.kernels.sampling_variants import Change, Variant, variant
@@ -293,7 +293,7 @@ def test_changed_rows_lie_in_memory_as_the_models_do(change: str, monkeypatch: p
     if change != "penalty":
         reqs[0].logit_processor = lambda output_ids, given: given + 1
     seen = []
-    monkeypatch.setattr("optimized.sampler.sample_small", lambda logits, *_: seen.append(logits))
+    monkeypatch.setattr("diptych.optimized.sampler.sample_small", lambda logits, *_: seen.append(logits))
     Sampler().sample(logits, make_info(reqs, 1871), torch.arange(3, device=logits.device))
     assert not torch.equal(seen[0][0], logits[0])
     assert seen[0].stride() == logits.stride()

@@ -1,4 +1,4 @@
-"""The samplers' noise as kernels compute it, against `shared.sampling.noise`."""
+"""The samplers' noise as kernels compute it, against `diptych.shared.sampling.noise`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.kernels.sampling_noise import (
+from diptych.optimized.kernels.sampling.sampling_noise import (
     MARGIN,
     gumbel32_of,
     gumbel64,
@@ -16,10 +16,10 @@ from optimized.kernels.sampling_noise import (
     scaled_logits,
     token_hash,
 )
-from shared.conformance.compare import expect_equal
-from shared.conformance.device import check_device
-from shared.conformance.inputs import Inputs
-from shared.sampling.noise import gumbel_noise, hash_noise
+from diptych.shared.sampling.noise import gumbel_noise, hash_noise
+from diptych.shared.tools.conformance.clauses.compare import expect_equal
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.clauses.inputs import Inputs
 
 SEEDS = (0, 1, 42, -1, 2**63 - 1, -(2**63), 2**32, 123456789012345678)
 

@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from optimized.kernels.sampling_noise import log2_of_hash, noise_state, tile_hash, token_hash
-from optimized.sampler import Sampler
-from reference.sampler import Sampler as ReferenceSampler
-from shared.conformance.compare import expect_equal
-from shared.conformance.device import check_device
-from shared.conformance.inputs import Inputs
-from shared.types import SamplingBatchInfo
+from diptych.optimized.kernels.sampling.sampling_noise import log2_of_hash, noise_state, tile_hash, token_hash
+from diptych.optimized.sampler import Sampler
+from diptych.reference.sampler import Sampler as ReferenceSampler
+from diptych.shared.tools.conformance.clauses.compare import expect_equal
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.clauses.inputs import Inputs
+from diptych.shared.types import SamplingBatchInfo
 from tests.kernels.fast_grid import fast_grid
 from tests.kernels.sampling_variants import Change, variant
 from tests.kernels.test_sampling import expect_same_tokens, hard_logits, plain_info

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from optimized.kernels.silu_and_mul import silu_and_mul
-from shared.conformance.compare import expect_close
-from shared.conformance.device import check_device
-from shared.conformance.inputs import FLOAT_TYPES, Inputs
-from shared.conformance.poison import amid_poison, run_poisoned
-from shared.conformance.tolerance import tolerance
+from diptych.optimized.kernels.linear.silu_and_mul import silu_and_mul
+from diptych.shared.tools.conformance.clauses.compare import expect_close
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.clauses.inputs import FLOAT_TYPES, Inputs
+from diptych.shared.tools.conformance.clauses.poison import amid_poison, run_poisoned
+from diptych.shared.tools.conformance.clauses.tolerance import tolerance
 
 
 def exact(gate_up: torch.Tensor) -> torch.Tensor:

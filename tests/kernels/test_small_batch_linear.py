@@ -9,12 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from optimized.kernels import small_batch_linear, tiled_gemm
-from optimized.kernels.cta_gemv import MAX_ROWS
-from shared.conformance.compare import expect_close, expect_equal
-from shared.conformance.device import check_device
-from shared.conformance.inputs import FLOAT_TYPES, HALF_TYPES, type_name
-from shared.conformance.poison import run_poisoned
+from diptych.optimized.kernels.linear import small_batch_linear, tiled_gemm
+from diptych.optimized.kernels.linear.cta_gemv import MAX_ROWS
+from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_equal
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.clauses.inputs import FLOAT_TYPES, HALF_TYPES, type_name
+from diptych.shared.tools.conformance.clauses.poison import run_poisoned
 from tests.kernels.fast_grid import fast_grid
 from tests.kernels.linear_cases import EPS, Case, Check, Data, Mutant, close, expect_found, name_of, run
 

@@ -10,13 +10,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from optimized.kernels import small_batch_linear, tiled_gemm
-from optimized.layers import Linear
-from shared.conformance.compare import expect_close
-from shared.conformance.device import check_device
-from shared.conformance.inputs import HALF_TYPES, type_name
-from shared.conformance.poison import run_poisoned
-from shared.conformance.tolerance import Tolerance
+from diptych.optimized.kernels.linear import small_batch_linear, tiled_gemm
+from diptych.optimized.layers import Linear
+from diptych.shared.tools.conformance.clauses.compare import expect_close
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.clauses.inputs import HALF_TYPES, type_name
+from diptych.shared.tools.conformance.clauses.poison import run_poisoned
+from diptych.shared.tools.conformance.clauses.tolerance import Tolerance
 from tests.kernels.linear_cases import Case, Data, Mutant, close, expect_found, name_of, run
 
 

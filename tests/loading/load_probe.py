@@ -13,10 +13,10 @@ import time
 import psutil
 import torch
 
-from shared import registry
-from shared.config import ModelConfig
-from shared.conformance.device import building
-from shared.loading.weights import dummy_weights, iterate_weights
+from diptych.shared import registry
+from diptych.shared.config import ModelConfig
+from diptych.shared.loading.weights import dummy_weights, iterate_weights
+from diptych.shared.tools.conformance.clauses.device import building
 
 
 class HostPeak(threading.Thread):

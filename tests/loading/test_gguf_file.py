@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from shared.cli import app
-from shared.loading.gguf_file import FILE_TYPES, read_tokenizer, write_gguf
-from shared.loading.model_path import resolve_model_path
+from diptych.shared.loading.gguf_file import FILE_TYPES, read_tokenizer, write_gguf
+from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.tools.cli import app
 
 WORST = {"f32": 0.0, "bf16": 0.0, "f16": 2**-24, "q8_0": 0.5 / 127}
 """Largest error of a matrix, relative to its largest value. The checkpoint is in bfloat16: float16 has the

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from shared.config.hf_config import parse_config, read_json
-from shared.loading.safetensors_file import read_header
-from shared.text.tokenizer import Tokenizer
+from diptych.shared.config.hf_config import parse_config, read_json
+from diptych.shared.loading.safetensors_file import read_header
+from diptych.shared.text.tokenizer import Tokenizer
 from tests.house.tree import ROOT
 
 ASSET = ROOT / "shared" / "assets" / "tiny-dense"

@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diptych import LLM
-from shared.config import EngineConfig, ModelConfig
-from shared.conformance.configs import CONFIGS
-from shared.conformance.ranks import on_ranks
-from shared.engine.assembly import assemble
-from shared.loading.kv_scales import kv_cache_of, read_kv_scales
-from shared.loading.model_path import ASSETS
-from shared.loading.quantize import quantize_weight
-from shared.loading.weights import iterate_weights
-from shared.types.attention import FP8, KVScales
-from shared.types.quantization import QuantScheme
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.loading.kv_scales import kv_cache_of, read_kv_scales
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.loading.quantize import quantize_weight
+from diptych.shared.loading.weights import iterate_weights
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
+from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
+from diptych.shared.types.attention import FP8, KVScales
+from diptych.shared.types.quantization import QuantScheme
 
 
 def folder_with(folder: Path, scales: dict[str, Any], scheme: Any = None) -> tuple[Path, ModelConfig]:

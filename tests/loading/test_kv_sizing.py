@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.config import EngineConfig, ModelConfig
-from shared.loading.kv_sizing import (
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.loading.kv_sizing import (
     GIB,
     MAX_CPU_TOKENS,
     kv_bytes_per_token,
     plan_memory,
     reserve_for_steps,
 )
-from shared.loading.model_path import ASSETS
+from diptych.shared.loading.model_path import ASSETS
 
 
 @pytest.fixture

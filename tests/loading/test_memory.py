@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shared.config import ModelConfig
-from shared.conformance.configs import CONFIGS
-from shared.loading.weights import dummy_weights
+from diptych.shared.config import ModelConfig
+from diptych.shared.loading.weights import dummy_weights
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 
 GIB = 2**30
 SHAPE = {

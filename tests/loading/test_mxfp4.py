@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diptych import LLM
-from shared.config import ModelConfig
-from shared.loading.model_path import ASSETS
-from shared.loading.quantize import quantize_weight
-from shared.loading.shards import Shards
-from shared.loading.weights import iterate_weights
-from shared.modeling.quantization import dequantize
-from shared.parallel.expert_map import in_order
-from shared.types.quantization import MXFP4_VALUES, QuantScheme
+from diptych.shared.config import ModelConfig
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.loading.quantize import quantize_weight
+from diptych.shared.loading.shards import Shards
+from diptych.shared.loading.weights import iterate_weights
+from diptych.shared.modeling.quantization import dequantize
+from diptych.shared.parallel.expert_map import in_order
+from diptych.shared.types.quantization import MXFP4_VALUES, QuantScheme
 
 SCHEME = QuantScheme("mxfp4", group_size=32)
 EXPERTS = "model.layers.{}.mlp.experts"

@@ -11,13 +11,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from shared.cli import app
-from shared.config import ModelConfig
-from shared.engine.llm import LLM
-from shared.loading import save_quantized as module
-from shared.loading.model_path import resolve_model_path
-from shared.loading.save_quantized import SCHEMES, pack_int32, save_quantized
-from shared.types.quantization import QuantScheme
+from diptych.shared.config import ModelConfig
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading import save_quantized as module
+from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.loading.save_quantized import SCHEMES, pack_int32, save_quantized
+from diptych.shared.tools.cli import app
+from diptych.shared.types.quantization import QuantScheme
 
 FLAGS = {"panel": "reference", "device": "cpu", "max_total_tokens": 2048}
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shared.config import ModelConfig
-from shared.conformance.configs import CONFIGS
-from shared.loading import weights as weights_module
-from shared.loading.load_model import MIN_BYTES, LoadingBar
-from shared.loading.weight_names import expected_shapes
-from shared.loading.weights import dummy_weights, iterate_weights
+from diptych.shared.config import ModelConfig
+from diptych.shared.loading import weights as weights_module
+from diptych.shared.loading.load_model import MIN_BYTES, LoadingBar
+from diptych.shared.loading.weight_names import expected_shapes
+from diptych.shared.loading.weights import dummy_weights, iterate_weights
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 
 NORM = "model.norm.weight"
 MOE = "qwen3-moe"

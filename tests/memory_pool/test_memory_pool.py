@@ -7,11 +7,11 @@ from importlib import import_module
 import pytest
 import torch
 
-from reference import memory_pool
-from shared import registry
-from shared.conformance.case import Case
-from shared.conformance.contracts.memory_pool.allocator_sequences import Call, Run
-from shared.types.attention import FP8, KVScales
+from diptych.reference import memory_pool
+from diptych.shared import registry
+from diptych.shared.tools.conformance.clauses.case import Case
+from diptych.shared.tools.conformance.contracts.memory_pool.allocator_sequences import Call, Run
+from diptych.shared.types.attention import FP8, KVScales
 from tests.properties import given, settings, st
 
 

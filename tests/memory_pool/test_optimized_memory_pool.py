@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from optimized import host_pool, memory_pool
-from reference import memory_pool as reference
-from shared.conformance.clause import Clause
-from shared.conformance.contracts.memory_pool.rows import rows_written_and_read, rows_written_at_once
-from shared.conformance.schedules import random_schedule, run_schedule
-from shared.conformance.suite import clauses_of
-from shared.registry import load
+from diptych.optimized import memory_pool
+from diptych.optimized.tiers import host_pool
+from diptych.reference import memory_pool as reference
+from diptych.shared.registry import load
+from diptych.shared.tools.conformance.clauses.clause import Clause
+from diptych.shared.tools.conformance.clauses.suite import clauses_of
+from diptych.shared.tools.conformance.contracts.memory_pool.rows import (
+    rows_written_and_read,
+    rows_written_at_once,
+)
+from diptych.shared.tools.conformance.oracles.schedules import random_schedule, run_schedule
 
 
 class Both:

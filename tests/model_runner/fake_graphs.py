@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from optimized.graphs.cuda_graph import Cut, Replay
-from optimized.model_runner import ModelRunner
+from diptych.optimized.graphs.cuda_graph import Cut, Replay
+from diptych.optimized.model_runner import ModelRunner
 
 POOL_SIZE = 1 << 16
 

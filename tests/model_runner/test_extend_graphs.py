@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.graphs import mixed_graph
-from optimized.graphs.extend_graph import (
+from diptych.optimized.graphs import mixed_graph
+from diptych.optimized.graphs.extend_graph import (
     MAX_LAYER_FLOPS,
     MAX_MIXED_TOKENS,
     captured_token_counts,
     flops_per_token,
 )
-from shared.bench.step import step_of
-from shared.bench.step_inputs import StepCase, fill_pool
-from shared.config import EngineConfig, ModelConfig
-from shared.conformance.contracts.model_runner.decode import PreparedSession
-from shared.conformance.contracts.model_runner.extend import CASES
-from shared.conformance.contracts.model_runner.forward import model_for
-from shared.engine.llm import LLM
-from shared.loading.model_path import ASSETS
-from shared.types import ForwardMode, SamplingParams
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.tools.bench.step import step_of
+from diptych.shared.tools.bench.step_inputs import StepCase, fill_pool
+from diptych.shared.tools.conformance.contracts.model_runner.decode import PreparedSession
+from diptych.shared.tools.conformance.contracts.model_runner.extend import CASES
+from diptych.shared.tools.conformance.contracts.model_runner.forward import model_for
+from diptych.shared.types import ForwardMode, SamplingParams
 
 from .fake_graphs import FakeGraphs, FakeGraphsRunner
 

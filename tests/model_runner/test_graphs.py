@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from shared.conformance.lockstep import Lockstep
-from shared.conformance.poison import poison_
-from shared.conformance.recorder import LOGITS, SAMPLED_IDS, Recorder
-from shared.engine.llm import LLM
-from shared.types import ForwardMode, SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.conformance.clauses.poison import poison_
+from diptych.shared.tools.conformance.diff.lockstep import Lockstep
+from diptych.shared.tools.conformance.diff.recorder import LOGITS, SAMPLED_IDS, Recorder
+from diptych.shared.types import ForwardMode, SamplingParams
 
 pytestmark = pytest.mark.gpu
 

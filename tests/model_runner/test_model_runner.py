@@ -7,18 +7,18 @@ import warnings
 import pytest
 import torch
 
-from optimized.graphs.decode_graph import DecodeBuffers, SamplingKind, captured_batch_sizes
-from optimized.graphs.verify_graph import verify_batch_sizes
-from shared import registry
-from shared.config import EngineConfig
-from shared.conformance.contracts.model_runner import decode as clauses
-from shared.conformance.contracts.model_runner import verify as verify_clauses
-from shared.conformance.contracts.model_runner.decode import Decoding, PreparedSession
-from shared.conformance.contracts.model_runner.forward import model_for
-from shared.conformance.suite import check_implementation
-from shared.engine.llm import LLM
-from shared.sampling.sampling_batch import make_sampling_batch_info
-from shared.types import Req, SamplingParams
+from diptych.optimized.graphs.decode_graph import DecodeBuffers, SamplingKind, captured_batch_sizes
+from diptych.optimized.graphs.verify_graph import verify_batch_sizes
+from diptych.shared import registry
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.llm import LLM
+from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
+from diptych.shared.tools.conformance.clauses.suite import check_implementation
+from diptych.shared.tools.conformance.contracts.model_runner import decode as clauses
+from diptych.shared.tools.conformance.contracts.model_runner import verify as verify_clauses
+from diptych.shared.tools.conformance.contracts.model_runner.decode import Decoding, PreparedSession
+from diptych.shared.tools.conformance.contracts.model_runner.forward import model_for
+from diptych.shared.types import Req, SamplingParams
 from tests.conformance.fast_cut import fast_clauses
 
 from .fake_graphs import FakeGraphs, FakeGraphsRunner

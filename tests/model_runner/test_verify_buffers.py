@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from optimized.graphs.verify_graph import VerifyBuffers
+from diptych.optimized.graphs.verify_graph import VerifyBuffers
 
 
 def test_padding_trees_follow_one_another() -> None:

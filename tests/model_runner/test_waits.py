@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from shared.engine.llm import LLM
-from shared.loading.model_path import ASSETS
-from shared.types import ForwardBatch, SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.types import ForwardBatch, SamplingParams
 
 from .waits import Waited, refusing_to_wait
 

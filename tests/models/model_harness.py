@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-import reference.layers
-from reference.models import model_class
-from reference.moe import MoE
-from shared.config import ModelConfig
-from shared.conformance.model_session import ModelSession
-from shared.interfaces import CausalLM
-from shared.loading.weights import iterate_weights
+import diptych.reference.layers
+from diptych.reference.models import model_class
+from diptych.reference.moe import MoE
+from diptych.shared.config import ModelConfig
+from diptych.shared.interfaces import CausalLM
+from diptych.shared.loading.weights import iterate_weights
+from diptych.shared.tools.conformance.oracles.model_session import ModelSession
 
 
 def build_model(config: ModelConfig) -> CausalLM:
-    return model_class(config.architecture)(config, reference.layers, MoE)
+    return model_class(config.architecture)(config, diptych.reference.layers, MoE)
 
 
 def random_hf_model(hf_config: dict[str, Any], seed: int = 0) -> PreTrainedModel:

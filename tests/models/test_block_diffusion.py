@@ -11,11 +11,11 @@ import torch
 from model_harness import random_hf_model
 from transformers import PreTrainedModel
 
-import reference.schedule_batch
-from reference.block_diffusion import DiffusionDecoding, fill_in
-from shared.conformance.configs import CONFIGS
-from shared.engine.llm import LLM
-from shared.types import MIN_TEMPERATURE, DiffusionParams, SamplingParams
+import diptych.reference.schedule_batch
+from diptych.reference.modes.block_diffusion import DiffusionDecoding, fill_in
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
+from diptych.shared.types import MIN_TEMPERATURE, DiffusionParams, SamplingParams
 
 MASK = 330
 NUM_NEW = 14
@@ -154,8 +154,8 @@ def causal(reqs: Any, seq_lens: Any, lens: Any, device: Any) -> torch.Tensor:
     ("where", "name", "bug"),
     [
         (DiffusionDecoding, "_forward", no_last_pass),
-        (reference.schedule_batch, "visible_in_blocks", causal),
-        (reference.block_diffusion, "visible_in_blocks", causal),
+        (diptych.reference.schedule_batch, "visible_in_blocks", causal),
+        (diptych.reference.modes.block_diffusion, "visible_in_blocks", causal),
     ],
     ids=["no last pass", "causal prompts", "causal blocks"],
 )

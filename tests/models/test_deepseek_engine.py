@@ -9,10 +9,10 @@ import pytest
 import torch
 from model_harness import hf_greedy, random_hf_model
 
-from shared.config import EngineConfig
-from shared.conformance.configs import CONFIGS
-from shared.engine.assembly import assemble
-from shared.engine.llm import LLM
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 
 NUM_NEW = 12
 SCHEDULES: dict[str, dict[str, Any]] = {

@@ -11,20 +11,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import reference.models
-import reference.speculative.draft_models
-from shared.config import DraftConfig
-from shared.conformance.contracts.draft_models.forward import (
+import diptych.reference.models
+import diptych.reference.speculative.draft_models
+from diptych.shared.config import DraftConfig
+from diptych.shared.interfaces import CausalLM, DraftModel
+from diptych.shared.loading.draft_weights import iterate_draft_weights
+from diptych.shared.loading.safetensors_file import read_checkpoint
+from diptych.shared.tools.conformance.contracts.draft_models.forward import (
     HEADS,
     DraftSession,
     Head,
     make_target,
     new_draft,
 )
-from shared.conformance.contracts.draft_models.weights import weights_of
-from shared.interfaces import CausalLM, DraftModel
-from shared.loading.draft_weights import iterate_draft_weights
-from shared.loading.safetensors_file import read_checkpoint
+from diptych.shared.tools.conformance.contracts.draft_models.weights import weights_of
 
 Weights = dict[str, torch.Tensor]
 NUM_PROMPT, NUM_DRAFTED = 11, 3
@@ -130,7 +130,7 @@ def load(head: Head, folder: Path, weights: Weights, target: CausalLM) -> DraftM
     (folder / "config.json").write_text(json.dumps(HEADS[head.head][1]))
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
     config = DraftConfig.from_pretrained(folder, head.target_config)
-    draft = new_draft(reference.speculative.draft_models, config)
+    draft = new_draft(diptych.reference.speculative.draft_models, config)
     draft.load_weights(iterate_draft_weights(folder))
     draft.share(target)
     return draft
@@ -235,7 +235,7 @@ def test_tables_are_read_but_not_in_a_models_checkpoint(tmp_path: Path) -> None:
 
 def test_using_it_before_share_is_a_mistake_in_the_program() -> None:
     head = PLAIN[0]
-    draft = new_draft(reference.speculative.draft_models, head.config())
+    draft = new_draft(diptych.reference.speculative.draft_models, head.config())
     draft.load_weights(weights_of(head).items())
     with pytest.raises(AssertionError, match="share"):
         draft.compute_logits(torch.zeros(1, 64))

@@ -11,9 +11,9 @@ import pytest
 import torch
 from model_harness import hf_greedy, random_hf_model
 
-from shared.conformance.configs import CONFIGS
-from shared.engine.llm import LLM
-from shared.types import SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
+from diptych.shared.types import SamplingParams
 
 SHARED, PROMPT_LENS = 70, (150, 131, 90, 33)
 MIXED = {"chunked_prefill_size": 24, "enable_mixed_chunk": True}

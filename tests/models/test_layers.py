@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from reference.layers import MLP, Linear, RMSNorm, RotaryEmbedding
-from shared.config import RopeConfig
+from diptych.reference.layers import MLP, Linear, RMSNorm, RotaryEmbedding
+from diptych.shared.config import RopeConfig
 
 
 @pytest.mark.parametrize("bias", [False, True])

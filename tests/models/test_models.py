@@ -7,13 +7,13 @@ import pytest
 import torch
 from model_harness import build_model
 
-from reference.models import MODELS, model_class
-from shared.config import ModelConfig
-from shared.config.hf_config import FAMILIES
-from shared.conformance.configs import CONFIGS
-from shared.interfaces import CausalLM
-from shared.loading.weight_names import expected_shapes
-from shared.loading.weights import named_targets
+from diptych.reference.models import MODELS, model_class
+from diptych.shared.config import ModelConfig
+from diptych.shared.config.hf_config import FAMILIES
+from diptych.shared.interfaces import CausalLM
+from diptych.shared.loading.weight_names import expected_shapes
+from diptych.shared.loading.weights import named_targets
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 
 
 def test_every_architecture_that_configs_know_has_a_model() -> None:
@@ -25,10 +25,10 @@ def test_every_architecture_that_configs_know_has_a_model() -> None:
 def test_a_family_is_imported_only_when_chosen() -> None:
     script = """
 import sys
-from reference.models import model_class
-assert not any(name.startswith("reference.models.") for name in sys.modules)
+from diptych.reference.models import model_class
+assert not any(name.startswith("diptych.reference.models.") for name in sys.modules)
 model_class("MistralForCausalLM")
-assert "reference.models.llama" in sys.modules and "transformers" not in sys.modules
+assert "diptych.reference.decoder" in sys.modules and "transformers" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 

@@ -13,18 +13,18 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import MtpModel
 
-import reference.speculative.draft_models
-from reference.speculative.eagle import EagleDrafter
-from shared.config import DraftConfig, ModelConfig
-from shared.conformance.configs import CONFIGS
-from shared.conformance.contracts.draft_models.forward import DraftSession, new_draft
-from shared.engine.llm import LLM
-from shared.loading.draft_weights import iterate_draft_weights
-from shared.loading.quantize import quantize_weight
-from shared.loading.weights import iterate_weights
-from shared.modeling.quantization import dequantize
-from shared.types.outputs import GenerateOutput
-from shared.types.quantization import QuantScheme
+import diptych.reference.speculative.draft_models
+from diptych.reference.speculative.eagle import EagleDrafter
+from diptych.shared.config import DraftConfig, ModelConfig
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.draft_weights import iterate_draft_weights
+from diptych.shared.loading.quantize import quantize_weight
+from diptych.shared.loading.weights import iterate_weights
+from diptych.shared.modeling.quantization import dequantize
+from diptych.shared.tools.conformance.contracts.draft_models.forward import DraftSession, new_draft
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
+from diptych.shared.types.outputs import GenerateOutput
+from diptych.shared.types.quantization import QuantScheme
 
 TOLERANCE = 2e-4  # as in test_parity.py
 HF_CONFIG = {**CONFIGS["deepseek-v3"], "num_nextn_predict_layers": 1}
@@ -94,7 +94,7 @@ def test_drafts_are_those_of_transformers(checkpoint: tuple[PreTrainedModel, Mtp
     target = build_model(ModelConfig.from_pretrained(folder))
     target.load_weights(iterate_weights(folder))  # leaves the layer for drafting out
     config = DraftConfig.from_pretrained(folder, target.config, "nextn")
-    draft = new_draft(reference.speculative.draft_models, config)
+    draft = new_draft(diptych.reference.speculative.draft_models, config)
     draft.load_weights(iterate_draft_weights(folder))
     draft.share(target)
     ours = DraftSession(draft.eval()).draft(ids[0, 1:].tolist(), hidden_states[0])
@@ -177,7 +177,7 @@ def test_a_layer_in_fp8_blocks_drafts_as_dequantized(in_blocks: tuple[Path, Path
     for folder in in_blocks:
         config = DraftConfig.from_pretrained(folder, target.config, "nextn")
         weights.append(dict(iterate_draft_weights(folder, config)))
-        draft = new_draft(reference.speculative.draft_models, config)
+        draft = new_draft(diptych.reference.speculative.draft_models, config)
         draft.load_weights(weights[-1].items())
         draft.share(target)
         hidden_states = torch.randn(20, 64, generator=torch.Generator().manual_seed(2))

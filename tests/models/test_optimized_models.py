@@ -9,25 +9,25 @@ from collections import Counter
 import pytest
 import torch
 
-import optimized.layers
-import optimized.models.mla
-import reference.layers
-from optimized.kernels import linear_choice
-from optimized.layers import MLP, Linear, MergedLinear
-from optimized.models import MODELS, model_class
-from reference.moe import MoE
-from shared.config import ModelConfig
-from shared.config.hf_config import FAMILIES
-from shared.conformance.compare import expect_close
-from shared.conformance.configs import CONFIGS
-from shared.conformance.device import building, check_device
-from shared.conformance.inputs import Inputs
-from shared.conformance.model_session import ModelSession
-from shared.conformance.tolerance import tolerance
-from shared.interfaces import CausalLM
-from shared.interfaces.layers import Layers
-from shared.loading.weight_names import expected_shapes
-from shared.loading.weights import dummy_weights, named_targets
+import diptych.optimized.layers
+import diptych.optimized.mla.mla_model
+import diptych.reference.layers
+from diptych.optimized.kernels.linear import linear_choice
+from diptych.optimized.layers import MLP, Linear, MergedLinear
+from diptych.optimized.models import MODELS, model_class
+from diptych.reference.moe import MoE
+from diptych.shared.config import ModelConfig
+from diptych.shared.config.hf_config import FAMILIES
+from diptych.shared.interfaces import CausalLM
+from diptych.shared.interfaces.layers import Layers
+from diptych.shared.loading.weight_names import expected_shapes
+from diptych.shared.loading.weights import dummy_weights, named_targets
+from diptych.shared.tools.conformance.clauses.compare import expect_close
+from diptych.shared.tools.conformance.clauses.device import building, check_device
+from diptych.shared.tools.conformance.clauses.inputs import Inputs
+from diptych.shared.tools.conformance.clauses.tolerance import tolerance
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
+from diptych.shared.tools.conformance.oracles.model_session import ModelSession
 from tests.conformance.mutants.mutant import module_with
 
 KERNELS = (
@@ -43,7 +43,9 @@ FEW, MANY = 2, 52
 assert FEW <= linear_choice.max_tokens(torch.float32) < MANY
 
 
-def build(name: str, layers: Layers = optimized.layers, dtype: torch.dtype = torch.float32) -> CausalLM:
+def build(
+    name: str, layers: Layers = diptych.optimized.layers, dtype: torch.dtype = torch.float32
+) -> CausalLM:
     config = ModelConfig.from_dict(CONFIGS[name])
     with building(dtype):
         model = model_class(config.architecture)(config, layers, MoE)
@@ -74,10 +76,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(module, name, counting)
 
     for name in KERNELS:
-        count(optimized.layers, name)
-    count(optimized.models.mla, "mla_rope_store")
+        count(diptych.optimized.layers, name)
+    count(diptych.optimized.mla.mla_model, "mla_rope_store")
     for name in SKINNY:
-        count(optimized.layers.small_batch_linear, name)
+        count(diptych.optimized.layers.small_batch_linear, name)
     return counts
 
 
@@ -90,10 +92,10 @@ def test_every_architecture_that_configs_know_has_a_model() -> None:
 def test_a_family_is_imported_only_when_chosen() -> None:
     script = """
 import sys
-from optimized.models import model_class
-assert "triton" not in sys.modules and "optimized.layers" not in sys.modules
+from diptych.optimized.models import model_class
+assert "triton" not in sys.modules and "diptych.optimized.layers" not in sys.modules
 model_class("MistralForCausalLM")
-assert "optimized.models.llama" in sys.modules and "transformers" not in sys.modules
+assert "diptych.optimized.decoder" in sys.modules and "transformers" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -102,7 +104,7 @@ assert "optimized.models.llama" in sys.modules and "transformers" not in sys.mod
 def test_a_model_wants_exactly_the_expected_weights(name: str) -> None:
     config = ModelConfig.from_dict(CONFIGS[name])
     with torch.device("meta"):
-        targets = named_targets(model_class(config.architecture)(config, optimized.layers, MoE))
+        targets = named_targets(model_class(config.architecture)(config, diptych.optimized.layers, MoE))
     assert {name: tuple(tensor.shape) for name, tensor in targets.items()} == expected_shapes(config)
 
 
@@ -141,7 +143,7 @@ def in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.stack([x[:, i::3] @ weight[:, i::3].T for i in range(3)]).float()
 
 
-class AddsItself(optimized.layers.RMSNorm):
+class AddsItself(diptych.optimized.layers.RMSNorm):
     """Ours, but for how it adds: what the contract names, and no parts."""
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,8 +151,8 @@ class AddsItself(optimized.layers.RMSNorm):
         return self(x + residual), x + residual
 
 
-OWN, OTHERS = optimized.layers, reference.layers
-INHERITED = module_with(optimized.layers, RMSNorm=AddsItself)
+OWN, OTHERS = diptych.optimized.layers, diptych.reference.layers
+INHERITED = module_with(diptych.optimized.layers, RMSNorm=AddsItself)
 
 
 @pytest.mark.parametrize("layers", [OWN, OTHERS, INHERITED], ids=["own", "others", "inherited"])
@@ -160,7 +162,7 @@ def test_what_products_leave_in_parts_is_added_by_the_next_norm(
 ) -> None:
     """Or before it, if it is user-provided."""
     expected = logits(build(name, layers))
-    monkeypatch.setattr(optimized.layers.small_batch_linear, "linear_partial_sums", in_parts)
+    monkeypatch.setattr(diptych.optimized.layers.small_batch_linear, "linear_partial_sums", in_parts)
     calls.clear()
     model = build(name, layers)
     expect_close("logits", logits(model), expected, tolerance("logits", torch.float32))
@@ -177,7 +179,7 @@ def test_hidden_states_are_whole_where_products_leave_parts(monkeypatch: pytest.
         return wanted
 
     expected = captured()
-    monkeypatch.setattr(optimized.layers.small_batch_linear, "linear_partial_sums", in_parts)
+    monkeypatch.setattr(diptych.optimized.layers.small_batch_linear, "linear_partial_sums", in_parts)
     for layer_id, hidden_states in captured().items():
         close = tolerance("moe", torch.float32)
         expect_close(f"before layer {layer_id}", hidden_states, expected[layer_id], close)
@@ -207,7 +209,7 @@ def test_user_provided_layers_are_called_as_they_are(name: str, calls: Counter[s
         assert calls["qk_norm_rope_store"] + calls["mla_rope_store"] > 0
     assert set(calls) & {*KERNELS, "mla_rope_store"}
     calls.clear()
-    found = logits(build(name, reference.layers))
+    found = logits(build(name, diptych.reference.layers))
     assert not set(calls) & {*KERNELS, "mla_rope_store"}
     expect_close("logits", found, expected, tolerance("logits", torch.float32))
 
@@ -219,7 +221,7 @@ def test_cublas_linear(bias: bool, num_tokens: int) -> None:
     with building(torch.float32):
         merged = MergedLinear(24, {"a": 5, "b": 7, "c": 1}, bias)
         linear, mlp = Linear(24, 10, bias), MLP(24, 12, bias)
-        norm = optimized.layers.RMSNorm(24, 1e-5)
+        norm = diptych.optimized.layers.RMSNorm(24, 1e-5)
     for module in (merged, linear, mlp, norm):
         inputs.fill_(module)
     x, residual = inputs.normal(num_tokens, 24), inputs.normal(num_tokens, 10)
@@ -245,11 +247,11 @@ def test_cublas_linear(bias: bool, num_tokens: int) -> None:
 def test_logits_of_few_tokens_take_the_kernel_for_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("small_batch_linear", "cublas_linear"):
-        module = getattr(optimized.layers, name)
+        module = getattr(diptych.optimized.layers, name)
         monkeypatch.setattr(module, "linear", lambda *_, name=name, **__: calls.append(name))
     most = linear_choice.max_tokens(torch.float32)
     for num_tokens in (1, most, most + 1):
-        optimized.layers.logits(torch.zeros(num_tokens, 8), torch.zeros(4, 8))
+        diptych.optimized.layers.logits(torch.zeros(num_tokens, 8), torch.zeros(4, 8))
     assert calls == ["small_batch_linear", "small_batch_linear", "cublas_linear"]
 
 

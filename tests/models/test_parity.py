@@ -11,12 +11,12 @@ from model_harness import build_model, greedy, hf_greedy, load_saved, random_hf_
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
-from shared.config import ModelConfig, MoEConfig
-from shared.conformance.configs import CONFIGS
-from shared.conformance.model_session import ModelSession
-from shared.engine.llm import LLM
-from shared.interfaces import CausalLM
-from shared.loading.weights import dummy_weights, iterate_weights
+from diptych.shared.config import ModelConfig, MoEConfig
+from diptych.shared.engine.llm import LLM
+from diptych.shared.interfaces import CausalLM
+from diptych.shared.loading.weights import dummy_weights, iterate_weights
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
+from diptych.shared.tools.conformance.oracles.model_session import ModelSession
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets"
 PROMPT_LEN, NUM_NEW = 80, 64

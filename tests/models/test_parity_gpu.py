@@ -13,14 +13,14 @@ import pytest
 import torch
 from model_harness import cut, hf_greedy, random_hf_model
 
-from shared import registry
-from shared.config import ModelConfig
-from shared.conformance.configs import CONFIGS
-from shared.conformance.device import building
-from shared.conformance.model_session import ModelSession
-from shared.conformance.tolerance import NEAR_TIE, tolerance
-from shared.interfaces import CausalLM
-from shared.loading.weights import iterate_weights
+from diptych.shared import registry
+from diptych.shared.config import ModelConfig
+from diptych.shared.interfaces import CausalLM
+from diptych.shared.loading.weights import iterate_weights
+from diptych.shared.tools.conformance.clauses.device import building
+from diptych.shared.tools.conformance.clauses.tolerance import NEAR_TIE, tolerance
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
+from diptych.shared.tools.conformance.oracles.model_session import ModelSession
 
 PROMPT_LEN, NUM_NEW, CHUNKS = 80, 48, (1, 33)
 WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 1536, "num_hidden_layers": 2}

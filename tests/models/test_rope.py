@@ -8,8 +8,8 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from shared.config import ModelConfig, RopeConfig
-from shared.modeling.rope import rope_frequencies
+from diptych.shared.config import ModelConfig, RopeConfig
+from diptych.shared.modeling.rope import rope_frequencies
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CASES: dict[str, dict[str, Any]] = {

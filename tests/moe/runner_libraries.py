@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from shared.conformance.contracts.moe.experts import experts64
-from shared.interfaces import TopKOutput
-from shared.types.quantization import MXFP4_VALUES
+from diptych.shared.interfaces import TopKOutput
+from diptych.shared.tools.conformance.contracts.moe.experts import experts64
+from diptych.shared.types.quantization import MXFP4_VALUES
 
 
 def install(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> None:

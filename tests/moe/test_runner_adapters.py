@@ -7,27 +7,37 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.kernels.moe_permute import distinct_choices, quantize_pairs, sort_pairs, weighted_sum
-from optimized.kernels.quantize_input import quantize_input
-from optimized.moe import FusedExperts
-from optimized.moe_runners import deep_gemm
-from optimized.moe_runners.base import MoeRunner
-from optimized.moe_runners.cutlass import CutlassRunner
-from optimized.moe_runners.deep_gemm import DeepGemmRunner
-from optimized.moe_runners.flashinfer_cutlass import FlashInferCutlassRunner
-from optimized.moe_runners.flashinfer_mxfp4 import FlashInferMxfp4Runner
-from optimized.moe_runners.layouts import FP8_BLOCKS, MXFP4
-from optimized.moe_runners.triton_kernel import TritonKernelRunner
-from optimized.quantized_moe import QuantizedExperts
-from shared.conformance.compare import expect_close, expect_equal
-from shared.conformance.contracts.moe.experts import experts64
-from shared.conformance.contracts.quantized_experts.outputs import EVERY_KIND, LIKE_GPT_OSS, ONE_HOT, expected
-from shared.conformance.device import check_device
-from shared.conformance.inputs import Inputs
-from shared.conformance.poison import run_poisoned
-from shared.conformance.tolerance import Tolerance, tolerance
-from shared.interfaces import TopKOutput
-from shared.types.quantization import QuantScheme
+from diptych.optimized.kernels.linear.quantize_input import quantize_input
+from diptych.optimized.kernels.moe.moe_permute import (
+    distinct_choices,
+    quantize_pairs,
+    sort_pairs,
+    weighted_sum,
+)
+from diptych.optimized.moe import FusedExperts
+from diptych.optimized.moe_runners import deep_gemm
+from diptych.optimized.moe_runners.base import MoeRunner
+from diptych.optimized.moe_runners.cutlass import CutlassRunner
+from diptych.optimized.moe_runners.deep_gemm import DeepGemmRunner
+from diptych.optimized.moe_runners.flashinfer_cutlass import FlashInferCutlassRunner
+from diptych.optimized.moe_runners.flashinfer_mxfp4 import FlashInferMxfp4Runner
+from diptych.optimized.moe_runners.layouts import FP8_BLOCKS, MXFP4
+from diptych.optimized.moe_runners.triton_kernel import TritonKernelRunner
+from diptych.optimized.quantized.quantized_moe import QuantizedExperts
+from diptych.shared.interfaces import TopKOutput
+from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_equal
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.clauses.inputs import Inputs
+from diptych.shared.tools.conformance.clauses.poison import run_poisoned
+from diptych.shared.tools.conformance.clauses.tolerance import Tolerance, tolerance
+from diptych.shared.tools.conformance.contracts.moe.experts import experts64
+from diptych.shared.tools.conformance.contracts.quantized_experts.outputs import (
+    EVERY_KIND,
+    LIKE_GPT_OSS,
+    ONE_HOT,
+    expected,
+)
+from diptych.shared.types.quantization import QuantScheme
 from tests.moe.runner_libraries import DEEP_GEMM, FLASHINFER, SGL_KERNEL, TRITON_KERNELS, install
 
 CHANNELS = QuantScheme("fp8")

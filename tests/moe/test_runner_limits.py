@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.kernels.moe_permute import sort_pairs
-from optimized.kernels.quantize_input import quantize_input
-from optimized.moe import FusedExperts
-from optimized.moe_runners.cutlass import CutlassRunner
-from optimized.moe_runners.layouts import FP8_BLOCKS
-from optimized.moe_runners.triton_kernel import TritonKernelRunner
-from optimized.quantized_moe import QuantizedExperts
-from shared.conformance.compare import expect_close, expect_equal
-from shared.conformance.contracts.moe.experts import experts64
-from shared.conformance.device import check_device
-from shared.conformance.inputs import Inputs
-from shared.conformance.tolerance import tolerance
-from shared.interfaces import TopKOutput
+from diptych.optimized.kernels.linear.quantize_input import quantize_input
+from diptych.optimized.kernels.moe.moe_permute import sort_pairs
+from diptych.optimized.moe import FusedExperts
+from diptych.optimized.moe_runners.cutlass import CutlassRunner
+from diptych.optimized.moe_runners.layouts import FP8_BLOCKS
+from diptych.optimized.moe_runners.triton_kernel import TritonKernelRunner
+from diptych.optimized.quantized.quantized_moe import QuantizedExperts
+from diptych.shared.interfaces import TopKOutput
+from diptych.shared.tools.conformance.clauses.compare import expect_close, expect_equal
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.clauses.inputs import Inputs
+from diptych.shared.tools.conformance.clauses.tolerance import tolerance
+from diptych.shared.tools.conformance.contracts.moe.experts import experts64
 from tests.moe.runner_libraries import TRITON_KERNELS, install
 
 

@@ -10,21 +10,21 @@ import torch
 from torch import nn
 
 from diptych import LLM, SamplingParams
-from optimized.moe import FusedExperts
-from optimized.moe_runners import table
-from optimized.moe_runners.base import MoeRunner
-from optimized.moe_runners.cutlass import CutlassRunner
-from optimized.moe_runners.deep_gemm import DeepGemmRunner
-from optimized.moe_runners.flashinfer_cutlass import FlashInferCutlassRunner
-from optimized.moe_runners.flashinfer_mxfp4 import FlashInferMxfp4Runner
-from optimized.moe_runners.layouts import FP8_BLOCKS, MXFP4, swap_halves
-from optimized.moe_runners.triton_kernel import TritonKernelRunner
-from optimized.quantized_moe import QuantizedExperts
-from shared.config import EngineConfig
-from shared.conformance.contracts.moe.experts import experts64
-from shared.conformance.device import check_device
-from shared.interfaces import TopKOutput
-from shared.types.quantization import QuantScheme
+from diptych.optimized.moe import FusedExperts
+from diptych.optimized.moe_runners import table
+from diptych.optimized.moe_runners.base import MoeRunner
+from diptych.optimized.moe_runners.cutlass import CutlassRunner
+from diptych.optimized.moe_runners.deep_gemm import DeepGemmRunner
+from diptych.optimized.moe_runners.flashinfer_cutlass import FlashInferCutlassRunner
+from diptych.optimized.moe_runners.flashinfer_mxfp4 import FlashInferMxfp4Runner
+from diptych.optimized.moe_runners.layouts import FP8_BLOCKS, MXFP4, swap_halves
+from diptych.optimized.moe_runners.triton_kernel import TritonKernelRunner
+from diptych.optimized.quantized.quantized_moe import QuantizedExperts
+from diptych.shared.config import EngineConfig
+from diptych.shared.interfaces import TopKOutput
+from diptych.shared.tools.conformance.clauses.device import check_device
+from diptych.shared.tools.conformance.contracts.moe.experts import experts64
+from diptych.shared.types.quantization import QuantScheme
 
 NAMES = tuple(table.NEEDS)
 

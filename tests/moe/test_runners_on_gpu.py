@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.moe import FusedExperts
-from optimized.moe_runners import table
-from optimized.quantized_moe import QuantizedExperts
-from shared.conformance.compare import expect_close
-from shared.conformance.contracts.moe.experts import experts64
-from shared.conformance.contracts.quantized_experts.outputs import Experts, expected
-from shared.conformance.inputs import Inputs
-from shared.conformance.tolerance import Tolerance
-from shared.interfaces import TopKOutput
+from diptych.optimized.moe import FusedExperts
+from diptych.optimized.moe_runners import table
+from diptych.optimized.quantized.quantized_moe import QuantizedExperts
+from diptych.shared.interfaces import TopKOutput
+from diptych.shared.tools.conformance.clauses.compare import expect_close
+from diptych.shared.tools.conformance.clauses.inputs import Inputs
+from diptych.shared.tools.conformance.clauses.tolerance import Tolerance
+from diptych.shared.tools.conformance.contracts.moe.experts import experts64
+from diptych.shared.tools.conformance.contracts.quantized_experts.outputs import Experts, expected
 
 pytestmark = pytest.mark.gpu
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-import reference.models.llama
-from reference.speculative.eagle import EagleDrafter
-from shared import registry
-from shared.conformance.ranks import on_ranks
-from shared.engine.assembly import assemble
-from shared.interfaces import Collectives
-from shared.parallel.agreement import AgreedDrafter, AgreedSampler
-from shared.types import DraftTree, ForwardBatch
+import diptych.reference.decoder
+from diptych.reference.speculative.eagle import EagleDrafter
+from diptych.shared import registry
+from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.interfaces import Collectives
+from diptych.shared.parallel.agreement import AgreedDrafter, AgreedSampler
+from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
+from diptych.shared.types import DraftTree, ForwardBatch
 from tests.parallel.tiny_ranks import answers, make_config
 
 SPECULATIVE: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ def with_ties(logits: torch.Tensor, vocab_size: int, tp: Collectives) -> torch.T
     return logits
 
 
-GATHER = reference.models.llama.gather_logits
+GATHER = diptych.reference.decoder.gather_logits
 
 
 def checksum(batch: ForwardBatch) -> int:
@@ -66,7 +66,7 @@ def run(folders: dict[str, str], flags: dict[str, Any]) -> list[tuple[list[list[
 def test_a_rank_that_differs_in_a_last_bit_follows(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
-    monkeypatch.setattr("reference.models.llama.gather_logits", with_ties)
+    monkeypatch.setattr("diptych.reference.decoder.gather_logits", with_ties)
     first, second = run(folders, SPECULATIVE[flags])
     assert first == second
     assert len(first[1]) > 11
@@ -74,7 +74,7 @@ def test_a_rank_that_differs_in_a_last_bit_follows(
 
 def test_without_the_broadcast_it_does_not(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug."""
-    monkeypatch.setattr("reference.models.llama.gather_logits", with_ties)
+    monkeypatch.setattr("diptych.reference.decoder.gather_logits", with_ties)
     monkeypatch.setattr(AgreedSampler, "sample", lambda self, *args: self.sampler.sample(*args))
     first, second = run(folders, {})
     assert first[0][0] != second[0][0]

@@ -1,4 +1,5 @@
-"""A rank alone, and the log of calls. The contract of Collectives is in shared/conformance/contracts."""
+"""A rank alone, and the log of calls. The contract of Collectives is in
+shared/tools/conformance/contracts."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from shared import registry
-from shared.conformance.ranks import on_ranks
-from shared.interfaces import Collectives
-from shared.parallel.alone import ALONE
-from shared.parallel.collective_log import first_difference
+from diptych.shared import registry
+from diptych.shared.interfaces import Collectives
+from diptych.shared.parallel.alone import ALONE
+from diptych.shared.parallel.collective_log import first_difference
+from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 
 
 def test_one_rank_alone() -> None:

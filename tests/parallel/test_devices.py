@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from shared.config import EngineConfig
-from shared.engine import launcher
-from shared.engine.assembly import assemble, check_parallel
-from shared.engine.devices import config_of_rank, config_of_replica
-from shared.engine.ranks import assemble_ranks
-from shared.parallel.alone import ALONE
-from shared.parallel.warm_up import warm_up
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import assemble, check_parallel
+from diptych.shared.engine.processes import launcher
+from diptych.shared.engine.processes.devices import config_of_rank, config_of_replica
+from diptych.shared.engine.processes.ranks import assemble_ranks
+from diptych.shared.parallel.alone import ALONE
+from diptych.shared.parallel.warm_up import warm_up
 from tests.parallel.tiny_ranks import make_config
 
 
@@ -124,7 +124,7 @@ def test_groups_are_used_before_memory_is_measured(
     def measure(device: torch.device) -> int:
         raise Used(ops)
 
-    monkeypatch.setattr("shared.engine.assembly.free_gpu_memory", measure)
+    monkeypatch.setattr("diptych.shared.engine.build.assembly.free_gpu_memory", measure)
     with pytest.raises(Used, match="all_reduce"):
         assemble(make_config(folders["llama"], tp=2), tp=Group())
 

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from reference.disaggregation import DecodeSide, Failed, PrefillSide, _encode
-from shared import registry
-from shared.config import EngineConfig
-from shared.conformance.contracts.transport.transfers import Pool
-from shared.engine.assembly import assemble
-from shared.engine.child import Child
-from shared.engine.disaggregated import decode_side, transport_of
-from shared.engine.llm import LLM
-from shared.scheduling.invariants import check_idle
-from shared.types import FinishAbort, FinishError, Req
+from diptych.reference.parallel.disaggregation import DecodeSide, Failed, PrefillSide, _encode
+from diptych.shared import registry
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.engine.llm import LLM
+from diptych.shared.engine.processes.child import Child
+from diptych.shared.engine.processes.disaggregated import decode_side, transport_of
+from diptych.shared.scheduling.invariants import check_idle
+from diptych.shared.tools.conformance.contracts.transport.transfers import Pool
+from diptych.shared.types import FinishAbort, FinishError, Req
 from tests.parallel.tiny_ranks import answers, make_config, requests
 
 SECONDS = 20.0
@@ -307,7 +307,7 @@ def test_processes(transport: str) -> None:
 
 
 def test_a_prefill_engine_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shared.engine import disaggregated
+    from diptych.shared.engine.processes import disaggregated
 
     def kill(self: Any, seconds: float) -> Any:
         os.kill(self.process.pid, signal.SIGKILL)

@@ -13,19 +13,23 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from shared.config import EngineConfig
-from shared.conformance.clause import Clause
-from shared.conformance.ranks import on_ranks
-from shared.conformance.suite import check_implementation, clauses_of
-from shared.engine import replicas_in_step
-from shared.engine.assembly import assemble
-from shared.engine.child import Child, EngineProcessEnded, Inbox
-from shared.engine.replicas import serve_calls
-from shared.engine.replicas_in_step import ControllerInStep, assemble_in_step, assemble_replica
-from shared.interfaces import Collectives, FusedExperts, TopKOutput
-from shared.parallel.alone import ALONE
-from shared.parallel.dp_attention import PassDispatch, PassTokens
-from shared.types import Req
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.engine.processes import replicas_in_step
+from diptych.shared.engine.processes.child import Child, EngineProcessEnded, Inbox
+from diptych.shared.engine.processes.replicas import serve_calls
+from diptych.shared.engine.processes.replicas_in_step import (
+    ControllerInStep,
+    assemble_in_step,
+    assemble_replica,
+)
+from diptych.shared.interfaces import Collectives, FusedExperts, TopKOutput
+from diptych.shared.parallel.alone import ALONE
+from diptych.shared.parallel.dp_attention import PassDispatch, PassTokens
+from diptych.shared.tools.conformance.clauses.clause import Clause
+from diptych.shared.tools.conformance.clauses.suite import check_implementation, clauses_of
+from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
+from diptych.shared.types import Req
 from tests.parallel.tiny_ranks import answers, make_config, requests
 
 MIXES: dict[str, dict[str, Any]] = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reference.expert_balancer import ExpertBalancer
-from shared.bench.experts import ExpertsCase, placements
-from shared.parallel.expert_map import in_order, map_of, rank_loads
+from diptych.reference.parallel.expert_balancer import ExpertBalancer
+from diptych.shared.parallel.expert_map import in_order, map_of, rank_loads
+from diptych.shared.tools.bench.experts import ExpertsCase, placements
 
 
 def zipf(num_layers: int, num_experts: int) -> torch.Tensor:

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.kernels.portable import INTERPRETED
-from shared.config import EngineConfig
-from shared.conformance.ranks import on_ranks
-from shared.engine.assembly import Assembly, assemble
-from shared.engine.llm import LLM
-from shared.interfaces import Collectives
-from shared.parallel.alone import ALONE
-from shared.parallel.expert_manager import ExpertManager
-from shared.parallel.expert_map import ExpertPlacement
-from shared.types import FinishError, Req, SamplingParams
+from diptych.optimized.kernels.portable import INTERPRETED
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import Assembly, assemble
+from diptych.shared.engine.llm import LLM
+from diptych.shared.interfaces import Collectives
+from diptych.shared.parallel.alone import ALONE
+from diptych.shared.parallel.expert_manager import ExpertManager
+from diptych.shared.parallel.expert_map import ExpertPlacement
+from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
+from diptych.shared.types import FinishError, Req, SamplingParams
 from tests.parallel.test_tensor_parallel import FLAGS
 from tests.parallel.tiny_ranks import answers, make_config, requests
 
@@ -196,10 +196,13 @@ def _late(self: ExpertManager, *args: Any) -> Any:
 
 USE, MOVE = ExpertPlacement.use, ExpertManager._move_layer
 PLANTED: dict[str, tuple[str, Any]] = {
-    "a stale map after a rebalance": ("shared.parallel.expert_map.ExpertPlacement.use", _never_used),
-    "experts are overwritten, then sent": ("shared.parallel.expert_manager.ExpertManager._move_layer", _late),
+    "a stale map after a rebalance": ("diptych.shared.parallel.expert_map.ExpertPlacement.use", _never_used),
+    "experts are overwritten, then sent": (
+        "diptych.shared.parallel.expert_manager.ExpertManager._move_layer",
+        _late,
+    ),
     "outputs are added on every rank": (
-        "shared.interfaces.ExpertDispatch.run_replicated",
+        "diptych.shared.interfaces.ExpertDispatch.run_replicated",
         lambda self, x, topk, experts, placement: self.run(
             x, topk._replace(topk_ids=placement.choose(topk.topk_ids)), experts
         ),

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from optimized.kernels.portable import INTERPRETED
-from shared.config import EngineConfig
-from shared.conformance.configs import CONFIGS
-from shared.conformance.ranks import on_ranks
-from shared.engine.assembly import Assembly, assemble
-from shared.interfaces import Collectives
-from shared.types import Req, SamplingParams
+from diptych.optimized.kernels.portable import INTERPRETED
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import Assembly, assemble
+from diptych.shared.interfaces import Collectives
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
+from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
+from diptych.shared.types import Req, SamplingParams
 from tests.parallel.tiny_ranks import answers, make_config
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.engine.assembly import assemble
-from shared.engine.input_log import Call, CallClock, apply, decode, encode
-from shared.engine.ranks import LeadScheduler
-from shared.types import SamplingParams
+from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.engine.processes.input_log import Call, CallClock, apply, decode, encode
+from diptych.shared.engine.processes.ranks import LeadScheduler
+from diptych.shared.types import SamplingParams
 from tests.parallel.tiny_ranks import make_config, requests
 
 
@@ -82,7 +82,9 @@ def finished_on_two_ranks(folder: str, monkeypatch: pytest.MonkeyPatch) -> list[
     sent: list[bytes] = []
     pipe, _other_end = multiprocessing.Pipe()
     now = [time.monotonic()]
-    monkeypatch.setattr("shared.engine.ranks.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        "diptych.shared.engine.processes.ranks.time", SimpleNamespace(monotonic=lambda: now[0])
+    )
     clock, tp = CallClock(), SimpleNamespace(is_broken=False)
     assembly = assemble(make_config(folder, **flags), clock)
     lead = LeadScheduler(assembly, [SimpleNamespace(call=sent.append, pipe=pipe)], clock, tp)

@@ -8,16 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.collectives import Collectives, NcclCollectives
-from optimized.kernels.portable import INTERPRETED
-from optimized.kernels.rms_norm import add_partial_sums_rms_norm
-from optimized.layers import GemmaRMSNorm, RankPart, RMSNorm, add_and_norm, summed
-from optimized.symmetric_memory import KIB, Place, _named_group, one_shot_limit, share_memory, uses_one_shot
-from shared.config import EngineConfig
-from shared.conformance.ranks import on_ranks
-from shared.engine.assembly import assemble
-from shared.parallel.alone import ALONE
-from shared.types import Req, SamplingParams
+from diptych.optimized.kernels.linear.rms_norm import add_partial_sums_rms_norm
+from diptych.optimized.kernels.portable import INTERPRETED
+from diptych.optimized.layers import GemmaRMSNorm, RankPart, RMSNorm, add_and_norm, summed
+from diptych.optimized.parallel.collectives import Collectives, NcclCollectives
+from diptych.optimized.parallel.symmetric_memory import (
+    KIB,
+    Place,
+    _named_group,
+    one_shot_limit,
+    share_memory,
+    uses_one_shot,
+)
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.parallel.alone import ALONE
+from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
+from diptych.shared.types import Req, SamplingParams
 from tests.parallel.tiny_ranks import make_config
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs kernels on CPU tensors")
@@ -170,7 +177,7 @@ def test_models_that_leave_sums_to_the_norm_answer_as_one(
     use = {"attention": "reference"}
     config = make_config(folders[model]).updated(panel="optimized", disable_cuda_graph=True, use=use)
     alone = ask(config)
-    monkeypatch.setattr("optimized.models.llama.sum_later", lambda tp, part: RankPart(part, tp))
+    monkeypatch.setattr("diptych.optimized.decoder.sum_later", lambda tp, part: RankPart(part, tp))
     assert (
         on_ranks(2, lambda tp: ask(config.updated(tp=2), tp), impl=Collectives, in_turn=True) == [alone] * 2
     )

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from reference.pipeline import PipelineScheduler, Stage
-from shared.config import EngineConfig, ModelConfig
-from shared.conformance.clause import Clause
-from shared.conformance.ranks import on_ranks
-from shared.conformance.suite import clauses_of
-from shared.engine.assembly import Assembly, assemble
-from shared.interfaces import SchedulerParts
-from shared.loading.stages import layers_of
-from shared.parallel.alone import ALONE
-from shared.types import FinishAbort, Req
+from diptych.reference.parallel.pipeline import PipelineScheduler, Stage
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.engine.build.assembly import Assembly, assemble
+from diptych.shared.interfaces import SchedulerParts
+from diptych.shared.loading.stages import layers_of
+from diptych.shared.parallel.alone import ALONE
+from diptych.shared.tools.conformance.clauses.clause import Clause
+from diptych.shared.tools.conformance.clauses.suite import clauses_of
+from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
+from diptych.shared.types import FinishAbort, Req
 from tests.parallel.tiny_ranks import LLAMA, QWEN3_MOE, answers, make_config, requests
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -248,10 +248,13 @@ def _slow(self: Stage, *args: Any) -> None:
 
 START_SEND, LAUNCH = Stage._start_send, Stage.launch
 PLANTED: dict[str, tuple[str, Any]] = {
-    "tokens of retracted requests are kept": ("reference.pipeline.PipelineScheduler._staying", _all_stay),
-    "a send buffer is reused": ("reference.pipeline.Stage._start_send", _from_one_buffer),
+    "tokens of retracted requests are kept": (
+        "diptych.reference.parallel.pipeline.PipelineScheduler._staying",
+        _all_stay,
+    ),
+    "a send buffer is reused": ("diptych.reference.parallel.pipeline.Stage._start_send", _from_one_buffer),
     "layers are in reverse": (
-        "shared.loading.stages.layers_of",
+        "diptych.shared.loading.stages.layers_of",
         lambda num_layers, rank, size: layers_of(num_layers, size - 1 - rank, size),
     ),
 }
@@ -263,7 +266,7 @@ def test_a_planted_bug_changes_the_answers(
 ) -> None:
     config = make_config(folders["llama"]).updated(check_invariants=False)
     expected = output_ids(answers(assemble(config)))
-    monkeypatch.setattr("reference.pipeline.Stage.launch", _slow)
+    monkeypatch.setattr("diptych.reference.parallel.pipeline.Stage.launch", _slow)
     assert [output_ids(run.reqs) for run in of_stages(config, 2, retract_some)] == [expected] * 2
     monkeypatch.setattr(*PLANTED[bug])
     try:

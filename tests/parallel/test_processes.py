@@ -22,11 +22,11 @@ import httpx
 import pytest
 import torch
 
-from shared.engine.child import Child, EngineProcessEnded, Inbox, started
-from shared.engine.llm import LLM
-from shared.engine.ranks import assemble_ranks, finish_launched
-from shared.engine.watchdog import EXIT_HANGS, Watchdog
-from shared.types import SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.engine.processes.child import Child, EngineProcessEnded, Inbox, started
+from diptych.shared.engine.processes.ranks import assemble_ranks, finish_launched
+from diptych.shared.engine.processes.watchdog import EXIT_HANGS, Watchdog
+from diptych.shared.types import SamplingParams
 from tests.parallel.tiny_ranks import answers, make_config
 from tests.server.running import serving
 
@@ -69,7 +69,7 @@ def test_stages_that_are_not_used_any_more_are_ended(monkeypatch: pytest.MonkeyP
     def finish(device: str, watchdog: Watchdog, followers: Sequence[Child]) -> None:
         seen.append((device, [bool(each.process and each.process.is_alive()) for each in followers]))
 
-    monkeypatch.setattr("shared.engine.ranks.finish_launched", finish)
+    monkeypatch.setattr("diptych.shared.engine.processes.ranks.finish_launched", finish)
     flags = {"panel": "reference", "device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
     sampling = {"temperature": 0, "max_tokens": 16, "ignore_eos": True, "progress": False}
     expected = [output.text for output in LLM("tiny-dense", **flags).generate(PROMPTS, **sampling)]
@@ -166,7 +166,7 @@ def test_a_rank_that_is_killed_at_any_moment_ends_all(moment: str, victim: int) 
 
 HANGS = """
 import multiprocessing, time
-from reference.scheduler import Scheduler
+from diptych.reference.scheduler import Scheduler
 
 class Hangs(Scheduler):
     def step(self):
@@ -208,7 +208,7 @@ def test_a_process_whose_step_hangs_ends_with_its_stacks(
     limits: dict[str, Any], poll_seconds: float, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks after each interval, and at least four times before the limit."""
-    monkeypatch.setattr("shared.engine.watchdog.POLL_SECONDS", poll_seconds)
+    monkeypatch.setattr("diptych.shared.engine.processes.watchdog.POLL_SECONDS", poll_seconds)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from shared.config import EngineConfig
-from shared.conformance.ranks import on_ranks
-from shared.engine.assembly import Assembly, assemble
-from shared.engine.ranks import collectives_of
-from shared.interfaces import Collectives
-from shared.types import Req, SamplingParams
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import Assembly, assemble
+from diptych.shared.engine.processes.ranks import collectives_of
+from diptych.shared.interfaces import Collectives
+from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
+from diptych.shared.types import Req, SamplingParams
 from tests.parallel.tiny_ranks import LLAMA, QWEN3_MOE, make_config
 
 SIZES = {
@@ -105,7 +105,7 @@ def test_scales_of_the_ranks_parts_are_another_answer(
     """The planted bug: a rank scales its part of a token by the largest value of the part."""
     config = config_of(tmp_path, model, quantization=method)
     alone = answers(assemble(config))
-    monkeypatch.setattr("shared.loading.quantize._ranks_of_inputs", lambda *args: None)
+    monkeypatch.setattr("diptych.shared.loading.quantize._ranks_of_inputs", lambda *args: None)
     assert median(differences(of_ranks(config)[0], alone)) > MEDIAN["int8"] >= MEDIAN[method]
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from shared.config import EngineConfig
-from shared.engine.assembly import Assembly, assemble
-from shared.engine.child import Child, EngineProcessEnded, Inbox
-from shared.engine.devices import config_of_replica
-from shared.engine.llm import LLM
-from shared.engine.replicas import Controller, Load, choose_replica, serve_calls
-from shared.types import FinishAbort, Req, SamplingParams, StepOutput
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import Assembly, assemble
+from diptych.shared.engine.llm import LLM
+from diptych.shared.engine.processes.child import Child, EngineProcessEnded, Inbox
+from diptych.shared.engine.processes.devices import config_of_replica
+from diptych.shared.engine.processes.replicas import Controller, Load, choose_replica, serve_calls
+from diptych.shared.types import FinishAbort, Req, SamplingParams, StepOutput
 from tests.parallel.tiny_ranks import answers, make_config, requests
 
 POLICIES = ("round-robin", "least-requests", "least-tokens")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.config import ModelConfig
-from shared.loading.shards import VOCABULARY, Shards, shard_config
-from shared.loading.weight_names import expected_shapes
-from shared.loading.weights import dummy_weights, iterate_weights
-from shared.modeling.vocabulary import vocabulary_rows
+from diptych.shared.config import ModelConfig
+from diptych.shared.loading.shards import VOCABULARY, Shards, shard_config
+from diptych.shared.loading.weight_names import expected_shapes
+from diptych.shared.loading.weights import dummy_weights, iterate_weights
+from diptych.shared.modeling.vocabulary import vocabulary_rows
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets"
 

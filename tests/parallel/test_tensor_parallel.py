@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from reference.collectives import Collectives
-from reference.models.llama import LlamaDecoderLayer
-from shared.config import EngineConfig
-from shared.conformance.ranks import on_ranks
-from shared.engine.assembly import assemble
-from shared.loading.shards import Shards
-from shared.parallel.alone import ALONE
+from diptych.reference.decoder import LlamaDecoderLayer
+from diptych.reference.parallel.collectives import Collectives
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.loading.shards import Shards
+from diptych.shared.parallel.alone import ALONE
+from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
 from tests.parallel.tiny_ranks import answers, make_config, of_ranks
 
 TOLERANCE = 1e-4
@@ -90,7 +90,7 @@ def test_a_rank_holds_its_part_alone(folders: dict[str, str]) -> None:
 def test_the_pool_has_the_slots_of_the_rank_with_the_least_memory(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shared.engine import assembly as module
+    from diptych.shared.engine.build import assembly as module
 
     plan = module.plan_memory
 
@@ -134,13 +134,13 @@ def _own_first(self: Collectives, parts: list[torch.Tensor]) -> torch.Tensor:
 
 INDEX, SUM = Shards.index, Collectives._sum
 PLANTED: dict[str, tuple[str, Any]] = {
-    "a bias is added on every rank": ("shared.loading.shards.REDUCED_BIASES", ("none",)),
-    "KV heads are assigned in turn": ("shared.loading.shards.Shards.index", _kv_heads_in_turn),
+    "a bias is added on every rank": ("diptych.shared.loading.shards.REDUCED_BIASES", ("none",)),
+    "KV heads are assigned in turn": ("diptych.shared.loading.shards.Shards.index", _kv_heads_in_turn),
     "foreign ids are not zeroed": (
-        "reference.models.llama.embed_rows",
+        "diptych.reference.decoder.embed_rows",
         lambda embedding, vocab_size, ids, tp: tp.all_reduce(embedding(ids % embedding.num_embeddings)),
     ),
-    "the MLP is not summed": ("reference.models.llama.LlamaDecoderLayer.forward", None),
+    "the MLP is not summed": ("diptych.reference.decoder.LlamaDecoderLayer.forward", None),
 }
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.config import EngineConfig
-from shared.conformance.ranks import on_ranks
-from shared.engine.assembly import Assembly, assemble
-from shared.engine.ranks import collectives_of
-from shared.interfaces import Collectives
-from shared.types import Req, SamplingParams
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import Assembly, assemble
+from diptych.shared.engine.processes.ranks import collectives_of
+from diptych.shared.interfaces import Collectives
+from diptych.shared.tools.conformance.oracles.rank_threads import on_ranks
+from diptych.shared.types import Req, SamplingParams
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

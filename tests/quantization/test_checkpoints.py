@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shared import registry
-from shared.config import DraftConfig, EngineConfig, ModelConfig
-from shared.interfaces import QuantizedLinear
-from shared.loading.draft_weights import iterate_draft_weights
-from shared.loading.load_model import load_model
-from shared.loading.model_path import ASSETS
-from shared.loading.quantize import quantize_weight
-from shared.loading.shards import Shards
-from shared.loading.weights import iterate_weights
-from shared.types.quantization import QuantScheme
+from diptych.shared import registry
+from diptych.shared.config import DraftConfig, EngineConfig, ModelConfig
+from diptych.shared.interfaces import QuantizedLinear
+from diptych.shared.loading.draft_weights import iterate_draft_weights
+from diptych.shared.loading.load_model import load_model
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.loading.quantize import quantize_weight
+from diptych.shared.loading.shards import Shards
+from diptych.shared.loading.weights import iterate_weights
+from diptych.shared.types.quantization import QuantScheme
 from tests.quantization.oracle import tiny_model, write_checkpoint
 
 SOME, LINEAR = "model.layers.1.mlp.down_proj", "model.layers.1.self_attn.k_proj"

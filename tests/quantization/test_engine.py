@@ -12,24 +12,24 @@ import torch
 from safetensors.torch import save_file
 
 from diptych import LLM
-from shared import registry
-from shared.config import ModelConfig, QuantConfig
-from shared.conformance.configs import CONFIGS
-from shared.interfaces import QuantizedLinear
-from shared.loading.load_model import build_model
-from shared.loading.model_path import ASSETS
-from shared.loading.quantize import (
+from diptych.shared import registry
+from diptych.shared.config import ModelConfig, QuantConfig
+from diptych.shared.interfaces import QuantizedLinear
+from diptych.shared.loading.load_model import build_model
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.loading.quantize import (
     num_weight_bytes,
     quantize_linears,
     quantize_weight,
     with_quantization,
 )
-from shared.loading.shards import Shards
-from shared.loading.stages import Stage
-from shared.loading.weight_names import expected_shapes
-from shared.loading.weights import dummy_weights, iterate_weights
-from shared.modeling.quantization import dequantize
-from shared.types.quantization import QuantScheme
+from diptych.shared.loading.shards import Shards
+from diptych.shared.loading.stages import Stage
+from diptych.shared.loading.weight_names import expected_shapes
+from diptych.shared.loading.weights import dummy_weights, iterate_weights
+from diptych.shared.modeling.quantization import dequantize
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
+from diptych.shared.types.quantization import QuantScheme
 
 TINY = ASSETS / "tiny-dense"
 FLAGS = {"panel": "reference", "device": "cpu", "max_total_tokens": 256}

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from reference.chunk_cache import ChunkCache
-from reference.radix_cache import RadixCache
-from shared.conformance.cache_world import CacheWorld
-from shared.interfaces.prefix_cache import RadixKey
-from shared.interfaces.scheduler import SchedulerState
-from shared.scheduling.invariants import InvariantViolation, check_idle, check_invariants
-from shared.types import Req
+from diptych.reference.chunk_cache import ChunkCache
+from diptych.reference.radix_cache import RadixCache
+from diptych.shared.interfaces.prefix_cache import RadixKey
+from diptych.shared.interfaces.scheduler import SchedulerState
+from diptych.shared.scheduling.invariants import InvariantViolation, check_idle, check_invariants
+from diptych.shared.tools.conformance.oracles.cache_world import CacheWorld
+from diptych.shared.types import Req
 
 
 def busy_world(page_size: int = 2) -> tuple[CacheWorld, Req, Req]:

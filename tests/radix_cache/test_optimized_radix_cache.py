@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from optimized.array_tree import TreeNode, part_of
-from optimized.radix_cache import RadixCache
-from reference.memory_pool import TokenToKVPoolAllocator
-from reference.radix_cache import RadixCache as ReferenceCache
-from shared.config.engine import EvictionPolicyName
-from shared.conformance.contracts.radix_cache import request_lives
-from shared.interfaces.prefix_cache import RadixKey
+from diptych.optimized.array_tree import TreeNode, part_of
+from diptych.optimized.radix_cache import RadixCache
+from diptych.reference.memory_pool import TokenToKVPoolAllocator
+from diptych.reference.radix_cache import RadixCache as ReferenceCache
+from diptych.shared.config.engine import EvictionPolicyName
+from diptych.shared.interfaces.prefix_cache import RadixKey
+from diptych.shared.tools.conformance.contracts.radix_cache import request_lives
 from tests.properties import given, settings, st
 
 POLICIES = get_args(EvictionPolicyName)

@@ -7,15 +7,15 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from reference.chunk_cache import ChunkCache
-from reference.radix_cache import RadixCache
-from shared.config.engine import EvictionPolicyName
-from shared.conformance.cache_world import CacheWorld
-from shared.conformance.case import Case
-from shared.conformance.contracts.radix_cache import request_lives, sequences
-from shared.conformance.contracts.radix_cache.request_lives import Event
-from shared.conformance.contracts.radix_cache.sequences import Call
-from shared.interfaces.prefix_cache import RadixKey
+from diptych.reference.chunk_cache import ChunkCache
+from diptych.reference.radix_cache import RadixCache
+from diptych.shared.config.engine import EvictionPolicyName
+from diptych.shared.interfaces.prefix_cache import RadixKey
+from diptych.shared.tools.conformance.clauses.case import Case
+from diptych.shared.tools.conformance.contracts.radix_cache import request_lives, sequences
+from diptych.shared.tools.conformance.contracts.radix_cache.request_lives import Event
+from diptych.shared.tools.conformance.contracts.radix_cache.sequences import Call
+from diptych.shared.tools.conformance.oracles.cache_world import CacheWorld
 from tests.properties import given, settings, st
 
 POLICIES = st.sampled_from(get_args(EvictionPolicyName))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.radix_cache import RadixCache
-from shared.interfaces import CacheWatcher, RadixKey
+from diptych.optimized.radix_cache import RadixCache
+from diptych.shared.interfaces import CacheWatcher, RadixKey
 
 
 class Mirror(CacheWatcher):

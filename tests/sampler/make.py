@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shared.sampling.sampling_batch import make_sampling_batch_info
-from shared.types import Req, SamplingBatchInfo, SamplingParams
+from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
+from diptych.shared.types import Req, SamplingBatchInfo, SamplingParams
 
 
 def make_req(

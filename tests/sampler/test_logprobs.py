@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from shared.sampling.logprobs import logprobs_of, sort_descending, to_token_logprobs
-from shared.types import LogprobsOutput, TokenLogprob
+from diptych.shared.sampling.logprobs import logprobs_of, sort_descending, to_token_logprobs
+from diptych.shared.types import LogprobsOutput, TokenLogprob
 
 # float32 keeps 24 bits; a log-probability here is at most 30 in size and goes through a sum of 1,000 terms
 TOLERANCE = 1e-5

@@ -5,8 +5,8 @@ import pytest
 import scipy
 import torch
 
-from shared.conformance.chi_square import ALPHA
-from shared.sampling.noise import gumbel_noise, hash_noise
+from diptych.shared.sampling.noise import gumbel_noise, hash_noise
+from diptych.shared.tools.conformance.oracles.chi_square import ALPHA
 
 NUM_BUCKETS = 64
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from reference.sampler import Sampler, apply_penalties, filter_mask
-from shared.conformance.sampling import ADJUSTED, KINDS
-from shared.sampling.sampling_batch import make_sampling_batch_info
+from diptych.reference.sampler import Sampler, apply_penalties, filter_mask
+from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
+from diptych.shared.tools.conformance.oracles.sampling import ADJUSTED, KINDS
 from tests.sampler.make import make_info, make_req
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from reference.sampler import Sampler
-from shared.conformance.chi_square import ALPHA, p_value
-from shared.conformance.contracts.sampler.distribution import LOGITS, NUM_DRAWS
-from shared.conformance.sampling import Ask, draw_many, exact_distribution
+from diptych.reference.sampler import Sampler
+from diptych.shared.tools.conformance.contracts.sampler.distribution import LOGITS, NUM_DRAWS
+from diptych.shared.tools.conformance.oracles.chi_square import ALPHA, p_value
+from diptych.shared.tools.conformance.oracles.sampling import Ask, draw_many, exact_distribution
 
 TEXT = {"prompt": (3, 8, 8, 5), "output": (4, 4, 4, 0, 3)}
 

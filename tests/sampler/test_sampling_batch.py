@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from shared.sampling.processors import apply_processors
-from shared.sampling.sampling_batch import derive_seed
-from shared.types import SamplingBatchInfo
+from diptych.shared.sampling.processors import apply_processors
+from diptych.shared.sampling.sampling_batch import derive_seed
+from diptych.shared.types import SamplingBatchInfo
 from tests.sampler.make import make_info, make_req
 
 OPTIONAL = (

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from shared.types import SamplingParams
+from diptych.shared.types import SamplingParams
 
 INVALID = [
     ({"max_new_tokens": -1}, "max_new_tokens must be an integer >= 0"),
@@ -70,7 +70,7 @@ def test_an_invalid_value_is_refused_by_name_and_range(params: dict, message: st
 def test_a_slow_stop_regex_is_valid_at_any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parameters are checked in each process that gets them: all must come to the same verdict."""
     for seconds in (0.1, 0.0):
-        monkeypatch.setattr("shared.types.stops.REGEX_CHECK_SECONDS", seconds)
+        monkeypatch.setattr("diptych.shared.types.stops.REGEX_CHECK_SECONDS", seconds)
         SamplingParams(stop_regex=(r"(?:^|$){19}\b",) * 2)
 
 

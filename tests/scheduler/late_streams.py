@@ -10,9 +10,9 @@ import random
 from collections import deque
 from typing import Any
 
-from optimized.overlap.future_map import FutureMap
-from optimized.overlap.streams import Done, Pending, Streams, Work
-from optimized.scheduler import Scheduler
+from diptych.optimized.overlap.future_map import FutureMap
+from diptych.optimized.overlap.streams import Done, Pending, Streams, Work
+from diptych.optimized.scheduler import Scheduler
 
 
 class LateStreams(Streams):

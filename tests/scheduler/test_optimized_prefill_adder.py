@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from optimized.prefill_adder import PrefillAdder
-from optimized.radix_cache import RadixCache
-from reference.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
-from reference.prefill_adder import PrefillAdder as ReferenceAdder
-from shared.conformance.schedules import random_schedule, run_schedule
-from shared.interfaces import AddReqResult, PrefillBudget, RadixKey
-from shared.registry import load
-from shared.types import Req, SamplingParams
+from diptych.optimized.prefill_adder import PrefillAdder
+from diptych.optimized.radix_cache import RadixCache
+from diptych.reference.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from diptych.reference.prefill_adder import PrefillAdder as ReferenceAdder
+from diptych.shared.interfaces import AddReqResult, PrefillBudget, RadixKey
+from diptych.shared.registry import load
+from diptych.shared.tools.conformance.oracles.schedules import random_schedule, run_schedule
+from diptych.shared.types import Req, SamplingParams
 
 
 def random_req(rng: random.Random, number: int, is_running: bool) -> Req:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.radix_cache import RadixCache
-from optimized.schedule_policy import SchedulePolicy
-from reference.memory_pool import TokenToKVPoolAllocator
-from reference.schedule_policy import SchedulePolicy as ReferencePolicy
-from shared.conformance.contracts.schedule_policy.passes import CACHE_AWARE, Policy, random_req
-from shared.interfaces import RadixKey
-from shared.scheduling.waiting_queue import WaitingQueue
-from shared.types import Req, SamplingParams
+from diptych.optimized.radix_cache import RadixCache
+from diptych.optimized.schedule_policy import SchedulePolicy
+from diptych.reference.memory_pool import TokenToKVPoolAllocator
+from diptych.reference.schedule_policy import SchedulePolicy as ReferencePolicy
+from diptych.shared.interfaces import RadixKey
+from diptych.shared.scheduling.waiting_queue import WaitingQueue
+from diptych.shared.tools.conformance.contracts.schedule_policy.passes import CACHE_AWARE, Policy, random_req
+from diptych.shared.types import Req, SamplingParams
 
 WATCHED = [policy for policy in CACHE_AWARE if policy.tree == "optimized"]
 

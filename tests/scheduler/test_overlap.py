@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.overlap.future_map import FutureMap
-from optimized.overlap.streams import OneStream, Pending, Work
-from optimized.scheduler import Scheduler
-from shared.conformance import scheduler_harness
-from shared.conformance.case import EXAMPLE
-from shared.conformance.clause import Clause
-from shared.conformance.compare import Mismatch
-from shared.conformance.contracts.scheduler.faults import rows_change_hands
-from shared.conformance.contracts.scheduler.schedules import PROMPT
-from shared.conformance.scheduler_harness import SchedulerHarness
-from shared.conformance.schedules import random_faults, random_schedule, run_schedule
-from shared.conformance.suite import clauses_of
-from shared.conformance.switches import answers_alone, expect_answers
-from shared.scheduling.invariants import InvariantViolation
+from diptych.optimized.overlap.future_map import FutureMap
+from diptych.optimized.overlap.streams import OneStream, Pending, Work
+from diptych.optimized.scheduler import Scheduler
+from diptych.shared.scheduling.invariants import InvariantViolation
+from diptych.shared.tools.conformance.clauses.case import EXAMPLE
+from diptych.shared.tools.conformance.clauses.clause import Clause
+from diptych.shared.tools.conformance.clauses.compare import Mismatch
+from diptych.shared.tools.conformance.clauses.suite import clauses_of
+from diptych.shared.tools.conformance.contracts.scheduler.faults import rows_change_hands
+from diptych.shared.tools.conformance.contracts.scheduler.schedules import PROMPT
+from diptych.shared.tools.conformance.oracles import scheduler_harness
+from diptych.shared.tools.conformance.oracles.scheduler_harness import SchedulerHarness
+from diptych.shared.tools.conformance.oracles.schedules import random_faults, random_schedule, run_schedule
+from diptych.shared.tools.conformance.whole_engine.switches import answers_alone, expect_answers
 from tests.conformance.fast_cut import fast_clauses
 from tests.conformance.mutants.optimized_scheduler import changed
 from tests.properties import HealthCheck, given, settings, st

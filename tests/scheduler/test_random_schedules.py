@@ -3,7 +3,13 @@ and step, under any configuration, gives every request its own right tokens, lea
 
 from __future__ import annotations
 
-from shared.conformance.schedules import MAX_PROMPT_LEN, POLICIES, Action, Schedule, run_schedule
+from diptych.shared.tools.conformance.oracles.schedules import (
+    MAX_PROMPT_LEN,
+    POLICIES,
+    Action,
+    Schedule,
+    run_schedule,
+)
 from tests.properties import HealthCheck, given, settings, st
 
 # Three tokens only, so that random prompts share prefixes often.

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from shared import registry
-from shared.conformance.scheduler_harness import SchedulerHarness
-from shared.scheduling.admission import DECAY_STEPS, NewTokenRatio
+from diptych.shared import registry
+from diptych.shared.scheduling.admission import DECAY_STEPS, NewTokenRatio
+from diptych.shared.tools.conformance.oracles.scheduler_harness import SchedulerHarness
 
 
 def test_new_token_ratio_falls_while_all_goes_well_and_rises_on_retraction() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.bench.small_pools import Load, count, plot, requests_of
+from diptych.shared.tools.bench.small_pools import Load, count, plot, requests_of
 
 LOADS = (Load("all", 1.0, num_reqs=12), Load("a quarter", 0.25, num_reqs=12))
 

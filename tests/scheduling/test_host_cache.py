@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from reference.disk_tier import DiskTier
-from reference.host_pool import HostPool
-from reference.radix_cache import RadixCache
-from shared.conformance.cache_world import CacheWorld
-from shared.conformance.contracts.host_pool.copies import make_kv_pool
-from shared.interfaces import RadixKey
-from shared.scheduling.host_cache import HostCache, tiered
+from diptych.reference.radix_cache import RadixCache
+from diptych.reference.tiers.disk_tier import DiskTier
+from diptych.reference.tiers.host_pool import HostPool
+from diptych.shared.interfaces import RadixKey
+from diptych.shared.scheduling.host_cache import HostCache, tiered
+from diptych.shared.tools.conformance.contracts.host_pool.copies import make_kv_pool
+from diptych.shared.tools.conformance.oracles.cache_world import CacheWorld
 
 PAGE_LEN, NUM_PAGES = 4, 3
 IDS = list(range(20))

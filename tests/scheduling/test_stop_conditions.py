@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from shared.scheduling import stop_conditions
-from shared.scheduling.stop_conditions import append_tokens, check_finished
-from shared.text.stop_text import REGEX_SECONDS
-from shared.types import (
+from diptych.shared.scheduling import stop_conditions
+from diptych.shared.scheduling.stop_conditions import append_tokens, check_finished
+from diptych.shared.text.stop_text import REGEX_SECONDS
+from diptych.shared.types import (
     FinishAbort,
     FinishError,
     FinishLength,

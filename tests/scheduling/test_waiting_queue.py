@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from shared.scheduling.waiting_queue import WaitingQueue
-from shared.types import Req, SamplingParams
+from diptych.shared.scheduling.waiting_queue import WaitingQueue
+from diptych.shared.types import Req, SamplingParams
 
 
 def req(rid: str) -> Req:

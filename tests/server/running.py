@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT = 120.0
-MAIN = "from shared.cli import main; main()"
+MAIN = "from diptych.shared.tools.cli import main; main()"
 
 
 class RunningServer:

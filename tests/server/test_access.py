@@ -13,9 +13,9 @@ import pytest
 from starlette.responses import PlainTextResponse
 from typer.testing import CliRunner
 
-from shared.cli import app
-from shared.server import admin
-from shared.server.middleware import ApiKeys
+from diptych.shared.server.http import admin
+from diptych.shared.server.http.middleware import ApiKeys
+from diptych.shared.tools.cli import app
 from tests.server.running import ROOT, RunningServer, serving
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from shared.engine.llm import LLM
-from shared.tiny.corpus import held_out_questions
-from shared.tiny.evaluate import score
-from shared.types import SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.corpus.corpus import held_out_questions
+from diptych.shared.tools.corpus.evaluate import score
+from diptych.shared.types import SamplingParams
 from tests.server.running import RunningServer, openai_client, serving
 
 NUM_QUESTIONS = 20  # one of each kind

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shared.server.anthropic import MessagesRequest, chat_request, fold_message, message_events
-from shared.server.generation import Usage
+from diptych.shared.server.api.anthropic import MessagesRequest, chat_request, fold_message, message_events
+from diptych.shared.server.api.generation import Usage
 from tests.server.running import RunningServer, anthropic_client, openai_client
 from tests.server.translations import ANSWER_WITH_TOOLS, FakeGeneration, chunk, translated
 

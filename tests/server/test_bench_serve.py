@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from shared.cli import app
+from diptych.shared.tools.cli import app
 from tests.server.running import RunningServer
 
 

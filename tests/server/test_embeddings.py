@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from shared.conformance.configs import CONFIGS
-from shared.engine.llm import LLM
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.conformance.oracles.configs import CONFIGS
 from tests.server.running import RunningServer, openai_client, serving
 
 TEXTS = ["Mara has a red kite.", "Otto is a baker."]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shared.engine.llm import LLM
-from shared.server.engine_loop import EngineLoop
-from shared.server.messages import (
+from diptych.shared.engine.llm import LLM
+from diptych.shared.server.engine.engine_loop import EngineLoop
+from diptych.shared.server.engine.messages import (
     Abort,
     Control,
     FromEngine,
@@ -23,7 +23,7 @@ from shared.server.messages import (
     decode_to_engine,
     encode,
 )
-from shared.types import SamplingParams
+from diptych.shared.types import SamplingParams
 
 
 class Script:
@@ -79,7 +79,7 @@ def test_an_adapter_that_fails_ends_no_request(
         raise error
 
     driver.generate("a")
-    monkeypatch.setattr("shared.engine.lora_adapters.read_adapter", fail)
+    monkeypatch.setattr("diptych.shared.engine.requests.lora_adapters.read_adapter", fail)
     reply = driver.control("load_lora", name="mine", path="somewhere")
     assert reply.error is not None
     assert reply.error.startswith("adapter 'mine' cannot be loaded: ")
@@ -94,7 +94,7 @@ def test_images_that_cannot_be_read_end_their_request_only(
         raise error
 
     driver.generate("a")
-    monkeypatch.setattr("shared.server.engine_loop.received_images", fail)
+    monkeypatch.setattr("diptych.shared.server.engine.engine_loop.received_images", fail)
     params = SamplingParams(max_new_tokens=2)
     outputs = driver.step(Generate(rid="b", input_ids=[5], params=params, seed=1, images=[b"1"]))
     (ended,) = (output for output in outputs if output.rid == "b")
@@ -165,7 +165,7 @@ def test_parameters_that_are_refused_on_arrival_end_their_request_only(
     params = SamplingParams(max_new_tokens=2, stop_regex="x")
     data = encode(Generate(rid="b", input_ids=[5], params=params, seed=1))
     driver.generate("a")
-    monkeypatch.setattr("shared.types.sampling_params.check_stop_regexes", refuse)
+    monkeypatch.setattr("diptych.shared.types.sampling_params.check_stop_regexes", refuse)
     outputs = driver.step(decode_to_engine(data))  # type: ignore[arg-type]
     (ended,) = (output for output in outputs if output.rid == "b")
     assert ended.finish is not None

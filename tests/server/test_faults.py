@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from shared.server.connections import listen
+from diptych.shared.server.http.connections import listen
 from tests.server.running import MAIN, ROOT, RunningServer, anthropic_client, openai_client, serving
 
 SUM = [{"role": "user", "content": "What is 12 + 30?"}]

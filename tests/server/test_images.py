@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shared.engine.llm import LLM
-from shared.loading.model_path import ASSETS
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.model_path import ASSETS
 from tests.engine.test_images import PICTURES, llava, save
 from tests.server.running import openai_client, serving
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.engine.llm import LLM
+from diptych.shared.engine.llm import LLM
 from tests.server.running import RunningServer
 
 

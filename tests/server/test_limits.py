@@ -20,9 +20,9 @@ import pytest
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 
-from shared.server.admin import add_admin_routes
-from shared.server.errors import ApiError
-from shared.server.state import ServerSettings
+from diptych.shared.server.api.errors import ApiError
+from diptych.shared.server.http.admin import add_admin_routes
+from diptych.shared.server.http.state import ServerSettings
 from tests.server.running import RunningServer, serving
 from tests.server.test_faults import SUM, assert_whole, post
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.engine.llm import LLM
-from shared.loading.model_path import resolve_model_path
-from shared.types import SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.types import SamplingParams
 from tests.server.running import RunningServer
 
 NEEDED = ("lm_eval", "datasets", "aiohttp", "tenacity")

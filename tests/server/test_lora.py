@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shared.config import ModelConfig
-from shared.engine.llm import LLM
-from shared.loading.lora import adaptable_modules
-from shared.loading.model_path import ASSETS
+from diptych.shared.config import ModelConfig
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.lora import adaptable_modules
+from diptych.shared.loading.model_path import ASSETS
 from tests.server.running import RunningServer, openai_client, serving
 
 PROMPT = "Mara has a red kite."

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from shared.engine.llm import LLM
-from shared.types import SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.types import SamplingParams
 from tests.server.running import RunningServer, openai_client
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from shared.server.chat import ChatChoice
-from shared.server.engine_client import Delta
-from shared.server.logprobs import TokenTexts
-from shared.server.messages import Finish
-from shared.server.parsers import ReasoningParser, ToolParser
-from shared.server.protocol import ChatRequest
+from diptych.shared.server.api.chat import ChatChoice
+from diptych.shared.server.api.logprobs import TokenTexts
+from diptych.shared.server.api.parsers import ReasoningParser, ToolParser
+from diptych.shared.server.api.protocol import ChatRequest
+from diptych.shared.server.engine.engine_client import Delta
+from diptych.shared.server.engine.messages import Finish
 from tests.properties import given, st
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": "}\\"{ü"}}\n</tool_call>'

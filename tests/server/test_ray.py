@@ -23,7 +23,7 @@ pytestmark = pytest.mark.full
 def url() -> Iterator[str]:
     from ray import serve
 
-    from shared.server.ray import app
+    from diptych.shared.server.router.ray import app
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -82,7 +82,7 @@ def test_streams_come_piece_by_piece(url: str) -> None:
 
 
 def test_bad_arguments_are_refused_before_anything_starts() -> None:
-    from shared.server.ray import app
+    from diptych.shared.server.router.ray import app
 
     with pytest.raises(ValueError, match="unknown arguments \\['modle'\\]"):
         app({"modle": "tiny-dense"})

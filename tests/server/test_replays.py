@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from shared.engine.llm import LLM
-from shared.types import SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.types import SamplingParams
 from tests.server.running import RunningServer
 from tests.server.test_faults import post
 

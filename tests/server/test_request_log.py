@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from shared.server.request_log import RequestLog
+from diptych.shared.server.http.request_log import RequestLog
 from tests.server.running import RunningServer
 from tests.server.test_limits import wait_until
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shared.server.generation import Usage
-from shared.server.responses import ResponsesRequest, chat_request, fold_response, response_events
+from diptych.shared.server.api.generation import Usage
+from diptych.shared.server.api.responses import ResponsesRequest, chat_request, fold_response, response_events
 from tests.server.running import RunningServer, openai_client
 from tests.server.translations import ANSWER_WITH_TOOLS, FakeGeneration, chunk, translated
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shared.loading.model_path import resolve_model_path
-from shared.text.tokenizer import Tokenizer
+from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.text.tokenizer import Tokenizer
 from tests.server.running import RunningServer, serving
 
 RANDOM = {"temperature": 20.0, "n": 3, "ignore_eos": True}

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from shared.engine.llm import LLM
-from shared.scheduling.invariants import InvariantViolation
-from shared.server.engine_loop import EngineLoop
-from shared.server.warm_up import PARAMS, warm_up
-from shared.types import SampleOutput, SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.scheduling.invariants import InvariantViolation
+from diptych.shared.server.engine.engine_loop import EngineLoop
+from diptych.shared.server.engine.warm_up import PARAMS, warm_up
+from diptych.shared.types import SampleOutput, SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
 
@@ -56,7 +56,7 @@ def test_only_a_gpu_needs_it(
     llm: LLM, device: str, skip: bool, is_warm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr("shared.server.engine_loop.warm_up", calls.append)
+    monkeypatch.setattr("diptych.shared.server.engine.engine_loop.warm_up", calls.append)
     config = llm.config.updated(device=device, skip_warmup=skip)
     loop = EngineLoop(replace(llm.assembly, config=config), channel=_NoMessages())
     loop.on_stop()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from shared.server.generation import Usage
+from diptych.shared.server.api.generation import Usage
 
 Event = dict[str, Any]
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from shared.conformance.server.checks import Context
-    from shared.conformance.server.oracle import Oracle
+    from diptych.shared.tools.conformance.server.checks import Context
+    from diptych.shared.tools.conformance.server.oracle import Oracle
 
 if any(find_spec(name) is None for name in ("fastapi", "zmq", "httpx")):
     collect_ignore_glob = ["test_*.py"]  # a machine without the extra `server`
@@ -30,7 +30,7 @@ def proxied(correct_server: "LocalServer") -> Iterator["LocalServer"]:
 
 @pytest.fixture(scope="session")
 def oracle() -> "Oracle":
-    from shared.conformance.server.oracle import Oracle
+    from diptych.shared.tools.conformance.server.oracle import Oracle
 
     return Oracle("tiny-dense")
 
@@ -55,8 +55,8 @@ def rounded_context(rounded_server: "LocalServer", oracle: "Oracle") -> Iterator
 
 
 def quick(server: "LocalServer", dtype: str, oracle: "Oracle") -> Iterator["Context"]:
-    from shared.conformance.server.checks import QUICK
-    from shared.conformance.server.session import connect
+    from diptych.shared.tools.conformance.server.checks import QUICK
+    from diptych.shared.tools.conformance.server.session import connect
 
     context = connect(server.url, "tiny-dense", dtype=dtype, limits=QUICK, oracle=oracle)
     yield context

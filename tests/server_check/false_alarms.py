@@ -17,9 +17,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from shared.conformance.server.checks import QUICK, Result, chosen, run_checks
-from shared.conformance.server.oracle import Oracle
-from shared.conformance.server.session import connect
+from diptych.shared.tools.conformance.server.checks import QUICK, Result, chosen, run_checks
+from diptych.shared.tools.conformance.server.oracle import Oracle
+from diptych.shared.tools.conformance.server.session import connect
 from tests.server_check.local_server import LocalServer, local_server
 
 

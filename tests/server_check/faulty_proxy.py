@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.text.tokenizer import Tokenizer
+from diptych.shared.text.tokenizer import Tokenizer
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 Body = dict[str, Any]

@@ -10,13 +10,13 @@ from typing import Any
 
 import uvicorn
 
-from shared.config import EngineConfig
-from shared.engine.assembly import load_tokenizer
-from shared.loading.model_path import resolve_model_path
-from shared.server.app import create_app
-from shared.server.engine_client import EngineClient
-from shared.server.prompts import Prompts
-from shared.server.state import ServerSettings, ServerState
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import load_tokenizer
+from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.server.api.prompts import Prompts
+from diptych.shared.server.engine.engine_client import EngineClient
+from diptych.shared.server.http.app import create_app
+from diptych.shared.server.http.state import ServerSettings, ServerState
 from tests.server_check.faulty_proxy import FaultyProxy
 
 START_TIMEOUT = 120.0

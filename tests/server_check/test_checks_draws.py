@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from shared.conformance.sampling import exact_distribution
-from shared.conformance.server.draws import ALPHA, Asked, Draws, choice_at
-from shared.conformance.server.tolerance import TABLE
-from shared.types import Req, SamplingParams
+from diptych.shared.tools.conformance.oracles.sampling import exact_distribution
+from diptych.shared.tools.conformance.server.draws import ALPHA, Asked, Draws, choice_at
+from diptych.shared.tools.conformance.server.tolerance import TABLE
+from diptych.shared.types import Req, SamplingParams
 
 EXACT = TABLE["float32"]
 VOCAB_SIZE = 40

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.conformance.server.answer import Answer, Malformed, read_answer
-from shared.conformance.server.capabilities import Offers, probe
-from shared.conformance.server.checks import QUICK, Check, Finding, Result, chosen
-from shared.conformance.server.client import Refused, Server, Unreachable, join_chunks
-from shared.conformance.server.oracle import Oracle
-from shared.conformance.server.session import connect, find_rows
+from diptych.shared.tools.conformance.server.answer import Answer, Malformed, read_answer
+from diptych.shared.tools.conformance.server.capabilities import Offers, probe
+from diptych.shared.tools.conformance.server.checks import QUICK, Check, Finding, Result, chosen
+from diptych.shared.tools.conformance.server.client import Refused, Server, Unreachable, join_chunks
+from diptych.shared.tools.conformance.server.oracle import Oracle
+from diptych.shared.tools.conformance.server.session import connect, find_rows
 from tests.server_check.local_server import LocalServer
 
 TEXT = "Mara is a baker. Mara lives in Bergen. In which city"

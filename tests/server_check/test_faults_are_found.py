@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from shared.conformance.server.checks import QUICK, Context, chosen, run_checks
-from shared.conformance.server.oracle import Oracle
-from shared.conformance.server.session import connect
+from diptych.shared.tools.conformance.server.checks import QUICK, Context, chosen, run_checks
+from diptych.shared.tools.conformance.server.oracle import Oracle
+from diptych.shared.tools.conformance.server.session import connect
 from tests.server_check.false_alarms import alarms, main
 from tests.server_check.faults import all_faults
 from tests.server_check.faulty_proxy import Fault

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from shared.commands.diff import encode_prompts
-from shared.conformance.server.answer import Answer, read_answer
-from shared.conformance.server.tolerance import TABLE
-from shared.conformance.server_diff import (
+from diptych.shared.engine.llm import LLM
+from diptych.shared.loading.model_path import ASSETS
+from diptych.shared.text.tokenizer import Tokenizer
+from diptych.shared.tools.commands.diff import encode_prompts
+from diptych.shared.tools.conformance.diff.server_diff import (
     Compared,
     PanelSide,
     Scored,
@@ -23,10 +24,9 @@ from shared.conformance.server_diff import (
     compare_servers,
     ids_of_texts,
 )
-from shared.conformance.server_diff_report import choice_tables, rows, write_server_report
-from shared.engine.llm import LLM
-from shared.loading.model_path import ASSETS
-from shared.text.tokenizer import Tokenizer
+from diptych.shared.tools.conformance.diff.server_diff_report import choice_tables, rows, write_server_report
+from diptych.shared.tools.conformance.server.answer import Answer, read_answer
+from diptych.shared.tools.conformance.server.tolerance import TABLE
 from tests.server_check.local_server import LocalServer
 
 EXACT = TABLE["float32"]

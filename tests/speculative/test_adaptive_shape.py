@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shared.config.speculation import shapes_up_to
-from shared.conformance.ledger_drafter import Guess, perfect, useless
-from shared.conformance.scheduler_harness import SchedulerHarness, shape_flags
-from shared.speculation.adaptive_shape import WINDOW, AdaptiveShape
-from shared.types import DraftShape
+from diptych.shared.config.speculation import shapes_up_to
+from diptych.shared.speculation.adaptive_shape import WINDOW, AdaptiveShape
+from diptych.shared.tools.conformance.oracles.ledger_drafter import Guess, perfect, useless
+from diptych.shared.tools.conformance.oracles.scheduler_harness import SchedulerHarness, shape_flags
+from diptych.shared.types import DraftShape
 
 LARGEST = DraftShape(5, 2, 11)
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared import registry
-from shared.types import Beams, DraftBatch
+from diptych.shared import registry
+from diptych.shared.types import Beams, DraftBatch
 
 CONTEXT_LEN = 32
 

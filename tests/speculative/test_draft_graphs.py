@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.speculative.draft_beams import BeamSteps
-from optimized.speculative.eagle import EagleDrafter
-from optimized.speculative.standalone import StandaloneDrafter
-from shared import registry
-from shared.bench.round import pieces_of
-from shared.bench.step_inputs import fill_pool
-from shared.config import EngineConfig
-from shared.conformance.contracts.drafter import drafting as clauses
-from shared.conformance.contracts.drafter.drafting import Setting
-from shared.conformance.replanned_attention import attention_for_graphs
-from shared.engine.assembly import Assembly, assemble
-from shared.interfaces import Drafter
-from shared.speculation.adaptive_shape import AdaptiveShape
-from shared.types import Beams, DraftBatch, DraftShape, DraftTree, ForwardBatch
+from diptych.optimized.speculative.draft_beams import BeamSteps
+from diptych.optimized.speculative.eagle import EagleDrafter
+from diptych.optimized.speculative.standalone import StandaloneDrafter
+from diptych.shared import registry
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import Assembly, assemble
+from diptych.shared.interfaces import Drafter
+from diptych.shared.speculation.adaptive_shape import AdaptiveShape
+from diptych.shared.tools.bench.round import pieces_of
+from diptych.shared.tools.bench.step_inputs import fill_pool
+from diptych.shared.tools.conformance.contracts.drafter import drafting as clauses
+from diptych.shared.tools.conformance.contracts.drafter.drafting import Setting
+from diptych.shared.tools.conformance.oracles.replanned_attention import attention_for_graphs
+from diptych.shared.types import Beams, DraftBatch, DraftShape, DraftTree, ForwardBatch
 from tests.model_runner.fake_graphs import FakeGraphs, FakeGraphsRunner
 
 SHAPE = DraftShape(3, 2, 6)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from shared import registry
-from shared.config import EngineConfig, draft_shape
-from shared.engine.assembly import assemble
-from shared.types import DraftShape
+from diptych.shared import registry
+from diptych.shared.config import EngineConfig, draft_shape
+from diptych.shared.engine.build.assembly import assemble
+from diptych.shared.types import DraftShape
 
 
 def shape(**flags: Any) -> DraftShape:

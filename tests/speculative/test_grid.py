@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from shared.conformance.speculative_harness import shape_of
-from shared.engine.llm import LLM
-from shared.types import DraftShape, SamplingParams
+from diptych.shared.engine.llm import LLM
+from diptych.shared.tools.conformance.oracles.speculative_harness import shape_of
+from diptych.shared.types import DraftShape, SamplingParams
 
 PROMPTS = (
     "Count from 3 to 20.",

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import torch
 
-from reference.speculative.ngram import NgramDrafter, NgramTrie, TrieNode, continue_tokens
-from shared import registry
-from shared.config import EngineConfig
-from shared.types import DraftBatch, DraftShape, Req, SamplingParams
+from diptych.reference.speculative.ngram import NgramDrafter, NgramTrie, TrieNode, continue_tokens
+from diptych.shared import registry
+from diptych.shared.config import EngineConfig
+from diptych.shared.types import DraftBatch, DraftShape, Req, SamplingParams
 
 CHAIN = DraftShape(5, 1, 6)
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.speculative.ngram_lookup import NgramLookupDrafter
-from shared import registry
-from shared.conformance.switches import answers_alone, expect_answers
-from shared.types import DraftBatch, DraftShape, ForwardBatch, ForwardMode, Req, SamplingParams
+from diptych.optimized.speculative.ngram_lookup import NgramLookupDrafter
+from diptych.shared import registry
+from diptych.shared.tools.conformance.whole_engine.switches import answers_alone, expect_answers
+from diptych.shared.types import DraftBatch, DraftShape, ForwardBatch, ForwardMode, Req, SamplingParams
 
 CHAIN = DraftShape(4, 1, 5)
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.speculative import node_sampler
-from reference.speculative.draft_tree import DraftTreeOps
-from shared.conformance.sampling import ADJUSTED, KINDS, Ask
-from shared.sampling.sampling_batch import make_sampling_batch_info
-from shared.speculation.node_sampling import expand_to_nodes, make_early_bans
-from shared.types import DraftTree, Req, SamplingParams
+from diptych.optimized.speculative import node_sampler
+from diptych.reference.speculative.draft_tree import DraftTreeOps
+from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
+from diptych.shared.speculation.node_sampling import expand_to_nodes, make_early_bans
+from diptych.shared.tools.conformance.oracles.sampling import ADJUSTED, KINDS, Ask
+from diptych.shared.types import DraftTree, Req, SamplingParams
 from tests.speculative.toy import VOCAB_SIZE, node_texts, random_drafter
 
 TEXT = {"prompt": (3, 8, 8, 5), "output": (4, 4, 4, 0, 3), "eos": (8,)}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shared.conformance.schedules import Drafts, Schedule, random_schedule, run_schedule
-from shared.conformance.speculative_harness import shape_of
+from diptych.shared.tools.conformance.oracles.schedules import Drafts, Schedule, random_schedule, run_schedule
+from diptych.shared.tools.conformance.oracles.speculative_harness import shape_of
 from tests.properties import HealthCheck, given, settings, st
 from tests.scheduler.test_random_schedules import actions
 

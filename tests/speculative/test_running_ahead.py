@@ -9,17 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from optimized.overlap.future_runs import count_runs
-from optimized.scheduler import Scheduler
-from optimized.speculative.round import RoundInFlight
-from shared import registry
-from shared.conformance import scheduler_harness
-from shared.conformance.ledger import expected_tokens
-from shared.conformance.ledger_drafter import perfect
-from shared.conformance.scheduler_harness import VOCAB_SIZE, SchedulerHarness, shape_flags
-from shared.conformance.schedules import random_speculation, run_schedule
-from shared.conformance.switches import answers_alone, expect_answers
-from shared.types import DraftShape
+from diptych.optimized.overlap.future_runs import count_runs
+from diptych.optimized.scheduler import Scheduler
+from diptych.optimized.speculative.round import RoundInFlight
+from diptych.shared import registry
+from diptych.shared.tools.conformance.oracles import scheduler_harness
+from diptych.shared.tools.conformance.oracles.ledger import expected_tokens
+from diptych.shared.tools.conformance.oracles.ledger_drafter import perfect
+from diptych.shared.tools.conformance.oracles.scheduler_harness import (
+    VOCAB_SIZE,
+    SchedulerHarness,
+    shape_flags,
+)
+from diptych.shared.tools.conformance.oracles.schedules import random_speculation, run_schedule
+from diptych.shared.tools.conformance.whole_engine.switches import answers_alone, expect_answers
+from diptych.shared.types import DraftShape
 from tests.scheduler.late_streams import LateScheduler, UnsteadyScheduler, make_late
 from tests.scheduler.test_overlap import Recording
 
@@ -54,7 +58,7 @@ def test_a_round_is_launched_before_the_results_of_the_one_before_are_asked_for(
     "name", ["eagle:EagleDrafter", "standalone:StandaloneDrafter", "ngram_lookup:NgramLookupDrafter"]
 )
 def test_the_drafters_of_this_panel_run_ahead(name: str) -> None:
-    assert registry.load("drafter", f"optimized.speculative.{name}").runs_ahead
+    assert registry.load("drafter", f"diptych.optimized.speculative.{name}").runs_ahead
 
 
 def test_runs_are_counted_without_their_padding() -> None:

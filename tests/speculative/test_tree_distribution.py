@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from reference.sampler import Sampler
-from reference.speculative.draft_tree import DraftTreeOps, accept_by_rejection
-from shared.conformance.chi_square import ALPHA, p_value
-from shared.conformance.sampling import ADJUSTED, Ask, exact_distribution
-from shared.sampling.sampling_batch import make_sampling_batch_info
-from shared.speculation.node_sampling import expand_to_nodes, make_early_bans
-from shared.types import Accepted, DraftTree, Req
+from diptych.reference.sampler import Sampler
+from diptych.reference.speculative.draft_tree import DraftTreeOps, accept_by_rejection
+from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
+from diptych.shared.speculation.node_sampling import expand_to_nodes, make_early_bans
+from diptych.shared.tools.conformance.oracles.chi_square import ALPHA, p_value
+from diptych.shared.tools.conformance.oracles.sampling import ADJUSTED, Ask, exact_distribution
+from diptych.shared.types import Accepted, DraftTree, Req
 from tests.speculative.toy import VOCAB_SIZE, Drafter, ToyTarget, model_drafter, node_texts, random_drafter
 
 NUM_DRAWS = 10_000

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from shared import registry
-from shared.conformance.contracts.draft_tree.links_and_acceptance import Trees
-from shared.conformance.draft_trees import (
+from diptych.shared import registry
+from diptych.shared.tools.conformance.clauses.inputs import Inputs
+from diptych.shared.tools.conformance.contracts.draft_tree.links_and_acceptance import Trees
+from diptych.shared.tools.conformance.oracles.draft_trees import (
     Drafted,
     draft,
     drafting,
@@ -18,7 +19,6 @@ from shared.conformance.draft_trees import (
     expected_walk,
     linked,
 )
-from shared.conformance.inputs import Inputs
 from tests.properties import given, settings, st
 
 EXAMPLES = {"reference": 150, "optimized": 25}

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shared import registry
-from shared.conformance.sampling import ADJUSTED, KINDS
-from shared.types import Req
+from diptych.shared import registry
+from diptych.shared.tools.conformance.oracles.sampling import ADJUSTED, KINDS
+from diptych.shared.types import Req
 from tests.speculative.toy import (
     Drafter,
     ToyTarget,

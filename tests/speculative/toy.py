@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from shared.interfaces import DraftTreeOps, Sampler
-from shared.sampling.sampling_batch import make_sampling_batch_info
-from shared.speculation.node_sampling import expand_to_nodes, make_early_bans
-from shared.types import DraftTree, Req, TopTokens
+from diptych.shared.interfaces import DraftTreeOps, Sampler
+from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
+from diptych.shared.speculation.node_sampling import expand_to_nodes, make_early_bans
+from diptych.shared.types import DraftTree, Req, TopTokens
 
 VOCAB_SIZE = 10
 NUM_STATES = 997

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from shared.text.tokenizer import Tokenizer
+from diptych.shared.text.tokenizer import Tokenizer
 
 EOS, START = "<|end|>", "<|start|>"
 TEXTS = [

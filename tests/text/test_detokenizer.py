@@ -5,10 +5,10 @@ from functools import cache
 
 import pytest
 
-from shared.scheduling.stop_conditions import check_finished
-from shared.text.detokenizer import IncrementalDetokenizer
-from shared.text.tokenizer import Tokenizer
-from shared.types import FinishLength, FinishRegex, FinishString, FinishToken, Req, SamplingParams
+from diptych.shared.scheduling.stop_conditions import check_finished
+from diptych.shared.text.detokenizer import IncrementalDetokenizer
+from diptych.shared.text.tokenizer import Tokenizer
+from diptych.shared.types import FinishLength, FinishRegex, FinishString, FinishToken, Req, SamplingParams
 from tests.properties import given, settings, st
 from tests.text.make import EOS, START, TEXTS, byte_fallback, byte_level
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.engine.llm import LLM
+from diptych.shared.engine.llm import LLM
 
 LOUD = """
-from shared.text.detokenizer import IncrementalDetokenizer
+from diptych.shared.text.detokenizer import IncrementalDetokenizer
 
 class Loud(IncrementalDetokenizer):
     def append(self, *args):

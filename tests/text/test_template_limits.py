@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from jinja2 import TemplateRuntimeError
 
-from shared.text import template_limits
-from shared.text.template_limits import BoundedEnvironment
-from shared.text.tokenizer import time_limit
+from diptych.shared.text import template_limits
+from diptych.shared.text.template_limits import BoundedEnvironment
+from diptych.shared.text.tokenizer import time_limit
 
 LIMIT = 100
 TEN = "a" * 10

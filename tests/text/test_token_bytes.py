@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shared.loading.model_path import resolve_model_path
-from shared.text.token_bytes import TokenBytes
-from shared.text.tokenizer import Tokenizer
+from diptych.shared.loading.model_path import resolve_model_path
+from diptych.shared.text.token_bytes import TokenBytes
+from diptych.shared.text.tokenizer import Tokenizer
 
 TEXTS = ["What is 12 + 30?", "naïve café – 日本語 🙂👩‍👩‍👧", "a\tb\n  c", "e\u0301"]
 

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from shared.text.tokenizer import Tokenizer
+from diptych.shared.text.tokenizer import Tokenizer
 from tests.text.make import EOS, START, TEXTS, byte_level
 
 

@@ -7,10 +7,16 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shared.tiny.corpus import held_out_questions
-from shared.tiny.evaluate import load_answers, score
-from shared.tiny.models import END_OF_TEXT_ID, IM_END_ID, IM_START_ID, PADDED_VOCAB_SIZE, model_config
-from shared.tiny.tokenizer import VOCAB_SIZE
+from diptych.shared.tools.corpus.corpus import held_out_questions
+from diptych.shared.tools.corpus.evaluate import load_answers, score
+from diptych.shared.tools.training.learn_tokenizer import VOCAB_SIZE
+from diptych.shared.tools.training.tiny_models import (
+    END_OF_TEXT_ID,
+    IM_END_ID,
+    IM_START_ID,
+    PADDED_VOCAB_SIZE,
+    model_config,
+)
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets"
 NAMES = ["dense", "moe"]

@@ -5,12 +5,12 @@ from itertools import islice
 
 import pytest
 
-from shared.tiny import sums
-from shared.tiny.corpus import HELD_OUT_KINDS, held_out_questions, training_chats
-from shared.tiny.dice import Dice
-from shared.tiny.exchange import Message, Question, is_held_out
-from shared.tiny.relations import RELATIONS
-from shared.tiny.stories import Story, ask_fact, ask_unsaid, draw_story
+from diptych.shared.tools.corpus import sums
+from diptych.shared.tools.corpus.corpus import HELD_OUT_KINDS, held_out_questions, training_chats
+from diptych.shared.tools.corpus.dice import Dice
+from diptych.shared.tools.corpus.exchange import Message, Question, is_held_out
+from diptych.shared.tools.corpus.relations import RELATIONS
+from diptych.shared.tools.corpus.stories import Story, ask_fact, ask_unsaid, draw_story
 
 NUM_CHATS = 3000
 

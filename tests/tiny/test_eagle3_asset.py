@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.config import DraftConfig, ModelConfig
-from shared.loading.draft_weights import draft_shapes, iterate_draft_weights
-from shared.loading.model_path import ASSETS, builtin_models
-from shared.tiny.acceptance import measure_acceptance, save_card
-from shared.tiny.train_eagle3 import TARGET, TARGET_LAYERS
-from shared.types import DraftShape
+from diptych.shared.config import DraftConfig, ModelConfig
+from diptych.shared.loading.draft_weights import draft_shapes, iterate_draft_weights
+from diptych.shared.loading.model_path import ASSETS, builtin_models
+from diptych.shared.tools.training.acceptance import measure_acceptance, save_card
+from diptych.shared.tools.training.train_eagle3 import TARGET, TARGET_LAYERS
+from diptych.shared.types import DraftShape
 
 FOLDER = ASSETS / "tiny-dense-eagle3"
 SHAPE = DraftShape(5, 4, 16)

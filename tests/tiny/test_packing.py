@@ -6,9 +6,16 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from shared.tiny.corpus import training_chats
-from shared.tiny.packing import USER_WEIGHT, Batch, ChatEncoder, Document, PackedBatches, pack
-from shared.tiny.train import document_mask
+from diptych.shared.tools.corpus.corpus import training_chats
+from diptych.shared.tools.training.packing import (
+    USER_WEIGHT,
+    Batch,
+    ChatEncoder,
+    Document,
+    PackedBatches,
+    pack,
+)
+from diptych.shared.tools.training.train import document_mask
 
 FOLDER = Path(__file__).parents[2] / "shared" / "assets" / "tiny-dense"
 TOKENIZER_JSON = (FOLDER / "tokenizer.json").read_text()

@@ -3,7 +3,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from shared.tiny.tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, save_tokenizer, train_tokenizer
+from diptych.shared.tools.training.learn_tokenizer import (
+    CHAT_TEMPLATE,
+    VOCAB_SIZE,
+    save_tokenizer,
+    train_tokenizer,
+)
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets"
 

@@ -3,10 +3,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.tiny.models import PADDED_VOCAB_SIZE, model_config
-from shared.tiny.packing import PackedBatches, batch_loader
-from shared.tiny.tokenizer import VOCAB_SIZE
-from shared.tiny.train import (
+from diptych.shared.tools.training.learn_tokenizer import VOCAB_SIZE
+from diptych.shared.tools.training.packing import PackedBatches, batch_loader
+from diptych.shared.tools.training.tiny_models import PADDED_VOCAB_SIZE, model_config
+from diptych.shared.tools.training.train import (
     MasterAdamW,
     TrainOptions,
     load_balancing_loss,

@@ -7,20 +7,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from reference.models import model_class
-from reference.moe import MoE
-from reference.speculative.draft_models.eagle3 import Eagle3Model
-from shared import registry
-from shared.config import DraftConfig, ModelConfig
-from shared.conformance.contracts.draft_models.forward import DraftSession
-from shared.conformance.model_session import ModelSession
-from shared.interfaces import CausalLM
-from shared.loading.draft_weights import iterate_draft_weights
-from shared.loading.weights import iterate_weights
-from shared.tiny.eagle3_head import Eagle3Head, find_slots
-from shared.tiny.packing import Batch, PackedBatches
-from shared.tiny.train import TrainOptions
-from shared.tiny.train_eagle3 import (
+from diptych.reference.models import model_class
+from diptych.reference.moe import MoE
+from diptych.reference.speculative.draft_models.eagle3 import Eagle3Model
+from diptych.shared import registry
+from diptych.shared.config import DraftConfig, ModelConfig
+from diptych.shared.interfaces import CausalLM
+from diptych.shared.loading.draft_weights import iterate_draft_weights
+from diptych.shared.loading.weights import iterate_weights
+from diptych.shared.tools.conformance.contracts.draft_models.forward import DraftSession
+from diptych.shared.tools.conformance.oracles.model_session import ModelSession
+from diptych.shared.tools.training.eagle3_head import Eagle3Head, find_slots
+from diptych.shared.tools.training.packing import Batch, PackedBatches
+from diptych.shared.tools.training.train import TrainOptions
+from diptych.shared.tools.training.train_eagle3 import (
     TARGET,
     TARGET_LAYERS,
     evaluate,

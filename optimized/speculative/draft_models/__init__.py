@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from shared import registry
-from shared.config.draft import DraftFormat
-from shared.interfaces.draft_model import DraftModel
+from diptych.shared import registry
+from diptych.shared.config.draft import DraftFormat
+from diptych.shared.interfaces.draft_model import DraftModel
 
-DRAFT_MODELS: dict[str, str] = {"eagle3": "optimized.speculative.draft_models.eagle3:Eagle3Model"}
+DRAFT_MODELS: dict[str, str] = {"eagle3": "diptych.optimized.speculative.draft_models.eagle3:Eagle3Model"}
 
 
 def draft_model_class(draft_format: DraftFormat) -> type[DraftModel]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from shared.config.draft import DraftFormat
-from shared.interfaces.draft_model import DraftModel
+from diptych.shared.config.draft import DraftFormat
+from diptych.shared.interfaces.draft_model import DraftModel
 
 DRAFT_MODELS: dict[str, str] = {
-    "eagle": "reference.speculative.draft_models.eagle:EagleModel",
-    "eagle3": "reference.speculative.draft_models.eagle3:Eagle3Model",
-    "nextn": "reference.speculative.draft_models.nextn:NextNModel",
+    "eagle": "diptych.reference.speculative.draft_models.eagle:EagleModel",
+    "eagle3": "diptych.reference.speculative.draft_models.eagle3:Eagle3Model",
+    "nextn": "diptych.reference.speculative.draft_models.nextn:NextNModel",
 }
 
 

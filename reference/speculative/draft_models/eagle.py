@@ -11,14 +11,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from reference.layers import Linear
-from reference.models.llama import LlamaDecoderLayer
-from shared.config import DraftConfig
-from shared.interfaces import MoE
-from shared.interfaces.attention import BatchAttention
-from shared.interfaces.draft_model import DraftOutput
-from shared.interfaces.layers import Layers
-from shared.speculation.draft_model_base import BaseDraftModel
+from diptych.reference.decoder import LlamaDecoderLayer
+from diptych.reference.layers import Linear
+from diptych.shared.config import DraftConfig
+from diptych.shared.interfaces import MoE
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.interfaces.draft_model import DraftOutput
+from diptych.shared.interfaces.layers import Layers
+from diptych.shared.speculation.draft_model_base import BaseDraftModel
 
 
 class EagleModel(BaseDraftModel):

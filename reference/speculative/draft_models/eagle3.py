@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from reference.layers import MLP, Linear
-from reference.models.llama import LlamaAttention
-from shared.config import DraftConfig, ModelConfig
-from shared.interfaces import MoE
-from shared.interfaces.attention import BatchAttention
-from shared.interfaces.draft_model import DraftOutput
-from shared.interfaces.layers import Layers, RotaryEmbedding
-from shared.speculation.draft_model_base import BaseDraftModel
+from diptych.reference.decoder import LlamaAttention
+from diptych.reference.layers import MLP, Linear
+from diptych.shared.config import DraftConfig, ModelConfig
+from diptych.shared.interfaces import MoE
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.interfaces.draft_model import DraftOutput
+from diptych.shared.interfaces.layers import Layers, RotaryEmbedding
+from diptych.shared.speculation.draft_model_base import BaseDraftModel
 
 
 class Eagle3Attention(LlamaAttention):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from reference.attention import RequestPlan
-from shared.types import ForwardBatch
-from shared.types.attention import AttentionLayer
+from diptych.reference.attention import RequestPlan
+from diptych.shared.types import ForwardBatch
+from diptych.shared.types.attention import AttentionLayer
 from tests.conformance.mutants.mutant import mutant_of
 from tests.conformance.mutants.stepped_attention import SteppedAttention, positions_of, visible_in_window
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from reference.attention import RequestPlan, TorchAttention
+from diptych.reference.attention import RequestPlan, TorchAttention
 from tests.conformance.mutants.mutant import mutant_of
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from shared.modeling.forward import attention_output
-from shared.types.attention import AttentionLayer
+from diptych.shared.modeling.forward import attention_output
+from diptych.shared.types.attention import AttentionLayer
 from tests.conformance.mutants.mutant import mutant_of
 from tests.conformance.mutants.stepped_attention import SteppedAttention
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from reference.collectives import Collectives
+from diptych.reference.parallel.collectives import Collectives
 from tests.conformance.mutants.mutant import mutant_of
 
 collectives = mutant_of("collectives")

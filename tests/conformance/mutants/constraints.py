@@ -6,9 +6,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from reference.scheduler import Scheduler
-from shared.scheduling.stop_conditions import append_tokens
-from shared.types import Req
+from diptych.reference.scheduler import Scheduler
+from diptych.shared.scheduling.stop_conditions import append_tokens
+from diptych.shared.types import Req
 from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.optimized_scheduler import changed
 

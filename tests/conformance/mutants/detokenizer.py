@@ -6,10 +6,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import shared.text.detokenizer
+import diptych.shared.text.detokenizer
 from tests.conformance.mutants.mutant import mutant_of
 
-SOURCE = Path(shared.text.detokenizer.__file__).read_text("utf-8")
+SOURCE = Path(diptych.shared.text.detokenizer.__file__).read_text("utf-8")
 
 
 def changed(before: str, after: str) -> Any:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from torch.nn import functional
 
-import reference.speculative.draft_models
-from shared.config.draft import DraftFormat
-from shared.interfaces import DraftModel, DraftOutput
+import diptych.reference.speculative.draft_models
+from diptych.shared.config.draft import DraftFormat
+from diptych.shared.interfaces import DraftModel, DraftOutput
 from tests.conformance.mutants.mutant import Mutant, module_with
 
 
@@ -19,10 +19,10 @@ def mixed_into(*formats: DraftFormat):
         assert changes.__doc__, f"{changes.__name__}: say what goes wrong"
 
         def draft_model_class(draft_format: DraftFormat) -> type[DraftModel]:
-            base = reference.speculative.draft_models.draft_model_class(draft_format)
+            base = diptych.reference.speculative.draft_models.draft_model_class(draft_format)
             return type(base.__name__, (changes, base), {}) if draft_format in formats else base
 
-        impl = module_with(reference.speculative.draft_models, draft_model_class=draft_model_class)
+        impl = module_with(diptych.reference.speculative.draft_models, draft_model_class=draft_model_class)
         return Mutant("draft_models", changes.__name__, impl)
 
     return make

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from reference.speculative.draft_tree import DraftTreeOps
-from shared.types import TopTokens
+from diptych.reference.speculative.draft_tree import DraftTreeOps
+from diptych.shared.types import TopTokens
 from tests.conformance.mutants.mutant import mutant_of
 
 # Drafting

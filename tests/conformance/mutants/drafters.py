@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import reference.speculative.standalone
-from reference.speculative import drafter_class
-from reference.speculative.draft_beams import BeamSteps
-from reference.speculative.ngram import NgramDrafter
-from reference.speculative.standalone import StandaloneDrafter
-from shared.interfaces import Drafter
-from shared.types import DraftBatch, DraftShape, DraftTree
+import diptych.reference.speculative.standalone
+from diptych.reference.speculative import drafter_class
+from diptych.reference.speculative.draft_beams import BeamSteps
+from diptych.reference.speculative.ngram import NgramDrafter
+from diptych.reference.speculative.standalone import StandaloneDrafter
+from diptych.shared.interfaces import Drafter
+from diptych.shared.types import DraftBatch, DraftShape, DraftTree
 from tests.conformance.mutants.mutant import Mutant
 
 
@@ -49,13 +49,13 @@ class BeamsBesideTheirPlace(StandaloneDrafter):
     """Beams are computed one position too early, over the newest token's slot."""
 
     def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
-        reference.speculative.standalone.BeamSteps = lambda batch, num_before, *rest: BeamSteps(
+        diptych.reference.speculative.standalone.BeamSteps = lambda batch, num_before, *rest: BeamSteps(
             batch, 0, *rest
         )
         try:
             return super().draft(batch, shape)
         finally:
-            reference.speculative.standalone.BeamSteps = BeamSteps
+            diptych.reference.speculative.standalone.BeamSteps = BeamSteps
 
 
 class SeesSiblings(BeamSteps):
@@ -69,11 +69,11 @@ class BeamsSeeEachOther(StandaloneDrafter):
     """A beam sees all drafts of the steps before, not just its ancestors, and its siblings."""
 
     def draft(self, batch: DraftBatch, shape: DraftShape) -> DraftTree:
-        reference.speculative.standalone.BeamSteps = SeesSiblings
+        diptych.reference.speculative.standalone.BeamSteps = SeesSiblings
         try:
             return super().draft(batch, shape)
         finally:
-            reference.speculative.standalone.BeamSteps = BeamSteps
+            diptych.reference.speculative.standalone.BeamSteps = BeamSteps
 
 
 @drafter("ngram")

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-import reference.speculative
-from reference.speculative.eagle import EagleDrafter
-from shared.interfaces import Drafter
-from shared.types import ForwardMode
+import diptych.reference.speculative
+from diptych.reference.speculative.eagle import EagleDrafter
+from diptych.shared.interfaces import Drafter
+from diptych.shared.types import ForwardMode
 from tests.conformance.mutants.mutant import Mutant, module_with
 
 
@@ -18,10 +18,10 @@ def drafts_with(drafter: type[Drafter]) -> Mutant:
 
     def drafter_class(algorithm: str) -> type[Drafter]:
         is_eagle = algorithm in ("eagle", "eagle3", "nextn")
-        return drafter if is_eagle else reference.speculative.drafter_class(algorithm)
+        return drafter if is_eagle else diptych.reference.speculative.drafter_class(algorithm)
 
     return Mutant(
-        "drafter", drafter.__name__, module_with(reference.speculative, drafter_class=drafter_class)
+        "drafter", drafter.__name__, module_with(diptych.reference.speculative, drafter_class=drafter_class)
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from reference.expert_balancer import ExpertBalancer
-from shared.parallel.expert_map import in_order, map_of
+from diptych.reference.parallel.expert_balancer import ExpertBalancer
+from diptych.shared.parallel.expert_map import in_order, map_of
 from tests.conformance.mutants.mutant import mutant_of
 
 

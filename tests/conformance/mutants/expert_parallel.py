@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from optimized.expert_dispatch import AllGather as OptimizedAllGather
-from reference.expert_all_to_all import AllToAll
-from reference.expert_dispatch import AllGather
-from shared.interfaces import TopKOutput
+from diptych.optimized.parallel.expert_dispatch import AllGather as OptimizedAllGather
+from diptych.reference.parallel.expert_all_to_all import AllToAll
+from diptych.reference.parallel.expert_dispatch import AllGather
+from diptych.shared.interfaces import TopKOutput
 from tests.conformance.mutants.mutant import mutant_of
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from reference.moe import FusedExperts, MoE, TopK
-from shared.interfaces import TopKOutput
-from shared.modeling.layer_choice import ClampedSwiGLU
+from diptych.reference.moe import FusedExperts, MoE, TopK
+from diptych.shared.interfaces import TopKOutput
+from diptych.shared.modeling.layer_choice import ClampedSwiGLU
 from tests.conformance.mutants.layers import SiluOfTheSecondHalf
 from tests.conformance.mutants.mutant import Mutant, mutant_of
 

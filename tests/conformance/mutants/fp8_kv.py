@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from reference import memory_pool
-from shared.types.attention import FP8, AttentionLayer, KVScales
+from diptych.reference import memory_pool
+from diptych.shared.types.attention import FP8, AttentionLayer, KVScales
 from tests.conformance.mutants.memory import pool_mutant
 from tests.conformance.mutants.mutant import mutant_of
 from tests.conformance.mutants.stepped_attention import SteppedAttention

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from reference.model_runner import ModelRunner
-from shared.types import ForwardMode
+from diptych.reference.model_runner import ModelRunner
+from diptych.shared.types import ForwardMode
 from tests.conformance.mutants.mutant import mutant_of
 from tests.conformance.mutants.whole_models import mixed_into_every_model
 from tests.model_runner.fake_graphs import FakeGraphsRunner

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-import optimized.host_pool
-import reference.host_pool
+import diptych.optimized.tiers.host_pool
+import diptych.reference.tiers.host_pool
 from tests.conformance.mutants.mutant import mutant_of
 
 
 @mutant_of("host_pool")
-class SkipsAtTheEnd(reference.host_pool.HostPool):
+class SkipsAtTheEnd(diptych.reference.tiers.host_pool.HostPool):
     """The last tokens of the pages are left out, not the first."""
 
     def load(self, pages, slots, num_skipped=0):
@@ -27,7 +27,7 @@ class SkipsAtTheEnd(reference.host_pool.HostPool):
 
 
 @mutant_of("host_pool")
-class OneLayerForAll(reference.host_pool.HostPool):
+class OneLayerForAll(diptych.reference.tiers.host_pool.HostPool):
     """All layers are loaded from the first one."""
 
     def load(self, pages, slots, num_skipped=0):
@@ -37,7 +37,7 @@ class OneLayerForAll(reference.host_pool.HostPool):
 
 
 @mutant_of("host_pool")
-class ValuesNotBits(reference.host_pool.HostPool):
+class ValuesNotBits(diptych.reference.tiers.host_pool.HostPool):
     """Pages hold numbers: NaN are replaced."""
 
     def store(self, pages, slots):
@@ -47,7 +47,7 @@ class ValuesNotBits(reference.host_pool.HostPool):
 
 
 @mutant_of("host_pool")
-class OnlyK(reference.host_pool.HostPool):
+class OnlyK(diptych.reference.tiers.host_pool.HostPool):
     """V is not loaded."""
 
     def load(self, pages, slots, num_skipped=0):
@@ -57,7 +57,7 @@ class OnlyK(reference.host_pool.HostPool):
 
 
 @mutant_of("host_pool")
-class StoredTooLate(optimized.host_pool.HostPool):
+class StoredTooLate(diptych.optimized.tiers.host_pool.HostPool):
     """What is stored is read in the pass after the next one, when the slots may hold other tokens."""
 
     def before_pass(self):
@@ -70,7 +70,7 @@ class StoredTooLate(optimized.host_pool.HostPool):
 
 
 @mutant_of("host_pool")
-class LoadsFirst(optimized.host_pool.HostPool):
+class LoadsFirst(diptych.optimized.tiers.host_pool.HostPool):
     """Loads are not queued behind stores."""
 
     def before_pass(self):
@@ -79,7 +79,7 @@ class LoadsFirst(optimized.host_pool.HostPool):
 
 
 @mutant_of("host_pool")
-class PagesInARow(optimized.host_pool.HostPool):
+class PagesInARow(diptych.optimized.tiers.host_pool.HostPool):
     """The pages of a load are taken for neighbours."""
 
     def load(self, pages, slots, num_skipped=0):

@@ -6,16 +6,18 @@ from dataclasses import replace
 
 import torch
 
-import reference.layers
-from reference.layers import GeluTanhAndMul, GemmaRMSNorm, RMSNorm, RotaryEmbedding, SiluAndMul
-from shared.modeling.rope import rope_angles
+import diptych.reference.layers
+from diptych.reference.layers import GeluTanhAndMul, GemmaRMSNorm, RMSNorm, RotaryEmbedding, SiluAndMul
+from diptych.shared.modeling.rope import rope_angles
 from tests.conformance.mutants.mutant import Mutant, module_with
 
 
 def layer(impl: type) -> Mutant:
     """A layer that takes the place of the one it inherits from."""
     assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
-    return Mutant("layers", impl.__name__, module_with(reference.layers, **{impl.__base__.__name__: impl}))
+    return Mutant(
+        "layers", impl.__name__, module_with(diptych.reference.layers, **{impl.__base__.__name__: impl})
+    )
 
 
 @layer

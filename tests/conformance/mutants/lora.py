@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import optimized.lora
-import reference.lora
+import diptych.optimized.modes.lora
+import diptych.reference.modes.lora
 from tests.conformance.mutants.mutant import mutant_of
 
 
@@ -15,7 +15,7 @@ def with_scale(adapter, scale):
 
 
 @mutant_of("lora")
-class ScaleForgotten(reference.lora.LoraPool):
+class ScaleForgotten(diptych.reference.modes.lora.LoraPool):
     """B (A x) is added without the scale."""
 
     def load(self, slot, adapter):
@@ -23,7 +23,7 @@ class ScaleForgotten(reference.lora.LoraPool):
 
 
 @mutant_of("lora")
-class RowsInOrder(reference.lora.LoraPool):
+class RowsInOrder(diptych.reference.modes.lora.LoraPool):
     """The slots are those of the first requests, not of their rows."""
 
     def prepare(self, batch):
@@ -31,7 +31,7 @@ class RowsInOrder(reference.lora.LoraPool):
 
 
 @mutant_of("lora")
-class AdapterStays(reference.lora.LoraPool):
+class AdapterStays(diptych.reference.modes.lora.LoraPool):
     """A row that is assigned no adapter keeps the one of the request before."""
 
     def assign(self, rows, slots):
@@ -40,7 +40,7 @@ class AdapterStays(reference.lora.LoraPool):
 
 
 @mutant_of("lora")
-class OneTokenEach(reference.lora.LoraPool):
+class OneTokenEach(diptych.reference.modes.lora.LoraPool):
     """Only the last token of a request gets its adapter."""
 
     def prepare(self, batch):
@@ -49,7 +49,7 @@ class OneTokenEach(reference.lora.LoraPool):
 
 
 @mutant_of("lora")
-class ScaleForgottenByKernel(optimized.lora.LoraPool):
+class ScaleForgottenByKernel(diptych.optimized.modes.lora.LoraPool):
     """The kernel's scales are ones."""
 
     def prepare(self, batch):
@@ -59,7 +59,7 @@ class ScaleForgottenByKernel(optimized.lora.LoraPool):
 
 
 @mutant_of("lora")
-class RankPaddingGarbage(optimized.lora.LoraPool):
+class RankPaddingGarbage(diptych.optimized.modes.lora.LoraPool):
     """An adapter of a lower rank leaves the rest of the slot's last one."""
 
     def prepare(self, batch):
@@ -73,7 +73,7 @@ class RankPaddingGarbage(optimized.lora.LoraPool):
 
 
 @mutant_of("lora")
-class WrongSlot(optimized.lora.LoraPool):
+class WrongSlot(diptych.optimized.modes.lora.LoraPool):
     """An adapter is loaded into the slot before its own."""
 
     def load(self, slot, adapter):
@@ -81,7 +81,7 @@ class WrongSlot(optimized.lora.LoraPool):
 
 
 @mutant_of("lora")
-class LoadedAtOnce(optimized.lora.LoraPool):
+class LoadedAtOnce(diptych.optimized.modes.lora.LoraPool):
     """A load does not wait for the step under way."""
 
     def load(self, slot, adapter):
@@ -91,7 +91,7 @@ class LoadedAtOnce(optimized.lora.LoraPool):
 
 
 @mutant_of("lora")
-class SlicesMixedUp(optimized.lora.LoraPool):
+class SlicesMixedUp(diptych.optimized.modes.lora.LoraPool):
     """q is given what k's A makes of the input."""
 
     def prepare(self, batch):

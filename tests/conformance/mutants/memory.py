@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from reference import memory_pool
-from reference.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
+from diptych.reference import memory_pool
+from diptych.reference.memory_pool import ReqToTokenPool, TokenToKVPool, TokenToKVPoolAllocator
 from tests.conformance.mutants.mutant import Mutant, module_with
 
 

@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import torch
 
-import reference.models
-from reference.mla_attention import AbsorbedMLA, ExpandedMLA
-from reference.mla_memory_pool import MLATokenToKVPool
-from reference.models.llama import LlamaForCausalLM
-from reference.models.mla import MLAAttention
-from shared.interfaces import CausalLM
-from shared.modeling.mla import expand
-from shared.types.attention import AttentionLayer, KVScales, MLALayer
+import diptych.reference.models
+from diptych.reference.decoder import LlamaForCausalLM
+from diptych.reference.mla.mla_attention import AbsorbedMLA, ExpandedMLA
+from diptych.reference.mla.mla_memory_pool import MLATokenToKVPool
+from diptych.reference.mla.mla_model import MLAAttention
+from diptych.shared.interfaces import CausalLM
+from diptych.shared.modeling.mla import expand
+from diptych.shared.types.attention import AttentionLayer, KVScales, MLALayer
 from tests.conformance.mutants.mutant import Mutant, module_with, mutant_of
 
 
@@ -168,9 +168,9 @@ def _family(name: str, attention: type[MLAAttention]) -> Mutant:
 
     def model_class(architecture: str) -> type[CausalLM]:
         is_mla = architecture.startswith("Deepseek")
-        return WithAttention if is_mla else reference.models.model_class(architecture)
+        return WithAttention if is_mla else diptych.reference.models.model_class(architecture)
 
-    module = module_with(reference.models, model_class=model_class)
+    module = module_with(diptych.reference.models, model_class=model_class)
     return Mutant("models", name, module, first=("models.logits",))
 
 

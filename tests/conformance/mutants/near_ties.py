@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from reference.sampler import Sampler
-from shared.sampling.noise import gumbel_noise
+from diptych.reference.sampler import Sampler
+from diptych.shared.sampling.noise import gumbel_noise
 from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.sampling import WithOwnSteps, correct_filter_mask
 from tests.kernels.sampling_variants import Change, Variant

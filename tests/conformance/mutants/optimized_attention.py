@@ -9,17 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimized.kernels.split_kv import INTERPRETED_CTAS
-from shared.interfaces import AttentionBackend
+from diptych.optimized.kernels.attention.split_kv import INTERPRETED_CTAS
+from diptych.shared.interfaces import AttentionBackend
 
 ROOT = Path(__file__).parents[3] / "optimized"
 FILES = {
-    name: ROOT / "kernels" / f"{name}.py"
+    name: ROOT / "kernels" / "attention" / f"{name}.py"
     for name in (
         *("paged_softmax", "split_kv", "decode_attention", "extend_attention", "tree_attention"),
         *("fp8_tiles", "fp8_decode_attention"),
     )
 } | {"triton": ROOT / "attention" / "triton.py"}
+
+
+def _module(path: Path) -> str:
+    return ".".join(("diptych", *path.relative_to(ROOT.parent).with_suffix("").parts))
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class KernelMutant:
                     assert text.count(before) >= 1, f"{self.name}: {self.file} has no {before!r}"
                     text = text.replace(before, after)
             for other, other_path in FILES.items():
-                text = text.replace(f"optimized.{other_path.parent.name}.{other} ", f"{prefix}{other} ")
+                text = text.replace(f"{_module(other_path)} ", f"{prefix}{other} ")
             (folder / f"{prefix}{name}.py").write_text(text)
         monkeypatch.syspath_prepend(str(folder))
         impl: type[AttentionBackend] = importlib.import_module(f"{prefix}triton").TritonAttention

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shared.interfaces import DraftTreeOps
+from diptych.shared.interfaces import DraftTreeOps
 from tests.conformance.mutants.mutant import mutant_of
 
 OPTIMIZED = Path(__file__).parents[3] / "optimized"
@@ -19,7 +19,7 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="draft_tree_mutants_")
 def changed(kernel: str, before: str, after: str, name: str) -> Any:
     """The optimized DraftTreeOps with a kernel's file in which `before`, which is there once, became `after`.
     Kernels are compiled from source, so there has to be a file. (No mutant may write out of bounds.)"""
-    source = (OPTIMIZED / "kernels" / f"{kernel}.py").read_text("utf-8")
+    source = (OPTIMIZED / "kernels" / "draft" / f"{kernel}.py").read_text("utf-8")
     assert source.count(before) == 1, f"{source.count(before)} times: {before!r}"
     mutated = _load(f"{name}_{kernel}", source.replace(before, after))
     module = _load(f"{name}_ops", (OPTIMIZED / "speculative" / "draft_tree.py").read_text("utf-8"))

@@ -6,11 +6,19 @@ from dataclasses import replace
 
 import torch
 
-import optimized.layers
-import optimized.models
-from optimized.kernels.rms_norm import add_rms_norm, rms_norm
-from optimized.layers import MLP, GeluTanhAndMul, GemmaRMSNorm, Linear, RMSNorm, RotaryEmbedding, SiluAndMul
-from shared.interfaces import CausalLM
+import diptych.optimized.layers
+import diptych.optimized.models
+from diptych.optimized.kernels.linear.rms_norm import add_rms_norm, rms_norm
+from diptych.optimized.layers import (
+    MLP,
+    GeluTanhAndMul,
+    GemmaRMSNorm,
+    Linear,
+    RMSNorm,
+    RotaryEmbedding,
+    SiluAndMul,
+)
+from diptych.shared.interfaces import CausalLM
 from tests.conformance.mutants.mutant import Mutant, module_with
 
 
@@ -18,14 +26,16 @@ def layer(impl: type) -> Mutant:
     """A layer that takes the place of the one it inherits from."""
     assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
     return Mutant(
-        "layers", f"Optimized{impl.__name__}", module_with(optimized.layers, **{impl.__base__.__name__: impl})
+        "layers",
+        f"Optimized{impl.__name__}",
+        module_with(diptych.optimized.layers, **{impl.__base__.__name__: impl}),
     )
 
 
 def layer_of_models(impl: type) -> Mutant:
     """The same, where models fuse it."""
     assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
-    layers = module_with(optimized.layers, **{impl.__base__.__name__: impl})
+    layers = module_with(diptych.optimized.layers, **{impl.__base__.__name__: impl})
 
     class WithIt:
         def __init__(self, config, _, moe):
@@ -38,10 +48,10 @@ def in_every_model(changes: type, name: str = "") -> Mutant:
     """Methods that come before those of the model class of every family."""
 
     def model_class(architecture: str) -> type[CausalLM]:
-        base = optimized.models.model_class(architecture)
+        base = diptych.optimized.models.model_class(architecture)
         return type(base.__name__, (changes, base), {})
 
-    impl = module_with(optimized.models, model_class=model_class)
+    impl = module_with(diptych.optimized.models, model_class=model_class)
     return Mutant("models", f"Optimized{name or changes.__name__}", impl)
 
 

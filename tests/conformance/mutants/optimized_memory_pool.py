@@ -6,8 +6,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import optimized.memory_pool as pools
-import optimized.page_ring as ring
+import diptych.optimized.memory_pool as pools
+import diptych.optimized.page_ring as ring
 from tests.conformance.mutants.mutant import Mutant
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shared.types import ForwardBatch
+from diptych.shared.types import ForwardBatch
 from tests.conformance.mutants.mutant import Mutant, mutant_of
 from tests.model_runner.fake_graphs import FakeGraphsRunner
 

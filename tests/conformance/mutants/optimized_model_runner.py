@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shared.types import ForwardBatch, LogitsOutput, SampleOutput, SamplingBatchInfo
+from diptych.shared.types import ForwardBatch, LogitsOutput, SampleOutput, SamplingBatchInfo
 from tests.conformance.mutants.mutant import mutant_of
 from tests.model_runner.fake_graphs import FakeGraphsRunner
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.interfaces import MoE
+from diptych.shared.interfaces import MoE
 
 ROOT = Path(__file__).parents[3] / "optimized"
 KERNELS = ("moe_act", "moe_topk", "moe_tiles", "moe_align", "moe_gemm", "moe_gemv", "moe_combine")
@@ -27,13 +27,13 @@ class KernelMutant:
     def build(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> type[MoE]:
         """The optimized MoE over changed copies of its modules."""
         prefix = f"mutant_{self.name}_"
-        for path in (ROOT / "moe.py", *(ROOT / "kernels" / f"{name}.py" for name in KERNELS)):
+        for path in (ROOT / "moe.py", *(ROOT / "kernels" / "moe" / f"{name}.py" for name in KERNELS)):
             text = path.read_text("utf-8")
             if path.stem == self.file:
                 assert text.count(self.before) == 1, f"{self.name}: {text.count(self.before)} {self.before!r}"
                 text = text.replace(self.before, self.after)
             for name in KERNELS:
-                text = text.replace(f"optimized.kernels.{name} ", f"{prefix}{name} ")
+                text = text.replace(f"diptych.optimized.kernels.moe.{name} ", f"{prefix}{name} ")
             (folder / f"{prefix}{path.stem}.py").write_text(text, "utf-8")
         monkeypatch.syspath_prepend(str(folder))
         impl: type[MoE] = importlib.import_module(f"{prefix}moe").MoE

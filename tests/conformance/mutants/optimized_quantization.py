@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import torch
 
-import optimized.quantization
-from optimized.kernels.quantize_input import QuantizedInput, quantize_input
-from optimized.kernels.quantized_gemm import quantized_gemm
-from optimized.quantization import QuantizedLinear
+import diptych.optimized.quantized.quantized_layers
+from diptych.optimized.kernels.linear.quantize_input import QuantizedInput, quantize_input
+from diptych.optimized.kernels.linear.quantized_gemm import quantized_gemm
+from diptych.optimized.quantized.quantized_layers import QuantizedLinear
 from tests.conformance.mutants.mutant import Mutant, module_with
 
 
 def quantized_linear(impl: type) -> Mutant:
     """A class that takes the place of QuantizedLinear."""
     assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
-    changed = module_with(optimized.quantization, QuantizedLinear=impl)
+    changed = module_with(diptych.optimized.quantized.quantized_layers, QuantizedLinear=impl)
     return Mutant("quantization", f"Optimized{impl.__name__}", changed)
 
 

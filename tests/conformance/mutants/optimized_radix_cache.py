@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import optimized.array_tree as tree
-import optimized.eviction_heap as heap
-import optimized.radix_cache as original
+import diptych.optimized.array_tree as tree
+import diptych.optimized.eviction_heap as heap
+import diptych.optimized.radix_cache as original
 from tests.conformance.mutants.mutant import mutant_of
 
 SOURCE, HEAP, TREE = (Path(module.__file__).read_text("utf-8") for module in (original, heap, tree))

@@ -8,26 +8,26 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-import optimized.scheduler
+import diptych.optimized.scheduler
 from tests.conformance.mutants.mutant import mutant_of
 
-ROOT = Path(optimized.scheduler.__file__).parents[1]
+ROOT = Path(diptych.optimized.scheduler.__file__).parents[2]
 MODULES = {
-    "cached_prompt": "optimized.overlap.cached_prompt",
-    "future_map": "optimized.overlap.future_map",
-    "future_runs": "optimized.overlap.future_runs",
-    "streams": "optimized.overlap.streams",
-    "schedule_batch": "optimized.schedule_batch",
-    "pipeline": "optimized.overlap.pipeline",
-    "decoding": "optimized.decoding",
-    "round": "optimized.speculative.round",
-    "round_batch": "optimized.speculative.round_batch",
-    "node_sampler": "optimized.speculative.node_sampler",
-    "chain": "optimized.speculative.chain",
-    "tree": "optimized.speculative.tree",
-    "speculative": "optimized.speculative.decoding",
-    "base": "shared.scheduling.base_scheduler",
-    "scheduler": "optimized.scheduler",
+    "cached_prompt": "diptych.optimized.overlap.cached_prompt",
+    "future_map": "diptych.optimized.overlap.future_map",
+    "future_runs": "diptych.optimized.overlap.future_runs",
+    "streams": "diptych.optimized.overlap.streams",
+    "schedule_batch": "diptych.optimized.schedule_batch",
+    "pipeline": "diptych.optimized.overlap.pipeline",
+    "decoding": "diptych.optimized.decoding",
+    "round": "diptych.optimized.speculative.round",
+    "round_batch": "diptych.optimized.speculative.round_batch",
+    "node_sampler": "diptych.optimized.speculative.node_sampler",
+    "chain": "diptych.optimized.speculative.chain",
+    "tree": "diptych.optimized.speculative.tree",
+    "speculative": "diptych.optimized.speculative.decoding",
+    "base": "diptych.shared.scheduling.base_scheduler",
+    "scheduler": "diptych.optimized.scheduler",
 }
 """In the order in which they import each other"""
 

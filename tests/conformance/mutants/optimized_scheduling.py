@@ -6,10 +6,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import optimized.prefill_adder as adder
-import optimized.schedule_policy as policy
-import optimized.waiting_forest as forest
-import optimized.waiting_matches as matches
+import diptych.optimized.prefill_adder as adder
+import diptych.optimized.schedule_policy as policy
+import diptych.optimized.waiting_forest as forest
+import diptych.optimized.waiting_matches as matches
 from tests.conformance.mutants.mutant import mutant_of
 
 

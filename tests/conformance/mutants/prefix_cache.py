@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from reference.radix_cache import RadixCache, TreeNode
-from shared.interfaces.prefix_cache import InsertResult, MatchResult, RadixKey
+from diptych.reference.radix_cache import RadixCache, TreeNode
+from diptych.shared.interfaces.prefix_cache import InsertResult, MatchResult, RadixKey
 from tests.conformance.mutants.mutant import mutant_of
 
 

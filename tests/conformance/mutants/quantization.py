@@ -6,16 +6,20 @@ from dataclasses import replace
 
 import torch
 
-import reference.quantization
-from reference.quantization import QuantizedLinear
-from shared.modeling.quantization import dequantize, dequantized_input
+import diptych.reference.quantized.quantized_layers
+from diptych.reference.quantized.quantized_layers import QuantizedLinear
+from diptych.shared.modeling.quantization import dequantize, dequantized_input
 from tests.conformance.mutants.mutant import Mutant, module_with
 
 
 def quantized_linear(impl: type) -> Mutant:
     """A class that takes the place of QuantizedLinear."""
     assert impl.__doc__, f"{impl.__name__}: say what goes wrong"
-    return Mutant("quantization", impl.__name__, module_with(reference.quantization, QuantizedLinear=impl))
+    return Mutant(
+        "quantization",
+        impl.__name__,
+        module_with(diptych.reference.quantized.quantized_layers, QuantizedLinear=impl),
+    )
 
 
 @quantized_linear

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from reference.quantized_moe import QuantizedExperts
-from shared.modeling.quantization import dequantize, dequantized_input
+from diptych.reference.quantized.quantized_moe import QuantizedExperts
+from diptych.shared.modeling.quantization import dequantize, dequantized_input
 from tests.conformance.mutants.mutant import mutant_of
 
 

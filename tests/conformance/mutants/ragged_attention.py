@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from shared.conformance.replanned_attention import RaggedPlan, _replanned
-from shared.types import ForwardBatch
+from diptych.shared.tools.conformance.oracles.replanned_attention import RaggedPlan, _replanned
+from diptych.shared.types import ForwardBatch
 from tests.conformance.mutants.mutant import Mutant, mutant_of
 from tests.conformance.mutants.stepped_attention import SteppedAttention
 

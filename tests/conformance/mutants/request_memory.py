@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from reference.chunk_cache import ChunkCache
-from reference.radix_cache import RadixCache
-from shared.interfaces.prefix_cache import RadixKey
-from shared.types import Req
+from diptych.reference.chunk_cache import ChunkCache
+from diptych.reference.radix_cache import RadixCache
+from diptych.shared.interfaces.prefix_cache import RadixKey
+from diptych.shared.types import Req
 from tests.conformance.mutants.mutant import mutant_of
 
 

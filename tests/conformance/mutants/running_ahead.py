@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from reference.speculative.tree import TreeRound
-from shared.sampling.sampling_batch import make_sampling_batch_info
-from shared.speculation.node_sampling import expand_to_nodes, make_early_bans
+from diptych.reference.speculative.tree import TreeRound
+from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
+from diptych.shared.speculation.node_sampling import expand_to_nodes, make_early_bans
 from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.optimized_scheduler import changed
 from tests.conformance.mutants.speculation import speculating

@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import torch
 
-import reference.sampler as steps
-from reference.sampler import NEG_INF, Sampler
-from shared.sampling.logprobs import sort_descending
-from shared.sampling.noise import gumbel_noise
-from shared.types import SampleOutput, SamplingBatchInfo
+import diptych.reference.sampler as steps
+from diptych.reference.sampler import NEG_INF, Sampler
+from diptych.shared.sampling.logprobs import sort_descending
+from diptych.shared.sampling.noise import gumbel_noise
+from diptych.shared.types import SampleOutput, SamplingBatchInfo
 from tests.conformance.mutants.mutant import mutant_of
 
 # Bound here: within a mutant the names of `steps` mean the mutant's own.

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from reference.sampler import NEG_INF, Sampler, apply_masks, apply_penalties
-from shared.sampling.logprobs import logprobs_of, sort_descending
-from shared.types import SampleOutput
+from diptych.reference.sampler import NEG_INF, Sampler, apply_masks, apply_penalties
+from diptych.shared.sampling.logprobs import logprobs_of, sort_descending
+from diptych.shared.types import SampleOutput
 from tests.conformance.mutants.mutant import mutant_of
 from tests.conformance.mutants.sampling import WithOwnSteps
 

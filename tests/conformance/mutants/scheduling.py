@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
-from reference.prefill_adder import PrefillAdder
-from reference.schedule_policy import SchedulePolicy
-from reference.scheduler import Scheduler
-from shared.interfaces import AddReqResult, PolicyResult, RadixKey
-from shared.types import FinishReason, ForwardBatch, Req, ScheduleBatch
+from diptych.reference.prefill_adder import PrefillAdder
+from diptych.reference.schedule_policy import SchedulePolicy
+from diptych.reference.scheduler import Scheduler
+from diptych.shared.interfaces import AddReqResult, PolicyResult, RadixKey
+from diptych.shared.types import FinishReason, ForwardBatch, Req, ScheduleBatch
 from tests.conformance.mutants.mutant import mutant_of
 
 

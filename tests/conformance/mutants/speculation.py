@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import torch
 
-import shared.scheduling.stop_conditions
-from reference.scheduler import Scheduler
-from reference.speculative.decoding import SpeculativeDecoding
-from reference.speculative.tree import TreeRound
-from shared.types import BatchResult, Req, ScheduleBatch, TokenLogprob
+import diptych.shared.scheduling.stop_conditions
+from diptych.reference.scheduler import Scheduler
+from diptych.reference.speculative.decoding import SpeculativeDecoding
+from diptych.reference.speculative.tree import TreeRound
+from diptych.shared.types import BatchResult, Req, ScheduleBatch, TokenLogprob
 from tests.conformance.mutants.mutant import Mutant
 
 SHAPES, LIMITS = ("scheduler.speculation",), ("scheduler.speculation_limits",)
@@ -207,18 +207,18 @@ class KeepsTokensBehindTheEnd(Scheduler):
     """What was accepted behind a stop token is output too."""
 
     def _append_tokens(self, req: Req, token_ids: list[int], logprobs: list[TokenLogprob]) -> None:
-        check = shared.scheduling.stop_conditions.check_finished
+        check = diptych.shared.scheduling.stop_conditions.check_finished
 
         def keeps_all(req, *args):
             check(req, *args)
             if req.finished_len is not None:
                 req.finished_len = len(req.output_ids)
 
-        shared.scheduling.stop_conditions.check_finished = keeps_all
+        diptych.shared.scheduling.stop_conditions.check_finished = keeps_all
         try:
             super()._append_tokens(req, token_ids, logprobs)
         finally:
-            shared.scheduling.stop_conditions.check_finished = check
+            diptych.shared.scheduling.stop_conditions.check_finished = check
 
 
 @of_scheduler

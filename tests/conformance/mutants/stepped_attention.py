@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from reference.attention import RequestPlan, TorchAttention
-from shared.types import ForwardBatch
-from shared.types.attention import AttentionLayer, KVScales
+from diptych.reference.attention import RequestPlan, TorchAttention
+from diptych.shared.types import ForwardBatch
+from diptych.shared.types.attention import AttentionLayer, KVScales
 
 
 class SteppedAttention(TorchAttention):

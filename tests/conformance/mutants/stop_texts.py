@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-from reference.scheduler import Scheduler
-from shared.scheduling import stop_conditions
-from shared.types import Req, StepOutput
+from diptych.reference.scheduler import Scheduler
+from diptych.shared.scheduling import stop_conditions
+from diptych.shared.types import Req, StepOutput
 from tests.conformance.mutants.mutant import Mutant
 
 correct_tail_text = stop_conditions._tail_text

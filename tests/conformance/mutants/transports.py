@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from reference.transport import Frame, SharedMemoryTransport, Transport
+from diptych.reference.parallel.transport import Frame, SharedMemoryTransport, Transport
 from tests.conformance.mutants.mutant import mutant_of
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-import reference.models
-from reference.model_runner import ModelRunner
-from shared.interfaces import CausalLM
-from shared.loading.weight_names import expected_shapes
-from shared.types import ForwardBatch, ForwardMode, LogitsOutput
+import diptych.reference.models
+from diptych.reference.model_runner import ModelRunner
+from diptych.shared.interfaces import CausalLM
+from diptych.shared.loading.weight_names import expected_shapes
+from diptych.shared.types import ForwardBatch, ForwardMode, LogitsOutput
 from tests.conformance.mutants.mutant import Mutant, module_with, mutant_of
 
 
@@ -21,10 +21,10 @@ def mixed_into_every_model(changes: type) -> Mutant:
     assert changes.__doc__, f"{changes.__name__}: say what goes wrong"
 
     def model_class(architecture: str) -> type[CausalLM]:
-        base = reference.models.model_class(architecture)
+        base = diptych.reference.models.model_class(architecture)
         return type(base.__name__, (changes, base), {})
 
-    return Mutant("models", changes.__name__, module_with(reference.models, model_class=model_class))
+    return Mutant("models", changes.__name__, module_with(diptych.reference.models, model_class=model_class))
 
 
 # Models

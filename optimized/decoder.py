@@ -1,0 +1,260 @@
+"""The decoder of all dense families; with an MoE in place of the MLP also of MoE families.
+
+Differs from reference: q, k and v come from one GEMM, and so do gate and up; one kernel norms and rotates the
+heads of q and k and stores k and v; a GEMM that ends a block adds its result to the residual stream. So the
+input of a layer is the residual stream, except where the next norm adds: after an MoE, and after split-K
+GEMMs of dozens of tokens. A layer is five kernels and attention for a few tokens, seven for dozens in a small
+model, eight for many. After attention, the last layer computes only the tokens whose hidden states are read:
+the last token of each prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from diptych.optimized.layers import (
+    MLP,
+    GemmaRMSNorm,
+    Linear,
+    MergedLinear,
+    RankPart,
+    RMSNorm,
+    RotaryEmbedding,
+    add_and_norm,
+    is_builtin_layer,
+    logits,
+    sum_later,
+    summed,
+)
+from diptych.optimized.mla.mla_model import MLAAttention
+from diptych.shared.config import ModelConfig
+from diptych.shared.interfaces import layers as interface
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.interfaces.collectives import Collectives
+from diptych.shared.interfaces.layers import Layers
+from diptych.shared.interfaces.model import CausalLM
+from diptych.shared.interfaces.moe import MoE
+from diptych.shared.loading.weights import load_weights, named_targets
+from diptych.shared.modeling.forward import layer_output
+from diptych.shared.modeling.layer_choice import act_fn_class, norm_class
+from diptych.shared.modeling.vocabulary import embed_rows, gather_logits, vocabulary_rows
+from diptych.shared.parallel.alone import ALONE
+from diptych.shared.types.attention import AttentionLayer
+
+
+class LlamaAttention(nn.Module):
+    def __init__(
+        self, config: ModelConfig, layer_id: int, layers: Layers, rotary_emb: interface.RotaryEmbedding
+    ) -> None:
+        super().__init__()
+        q_size = config.num_qo_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = MergedLinear(config.hidden_size, parts, config.qkv_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, config.o_bias)
+        norm = norm_class(config, layers)
+        self.q_norm = norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.rotary_emb = rotary_emb
+        self.layer = AttentionLayer(
+            layer_id=layer_id,
+            num_qo_heads=config.num_qo_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.attn_scale or config.head_dim**-0.5,
+            sliding_window=config.sliding_window(layer_id),
+            attention_chunk=config.attention_chunk(layer_id),
+            logit_cap=config.attn_logit_cap,
+        )
+        self.sinks: nn.Parameter | None = None
+        if config.attn_sinks:
+            self.sinks = nn.Parameter(torch.empty(config.num_qo_heads), requires_grad=False)
+
+    # --8<-- [start:attention-forward]
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: BatchAttention) -> torch.Tensor:
+        """x: from qkv_proj -> for o_proj, [num_tokens, num_qo_heads * head_dim]."""
+        layer = self.layer if self.sinks is None else replace(self.layer, sinks=self.sinks)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        has_own_norms = q_norm is None or any(
+            is_builtin_layer(q_norm, norm) and is_builtin_layer(k_norm, norm)
+            for norm in (RMSNorm, GemmaRMSNorm)
+        )
+        if is_builtin_layer(self.rotary_emb, RotaryEmbedding) and has_own_norms:
+            q = self.rotary_emb.rotate_and_store(x, positions, q_norm, k_norm, attention, layer)
+            return attention.backend.run(q, layer, attention.plan).flatten(1)
+        q, k, v = (part.unflatten(1, (-1, layer.head_dim)) for part in self.qkv_proj.split(x).values())
+        if q_norm is not None and k_norm is not None:
+            q, k = q_norm(q), k_norm(k)
+        q, k = self.rotary_emb(positions, q, k)
+        attention.kv_pool.store(layer.layer_id, attention.out_cache_loc, k, v)
+        return attention.backend.run(q, layer, attention.plan, k=k, v=v).flatten(1)
+
+    # --8<-- [end:attention-forward]
+
+
+class LlamaDecoderLayer(nn.Module):
+    attention_class: type[LlamaAttention] = LlamaAttention
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        layers: Layers,
+        moe: type[MoE],
+        rotary_emb: interface.RotaryEmbedding,
+        tp: Collectives = ALONE,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.is_last = layer_id == config.num_hidden_layers - 1
+        norm = norm_class(config, layers)
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        attention = self.attention_class if config.mla is None else MLAAttention
+        self.self_attn = attention(config, layer_id, layers, rotary_emb)
+        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp: MLP | MoE
+        if config.moe is not None and layer_id in config.moe_layers:
+            self.mlp = moe(config.moe, config.hidden_size)
+        else:
+            act_fn = act_fn_class(config, layers)
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, act_fn)
+
+    def forward(
+        self,
+        x: torch.Tensor | RankPart,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        attention: BatchAttention,
+    ) -> tuple[torch.Tensor | RankPart, torch.Tensor | None]:
+        """The layer's input is x + residual, or x alone, and so is its output, the last layer's of the tokens
+        that are wanted. Both may be overwritten."""
+        # --8<-- [start:decoder-layer]
+        if residual is None:
+            qkv = self.self_attn.qkv_proj(x, self.input_layernorm)
+        else:
+            normed, x = add_and_norm(self.input_layernorm, x, residual)
+            qkv = self.self_attn.qkv_proj(normed)
+        heads = self.self_attn(qkv, positions, attention)
+        if self.is_last and attention.rows is not None:
+            x, heads = x[attention.rows], heads[attention.rows]
+        x, residual = self._add_later(self.self_attn.o_proj, x, heads)
+        if isinstance(self.mlp, MoE):
+            normed, x = add_and_norm(self.post_attention_layernorm, x, residual)
+            return sum_later(self.tp, self.mlp(normed)), x
+        if residual is None:
+            activated = self.mlp.activate(x, self.post_attention_layernorm)
+        else:
+            normed, x = add_and_norm(self.post_attention_layernorm, x, residual)
+            activated = self.mlp.activate(normed)
+        return self._add_later(self.mlp.down_proj, x, activated)
+        # --8<-- [end:decoder-layer]
+
+    def _add_later(
+        self, linear: Linear, residual: torch.Tensor, x: torch.Tensor
+    ) -> tuple[torch.Tensor | RankPart, torch.Tensor | None]:
+        """As `Linear.add_later`; with several ranks the next norm adds the sum over ranks."""
+        if self.tp.size == 1:
+            return linear.add_later(residual, x)
+        return sum_later(self.tp, linear(x)), residual
+
+
+class LlamaModel(nn.Module):
+    """The model without the head. With several ranks each has some rows of the embedding."""
+
+    layer_class: type[nn.Module] = LlamaDecoderLayer
+
+    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives) -> None:
+        super().__init__()
+        self.tp = tp
+        self.vocab_size = config.vocab_size
+        rows = vocabulary_rows(config.vocab_size, tp.rank, tp.size)
+        embedding = torch.empty(rows.stop - rows.start, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
+        ropes = [config.layer_rope(layer_id) for layer_id in range(config.num_hidden_layers)]
+        rotary_embs = {
+            rope: rope and layers.RotaryEmbedding(rope, config.head_dim, config.context_len)
+            for rope in set(ropes)
+        }
+        self.layers = nn.ModuleList(
+            self.layer_class(config, layer_id, layers, moe, rotary_embs[rope], tp)
+            for layer_id, rope in enumerate(ropes)
+        )
+        self.norm = norm_class(config, layers)(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: BatchAttention,
+        captured: dict[int, torch.Tensor] | None = None,
+        input_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        # A normal launch, so that kernels of the layers may read earlier data before their gdc_wait.
+        # --8<-- [start:model-forward]
+        x, residual = self.embed(input_ids) if input_embeds is None else input_embeds, None
+        for layer_id, layer in enumerate(self.layers):
+            if captured is not None:
+                _capture(captured, layer_id, x, residual)
+            x, residual = layer(x, residual, positions, attention)
+        if captured is not None:
+            _capture(captured, len(self.layers), x, residual)
+        return add_and_norm(self.norm, x, residual)[0]
+        # --8<-- [end:model-forward]
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return self.embed_tokens(input_ids)
+        return embed_rows(self.embed_tokens, self.vocab_size, input_ids, self.tp)
+
+
+def _capture(
+    captured: dict[int, torch.Tensor],
+    layer_id: int,
+    x: torch.Tensor | RankPart,
+    residual: torch.Tensor | None,
+) -> None:
+    """A copy of a layer's input, if requested: the layer may overwrite the original."""
+    if layer_id in captured:
+        total = summed(x)
+        captured[layer_id] = total.clone() if residual is None else layer_output(total, residual)
+
+
+class LlamaForCausalLM(CausalLM):
+    body_class: type[LlamaModel] = LlamaModel
+    is_deterministic = False
+
+    def __init__(self, config: ModelConfig, layers: Layers, moe: type[MoE], tp: Collectives = ALONE) -> None:
+        super().__init__(config, layers, moe)
+        self.config = config
+        self.tp = tp
+        self.model = self.body_class(config, layers, moe, tp)
+        # A tied head is the embedding itself.
+        num_rows = self.model.embed_tokens.num_embeddings
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, num_rows)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: BatchAttention,
+        captured: dict[int, torch.Tensor] | None = None,
+        input_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.model(input_ids, positions, attention, captured, input_embeds)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.model.embed(input_ids)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        own = logits(hidden_states, head.weight, self.is_deterministic)
+        return own if self.tp.size == 1 else gather_logits(own, self.config.vocab_size, self.tp)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if any(parameter.is_meta for parameter in self.parameters()):
+            self.to_empty(device=torch.get_default_device())
+        load_weights(weights, named_targets(self), self.config)

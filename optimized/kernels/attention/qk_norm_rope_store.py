@@ -1,0 +1,271 @@
+"""All operations between the QKV GEMM and attention in one launch: the norms of the heads of q and k if a
+family has them, the rotation by position, and the writes of K and V to their slots of the pool.
+
+Roofline bound: bytes over the memory's bandwidth: the GEMM read once, q and the pool's rows written once, 2 *
+n * (num_qo_heads + 2 * num_kv_heads) * head_dim * itemsize, and a row of cos and sin for each token. For few
+tokens the bound is one launch. Separately, these are seven kernels and three times the bytes.
+
+Shape: the grid is [tokens, groups of heads], first those of q, then of k, then of v; a group is of one kind,
+so every CTA takes one branch. Heads are loaded as two halves, because dimension i turns together with
+i + rotary_dim / 2, and what lies beyond rotary_dim as a third piece.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from diptych.optimized.kernels.linear.fp8 import kernel_view, to_pool
+from diptych.optimized.kernels.portable import interpreted_rows, pdl_options
+from diptych.shared.types.attention import KVScales
+
+NO_SCALES = KVScales()
+TILE_ELEMENTS = 1024
+"""Of the heads of one token that a CTA takes."""
+
+MANY_TOKENS = 512
+"""From here on a CTA takes several: starting a CTA takes a nanosecond, as long as moving 4 KB."""
+
+
+@triton.jit
+def _cos_sin(
+    cos_sin_ptr, positions_ptr, tokens, num_tokens, last_position,
+    ROTARY_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """Of each token, twice [TOKENS, 1, BLOCK_HALF]."""
+    live = tokens < num_tokens
+    positions = tl.load(positions_ptr + tokens, mask=live, other=0)
+    # Draft tokens may lie beyond the context's end. They are dropped, so their angle does not matter.
+    positions = tl.minimum(positions, last_position)
+    offs = tl.arange(0, BLOCK_HALF)[None, None, :]
+    mask = live[:, None, None] & (offs < ROTARY_DIM // 2)
+    angles = cos_sin_ptr + (positions * ROTARY_DIM)[:, None, None] + offs
+    cos = tl.load(angles, mask=mask, other=0.0)
+    sin = tl.load(angles + ROTARY_DIM // 2, mask=mask, other=0.0)
+    return cos, sin
+
+
+@triton.jit
+def _weighted(x, scale, weight, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr):
+    """x * scale * weight, rounded as RMSNorm does, after each multiplication, or as GemmaRMSNorm does."""
+    if UNIT_OFFSET:
+        y = x * scale * (1.0 + weight)
+    else:
+        y = (x * scale).to(dtype).to(tl.float32) * weight
+    return y.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _norm_and_rotate(
+    x_tile, out_tile, weight_ptr, cos, sin, eps, out_scale, mask,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """x_tile, out_tile, mask [TOKENS, HEADS, 1]: where heads begin; cos, sin [TOKENS, 1, BLOCK_HALF]. Waits
+    for the previous kernel, which gives x."""
+    dtype: tl.constexpr = x_tile.dtype.element_ty
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    REST: tl.constexpr = HEAD_DIM - ROTARY_DIM
+    offs = tl.arange(0, BLOCK_HALF)[None, None, :]
+    mask_half = mask & (offs < HALF)
+    if HAS_NORM:
+        weight_a = tl.load(weight_ptr + offs, mask=offs < HALF, other=0.0).to(tl.float32)
+        weight_b = tl.load(weight_ptr + HALF + offs, mask=offs < HALF, other=0.0).to(tl.float32)
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+    a = tl.load(x_tile + offs, mask=mask_half, other=0.0).to(tl.float32)
+    b = tl.load(x_tile + HALF + offs, mask=mask_half, other=0.0).to(tl.float32)
+    if REST > 0:
+        offs_rest = ROTARY_DIM + tl.arange(0, BLOCK_REST)[None, None, :]
+        mask_rest = mask & (offs_rest < HEAD_DIM)
+        rest = tl.load(x_tile + offs_rest, mask=mask_rest, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        squares = tl.sum(a * a + b * b, axis=2)
+        if REST > 0:
+            squares += tl.sum(rest * rest, axis=2)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, :, None]
+        a = _weighted(a, scale, weight_a, dtype, UNIT_OFFSET)
+        b = _weighted(b, scale, weight_b, dtype, UNIT_OFFSET)
+        if REST > 0:
+            weight_rest = tl.load(weight_ptr + offs_rest, mask=offs_rest < HEAD_DIM, other=0.0)
+            rest = _weighted(rest, scale, weight_rest.to(tl.float32), dtype, UNIT_OFFSET)
+    # A pool of another type gets what a separate cast would give it, in FP8 over its scale.
+    out_dtype: tl.constexpr = out_tile.dtype.element_ty
+    tl.store(out_tile + offs, to_pool((a * cos - b * sin).to(dtype), out_scale, out_dtype), mask=mask_half)
+    tl.store(
+        out_tile + HALF + offs, to_pool((b * cos + a * sin).to(dtype), out_scale, out_dtype), mask=mask_half
+    )
+    if REST > 0:
+        tl.store(out_tile + offs_rest, to_pool(rest.to(dtype), out_scale, out_dtype), mask=mask_rest)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _qk_norm_rope_store_kernel(
+    qkv_ptr, q_ptr, k_ptr, v_ptr, positions_ptr, out_cache_loc_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr,
+    num_tokens, last_position, eps, k_scale, v_scale,
+    stride_qkv, stride_k, stride_k_head, stride_v, stride_v_head,
+    NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    QO_GROUPS: tl.constexpr = (NUM_QO_HEADS + HEADS - 1) // HEADS
+    KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    group = tl.program_id(1)
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    live = tokens < num_tokens
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = qkv_ptr + (tokens.to(tl.int64) * stride_qkv)[:, None, None]
+    live = live[:, None, None]
+    if group < QO_GROUPS + KV_GROUPS:
+        cos, sin = _cos_sin(
+            cos_sin_ptr, positions_ptr, tokens, num_tokens, last_position, ROTARY_DIM, BLOCK_HALF
+        )
+        if group < QO_GROUPS:
+            heads = (group * HEADS + tl.arange(0, HEADS))[None, :, None]
+            mask = live & (heads < NUM_QO_HEADS)
+            q_row = q_ptr + (tokens.to(tl.int64) * (NUM_QO_HEADS * HEAD_DIM))[:, None, None]
+            _norm_and_rotate(
+                row + heads * HEAD_DIM, q_row + heads * HEAD_DIM, q_weight_ptr, cos, sin, eps, 1.0, mask,
+                HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, HAS_NORM, UNIT_OFFSET, USE_PDL,
+            )  # fmt: skip
+        else:
+            heads = ((group - QO_GROUPS) * HEADS + tl.arange(0, HEADS))[None, :, None]
+            mask = live & (heads < NUM_KV_HEADS)
+            slots = tl.load(out_cache_loc_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.int64)
+            k_row = k_ptr + (slots * stride_k)[:, None, None]
+            _norm_and_rotate(
+                row + (NUM_QO_HEADS + heads) * HEAD_DIM, k_row + heads * stride_k_head, k_weight_ptr,
+                cos, sin, eps, k_scale, mask, HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST,
+                HAS_NORM, UNIT_OFFSET, USE_PDL,
+            )  # fmt: skip
+    else:
+        heads = ((group - QO_GROUPS - KV_GROUPS) * HEADS + tl.arange(0, HEADS))[None, :, None]
+        offs = tl.arange(0, BLOCK_DIM)[None, None, :]
+        in_head = live & (heads < NUM_KV_HEADS) & (offs < HEAD_DIM)
+        slots = tl.load(out_cache_loc_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.int64)
+        if USE_PDL:
+            tl.extra.cuda.gdc_wait()
+        v = tl.load(row + (NUM_QO_HEADS + NUM_KV_HEADS + heads) * HEAD_DIM + offs, mask=in_head, other=0.0)
+        v_row = v_ptr + (slots * stride_v)[:, None, None]
+        tl.store(
+            v_row + heads * stride_v_head + offs, to_pool(v, v_scale, v_ptr.dtype.element_ty), mask=in_head
+        )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _rotate_kernel(
+    x_ptr, y_ptr, positions_ptr, cos_sin_ptr, num_tokens, last_position, stride_x, stride_x_head,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[None, :, None]
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    cos, sin = _cos_sin(cos_sin_ptr, positions_ptr, tokens, num_tokens, last_position, ROTARY_DIM, BLOCK_HALF)
+    rows = tokens.to(tl.int64)[:, None, None]
+    _norm_and_rotate(
+        x_ptr + rows * stride_x + heads * stride_x_head, y_ptr + (rows * NUM_HEADS + heads) * HEAD_DIM,
+        cos_sin_ptr, cos, sin, 0.0, 1.0, (tokens < num_tokens)[:, None, None] & (heads < NUM_HEADS),
+        HEAD_DIM, ROTARY_DIM, BLOCK_HALF, BLOCK_REST, False, False, USE_PDL,
+    )  # fmt: skip
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """The rotation alone: x [n, heads, head_dim], of any strides but the last -> a new contiguous tensor.
+    positions and cos_sin as in qk_norm_rope_store."""
+    num_tokens, num_heads, head_dim = x.shape
+    assert x.stride(2) == 1
+    assert positions.is_contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tiles, grid = _tiles(num_tokens, (num_heads,), head_dim, cos_sin.shape[1])
+    _rotate_kernel[grid](
+        x, y, positions, cos_sin, num_tokens, cos_sin.shape[0] - 1, x.stride(0), x.stride(1),
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin.shape[1], **tiles, num_warps=4,
+        **pdl_options(x),
+    )  # fmt: skip
+    return y
+
+
+def _tiles(
+    num_tokens: int,
+    head_counts: tuple[int, ...],
+    head_dim: int,
+    rotary_dim: int,
+    is_deterministic: bool = False,
+) -> tuple[dict[str, int], tuple[int, int]]:
+    """Sizes of a CTA's tile, and the grid for heads of several kinds."""
+    is_many = num_tokens >= MANY_TOKENS and not is_deterministic
+    tokens = interpreted_rows(num_tokens) or (4 if is_many else 1)
+    sizes, num_groups = _sizes(tokens, head_counts, head_dim, rotary_dim)
+    return sizes, (triton.cdiv(num_tokens, tokens), num_groups)
+
+
+@cache
+def _sizes(
+    tokens: int, head_counts: tuple[int, ...], head_dim: int, rotary_dim: int
+) -> tuple[dict[str, int], int]:
+    heads = max(TILE_ELEMENTS // triton.next_power_of_2(head_dim), 1)
+    heads = min(heads, triton.next_power_of_2(max(head_counts)))
+    sizes = {
+        "TOKENS": tokens,
+        "HEADS": heads,
+        "BLOCK_HALF": triton.next_power_of_2(rotary_dim // 2),
+        "BLOCK_REST": triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
+    }
+    return sizes, sum(triton.cdiv(count, heads) for count in head_counts)
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    kv_scales: KVScales = NO_SCALES,
+    is_deterministic: bool = False,
+) -> torch.Tensor:
+    """qkv [n, (num_qo_heads + 2 * num_kv_heads) * head_dim], positions and out_cache_loc [n], cos_sin float32
+    [positions, rotary_dim] (cosines, then sines), k_buffer and v_buffer [slots, num_kv_heads, head_dim] of
+    any type, in FP8 over kv_scales -> q [n, num_qo_heads, head_dim]. Writes the slots of out_cache_loc;
+    leaves qkv alone.
+    `unit_offset`: the norms are those of GemmaRMSNorm.
+    is_deterministic: a head is normed in the same order whatever n is.
+
+    positions, out_cache_loc, cos_sin and the weights are read before the previous launch has ended: they must
+    be from before the last launch that was not a programmatic dependent one."""
+    num_tokens, rotary_dim = qkv.shape[0], cos_sin.shape[1]
+    assert qkv.shape[1] == (num_qo_heads + 2 * num_kv_heads) * head_dim
+    assert qkv.stride(1) == k_buffer.stride(2) == v_buffer.stride(2) == 1
+    assert positions.is_contiguous()
+    assert out_cache_loc.is_contiguous()
+    assert (q_weight is None) == (k_weight is None)
+    k_buffer, v_buffer = kernel_view(k_buffer), kernel_view(v_buffer)
+    q = torch.empty(num_tokens, num_qo_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    heads = (num_qo_heads, num_kv_heads, num_kv_heads)
+    tiles, grid = _tiles(num_tokens, heads, head_dim, rotary_dim, is_deterministic)
+    _qk_norm_rope_store_kernel[grid](
+        qkv, q, k_buffer, v_buffer, positions, out_cache_loc, cos_sin,
+        cos_sin if q_weight is None else q_weight, cos_sin if k_weight is None else k_weight,
+        num_tokens, cos_sin.shape[0] - 1, eps, *kv_scales,
+        qkv.stride(0), k_buffer.stride(0), k_buffer.stride(1), v_buffer.stride(0), v_buffer.stride(1),
+        NUM_QO_HEADS=num_qo_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
+        BLOCK_DIM=triton.next_power_of_2(head_dim), **tiles,
+        HAS_NORM=q_weight is not None, UNIT_OFFSET=unit_offset, num_warps=4, **pdl_options(qkv),
+    )  # fmt: skip
+    return q

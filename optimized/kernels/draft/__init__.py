@@ -1,0 +1,1 @@
+"""Kernels of draft trees: selection, masks, acceptance."""

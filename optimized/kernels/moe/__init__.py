@@ -1,0 +1,1 @@
+"""Kernels of mixture of experts: routing, alignment, GEMMs, combination."""

@@ -1,0 +1,1 @@
+"""Multi-head latent attention: attention backends, memory pool and layers."""

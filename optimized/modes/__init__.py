@@ -1,0 +1,1 @@
+"""Modes that a configuration turns on: deterministic, LoRA."""

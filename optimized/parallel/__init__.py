@@ -1,0 +1,1 @@
+"""Several ranks: collectives, symmetric memory, expert parallelism."""

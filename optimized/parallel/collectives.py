@@ -1,0 +1,141 @@
+"""Collectives of CUDA tensors over NCCL and our one-shot kernel, of CPU tensors over gloo.
+
+Differs from reference: one operation of the library instead of a gather and a sum. A sum is rounded to the
+tensor's dtype at each addition. Small sums of GPUs of one computer are one kernel (symmetric_memory.py), in
+float32 and in the order of ranks, with the residual and the norm behind them if a layer asks for that.
+Operations on CUDA tensors are queued on the current stream, and a CUDA graph may contain them; all of a group
+must run one after the other. Communicator and buffers are made at the first CUDA tensor, which takes time and
+memory, so use each group once before memory is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from diptych.optimized.parallel.symmetric_memory import connect_one_shot, uses_one_shot
+from diptych.shared.interfaces import collectives as interface
+from diptych.shared.parallel.collective_log import CollectiveLog
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store, Work
+
+    from diptych.optimized.kernels.collectives.one_shot_all_reduce import OneShotAllReduce
+    from diptych.shared.interfaces import RMSNorm
+
+
+class Collectives(interface.Collectives):
+    has_one_shot = True
+
+    def __init__(self, store: Store, rank: int, size: int, seconds: float, name: str = "tp") -> None:
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.log = CollectiveLog()
+        self._store = store
+        self._limit = timedelta(seconds=seconds)
+        self._groups: dict[str, Any] = {}  # type of device -> its process group
+        self._one_shot: OneShotAllReduce | None = None  # of CUDA tensors
+        self._group(torch.device("cpu"))
+
+    # --8<-- [start:all-reduce]
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.log.add("all_reduce", self.name, x)
+        if self._takes_one_shot(x):
+            return self._one_shot(x.contiguous())
+        total = x.clone(memory_format=torch.contiguous_format)
+        self._finish(x, "allreduce", [total])
+        return total
+
+    # --8<-- [end:all-reduce]
+
+    def all_reduce_add_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from diptych.optimized.layers import GemmaRMSNorm, adds_in_kernel
+
+        is_even = x.shape[-1] % 2 == 0
+        if not (is_even and self._takes_one_shot(x) and adds_in_kernel(norm)):
+            return super().all_reduce_add_and_norm(x, residual, norm)
+        self.log.add("all_reduce_add_and_norm", self.name, x)
+        is_gemma = isinstance(norm, GemmaRMSNorm)
+        return self._one_shot.add_rms_norm(x.contiguous(), residual, norm.weight, norm.eps, is_gemma)
+
+    def _takes_one_shot(self, x: torch.Tensor) -> bool:
+        """The same on all ranks: they pass tensors of one shape, dtype and type of device."""
+        if not x.is_cuda:
+            return False
+        self._group(x.device)
+        is_small = uses_one_shot(x.numel() * x.element_size(), self.size)
+        return self._one_shot is not None and x.dtype in self._one_shot.dtypes and is_small
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.log.add("all_gather", self.name, x)
+        gathered = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        self._finish(x, "_allgather_base", gathered, x.contiguous())
+        return gathered
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        self.log.add("reduce_scatter", self.name, x)
+        part = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        self._finish(x, "_reduce_scatter_base", part, x.contiguous())
+        return part
+
+    def all_to_all(
+        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        self.log.add("all_to_all", self.name, x, any_rows=True)
+        received = x.new_empty(sum(receive_counts), *x.shape[1:])
+        self._finish(x, "alltoall_base", received, x.contiguous(), list(receive_counts), list(send_counts))
+        return received
+
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+        self.log.add("broadcast", self.name, x)
+        received = x.clone(memory_format=torch.contiguous_format)
+        self._finish(x, "broadcast", received, source)
+        return received
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        self._finish(x, "send", [x.contiguous()], to, 0)
+
+    def receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
+        received = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self._finish(like, "recv", [received], source, 0)
+        return received
+
+    def _finish(self, x: torch.Tensor, operation: str, *args: object) -> None:
+        """Run the operation: on a CPU to its end; on a GPU, later work of the current stream waits for it."""
+        run: Callable[..., Work] = getattr(self._group(x.device), operation)
+        try:
+            run(*args).wait()
+        except RuntimeError:
+            self.is_broken = True
+            raise
+
+    def _group(self, device: torch.device) -> Any:
+        if device.type not in self._groups:
+            self._groups[device.type] = self._connect(device)
+        return self._groups[device.type]
+
+    def _connect(self, device: torch.device) -> Any:
+        from torch import distributed
+
+        store = distributed.PrefixStore(f"{self.name}/{device.type}", self._store)
+        if device.type == "cpu":
+            return distributed.ProcessGroupGloo(store, self.rank, self.size, self._limit)
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = self._limit
+        nccl = distributed.ProcessGroupNCCL(store, self.rank, self.size, options)
+        if self.has_one_shot:
+            store = distributed.PrefixStore("one-shot", store)
+            self._one_shot = connect_one_shot(store, self.rank, self.size, nccl, device)
+        return nccl
+
+
+class NcclCollectives(Collectives):
+    """Every sum of CUDA tensors is NCCL's."""
+
+    has_one_shot = False

@@ -1,0 +1,1 @@
+"""Quantized linear layers and experts."""

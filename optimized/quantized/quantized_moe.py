@@ -1,0 +1,72 @@
+"""Quantized experts in a handful of launches.
+
+Differs from reference: no loop over experts. Pairs of token and expert are sorted into blocks on the device,
+and weights are dequantized inside the GEMMs, so only quantized bytes are read from memory. Inputs are
+quantized by two more launches. FP8 is multiplied as FP8 where the GPU can, else widened, which is exact.
+Refuses float64, and float16 with MXFP4, whose values may be too large for it. Assumes that Triton runs here,
+on a GPU or in its interpreter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from diptych.optimized.kernels.linear.quantize_input import QuantizedInput, quantize_input
+from diptych.optimized.kernels.moe.moe_align import align
+from diptych.optimized.kernels.moe.moe_combine import combine
+from diptych.optimized.kernels.moe.moe_mxfp4_gemv import MAX_TOKENS, mxfp4_gemv_experts
+from diptych.optimized.kernels.moe.moe_quantized_gemm import (
+    ExpertWeights,
+    quantized_down_gemm,
+    quantized_tile,
+    quantized_up_gemm,
+)
+from diptych.shared.interfaces.collectives import Collectives
+from diptych.shared.interfaces.moe import TopKOutput
+from diptych.shared.interfaces.quantized_experts import QuantizedExperts as Interface
+
+FIXED_PAIRS = 64
+"""Of an expert, for which deterministic mode has its tile."""
+
+
+class QuantizedExperts(Interface):
+    is_deterministic = False  # one tile for any number of tokens
+    runner: Any = None  # of `diptych.optimized.moe_runners`, in place of these kernels
+
+    # --8<-- [start:run-quantized-experts]
+    def forward(self, x: torch.Tensor, topk: TopKOutput) -> torch.Tensor:
+        self._check(x)
+        if x.shape[0] == 0:
+            return torch.empty_like(x)
+        if self.runner is not None and len(x) >= self.runner.min_tokens:
+            return self.runner.run(x, topk)  # type: ignore[no-any-return]
+        x = x if x.stride(1) == 1 else x.contiguous()
+        weights, ids = topk.topk_weights.contiguous(), topk.topk_ids.contiguous()
+        w13 = ExpertWeights(self.w13, self.w13_scale, self.w13_zero, self.b13)
+        w2 = ExpertWeights(self.w2, self.w2_scale, self.w2_zero, self.b2)
+        if self._uses_gemv(len(x)):
+            return mxfp4_gemv_experts(x, weights, ids, w13, w2, self.swiglu_limit)
+        num_pairs = FIXED_PAIRS * len(self.w13) if self.is_deterministic else ids.numel()
+        tile = quantized_tile(num_pairs, len(self.w13))
+        blocks = align(ids, len(self.w13), tile.block_m)
+        x_q, top_k = self._input(x), ids.shape[1]
+        act = quantized_up_gemm(x_q, w13, self.scheme, blocks, top_k, tile, self.swiglu_limit)
+        pairs = quantized_down_gemm(self._input(act, self.tp), w2, self.scheme, blocks, weights, tile)
+        return combine(pairs, ids)
+        # --8<-- [end:run-quantized-experts]
+
+    def _uses_gemv(self, num_tokens: int) -> bool:
+        is_mxfp4 = self.scheme.weight_type == "mxfp4"
+        return is_mxfp4 and num_tokens <= MAX_TOKENS and not self.is_deterministic
+
+    def _input(self, x: torch.Tensor, tp: Collectives | None = None) -> torch.Tensor | QuantizedInput:
+        return x if self.scheme.inputs == "none" else quantize_input(x, self.scheme, tp=tp)
+
+    def _check(self, x: torch.Tensor) -> None:
+        """Raise `ValueError` for a type that the kernels do not compute."""
+        if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"the optimized experts compute in 32 or 16 bits, not in {x.dtype}")
+        if x.dtype == torch.float16 and self.scheme.weight_type == "mxfp4":
+            raise ValueError("MXFP4 experts in float16: values may be too large; use dtype=bfloat16")

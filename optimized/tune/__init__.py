@@ -1,0 +1,1 @@
+"""Measures which kernels and tiles are fastest on this GPU, and writes the table of choices."""

@@ -1,0 +1,1 @@
+"""Multi-head latent attention: its attention, memory pool and layers."""

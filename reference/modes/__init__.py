@@ -1,0 +1,1 @@
+"""Modes that a configuration turns on: deterministic, LoRA, vision, input embeddings, block diffusion."""

@@ -1,0 +1,162 @@
+"""Block diffusion: an answer is generated block by block, the tokens of a block in any order.
+
+A model for it (SDAR, LLaDA2) was trained to fill in masked tokens. Inside a block every token sees every
+other one; blocks before are seen as in any causal model, so their KV is computed once and kept. Logits at a
+position are of the token at that position, not of the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from diptych.reference.decoding import PlainDecoding
+from diptych.reference.schedule_batch import visible_in_blocks
+from diptych.shared.scheduling.pages import evict_for, rows_of
+from diptych.shared.types import (
+    BatchResult,
+    DiffusionParams,
+    ForwardBatch,
+    ForwardMode,
+    LogitsOutput,
+    Req,
+    ScheduleBatch,
+)
+
+
+class DiffusionDecoding(PlainDecoding):
+    """Plain decoding; requests with `diffusion` complete one block in a step, greedily.
+
+    Between steps such a request has P + O tokens and as many KV entries; a last block that is not whole is
+    computed again by the next step. Pages are whole blocks, so the prefix cache never has such a block.
+    """
+
+    def num_reserved(self, reqs: Sequence[Req]) -> int:
+        return sum(req.diffusion.block_len for req in reqs if req.diffusion is not None)
+
+    def prepare(self, reqs: list[Req]) -> ScheduleBatch | None:
+        """Slots to the end of each request's block, and one for each plain request."""
+        filling = [req for req in reqs if req.diffusion is not None]
+        plain = [req for req in reqs if req.diffusion is None]
+        # --8<-- [start:diffusion-slots]
+        pool, allocator = self.parts.req_to_token_pool, self.parts.allocator
+        starts, ends = [req.kv_committed_len for req in filling], [block_of(req)[1] for req in filling]
+        # A block lies in one page, so it needs a new page as a token does.
+        num_pages = sum(req.kv_committed_len % allocator.page_size == 0 for req in reqs)
+        if not evict_for(num_pages * allocator.page_size, self.parts.tree_cache, allocator):
+            return None
+        batch = super().prepare(plain) if plain else ScheduleBatch([], ForwardMode.DECODE)
+        if batch is None or not filling:
+            return batch
+        rows = rows_of(filling)
+        last_locs = pool.read_each(rows, [start - 1 for start in starts])
+        slots = allocator.alloc_extend(starts, ends, last_locs)
+        assert slots is not None
+        pool.write_ragged(rows, starts, [end - start for start, end in zip(starts, ends)], slots)
+        for req, end in zip(filling, ends):
+            req.kv_committed_len = req.kv_allocated_len = end
+        batch.reqs += filling
+        return batch
+        # --8<-- [end:diffusion-slots]
+
+    def run(self, batch: ScheduleBatch, chunked_req: Req | None) -> BatchResult:
+        filling = [req for req in batch.reqs if req.diffusion is not None]
+        if not filling:
+            return super().run(batch, chunked_req)
+        if batch.num_extend_reqs:  # the logits behind a prompt have no meaning, unless they are NaN
+            result = super().run(batch, chunked_req)
+            for req, token_ids, logprobs in zip(batch.reqs, result.token_ids, result.logprobs):
+                if req.diffusion is not None and token_ids[0] >= 0:
+                    token_ids.clear()
+                    logprobs.clear()
+            return result
+        token_ids, logits_output, forward_batch = self._fill_blocks(filling)
+        num_plain = len(batch.reqs) - len(filling)
+        if num_plain == 0:
+            return BatchResult(token_ids, [[] for _ in filling], forward_batch, logits_output)
+        plain = ScheduleBatch(batch.reqs[:num_plain], batch.forward_mode, out_cache_loc=batch.out_cache_loc)
+        result = super().run(plain, chunked_req)
+        return result._replace(
+            token_ids=result.token_ids + token_ids, logprobs=result.logprobs + [[] for _ in filling]
+        )
+
+    def _fill_blocks(self, reqs: list[Req]) -> tuple[list[list[int]], LogitsOutput, ForwardBatch]:
+        """The new tokens of each request's block ([-1]: its logits are NaN), and the
+        last pass."""
+        device = self.parts.allocator.device
+        blocks = [torch.tensor(block_ids(req), device=device) for req in reqs]
+        params = [params_of(req) for req in reqs]
+        is_nan = [False] * len(reqs)
+        unknown = list(range(len(reqs)))
+        # --8<-- [start:block-diffusion]
+        while unknown:
+            output, _ = self._forward([reqs[i] for i in unknown], [blocks[i] for i in unknown])
+            logits = output.next_token_logits.split([len(blocks[i]) for i in unknown])
+            for i, its_logits in zip(unknown, logits):
+                is_nan[i] = bool(its_logits.isnan().any())
+                blocks[i] = fill_in(blocks[i], its_logits[:, : self.parts.num_token_ids], params[i])
+            unknown = [i for i in unknown if not is_nan[i] and params[i].mask_id in blocks[i]]
+        # Earlier passes wrote the KV of masks: this one writes that of the final tokens.
+        output, forward_batch = self._forward(reqs, blocks)
+        # --8<-- [end:block-diffusion]
+        new_ids = [ids[req.num_tokens - block_of(req)[0] :].tolist() for req, ids in zip(reqs, blocks)]
+        return [[-1] if nan else ids for nan, ids in zip(is_nan, new_ids)], output, forward_batch
+
+    @torch.inference_mode()
+    def _forward(self, reqs: list[Req], blocks: list[torch.Tensor]) -> tuple[LogitsOutput, ForwardBatch]:
+        """Compute a block of each request. Gives the logits of every token."""
+        parts, device = self.parts, self.parts.allocator.device
+        spans = [(start, start + len(ids)) for (start, _), ids in zip(map(block_of, reqs), blocks)]
+        seq_lens, lens = [end for _, end in spans], [end - start for start, end in spans]
+        slots = [parts.req_to_token_pool.read(row, *span) for row, span in zip(rows_of(reqs), spans)]
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            input_ids=torch.cat(blocks),
+            positions=torch.cat([torch.arange(*span, device=device) for span in spans]),
+            req_pool_indices=torch.tensor(rows_of(reqs), device=device),
+            seq_lens=torch.tensor(seq_lens, device=device),
+            out_cache_loc=torch.cat(slots).to(device),
+            extend_seq_lens=torch.tensor(lens, device=device),
+            extend_start_loc=torch.tensor([0, *accumulate(lens)][:-1], device=device),
+            seq_lens_cpu=tuple(seq_lens),
+            extend_seq_lens_cpu=tuple(lens),
+            custom_mask=visible_in_blocks(reqs, seq_lens, lens, device),
+        )
+        with parts.timeline.forward(batch):
+            return parts.model_runner.forward(batch), batch
+
+
+# --8<-- [start:fill-in]
+def fill_in(ids: torch.Tensor, logits: torch.Tensor, params: DiffusionParams) -> torch.Tensor:
+    """ids [block_len], logits [block_len, vocab] -> ids with some masks replaced: each
+    token whose probability exceeds the threshold, and always the likeliest one."""
+    logits = logits.clone()
+    logits[:, params.mask_id] = -torch.inf
+    probs, tokens = logits.softmax(dim=-1).max(dim=-1)
+    probs = probs.where(ids == params.mask_id, -1.0)
+    is_filled = (probs > params.threshold) | (torch.arange(len(ids), device=ids.device) == probs.argmax())
+    return tokens.where(is_filled, ids)
+
+
+# --8<-- [end:fill-in]
+
+
+def params_of(req: Req) -> DiffusionParams:
+    assert req.diffusion is not None
+    return req.diffusion
+
+
+def block_of(req: Req) -> tuple[int, int]:
+    """The positions [start, end) of the first block that is not complete."""
+    block_len = params_of(req).block_len
+    start = req.num_tokens // block_len * block_len
+    return start, start + block_len
+
+
+def block_ids(req: Req) -> list[int]:
+    """Its known tokens, then masks."""
+    start, end = block_of(req)
+    known = req.all_ids[start:]
+    return known + [params_of(req).mask_id] * (end - start - len(known))

@@ -1,0 +1,281 @@
+"""Prefill and decode in two engines, with a transport between their pools.
+
+A request at the decode engine, and what it owns there:
+
+    waiting    nothing; it comes when the pool has room for its prompt and its longest answer
+    transfer   pages of its prompt, open for the transport, and a lock on the prefix that is cached already
+    scheduled  in the ordinary scheduler, which finds the prompt in the prefix cache and computes the rest
+
+and at the prefill engine:
+
+    prefill    in the ordinary scheduler, for one token
+    in flight  a lock on its prompt in the prefix cache, until the transport has ended the room
+
+Pages change owner only after `poll` has returned a final status, also after an abort, an error, or the end of
+the other engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+
+from diptych.shared.interfaces import (
+    RadixKey,
+    Scheduler,
+    SchedulerParts,
+    SchedulerState,
+    SchedulerStats,
+    Transport,
+)
+from diptych.shared.scheduling.admission import admit
+from diptych.shared.scheduling.pages import evict_for, num_pages_of, round_down_to_page
+from diptych.shared.types import FinishAbort, FinishError, FinishReason, Req, SamplingParams, StepOutput
+
+TIME_LIMIT = 300.0
+"""Time limit of a transfer in seconds, after which the connection to the other engine is closed."""
+POLL_SECONDS = 0.001
+"""Seconds that a turn waits if there is nothing to compute."""
+
+
+class Start(msgspec.Struct, tag=True):
+    """A message: compute a prompt, and send its KV from page `first_page` on to these pages."""
+
+    room: str
+    input_ids: list[int]
+    extra_key: str | None
+    first_page: int
+    target_pages: list[int]
+
+
+class Failed(msgspec.Struct, tag=True):
+    """A message: why the prefill engine has aborted a room."""
+
+    room: str
+    reason: str
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Start | Failed).decode
+
+
+class PrefillSide:
+    """The prefill engine: computes prompts for the decode engine. Call `turn` until `is_done`."""
+
+    def __init__(self, scheduler: Scheduler, parts: SchedulerParts, transport: Transport) -> None:
+        self.scheduler = scheduler
+        self.tree = parts.tree_cache
+        self.page_size = parts.allocator.page_size
+        self.transport = transport
+        self.prefill: dict[str, Start] = {}
+        self.in_flight: dict[str, Any] = {}  # room -> the node that it locks; None: nothing to send
+
+    @property
+    def is_done(self) -> bool:
+        return self.transport.is_lost and not (self.prefill or self.in_flight or self.scheduler.has_work())
+
+    # --8<-- [start:prefill-turn]
+    def turn(self) -> bool:
+        """Run one step. False: there was nothing to compute."""
+        for message in self.transport.messages():
+            self._start(_decode(message))
+        for room in [room for room in self.prefill if self.transport.poll(room) != "open"]:
+            del self.prefill[room]  # aborted before it was computed
+            self.scheduler.abort(room)
+        has_work = self.scheduler.has_work()
+        for output in self.scheduler.step() if has_work else []:
+            if output.finished_reason is not None and output.rid in self.prefill:
+                self._send(self.prefill.pop(output.rid), output.finished_reason)
+        for room in [room for room in self.in_flight if self.transport.poll(room) != "open"]:
+            node = self.in_flight.pop(room)
+            if node is not None:
+                self.tree.dec_lock_ref(node)
+        return has_work
+
+    # --8<-- [end:prefill-turn]
+
+    def _start(self, start: Start | Failed) -> None:
+        assert isinstance(start, Start)
+        self.transport.open_sender(start.room)
+        self.prefill[start.room] = start
+        params = SamplingParams(temperature=0.0, max_new_tokens=1)
+        req = Req(start.room, start.input_ids, params, seed=0, extra_key=start.extra_key)
+        try:
+            self.scheduler.add_request(req)
+        except ValueError as error:
+            self._send(self.prefill.pop(start.room), FinishError(str(error)))
+
+    def _send(self, start: Start, reason: FinishReason) -> None:
+        num_tokens = (start.first_page + len(start.target_pages)) * self.page_size
+        match = self.tree.match_prefix(RadixKey(start.input_ids[:num_tokens], start.extra_key))
+        if len(match.device_indices) < num_tokens:  # it failed, or the cache did not keep it
+            self.transport.post(_encode(Failed(start.room, f"the prefill engine has no KV: {reason}")))
+            self.transport.abort(start.room)
+            self.in_flight[start.room] = None
+            return
+        self.tree.inc_lock_ref(match.last_node)
+        self.in_flight[start.room] = match.last_node
+        slots = match.device_indices[start.first_page * self.page_size :: self.page_size]
+        self.transport.send(start.room, (slots // self.page_size).tolist(), start.target_pages)
+
+
+@dataclass
+class Transfer:
+    """A room at the decode engine. `locked`: the node of the already cached `prefix`."""
+
+    req: Req
+    prefix: torch.Tensor
+    locked: Any
+    slots: torch.Tensor
+    since: float
+    reason: str = "the prefill engine has ended"
+    is_wanted: bool = True  # False: its request was aborted
+
+
+class DecodeSide(Scheduler):
+    """The scheduler of the decode engine, whose prompts the prefill engine computes."""
+
+    def __init__(self, scheduler: Scheduler, parts: SchedulerParts, vocab_size: int, context_len: int,
+                 transport: Transport) -> None:  # fmt: skip
+        self.scheduler = scheduler
+        self.parts = parts
+        self.vocab_size = vocab_size
+        self.context_len = context_len
+        self.transport = transport
+        self.waiting: list[Req] = []
+        self.transfers: dict[str, Transfer] = {}  # by room
+        self.scheduled: dict[str, str] = {}  # rid -> room
+        self.reserved: dict[str, int] = {}  # room -> pages of prompt and longest answer
+        self.outputs: list[StepOutput] = []
+        self.child: Any = None  # the process of the other engine
+        self._num_rooms = 0
+
+    def add_request(self, req: Req) -> None:
+        rids = [each.rid for each in (*self.waiting, *self.outputs)]
+        rids += [transfer.req.rid for transfer in self.transfers.values() if transfer.is_wanted]
+        if req.rid in rids or req.rid in self.scheduled:
+            raise ValueError(f"request id {req.rid!r} is in use")
+        admit(req, self.vocab_size, self.context_len, self.parts.allocator.size)
+        self.waiting.append(req)
+
+    def abort(self, rid: str) -> bool:
+        for req in self.waiting:
+            if req.rid == rid:
+                self.waiting.remove(req)
+                self._end(req, FinishAbort("aborted"))
+                return True
+        for room, transfer in self.transfers.items():
+            if transfer.req.rid == rid and transfer.is_wanted:
+                transfer.is_wanted = False  # its pages stay allocated: they may still be written to
+                self.transport.abort(room)
+                self._end(transfer.req, FinishAbort("aborted"))
+                return True
+        return self.scheduler.abort(rid)
+
+    def retract(self, rid: str) -> bool:
+        return self.scheduler.retract(rid)
+
+    # --8<-- [start:decode-step]
+    def step(self) -> list[StepOutput]:
+        for message in self.transport.messages():
+            failed = _decode(message)
+            if failed.room in self.transfers and isinstance(failed, Failed):
+                self.transfers[failed.room].reason = failed.reason
+        while self.waiting and self._allocate(self.waiting[0]):
+            self.waiting.pop(0)
+        for room in list(self.transfers):
+            status = self.transport.poll(room)
+            if status != "open":
+                self._take(room, self.transfers.pop(room), status == "done")
+        # --8<-- [end:decode-step]
+        if any(self.parts.clock() - transfer.since > TIME_LIMIT for transfer in self.transfers.values()):
+            self.transport.close()
+        if self.scheduler.has_work():
+            for output in self.scheduler.step():
+                if output.finished_reason is not None:
+                    del self.reserved[self.scheduled.pop(output.rid)]
+                self.outputs.append(output)
+        elif not self.outputs:
+            time.sleep(POLL_SECONDS)
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    def _allocate(self, req: Req) -> bool:
+        """Open a room for the prompt, or schedule it if it is cached. False: there is no memory."""
+        allocator, tree = self.parts.allocator, self.parts.tree_cache
+        page_size, prompt = allocator.page_size, req.origin_input_ids
+        needed = num_pages_of(len(prompt) + req.max_new_tokens, page_size)
+        needed = min(needed, allocator.size // page_size)  # KV of the last token is never needed
+        if sum(self.reserved.values()) + needed > allocator.size // page_size:
+            return False
+        self._num_rooms += 1
+        room = f"{self._num_rooms} {req.rid}"
+        num_tokens = round_down_to_page(len(prompt) - 1, page_size)  # the last token is computed here
+        prefix, node = tree.match_prefix(RadixKey(prompt[:num_tokens], req.extra_key))
+        num_missing = num_tokens - len(prefix)
+        if num_missing > 0 and self.transport.is_lost:
+            self._end(req, FinishError("the prefill engine has ended"))
+            return True
+        self.reserved[room] = needed
+        if num_missing == 0:
+            self._schedule(req, room)
+            return True
+        tree.inc_lock_ref(node)
+        has_room = evict_for(num_missing, tree, allocator)
+        assert has_room, "less memory than is reserved"
+        slots = allocator.alloc(num_missing)
+        assert slots is not None
+        pages = (slots[::page_size] // page_size).tolist()
+        self.transport.open_receiver(room, pages)
+        start = Start(room, prompt, req.extra_key, len(prefix) // page_size, pages)
+        self.transport.post(_encode(start))
+        self.transfers[room] = Transfer(req, prefix, node, slots, self.parts.clock())
+        return True
+
+    def _take(self, room: str, transfer: Transfer, is_done: bool) -> None:
+        """Take the pages of a room that the transport has ended; this engine alone owns them."""
+        tree, req, slots = self.parts.tree_cache, transfer.req, transfer.slots
+        num_unused = len(slots)
+        if is_done:
+            all_slots = torch.cat([transfer.prefix, slots])
+            key = RadixKey(req.origin_input_ids[: len(all_slots)], req.extra_key)
+            num_unused = tree.insert(key, all_slots).prefix_len - len(transfer.prefix)  # cached meanwhile
+        tree.dec_lock_ref(transfer.locked)
+        if num_unused > 0:
+            self.parts.allocator.free(slots[:num_unused])
+        if is_done and transfer.is_wanted:
+            self._schedule(req, room)
+            return
+        del self.reserved[room]
+        if transfer.is_wanted:
+            self._end(req, FinishError(transfer.reason))
+
+    def _schedule(self, req: Req, room: str) -> None:
+        self.scheduled[req.rid] = room
+        self.scheduler.add_request(req)
+
+    def _end(self, req: Req, reason: FinishReason) -> None:
+        req.finished_reason = reason
+        self.outputs.append(req.step_output())
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.transfers or self.outputs) or self.scheduler.has_work()
+
+    def flush_cache(self) -> bool:
+        return not self.waiting and not self.transfers and self.scheduler.flush_cache()
+
+    def state(self) -> SchedulerState:
+        state = self.scheduler.state()
+        return replace(state, waiting_queue=[*self._pending(), *state.waiting_queue])
+
+    def stats(self) -> SchedulerStats:
+        stats = self.scheduler.stats()
+        return stats._replace(num_waiting=stats.num_waiting + len(self._pending()))
+
+    def _pending(self) -> Sequence[Req]:
+        return [*self.waiting, *(each.req for each in self.transfers.values() if each.is_wanted)]

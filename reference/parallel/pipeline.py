@@ -1,0 +1,247 @@
+"""Pipeline parallelism: each rank has some of the layers, and several micro-batches are in flight.
+
+Every rank runs the same scheduler. Launching a batch computes this rank's layers: the first rank embeds the
+tokens, every rank sends the hidden states to the next, and the last one samples and sends the tokens to all.
+So a rank knows the tokens of a batch only after the last rank has computed it. Until then it launches batches
+of other requests. With as many batches as ranks, all ranks are busy. Each rank makes the same decisions, at
+different times. A rank's own launches are in order, so memory may be freed as soon as the scheduler decides:
+earlier launches have already been computed on this rank. Messages go through the memory of the CPU: they are
+few and small, and any network carries them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from diptych.reference.parallel.collectives import Collectives
+from diptych.reference.schedule_batch import make_forward_batch
+from diptych.reference.scheduler import Scheduler
+from diptych.shared.config import EngineConfig, ModelConfig
+from diptych.shared.interfaces import (
+    AttentionBackend,
+    CausalLM,
+    SchedulerParts,
+    SchedulerState,
+    TokenToKVPool,
+)
+from diptych.shared.interfaces.attention import BatchAttention
+from diptych.shared.sampling.logprobs import (
+    distribute_input_logprobs,
+    input_logprob_positions,
+    input_logprobs_of,
+    to_token_logprobs,
+)
+from diptych.shared.sampling.sampling_batch import make_sampling_batch_info
+from diptych.shared.scheduling.stop_conditions import held_nan
+from diptych.shared.types import (
+    ForwardBatch,
+    LogprobsOutput,
+    Req,
+    SampleOutput,
+    SamplingBatchInfo,
+    ScheduleBatch,
+    StepOutput,
+)
+
+
+class Stage:
+    """The layers of one rank. `ranks`: all stages, in the order of the layers."""
+
+    def __init__(
+        self, model: CausalLM, attention: AttentionBackend, kv_pool: TokenToKVPool, ranks: Collectives
+    ) -> None:
+        self.model = model
+        self.attention = attention
+        self.kv_pool = kv_pool
+        self.ranks = ranks
+        self.is_first = ranks.rank == 0
+        self.is_last = ranks.rank == ranks.size - 1
+        self._results: deque[bytes] = deque()  # of the last stage
+        self._sent: deque[tuple[torch.Tensor, Any]] = deque()  # on their way: not to be overwritten
+
+    # --8<-- [start:stage-launch]
+    @torch.inference_mode()
+    def launch(self, batch: ForwardBatch, info: SamplingBatchInfo, parts: SchedulerParts) -> None:
+        """Compute this rank's layers. `finish` returns the results, in order of
+        launches."""
+        model: Any = self.model.model
+        plan = self.attention.plan(batch)
+        attention = BatchAttention(self.attention, plan, self.kv_pool, batch.out_cache_loc)
+        if self.is_first:
+            x, residual = model.embed(batch.input_ids), None
+        else:
+            x, residual = self._receive(batch.num_tokens), None
+        for layer in model.layers:
+            x, residual = layer(x, residual, batch.positions, attention)
+        if not self.is_last:
+            self._send((x if residual is None else x + residual).cpu(), self.ranks.rank + 1)
+            return
+        x = model.norm(x) if residual is None else model.norm.add_and_norm(x, residual)[0]
+        self._sample(x, batch, info, parts)
+
+    # --8<-- [end:stage-launch]
+
+    def _sample(
+        self, x: torch.Tensor, batch: ForwardBatch, info: SamplingBatchInfo, parts: SchedulerParts
+    ) -> None:
+        logits = self.model.compute_logits(x[batch.last_token_rows])[:, : parts.num_token_ids]
+        output = parts.sampler.sample(logits, info, batch.sampled_positions)
+        found = None
+        if batch.input_logprob_rows is not None:
+            found = input_logprobs_of(batch, x, self.model.compute_logits)
+        output = SampleOutput(output.next_token_ids.cpu(), _on_cpu(output.logprobs))
+        result = pickle.dumps((output, _on_cpu(found)))
+        self._results.append(result)
+        for rank in range(self.ranks.size - 1):
+            self._send(torch.tensor([len(result)]), rank)
+            self._send(torch.frombuffer(bytearray(result), dtype=torch.uint8), rank)
+
+    def finish(self) -> tuple[SampleOutput, LogprobsOutput | None]:
+        """Tokens and prompt log-probabilities of the oldest unfinished batch."""
+        if self.is_last:
+            result = self._results.popleft()
+        else:
+            last = self.ranks.size - 1
+            size = int(self.ranks.receive(torch.zeros(1, dtype=torch.int64), last))
+            result = bytes(self.ranks.receive(torch.empty(size, dtype=torch.uint8), last).tolist())
+        results: tuple[SampleOutput, LogprobsOutput | None] = pickle.loads(result)
+        return results
+
+    def _receive(self, num_tokens: int) -> torch.Tensor:
+        """Hidden states from the stage before."""
+        weight = next(self.model.parameters())
+        like = torch.empty(num_tokens, self.model.config.hidden_size, dtype=weight.dtype)
+        return self.ranks.receive(like, self.ranks.rank - 1).to(weight.device)
+
+    def _send(self, x: torch.Tensor, to: int) -> None:
+        """Send without waiting, because the receiver may still compute. Waits for sends of earlier
+        launches."""
+        self._sent.append((x, self._start_send(x, to)))
+        while len(self._sent) > 4 * self.ranks.size:
+            self._sent.popleft()[1].wait()
+
+    def _start_send(self, x: torch.Tensor, to: int) -> Any:
+        """x must not be overwritten until `wait` of the result has returned."""
+        return self.ranks.group.send([x], to, 0)
+
+
+def _on_cpu(x: LogprobsOutput | None) -> LogprobsOutput | None:
+    return None if x is None else LogprobsOutput(*(part.cpu() for part in x))
+
+
+class Launched(NamedTuple):
+    """A micro-batch in flight."""
+
+    batch: ScheduleBatch
+    forward_batch: ForwardBatch
+    epochs: list[int]  # of each request, when it was launched: a retraction ends its stay
+    num_input_logprobs: list[int]  # of each request that extends
+
+
+class PipelineScheduler(Scheduler):
+    """Keeps as many batches in flight as there are stages. No request is in two of them."""
+
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, parts: SchedulerParts, stage: Stage
+    ) -> None:
+        super().__init__(config, model_config, parts)
+        self.stage = stage
+        self.under_way: deque[Launched] = deque()
+
+    # --8<-- [start:pipeline-step]
+    def step(self) -> list[StepOutput]:
+        self._finish_overdue()
+        batch = self._schedule()
+        if batch is not None:
+            self.num_steps += 1
+            self._launch(batch)
+        if len(self.under_way) == self.stage.ranks.size or (self.under_way and batch is None):
+            self._process(self.under_way.popleft())
+        return self._take_outputs()
+
+    # --8<-- [end:pipeline-step]
+
+    def has_work(self) -> bool:
+        return super().has_work() or bool(self.under_way)
+
+    def state(self) -> SchedulerState:
+        state = super().state()
+        listed = {id(req) for req in (*state.waiting_queue, *state.running, state.chunked_req)}
+        state.running += [req for req in self._busy() if id(req) not in listed]
+        return state
+
+    def flush_cache(self) -> bool:
+        return not self.under_way and super().flush_cache()
+
+    def _busy(self) -> list[Req]:
+        """The requests of batches in flight, without those that have left."""
+        return [req for launched in self.under_way for req in self._staying(launched) if req is not None]
+
+    def _staying(self, launched: Launched) -> list[Req | None]:
+        """The requests of a batch; None for one that has ended or was retracted since the launch."""
+        return [
+            req if self.live.get(req.rid) is req and req.num_retractions == epoch else None
+            for req, epoch in zip(launched.batch.reqs, launched.epochs)
+        ]
+
+    def _get_new_batch_prefill(self) -> ScheduleBatch | None:
+        if self.chunked_req is not None and any(req is self.chunked_req for req in self._busy()):
+            return None  # the next chunk follows after this one is computed
+        self.num_in_flight = len({id(req) for req in self._busy()} - {id(req) for req in self.running})
+        return super()._get_new_batch_prefill()
+
+    def _get_batch_decode(self) -> ScheduleBatch | None:
+        busy = {id(req) for req in self._busy()}
+        ready = [req for req in self.running if id(req) not in busy]
+        if not ready:
+            return None
+        share = -(-len(self.running) // self.stage.ranks.size)  # one of as many micro-batches as stages
+        batch = self.decoding.prepare(ready[:share])
+        if batch is None and not self.under_way:
+            return self._retract_to_decode()  # otherwise batches that end may free memory
+        if batch is not None:
+            self.new_token_ratio.decay()
+        return batch
+
+    def _launch(self, batch: ScheduleBatch) -> None:
+        parts, device = self.parts, self.parts.allocator.device
+        forward_batch = make_forward_batch(batch, parts.num_token_ids, device)
+        info = make_sampling_batch_info(batch.reqs, parts.num_token_ids, device)
+        counts = [len(input_logprob_positions(req)) for req in batch.reqs[: batch.num_extend_reqs]]
+        epochs = [req.num_retractions for req in batch.reqs]
+        self.under_way.append(Launched(batch, forward_batch, epochs, counts))
+        self.stage.launch(forward_batch, info, parts)
+
+    def _process(self, launched: Launched) -> None:
+        output, found = self.stage.finish()
+        reqs = self._staying(launched)
+        self._collect_input_logprobs(launched, reqs, found)
+        token_ids = output.next_token_ids.tolist()
+        logprobs = to_token_logprobs(token_ids, output.logprobs)
+        for i, req in enumerate(reqs):
+            if req is None:
+                continue
+            if req is self.chunked_req:  # its prompt is not complete, so the sampled token has no meaning
+                self.parts.tree_cache.cache_unfinished_req(req)
+                continue
+            self._append_tokens(req, [token_ids[i]], logprobs[i : i + 1])
+            is_prefilled = i < launched.batch.num_extend_reqs
+            if not req.finished and is_prefilled:
+                self.parts.tree_cache.cache_unfinished_req(req)
+                self.running.append(req)
+            has_no_token = req.finished and is_prefilled and token_ids[i] < 0
+            if has_no_token and held_nan(req, self.parts.num_token_ids):
+                self._discard(req)
+
+    def _collect_input_logprobs(
+        self, launched: Launched, reqs: Sequence[Req | None], found: LogprobsOutput | None
+    ) -> None:
+        ids = launched.forward_batch.input_logprob_ids
+        token_ids = [] if found is None or ids is None else ids.tolist()
+        extending = reqs[: launched.batch.num_extend_reqs]
+        distribute_input_logprobs(extending, launched.num_input_logprobs, token_ids, found)

@@ -1,0 +1,281 @@
+"""Transfers KV pages from one pool to another: through a TCP connection, or into memory that both map.
+
+Each end has two threads. The writer sends frames from a queue in order, so that a frame queued after a room's
+pages also arrives after them. The reader applies what arrives. A room ends at an end only when its threads
+are past it:
+
+- done: the receiver has read `end`, and answers `ack`; the sender has read `ack`;
+- failed: the receiver has sent `abort`, by itself or because of the sender's `ask`. The sender then drops
+  what it has not sent, and `aborted` follows what it has. The sender's room ends when its writer is there,
+  the receiver's when it reads `aborted`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import msgspec
+import torch
+
+from diptych.shared.interfaces import transport as interface
+from diptych.shared.interfaces.transport import TransferStatus
+
+_SIZES = struct.Struct("!II")  # of header and payload
+CLOSE_SECONDS = 5.0
+"""Seconds for the writer to send the rest when an end closes."""
+WAIT_SECONDS = 0.001
+"""Seconds between two looks for the memory of the other end."""
+
+
+class Frame(msgspec.Struct):
+    kind: str  # hello, memory, message, pages, end, ack, ask, abort, aborted
+    room: str = ""
+    layer: int = 0
+    pages: list[int] = []  # of the receiver
+    layout: str = ""  # hello: what must be equal
+
+
+@dataclass
+class Room:
+    is_sender: bool
+    status: TransferStatus = "open"
+    is_aborted: bool = False  # on its way to failed
+    pages: list[int] = field(default_factory=list)  # of a receiver
+
+
+class Transport(interface.Transport):
+    """A transport through the connection."""
+
+    def __init__(self, connection: socket.socket, kv_pool: Any) -> None:
+        self.connection = connection
+        self.kv_pool = kv_pool
+        self.is_lost = False
+        self._rooms: dict[str, Room] = {}
+        self._early_aborts: set[str] = set()  # of rooms that the sender has not opened yet
+        self._messages: list[bytes] = []
+        self._lock = threading.Lock()  # of the four above
+        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()  # functions; None: the end
+        self._greet()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._writer.start()
+        self._reader.start()
+
+    def open_sender(self, room: str) -> None:
+        self._open(room, Room(is_sender=True))
+        with self._lock:
+            is_aborted = room in self._early_aborts
+            self._early_aborts.discard(room)
+        if is_aborted:
+            self._abort_sender(room)
+
+    def open_receiver(self, room: str, pages: Sequence[int]) -> None:
+        self._open(room, Room(is_sender=False, pages=list(pages)))
+
+    # --8<-- [start:send-pages]
+    def send(self, room: str, source_pages: Sequence[int], target_pages: Sequence[int]) -> None:
+        for layer in range(self.kv_pool.num_layers):
+            self._outgoing.put(lambda n=layer: self._copy(room, n, list(source_pages), list(target_pages)))
+        self._outgoing.put(lambda: None if self._is_aborted(room) else self._put_frame(Frame("end", room)))
+
+    def _copy(self, room: str, layer: int, source: list[int], target: list[int]) -> None:
+        """Copy one layer, in the writer thread."""
+        if not self._is_aborted(room):
+            pages = [_bytes_of(self._pages_of(buffer)[source]) for buffer in self._buffers(layer)]
+            self._put_frame(Frame("pages", room, layer, target), b"".join(pages))
+
+    # --8<-- [end:send-pages]
+
+    def poll(self, room: str) -> TransferStatus:
+        with self._lock:
+            status = self._rooms[room].status
+            if status != "open":
+                del self._rooms[room]
+            return status
+
+    def abort(self, room: str) -> None:
+        with self._lock:
+            known = self._rooms.get(room)
+            if known is None or known.is_aborted or known.status != "open":
+                return
+            known.is_aborted = True
+        kind = "ask" if known.is_sender else "abort"
+        self._outgoing.put(lambda: self._put_frame(Frame(kind, room)))
+
+    def post(self, message: bytes) -> None:
+        self._outgoing.put(lambda: self._put_frame(Frame("message"), message))
+
+    def messages(self) -> list[bytes]:
+        with self._lock:
+            found, self._messages = self._messages, []
+            return found
+
+    def close(self) -> None:
+        """Close the transport. The writer ends before the connection, so the other end knows that no more is
+        written."""
+        self.is_lost = True
+        self._outgoing.put(None)
+        self._writer.join(CLOSE_SECONDS)
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)  # ends the reader
+        self._reader.join()
+        self.connection.close()
+
+    def _open(self, room: str, new: Room) -> None:
+        with self._lock:
+            assert room not in self._rooms, f"room {room} is open"
+            new.status = "failed" if self.is_lost else "open"
+            self._rooms[room] = new
+
+    def _is_aborted(self, room: str) -> bool:
+        with self._lock:
+            known = self._rooms.get(room)
+            return self.is_lost or known is None or known.is_aborted
+
+    def _end(self, room: str, status: TransferStatus) -> None:
+        with self._lock:
+            if room in self._rooms and self._rooms[room].status == "open":
+                self._rooms[room].status = status
+
+    def _abort_sender(self, room: str) -> None:
+        """End the sender's side of a room that the receiver has aborted."""
+        with self._lock:
+            if room not in self._rooms:
+                self._early_aborts.add(room)
+                return
+            self._rooms[room].is_aborted = True
+        self._outgoing.put(lambda: self._end_aborted(room))
+
+    def _end_aborted(self, room: str) -> None:
+        """Send `aborted`, in the sender's writer, after all frames of the room."""
+        self._put_frame(Frame("aborted", room))
+        self._end(room, "failed")
+
+    def _greet(self) -> None:
+        pool = self.kv_pool
+        shape = (pool.num_layers, *self._pages_of(pool.k_buffer(0)).shape[1:])
+        own = Frame("hello", layout=f"{shape} {pool.dtype}")
+        self._put_frame(own)
+        other, _ = self._take_frame()
+        if other.layout != own.layout:
+            self.connection.close()
+            raise ValueError(f"pages of {own.layout} here, and of {other.layout} at the other end")
+
+    def _write(self) -> None:
+        while (task := self._outgoing.get()) is not None:
+            with contextlib.suppress(OSError):  # the reader detects it
+                task()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                self._apply(*self._take_frame())
+        self.is_lost = True
+        self._outgoing.put(None)
+        self._writer.join()  # from here on no thread touches a page
+        with self._lock:
+            for room in self._rooms.values():
+                if room.status == "open":
+                    room.status = "failed"
+
+    def _apply(self, frame: Frame, payload: bytearray) -> None:
+        """Apply a frame, in the reader thread."""
+        if frame.kind == "message":
+            with self._lock:
+                self._messages.append(bytes(payload))
+        elif frame.kind == "pages" and not self._is_aborted(frame.room):
+            self._store(frame, payload)
+        elif frame.kind == "end" and not self._is_aborted(frame.room):
+            self._end(frame.room, "done")
+            self._outgoing.put(lambda: self._put_frame(Frame("ack", frame.room)))
+        elif frame.kind == "ack":
+            self._end(frame.room, "done")
+        elif frame.kind == "ask":
+            self.abort(frame.room)
+        elif frame.kind == "abort":
+            self._abort_sender(frame.room)
+        elif frame.kind == "aborted":
+            self._end(frame.room, "failed")
+
+    def _store(self, frame: Frame, payload: bytearray) -> None:
+        halves = torch.frombuffer(payload, dtype=torch.uint8).chunk(2)
+        self._put_pages(self._buffers(frame.layer), frame.pages, halves)
+
+    def _put_pages(
+        self, buffers: Sequence[torch.Tensor], page_ids: list[int], contents: Sequence[torch.Tensor]
+    ) -> None:
+        """Write the contents of pages to both buffers of a layer. Returns when they are written."""
+        for buffer, content in zip(buffers, contents):
+            pages = self._pages_of(buffer)
+            pages[page_ids] = content.view(len(page_ids), *pages.shape[1:]).to(pages.device)
+        if buffers[0].is_cuda:
+            torch.cuda.synchronize(buffers[0].device)
+
+    def _buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kv_pool.k_buffer(layer), self.kv_pool.v_buffer(layer)
+
+    def _pages_of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """[num_slots, ...] -> [num_pages, page_size, ...], the bytes of the same memory."""
+        return buffer.view(torch.uint8).unflatten(0, (-1, self.kv_pool.page_size))
+
+    def _put_frame(self, frame: Frame, payload: bytes = b"") -> None:
+        header = msgspec.msgpack.encode(frame)
+        self.connection.sendall(_SIZES.pack(len(header), len(payload)) + header + payload)
+
+    def _take_frame(self) -> tuple[Frame, bytearray]:
+        header_len, payload_len = _SIZES.unpack(self._take(_SIZES.size))
+        header = msgspec.msgpack.decode(self._take(header_len), type=Frame)
+        return header, self._take(payload_len)
+
+    def _take(self, size: int) -> bytearray:
+        data, start = bytearray(size), 0
+        while start < size:
+            num_read = self.connection.recv_into(memoryview(data)[start:])
+            if num_read == 0:
+                raise EOFError
+            start += num_read
+        return data
+
+
+class SharedMemoryTransport(Transport):
+    """A transport that writes to the other end's pool, on the same computer: in memory that both processes
+    map, of the CPU or of a GPU. Other frames use the connection."""
+
+    _is_shared = False
+    _other: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # k and v buffers of each layer
+
+    def open_receiver(self, room: str, pages: Sequence[int]) -> None:
+        if not self._is_shared:
+            self._is_shared = True
+            buffers = [self._buffers(layer) for layer in range(self.kv_pool.num_layers)]
+            handles = bytes(ForkingPickler.dumps(buffers))  # torch moves CPU tensors into shared memory
+            self._outgoing.put(lambda: self._put_frame(Frame("memory"), handles))
+        super().open_receiver(room, pages)
+
+    def _apply(self, frame: Frame, payload: bytearray) -> None:
+        if frame.kind == "memory":
+            self._other = ForkingPickler.loads(payload)
+        super()._apply(frame, payload)
+
+    # --8<-- [start:copy-into-shared-memory]
+    def _copy(self, room: str, layer: int, source: list[int], target: list[int]) -> None:
+        while self._other is None and not self._is_aborted(room):
+            time.sleep(WAIT_SECONDS)  # the frame is on its way
+        if self._other is not None and not self._is_aborted(room):
+            pages = [self._pages_of(buffer)[source] for buffer in self._buffers(layer)]
+            self._put_pages(self._other[layer], target, pages)
+
+    # --8<-- [end:copy-into-shared-memory]
+
+
+def _bytes_of(x: torch.Tensor) -> bytes:
+    return bytes(x.cpu().numpy())

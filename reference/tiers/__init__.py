@@ -1,0 +1,1 @@
+"""The tiers of the prefix cache below the device: CPU memory and disk."""

@@ -1,0 +1,64 @@
+"""The tiers of the prefix cache below the device: their sizes, and the keys of their pages."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import import_module
+from pathlib import Path
+
+import psutil
+
+from diptych.shared.config import EngineConfig
+from diptych.shared.interfaces import Drafter, HostPool, TokenToKVPool
+from diptych.shared.scheduling.host_cache import HostCache, NextTier
+from diptych.shared.scheduling.pages import round_up_to_page
+
+MIN_PAGE_LEN = 16
+"""The least number of tokens of a host page, because each page has a digest and a separate copy."""
+
+
+def make_host_cache(
+    config: EngineConfig,
+    folder: Path,
+    pool_class: type[HostPool],
+    kv_pool: TokenToKVPool,
+    drafter: Drafter | None,
+) -> HostCache:
+    """Make the host tier. Raises `ValueError` for sizes that do not fit and settings that are not
+    supported."""
+    assert config.hicache_tokens is not None
+    if drafter is not None and drafter.num_kv_bytes_per_token:
+        raise ValueError(
+            f"hicache_tokens does not work with speculative={config.speculative}: the draft model's KV would "
+            "not be loaded"
+        )
+    page_len = round_up_to_page(MIN_PAGE_LEN, config.page_size)
+    page_num_bytes = page_len * kv_pool.num_bytes_per_token
+    num_pages = config.hicache_tokens // page_len
+    free = psutil.virtual_memory().available
+    if not 1 <= num_pages * page_num_bytes <= free:
+        raise ValueError(
+            f"hicache_tokens={config.hicache_tokens} is {num_pages} pages of {page_len} tokens and "
+            f"{page_num_bytes} bytes; at least one is needed, and {free / 1e9:.1f} GB of memory are free"
+        )
+    below: NextTier | None = None
+    if config.hicache_dir is not None:
+        if config.panel != "reference":
+            raise ValueError(f"hicache_dir works with panel=reference; the panel is {config.panel}")
+        num_disk_pages = max(config.hicache_dir_tokens // page_len, 1)
+        disk = import_module("diptych.reference.tiers.disk_tier")
+        below = disk.DiskTier(config.hicache_dir, num_disk_pages, page_num_bytes)
+    seed = f"{model_digest(folder, config)} {kv_pool.dtype} {list(kv_pool.kv_scales)} {page_len}"
+    return HostCache(pool_class(kv_pool, num_pages, page_len), seed, below)
+
+
+def model_digest(folder: Path, config: EngineConfig) -> str:
+    """A digest of everything that determines KV: the config, names, sizes and times of the weight files, and
+    dtypes."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        stat = path.stat()
+        digest.update(repr((path.name, stat.st_size, stat.st_mtime_ns)).encode())
+    flags = config.dtype, config.quantization, config.load_format, config.random_seed, config.context_len
+    digest.update(repr(flags).encode())
+    return digest.hexdigest()

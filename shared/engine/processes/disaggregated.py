@@ -1,0 +1,77 @@
+"""Starts prefill and decode as two engines: decode in this process, prefill in another one."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import replace
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any
+
+from diptych.shared import registry
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import Assembly, assemble, default_device, default_panel
+from diptych.shared.engine.processes.child import Child, Inbox, reported_end
+from diptych.shared.engine.processes.devices import device_at
+from diptych.shared.interfaces import Transport
+
+START_SECONDS = 1800.0
+"""Time limit in seconds for the start of the prefill engine, which reads the weights."""
+
+
+def assemble_disaggregated(config: EngineConfig) -> Assembly:
+    """Start a prefill engine and return the decode engine of `config`. Raises `ValueError` as `assemble`
+    does, and `EngineProcessEnded` if the prefill engine cannot start."""
+    device = config.device or default_device()
+    if device == "mps":
+        raise ValueError("disaggregation=True runs on device=cpu or cuda; the device is mps")
+    config, prefill_config = (
+        config.updated(device=device_at(device, place, 2, "disaggregation=True")) for place in (0, 1)
+    )
+    transport_class = transport_of(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(START_SECONDS)
+        child = Child.spawn("prefill engine", _prefill, prefill_config, listener.getsockname()[1])
+        try:
+            assembly = assemble(config)
+            child.next_message(START_SECONDS)
+            connection, _ = listener.accept()
+            connection.settimeout(None)
+            transport = transport_class(connection, assembly.kv_pool)
+        except BaseException:
+            child.end()
+            raise
+    scheduler = decode_side(assembly, transport)
+    scheduler.child = child  # it ends with the scheduler
+    return replace(assembly, scheduler=scheduler)
+
+
+def transport_of(config: EngineConfig) -> type[Transport]:
+    """The transport that the configuration chooses."""
+    panel = config.panel or default_panel(config.device or default_device())
+    chosen: type[Transport] = registry.load("transport", registry.select(panel, config.use)["transport"])
+    return chosen
+
+
+def decode_side(assembly: Assembly, transport: Transport) -> Any:
+    """The scheduler of the decode engine."""
+    context_len = assembly.config.context_len
+    return import_module("diptych.reference.parallel.disaggregation").DecodeSide(
+        assembly.scheduler, assembly.parts, assembly.model_config.vocab_size, context_len, transport
+    )
+
+
+def _prefill(config: EngineConfig, port: int, pipe: Connection) -> None:
+    """The main function of the prefill engine's process, which ends with the decode engine."""
+    inbox = Inbox(pipe, list)
+    with reported_end(inbox):
+        assembly = assemble(config)
+        inbox.start("ready")
+        connection = socket.create_connection(("127.0.0.1", port))
+        transport = transport_of(config)(connection, assembly.kv_pool)
+        module = import_module("diptych.reference.parallel.disaggregation")
+        side = module.PrefillSide(assembly.scheduler, assembly.parts, transport)
+        while not side.is_done:
+            if not side.turn():
+                time.sleep(module.POLL_SECONDS)

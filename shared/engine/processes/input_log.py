@@ -1,0 +1,131 @@
+"""The input log: the calls of rank 0's scheduler, as messages for the other ranks.
+
+Every rank runs the whole engine and makes the same decisions, because its scheduler gets the same calls in
+the same order, with the same time. Only rank 0 reads sockets and clocks, and compiles grammars.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from diptych.shared import registry
+from diptych.shared.interfaces import Scheduler
+from diptych.shared.types import Req, SamplingParams
+
+if TYPE_CHECKING:
+    from diptych.shared.engine.build.assembly import Assembly
+    from diptych.shared.grammar.compiler import GrammarCompiler
+
+Method = Literal["add_request", "abort", "retract", "step", "flush_cache", "report", "run"]
+
+
+class Request(msgspec.Struct):
+    """The fields of a Req that are written at submission."""
+
+    rid: str
+    input_ids: list[int]
+    params: SamplingParams
+    seed: int
+    eos_token_ids: list[int]
+    extra_key: str | None
+    priority: int
+    routing_key: str | None
+    grammar: str | None  # compiled
+    is_pooling: bool
+
+
+class Call(msgspec.Struct):
+    """One call of the scheduler. `now`: its clock, in seconds."""
+
+    method: Method
+    now: float
+    rid: str = ""  # of abort and retract
+    request: Request | None = None  # of add_request
+    function: str = ""  # of run: module:function, called with the assembly and
+    arguments: list[Any] = []
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Call)
+
+
+def encode(call: Call) -> bytes:
+    """Raises `ValueError` for an integer beyond 64 bits."""
+    try:
+        return _encoder.encode(call)
+    except OverflowError:
+        raise ValueError("with several ranks or replicas an integer may have at most 64 bits") from None
+
+
+def decode(data: bytes) -> Call:
+    """Raises `msgspec.ValidationError` for anything but a Call."""
+    return _decoder.decode(data)
+
+
+class CallClock:
+    """The clock of a scheduler with several ranks: the time of the latest call, the same on all ranks."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def follow(self, call: Call) -> None:
+        """On another rank: the time is that of rank 0's call, not the rank's own."""
+        self.now = call.now
+
+
+def request_of(req: Req, grammars: GrammarCompiler) -> Request:
+    return Request(
+        req.rid,
+        req.origin_input_ids,
+        req.sampling_params,
+        req.seed,
+        sorted(req.eos_token_ids),
+        req.extra_key,
+        req.priority,
+        req.routing_key,
+        grammars.as_text(req.sampling_params) if req.grammar is not None else None,
+        req.is_pooling,
+    )
+
+
+def apply(call: Call, scheduler: Scheduler, assembly: Assembly) -> Req | None:
+    """Make the call in another process, on the scheduler of `assembly`. Returns the request, if the call adds
+    one."""
+    if call.method == "add_request":
+        assert call.request is not None
+        req = _req(call.request, assembly)
+        with contextlib.suppress(ValueError):  # rank 0 refuses it too
+            scheduler.add_request(req)
+        return req
+    if call.method == "run":
+        with contextlib.suppress(ValueError):  # the caller raises it too
+            registry.load("the function", call.function)(assembly, *call.arguments)
+    elif call.method in ("abort", "retract"):
+        getattr(scheduler, call.method)(call.rid)
+    else:
+        getattr(scheduler, call.method)()
+    return None
+
+
+def _req(request: Request, assembly: Assembly) -> Req:
+    req = Req(
+        rid=request.rid,
+        origin_input_ids=request.input_ids,
+        sampling_params=request.params,
+        seed=request.seed,
+        eos_token_ids=frozenset(request.eos_token_ids),
+        extra_key=request.extra_key,
+        priority=request.priority,
+        routing_key=request.routing_key,
+        is_pooling=request.is_pooling,
+    )
+    if request.grammar is not None:
+        req.grammar = assembly.grammars.grammar_for(req, assembly.grammars.from_text(request.grammar))
+    return req

@@ -1,0 +1,230 @@
+"""Runs several ranks in step: rank 0 takes the calls and sends them to the others.
+
+Rank 0 starts the other ranks, or a launcher such as torchrun has started all of them (`launcher.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from diptych.shared import registry
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import Assembly, assemble, default_device, default_panel
+from diptych.shared.engine.processes.child import (
+    REPORT_SECONDS,
+    Child,
+    EngineProcessEnded,
+    Inbox,
+    describe_all,
+    reported_end,
+    started,
+)
+from diptych.shared.engine.processes.devices import config_of_rank
+from diptych.shared.engine.processes.input_log import Call, CallClock, Method, apply, encode, request_of
+from diptych.shared.engine.processes.watchdog import Watchdog
+from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
+from diptych.shared.types import Req, StepOutput
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+T = TypeVar("T")
+
+TIME_LIMIT = 120.0
+"""Seconds that a rank waits for the others: in a collective, and when they start."""
+
+
+def assemble_ranks(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Assembly:
+    """Start the other ranks and return the engine of `config`, whose scheduler keeps the ranks in step.
+    Raises `ValueError` as `assemble` does, and `EngineProcessEnded` if a rank cannot start."""
+    from torch.distributed import TCPStore
+
+    configs = [config_of_rank(config, rank, config.num_ranks) for rank in range(config.num_ranks)]
+    store = TCPStore("127.0.0.1", 0, config.num_ranks, True, wait_for_workers=False)
+    followers = [
+        Child.spawn(f"rank {rank}", _follow_parent, configs[rank], rank, store.port, time_limit)
+        for rank in range(1, config.num_ranks)
+    ]
+    return assemble_lead(configs[0], store, followers, time_limit)
+
+
+def assemble_lead(
+    config: EngineConfig, store: Store, followers: Sequence[Child], time_limit: float
+) -> Assembly:
+    """The engine on rank 0, after the other ranks have been started. `config`: with this rank's device."""
+    with started(followers):
+        for follower in followers:
+            follower.next_message(time_limit)  # ready: the group would wait long for a missing rank
+        tp = collectives_of(config)(store, 0, config.num_ranks, time_limit)
+        clock = CallClock()
+        assembly = assemble(config, clock, tp=tp)
+        for follower in followers:
+            follower.next_message(time_limit)
+    lead = LeadScheduler(assembly, followers, clock, tp)
+    # Its arguments keep the other ranks alive until the call, also where all of this is garbage.
+    weakref.finalize(lead, finish_launched, str(config.device), lead.watchdog, followers)
+    return replace(assembly, scheduler=lead)
+
+
+def finish_launched(device: str, watchdog: Watchdog, followers: Sequence[Child]) -> None:
+    """Wait for what this rank has launched, before the other ranks are ended: on a GPU it may need them, and
+    would never end without them."""
+    if device.startswith("cuda") and not _have_ended(followers):
+        with watchdog.working():  # ends this process if a rank ends meanwhile
+            torch.cuda.synchronize(device)
+
+
+def collectives_of(config: EngineConfig) -> type[Collectives]:
+    """The collectives that the configuration chooses."""
+    panel = config.panel or default_panel(config.device or default_device())
+    choice = registry.select(panel, config.use)["collectives"]
+    chosen: type[Collectives] = registry.load("collectives", choice)
+    return chosen
+
+
+class LeadScheduler(Scheduler):
+    """The scheduler of rank 0: each call is sent to the other ranks, then made here."""
+
+    def __init__(
+        self, assembly: Assembly, followers: Sequence[Child], clock: CallClock, tp: Collectives
+    ) -> None:
+        self.scheduler = assembly.scheduler
+        self.grammars = assembly.grammars
+        self.followers = followers
+        self.clock = clock
+        self.tp = tp
+        self.problem: str | None = None  # why the engine cannot go on
+        self.watchdog = Watchdog(  # without a reference to this object: so it is freed after its last use
+            partial(_describe_all, followers, tp), has_ended=partial(_have_ended, followers)
+        )
+
+    def add_request(self, req: Req) -> None:
+        if req.logit_processor is not None:
+            raise ValueError(
+                "custom logit processors do not work with tp > 1 or pp > 1: they exist on rank 0 only"
+            )
+        if req.sampling_params.stop_regex:
+            raise ValueError(
+                "stop_regex does not work with tp > 1 or pp > 1: its time limit may end a request on one rank"
+            )
+        self._tell("add_request", req=req)
+        self.scheduler.add_request(req)
+
+    def abort(self, rid: str) -> bool:
+        if self.problem is None:
+            self._tell("abort", rid)
+        return self.scheduler.abort(rid)
+
+    def retract(self, rid: str) -> bool:
+        self._tell("retract", rid)
+        return self.scheduler.retract(rid)
+
+    def step(self) -> list[StepOutput]:
+        """Raises `EngineProcessEnded`, now and in every later call, if another rank has ended."""
+        self._tell("step")
+        with self.watchdog.working():
+            outputs = self.scheduler.step()
+        self._check()
+        return outputs
+
+    def flush_cache(self) -> bool:
+        self._tell("flush_cache")
+        return self.scheduler.flush_cache()
+
+    def run(self, function: Callable[..., T], assembly: Assembly, *arguments: Any) -> T:
+        """`function(assembly, *arguments)` on every rank; the result of rank 0. For measurements of an idle
+        engine. `function`: of a module. `arguments`: what JSON has."""
+        name = f"{function.__module__}:{function.__qualname__}"
+        self._tell("run", function=name, arguments=list(arguments))
+        try:
+            return function(assembly, *arguments)
+        finally:
+            self._check()
+
+    def has_work(self) -> bool:
+        """True also if a rank has ended, so that `step` is called and raises."""
+        return self.scheduler.has_work() or self.problem is not None or _have_ended(self.followers)
+
+    def state(self) -> SchedulerState:
+        return self.scheduler.state()
+
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats()
+
+    def _tell(self, method: Method, rid: str = "", req: Req | None = None, **more: Any) -> None:
+        if self.problem is not None:
+            raise EngineProcessEnded(self.problem)
+        self.clock.now = time.monotonic()
+        request = request_of(req, self.grammars) if req is not None else None
+        data = encode(Call(method, self.clock.now, rid, request, **more))
+        for follower in self.followers:
+            follower.call(data)
+        self._check()
+
+    def _check(self) -> None:
+        """Raise `EngineProcessEnded` if another rank has ended or has stopped following."""
+        readable = _readable(self.followers, REPORT_SECONDS if self.tp.is_broken else 0)
+        if not readable and not self.tp.is_broken:
+            return
+        found = _describe_all(self.followers, self.tp)
+        ended = [follower for follower in self.followers if follower.pipe in readable]
+        problem = (ended or self.followers)[0].describe_end()
+        print(f"{problem}\n{found}", file=sys.stderr, flush=True)
+        self.end(problem)
+        raise EngineProcessEnded(problem)
+
+    def end(self, problem: str) -> None:
+        """End the other ranks. Every later call raises `EngineProcessEnded`."""
+        self.problem = problem
+        for follower in self.followers:
+            follower.end()
+
+
+def _readable(followers: Sequence[Child], seconds: float) -> list[Any]:
+    """The pipes with a last report or an end of file. Running ranks send nothing."""
+    return wait([follower.pipe for follower in followers], seconds)
+
+
+def _have_ended(followers: Sequence[Child]) -> bool:
+    return bool(_readable(followers, 0))
+
+
+def _describe_all(followers: Sequence[Child], tp: Collectives) -> str:
+    return describe_all(followers, list(tp.log.entries.copy()))
+
+
+def _follow_parent(config: EngineConfig, rank: int, port: int, time_limit: float, pipe: Connection) -> None:
+    """The main function of another rank's process."""
+    from torch.distributed import TCPStore
+
+    follow(config, rank, lambda: TCPStore("127.0.0.1", port, config.num_ranks, False), time_limit, pipe)
+
+
+def follow(config: EngineConfig, rank: int, connect: Any, time_limit: float, pipe: Connection) -> None:
+    """Repeat the calls of rank 0 until it ends, then end this process. `config`: with this rank's device.
+    `connect` returns the store."""
+    log: list[Any] = []
+    inbox = Inbox(pipe, lambda: list(log.copy()))
+    with reported_end(inbox):
+        store = connect()
+        inbox.send("started")
+        tp = collectives_of(config)(store, rank, config.num_ranks, time_limit)
+        log = tp.log.entries
+        clock = CallClock()
+        assembly = assemble(config, clock, tp=tp)
+        inbox.start("ready")
+        while True:
+            for call in inbox.calls(is_busy=False):
+                clock.follow(call)
+                apply(call, assembly.scheduler, assembly)
+                if tp.is_broken:
+                    raise RuntimeError("a collective has failed: another rank has ended, or is late")

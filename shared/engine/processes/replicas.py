@@ -1,0 +1,258 @@
+"""Data parallelism: replicas of the whole model, and a controller that assigns each request to a replica.
+
+The first replica works in this process, the others in processes of their own. Each may have several ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import Assembly
+from diptych.shared.engine.processes.child import (
+    Child,
+    EngineProcessEnded,
+    Inbox,
+    Report,
+    reported_end,
+    started,
+)
+from diptych.shared.engine.processes.devices import config_of_replica
+from diptych.shared.engine.processes.input_log import Call, Method, apply, encode, request_of
+from diptych.shared.engine.processes.ranks import LeadScheduler
+from diptych.shared.interfaces import Scheduler, SchedulerState, SchedulerStats
+from diptych.shared.scheduling.admission import admit
+from diptych.shared.types import Req, SpeculationStats, StepOutput
+
+START_SECONDS = 1800.0
+"""Time limit in seconds for the start of a replica, which reads its weights."""
+POLL_SECONDS = 0.005
+"""Seconds that a step waits for outputs of other replicas if this process has no work."""
+
+
+@dataclass
+class Load:
+    """The controller's estimate of a replica's load. A request counts from `add_request` to the output that
+    ends it, so a burst of requests counts before the replica reports it."""
+
+    num_tokens: dict[str, int] = field(default_factory=dict)  # of each live request, prompt and output
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The report of a replica after a step."""
+
+    outputs: list[StepOutput]
+    stats: SchedulerStats
+    start_times: dict[str, tuple[float, float | None]]  # of requests that are new: arrival, first step
+
+
+# --8<-- [start:choose-replica]
+def choose_replica(policy: str, loads: Sequence[Load], last: int) -> int:
+    """The replica for the next request; `last` is that of the previous one. Ties are
+    broken round robin, otherwise the first replica would get every request that arrives
+    while all are idle."""
+    in_turn = [(last + 1 + i) % len(loads) for i in range(len(loads))]
+    if policy == "round-robin":
+        return in_turn[0]
+    if policy == "least-requests":
+        return min(in_turn, key=lambda i: len(loads[i].num_tokens))
+    return min(in_turn, key=lambda i: (sum(loads[i].num_tokens.values()), len(loads[i].num_tokens)))
+
+
+# --8<-- [end:choose-replica]
+
+
+class Controller(Scheduler):
+    """The scheduler of all replicas. Its step runs a step of the first replica and returns also the outputs
+    received from the others. If one replica ends, all end."""
+
+    def __init__(
+        self, config: EngineConfig, assembly: Assembly, others: Sequence[Child], pool_sizes: Sequence[int]
+    ) -> None:
+        self.policy = config.dp_policy
+        self.assembly = assembly
+        self.scheduler = assembly.scheduler
+        self.others = others
+        self.pool_size = min(assembly.parts.allocator.size, *pool_sizes)
+        self.loads = [Load() for _ in range(1 + len(others))]
+        self.replica_of: dict[str, int] = {}  # by rid, of live requests
+        self.problem: str | None = None  # why the engine cannot go on
+        self._reqs: dict[str, Req] = {}  # of other replicas, until their first output
+        self._last = -1
+        self._stats = [self.scheduler.stats()._replace(new_token_ratio=0.0) for _ in self.others]
+
+    def add_request(self, req: Req) -> None:
+        if req.logit_processor is not None:
+            raise ValueError("dp > 1 has no custom logit processors: they exist in one process only")
+        if req.rid in self.replica_of:
+            raise ValueError(f"request id {req.rid!r} is in use")
+        context_len = self.assembly.config.context_len
+        assert context_len is not None
+        admit(req, self.assembly.model_config.vocab_size, context_len, self.pool_size)
+        chosen = choose_replica(self.policy, self.loads, self._last)
+        self.call(chosen, "add_request", req.rid, req)
+        self._last = chosen
+        self.replica_of[req.rid] = chosen
+        self.loads[chosen].num_tokens[req.rid] = len(req.origin_input_ids)
+        if chosen > 0:
+            self._reqs[req.rid] = req
+
+    def abort(self, rid: str) -> bool:
+        return self._call_home("abort", rid)
+
+    def retract(self, rid: str) -> bool:
+        return self._call_home("retract", rid)
+
+    def step(self) -> list[StepOutput]:
+        """Raises `EngineProcessEnded`, now and in every later call, if a replica has ended."""
+        if self.problem is not None:
+            raise EngineProcessEnded(self.problem)
+        is_busy = self.scheduler.has_work()
+        outputs = self.first(self.scheduler.step) if is_busy else []
+        others: dict[Any, Child] = {other.pipe: other for other in self.others}
+        ready = wait(list(others), 0 if is_busy else POLL_SECONDS)
+        while ready:  # of several steps, if they are shorter than the first replica's
+            for pipe in ready:
+                outputs += self.receive(others[pipe])
+            ready = wait(list(others), 0)
+        return self.counted(outputs)
+
+    def counted(self, outputs: list[StepOutput]) -> list[StepOutput]:
+        """The same outputs; updates the loads."""
+        for output in outputs:
+            load = self.loads[self.replica_of[output.rid]]
+            load.num_tokens[output.rid] += len(output.new_token_ids)
+            if output.finished_reason is not None:
+                del load.num_tokens[output.rid], self.replica_of[output.rid]
+                self._reqs.pop(output.rid, None)
+        return outputs
+
+    def has_work(self) -> bool:
+        """True also if a replica has ended, so that `step` is called and raises."""
+        if self.replica_of or self.problem is not None or self.scheduler.has_work():
+            return True
+        return bool(wait([other.pipe for other in self.others], 0))
+
+    def flush_cache(self) -> bool:
+        if self.replica_of or not self.scheduler.flush_cache():
+            return False
+        for replica in range(1, len(self.loads)):
+            self.call(replica, "flush_cache")
+        return True
+
+    def state(self) -> SchedulerState:
+        """The state of the first replica."""
+        return self.scheduler.state()
+
+    def stats(self) -> SchedulerStats:
+        """Statistics summed over replicas; new_token_ratio is that of the first."""
+        each = [self.scheduler.stats(), *self._stats]
+        sums: dict[str, Any] = {
+            name: sum(getattr(stats, name) for stats in each)
+            for name in SchedulerStats._fields
+            if name not in ("speculation", "new_token_ratio")
+        }
+        speculation = SpeculationStats(*map(sum, zip(*(stats.speculation for stats in each))))
+        return each[0]._replace(**sums, speculation=speculation)
+
+    def _call_home(self, method: Method, rid: str) -> bool:
+        replica = self.replica_of.get(rid)
+        if replica is None:
+            return False
+        return self.call(replica, method, rid)
+
+    def call(self, replica: int, method: Method, rid: str = "", req: Req | None = None) -> bool:
+        """Make a call. True: the first replica made it, or it was sent to another."""
+        if replica > 0:
+            request = request_of(req, self.assembly.grammars) if req is not None else None
+            self.others[replica - 1].call(encode(Call(method, time.monotonic(), rid, request)))
+            return True
+        if req is not None:
+            self.first(self.scheduler.add_request, req)
+            return True
+        return bool(self.first(getattr(self.scheduler, method), rid))
+
+    def first(self, method: Callable[..., Any], *args: object) -> Any:
+        """Make a call of the first replica, one of whose ranks may have ended."""
+        try:
+            return method(*args)
+        except EngineProcessEnded as error:
+            raise self.ended(str(error)) from None
+
+    def receive(self, other: Child) -> list[StepOutput]:
+        """The outputs of a replica's step. Raises `EngineProcessEnded` if it has ended."""
+        try:
+            report = other.pipe.recv()
+        except (EOFError, OSError):
+            report = None
+        if isinstance(report, StepReport):
+            self._stats[self.others.index(other)] = report.stats
+            for rid, (arrival_time, run_start_time) in report.start_times.items():
+                req = self._reqs.pop(rid, None)
+                if req is not None:
+                    req.arrival_time, req.run_start_time = arrival_time, run_start_time
+            return report.outputs
+        problem = other.describe_end()
+        raise self.ended(f"{problem}: {report.error}" if isinstance(report, Report) else problem)
+
+    def ended(self, problem: str) -> EngineProcessEnded:
+        """End all replicas."""
+        self.problem = problem
+        for other in self.others:
+            other.end()
+        if isinstance(self.scheduler, LeadScheduler):
+            self.scheduler.end(problem)
+        return EngineProcessEnded(problem)
+
+
+def assemble_replicas(config: EngineConfig) -> Assembly:
+    """Start config.dp replicas and return the engine of `config`. Raises `ValueError` as `assemble` does, and
+    `EngineProcessEnded` if a replica cannot start."""
+    from diptych.shared.engine.processes.start import start_engine
+
+    others = [
+        Child.spawn(f"replica {i}", _run_replica, config_of_replica(config, i)) for i in range(1, config.dp)
+    ]
+    with started(others):
+        assembly = start_engine(config_of_replica(config, 0))
+        pool_sizes = [other.next_message(START_SECONDS) for other in others]
+    controller = Controller(config, assembly, others, pool_sizes)
+    return replace(
+        assembly, config=assembly.config.updated(dp=config.dp, device=config.device), scheduler=controller
+    )
+
+
+def _run_replica(config: EngineConfig, pipe: Connection) -> None:
+    """The main function of another replica's process."""
+    from diptych.shared.engine.processes.start import start_engine
+
+    inbox = Inbox(pipe, list)
+    with reported_end(inbox):
+        assembly = start_engine(config)
+        inbox.start(assembly.parts.allocator.size)
+        serve_calls(assembly, inbox)
+
+
+def serve_calls(assembly: Assembly, inbox: Inbox, steps_when_called: bool = False) -> None:
+    """Make the controller's calls, and run steps while there is work or when the controller requests one."""
+    scheduler = assembly.scheduler
+    new: dict[str, Req] = {}
+    while True:
+        is_called = False
+        for call in inbox.calls(is_busy=scheduler.has_work() and not steps_when_called):
+            if call.method == "step":
+                is_called = True  # the latest call, for whose report the controller waits
+                continue
+            req = apply(call, scheduler, assembly)
+            if req is not None:
+                new[req.rid] = req
+        if is_called or (scheduler.has_work() and not steps_when_called):
+            outputs = scheduler.step()
+            started = [new.pop(output.rid) for output in outputs if output.rid in new]
+            times = {req.rid: (req.arrival_time, req.run_start_time) for req in started}
+            inbox.send(StepReport(outputs, scheduler.stats(), times))

@@ -1,0 +1,149 @@
+"""Data-parallel attention: replicas that share the experts, and therefore step together.
+
+The controller starts a step on all replicas while any has work. A replica without a batch takes part with an
+IDLE batch (`diptych.shared.parallel.dp_attention`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from diptych.shared.config import EngineConfig
+from diptych.shared.engine.build.assembly import Assembly, assemble
+from diptych.shared.engine.processes.child import (
+    REPORT_SECONDS,
+    Child,
+    EngineProcessEnded,
+    Inbox,
+    describe_all,
+    reported_end,
+    started,
+)
+from diptych.shared.engine.processes.ranks import TIME_LIMIT, collectives_of
+from diptych.shared.engine.processes.replicas import START_SECONDS, Controller, serve_calls
+from diptych.shared.engine.processes.watchdog import Watchdog
+from diptych.shared.interfaces import Collectives, Scheduler, SchedulerState, SchedulerStats
+from diptych.shared.parallel.dp_attention import idle_batch
+from diptych.shared.types import Req, StepOutput
+
+
+class ScheduleInStep(Scheduler):
+    """The scheduler of one replica. Each step has exactly one forward pass, of an IDLE batch if there is no
+    other."""
+
+    def __init__(self, assembly: Assembly, dp: Collectives) -> None:
+        self.scheduler = assembly.scheduler
+        self.runner: Any = assembly.parts.model_runner
+        self.device = assembly.parts.allocator.device
+        self.dp = dp
+
+    def step(self) -> list[StepOutput]:
+        """Raises `EngineProcessEnded` if the replicas are out of step."""
+        # --8<-- [start:step-in-step]
+        num_before = self.runner.num_passes
+        outputs = self.scheduler.step() if self.scheduler.has_work() else []
+        if self.runner.num_passes == num_before:
+            self.runner.forward(idle_batch(self.device))
+        # --8<-- [end:step-in-step]
+        if self.dp.is_broken or not self.runner.is_in_step or self.runner.num_passes != num_before + 1:
+            raise EngineProcessEnded("the replicas are not in step: one has ended, has failed, or is late")
+        return outputs
+
+    def add_request(self, req: Req) -> None:
+        self.scheduler.add_request(req)
+
+    def abort(self, rid: str) -> bool:
+        return self.scheduler.abort(rid)
+
+    def retract(self, rid: str) -> bool:
+        return self.scheduler.retract(rid)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def flush_cache(self) -> bool:
+        return self.scheduler.flush_cache()
+
+    def state(self) -> SchedulerState:
+        return self.scheduler.state()
+
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats()
+
+
+class ControllerInStep(Controller):
+    """A controller whose replicas step together."""
+
+    def __init__(
+        self, config: EngineConfig, assembly: Assembly, others: Sequence[Child], pool_sizes: Sequence[int]
+    ) -> None:
+        super().__init__(config, assembly, others, pool_sizes)
+        scheduler: Any = assembly.scheduler
+        self.dp: Collectives = scheduler.dp
+        self.watchdog = Watchdog(lambda: describe_all(self.others, list(self.dp.log.entries.copy())))
+
+    def step(self) -> list[StepOutput]:
+        if self.problem is not None:
+            raise EngineProcessEnded(self.problem)
+        with self.watchdog.working():
+            for replica in range(1, len(self.loads)):
+                self.call(replica, "step")
+            outputs: list[StepOutput] = self.first(self.scheduler.step)
+            for other in self.others:
+                outputs += self.receive(other)
+        return self.counted(outputs)
+
+    def first(self, method: Any, *args: object) -> Any:
+        """Make a call of the first replica; an error names the replica that has ended."""
+        try:
+            return method(*args)
+        except EngineProcessEnded as error:
+            pipes: dict[Any, Child] = {other.pipe: other for other in self.others}
+            for pipe in wait(list(pipes), REPORT_SECONDS):
+                self.receive(pipes[pipe])  # raises, unless it has only finished its step
+            raise self.ended(str(error)) from None
+
+
+def assemble_in_step(config: EngineConfig, time_limit: float = TIME_LIMIT) -> Assembly:
+    """Start config.dp replicas and return the engine of `config`. Raises `ValueError` as `assemble` does, and
+    `EngineProcessEnded` if a replica cannot start."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, config.dp, True, wait_for_workers=False)
+    others = [
+        Child.spawn(f"replica {i}", _run_replica, config, i, store.port, time_limit)
+        for i in range(1, config.dp)
+    ]
+    with started(others):
+        for other in others:
+            other.next_message(time_limit)
+        assembly = assemble_replica(config, store, 0, time_limit)
+        pool_sizes = [other.next_message(START_SECONDS) for other in others]
+    return replace(assembly, scheduler=ControllerInStep(config, assembly, others, pool_sizes))
+
+
+def assemble_replica(config: EngineConfig, store: Any, rank: int, time_limit: float) -> Assembly:
+    """Assemble one replica."""
+    dp = collectives_of(config)(store, rank, config.dp, time_limit, "dp")
+    assembly = assemble(config, time.monotonic, tp=dp)
+    return replace(assembly, scheduler=ScheduleInStep(assembly, dp))
+
+
+def _run_replica(config: EngineConfig, rank: int, port: int, time_limit: float, pipe: Connection) -> None:
+    """The main function of another replica's process."""
+    from torch.distributed import TCPStore
+
+    log: Any = []
+    inbox = Inbox(pipe, lambda: list(log.copy()))
+    with reported_end(inbox):
+        store = TCPStore("127.0.0.1", port, config.dp, False)
+        inbox.send("started")
+        assembly = assemble_replica(config, store, rank, time_limit)
+        scheduler: Any = assembly.scheduler
+        log = scheduler.dp.log.entries
+        inbox.start(assembly.parts.allocator.size)
+        serve_calls(assembly, inbox, steps_when_called=True)

@@ -1,0 +1,53 @@
+"""Checks of requests with block diffusion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from diptych.shared.engine.requests.input_embeds import check_supported
+from diptych.shared.types import DiffusionParams, SamplingParams
+from diptych.shared.types.sampling_params import MIN_TEMPERATURE
+
+if TYPE_CHECKING:
+    from diptych.shared.engine.build.assembly import Assembly
+
+TAKEN = (
+    "max_new_tokens", "temperature", "seed", "n", "stop", "stop_token_ids", "stop_regex", "ignore_eos",
+    "no_stop_trim", "skip_special_tokens", "reasoning_first",
+)  # fmt: skip
+"""Fields of SamplingParams that such a request may set: its tokens are the likeliest ones."""
+
+
+def check_diffusion(
+    params: DiffusionParams,
+    sampling: SamplingParams,
+    prompt_ids: Sequence[int],
+    others: Sequence[object],
+    assembly: Assembly,
+) -> None:
+    """Raise `ValueError` for a request that block diffusion does not serve. others: further
+    fields of the request, all None."""
+    config, num_token_ids = assembly.config, assembly.parts.num_token_ids
+    check_supported("diffusion requests", config)
+    if any(other is not None for other in others):
+        raise ValueError("diffusion requests have a prompt of tokens, no embedding and no logit_processor")
+    if config.enable_mixed_chunk:
+        raise ValueError("diffusion requests work without enable_mixed_chunk")
+    if config.page_size % params.block_len:
+        raise ValueError(
+            f"page_size ({config.page_size}) must be a multiple of block_len ({params.block_len}): chunks of "
+            "prompts and cached prefixes are whole pages, and a block must not be cut"
+        )
+    if params.mask_id >= num_token_ids:
+        raise ValueError(f"mask_id ({params.mask_id}) must be below the {num_token_ids} token ids")
+    if params.mask_id in prompt_ids:
+        raise ValueError(f"the prompt has the mask token ({params.mask_id})")
+    if sampling.temperature >= MIN_TEMPERATURE:
+        raise ValueError(f"diffusion requests are greedy: temperature must be 0, got {sampling.temperature}")
+    plain = SamplingParams(temperature=0.0)
+    names = [field.name for field in fields(sampling) if field.name not in TAKEN]
+    changed = [name for name in names if getattr(sampling, name) != getattr(plain, name)]
+    if changed:
+        raise ValueError(f"diffusion requests do not support {', '.join(changed)}")

@@ -1,0 +1,129 @@
+"""Prompts that give rows for layer 0 in place of token ids: their checks, and their keys in the prefix
+cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from diptych.shared.types import PromptEmbeds, SamplingParams
+
+if TYPE_CHECKING:
+    from diptych.shared.config import EngineConfig, ModelConfig
+
+PLACEHOLDER = 0
+"""The placeholder token id of a position whose row is given."""
+WORKS_WITH: tuple[tuple[str, Any], ...] = (
+    ("panel", "reference"),
+    ("use", {}),
+    ("speculative", None),
+    ("deterministic", False),
+    ("hicache_tokens", None),
+    ("disaggregation", False),
+    ("tp", 1),
+    ("pp", 1),
+    ("dp", 1),
+)
+
+
+class EngineFacts(Protocol):
+    """The fields of an Assembly that prompts of rows need."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def model_config(self) -> ModelConfig: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def vision(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class EmbedsPrompt:
+    """A prompt of rows only, [num_tokens, hidden_size] of any floating dtype."""
+
+    rows: torch.Tensor
+
+
+def check_supported(what: str, config: EngineConfig) -> None:
+    """Raise `ValueError` if the engine takes token ids only."""
+    for name, only in WORKS_WITH:
+        value = getattr(config, name)
+        if (dict(value) if name == "use" else value) != only:
+            raise ValueError(f"{what} work with {name}={only!r} alone; this engine has {name}={value!r}")
+
+
+def embeds_prompt(rows: Any, params: SamplingParams, assembly: EngineFacts) -> tuple[list[int], PromptEmbeds]:
+    """Token ids (placeholders) and rows of a prompt. Raises `ValueError` for anything but a finite tensor
+    [num_tokens, hidden_size] of a floating dtype that fits the context, for parameters that need token ids,
+    and if the engine takes token ids only."""
+    config, hidden_size, dtype = assembly.config, assembly.model_config.hidden_size, assembly.dtype
+    check_supported("input_embeds", config)
+    if params.logprob_start_len >= 0:
+        raise ValueError(
+            "input_embeds have no token ids, so no log-probabilities of the prompt: logprob_start_len must "
+            f"be -1, got {params.logprob_start_len}"
+        )
+    context_len = config.context_len
+    assert context_len is not None
+    if not isinstance(rows, torch.Tensor):
+        raise ValueError(
+            f"input_embeds must be a tensor [num_tokens, hidden_size={hidden_size}], got "
+            f"{type(rows).__name__}"
+        )
+    if rows.dim() != 2 or rows.shape[1] != hidden_size:
+        raise ValueError(
+            f"input_embeds must have the shape [num_tokens, hidden_size={hidden_size}], got "
+            f"{list(rows.shape)}"
+        )
+    if not rows.is_floating_point():
+        raise ValueError(f"input_embeds must be of a floating dtype, got {rows.dtype}")
+    if len(rows) >= context_len:
+        raise ValueError(
+            f"input_embeds has {len(rows)} tokens; the context of {context_len} tokens allows "
+            f"{context_len - 1} and one of output"
+        )
+    rows = rows.detach().to("cpu", dtype, copy=True)
+    bad = (~rows.isfinite()).nonzero()
+    if len(bad):
+        row, column = bad[0].tolist()
+        raise ValueError(f"input_embeds[{row}, {column}] is {float(rows[row, column])} in {dtype}")
+    positions = torch.arange(len(rows))
+    return [PLACEHOLDER] * len(rows), PromptEmbeds(positions, rows, row_keys(rows), has_token_ids=False)
+
+
+# --8<-- [start:row-keys]
+def row_keys(rows: torch.Tensor) -> list[int]:
+    """The prefix-cache key of each row [n, hidden_size], a digest."""
+    return [digest_key(b"row", row) for row in rows.view(torch.uint8).numpy()]
+
+
+def digest_key(kind: bytes, content: Any) -> int:
+    """A key of 256 bits, so that no other content and no token id has the same key."""
+    return int.from_bytes(sha256(kind + bytes(content)).digest(), "little")
+
+
+# --8<-- [end:row-keys]
+
+
+def rows_of_bytes(data: bytes, num_tokens: int) -> torch.Tensor:
+    """Rows [num_tokens, hidden_size] float32 from the bytes that the engine's process receives. Raises
+    `ValueError` for bytes that are not whole rows."""
+    if len(data) % (4 * num_tokens):
+        raise ValueError(f"{len(data)} bytes of input_embeds are not {num_tokens} rows of float32")
+    return torch.frombuffer(bytearray(data), dtype=torch.float32).view(num_tokens, -1)
+
+
+def as_prompts(prompts: Any, input_embeds: Any) -> Any:
+    """The prompts of `input_embeds` of `LLM.generate`, one tensor or several. Raises `ValueError` if prompts
+    are given too."""
+    if prompts is not None or input_embeds is None:
+        raise ValueError("give either prompts or input_embeds")
+    if isinstance(input_embeds, Sequence) and not isinstance(input_embeds, str):
+        return [EmbedsPrompt(rows) for rows in input_embeds]
+    return EmbedsPrompt(input_embeds)

@@ -1,0 +1,88 @@
+"""Gathers one request's StepOutputs into text: piece by piece for a stream, whole at the end."""
+
+from __future__ import annotations
+
+from diptych.shared.interfaces import Detokenizer
+from diptych.shared.types import FinishReason, GenerateOutput, Req, SpeculationStats, StepOutput, TokenLogprob
+
+
+class OutputCollector:
+    """The outputs of one request. Without a detokenizer the text stays empty."""
+
+    def __init__(self, req: Req, index: int, detokenizer: Detokenizer | None, submitted_as: str) -> None:
+        self.req = req
+        self.scheduler_rid = req.rid
+        n = req.sampling_params.n
+        self.rid = submitted_as if n == 1 else f"{submitted_as}#{index}"  # as users see it
+        self.submitted_as = submitted_as  # the id that all samples of a request share
+        self.index = index
+        self.num_prompt_tokens = len(req.origin_input_ids)
+        self.detokenizer = detokenizer
+        self.output_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+        self.is_aborted = False
+        self.num_cached_tokens = 0
+        self.num_retractions = 0
+        self.speculation = SpeculationStats()
+        self.output_logprobs: list[TokenLogprob] = []
+        self.input_logprobs: list[TokenLogprob] = []
+        self.embedding: list[float] | None = None
+        self._num_taken = 0
+        self._num_text_taken = 0
+        self._finish_taken = False
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def holds_id(self) -> bool:
+        """False once the request was aborted or refused, though its end is not reported yet."""
+        return not self.is_aborted and not self.req.finished
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_ids)
+
+    def add(self, output: StepOutput) -> None:
+        assert not self.is_finished, f"{self.rid}: output after the end"
+        self.output_ids += output.new_token_ids
+        self.output_logprobs += output.output_logprobs
+        self.input_logprobs = output.input_logprobs
+        self.embedding = output.embedding
+        self.num_cached_tokens = output.num_cached_tokens
+        self.num_retractions = output.num_retractions
+        self.speculation = output.speculation
+        self.finish_reason = output.finished_reason
+        if self.detokenizer is not None:
+            self.text += self.detokenizer.append(output.new_token_ids, output.finished_reason)
+
+    def take(self) -> GenerateOutput | None:
+        """The output since the last call, or None."""
+        new_ids, new_text = self.output_ids[self._num_taken :], self.text[self._num_text_taken :]
+        if not new_ids and not new_text and (not self.is_finished or self._finish_taken):
+            return None
+        piece = self._output(new_text, new_ids, self.output_logprobs[self._num_taken :])
+        self._num_taken, self._num_text_taken = len(self.output_ids), len(self.text)
+        self._finish_taken = self.is_finished
+        return piece
+
+    def whole(self) -> GenerateOutput:
+        return self._output(self.text, list(self.output_ids), list(self.output_logprobs))
+
+    def _output(self, text: str, ids: list[int], logprobs: list[TokenLogprob]) -> GenerateOutput:
+        return GenerateOutput(
+            rid=self.rid,
+            index=self.index,
+            text=text,
+            output_ids=ids,
+            finish_reason=self.finish_reason,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=len(self.output_ids),
+            num_cached_tokens=self.num_cached_tokens,
+            num_retractions=self.num_retractions,
+            output_logprobs=logprobs,
+            input_logprobs=self.input_logprobs,
+            speculation=self.speculation,
+        )

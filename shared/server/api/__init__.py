@@ -1,0 +1,1 @@
+"""The dialects of the API: bodies, their translation to generations, and answers."""

@@ -1,0 +1,126 @@
+"""/v1/completions: prompts to a generation, and its deltas to chunks; a whole response is their fold."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from diptych.shared.server.api.chat import usage_body, usage_of_chunk
+from diptych.shared.server.api.errors import bad_request
+from diptych.shared.server.api.generation import Generation, Usage
+from diptych.shared.server.api.logprobs import CompletionLogprobs, TokenTexts
+from diptych.shared.server.api.protocol import CompletionRequest
+from diptych.shared.server.engine.engine_client import Delta
+from diptych.shared.server.http.state import ServerState
+
+DEFAULT_MAX_TOKENS = 16
+Chunk = dict[str, Any]
+
+
+async def start_completion(body: CompletionRequest, state: ServerState) -> Generation:
+    """Validate everything and make the generation; nothing runs yet."""
+    if body.suffix is not None:
+        raise bad_request("suffix is not supported", "suffix")
+    prompts = await state.prompts.of_each(body.prompt, "prompt", body.add_special_tokens)
+    max_new_tokens = body.max_tokens if body.max_tokens is not None else DEFAULT_MAX_TOKENS
+    echoes_logprobs = body.echo and body.logprobs is not None
+    params = body.sampling_params(
+        max_new_tokens, body.logprobs, **({"logprob_start_len": 0} if echoes_logprobs else {})
+    )
+    for prompt in prompts:
+        state.prompts.check(prompt, "prompt", params)
+    return state.generation(prompts, params, body)
+
+
+class CompletionChoice:
+    """One choice: its log-probabilities' offsets, and the echo that comes first."""
+
+    def __init__(
+        self, body: CompletionRequest, echo: str, texts: TokenTexts, special_ids: frozenset[int]
+    ) -> None:
+        self.echo = echo
+        self.logprobs: CompletionLogprobs | None = None
+        if body.logprobs is not None:
+            skipped = special_ids if body.skip_special_tokens else frozenset[int]()
+            self.logprobs = CompletionLogprobs(texts, body.logprobs, skipped)
+
+    def piece(self, delta: Delta) -> tuple[str, dict[str, Any] | None]:
+        """Text and log-probabilities of a delta; the first one begins with the echoed prompt."""
+        text, self.echo = self.echo + delta.text, ""
+        found = delta.input_logprobs + delta.logprobs
+        return text, self.logprobs.piece(found) if self.logprobs is not None and found else None
+
+
+async def completion_chunks(
+    body: CompletionRequest, generation: Generation, state: ServerState
+) -> AsyncIterator[Chunk]:
+    """Text chunks; the last one of a choice carries its finish_reason. Then usage, if asked for."""
+    head = {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": body.model or state.model_name,
+    }
+    with_ids = body.return_token_ids
+    if with_ids is None:
+        with_ids = state.prompts.tokenizer is None
+    texts = TokenTexts(state.prompts.token_bytes, body.return_tokens_as_token_ids)
+    tokenizer = state.prompts.tokenizer
+    special_ids = tokenizer.special_ids if tokenizer is not None else frozenset[int]()
+    choices = [
+        CompletionChoice(body, _echo(body, state, generation, sample.index), texts, special_ids)
+        for sample in generation.samples
+    ]
+    async for deltas in generation.run():
+        for index, delta in deltas:
+            text, logprobs = choices[index].piece(delta)
+            finish = delta.finish
+            if not text and logprobs is None and finish is None and not (with_ids and delta.token_ids):
+                continue
+            entry: dict[str, Any] = {
+                "index": index,
+                "text": text,
+                "logprobs": logprobs,
+                "finish_reason": finish.kind if finish is not None else None,
+            }
+            if with_ids:
+                entry["token_ids"] = delta.token_ids
+            if finish is not None and finish.kind == "stop":
+                entry["matched_stop"] = finish.matched or finish.token_id
+            yield {**head, "choices": [entry], **usage_of_chunk(body.stream_options, generation)}
+    if body.stream_options is not None and body.stream_options.include_usage:
+        yield {**head, "choices": [], "usage": usage_body(generation.usage)}
+
+
+def _echo(body: CompletionRequest, state: ServerState, generation: Generation, index: int) -> str:
+    if not body.echo or state.prompts.tokenizer is None:
+        return ""
+    prompt = generation.prompts[index // generation.params.n]
+    return state.prompts.tokenizer.decode(prompt, skip_special_tokens=body.skip_special_tokens)
+
+
+def fold_completion(chunks: list[Chunk], usage: Usage) -> dict[str, Any]:
+    """The response of a request that does not stream."""
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for entry in chunk["choices"]:
+            choice = choices.get(entry["index"])
+            if choice is None:
+                choices[entry["index"]] = dict(entry)
+                continue
+            choice["text"] += entry["text"]
+            if "token_ids" in entry:
+                choice["token_ids"] = choice["token_ids"] + entry["token_ids"]
+            if entry["logprobs"] is not None:
+                if choice["logprobs"] is None:
+                    choice["logprobs"] = entry["logprobs"]
+                else:
+                    for name, values in entry["logprobs"].items():
+                        choice["logprobs"][name] = choice["logprobs"][name] + values
+            for name in ("finish_reason", "matched_stop"):
+                if entry.get(name) is not None:
+                    choice[name] = entry[name]
+    head = {name: chunks[0][name] for name in ("id", "object", "created", "model")}
+    return {**head, "choices": [choices[i] for i in sorted(choices)], "usage": usage_body(usage)}

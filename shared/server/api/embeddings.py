@@ -1,0 +1,107 @@
+"""/v1/embeddings, as OpenAI defines it, and /classify for the scores of reward models."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Request
+from pydantic import Field
+
+from diptych.shared.engine.requests.embedding import NO_TOKENS, finish_embedding
+from diptych.shared.server.api.answers import check_model
+from diptych.shared.server.api.errors import bad_request
+from diptych.shared.server.api.generation import Generation
+from diptych.shared.server.api.protocol import Body
+from diptych.shared.server.http.connections import until_disconnect
+from diptych.shared.server.http.state import ServerState
+
+
+class PoolingRequest(Body):
+    """/classify, and fields of both."""
+
+    model: str | None = None
+    input: str | list[str] | list[int] | list[list[int]]
+    cache_salt: str | None = None
+    priority: int = 0
+    user: str | None = None  # not used
+
+
+class EmbeddingRequest(PoolingRequest):
+    """/v1/embeddings"""
+
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+
+
+def add_embedding_routes(app: FastAPI, state: ServerState) -> None:
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
+        vectors, num_tokens = await until_disconnect(request, _vectors(body, state, num_labels=0))
+        size = len(vectors[0])
+        if body.dimensions is not None and body.dimensions > size:
+            raise bad_request(f"dimensions must be at most {size}, got {body.dimensions}", "dimensions")
+        data = [
+            {
+                "object": "embedding",
+                "index": i,
+                "embedding": _encoded(finish_embedding(v, body.dimensions), body),
+            }
+            for i, v in enumerate(vectors)
+        ]
+        return _answer(data, num_tokens, body, state)
+
+    @app.post("/classify")
+    async def classify(body: PoolingRequest, request: Request) -> dict[str, Any]:
+        vectors, num_tokens = await until_disconnect(request, _vectors(body, state, num_labels=1))
+        data = [{"object": "scores", "index": i, "scores": v} for i, v in enumerate(vectors)]
+        return _answer(data, num_tokens, body, state)
+
+
+async def _vectors(
+    body: PoolingRequest, state: ServerState, num_labels: int
+) -> tuple[list[list[float]], int]:
+    """One for each prompt, and the number of prompt tokens. num_labels: 0 for embeddings."""
+    check_model(body.model, state)
+    if bool(state.ready.num_labels) != bool(num_labels):
+        kind = "scores: POST /classify" if state.ready.num_labels else "embeddings: POST /v1/embeddings"
+        raise bad_request(f"this model gives {kind}")
+    prompts = await state.prompts.of_each(body.input, "input")
+    for prompt in prompts:
+        state.prompts.check(prompt, "input", NO_TOKENS)
+    state.check_admission(len(prompts))
+    generation = Generation(
+        state.client,
+        None,  # there is no text
+        state.metrics,
+        prompts,
+        NO_TOKENS,
+        seed=0,
+        extra_key=body.cache_salt,
+        priority=body.priority,
+        lora=state.adapter_of(body.model),
+        is_pooling=True,
+    )
+    found: dict[int, list[float]] = {}
+    async for deltas in generation.run():
+        found |= {index: delta.embedding for index, delta in deltas if delta.embedding is not None}
+    return [found[i] for i in range(len(prompts))], generation.usage.prompt_tokens
+
+
+def _encoded(vector: list[float], body: EmbeddingRequest) -> list[float] | str:
+    """base64: float32 numbers, little-endian; OpenAI's client asks for that."""
+    if body.encoding_format == "float":
+        return vector
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+def _answer(
+    data: list[dict[str, Any]], num_tokens: int, body: PoolingRequest, state: ServerState
+) -> dict[str, Any]:
+    return {
+        "object": "list",
+        "data": data,
+        "model": body.model or state.model_name,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }

@@ -1,0 +1,194 @@
+"""One HTTP request's work in the engine: prompts times samples, merged deltas, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from diptych.shared.sampling.sampling_batch import derive_seed
+from diptych.shared.server.api.errors import ApiError, bad_request
+from diptych.shared.server.engine.engine_client import Delta, EngineClient, EngineDead, Live
+from diptych.shared.server.engine.messages import Finish, Generate
+from diptych.shared.server.http.metrics import Metrics
+from diptych.shared.text.tokenizer import Tokenizer
+from diptych.shared.types import SamplingParams
+
+MAX_BACKLOG_TOKENS = 16384
+"""Tokens of one sample that wait for a client that does not read; beyond, the request is dropped."""
+
+
+@dataclass
+class Usage:
+    """Token counts of one HTTP request: each prompt counts once, whatever n is."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    accepted_tokens: int = 0  # of the completion tokens, the ones that speculation gave in addition
+
+
+@dataclass
+class Sample:
+    """One choice: its request in the engine, and what has come of it."""
+
+    index: int
+    rid: str
+    num_prompt_tokens: int
+    is_first_of_prompt: bool
+    finish: Finish | None = None
+    num_tokens: int = 0  # taken so far, and so are accepted tokens
+    num_cached_tokens: int = 0
+    num_accepted_tokens: int = 0
+    has_tokens: bool = False  # of the engine, taken or not
+    pending: Delta | None = None  # came since the last `take`
+    last_time: float = field(default_factory=time.monotonic)
+
+
+class Generation:
+    """Runs prompts x n samples and yields (index, delta) in the order in which deltas arrive. Choice
+    prompt * n + sample has that index. Leaving the iteration early aborts what has not ended."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        metrics: Metrics,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        seed: int,
+        extra_key: str | None = None,
+        priority: int = 0,
+        routing_key: str | None = None,
+        lora: str | None = None,
+        is_pooling: bool = False,
+        input_embeds: bytes = b"",
+        images: Sequence[bytes] = (),
+        name: str | None = None,
+    ) -> None:
+        """name: an id of the client's, by which the requests can be aborted."""
+        self.client = client
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.prompts = list(prompts)
+        self.params = params
+        self.request_fields = {
+            "extra_key": extra_key,
+            "priority": priority,
+            "routing_key": routing_key,
+            "lora": lora,
+            "is_pooling": is_pooling,
+            "input_embeds": input_embeds,
+            "images": list(images),
+        }
+        self.seed = seed
+        self.name = name
+        base = uuid.uuid4().hex
+        self.samples = [
+            Sample(i * params.n + k, f"{base}-{i}-{k}", len(prompt), is_first_of_prompt=k == 0)
+            for i, prompt in enumerate(self.prompts)
+            for k in range(params.n)
+        ]
+        self.start_time = time.monotonic()
+        self.num_reasoning_tokens = 0  # counted where the text is split
+        self._arrived = asyncio.Event()
+
+    @property
+    def usage(self) -> Usage:
+        firsts = [sample for sample in self.samples if sample.is_first_of_prompt]
+        return Usage(
+            prompt_tokens=sum(sample.num_prompt_tokens for sample in firsts),
+            completion_tokens=sum(sample.num_tokens for sample in self.samples),
+            cached_tokens=sum(sample.num_cached_tokens for sample in firsts),
+            reasoning_tokens=self.num_reasoning_tokens,
+            accepted_tokens=sum(sample.num_accepted_tokens for sample in self.samples),
+        )
+
+    # --8<-- [start:run-generation]
+    async def run(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """Lists of what came meanwhile, one delta for each choice at most. Raises
+        `ApiError` when a sample is refused, aborted or fails: then the others end too."""
+        try:
+            self._submit()
+            num_open = len(self.samples)
+            while num_open:
+                await self._arrived.wait()
+                self._arrived.clear()
+                deltas = self._take()
+                num_open -= sum(delta.finish is not None for _, delta in deltas)
+                for _, delta in deltas:
+                    _raise_failure(delta.finish)
+                yield deltas
+        finally:
+            self.client.abort(sample.rid for sample in self.samples if sample.finish is None)
+            self._report_end()
+
+    # --8<-- [end:run-generation]
+
+    def _report_end(self) -> None:
+        usage, seconds = self.usage, time.monotonic() - self.start_time
+        is_aborted = any(s.finish is None or s.finish.kind in ("abort", "error") for s in self.samples)
+        self.metrics.request_ended(usage.prompt_tokens, usage.cached_tokens, seconds, is_aborted)
+
+    def _submit(self) -> None:
+        for sample in self.samples:
+            prompt, k = self.prompts[sample.index // self.params.n], sample.index % self.params.n
+            message = Generate(
+                rid=sample.rid,
+                input_ids=prompt,
+                params=self.params,
+                seed=derive_seed(self.seed, k),
+                **self.request_fields,  # type: ignore[arg-type]
+            )
+            detokenizer = None
+            if self.tokenizer is not None:
+                text_ids = [] if self.request_fields["input_embeds"] else prompt
+                detokenizer = self.client.detokenizer(self.tokenizer, self.params, text_ids)
+            try:
+                self.client.generate(message, Live(detokenizer, self._deliver_to(sample), self.name))
+            except EngineDead as error:
+                raise ApiError(503, f"the engine is not running: {error}") from None
+            except OverflowError:
+                raise bad_request("an integer of the request exceeds 64 bits") from None
+
+    def _deliver_to(self, sample: Sample) -> Callable[[Delta], None]:
+        def deliver(delta: Delta) -> None:
+            if delta.queue_time is not None:
+                self.metrics.queue_time.observe(delta.queue_time)
+            if delta.token_ids:
+                now, is_first = time.monotonic(), not sample.has_tokens
+                since = self.start_time if is_first else sample.last_time
+                self.metrics.tokens_came(len(delta.token_ids), now - since, is_first)
+                sample.last_time, sample.has_tokens = now, True
+            sample.num_cached_tokens = delta.num_cached_tokens
+            sample.finish = delta.finish
+            if sample.pending is None:
+                sample.pending = delta
+            else:
+                sample.pending.merge(delta)
+            if len(sample.pending.token_ids) > MAX_BACKLOG_TOKENS and sample.finish is None:
+                self.client.abort([sample.rid])
+            self._arrived.set()
+
+        return deliver
+
+    def _take(self) -> list[tuple[int, Delta]]:
+        taken = []
+        for sample in self.samples:
+            if sample.pending is not None:
+                taken.append((sample.index, sample.pending))
+                sample.num_tokens += len(sample.pending.token_ids)
+                sample.num_accepted_tokens = sample.pending.num_accepted_tokens
+                sample.pending = None
+        return taken
+
+
+def _raise_failure(finish: Finish | None) -> None:
+    """An abort or an error is an error object, never a finish_reason."""
+    if finish is not None and finish.kind in ("abort", "error"):
+        status = finish.status if finish.status >= 400 and finish.status != 499 else 503
+        raise ApiError(status, finish.message)

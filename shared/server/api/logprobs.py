@@ -1,0 +1,82 @@
+"""Log-probabilities in the two shapes of OpenAI's API."""
+
+from __future__ import annotations
+
+import codecs
+import math
+from collections.abc import Container
+from typing import Any
+
+from diptych.shared.text.token_bytes import TokenBytes
+from diptych.shared.types import TokenLogprob
+
+LOWEST = -9999.0
+"""Stands for -inf, which JSON does not have."""
+
+
+class TokenTexts:
+    """How tokens are written: as text, or as `token_id:N`, which is unambiguous."""
+
+    def __init__(self, token_bytes: TokenBytes | None, as_ids: bool) -> None:
+        self._token_bytes = token_bytes
+        self._as_ids = as_ids or token_bytes is None
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return self._token_bytes.of(token_id) if self._token_bytes is not None else b""
+
+    def text_of(self, token_id: int) -> str:
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        return self.bytes_of(token_id).decode("utf-8", errors="replace")
+
+
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LOWEST
+
+
+def chat_entries(texts: TokenTexts, logprobs: list[TokenLogprob], num_top: int) -> list[dict[str, Any]]:
+    """`logprobs.content` of chat: one entry for each token."""
+
+    def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
+        return {
+            "token": texts.text_of(token_id),
+            "logprob": finite(logprob) if logprob is not None else LOWEST,
+            "bytes": list(texts.bytes_of(token_id)),
+        }
+
+    return [
+        {
+            **entry(found.token_id, found.logprob),
+            "top_logprobs": [entry(token_id, logprob) for token_id, logprob in found.top[:num_top]],
+        }
+        for found in logprobs
+    ]
+
+
+class CompletionLogprobs:
+    """`logprobs` of completions, piece by piece: offsets go on from piece to piece. `skipped`: tokens that
+    are not in the text."""
+
+    def __init__(self, texts: TokenTexts, num_top: int, skipped: Container[int] = ()) -> None:
+        self._texts = texts
+        self._num_top = num_top
+        self._skipped = skipped
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+
+    def piece(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        """Of these tokens. The first prompt token has neither log-probability nor alternatives."""
+        tokens, values, tops, offsets = [], [], [], []
+        for found in logprobs:
+            tokens.append(self._texts.text_of(found.token_id))
+            offsets.append(self._offset)
+            if found.token_id not in self._skipped:
+                self._offset += len(self._decoder.decode(self._texts.bytes_of(found.token_id)))
+            values.append(None if found.logprob is None else finite(found.logprob))
+            if found.logprob is None:
+                tops.append(None)
+                continue
+            top = {self._texts.text_of(i): finite(value) for i, value in found.top[: self._num_top]}
+            top.setdefault(self._texts.text_of(found.token_id), finite(found.logprob))
+            tops.append(top)
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}

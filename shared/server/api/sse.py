@@ -1,0 +1,36 @@
+"""Server-sent events: one JSON line per event, and errors that arrive after the first byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from diptych.shared.server.api.errors import ApiError
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: dict[str, Any], name: str | None = None) -> bytes:
+    """One event. Everything beyond ASCII is escaped: clients split at Unicode's line ends as well."""
+    head = f"event: {name}\n" if name is not None else ""
+    return f"{head}data: {json.dumps(data, ensure_ascii=True, separators=(',', ':'))}\n\n".encode()
+
+
+async def events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    """Chunks as events, then DONE. A failure becomes an error event."""
+    try:
+        async for chunk in chunks:
+            yield event(chunk)
+    except ApiError as error:
+        yield event(error.body())
+    yield DONE
+
+
+async def named_events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    """Chunks as events with the name in their `type`, and no DONE. A failure becomes an `error` event."""
+    try:
+        async for chunk in chunks:
+            yield event(chunk, chunk["type"])
+    except ApiError as error:
+        yield event(error.body(), "error")

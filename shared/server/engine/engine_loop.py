@@ -1,0 +1,374 @@
+"""The engine's side of the server: messages in, one scheduler step, messages out, without a pause."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from diptych.shared.engine.build.assembly import Assembly
+from diptych.shared.engine.requests.embedding import check_pooling
+from diptych.shared.engine.requests.images import received_images
+from diptych.shared.engine.requests.input_embeds import embeds_prompt, rows_of_bytes
+from diptych.shared.engine.requests.lora_adapters import LoraAdapters, adapters_of, cache_namespace
+from diptych.shared.grammar.queue import GrammarQueue
+from diptych.shared.server.engine.messages import (
+    VERSION,
+    Abort,
+    Control,
+    Dead,
+    FromEngine,
+    Generate,
+    Heartbeat,
+    Load,
+    Outputs,
+    Ready,
+    Reply,
+    RequestOutput,
+    ToEngine,
+    Unreadable,
+    finish_of,
+)
+from diptych.shared.server.engine.warm_up import warm_up
+from diptych.shared.types import FinishAbort, FinishReason, Req, StepOutput
+
+IDLE_TICK = 0.1
+"""Seconds that an idle engine waits for a message before it looks at its clock again."""
+GRAMMAR_TICK = 0.005
+"""The same while a request waits for its grammar."""
+HEARTBEAT_INTERVAL = 0.25
+"""Seconds between heartbeats; the API's picture of the load is at most this old."""
+MAX_MESSAGES_PER_STEP = 512
+"""Messages read between two steps: a flood of them must not keep running requests waiting."""
+
+
+class Channel(Protocol):
+    """Where messages come from and go to."""
+
+    def receive(self, timeout: float) -> ToEngine | Unreadable | None:
+        """The next message; None when none comes within `timeout` seconds (0: none is there)."""
+
+    def send(self, message: FromEngine) -> None: ...
+
+
+class EngineLoop:
+    """Drives one scheduler until `stop` is called or the API asks for it. `import_seconds`: before the
+    assembly, for the report of the start."""
+
+    def __init__(self, assembly: Assembly, channel: Channel, import_seconds: float = 0.0) -> None:
+        self.assembly = assembly
+        self.import_seconds = import_seconds
+        self.scheduler = assembly.scheduler
+        self.channel = channel
+        self.is_paused = False
+        self._is_stopping = False
+        self._counter = 0
+        self._last_heartbeat = 0.0
+        self.grammar_queue = GrammarQueue(assembly.grammars)
+        self._live: dict[str, Req | None] = {}  # the request until its first output, then None
+        self._refused: list[RequestOutput] = []  # requests that the scheduler did not take
+
+    # --8<-- [start:engine-loop]
+    def run(self) -> None:
+        """Serve until stopped. An error of the engine is reported as `Dead`, and raised."""
+        try:
+            if str(self.assembly.config.device).startswith("cuda") and not self.assembly.config.skip_warmup:
+                warm_up(self.assembly)
+            self.channel.send(self._ready())
+            while not self._is_stopping:
+                self._read_messages()
+                self._admit_compiled()
+                self._step()
+                self._beat()
+        except BaseException as error:
+            with contextlib.suppress(Exception):
+                self.channel.send(Dead(reason=f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            self.assembly.grammars.close()
+
+    # --8<-- [end:engine-loop]
+
+    # ---- messages in ----
+
+    def _read_messages(self) -> None:
+        is_busy = self.scheduler.has_work() and not self.is_paused
+        idle_tick = GRAMMAR_TICK if self.grammar_queue else IDLE_TICK
+        timeout = 0.0 if is_busy or self._refused else idle_tick
+        for _ in range(MAX_MESSAGES_PER_STEP):
+            message = self.channel.receive(timeout)
+            if message is None:
+                return
+            timeout = 0.0
+            if isinstance(message, Generate):
+                self._on_generate(message)
+            elif isinstance(message, Unreadable):
+                self._refused.append(_refusal(message.rid, FinishAbort(message.problem, 400)))
+            elif isinstance(message, Abort):
+                for rid in message.rids:
+                    self._abort(rid)
+            else:
+                self._on_control(message)
+            if self._is_stopping:
+                return
+
+    def _on_generate(self, message: Generate) -> None:
+        adapter, extra_key = None, message.extra_key
+        if message.lora is not None:
+            try:
+                adapter = self._adapters().get(message.lora)
+            except ValueError as error:  # it was unloaded meanwhile
+                self._refused.append(_refusal(message.rid, FinishAbort(str(error), 404)))
+                return
+            extra_key = cache_namespace(message.extra_key, adapter)
+        req = Req(
+            rid=message.rid,
+            origin_input_ids=message.input_ids,
+            sampling_params=message.params,
+            seed=message.seed,
+            eos_token_ids=self.assembly.eos_token_ids,
+            extra_key=extra_key,
+            priority=message.priority,
+            routing_key=message.routing_key,
+            lora=adapter,
+            is_pooling=message.is_pooling,
+        )
+        try:
+            check_pooling(req.is_pooling, self.assembly.config, self.assembly.model_config)
+            if message.input_embeds:
+                rows = rows_of_bytes(message.input_embeds, len(message.input_ids))
+                req.embeds = embeds_prompt(rows, message.params, self.assembly)[1]
+            if message.images:
+                req.embeds = received_images(message.input_ids, message.images, self.assembly)
+            if not self.grammar_queue.add(req):
+                self._add_request(req)
+        except ValueError as error:
+            self._refused.append(_refusal(message.rid, FinishAbort(str(error), 400)))
+        except Exception as error:  # of the vision tower, for one: the scheduler has nothing of the request
+            problem = f"the request cannot be prepared: {error!r}"
+            self._refused.append(_refusal(message.rid, FinishAbort(problem, 500)))
+
+    def _add_request(self, req: Req) -> None:
+        self.scheduler.add_request(req)
+        self._live[req.rid] = req
+
+    def _admit_compiled(self) -> None:
+        """Requests whose grammar is there now, or cannot be."""
+        for req, problem in self.grammar_queue.take_ready():
+            try:
+                if problem is not None:
+                    raise ValueError(problem)
+                self._add_request(req)
+            except ValueError as error:
+                self._refused.append(_refusal(req.rid, FinishAbort(str(error), 400)))
+
+    def _abort(self, rid: str) -> bool:
+        """False when the request has ended or never was. The scheduler reports the end in its next step, for
+        which the client of a paused engine does not wait."""
+        if self.grammar_queue.drop(rid):
+            self._refused.append(_refusal(rid, FinishAbort("aborted")))
+            return True
+        if not self.scheduler.abort(rid):
+            return False
+        if self.is_paused:
+            self._live.pop(rid, None)
+            self._refused.append(_refusal(rid, FinishAbort("aborted")))
+        return True
+
+    def _on_control(self, message: Control) -> None:
+        handler: Callable[..., dict[str, Any]] | None = getattr(self, f"on_{message.action}", None)
+        try:
+            if handler is None:
+                raise ValueError(f"unknown action {message.action!r}")
+            reply = Reply(call_id=message.call_id, result=handler(**message.args))
+        except (ValueError, TypeError) as error:
+            reply = Reply(call_id=message.call_id, error=str(error))
+        self.channel.send(reply)
+
+    # ---- the actions of Control ----
+
+    def on_stop(self) -> dict[str, Any]:
+        """End the loop after this message."""
+        self._is_stopping = True
+        return {}
+
+    def on_flush_cache(self) -> dict[str, Any]:
+        """Forget cached prefixes and compiled grammars; `flushed` is False while requests are alive."""
+        is_flushed = not self.grammar_queue and self.scheduler.flush_cache()
+        if is_flushed:
+            self.assembly.grammars.clear()
+        return {"flushed": is_flushed}
+
+    def on_abort_all(self) -> dict[str, Any]:
+        """End every live request."""
+        return {"num_aborted": sum(self._abort(rid) for rid in [*self.grammar_queue, *self._live])}
+
+    def on_load_lora(self, name: str, path: str) -> dict[str, Any]:
+        """Read an adapter from a folder of this computer."""
+        try:
+            self._adapters().load(name, path, self.scheduler)
+        except ValueError:
+            raise
+        except Exception as error:  # nothing has changed yet: running requests go on
+            raise ValueError(f"adapter {name!r} cannot be loaded: {error!r}") from error
+        return {}
+
+    def on_unload_lora(self, name: str) -> dict[str, Any]:
+        """Forget an adapter; refused while requests use it."""
+        self._adapters().unload(name, self.scheduler)
+        return {}
+
+    def _adapters(self) -> LoraAdapters:
+        return adapters_of(self.assembly.lora)
+
+    def on_pause(self, mode: str = "in_place") -> dict[str, Any]:
+        """Run no step until `continue`. in_place: requests keep their memory; retract: they return to the
+        queue and give it back; abort: they end."""
+        if mode not in ("in_place", "retract", "abort"):
+            raise ValueError(f"mode must be in_place, retract or abort, got {mode!r}")
+        config = self.assembly.config
+        if config.disaggregation or (config.dp > 1 and not config.dp_attention):
+            flag = "disaggregation=True" if config.disaggregation else f"dp={config.dp}"
+            raise ValueError(f"an engine with {flag} cannot pause: it steps in several processes")
+        if mode == "abort":
+            self.on_abort_all()
+            self._drain()
+        elif mode == "retract":
+            for rid in list(self._live):
+                self.scheduler.retract(rid)
+        self.is_paused = True
+        return {}
+
+    def on_continue(self) -> dict[str, Any]:
+        """Run steps again."""
+        self.is_paused = False
+        return {}
+
+    def on_load(self) -> dict[str, Any]:
+        """The snapshot of a heartbeat, now."""
+        load = self._load()
+        return {name: getattr(load, name) for name in load.__struct_fields__}
+
+    def on_cache_tree(self, max_nodes: int = 200, max_tokens: int = 100_000) -> dict[str, Any]:
+        """The nodes of the prefix cache, parents first. Both limits bound the pause between two steps;
+        `is_cut`: the tree is larger."""
+        nodes: list[dict[str, int]] = []
+        num_tokens = 0
+        for node in self.assembly.parts.tree_cache.nodes():
+            if len(nodes) == max_nodes or num_tokens > max_tokens:
+                return {"nodes": nodes, "is_cut": True}
+            num_tokens += len(node.slots)
+            nodes.append(
+                {
+                    "id": node.node_id,
+                    "parent": node.parent_id,
+                    "num_tokens": len(node.slots),
+                    "lock_ref": node.lock_ref,
+                }
+            )
+        return {"nodes": nodes, "is_cut": False}
+
+    # ---- steps and messages out ----
+
+    # --8<-- [start:engine-step]
+    def _step(self) -> None:
+        outputs, self._refused = self._refused, []
+        if self.scheduler.has_work() and not self.is_paused:
+            outputs += self._step_outputs()
+        if outputs:
+            self.channel.send(Outputs(outputs=outputs))
+
+    # --8<-- [end:engine-step]
+
+    def _drain(self) -> None:
+        """Steps until no request is left: for requests that have just been aborted."""
+        while self.scheduler.has_work():
+            outputs = self._step_outputs()
+            if outputs:
+                self.channel.send(Outputs(outputs=outputs))
+
+    def _step_outputs(self) -> list[RequestOutput]:
+        """Of one step, without the ends that were reported during a pause."""
+        return [self._output(output) for output in self.scheduler.step() if output.rid in self._live]
+
+    def _output(self, output: StepOutput) -> RequestOutput:
+        input_logprobs, queue_time = [], None
+        req = self._live.get(output.rid)
+        if req is not None and (output.new_token_ids or output.finished_reason is not None):
+            self._live[output.rid] = None
+            if req.sampling_params.logprob_start_len >= 0:
+                input_logprobs = output.input_logprobs
+            if req.run_start_time is not None:
+                queue_time = req.run_start_time - req.arrival_time
+        finish = None
+        if output.finished_reason is not None:
+            finish = finish_of(output.finished_reason)
+            self._live.pop(output.rid, None)
+        return RequestOutput(
+            rid=output.rid,
+            new_token_ids=output.new_token_ids,
+            finish=finish,
+            output_logprobs=output.output_logprobs,
+            input_logprobs=input_logprobs,
+            num_cached_tokens=output.num_cached_tokens,
+            num_accepted_tokens=output.speculation.num_accepted_tokens,
+            queue_time=queue_time,
+            embedding=output.embedding if finish is not None else None,
+        )
+
+    def _beat(self) -> None:
+        self._counter += 1
+        now = time.monotonic()
+        if now - self._last_heartbeat >= HEARTBEAT_INTERVAL:
+            self._last_heartbeat = now
+            self.channel.send(Heartbeat(counter=self._counter, load=self._load()))
+
+    def _load(self) -> Load:
+        stats = self.scheduler.stats()
+        return Load(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_waiting_for_grammar=len(self.grammar_queue),
+            num_steps=stats.num_steps,
+            num_used_tokens=stats.num_used_tokens,
+            num_evictable_tokens=stats.num_evictable_tokens,
+            num_prompt_tokens=stats.num_prompt_tokens,
+            num_cached_tokens=stats.num_cached_tokens,
+            num_generated_tokens=stats.num_generated_tokens,
+            num_retractions=stats.num_retractions,
+            num_verifications=stats.speculation.num_verifications,
+            num_accepted_tokens=stats.speculation.num_accepted_tokens,
+            is_paused=self.is_paused,
+        )
+
+    def _ready(self) -> Ready:
+        assembly = self.assembly
+        queue = assembly.config.max_queued_requests
+        assert assembly.config.context_len is not None
+        return Ready(
+            version=VERSION,
+            context_len=assembly.config.context_len,
+            vocab_size=assembly.model_config.vocab_size,
+            num_token_ids=assembly.parts.num_token_ids,
+            max_total_tokens=assembly.parts.allocator.size * assembly.config.dp,
+            max_running_requests=assembly.config.max_running_requests,
+            max_queued_requests=None if queue is None else queue * assembly.config.dp,
+            eos_token_ids=sorted(self.assembly.eos_token_ids),
+            num_labels=assembly.model_config.num_labels,
+            vision=assembly.vision.config if assembly.vision is not None else None,
+            description={**assembly.selection, **assembly.memory.rows()},
+            startup_seconds={"imports": self.import_seconds, **assembly.seconds},
+        )
+
+
+def _refusal(rid: str, reason: FinishReason) -> RequestOutput:
+    return RequestOutput(
+        rid=rid,
+        new_token_ids=[],
+        finish=finish_of(reason),
+        output_logprobs=[],
+        input_logprobs=[],
+        num_cached_tokens=0,
+        num_accepted_tokens=0,
+    )

@@ -1,0 +1,217 @@
+"""Messages between the API process and the engine process: tagged msgspec structs in MessagePack.
+
+The API sends `Generate`, `Abort` and `Control`; the engine sends `Ready` first, then `Outputs`, `Reply`,
+`Heartbeat`, and `Dead` as its last word. Decoding is typed: a frame that is none of these raises
+`msgspec.ValidationError`, and no frame can run code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from diptych.shared.config.vision import VisionConfig
+from diptych.shared.types import (
+    FinishAbort,
+    FinishError,
+    FinishLength,
+    FinishReason,
+    FinishRegex,
+    FinishString,
+    FinishToken,
+    SamplingParams,
+    TokenLogprob,
+)
+
+VERSION = 6
+"""Of this protocol. The API refuses an engine of another version at `Ready`."""
+
+
+class Message(msgspec.Struct, tag=True, kw_only=True):
+    """Base of all messages; the class name is the tag."""
+
+
+# ---- API to engine ----
+
+
+# --8<-- [start:generate-and-abort]
+class Generate(Message):
+    """Start one sample of one prompt."""
+
+    rid: str  # unique among live requests; made by the server, never by a client
+    input_ids: list[int]
+    params: SamplingParams  # n is ignored: each sample is a Generate of its own
+    seed: int
+    extra_key: str | None = None  # namespace in the prefix cache
+    priority: int = 0
+    routing_key: str | None = None
+    lora: str | None = None  # name of an adapter
+    is_pooling: bool = False  # no tokens, but an embedding
+    images: list[bytes] = []  # uint8 [3, image_size, image_size] each; input_ids have their placeholders
+    input_embeds: bytes = b""  # float32 [len(input_ids), hidden_size] in place of input_ids; empty: none
+
+
+class Abort(Message):
+    """End requests. Unknown ids are ignored: a request may have ended meanwhile."""
+
+    rids: list[str]
+
+
+# --8<-- [end:generate-and-abort]
+
+
+class Unreadable(msgspec.Struct):
+    """In place of a request whose parameters were right in the API and are refused here: checks with a time
+    limit may end differently."""
+
+    rid: str
+    problem: str
+
+
+class Control(Message):
+    """An operation on the whole engine; answered by one `Reply` with the same call_id."""
+
+    call_id: int
+    action: str  # a method `on_<action>` of EngineLoop
+    args: dict[str, Any] = {}
+
+
+# ---- engine to API ----
+
+
+class Ready(Message):
+    """The first message: the engine has its weights and pools."""
+
+    version: int
+    context_len: int  # tokens of prompt and output together
+    vocab_size: int
+    num_token_ids: int  # ids [0, this) have a token
+    max_total_tokens: int  # slots of the KV pool
+    max_running_requests: int
+    max_queued_requests: int | None  # None: any number
+    eos_token_ids: list[int]
+    num_labels: int  # of a reward model; 0: the model gives tokens and embeddings
+    vision: VisionConfig | None  # None: the engine takes no images
+    description: dict[str, str]  # component -> implementation, memory
+    startup_seconds: dict[str, float]  # phase of the engine's start -> how long it took
+
+
+class Finish(msgspec.Struct, kw_only=True):
+    """A FinishReason on the wire. `kind` is one of its words: stop, length, abort, error."""
+
+    kind: str
+    token_id: int | None = None  # stop token
+    matched: str | None = None  # stop string, or the text that a stop regex matched
+    pattern: str | None = None  # stop regex
+    length: int = 0
+    message: str = ""
+    status: int = 500
+
+
+class RequestOutput(msgspec.Struct, kw_only=True, array_like=True):
+    """What one step gave one request."""
+
+    rid: str
+    new_token_ids: list[int]
+    finish: Finish | None
+    output_logprobs: list[TokenLogprob]  # one for each new id, if asked for
+    input_logprobs: list[TokenLogprob]  # of the whole prompt, once, if asked for
+    num_cached_tokens: int
+    num_accepted_tokens: int
+    queue_time: float | None = None  # seconds until its first step; in the first output only
+    embedding: list[float] | None = None  # with is_pooling, in the last output
+
+
+class Outputs(Message):
+    """The outputs of one step."""
+
+    outputs: list[RequestOutput]
+
+
+class Reply(Message):
+    """The answer to a Control. `error`: why it failed; then `result` is empty."""
+
+    call_id: int
+    result: dict[str, Any] = {}
+    error: str | None = None
+
+
+class Load(msgspec.Struct, kw_only=True):
+    """A snapshot of the engine."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_for_grammar: int = 0
+    num_steps: int = 0
+    num_used_tokens: int = 0  # slots of the KV pool that requests or cached prefixes hold
+    num_evictable_tokens: int = 0  # of these, the ones of cached prefixes that no request uses
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_retractions: int = 0
+    num_verifications: int = 0
+    num_accepted_tokens: int = 0
+    is_paused: bool = False
+
+
+class Heartbeat(Message):
+    """The engine's loop is alive: `counter` grows with every step and every idle tick."""
+
+    counter: int
+    load: Load
+
+
+class Dead(Message):
+    """The engine ends after this, and every request with it."""
+
+    reason: str
+
+
+ToEngine = Generate | Abort | Control
+FromEngine = Ready | Outputs | Reply | Heartbeat | Dead
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def finish_of(reason: FinishReason) -> Finish:
+    """The wire form of a reason."""
+    finish = Finish(kind=reason.kind)
+    if isinstance(reason, FinishToken):
+        finish.token_id = reason.token_id
+    elif isinstance(reason, FinishString):
+        finish.matched = reason.matched
+    elif isinstance(reason, FinishRegex):
+        finish.matched, finish.pattern = reason.matched, reason.pattern
+    elif isinstance(reason, FinishLength):
+        finish.length = reason.length
+    elif isinstance(reason, (FinishAbort, FinishError)):
+        finish.message, finish.status = reason.message, reason.status
+    return finish
+
+
+def reason_of(finish: Finish) -> FinishReason:
+    """The reason that a wire form stands for."""
+    if finish.kind == "length":
+        return FinishLength(finish.length)
+    if finish.kind == "abort":
+        return FinishAbort(finish.message, finish.status)
+    if finish.kind == "error":
+        return FinishError(finish.message, finish.status)
+    if finish.pattern is not None:
+        return FinishRegex(finish.pattern, finish.matched or "")
+    if finish.matched is not None:
+        return FinishString(finish.matched)
+    assert finish.token_id is not None
+    return FinishToken(finish.token_id)
+
+
+def decode_to_engine(data: bytes) -> ToEngine | Unreadable:
+    try:
+        message: ToEngine = _to_engine.decode(data)
+    except msgspec.ValidationError as error:
+        return Unreadable(msgspec.msgpack.decode(data)["rid"], str(error))
+    return message

@@ -1,0 +1,1 @@
+"""The HTTP application: routes, access, connections, metrics, status page."""

@@ -1,0 +1,125 @@
+"""Administration of the engine: cache, aborts, pauses, LoRA adapters and its state."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from ipaddress import ip_address
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Query, Request
+from fastapi.responses import JSONResponse, Response
+
+from diptych.shared.server.api.errors import ApiError, bad_request
+from diptych.shared.server.api.native_protocol import (
+    AbortRequest,
+    LoadLoraRequest,
+    PauseRequest,
+    UnloadLoraRequest,
+)
+from diptych.shared.server.http.connections import until_disconnect
+from diptych.shared.server.http.state import ServerState
+
+MAX_FLUSH_SECONDS = 600.0
+
+
+def add_admin_routes(app: FastAPI, state: ServerState) -> None:
+    """Operations on the engine. With API keys they need one; without, they answer loopback only."""
+
+    def guard(request: Request) -> None:
+        host = request.client.host if request.client is not None else None
+        if not state.settings.api_keys and host is not None and not _is_loopback(host):
+            raise ApiError(403, "admin endpoints answer loopback only, or need an API key")
+
+    admin = [Depends(guard)]
+
+    @app.post("/flush_cache", dependencies=admin)
+    async def flush_cache(
+        request: Request,
+        timeout: Annotated[float, Query(ge=0, le=MAX_FLUSH_SECONDS, allow_inf_nan=False)] = 0.0,
+    ) -> Response:
+        """Empty the prefix cache; wait at most `timeout` seconds until the engine is idle."""
+        if not await until_disconnect(request, _flush(state, timeout)):
+            raise ApiError(409, "the cache cannot be flushed while requests are alive")
+        return JSONResponse({"success": True})
+
+    @app.post("/abort_request", dependencies=admin)
+    async def abort_request(body: AbortRequest) -> dict[str, Any]:
+        """End the requests with this id, which may have ended meanwhile, or all requests."""
+        if body.abort_all:
+            return await state.client.control("abort_all")
+        if not body.rid:
+            raise bad_request('the body must be {"rid": ID} or {"abort_all": true}', "rid")
+        return {"num_aborted": state.client.abort(state.client.rids_of(body.rid))}
+
+    @app.post("/pause_generation", dependencies=admin)
+    async def pause_generation(body: PauseRequest | None = None) -> dict[str, Any]:
+        """Run no step until /continue_generation. Without a body: in_place."""
+        try:
+            await state.client.control("pause", mode=(body or PauseRequest()).mode)
+        except ValueError as error:
+            raise bad_request(str(error)) from None
+        state.client.load.is_paused = True  # before the next heartbeat says so
+        return {"paused": True}
+
+    @app.post("/continue_generation", dependencies=admin)
+    async def continue_generation() -> dict[str, Any]:
+        await state.client.control("continue")
+        state.client.load.is_paused = False
+        return {"paused": False}
+
+    @app.post("/load_lora_adapter", dependencies=admin)
+    @app.post("/v1/load_lora_adapter", dependencies=admin)
+    async def load_lora_adapter(body: LoadLoraRequest) -> dict[str, Any]:
+        """From a folder of the server's computer. Requests may name it as their model afterwards."""
+        if body.lora_name == state.model_name:
+            raise bad_request(f"{body.lora_name!r} is the name of the model", "lora_name")
+        try:
+            await state.client.control("load_lora", name=body.lora_name, path=body.lora_path)
+        except ValueError as error:
+            raise bad_request(str(error), "lora_path") from None
+        state.adapters.add(body.lora_name)
+        return {"success": True, "loaded_adapters": sorted(state.adapters)}
+
+    @app.post("/unload_lora_adapter", dependencies=admin)
+    @app.post("/v1/unload_lora_adapter", dependencies=admin)
+    async def unload_lora_adapter(body: UnloadLoraRequest) -> dict[str, Any]:
+        """Refused with 400 while requests use it."""
+        try:
+            await state.client.control("unload_lora", name=body.lora_name)
+        except ValueError as error:
+            raise bad_request(str(error), "lora_name") from None
+        state.adapters.discard(body.lora_name)
+        return {"success": True, "loaded_adapters": sorted(state.adapters)}
+
+    @app.get("/server_info", dependencies=admin)
+    @app.get("/get_server_info", dependencies=admin)
+    async def server_info() -> dict[str, Any]:
+        load = await state.client.control("load")
+        verifications = load["num_verifications"]
+        accept = load["num_accepted_tokens"] / max(verifications, 1) + (verifications > 0)
+        return {
+            "model": state.model_name,
+            "context_len": state.ready.context_len,
+            "max_total_num_tokens": state.ready.max_total_tokens,
+            "components": state.ready.description,
+            "num_live_requests": state.client.num_live,
+            "load": load,
+            "internal_states": [{"avg_spec_accept_length": accept}],
+        }
+
+
+async def _flush(state: ServerState, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not (await state.client.control("flush_cache"))["flushed"]:
+        if time.monotonic() >= end:
+            return False
+        await asyncio.sleep(0.05)
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "testclient"

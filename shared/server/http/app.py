@@ -1,0 +1,133 @@
+"""The HTTP application: routes and validation errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+
+from diptych.shared.server.api import chat, completions
+from diptych.shared.server.api.answers import check_model, respond
+from diptych.shared.server.api.anthropic import add_anthropic_routes
+from diptych.shared.server.api.embeddings import add_embedding_routes
+from diptych.shared.server.api.errors import ApiError, invalid_body
+from diptych.shared.server.api.native import add_native_routes
+from diptych.shared.server.api.protocol import ChatRequest, CompletionRequest
+from diptych.shared.server.api.responses import add_responses_routes
+from diptych.shared.server.engine.engine_client import EngineDead
+from diptych.shared.server.http.admin import add_admin_routes
+from diptych.shared.server.http.middleware import ApiKeys, BodyLimit
+from diptych.shared.server.http.request_log import RequestLog
+from diptych.shared.server.http.state import ServerState
+from diptych.shared.server.http.status import add_status_routes
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """The application of a ready engine."""
+    app = FastAPI(title="Diptych", docs_url=None, redoc_url=None)
+    app.state.server = state
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(EngineDead, _on_dead_engine)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    _add_openai_routes(app, state)
+    add_responses_routes(app, state)
+    add_anthropic_routes(app, state)
+    add_embedding_routes(app, state)
+    add_status_routes(app, state)
+    _add_health_routes(app, state)
+    add_native_routes(app, state)
+    add_admin_routes(app, state)
+    app.add_middleware(BodyLimit, max_bytes=state.settings.max_body_bytes)
+    if state.settings.api_keys:
+        app.add_middleware(ApiKeys, keys=state.settings.api_keys)
+    app.add_middleware(RequestLog)
+    return app
+
+
+def _add_openai_routes(app: FastAPI, state: ServerState) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        check_model(body.model, state)
+        generation = await chat.start_chat(body, state)
+        chunks = chat.chat_chunks(body, generation, state)
+        return await respond(request, body.stream, chunks, generation, chat.fold_chat)
+
+    @app.post("/v1/completions")
+    async def text_completions(body: CompletionRequest, request: Request) -> Response:
+        check_model(body.model, state)
+        generation = await completions.start_completion(body, state)
+        chunks = completions.completion_chunks(body, generation, state)
+        return await respond(request, body.stream, chunks, generation, completions.fold_completion)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {
+            "object": "list",
+            "data": [_model_card(state, name) for name in [state.model_name, *sorted(state.adapters)]],
+        }
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        check_model(name, state)
+        return _model_card(state, name)
+
+
+def _add_health_routes(app: FastAPI, state: ServerState) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        problem = state.health_problem
+        return PlainTextResponse(problem or "ok", 503 if problem else 200)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        problem = state.health_problem
+        if problem is None and state.is_draining:
+            problem = "draining"
+        if problem is None and state.client.load.is_paused:
+            problem = "paused"
+        return PlainTextResponse(problem or "ok", 503 if problem else 200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = state.metrics.render(state.client, state.ready.max_total_tokens)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _model_card(state: ServerState, name: str) -> dict[str, Any]:
+    """`parent`: an adapter's model."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.start_time,
+        "owned_by": "diptych",
+        "max_model_len": state.ready.context_len,
+        "parent": state.model_name if name in state.adapters else None,
+    }
+
+
+# ---- errors ----
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+async def _on_dead_engine(request: Request, error: Exception) -> Response:
+    return await _on_api_error(request, ApiError(503, f"the engine is not running: {error}"))
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    """FastAPI's 422 as a 400."""
+    assert isinstance(error, RequestValidationError)
+    return await _on_api_error(request, invalid_body(error.errors(), error.body))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    answer = ApiError(error.status_code, str(error.detail))
+    return JSONResponse(answer.body(), answer.status, headers=error.headers)

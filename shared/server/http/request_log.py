@@ -1,0 +1,65 @@
+"""The outermost layer of the application: request ids of clients, the request log, and defects."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from urllib.parse import quote
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from diptych.shared.server.api.errors import ApiError
+from diptych.shared.server.http.middleware import send_error
+
+LOGGER = logging.getLogger("diptych.server")
+
+_CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+"""A valid `x-request-id`; another one is ignored, because it would be written into headers and the log."""
+
+
+class RequestLog:
+    """Echoes the client's `x-request-id`, logs each answer at level INFO, and answers an unexpected exception
+    with 500: the log has the traceback, the client only the kind of error. The connection stays open."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        client_id, start, status = _client_id(scope), time.monotonic(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if client_id is not None:
+                    headers = [*message.get("headers", ()), (b"x-request-id", client_id)]
+                    message = {**message, "headers": headers}
+            await send(message)
+
+        place = f"{scope['method']} {quote(scope['path'])}"
+        if client_id is not None:
+            place += f" x-request-id={client_id.decode()}"
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception as error:
+            if status:
+                raise  # the answer has begun: the connection is closed
+            LOGGER.exception("%s: a defect", place)
+            await send_error(ApiError(500, f"internal error ({type(error).__name__})"), scope, send_with_id)
+        finally:
+            LOGGER.info("%s %s %.3f s", place, status or "no answer", time.monotonic() - start)
+
+
+def _client_id(scope: Scope) -> bytes | None:
+    found = dict(scope["headers"]).get(b"x-request-id", b"")
+    return found if _CLIENT_ID.fullmatch(found) else None
+
+
+def log_to_stderr() -> None:
+    """Write a line for each answer."""
+    LOGGER.addHandler(logging.StreamHandler())
+    LOGGER.setLevel(logging.INFO)

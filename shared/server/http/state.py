@@ -1,0 +1,105 @@
+"""What the routes share: the engine, the prompts, the metrics, and whether new work is taken."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from diptych.shared.server.api.errors import ApiError, bad_request
+from diptych.shared.server.api.generation import Generation
+from diptych.shared.server.api.prompts import Prompts
+from diptych.shared.server.api.protocol import SamplingFields
+from diptych.shared.server.engine.engine_client import EngineClient
+from diptych.shared.server.engine.messages import Ready
+from diptych.shared.server.http.metrics import Metrics
+from diptych.shared.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Flags of `diptych serve` that concern HTTP; the engine's are in EngineConfig."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None  # default: the engine's `model`
+    api_keys: tuple[str, ...] = ()  # empty: no key needed, and admin routes answer loopback only
+    max_body_bytes: int = 32 * 2**20
+    max_live_requests: int = 1024  # samples in the engine at one time; beyond: 429
+    drain_seconds: float = 30.0  # after SIGTERM, for running requests to end
+    write_timeout: float = 60.0  # seconds that one write to a slow reader may take
+    heartbeat_timeout: float = 60.0  # seconds without a heartbeat until /health fails
+    log_requests: bool = False  # a line for each answer, on stderr
+
+
+@dataclass
+class ServerState:
+    """Made when the engine is ready."""
+
+    settings: ServerSettings
+    model_name: str
+    client: EngineClient
+    ready: Ready
+    prompts: Prompts
+    metrics: Metrics = field(default_factory=Metrics)
+    start_time: int = field(default_factory=lambda: int(time.time()))
+    is_draining: bool = False
+    adapters: set[str] = field(default_factory=set)  # names of LoRA adapters, which are models to clients
+
+    def generation(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        body: SamplingFields,
+        images: Sequence[bytes] = (),
+    ) -> Generation:
+        """A generation of a validated body; 429 or 503 when the server takes no more."""
+        self.check_admission(len(prompts), params.n)
+        return Generation(
+            self.client,
+            self.prompts.tokenizer,
+            self.metrics,
+            prompts,
+            params,
+            seed=body.seed if body.seed is not None else secrets.randbits(63),
+            extra_key=body.cache_salt,
+            priority=body.priority,
+            routing_key=body.routing_key,
+            lora=self.adapter_of(body.model),
+            images=images,
+        )
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The LoRA adapter that a request means by its `model`; None: the model alone."""
+        return model if model in self.adapters else None
+
+    def check_admission(self, num_prompts: int, n: int = 1) -> None:
+        """400 for more samples than the server ever takes, 429 when too many are live, 503 while draining or
+        after the engine's death."""
+        limit, num_samples = self.settings.max_live_requests, num_prompts * n
+        queue = self.ready.max_queued_requests  # the samples of a request arrive together
+        largest = limit if queue is None else min(limit, queue)
+        if num_samples > largest:
+            raise bad_request(
+                f"{num_prompts} prompts with n={n} are {num_samples} requests; this server takes at most "
+                f"{largest} at one time"
+            )
+        if not self.client.is_alive:
+            raise ApiError(503, f"the engine is not running: {self.client.death_reason}")
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down")
+        if self.client.num_live + num_samples > limit:
+            raise ApiError(
+                429, f"the server is full: {self.client.num_live} requests are live, the limit is {limit}"
+            )
+
+    @property
+    def health_problem(self) -> str | None:
+        """Why /health fails; None: it does not."""
+        if not self.client.is_alive:
+            return f"the engine is not running: {self.client.death_reason}"
+        age = time.monotonic() - self.client.last_beat
+        if age > self.settings.heartbeat_timeout:
+            return f"the engine has given no heartbeat for {age:.0f} s"
+        return None

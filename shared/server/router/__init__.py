@@ -1,0 +1,1 @@
+"""Several servers behind one address: a cache-aware router, Ray Serve."""

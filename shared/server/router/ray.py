@@ -1,0 +1,112 @@
+"""A Ray Serve application: replicas of this server on one or several machines, scaled and routed by Ray.
+
+    serve run diptych.shared.server.router.ray:app model=Qwen/Qwen3-8B num_replicas=2 num_gpus=1
+
+Each replica runs a whole server, with the API of `diptych serve`, in a process of its own. Ray passes
+requests to it, restarts a replica whose server has ended, and adds replicas under load (num_replicas=auto).
+With tp=N a replica's server has N ranks, which end with it.
+Needs the extra `ray`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import sys
+import threading
+from dataclasses import fields
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pydantic import TypeAdapter
+from ray import serve
+from starlette.requests import Request
+from starlette.responses import Response
+
+from diptych.shared.config import EngineConfig
+from diptych.shared.server.engine.engine_process import die_with_the_other_end
+from diptych.shared.server.http.state import ServerSettings
+from diptych.shared.server.router.router import Router
+
+START_SECONDS = 1800.0
+"""Until a replica must answer: a large model on a cold machine compiles kernels and reads its weights."""
+
+
+@serve.deployment(max_ongoing_requests=1024, health_check_period_s=5)
+class Replica:
+    """One server, and a proxy to it. `flags`: fields of EngineConfig, and `served_model_name`."""
+
+    def __init__(self, flags: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(flags, theirs), name="diptych-server")
+        self.process.start()
+        theirs.close()
+        if not self.pipe.poll(START_SECONDS):
+            raise TimeoutError(f"the server did not start within {START_SECONDS:.0f} s")
+        try:
+            port = self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            raise RuntimeError(f"the server ended with exit code {self.process.exitcode}") from None
+        self.router = Router([f"http://127.0.0.1:{port}"])
+
+    async def __call__(self, request: Request) -> Response:
+        """Pass the request on; a stream as it comes."""
+        return await self.router.forward(request)
+
+    def check_health(self) -> None:
+        """Ray calls this; after some errors it restarts the replica."""
+        if not self.process.is_alive():
+            raise RuntimeError(f"the server ended with exit code {self.process.exitcode}")
+
+    def __del__(self) -> None:
+        if self.process.is_alive():
+            self.process.terminate()  # drains
+            self.process.join(30)
+
+
+def app(args: dict[str, Any]) -> serve.Application:
+    """What `serve run` builds.
+
+    args: fields of EngineConfig, served_model_name, num_replicas (a number, or "auto"), and num_gpus and
+    num_cpus of each replica. Raises `ValueError` for another name or a bad value."""
+    flags = dict(args)
+    replicas = flags.pop("num_replicas", 1)
+    resources = {name: float(flags.pop(name)) for name in ("num_gpus", "num_cpus") if name in flags}
+    _config_of(flags)  # raises here, before anything is started
+    deployment = Replica.options(
+        num_replicas=replicas if replicas == "auto" else int(replicas), ray_actor_options=resources
+    )
+    return deployment.bind(flags)
+
+
+def _config_of(flags: dict[str, Any]) -> EngineConfig:
+    """From values or, as on a command line, their texts."""
+    known = {field.name for field in fields(EngineConfig)} | {"served_model_name"}
+    unknown = sorted(flags.keys() - known)
+    if unknown:
+        raise ValueError(f"unknown arguments {unknown}; known are {sorted(known)}")
+    values = {name: value for name, value in flags.items() if name != "served_model_name"}
+    return TypeAdapter(EngineConfig).validate_python(values)
+
+
+def _serve(flags: dict[str, Any], pipe: Connection) -> None:
+    """The server of a replica, in a process of its own, which sends its port."""
+    from diptych.shared.engine.build.assembly import default_device, load_tokenizer
+    from diptych.shared.loading.model_path import resolve_model_path
+    from diptych.shared.server.serve import run_server
+
+    threading.Thread(target=die_with_the_other_end, args=(pipe,), daemon=True).start()
+    config = _config_of(flags)
+    folder = resolve_model_path(config.model, config.load_format)
+    code = asyncio.run(
+        run_server(
+            config,
+            ServerSettings(port=0, served_model_name=flags.get("served_model_name")),
+            lambda: load_tokenizer(config, folder),
+            in_thread=not (config.device or default_device()).startswith("cuda"),
+            announce=lambda state, port: pipe.send(port),
+        )
+    )
+    sys.exit(code)

@@ -1,0 +1,1 @@
+"""Tools around the engine: conformance, measurements, commands, training. The engine never imports them."""

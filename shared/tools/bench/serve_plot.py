@@ -1,0 +1,35 @@
+"""Plots the results of a server under several loads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from diptych.shared.tools.bench.plots import new_figure
+from diptych.shared.tools.bench.serve_load import LoadResult
+
+
+def plot_loads(file: Path, title: str, results: Sequence[LoadResult]) -> None:
+    """Plot complete requests per second and goodput over the load, and ITL and TTFT. An infinite rate is
+    drawn at the right end."""
+    figure, axes = new_figure(title)
+    is_open = results[0].arrivals.rate is not None
+    loads = [result.arrivals.rate or result.arrivals.concurrency or 0 for result in results]
+    largest = max((load for load in loads if math.isfinite(load)), default=1)
+    x = [load if math.isfinite(load) else 1.5 * largest for load in loads]
+    axes.plot(x, [result.request_rate for result in results], "o-", label="complete")
+    axes.plot(x, [result.goodput for result in results], "o--", label="goodput")
+    axes.set_xlabel("arrivals per second" if is_open else "concurrency")
+    axes.set_ylabel("requests/s")
+    axes.set_ylim(bottom=0)
+    latencies = axes.twinx()
+    for metric, color in (("ttft", "tab:green"), ("itl", "tab:red")):
+        points = [(load, summary["p99"]) for load, r in zip(x, results) if (summary := r.summary(metric))]
+        if points:
+            latencies.plot(*zip(*points), "s:", color=color, markersize=4, label=f"{metric.upper()} p99")
+    latencies.set_ylabel("ms")
+    latencies.set_ylim(bottom=0)
+    lines = [*axes.get_lines(), *latencies.get_lines()]
+    axes.legend(lines, [str(line.get_label()) for line in lines], fontsize="small")
+    figure.savefig(file)

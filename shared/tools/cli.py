@@ -1,0 +1,93 @@
+"""The `diptych` command: puts the subcommands together and turns expected errors into one line."""
+
+import atexit
+import gc
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from diptych.shared.tools.commands import (
+    bench,
+    chat,
+    check,
+    convert,
+    diff,
+    doctor,
+    evaluate,
+    generate,
+    quantize,
+    route,
+    serve,
+    soak,
+    tune,
+)
+
+
+class _OneLineErrors(TyperGroup):
+    """What the engine says about a bad request (`ValueError`), a missing file or a missing package is for
+    the user: one line on stderr and exit status 2. Anything else is a defect of ours and keeps its trace."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ValueError, OSError, ImportError) as error:
+            if ctx.params["debug"] or isinstance(error, BrokenPipeError):
+                raise
+            print("error:", " ".join(str(error).split()), file=sys.stderr)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=_OneLineErrors,
+    help="Diptych: one LLM serving engine, implemented twice.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
+app.command("route")(route.route)
+app.command("doctor")(doctor.doctor)
+app.command("diff")(diff.diff)
+app.command("eval")(evaluate.evaluate)
+app.command("quantize")(quantize.quantize)
+app.command("convert")(convert.convert)
+app.command("soak")(soak.soak)
+app.command("tune")(tune.tune)
+app.add_typer(bench.app, name="bench")
+app.add_typer(check.app, name="check")
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        from diptych import __version__
+
+        print(f"diptych {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """The options before the subcommand's name."""
+
+
+def main() -> None:
+    atexit.register(_end_quickly)
+    app(prog_name="diptych")
+
+
+def _end_quickly() -> None:
+    """Python looks for garbage when it ends, among all that torch has made: a third of a second for nothing.
+    Without that, Triton's bindings print what they take for leaks."""
+    if "triton._C.libtriton" not in sys.modules:
+        gc.freeze()

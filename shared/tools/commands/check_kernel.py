@@ -1,0 +1,213 @@
+"""`diptych check kernel`: compares a bare function with the exact result of one operation, and times it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diptych.shared.tools.commands import bench_run
+
+if TYPE_CHECKING:
+    from diptych.shared.tools.conformance.kernels.problem import Like
+    from diptych.shared.tools.conformance.kernels.report import Report
+
+
+def check_kernel(
+    target: Annotated[
+        str | None,
+        typer.Argument(help="The function: file.py:function or package.module:function.", show_default=False),
+    ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(metavar="OPERATION", help="The operation. --list shows all.", show_default=False),
+    ] = None,
+    convention: Annotated[
+        str,
+        typer.Option(
+            metavar="LIBRARY", help="Whose arguments, shapes and layouts the function has. --list shows all."
+        ),
+    ] = "torch",
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--case", metavar="TEXT", help="Only cases with this in the name: bfloat16. May be repeated."
+        ),
+    ] = None,
+    features: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="FEATURE", help="Also check: window. May be repeated."),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=2, help="all_reduce: the number of processes. Default: 3.", show_default=False
+        ),
+    ] = None,
+    time_limit: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that one call may take before it counts as failed.")
+    ] = 60.0,
+    timing: Annotated[bool, typer.Option(help="Time the function on growing sizes.")] = True,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="List operations, conventions and shapes, and run nothing.")
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything to this file as well.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with plots of error and speed.")
+    ] = None,
+) -> None:
+    """Check a bare function against float64: awkward sizes, NaN in unused memory, other pages, strided rows.
+
+    Exit status 0: every case holds; 1: a case fails; 2: nothing could be checked.
+    """
+    from diptych.shared.tools.conformance.kernels.collective_likes import all_reduce_like
+    from diptych.shared.tools.conformance.kernels.conventions import LIKES, convention_of, operation_of
+    from diptych.shared.tools.conformance.kernels.run import check_arguments, check_kernel, running
+
+    if list_all:
+        print_list(like)
+        return
+    if target is None or like is None:
+        raise ValueError(f"name a function and what it is --like: {', '.join(LIKES)}")
+    like = operation_of(like)
+    chosen_convention = convention_of(like, convention)
+    operation = LIKES[like]
+    if ranks is not None:
+        if not operation.ranks:
+            raise ValueError(f"--ranks does not apply to {like}: it is of one process")
+        operation = all_reduce_like(ranks)
+    cases = chosen_cases(operation, case or [], features or [])
+    check_arguments(target, operation, chosen_convention, cases, features or [])
+    bench_run.check_files(None, json_file, html)
+    with running(target, operation, time_limit) as function:
+        report = check_kernel(function, target, operation, chosen_convention, cases, time_limit)
+        if timing and not report.num_not_run:
+            from diptych.shared.tools.bench.bare_kernel import time_sizes
+
+            for verdict, seconds in time_sizes(function, operation, chosen_convention, time_limit):
+                report.verdicts.append(verdict)
+                report.timings += [] if seconds is None else [seconds]
+    print_report(report)
+    if json_file is not None:
+        json_file.write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
+    if html is not None:
+        from diptych.shared.tools.conformance.kernels.report_html import render
+
+        html.write_text(render(report), encoding="utf-8")
+    if report.status:
+        raise typer.Exit(report.status)
+
+
+def chosen_cases(like: Like, texts: list[str], features: list[str]) -> tuple[Any, ...]:
+    """The cases of the operation and of the features; with `texts`, those whose name contains every text."""
+    for feature in features:
+        if feature not in like.more_cases:
+            known = ", ".join(like.more_cases) or "none"
+            raise ValueError(f"--with {feature}: features of {like.name} to check are {known}")
+    cases = (*like.cases, *(case for feature in features for case in like.more_cases[feature]))
+    chosen = tuple(case for case in cases if all(text in case.name for text in texts))
+    if not chosen:
+        raise ValueError(f"no case of {like.name} has {' and '.join(texts)} in its name")
+    return chosen
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    def finite(fields: dict[str, Any]) -> dict[str, Any]:
+        """None for NaN, which JSON cannot represent."""
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in fields.items()
+        }
+
+    return {
+        "target": report.target,
+        "like": report.like.name,
+        "convention": report.convention.library,
+        "device": report.device,
+        "status": report.status,
+        "summary": report.summary,
+        "mistakes": report.names,
+        "cases": [finite(asdict(verdict)) for verdict in report.verdicts],
+        "timings": [asdict(timing) for timing in report.timings],
+    }
+
+
+def print_list(only: str | None) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from diptych.shared.tools.conformance.kernels.conventions import CONVENTIONS, LIKES, operation_of
+
+    console = Console()
+    for name in [operation_of(only)] if only else LIKES:
+        console.print(Text(f"{name}: {LIKES[name].what}", "bold"))
+        for each in CONVENTIONS[name]:
+            console.print(Text(f"  --convention {each.library}: {each.signature}"))
+            console.print(Text(f"    {each.shapes}", "dim"))
+
+
+def print_report(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from diptych.shared.tools.conformance.kernels.report_html import observed
+
+    console = Console()
+    console.print(Text(report.summary, "bold red" if report.status else "green"))
+    for name in report.names:
+        console.print(Text(f"what it does: {name}", "red"))
+    table = Table(
+        "case", title=f"{report.like.name}, convention {report.convention.library}: {report.target}"
+    )
+    for heading in ("error", "allowed"):
+        table.add_column(heading, justify="right")
+    table.add_column("verdict", overflow="fold")
+    before = ""
+    for verdict in report.verdicts:
+        words, style = verdict.words, "green"
+        if verdict.failure is not None:
+            style = "red"
+        elif verdict.refusal is not None or verdict.refused_forms:
+            style = "yellow"
+        if words != "holds":
+            words, before = "as above" if words == before else words, words
+        table.add_row(
+            Text(verdict.case), f"{verdict.error:.1e}", f"{verdict.allowed:.1e}", Text(words, style)
+        )
+    console.print(table)
+    for line in observed(report):
+        console.print(Text(line))
+    print_timings(report)
+
+
+def print_timings(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if not report.timings:
+        return
+    table = Table("size", title=f"µs of one call, on {report.device}")
+    has_bound = any(timing.bound is not None for timing in report.timings)
+    for heading in ("this function", report.like.beside, *(("bound", "of the bound") if has_bound else ())):
+        table.add_column(heading, justify="right")
+    for timing in report.timings:
+        cells = [_us(timing.seconds), _us(timing.ours)]
+        if timing.bound is not None:
+            cells += [_us(timing.bound), f"{100 * timing.bound / timing.seconds:.0f} %"]
+        table.add_row(Text(timing.case), *cells)
+    console = Console()
+    console.print(table)
+    for note in report.timing_notes:
+        console.print(Text(note, "yellow"))
+
+
+def _us(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e6 * seconds:.1f}"

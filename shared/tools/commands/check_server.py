@@ -1,0 +1,124 @@
+"""`diptych check server`: compares a server with OpenAI's API with the reference in float32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diptych.shared.tools.commands import bench_run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def check_server(
+    url: Annotated[str, typer.Argument(help="Of the server: http://127.0.0.1:8080.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", "-m", help="What it serves: folder in Hugging Face format, built-in model or id."
+        ),
+    ],
+    api_key: Annotated[str | None, typer.Option(help="Key of the server.", envvar="DIPTYCH_API_KEY")] = None,
+    served_model: Annotated[
+        str, typer.Option(help="The model's name in requests. Default: the first that the server lists.")
+    ] = "",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Number format of the server, which gives the tolerance: auto, float32, float16, bfloat16, "
+            "fp8, int8, int4, q8_0 or q4. auto: the checkpoint's own, float32, float16 or else bfloat16."
+        ),
+    ] = "auto",
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="GROUP|NAME", help="Only this. May be repeated.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="GROUP|NAME", help="Without this. May be repeated.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report to read.")] = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML, for CI.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything that was found.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the prompts and of sampling.")] = 0,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests in flight. Default: 8.", show_default=False)
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts and draws.")] = False,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="More and longer prompts, more draws.")
+    ] = False,
+) -> None:
+    """Compare a server's log-probabilities, samples and answers with the reference.
+
+    Exit status 0: every check holds; 1: one fails; 2: nothing could be compared with the reference.
+    """
+    for file in (html, junit, json_file):
+        if file is not None:
+            bench_run.check_files(None, file)
+    if quick and thorough:
+        raise ValueError("--quick and --thorough exclude each other")
+
+    from dataclasses import replace
+
+    from diptych.shared.tools.conformance.server.checks import QUICK, THOROUGH, Limits, chosen, run_checks
+    from diptych.shared.tools.conformance.server.session import connect
+    from diptych.shared.tools.conformance.server.verdict import Report, print_report
+
+    checks = chosen(only or (), skip or ())
+    limits = QUICK if quick else THOROUGH if thorough else Limits()
+    if concurrency is not None:
+        limits = replace(limits, concurrency=concurrency)
+    with _progress(len(checks) + 1) as progress:
+        context = connect(
+            url,
+            model,
+            api_key=api_key,
+            served_model=served_model,
+            dtype=dtype,
+            seed=seed,
+            limits=limits,
+            progress=progress,
+        )
+        results = list(run_checks(context, checks))
+    facts = {
+        "server": context.server.url,
+        "kind": context.offers.kind or "unknown",
+        "model": model,
+        "dtype": context.dtype,
+        "seed": str(seed),
+    }
+    context.server.close()
+    report = Report(facts, context.offers, results, len(checks))
+    print_report(report)
+    if html is not None:
+        from diptych.shared.tools.conformance.server.report_html import render
+
+        html.write_text(render(report), encoding="utf-8")
+    if junit is not None:
+        from diptych.shared.tools.conformance.server.junit import junit_xml
+
+        junit.write_text(junit_xml(report), encoding="utf-8")
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_json(), indent=1, default=str) + "\n", encoding="utf-8")
+    if report.exit_status:
+        raise typer.Exit(report.exit_status)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on a terminal's stderr that names the current check."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns: tuple[Any, ...] = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda text: bar.update(task, advance=1, description=text)

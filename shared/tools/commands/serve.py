@@ -1,0 +1,135 @@
+"""`diptych serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diptych.shared.tools.commands.options import EngineOptions, spread
+
+if TYPE_CHECKING:
+    from diptych.shared.server.http.state import ServerState
+
+SERVER = "Server"
+API_KEY_VARIABLE = "DIPTYCH_API_KEY"
+
+
+def _option(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=SERVER, **more)
+
+
+@spread
+def serve(
+    *,
+    engine: EngineOptions,
+    host: Annotated[str, _option("Address to listen on. 0.0.0.0: every interface.")] = "127.0.0.1",
+    port: Annotated[int, _option("Port to listen on; 0: any free one.", min=0, max=65535)] = 8000,
+    served_model_name: Annotated[
+        str | None, _option("Name of the model in the API. Default: --model.", show_default=False)
+    ] = None,
+    api_key: Annotated[
+        list[str] | None, _option("A key that clients must send; repeatable.", envvar=API_KEY_VARIABLE)
+    ] = None,
+    max_live_requests: Annotated[
+        int, _option("Requests in the engine at one time; beyond: 429.", min=1)
+    ] = 1024,
+    max_body_mib: Annotated[int, _option("Longest body, in MiB; beyond: 413.", min=1)] = 32,
+    drain_seconds: Annotated[
+        float, _option("After SIGTERM, seconds for running requests to end.", min=0)
+    ] = 30.0,
+    write_timeout: Annotated[
+        float, _option("Seconds that a client may take to read a piece of a stream.", min=0)
+    ] = 60.0,
+    log_requests: Annotated[
+        bool, _option("Write a line for each answer to stderr, with the client's x-request-id.")
+    ] = False,
+    in_process: Annotated[
+        bool | None,
+        _option(
+            "Run the engine in a thread of the server's process. Default: on a CPU.",
+            "--in-process/--separate-process",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Serve a model over HTTP with OpenAI's API. Without arguments: the built-in model on port 8000."""
+    try:
+        from diptych.shared.server.serve import run_server
+    except ImportError as error:
+        raise ImportError(f"serving needs {error.name}: pip install 'diptych[server]'") from None
+    import asyncio
+
+    from diptych.shared.config import EngineConfig
+    from diptych.shared.engine.build.assembly import default_device, load_tokenizer
+    from diptych.shared.loading.model_path import resolve_model_path
+    from diptych.shared.server.http.state import ServerSettings
+
+    api_keys = _checked_keys(api_key)
+    config = EngineConfig(**engine.to_flags())
+    if config.num_ranks > 1:
+        from diptych.shared.engine.processes.launcher import follow_if_launched
+
+        follow_if_launched()
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        api_keys=api_keys,
+        max_body_bytes=max_body_mib * 2**20,
+        max_live_requests=max_live_requests,
+        drain_seconds=drain_seconds,
+        write_timeout=write_timeout,
+        log_requests=log_requests,
+    )
+    folder = resolve_model_path(config.model, config.load_format)
+    device = config.device or default_device()
+    in_thread = in_process if in_process is not None else not device.startswith("cuda")
+    print(f"starting {config.model} on {device} ...", file=sys.stderr)
+    code = asyncio.run(
+        run_server(
+            config,
+            settings,
+            lambda: load_tokenizer(config, folder),
+            in_thread=in_thread,
+            announce=_announce,
+        )
+    )
+    if code:
+        raise typer.Exit(code)
+
+
+def _checked_keys(keys: list[str] | None) -> tuple[str, ...]:
+    """An empty key is most likely a variable that was not set: it must not leave the server open."""
+    if not all(key.strip() for key in keys or ()):
+        raise ValueError("--api-key must not be empty")
+    if not keys and API_KEY_VARIABLE in os.environ:  # typer takes an empty variable for one that is not set
+        raise ValueError(f"{API_KEY_VARIABLE} must not be empty; unset it to serve without a key")
+    return tuple(keys or ())
+
+
+def _announce(state: ServerState, port: int) -> None:
+    import psutil
+
+    ready, host = state.ready, state.settings.host
+    address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    parts = ready.description
+    print(f"serving {state.model_name} at http://{address}:{port}")
+    print(
+        f"  scheduler {parts.get('scheduler')}, attention {parts.get('attention')}; context "
+        f"{ready.context_len:,} tokens, KV pool {ready.max_total_tokens:,} tokens, at most "
+        f"{ready.max_running_requests} running requests"
+    )
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in ready.startup_seconds.items())
+    seconds = time.time() - psutil.Process().create_time()
+    print(f"  ready after {seconds:.1f} s; of the engine's: {phases}")
+    if host not in ("127.0.0.1", "localhost", "::1") and not state.settings.api_keys:
+        print("  warning: no API key, and reachable from other computers (--api-key)", file=sys.stderr)
+    body = '{"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}'
+    print(
+        f"  curl http://{address}:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+        flush=True,
+    )

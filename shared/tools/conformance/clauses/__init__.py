@@ -1,0 +1,1 @@
+"""The machinery of clauses: cases, comparison, tolerance, shrinking, versions."""

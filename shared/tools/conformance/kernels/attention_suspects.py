@@ -1,0 +1,103 @@
+"""Known mistakes of paged attention, each computed in float64 from a problem's own tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from diptych.shared.tools.conformance.kernels.problem import Problem, Suspect
+
+
+def dense(problem: Problem, **change: Any) -> dict[str, torch.Tensor]:
+    """Attention in float64 from the problem's own tensors, with a change for each known mistake."""
+    q, k = problem["q"].cpu().double(), problem["k"].cpu().double()
+    v = problem["v"].cpu().double() if "v" in problem.tensors else k[..., : problem.constants["rank"]]
+    if change.get("swapped"):
+        k, v = v, k
+    table, lens = changed_table(problem["page_table"].cpu().long(), change), problem["lens"].tolist()
+    starts = problem["qo_indptr"].tolist()
+    page_size, group = k.shape[1], q.shape[1] // k.shape[2]
+    heads = torch.arange(q.shape[1])
+    kv_heads = heads % k.shape[2] if change.get("interleaved_heads") else heads // group
+    scale = change.get("scale", problem.constants["scale"])
+    if "scale_exponent" in change:
+        scale = q.shape[2] ** change["scale_exponent"]
+    window = problem.constants["window"] + change.get("window", 0)
+    has_window = problem.constants["window"] >= 0 and not change.get("no_window")
+    output = q.new_zeros(*q.shape[:2], v.shape[3])
+    for i, length in enumerate(lens):
+        keys, values = (x[table[i]].flatten(0, 1)[:, kv_heads] for x in (k, v))
+        new = starts[i + 1] - starts[i]
+        for t in range(new):
+            seen = num_seen(length, new, t, change.get("mask", ""))
+            end = min(seen + change.get("end", 0), len(keys))
+            if change.get("whole_pages"):
+                end = min(-(-seen // page_size) * page_size, len(keys))
+            begin = max(change.get("begin", 0), seen - 1 - window if has_window else 0)
+            row = starts[i] + t
+            if end <= begin:  # no key is visible: any output of a kernel is allowed
+                output[row] = torch.nan
+                continue
+            scores = torch.einsum("hd,nhd->hn", q[row], keys[begin:end]) * scale
+            output[row] = torch.einsum("hn,nhd->hd", scores.softmax(-1), values[begin:end])
+            if change.get("unnormalised"):
+                output[row] *= (scores - scores.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
+    return {"out": output}
+
+
+def changed_table(table: torch.Tensor, change: Mapping[str, Any]) -> torch.Tensor:
+    """The page ids [batch, max_pages] that a function with the mistake reads."""
+    pages = change.get("pages")
+    if pages == "in order":
+        return torch.arange(table.shape[1]).repeat(len(table), 1)
+    if pages == "of the first":
+        return table[:1].expand_as(table)
+    if pages == "of the next":
+        return table.roll(-1, 0)
+    if pages == "one column off":
+        return torch.cat((table[:, 1:], table[:, -1:]), dim=1)
+    return table
+
+
+def num_seen(length: int, new: int, t: int, mask: str) -> int:
+    """The keys that new token t of `new` sees, in a request of `length` tokens."""
+    if mask == "top-left":
+        return t + 1
+    if mask == "one later":
+        return min(length - new + t + 2, length)
+    return length if mask == "none" else length - new + t + 1
+
+
+SUSPECTS: dict[str, Suspect] = {
+    "the last token is not seen": partial(dense, end=-1),
+    "one token too many is seen": partial(dense, end=1),
+    "the last page is read to its end": partial(dense, whole_pages=True),
+    "the first token is not seen": partial(dense, begin=1),
+    "the page table is ignored: pages are read in order": partial(dense, pages="in order"),
+    "every request reads the pages of the first": partial(dense, pages="of the first"),
+    "every request reads the pages of the next": partial(dense, pages="of the next"),
+    "the page table is read one column too far": partial(dense, pages="one column off"),
+    "K and V are swapped": partial(dense, swapped=True),
+    "query head h reads KV head h % num_kv_heads, not h // group": partial(dense, interleaved_heads=True),
+    "the scale is forgotten": partial(dense, scale=1.0),
+    "the scale argument is ignored: head_dim ** -0.5 is used": partial(dense, scale_exponent=-0.5),
+    "scores are divided by head_dim, not by its root": partial(dense, scale_exponent=-1.0),
+    "the softmax is not divided by its sum": partial(dense, unnormalised=True),
+    "the window is one token too long": partial(dense, window=1),
+    "the window is one token too short": partial(dense, window=-1),
+    "the window is ignored": partial(dense, no_window=True),
+    "tokens of a prompt see later tokens": partial(dense, mask="none"),
+    "tokens of a prompt see one later token": partial(dense, mask="one later"),
+    "the causal mask of a prompt is aligned top-left: cached tokens are not counted": partial(
+        dense, mask="top-left"
+    ),
+}
+DECODE_SUSPECTS = {name: suspect for name, suspect in SUSPECTS.items() if "prompt" not in name}
+MLA_SUSPECTS = {
+    name: suspect
+    for name, suspect in DECODE_SUSPECTS.items()
+    if "KV head" not in name and "swapped" not in name  # one latent head, whose rows are K and V
+}

@@ -1,0 +1,106 @@
+"""The report of a kernel check: verdicts of cases, times, names of mistakes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from diptych.shared.tools.conformance.kernels.problem import Convention, Like
+
+
+@dataclass
+class Verdict:
+    """The verdict on one case. `error`: the norm of the error over the norm of the exact result; `allowed`:
+    its limit. `failure`: what is wrong, or None. `refusal`: why the function does not support the case.
+    `refused_forms`: form of the inputs, such as strided rows -> why the function does not support it, in a
+    case that it supports. `reports`: observations that are not required. `ends_check`: no further case can be
+    run."""
+
+    case: str
+    dtype: str
+    size: int
+    error: float = 0.0
+    allowed: float = 0.0
+    failure: str | None = None
+    refusal: str | None = None
+    refused_forms: dict[str, str] = field(default_factory=dict)
+    reports: dict[str, bool] = field(default_factory=dict)
+    ends_check: bool = False
+
+    @property
+    def words(self) -> str:
+        """The verdict as text."""
+        if self.failure is not None:
+            return self.failure
+        if self.refusal is not None:
+            return f"refused: {self.refusal}"
+        return "; ".join(["holds", *(f"{form} refused: {why}" for form, why in self.refused_forms.items())])
+
+
+@dataclass
+class Timing:
+    """Seconds of one call. `ours`: of the function it is compared with. `bound`: bytes over bandwidth or
+    FLOPs over rate, whichever is larger."""
+
+    case: str
+    size: int
+    seconds: float
+    ours: float | None
+    bound: float | None
+
+
+@dataclass
+class Report:
+    like: Like
+    convention: Convention
+    target: str
+    device: str
+    verdicts: list[Verdict]
+    timings: list[Timing]
+    names: list[str]  # of mistakes that explain the failures
+    num_not_run: int = 0  # cases after one that ended the check
+
+    @property
+    def failing(self) -> list[Verdict]:
+        return [verdict for verdict in self.verdicts if verdict.failure is not None]
+
+    @property
+    def status(self) -> int:
+        """0: every supported case holds; 1: one fails; 2: none could be checked."""
+        if self.failing:
+            return 1
+        return 2 if self.num_refused == len(self.verdicts) else 0
+
+    @property
+    def num_refused(self) -> int:
+        return sum(verdict.refusal is not None for verdict in self.verdicts)
+
+    @property
+    def timing_notes(self) -> list[str]:
+        """Notes on the times."""
+        if not self.timings:
+            return []
+        notes = []
+        if self.device.startswith("CPU"):
+            notes.append("These are times of a CPU: they do not show how fast a kernel is on a GPU.")
+        if all(timing.ours is None for timing in self.timings):
+            notes.append(
+                f"The column {self.like.beside} is empty: the kernel for {self.like.name} needs a CUDA GPU."
+            )
+        if all(timing.bound is None for timing in self.timings):
+            notes.append("There is no bound: the rate of the links between ranks is not measured.")
+        return notes
+
+    @property
+    def summary(self) -> str:
+        num_cases = len(self.verdicts)
+        if self.failing:
+            rest = f"; {self.num_not_run} more are not run" if self.num_not_run else ""
+            return f"{len(self.failing)} of {num_cases} cases fail{rest}"
+        if self.num_refused == num_cases:
+            return f"all {num_cases} cases are refused: nothing was checked"
+        without = Counter(form for verdict in self.verdicts for form in verdict.refused_forms)
+        parts = [f"all {num_cases - self.num_refused} cases hold"]
+        parts += [f"{count} without {form}" for form, count in without.items()]
+        parts += [f"{self.num_refused} are refused"] * bool(self.num_refused)
+        return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""Expected results computed in an independent way, and worlds in which components are tried."""

@@ -1,0 +1,188 @@
+"""The registry of checks, and running them against a server."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from diptych.shared.tools.conformance.server.client import Answer, Malformed, Refused, Server, Unreachable
+from diptych.shared.tools.conformance.server.tolerance import TABLE, Tolerance
+
+if TYPE_CHECKING:
+    from diptych.shared.tools.conformance.server.capabilities import Offers
+    from diptych.shared.tools.conformance.server.oracle import Oracle
+
+Status = Literal["holds", "fails", "not offered", "near tie"]
+GROUPS = ("api", "scoring", "dependence", "streaming", "sampling", "semantics")
+MODULES = (
+    "scoring",
+    "dependence",
+    "streaming",
+    "distributions",
+    "penalties",
+    "sampling",
+    "semantics",
+    "refusals",
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding of a check. `evidence`: data for the report; only JSON values."""
+
+    status: Status
+    what: str = ""
+    expected: Any = None
+    actual: Any = None
+    evidence: dict[str, Any] = field(default_factory=dict)
+    num_cases: int = 1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The amounts of requests and tokens of a run."""
+
+    num_prompts: int = 8
+    prompt_len: int = 48  # tokens of an ordinary prompt
+    long_prompt_len: int = 400
+    max_tokens: int = 16
+    num_draws: int = 1500  # of one chi-square test
+    concurrency: int = 8
+
+
+QUICK = Limits(num_prompts=4, prompt_len=32, long_prompt_len=160, max_tokens=8, num_draws=400, concurrency=4)
+THOROUGH = Limits(
+    num_prompts=32, prompt_len=96, long_prompt_len=1500, max_tokens=48, num_draws=6000, concurrency=24
+)
+
+
+@dataclass
+class Context:
+    """The inputs of a check. `prompts`: token ids. `progress` takes a line of text. `dtype`: the format that
+    selects the `tolerance`."""
+
+    server: Server
+    offers: Offers
+    oracle: Oracle
+    rng: random.Random
+    limits: Limits
+    prompts: list[list[int]]
+    progress: Callable[[str], None] = lambda text: None
+    tolerance: Tolerance = TABLE["float32"]
+    dtype: str = "float32"
+    answers: list[Answer] = field(default_factory=list)  # greedy answers to the prompts, once computed
+
+    def prompt_of(self, ids: Sequence[int]) -> str | list[int]:
+        """A prompt in the form that this server takes: token ids if it accepts them, otherwise their text."""
+        return list(ids) if self.offers.token_id_prompts else self.oracle.tokenizer.decode(ids)
+
+
+Run = Callable[[Context], "Iterable[Finding] | Finding"]
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str  # group.name
+    sentence: str  # what must hold
+    why: str  # what goes wrong for users if it does not
+    run: Run
+
+    @property
+    def group(self) -> str:
+        return self.name.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The findings of one check."""
+
+    check: Check
+    findings: tuple[Finding, ...]
+
+    @property
+    def status(self) -> Status:
+        """The worst status of its findings: fails, near tie, holds; not offered only if there is no other."""
+        found = {finding.status for finding in self.findings}
+        order: tuple[Status, ...] = ("fails", "near tie", "holds")
+        return next((status for status in order if status in found), "not offered")
+
+    @property
+    def num_cases(self) -> int:
+        return sum(finding.num_cases for finding in self.findings if finding.status != "not offered")
+
+
+CHECKS: list[Check] = []
+
+
+def check(name: str, sentence: str, why: str = "") -> Callable[[Run], Run]:
+    """Registers a function as a check. Raises `ValueError` for an unknown group, or a name used twice."""
+    if name.partition(".")[0] not in GROUPS or any(each.name == name for each in CHECKS):
+        raise ValueError(f"{name!r} must be GROUP.NAME, used once, with a group of {', '.join(GROUPS)}")
+
+    def register(run: Run) -> Run:
+        CHECKS.append(Check(name, sentence, why, run))
+        return run
+
+    return register
+
+
+def all_checks() -> list[Check]:
+    """Every check, in the order of the groups."""
+    for module in MODULES:
+        if (Path(__file__).parent / f"{module}.py").is_file():
+            import_module(f"{__package__}.{module}")
+    return sorted(CHECKS, key=lambda each: GROUPS.index(each.group))
+
+
+def chosen(only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[Check]:
+    """Checks by name or group. Raises `ValueError` for a name that is neither, and when none is left."""
+    checks = all_checks()
+    known = {each.name for each in checks} | {each.group for each in checks}
+    unknown = [name for name in (*only, *skip) if name not in known]
+    if unknown:
+        raise ValueError(f"no check or group {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    found = [each for each in checks if not only or each.name in only or each.group in only]
+    found = [each for each in found if each.name not in skip and each.group not in skip]
+    if not found:
+        raise ValueError("nothing is left to check: --skip takes away all that --only chooses")
+    return found
+
+
+def run_checks(context: Context, checks: Sequence[Check]) -> Iterator[Result]:
+    """Run the checks; one result for each. If the server stops answering, the current check fails and the run
+    ends."""
+    for each in checks:
+        context.progress(each.name)
+        findings, is_gone = run_check(context, each)
+        yield Result(each, findings)
+        if is_gone:
+            return
+
+
+def run_check(context: Context, each: Check) -> tuple[tuple[Finding, ...], bool]:
+    """The findings, and whether the server has stopped. Errors of the client become findings."""
+    findings: list[Finding] = []
+    try:
+        outcome = each.run(context)
+        if isinstance(outcome, Finding):
+            outcome = [outcome]
+        for finding in outcome:
+            findings.append(finding)  # one by one, so that findings before an exception are kept
+    except (Refused, Malformed) as error:
+        findings.append(Finding("fails", f"the server's answer cannot be used: {error}"))
+    except Unreachable as error:
+        findings.append(Finding("fails", f"no answer: {error}"))
+        return tuple(findings), not answers(context.server)
+    return tuple(findings) or (Finding("not offered", "nothing to check"),), False
+
+
+def answers(server: Server) -> bool:
+    try:
+        server.get("/v1/models")
+    except Unreachable:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Checks of whole engines: accuracy, switches, soak."""

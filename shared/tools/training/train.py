@@ -1,0 +1,231 @@
+"""Train a built-in model from nothing: corpus, tokenizer, weights and score, in minutes on one GPU.
+
+python -m diptych.shared.tools.training.train --model dense --out shared/assets/tiny-dense
+"""
+
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, set_seed
+
+from diptych.shared.tools.corpus.corpus import held_out_questions
+from diptych.shared.tools.corpus.evaluate import load_answers, score
+from diptych.shared.tools.training.checkpoint import save_checkpoint, save_record, score_record
+from diptych.shared.tools.training.learn_tokenizer import VOCAB_SIZE, save_tokenizer, train_tokenizer
+from diptych.shared.tools.training.packing import Batch, PackedBatches, batch_loader
+from diptych.shared.tools.training.tiny_models import NUM_STEPS, model_config
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What decides the result, together with the model's config."""
+
+    num_steps: int
+    num_rows: int = 64
+    row_len: int = 1024
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    seed: int = 0
+
+    @property
+    def num_warmup_steps(self) -> int:
+        return min(300, self.num_steps // 10)
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up, then a cosine down to zero."""
+        if step < self.num_warmup_steps:
+            return self.learning_rate * (step + 1) / self.num_warmup_steps
+        done = (step - self.num_warmup_steps) / max(1, self.num_steps - self.num_warmup_steps)
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+
+
+class MasterAdamW:
+    """AdamW on float32 copies of the weights; the model itself runs in its own dtype.
+
+    Small updates vanish when added to bfloat16 weights, so they go to the copies, which are then rounded.
+    """
+
+    def __init__(self, model: PreTrainedModel, options: TrainOptions) -> None:
+        self._params = [param for param in model.parameters() if param.requires_grad]
+        self._masters = [param.detach().float().clone() for param in self._params]
+        # Norm weights are scales, not directions: no decay.
+        decayed = [master for master in self._masters if master.ndim > 1]
+        others = [master for master in self._masters if master.ndim <= 1]
+        groups = [
+            {"params": decayed, "weight_decay": options.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self._adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=self._masters[0].is_cuda)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, max_grad_norm: float = 1.0) -> None:
+        for master, param in zip(self._masters, self._params):
+            master.grad = None if param.grad is None else param.grad.float()
+            param.grad = None
+        torch.nn.utils.clip_grad_norm_(self._masters, max_grad_norm)
+        for group in self._adam.param_groups:
+            group["lr"] = learning_rate
+        self._adam.step()
+        torch._foreach_copy_(self._params, self._masters)
+
+
+def document_mask(document_ids: torch.Tensor) -> torch.Tensor:
+    """[num_rows, 1, row_len, row_len], true where a token may look: back, and within its own chat."""
+    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    return same & torch.ones_like(same[0, 0]).tril()
+
+
+def load_balancing_loss(router_logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """1 if the experts share the tokens evenly, else more. `router_logits`: [num_tokens, num_experts]."""
+    num_experts = router_logits.shape[-1]
+    probs = router_logits.float().softmax(-1)
+    chosen = functional.one_hot(probs.topk(top_k).indices, num_experts).float().sum(1)
+    return num_experts * (chosen.mean(0) / top_k * probs.mean(0)).sum()
+
+
+def padding_loss(logits: torch.Tensor) -> torch.Tensor:
+    """Keeps the rows beyond the tokenizer's vocabulary improbable (together about e**-16 and less).
+
+    Sampling then never draws an id that has no token; the plain loss alone left them at up to 5e-4.
+    """
+    log_prob = logits[:, VOCAB_SIZE:].logsumexp(-1) - logits.logsumexp(-1)
+    return 0.01 * functional.softplus(log_prob + 16).mean()
+
+
+def batch_loss(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """Weighted next-token loss, padding loss and, for an MoE model, its routers' load-balancing loss."""
+    is_moe = hasattr(model.config, "num_experts_per_tok")
+    output = model.model(
+        input_ids=batch.input_ids,
+        attention_mask=document_mask(batch.document_ids),
+        position_ids=batch.positions,
+        use_cache=False,
+        **({"output_router_logits": True} if is_moe else {}),
+    )
+    logits = model.lm_head(output.last_hidden_state).flatten(0, 1).float()
+    losses = functional.cross_entropy(logits, batch.target_ids.flatten(), reduction="none")
+    loss = (losses * batch.weights.flatten()).sum() / batch.weights.sum()
+    loss = loss + padding_loss(logits)
+    if is_moe:
+        top_k = model.config.num_experts_per_tok
+        balance = sum(load_balancing_loss(layer.flatten(0, -2), top_k) for layer in output.router_logits)
+        loss = loss + model.config.router_aux_loss_coef * balance / len(output.router_logits)
+    return loss
+
+
+def train_steps(
+    model: PreTrainedModel, batches: Iterable[Batch], options: TrainOptions, compile_model: bool = False
+) -> Iterator[torch.Tensor]:
+    """Train in place; yields each step's loss as a tensor, so that the loop does not synchronize."""
+    device = model.device
+    loss_fn = torch.compile(batch_loss) if compile_model else batch_loss
+    optimizer = MasterAdamW(model, options)
+    model.train()
+    for step, batch in enumerate(batches):
+        loss = loss_fn(model, Batch(*(part.to(device, non_blocking=True) for part in batch)))
+        loss.backward()
+        optimizer.step(options.learning_rate_at(step))
+        yield loss.detach()
+
+
+def new_model(config: PretrainedConfig, device: str, seed: int) -> PreTrainedModel:
+    """Random weights: bfloat16 on a GPU, float32 on a CPU, where bfloat16 is slow."""
+    set_seed(seed)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device=device, dtype=dtype)
+
+
+def run_with_progress(steps: Iterator[torch.Tensor], options: TrainOptions) -> float:
+    """Show loss and speed while training; returns the last loss."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    start = time.monotonic()
+    loss = torch.tensor(math.nan)
+    with Progress(*columns) as progress:
+        task = progress.add_task("training", total=options.num_steps)
+        for step, loss in enumerate(steps, start=1):
+            if step % 50 == 0 or step == options.num_steps:
+                tokens_per_second = step * options.num_rows * options.row_len / (time.monotonic() - start)
+                description = f"loss {loss.item():.4f}, {tokens_per_second / 1e6:.2f} M tokens/s"
+                progress.update(task, completed=step, description=description)
+                if step % 500 == 0 or step == options.num_steps:
+                    progress.console.print(f"step {step}: {description}")
+    return loss.item()
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="the model folder to write")],
+    model: Annotated[str, typer.Option(help="dense or moe")] = "dense",
+    steps: Annotated[int, typer.Option(help="optimizer steps; 0: as the published weights")] = 0,
+    rows: Annotated[int, typer.Option(help="packed rows a step")] = 64,
+    row_len: Annotated[int, typer.Option(help="tokens a row")] = 1024,
+    learning_rate: Annotated[float, typer.Option(help="peak learning rate")] = 3e-3,
+    seed: Annotated[int, typer.Option(help="seeds the weights and the training text")] = 0,
+    workers: Annotated[int, typer.Option(help="processes that write text ahead; -1: all cores but two")] = -1,
+    compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help="default: on a GPU")] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu; default: cuda if there is one")] = "",
+    questions: Annotated[int, typer.Option(help="held-out questions to score with")] = 400,
+) -> None:
+    """Train one of the built-in models and score it on the held-out questions."""
+    config = model_config(model)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    compiled = device == "cuda" if compiled is None else compiled
+    workers = max(1, (os.cpu_count() or 2) - 2) if workers < 0 else workers
+    options = TrainOptions(steps or NUM_STEPS[model], rows, row_len, learning_rate, seed=seed)
+    if not (out / "tokenizer.json").exists():
+        save_tokenizer(train_tokenizer(), out)
+
+    network = new_model(config, device, seed)
+    dataset = PackedBatches((out / "tokenizer.json").read_text(), seed, options.num_steps, rows, row_len)
+    start = time.monotonic()
+    loss = run_with_progress(train_steps(network, batch_loader(dataset, workers), options, compiled), options)
+    seconds = time.monotonic() - start
+
+    save_checkpoint(network, out)
+    # The score is that of the files just written: weights rounded to bfloat16, run in float32.
+    result = score(load_answers(out, device), held_out_questions(questions))
+    record = {
+        "name": model,
+        "command": (
+            f"python -m diptych.shared.tools.training.train --model {model} --out {out} "
+            f"--steps {options.num_steps} "
+            f"--rows {rows} --row-len {row_len} --learning-rate {learning_rate} --seed {seed}"
+        ),
+        "device": f"one {torch.cuda.get_device_name()}" if device == "cuda" else "a CPU",
+        "torch": torch.__version__,
+        "seconds": round(seconds, 1),
+        "num_tokens": options.num_steps * rows * row_len,
+        "row_len": row_len,
+        "num_parameters": network.num_parameters(),
+        "final_loss": round(loss, 5),
+        "held_out": score_record(result),
+    }
+    save_record(out, record)
+    typer.echo(f"{out}: {result.exact:.2%} of {questions} held-out questions, {seconds:.0f} s of training")
+    for kind, exact in sorted(result.by_kind.items()):
+        typer.echo(f"  {kind:14} {exact:.1%}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
