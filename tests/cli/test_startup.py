@@ -42,7 +42,7 @@ def test_our_own_modules_take_little_of_the_start() -> None:
         env={**os.environ, "COLUMNS": "80"},
     )
     rows = [line.removeprefix("import time:").split("|") for line in result.stderr.splitlines()[1:]]
-    own = {name.strip(): int(own_us) for own_us, _, name in rows if name.strip().startswith("shared")}
+    own = {name.strip(): int(own_us) for own_us, _, name in rows if name.strip().startswith("diptych")}
     assert "diptych.shared.tools.cli" in own
     # Generous against a loaded machine; measured at 6 ms. Importing torch alone would be over a second.
     assert sum(own.values()) < 500_000

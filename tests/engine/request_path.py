@@ -34,7 +34,9 @@ def functions_of_a_request() -> list[tuple[str, str]]:
         sys.setprofile(None)
     path = []
     for code in seen:
-        file = Path(code.co_filename)
+        if not code.co_filename.startswith("/"):  # frozen modules, and code made at run time
+            continue
+        file = Path(code.co_filename).resolve()  # through the links of diptych/
         if file.is_relative_to(ROOT) and ".venv" not in file.parts and not code.co_name.startswith("<"):
             path.append((file.relative_to(ROOT).as_posix(), getattr(code, "co_qualname", code.co_name)))
     return list(dict.fromkeys(path))

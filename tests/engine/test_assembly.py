@@ -47,7 +47,7 @@ def test_a_component_of_the_user_that_is_none_is_refused(tmp_path: Path) -> None
     path = tmp_path / "mine.py"
     path.write_text("class Mine: pass\n")
     config = EngineConfig(model="tiny-dense", device="cpu", use={"sampler": f"{path}:Mine"})
-    with pytest.raises(ValueError, match=r"^sampler=.*mine\.py:Mine: Mine is no subclass of shared"):
+    with pytest.raises(ValueError, match=r"^sampler=.*mine\.py:Mine: Mine is no subclass of diptych"):
         assemble(config)
 
 

@@ -103,7 +103,7 @@ class Mutant(NamedTuple):
 
 def with_bug(kernel: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """A copy of a module of kernels in which `old` is `new`."""
-    source = importlib.import_module(f"diptych.optimized.kernels.{kernel}")
+    source = importlib.import_module(f"diptych.optimized.kernels.linear.{kernel}")
     text = Path(str(source.__file__)).read_text("utf-8")
     assert old in text
     path = tmp_path / "mutant.py"

@@ -35,7 +35,7 @@ def test_a_request_cannot_shrink() -> None:
 
 @pytest.mark.parametrize("panel", ["reference", "optimized"])
 def test_latent_rows_in_fp8_are_divided_by_their_scale(panel: str) -> None:
-    pool_class = import_module(f"{panel}.mla_memory_pool").MLATokenToKVPool
+    pool_class = import_module(f"diptych.{panel}.mla.mla_memory_pool").MLATokenToKVPool
     k = torch.full((1, 1, 6), 8.0)
     for scales, stored in (([KVScales(4.0, 1.0)], 2.0), (None, 8.0)):
         pool = pool_class(4, 1, 1, 4, 2, FP8, "cpu", scales)

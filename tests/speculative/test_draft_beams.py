@@ -17,7 +17,7 @@ CONTEXT_LEN = 32
 @pytest.mark.parametrize("panel", ["reference", "optimized"])
 @pytest.mark.parametrize("num_before", [0, 1])
 def test_positions_of_a_step_stop_at_the_end_of_the_context(panel: str, num_before: int) -> None:
-    steps_class: Any = registry.load("drafter", f"{panel}.speculative.draft_beams:BeamSteps")
+    steps_class: Any = registry.load("drafter", f"diptych.{panel}.speculative.draft_beams:BeamSteps")
     lens = [4, CONTEXT_LEN - 2, CONTEXT_LEN - 1]
     seq_lens, rows = torch.tensor(lens), torch.arange(3)
     slots = torch.arange(3 * 64, dtype=torch.int32).view(3, 64)

@@ -85,7 +85,7 @@ def test_the_pool_counts_the_drafters_kv_and_rows_are_longer() -> None:
 def test_a_draft_model_that_does_not_fit_is_refused(
     panel: str, num_token_ids: int, context_len: int, message: str
 ) -> None:
-    drafter = registry.load("drafter", f"{panel}.speculative.standalone:StandaloneDrafter")
+    drafter = registry.load("drafter", f"diptych.{panel}.speculative.standalone:StandaloneDrafter")
     config = EngineConfig(
         speculative="standalone", speculative_draft_model="tiny-dense", context_len=context_len
     )

@@ -110,7 +110,7 @@ def _members(cls: type) -> dict[str, str]:
     found = {}
     for name, value in inspect.getmembers(cls):
         function = value.fget if isinstance(value, property) else value
-        is_of_diptych = str(getattr(function, "__module__", "")).startswith("shared.")
+        is_of_diptych = str(getattr(function, "__module__", "")).startswith("diptych.")
         if inspect.isroutine(function) and is_of_diptych and (name == "__init__" or name[0] != "_"):
             text = _bare(inspect.signature(function))
             is_abstract = name in getattr(cls, "__abstractmethods__", ())
