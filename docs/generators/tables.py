@@ -151,7 +151,9 @@ def _dtype(dtype: Any) -> str:
 
 def families() -> str:
     """The architectures of config.json that both panels have."""
-    panels = {name: importlib.import_module(f"diptych.{name}.models").MODELS for name in ("reference", "optimized")}
+    panels = {
+        name: importlib.import_module(f"diptych.{name}.models").MODELS for name in ("reference", "optimized")
+    }
     rows = [
         [f"`{name}`", *(code(models.get(name, "").partition(":")[0]) for models in panels.values())]
         for name in panels["reference"]
